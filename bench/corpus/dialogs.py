@@ -1,0 +1,233 @@
+"""The mixture: dialogs of one to four turns, requests for a load generator, a held-out text.
+
+Everything follows from the seed alone. Training draws from `train_seed`s and evaluation from
+`heldout_seed`s, which never meet.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+
+from bench.corpus import unknowns, words
+from bench.corpus.reading import reading_turns
+from bench.corpus.smalltalk import OFFER, SMALL, grouped, name_game, said_no
+from bench.corpus.stories import Story, tell
+from bench.corpus.tasks import TASKS
+from bench.corpus.turn import Turn, typed
+
+Message = dict[str, str]
+Dialog = list[Message]
+
+_SYSTEMS = (
+    "You are a helpful assistant.",
+    "You are a friendly assistant.",
+    "You are the built-in model of mergestep.",
+    "Answer the user.",
+    "Be brief and kind.",
+    "You are a helpful, honest assistant.",
+)
+_NAMED_LENGTHS = {
+    "a very short story": 2,
+    "a tiny story": 2,
+    "a short story": 4,
+    "a little story": 4,
+    "a story": 6,
+    "story": 6,
+    "some story": 6,
+    "a long story": 10,
+    "a longer story": 10,
+    "a very long story": 12,
+}
+_STORY_ASKS = (
+    "Tell me {s}.",
+    "Tell me {s}",
+    "Can you tell me {s}?",
+    "Write {s}.",
+    "Write me {s}",
+    "I want to hear {s}.",
+    "I would like {s}, please.",
+    "Give me {s}.",
+    "Make up {s}.",
+)
+
+
+def train_seed(number: int) -> str:
+    return f"train-{number}"
+
+
+def heldout_seed(number: int) -> str:
+    return f"heldout-{number}"
+
+
+def _who(rng: random.Random) -> str:
+    """Mostly an animal, but anything can be a hero: the word is to be copied, not known."""
+    pick = rng.random()
+    if pick < 0.08:
+        return unknowns.made_up_word(rng)
+    if pick < 0.25:
+        return rng.choice(words.CAST_THINGS)
+    return rng.choice(words.CAST_ANIMALS if pick < 0.75 else words.CAST_OTHERS)
+
+
+def _topic(rng: random.Random) -> tuple[dict[str, str], str, tuple[str, ...]]:
+    """What the story is to be about: cast settings, the words asking for it, words it must say."""
+    pick = rng.random()
+    animal = _who(rng)
+    if pick < 0.25:
+        return {}, "", ()
+    if pick < 0.60:
+        return {"hero_kind": animal}, f" about {words.article(animal)}", (animal,)
+    if pick < 0.72:
+        other = rng.choice([a for a in words.CAST_ANIMALS if a != animal])
+        asked = f" about {words.article(animal)} and {words.article(other)}"
+        return {"hero_kind": animal, "friend_kind": other}, asked, (animal, other)
+    if pick < 0.82:
+        name = unknowns.any_name(rng)
+        return {"hero": name}, f" about {name}", (name.lower(),)
+    if pick < 0.89:
+        colour, thing = rng.choice(words.COLOURS), rng.choice(words.THINGS)
+        item = words.article(f"{colour} {thing}")
+        return {"thing": thing, "colour": colour}, f" about {item}", (thing, colour)
+    if pick < 0.93:
+        thing = rng.choice(words.THINGS)
+        return {"thing": thing}, f" about {words.article(thing)}", (thing,)
+    place = rng.choice(list(words.PLACES))
+    asked = f" about {words.article(animal)} {words.PLACES[place]} the {place}"
+    return {"hero_kind": animal, "place": place}, asked, (animal, place)
+
+
+def _length(rng: random.Random) -> tuple[int, str]:
+    """A number of sentences, and the noun phrase that asks for it; "{a}" is where the topic goes."""
+    if rng.random() < 0.42:
+        phrase = rng.choice(list(_NAMED_LENGTHS))
+        return _NAMED_LENGTHS[phrase], phrase + "{a}"
+    number = rng.choice([1, 2, 3, 3, 4, 5, 5, 6, 7, 8, 9, 10, 11, 12])
+    said = words.NUMBER_WORDS[number] if rng.random() < 0.4 else str(number)
+    unit = "sentence" if number == 1 else "sentences"
+    forms = ["a story{a} in {n} {u}", "a story{a} with {n} {u}", "a story of {n} {u}{a}"]
+    forms += ["a {n} sentence story{a}", "a {n}-sentence story{a}", "a short story{a} in {n} {u}"]
+    form = rng.choice(forms).replace("{n}", said).replace("{u}", unit)
+    return number, form.replace("a 8", "an 8").replace("a 11", "an 11").replace("a e", "an e")
+
+
+def story_turn(rng: random.Random) -> tuple[Turn, Story]:
+    while True:
+        topic, about, must_say = _topic(rng)
+        number, form = _length(rng)
+        if not ("place" in topic and number < 3) and not ("friend_kind" in topic and number == 3):
+            break
+    ask = rng.choice(_STORY_ASKS).format(s=form.format(a=about))
+    if rng.random() < 0.1:
+        bare = form.format(a=about)
+        ask = bare[0].upper() + bare[1:]
+    told = tell(rng, number, topic)
+    turn = Turn("story", typed(rng, ask), told.text, sentences=number, must_say=must_say)
+    return turn, told
+
+
+def _story_turns(rng: random.Random) -> list[Turn]:
+    turn, told = story_turn(rng)
+    turns = [turn]
+    if rng.random() < 0.45:
+        chosen = rng.sample(told.questions, min(len(told.questions), rng.choice([1, 1, 2, 3])))
+        turns += [Turn("story_question", typed(rng, q), a) for q, a in chosen]
+    elif rng.random() < 0.1:
+        again = rng.choice(["Tell me another one", "Another story please", "One more!"])
+        turns.append(Turn("story", again, tell(rng, 6).text, sentences=6))
+    return turns
+
+
+def _reply_to_offer(rng: random.Random) -> Turn:
+    if rng.random() < 0.25:
+        return said_no(rng)
+    asks = ["Yes", "Yes please", "Sure", "Ok", "Yes, please!", "Of course", "Please do", "Go on"]
+    asks += ["Yes, tell me a story", "Why not", "Yeah", "y", "Okay"]
+    return Turn("yes_story", typed(rng, rng.choice(asks)), tell(rng, 6).text, sentences=6)
+
+
+def _user_story_turns(rng: random.Random) -> list[Turn]:
+    """The user tells one of the larger stories and asks about it."""
+    told = tell(rng, rng.choice([2, 3, 3, 4, 5, 6]))
+    chosen = rng.sample(told.questions, min(len(told.questions), rng.choice([1, 1, 2])))
+    ask, answer = chosen[0]
+    turns = [Turn("reading", f"{told.text} {ask}", answer)]
+    return turns + [Turn("reading", q, a) for q, a in chosen[1:]]
+
+
+def _one_of(
+    rng: random.Random, table: tuple[tuple[float, Callable[[random.Random], Turn]], ...]
+) -> Turn:
+    return rng.choices([make for _, make in table], [weight for weight, _ in table])[0](rng)
+
+
+def _some_turns(rng: random.Random) -> list[Turn]:
+    pick = rng.random()
+    if pick < 0.21:
+        return _story_turns(rng)
+    if pick < 0.37:
+        return reading_turns(rng)
+    if pick < 0.40:
+        return _user_story_turns(rng)
+    if pick < 0.42:
+        return name_game(rng)
+    if pick < 0.58:
+        return [_one_of(rng, SMALL)]
+    return [_one_of(rng, TASKS)]
+
+
+def turns(rng: random.Random) -> list[Turn]:
+    """One dialog as turns; long ones are rare but are there, as a chat goes on."""
+    wanted = rng.choices([1, 2, 3, 4], [55, 22, 13, 10])[0]
+    out: list[Turn] = []
+    if rng.random() < 0.1:
+        out.append(grouped(rng, "greeting"))
+    while len(out) < wanted:
+        if out and out[-1].answer.endswith(OFFER) and rng.random() < 0.6:
+            out.append(_reply_to_offer(rng))
+        else:
+            out += _some_turns(rng)
+    return out[:4]
+
+
+def messages(rng: random.Random, dialog_turns: list[Turn]) -> Dialog:
+    out: Dialog = []
+    if rng.random() < 0.1:
+        out.append({"role": "system", "content": rng.choice(_SYSTEMS)})
+    for turn in dialog_turns:
+        out.append({"role": "user", "content": turn.question})
+        out.append({"role": "assistant", "content": turn.answer})
+    return out
+
+
+def dialogs(seed: int | str) -> Iterator[Dialog]:
+    """Endless dialogs; an int is a training seed."""
+    rng = random.Random(train_seed(seed) if isinstance(seed, int) else seed)
+    while True:
+        yield messages(rng, turns(rng))
+
+
+def mixed_requests(seed: int, n: int) -> list[Dialog]:
+    """n requests in the natural mixture: dialogs that end with a question."""
+    stream = dialogs(f"requests-{seed}")
+    return [next(stream)[:-1] for _ in range(n)]
+
+
+def heldout_turns(number: int, count: int) -> list[list[Turn]]:
+    """The questions of an evaluation, with their turns before them."""
+    rng = random.Random(heldout_seed(number))
+    return [turns(rng) for _ in range(count)]
+
+
+def heldout_text(seed: int = 0, size: int = 80_000) -> str:
+    """About `size` characters of rendered dialogs that training never draws."""
+    stream, parts, length = dialogs(heldout_seed(seed)), [], 0
+    while length < size:
+        text = render(next(stream))
+        parts.append(text)
+        length += len(text)
+    return "".join(parts)
+
+
+def render(dialog: Dialog) -> str:
+    """The chat template of the model, as text."""
+    body = "".join(f"<|{m['role']}|>{m['content']}<|end|>" for m in dialog)
+    return f"<|bos|>{body}\n"

@@ -1,0 +1,69 @@
+"""One question with its right answer, and the ways people really type a question.
+
+A Turn also says how a reply is judged: it must be one of `accepted`, or for free text have the
+asked number of sentences and mention every one of `must_say`.
+"""
+
+import random
+import re
+from dataclasses import dataclass
+
+from bench.corpus.words import split_words
+
+_ORDERS = frozenset(
+    split_words(
+        "Tell Write Give Make Count Add Subtract Spell Say Repeat Name List Calculate "
+        "Compute Explain Show Translate Define Recommend Introduce"
+    )
+)
+_STOPS = re.compile(r"[.!?](?=\s|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    kind: str
+    question: str
+    answer: str
+    accepted: frozenset[str] = frozenset()  # further right answers
+    sentences: int = 0  # > 0: free text of so many sentences
+    must_say: tuple[str, ...] = ()
+
+    def is_right(self, reply: str) -> bool:
+        if self.sentences:
+            said = reply.lower()
+            counted = count_sentences(reply) == self.sentences
+            return counted and all(word in said for word in self.must_say)
+        return reply == self.answer or reply in self.accepted
+
+
+def count_sentences(text: str) -> int:
+    return len(_STOPS.findall(text))
+
+
+def typed(rng: random.Random, text: str, *, slips: bool = False) -> str:
+    """The text as somebody in a hurry would type it."""
+    pick = rng.random()
+    if pick < 0.45:
+        return text
+    if pick < 0.53:
+        is_order = text.split()[0] in _ORDERS
+        text = "Please " + text[0].lower() + text[1:] if is_order else text
+    elif pick < 0.56:
+        text = text.rstrip(".!?") + rng.choice([", please", " please", "??", "!"])
+    if pick < 0.50 or pick > 0.80:
+        text = text.rstrip(".!?")
+    if pick > 0.68:
+        text = text.lower()
+    if pick > 0.985:
+        text = text.upper()
+    if slips and rng.random() < 0.06 and len(text) > 8:
+        text = _slip(rng, text)
+    return text
+
+
+def _slip(rng: random.Random, text: str) -> str:
+    """Swaps two neighbouring letters; never digits, which would change the question."""
+    at = rng.randrange(1, len(text) - 2)
+    if not text[at : at + 2].isalpha():
+        return text
+    return text[:at] + text[at + 1] + text[at] + text[at + 2 :]

@@ -1,0 +1,92 @@
+"""An engine whose device takes no time: everything that remains is our own machinery.
+
+`InstantRunner` does what the real runner does around the model (commit pages, flatten the
+batch) and returns scripted tokens at once. Used by bench/engine_overhead.py and by tests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from memory.kv_manager import KVManager
+from memory.vmm import LinuxMemory
+from serve.batch import make_batch
+from serve.config import EngineConfig
+from serve.core import CoreLimits, EngineCore
+from serve.loader import LoadedEngine
+from serve.models import ModelSpec, read_spec
+from serve.runner import Runner, StepResult
+from serve.scheduler import Scheduler, SchedulerLimits, StepPlan
+from serve.sequence import Sequence
+from serve.tokenizer import Tokenizer
+
+TokenScript = Callable[[Sequence], int]
+"""The next token of a sequence."""
+
+
+class InstantRunner:
+    """Answers every step at once. gaps_s: time between the end of a step and the next one."""
+
+    def __init__(self, kv: KVManager, script: TokenScript) -> None:
+        self._kv = kv
+        self._script = script
+        self._ended_s: float | None = None
+        self.gaps_s: list[float] = []
+        self.batch_s: list[float] = []
+        self.rows: list[int] = []
+
+    def start(self) -> None:
+        """Nothing to set up."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        began = time.perf_counter()
+        if self._ended_s is not None:
+            self.gaps_s.append(began - self._ended_s)
+        self._kv.commit()
+        batch = make_batch(plan, self._kv)
+        self.rows.append(plan.num_total_rows)
+        tokens = [self._script(sequence) for sequence in batch.sampled]
+        self._ended_s = time.perf_counter()
+        self.batch_s.append(self._ended_s - began)
+        return StepResult(batch.sampled, tokens, None)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def load_instant(
+    config: EngineConfig,
+    *,
+    progress: bool = False,
+    script: TokenScript = lambda sequence: 97 + len(sequence.token_ids) % 26,
+    make_runner: Callable[[KVManager], Runner] | None = None,
+    num_pages: int = 4096,
+    token_bytes: int = 4096,
+) -> LoadedEngine:
+    """A LoadedEngine like load_engine's, with the model's tokenizer but no weights."""
+    spec: ModelSpec = read_spec(config.model_path)
+    tokenizer = Tokenizer.load(config.model_path)
+    max_len = config.max_model_len or spec.max_model_len
+    memory = LinuxMemory(config.kv_page_bytes or 64 << 10, num_pages)
+    kv = KVManager(
+        memory,
+        num_pages=num_pages,
+        num_ranges=config.max_num_seqs,
+        max_model_len=max_len,
+        token_bytes=token_bytes,
+    )
+    memory.reserve(kv.total_bytes)
+    batched = config.max_num_batched_tokens or 512
+    limits = SchedulerLimits(config.max_num_seqs, batched, config.max_chunk_tokens or batched)
+    runner = make_runner(kv) if make_runner is not None else InstantRunner(kv, script)
+    core = EngineCore(
+        runner=runner,
+        scheduler=Scheduler(limits, kv),
+        kv=kv,
+        tokenizer=tokenizer,
+        eos_token_ids=frozenset(spec.eos_token_ids),
+        limits=CoreLimits(max_len, spec.vocab_size, config.max_num_waiting, config.max_num_seqs),
+        tokenize_threads=config.tokenize_threads,
+    )
+    return LoadedEngine(core, spec, tokenizer, max_len, {})

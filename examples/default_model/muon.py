@@ -1,0 +1,65 @@
+"""Muon for the matrices of the layers, AdamW for the rest: both as one optimizer list.
+
+Muon orthogonalizes the momentum of a matrix by a Newton-Schulz iteration; matrices of one shape
+are stacked, so that the iteration is a few batched products.
+"""
+
+import torch
+from torch import Tensor, nn
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+def orthogonalize(update: Tensor, steps: int = 5) -> Tensor:
+    """update: [N, rows, cols]; nearly the nearest (semi-)orthogonal matrix of each."""
+    is_tall = update.shape[-2] > update.shape[-1]
+    x = update.mT if is_tall else update
+    x = (x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)).bfloat16()
+    a, b, c = _COEFFICIENTS
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.mT if is_tall else x).float()
+
+
+class Muon(torch.optim.Optimizer):
+    def __init__(
+        self, params: list[nn.Parameter], lr: float, momentum: float = 0.95, decay: float = 0.01
+    ) -> None:
+        by_shape: dict[torch.Size, list[nn.Parameter]] = {}
+        for param in params:
+            by_shape.setdefault(param.shape, []).append(param)
+        groups = [{"params": same} for same in by_shape.values()]
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            updates = []
+            for param in group["params"]:
+                assert param.grad is not None, f"no gradient for {tuple(param.shape)}"
+                state = self.state[param]
+                buffer = state.setdefault("momentum", torch.zeros_like(param))
+                buffer.lerp_(param.grad, 1 - group["momentum"])
+                updates.append(param.grad.lerp(buffer, group["momentum"]))
+            rows, cols = group["params"][0].shape
+            scale = group["lr"] * max(1.0, rows / cols) ** 0.5
+            for param, update in zip(
+                group["params"], orthogonalize(torch.stack(updates)), strict=True
+            ):
+                param.mul_(1 - group["lr"] * group["decay"]).add_(update, alpha=-scale)
+
+
+def make_optimizers(
+    model: nn.Module, matrix_lr: float, other_lr: float
+) -> list[torch.optim.Optimizer]:
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    adam = torch.optim.AdamW(others, lr=other_lr, betas=(0.9, 0.98), weight_decay=0.0)
+    return [Muon(matrices, lr=matrix_lr), adam]
+
+
+def schedule(step: int, total: int, warmup: int = 100, decay_share: float = 0.6) -> float:
+    """Warm up, hold, then fall in a straight line to zero at the last step."""
+    falling = (total - step) / max(1, int(total * decay_share))
+    return min(1.0, (step + 1) / min(warmup, max(1, total // 4)), falling)

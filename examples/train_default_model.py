@@ -1,0 +1,147 @@
+"""Trains the model that the server has inside: python -m examples.train_default_model --out DIR.
+
+Everything follows from --seed: the text, the tokenizer, the weights and the number of steps, which
+is fixed and not a matter of time. Ends with an evaluation, written as eval.json beside the weights.
+"""
+
+import argparse
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from bench.corpus import heldout_text
+from examples.default_model.data import Batch, Encoder, make_batch, train_tokenizer
+from examples.default_model.evaluate import evaluate, perplexity, table
+from examples.default_model.export import read_weights, write_model
+from examples.default_model.model import Llama, Shape
+from examples.default_model.muon import make_optimizers, schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much is done; the steps are in two phases, short rows first and long chats at the end."""
+
+    shape: Shape = field(default_factory=Shape)
+    tokenizer_dialogs: int = 60_000
+    steps: int = 4000
+    long_steps: int = 300  # of them, at the end
+    rows: int = 16
+    length: int = 256
+    long_rows: int = 4
+    long_length: int = 1024
+    eval_dialogs: int = 1200
+
+
+SMOKE = Plan(
+    shape=Shape(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2),
+    tokenizer_dialogs=200,
+    steps=4,
+    long_steps=1,
+    rows=2,
+    long_rows=1,
+    long_length=512,
+    eval_dialogs=2,
+)
+
+
+def batch_of(plan: Plan, encoder: Encoder, seed: int, step: int) -> Batch:
+    if step < plan.steps - plan.long_steps:
+        return make_batch(encoder, seed, step, plan.rows, plan.length, chats=0)
+    return make_batch(
+        encoder, seed, step, plan.long_rows, plan.long_length, chats=(plan.long_rows + 1) // 2
+    )
+
+
+def fit(
+    plan: Plan, model: Llama, encoder: Encoder, seed: int, device: str, checkpoint: Path | None
+) -> None:
+    optimizers = make_optimizers(model, matrix_lr=0.02, other_lr=0.003)
+    base_lrs = [[g["lr"] for g in o.param_groups] for o in optimizers]
+    first = 0
+    if checkpoint is not None and checkpoint.exists():
+        state = torch.load(checkpoint, map_location=device)
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        first = state["step"]
+    bar = tqdm(range(first, plan.steps), initial=first, total=plan.steps, mininterval=5.0)
+    smooth = 0.0
+    for step in bar:
+        scale = schedule(step, plan.steps)
+        for optimizer, lrs in zip(optimizers, base_lrs, strict=True):
+            for group, lr in zip(optimizer.param_groups, lrs, strict=True):
+                group["lr"] = lr * scale
+        batch = Batch(*(t.to(device) for t in batch_of(plan, encoder, seed, step)))
+        with torch.autocast(device, dtype=torch.bfloat16):
+            loss = model.loss(*batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        smooth = loss.item() if step == first else 0.98 * smooth + 0.02 * loss.item()
+        bar.set_postfix_str(f"loss {smooth:.4f}", refresh=False)
+        if checkpoint is not None and (step + 1) % 250 == 0:
+            states = [o.state_dict() for o in optimizers]
+            state = {"model": model.state_dict(), "optimizers": states, "step": step + 1}
+            torch.save(state, checkpoint)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.train_default_model", description=__doc__
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for the model")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int, help="other than the usual number of steps")
+    parser.add_argument("--checkpoint", type=Path, help="file to go on from after a stop")
+    parser.add_argument("--smoke", action="store_true", help="a few steps of a tiny model")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    torch.use_deterministic_algorithms(True, warn_only=args.device != "cpu")
+    plan = SMOKE if args.smoke else Plan()
+    if args.steps is not None:
+        plan = Plan(steps=args.steps, long_steps=args.steps // 12)
+    started = time.monotonic()
+    tokenizer = train_tokenizer(plan.shape.vocab_size, plan.tokenizer_dialogs)
+    encoder = Encoder(tokenizer)
+    model = Llama(plan.shape)
+    model.init_weights()
+    model.to(args.device)
+    num_params = sum(p.numel() for p in model.parameters())
+    print(f"{num_params:,} parameters, vocabulary {tokenizer.get_vocab_size()}, {args.device}")
+    fit(plan, model, encoder, args.seed, args.device, args.checkpoint)
+    minutes = (time.monotonic() - started) / 60
+    write_model(args.out, model, tokenizer)
+    read_weights(args.out, model)
+    result, wrong = evaluate(model, encoder, plan.eval_dialogs)
+    text = heldout_text(0, 80_000 if not args.smoke else 500)
+    result["heldout"] = perplexity(model, encoder, text)
+    result["training"] = {
+        "seed": args.seed,
+        "steps": plan.steps,
+        "parameters": num_params,
+        "minutes": round(minutes, 1),
+        "threads": args.threads,
+        "device": args.device,
+        "torch": torch.__version__,
+    }
+    (args.out / "eval.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print("\n".join(wrong))
+    print(table(result))
+    print(f"trained in {minutes:.1f} min, held-out perplexity {result['heldout']['perplexity']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The attention seam: everything that needs K/V goes through it (DESIGN 3.6).
+
+Planned once per step, called once per layer: `begin` as soon as q exists, `finish` with k and
+v. Locally `begin` is free; a remote implementation ships q there. Models see only this, never
+ranges or pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """What the seam must know of one layer. window: keys a row sees, itself included."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStep:
+    """The K/V side of one step; sequences in the order of their rows, decode rows first.
+
+    num_decodes: sequences at the front that have one row each. starts: where each range
+    begins, in tokens. num_rows: rows of each sequence. kv_lens: its keys after this step.
+    """
+
+    num_decodes: int
+    starts: Sequence[int]
+    num_rows: Sequence[int]
+    kv_lens: Sequence[int]
+
+
+class Ticket(NamedTuple):
+    """What `begin` returns and `finish` takes: the layer and its queries."""
+
+    layer: int
+    q: Tensor
+
+
+class Attention(Protocol):
+    """q: [T, H, D], k and v: [T, Hk, D], rotated; rows packed as planned."""
+
+    def begin(self, layer: int, q: Tensor) -> Ticket:
+        """Start layer `layer` with its queries. Nothing has been written yet."""
+
+    def finish(self, ticket: Ticket, k: Tensor, v: Tensor) -> Tensor:
+        """Write k and v, attend, return [T, H, D]."""
+
+
+class PlannedAttention(Attention, Protocol):
+    """The runner's side of the seam."""
+
+    def plan(self, step: AttentionStep) -> None:
+        """Everything that is the same for all layers. Memory for the step is committed."""

@@ -1,0 +1,227 @@
+"""Sequences' ranges and the pages mapped into them: the scheduler's only view of memory.
+
+Integers only. A *range* is max_model_len token places of contiguous virtual memory; its pages
+are mapped as the sequence grows (`grow`) and stay mapped when it ends (`close`) until another
+needs them or `trim` is called. Growing only records what must change; `commit` edits the
+address space, at the step boundary, before anything may touch the new positions.
+
++--------------------------------------------------------------------------------------+
+| invariants: a page is free or in as many ranges as it has references; the first        |
+| len(pages) pages of a range, and no others, are mapped (after commit); an open range   |
+| of n tokens has at least ceil(n * token_bytes / page_bytes) pages; an idle range       |
+| belongs to nobody and its pages may be taken from its end.                              |
++--------------------------------------------------------------------------------------+
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import lcm
+
+from memory.allocator import PageAllocator
+from memory.vmm import VirtualMemory
+
+
+@dataclass(slots=True)
+class Range:
+    """One range. capacity: tokens that fit in its pages.
+
+    mapped: pages the address space shows since the last commit; the first `valid` of them are
+    still the right ones. promised: pages it was opened for and does not have yet.
+    """
+
+    index: int
+    pages: list[int] = field(default_factory=list)
+    mapped: int = 0
+    valid: int = 0
+    capacity: int = 0
+    promised: int = 0
+    is_open: bool = False
+
+
+class KVManager:
+    """Ranges, pages and the edits that are due at the next commit."""
+
+    def __init__(
+        self,
+        memory: VirtualMemory,
+        *,
+        num_pages: int,
+        num_ranges: int,
+        max_model_len: int,
+        token_bytes: int,
+    ) -> None:
+        self.page_bytes = memory.page_bytes
+        self.token_bytes = token_bytes
+        self.max_model_len = max_model_len
+        # A range starts on a page and holds a whole number of token places, so that a token's
+        # address is simply (range start + position) * token_bytes.
+        unit = lcm(self.page_bytes, token_bytes)
+        self.range_bytes = -(-max_model_len * token_bytes // unit) * unit
+        self.range_tokens = self.range_bytes // token_bytes
+        self.allocator = PageAllocator(num_pages)
+        self.ranges = [Range(i) for i in range(num_ranges)]
+        self._idle = set(range(num_ranges))
+        self._idle_pages = 0
+        self._promised = 0
+        self._memory = memory
+        self._dirty: set[int] = set()
+
+    @property
+    def total_bytes(self) -> int:
+        """Virtual bytes of all ranges: what must be reserved."""
+        return self.range_bytes * len(self.ranges)
+
+    @property
+    def num_pages(self) -> int:
+        return self.allocator.num_pages
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be had: free, or mapped in idle ranges."""
+        return self.allocator.num_free + self._idle_pages
+
+    @property
+    def num_in_use(self) -> int:
+        """Pages that belong to open ranges."""
+        return self.num_pages - self.num_available
+
+    @property
+    def num_mapped(self) -> int:
+        """Pages in any range, idle ones included."""
+        return self.num_pages - self.allocator.num_free
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens * self.token_bytes // self.page_bytes)
+
+    def can_fit(self, num_tokens: int) -> bool:
+        """Whether a new range could be opened and grown to that many tokens.
+
+        Pages promised to ranges that still grow into their prompt are not counted as free.
+        """
+        unpromised = self.num_available - self._promised
+        return bool(self._idle) and self.pages_for(num_tokens) <= unpromised
+
+    def start_of(self, index: int) -> int:
+        """Where the range begins, in tokens from the start of the reservation."""
+        return index * self.range_tokens
+
+    def open(self, num_tokens: int) -> Range:
+        """A range that num_tokens are promised to; `grow` maps them as they are needed.
+
+        Best fit: the idle range with the fewest mapped pages that suffice, else the fullest.
+        The caller has checked can_fit. Pages beyond the need stay with the range.
+        """
+        need = self.pages_for(num_tokens)
+        sizes = {i: len(self.ranges[i].pages) for i in self._idle}
+        enough = [i for i, size in sizes.items() if size >= need]
+        index = min(enough, key=sizes.__getitem__) if enough else max(sizes, key=sizes.__getitem__)
+        found = self.ranges[index]
+        self._idle.discard(index)
+        self._idle_pages -= len(found.pages)
+        found.is_open = True
+        self._promise(found, max(0, need - len(found.pages)))
+        return found
+
+    def _promise(self, target: Range, num_pages: int) -> None:
+        self._promised += num_pages - target.promised
+        target.promised = num_pages
+
+    def grow(self, target: Range, num_tokens: int) -> bool:
+        """Give the range pages for num_tokens in all; False (and no change) if there are none."""
+        if num_tokens <= target.capacity:
+            return True
+        assert num_tokens <= self.max_model_len, f"{num_tokens} > {self.max_model_len}"
+        missing = self.pages_for(num_tokens) - len(target.pages)
+        if missing > self.num_available:
+            return False
+        while missing > self.allocator.num_free:
+            self._reclaim(missing - self.allocator.num_free)
+        for _ in range(missing):
+            last = target.pages[-1] if target.pages else None
+            target.pages.append(self.allocator.take(last))
+        target.capacity = len(target.pages) * self.page_bytes // self.token_bytes
+        self._promise(target, max(0, target.promised - missing))
+        self._dirty.add(target.index)
+        return True
+
+    def close(self, target: Range) -> None:
+        """The sequence is gone. Its pages stay mapped, ready for the next one."""
+        assert target.is_open, f"range {target.index} is not open"
+        target.is_open = False
+        self._promise(target, 0)
+        self._idle.add(target.index)
+        self._idle_pages += len(target.pages)
+
+    def _reclaim(self, num_pages: int) -> None:
+        """Take pages from the end of the idle range that has most."""
+        victim = max((self.ranges[i] for i in self._idle), key=lambda r: len(r.pages))
+        self._shrink(victim, max(0, len(victim.pages) - num_pages))
+
+    def _shrink(self, victim: Range, keep: int) -> None:
+        for page in victim.pages[keep:]:
+            self.allocator.give_back(page)
+        self._idle_pages -= len(victim.pages) - keep
+        del victim.pages[keep:]
+        victim.capacity = keep * self.page_bytes // self.token_bytes
+        victim.valid = min(victim.valid, keep)
+        self._dirty.add(victim.index)
+
+    def commit(self) -> None:
+        """Edit the address space so that it shows what was decided since the last commit.
+
+        Unmapping goes first: a page may have moved from an idle range to a growing one.
+        """
+        if not self._dirty:
+            return
+        dirty = [self.ranges[i] for i in self._dirty]
+        self._dirty.clear()
+        for item in dirty:
+            if item.valid < item.mapped:
+                start = item.index * self.range_bytes + item.valid * self.page_bytes
+                self._memory.unmap(start, item.mapped - item.valid)
+                item.mapped = item.valid
+        for item in dirty:
+            self._map_new(item)
+
+    def _map_new(self, item: Range) -> None:
+        """One call per run of consecutive pages."""
+        while item.mapped < len(item.pages):
+            first = item.pages[item.mapped]
+            length = 1
+            end = len(item.pages) - item.mapped
+            while length < end and item.pages[item.mapped + length] == first + length:
+                length += 1
+            offset = item.index * self.range_bytes + item.mapped * self.page_bytes
+            try:
+                self._memory.map(offset, first, length)
+            except OSError:
+                self._dirty.add(item.index)  # the next commit tries again
+                raise
+            item.mapped += length
+            item.valid = item.mapped
+
+    def trim(self) -> None:
+        """Unmap all idle ranges and give their memory back to the system."""
+        freed: list[int] = []
+        for index in self._idle:
+            if self.ranges[index].pages:
+                freed.extend(self.ranges[index].pages)
+                self._shrink(self.ranges[index], 0)
+        self.commit()
+        for page in sorted(freed):
+            self._memory.release(page, 1)
+
+    def check_integrity(self) -> None:
+        """AssertionError tells which invariant does not hold. For tests and idle moments."""
+        owners: dict[int, int] = {}
+        for item in self.ranges:
+            assert item.is_open != (item.index in self._idle), f"range {item.index}"
+            assert item.capacity == len(item.pages) * self.page_bytes // self.token_bytes
+            for page in item.pages:
+                owners[page] = owners.get(page, 0) + 1
+        idle = sum(len(self.ranges[i].pages) for i in self._idle)
+        assert idle == self._idle_pages, f"{idle} idle pages, counted {self._idle_pages}"
+        promised = sum(item.promised for item in self.ranges)
+        assert promised == self._promised, f"{promised} promised, counted {self._promised}"
+        self.allocator.check_integrity(owners)

@@ -1,0 +1,74 @@
+"""Attention over K/V in this machine's memory: the seam's local implementation.
+
+`finish` appends the rows of the step, then runs the decode kernel on the first num_decodes
+rows and the prefill kernel on each remaining sequence. The prefill/decode split is seen here
+and nowhere above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from memory.attention import AttentionLayer, AttentionStep, Ticket
+from memory.kv_cache import KVCache
+from ops.backend import Backend, KeyValues
+
+
+class LocalAttention:
+    """PlannedAttention on one KVCache."""
+
+    def __init__(self, layers: Sequence[AttentionLayer], cache: KVCache, backend: Backend) -> None:
+        self._layers = list(layers)
+        self._cache = cache
+        self._backend = backend
+        self._layer_tensors = [cache.layer(i) for i in range(len(self._layers))]
+        self._step = AttentionStep(0, (), (), ())
+        self._rows = torch.empty(0, dtype=torch.int64)
+        self._views: list[list[KeyValues]] = []
+
+    def plan(self, step: AttentionStep) -> None:
+        self._step = step
+        rows: list[int] = []
+        for start, num_rows, kv_len in zip(step.starts, step.num_rows, step.kv_lens, strict=True):
+            rows.extend(range(start + kv_len - num_rows, start + kv_len))
+        self._rows = torch.tensor(rows, dtype=torch.int64)
+        self._views = [
+            self._cache.views(start, kv_len)
+            for start, kv_len in zip(step.starts, step.kv_lens, strict=True)
+        ]
+
+    def begin(self, layer: int, q: Tensor) -> Ticket:
+        return Ticket(layer, q)
+
+    def finish(self, ticket: Ticket, k: Tensor, v: Tensor) -> Tensor:
+        layer, q = ticket
+        shape, backend = self._layers[layer], self._backend
+        backend.store_kv(k, v, self._layer_tensors[layer], self._rows)
+        num_decodes = self._step.num_decodes
+        parts: list[Tensor] = []
+        if num_decodes:
+            caches = [
+                _last(views[layer], shape.window) for views in self._views[:num_decodes]
+            ]
+            parts.append(backend.decode_attention(q[:num_decodes], caches, shape.scale).out)
+        row = num_decodes
+        for index in range(num_decodes, len(self._views)):
+            n = self._step.num_rows[index]
+            reach = None if shape.window is None else n + shape.window - 1
+            cache = _last(self._views[index][layer], reach)
+            rows = q[row : row + n]
+            parts.append(backend.prefill_attention(rows, cache, shape.scale, shape.window).out)
+            row += n
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _last(cache: KeyValues, num_tokens: int | None) -> KeyValues:
+    """The last num_tokens keys: all that a sliding window can reach."""
+    length = cache.k.shape[2]
+    if num_tokens is None or num_tokens >= length:
+        return cache
+    first = length - num_tokens
+    return KeyValues(cache.k[:, :, first:], cache.v[:, :, first:])

@@ -1,0 +1,120 @@
+"""Virtual ranges and physical pages: reserve, map, unmap.
+
+`VirtualMemory` is the protocol; `LinuxMemory` implements it with pages of a memfd mapped at
+fixed addresses into a PROT_NONE reservation. It counts nothing and decides nothing: which page
+goes where is the KV manager's business. An address that is not mapped must never be touched:
+that is a SIGSEGV, not an exception.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from typing import Protocol
+
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_MAP_POPULATE = 0x8000
+_PROT_NONE = 0
+_FAILED = ctypes.c_void_p(-1).value
+_FALLOC_KEEP_SIZE = 1
+_FALLOC_PUNCH_HOLE = 2
+
+_libc = ctypes.CDLL(None, use_errno=True)  # calls release the GIL
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+
+
+class VirtualMemory(Protocol):
+    """One reservation and a pool of physical pages. Sizes in bytes, page numbers in the pool."""
+
+    page_bytes: int
+
+    def reserve(self, size_bytes: int) -> int:
+        """Address of a fresh reservation that nothing is mapped into. Once per object."""
+
+    def map(self, offset: int, first_page: int, num_pages: int) -> None:
+        """Pages first_page.. appear at `offset` of the reservation, readable and writable."""
+
+    def unmap(self, offset: int, num_pages: int) -> None:
+        """What was mapped there is gone; the addresses stay reserved."""
+
+    def release(self, first_page: int, num_pages: int) -> None:
+        """Give the memory behind unmapped pages back to the system; content becomes zero."""
+
+    def close(self) -> None:
+        """Give everything back. Views of the reservation must not be used any more."""
+
+
+class LinuxMemory:
+    """memfd pages in a PROT_NONE reservation."""
+
+    def __init__(self, page_bytes: int, num_pages: int) -> None:
+        assert page_bytes % mmap.PAGESIZE == 0, f"{page_bytes=}"
+        self.page_bytes = page_bytes
+        self._address = 0
+        self._size = 0
+        self._fd = os.memfd_create("mergestep-kv", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, page_bytes * num_pages)
+
+    def reserve(self, size_bytes: int) -> int:
+        assert not self._address, "one reservation per object"
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        self._address = _mmap(0, size_bytes, _PROT_NONE, flags, -1, 0)
+        self._size = size_bytes
+        return self._address
+
+    def map(self, offset: int, first_page: int, num_pages: int) -> None:
+        size = num_pages * self.page_bytes
+        assert 0 <= offset and offset + size <= self._size, f"{offset=} {size=}"
+        # Populating here keeps page faults out of the kernels.
+        flags = mmap.MAP_SHARED | _MAP_FIXED | _MAP_POPULATE
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        file_offset = first_page * self.page_bytes
+        _mmap(self._address + offset, size, protection, flags, self._fd, file_offset)
+
+    def unmap(self, offset: int, num_pages: int) -> None:
+        size = num_pages * self.page_bytes
+        assert 0 <= offset and offset + size <= self._size, f"{offset=} {size=}"
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+        _mmap(self._address + offset, size, _PROT_NONE, flags, -1, 0)
+
+    def release(self, first_page: int, num_pages: int) -> None:
+        start, size = first_page * self.page_bytes, num_pages * self.page_bytes
+        mode = _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE
+        if _libc.fallocate(self._fd, mode, start, size) != 0:
+            raise _os_error("fallocate")
+
+    def close(self) -> None:
+        if self._address:
+            _libc.munmap(self._address, self._size)
+            self._address = 0
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _mmap(address: int, size: int, protection: int, flags: int, fd: int, offset: int) -> int:
+    result = _libc.mmap(address, size, protection, flags, fd, offset)
+    if result is None or result == _FAILED:
+        raise _os_error("mmap")
+    return int(result)
+
+
+def _os_error(call: str) -> OSError:
+    number = ctypes.get_errno()
+    hint = ""
+    if number == errno.ENOMEM:
+        hint = " (address space, memory or vm.max_map_count exhausted; use a larger kv_page_bytes)"
+    return OSError(number, f"{call}: {os.strerror(number)}{hint}")

@@ -1,0 +1,79 @@
+"""The contract of a device's operators. Shapes and dtypes in the docstrings are the law.
+
+A backend is a set of pure tensor functions; `ops/reference.py` says slowly and obviously what
+each must compute. T rows in the step, S sequences, H query heads, Hk KV heads, D head dim,
+L tokens of K/V in reach. Nothing here knows requests, ranges or pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+LinearOp = Callable[[Tensor], Tensor]
+"""x: [T, in] -> [T, out], weights packed inside."""
+
+
+class Partial(NamedTuple):
+    """Attention over a part of the keys. out: [T, H, D]; lse: [T, H] fp32, natural log."""
+
+    out: Tensor
+    lse: Tensor
+
+
+class KeyValues(NamedTuple):
+    """K and V of one sequence in one layer, strided views of its range: each [1, Hk, L, D].
+
+    Only the last dimension must be dense: a range is contiguous in virtual memory and the
+    token stride is whatever the K/V layout says.
+    """
+
+    k: Tensor
+    v: Tensor
+
+
+class Backend(Protocol):
+    """Operators of one device."""
+
+    name: str
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> LinearOp:
+        """weight: [out, in], bias: [out]; both in the compute dtype. Takes its own copy."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x: [..., N], weight: [N]. The mean square is taken in fp32; result in x's dtype."""
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """x: [T, N]; weight, bias: [N]."""
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: [T, H, D]; cos, sin: [T, R/2] fp32. Rotates pairs (i, i + R/2) of the first R."""
+
+    def activation(self, x: Tensor, kind: str) -> Tensor:
+        """kind: silu, gelu, gelu_tanh, relu; elementwise on [T, F]."""
+
+    def gated_activation(self, gate_up: Tensor, kind: str) -> Tensor:
+        """gate_up: [T, 2F] -> act(gate) * up: [T, F]."""
+
+    def store_kv(self, k: Tensor, v: Tensor, cache: Tensor, rows: Tensor) -> None:
+        """Write k, v: [T, Hk, D] into cache: [N, 2, Hk, D], one layer of all ranges.
+
+        rows: [T] int64, where each row belongs: start of its range plus position, in tokens.
+        """
+
+    def decode_attention(self, q: Tensor, caches: Sequence[KeyValues], scale: float) -> Partial:
+        """q: [S, H, D], one row per sequence; caches[s]: all keys that row s may see."""
+
+    def prefill_attention(
+        self, q: Tensor, cache: KeyValues, scale: float, window: int | None
+    ) -> Partial:
+        """q: [n, H, D], the last n positions of one sequence; cache: its last L positions.
+
+        L - n keys come before the first row. Row i sees keys j <= L - n + i and, with a
+        window w, only j > L - n + i - w.
+        """
+
+    def merge_partials(self, parts: Sequence[Partial]) -> Partial:
+        """Attention over the union of disjoint key sets, from attention over each."""

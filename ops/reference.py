@@ -1,0 +1,113 @@
+"""Slow, obvious torch versions of every operator: the oracle of all tests.
+
+Everything is computed in fp32 (or fp64 where the inputs are) with no fused call, one sequence
+and one formula at a time. Results come back in the dtype of the inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ops.backend import KeyValues, LinearOp, Partial
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _activate(x: Tensor, kind: str) -> Tensor:
+    if kind == "silu":
+        return x * torch.sigmoid(x)
+    if kind == "relu":
+        return x.clamp(min=0)
+    if kind == "gelu":
+        return 0.5 * x * (1 + torch.erf(x / 2**0.5))
+    if kind == "gelu_tanh":
+        return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+    raise ValueError(f"unknown activation {kind!r}")
+
+
+class ReferenceBackend:
+    """The Backend contract, written to be read."""
+
+    name = "reference"
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> LinearOp:
+        weight = weight.clone()
+        bias = None if bias is None else bias.clone()
+
+        def linear(x: Tensor) -> Tensor:
+            y = _wide(x) @ _wide(weight).T
+            return (y if bias is None else y + _wide(bias)).to(x.dtype)
+
+        return linear
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = _wide(x)
+        mean_square = (wide * wide).mean(-1, keepdim=True)
+        return (wide * torch.rsqrt(mean_square + eps) * _wide(weight)).to(x.dtype)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        wide = _wide(x)
+        centred = wide - wide.mean(-1, keepdim=True)
+        variance = (centred * centred).mean(-1, keepdim=True)
+        y = centred * torch.rsqrt(variance + eps) * _wide(weight)
+        return (y if bias is None else y + _wide(bias)).to(x.dtype)
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        half = cos.shape[-1]
+        wide = _wide(x)
+        first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+        cos, sin = cos[:, None], sin[:, None]
+        turned = [first * cos - second * sin, second * cos + first * sin, rest]
+        return torch.cat(turned, dim=-1).to(x.dtype)
+
+    def activation(self, x: Tensor, kind: str) -> Tensor:
+        return _activate(_wide(x), kind).to(x.dtype)
+
+    def gated_activation(self, gate_up: Tensor, kind: str) -> Tensor:
+        gate, up = _wide(gate_up).chunk(2, dim=-1)
+        return (_activate(gate, kind) * up).to(gate_up.dtype)
+
+    def store_kv(self, k: Tensor, v: Tensor, cache: Tensor, rows: Tensor) -> None:
+        for i, row in enumerate(rows.tolist()):
+            cache[row, 0] = k[i]
+            cache[row, 1] = v[i]
+
+    def decode_attention(self, q: Tensor, caches: Sequence[KeyValues], scale: float) -> Partial:
+        parts = [
+            self.prefill_attention(q[s : s + 1], cache, scale, None)
+            for s, cache in enumerate(caches)
+        ]
+        return Partial(torch.cat([p.out for p in parts]), torch.cat([p.lse for p in parts]))
+
+    def prefill_attention(
+        self, q: Tensor, cache: KeyValues, scale: float, window: int | None
+    ) -> Partial:
+        n, num_heads, _ = q.shape
+        k, v = _wide(cache.k[0]), _wide(cache.v[0])
+        num_kv_heads, length, _ = k.shape
+        group = num_heads // num_kv_heads
+        row = torch.arange(length - n, length)[:, None]
+        key = torch.arange(length)[None]
+        visible = key <= row
+        if window is not None:
+            visible &= key > row - window
+        out = torch.empty_like(q)
+        lse = torch.empty(n, num_heads, dtype=k.dtype)
+        for head in range(num_heads):
+            scores = (_wide(q[:, head]) @ k[head // group].T) * scale
+            scores = scores.masked_fill(~visible, float("-inf"))
+            lse[:, head] = torch.logsumexp(scores, dim=-1)
+            out[:, head] = (torch.softmax(scores, dim=-1) @ v[head // group]).to(q.dtype)
+        return Partial(out, lse)
+
+    def merge_partials(self, parts: Sequence[Partial]) -> Partial:
+        # softmax over a union: each part weighs exp(lse_part - lse_union)
+        lse = torch.logsumexp(torch.stack([p.lse for p in parts]), dim=0)
+        out = sum(_wide(p.out) * torch.exp(p.lse - lse)[..., None] for p in parts)
+        assert isinstance(out, Tensor)
+        return Partial(out.to(parts[0].out.dtype), lse)

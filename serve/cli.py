@@ -1,0 +1,261 @@
+"""The `serve` command: run a server, chat in the terminal, measure, say the version.
+
+Heavy imports happen inside the commands, so that `serve --help` is quick.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from serve.config import DEFAULT_MODEL
+from serve.errors import ConfigError, MergestepError
+
+if TYPE_CHECKING:
+    from serve.engine import Engine
+
+app = typer.Typer(
+    name="serve",
+    help="A lightweight LLM server: OpenAI-compatible HTTP, chat and load tests.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+errors = Console(stderr=True)
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def parse_size(text: str) -> int:
+    """ "2GiB", "512M", "1e3"-free plain bytes. K, M, G and T are powers of 1024 here."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a size such as 512M or 2GiB")
+    return int(float(match[1]) * 1024 ** _POWERS[match[2].upper()])
+
+
+Model = Annotated[
+    str, typer.Argument(help="A Hugging Face directory, or the embedded model.", metavar="[MODEL]")
+]
+DType = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
+MaxModelLen = Annotated[
+    int | None, typer.Option(help="Longest sequence in tokens; the model's by default.")
+]
+ComputeThreads = Annotated[int | None, typer.Option(help="Cores that compute; all by default.")]
+Backend = Annotated[str, typer.Option(help="Operator back end, or auto.")]
+Seed = Annotated[int | None, typer.Option(help="Base seed of requests that bring none.")]
+Size = Annotated[
+    int | None, typer.Option(parser=parse_size, metavar="SIZE", help="Such as 512M or 2GiB.")
+]
+
+
+@app.command()
+def run(
+    model: Model = DEFAULT_MODEL,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
+    drain_s: Annotated[float, typer.Option(help="How long a stop waits for requests.")] = 30.0,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The name clients use; the directory's by default.")
+    ] = None,
+    dtype: DType = "auto",
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 256,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Rows of one step.")] = None,
+    max_chunk_tokens: Annotated[
+        int | None, typer.Option(help="Most prompt rows of one sequence in a step.")
+    ] = None,
+    max_num_waiting: Annotated[int, typer.Option(help="Requests that may wait.")] = 4096,
+    kv_cache_bytes: Size = None,
+    kv_page_bytes: Size = None,
+    tokenize_threads: Annotated[int, typer.Option(help="Threads that tokenize.")] = 2,
+    compute_threads: ComputeThreads = None,
+    backend: Backend = "auto",
+    seed: Seed = None,
+) -> None:
+    """Serve MODEL over an OpenAI-compatible HTTP API."""
+    settings = {
+        name: value
+        for name, value in locals().items()
+        if name not in ("model", "host", "port", "drain_s", "log_level")
+    }
+    _set_up_logging(log_level)
+    with _reported():
+        _serve(_engine(model, settings), host, port, drain_s)
+
+
+@app.command()
+def chat(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A Hugging Face directory; with --url, the model's name there."),
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="Talk to this server.")] = None,
+    message: Annotated[
+        str | None, typer.Option("--message", "-m", help="Say this, print the answer, leave.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer in tokens.")] = None,
+    dtype: DType = "auto",
+    max_model_len: MaxModelLen = None,
+    compute_threads: ComputeThreads = None,
+    backend: Backend = "auto",
+) -> None:
+    """Chat in the terminal, with a model in this process or a server."""
+    from serve import terminal_chat
+
+    _set_up_logging("warning")
+    with _reported():
+        speaker: terminal_chat.Speaker
+        if url is not None:
+            speaker = terminal_chat.ServerSpeaker(
+                url, model=model, max_tokens=max_tokens, temperature=temperature
+            )
+        else:
+            settings = {
+                "dtype": dtype,
+                "max_model_len": max_model_len,
+                "compute_threads": compute_threads,
+                "backend": backend,
+            }
+            speaker = terminal_chat.EngineSpeaker(
+                _engine(model, settings), max_tokens=max_tokens, temperature=temperature
+            )
+        terminal_chat.chat(speaker, system=system, message=message)
+
+
+@app.command()
+def bench(
+    model: Model = DEFAULT_MODEL,
+    qps: Annotated[str, typer.Option(help="Offered requests per second, or inf.")] = "1",
+    url: Annotated[
+        str | None, typer.Option(help="Measure this server; else an engine in this process.")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(help="How many; 100 by default.")] = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds of load instead.")] = None,
+    input_len: Annotated[int | None, typer.Option(help="Random prompts of this length.")] = None,
+    output_len: Annotated[
+        int | None, typer.Option(help="Tokens per answer: exact with --input-len, else at most.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of arrivals and prompts.")] = 0,
+    warmup: Annotated[int, typer.Option(help="Requests before the measured ones.")] = 4,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write settings, summary and every request.")
+    ] = None,
+    dtype: DType = "auto",
+    max_model_len: MaxModelLen = None,
+    compute_threads: ComputeThreads = None,
+    backend: Backend = "auto",
+) -> None:
+    """Measure latency under an open-loop Poisson load."""
+    from bench import load
+
+    _set_up_logging("warning")
+    with _reported():
+        plan = load.LoadPlan(
+            qps=load.parse_qps(qps),
+            num_requests=load.count_requests(load.parse_qps(qps), requests, duration),
+            input_len=input_len,
+            output_len=output_len,
+            seed=seed,
+            num_warmup=warmup,
+        )
+        settings = {
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "compute_threads": compute_threads,
+            "backend": backend,
+        }
+        engine = None if url is not None else _engine(model, settings)
+        is_valid = load.run_and_report(
+            plan, url=url, model=model, engine=engine, json_file=json_file
+        )
+    if not is_valid:
+        raise typer.Exit(3)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(f"mergestep {_version()}")
+
+
+def main() -> None:
+    """The console entry point."""
+    app()
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("mergestep")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed: a source tree)"
+
+
+def _engine(model: str | None, settings: dict[str, Any]) -> Engine:
+    from serve.engine import Engine
+
+    return Engine(model, **settings)
+
+
+def _serve(engine: Engine, host: str, port: int, drain_s: float) -> None:
+    import uvloop
+
+    from serve.http.server import HttpServer, serve_until_signal
+    from serve.http.settings import HttpSettings
+
+    settings = HttpSettings(host=host, port=port, drain_s=drain_s)
+    if not settings.is_loopback:
+        errors.print(
+            f"[yellow]warning[/yellow]: {host} can be reached by others, and there is no"
+            " authentication yet"
+        )
+    server = HttpServer(engine, settings)
+    uvloop.run(
+        serve_until_signal(server, on_ready=lambda url: _print_ready(url, engine.model_name))
+    )
+
+
+def _print_ready(url: str, model: str) -> None:
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    lines = (
+        f"{model} is ready at {url}/v1",
+        "",
+        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\",
+        f"  -d '{body}'",
+    )
+    Console().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def _set_up_logging(level: str) -> None:
+    number = logging.getLevelNamesMapping().get(level.upper())
+    if number is None:
+        raise typer.BadParameter(f"no log level is called {level!r}", param_hint="--log-level")
+    logging.basicConfig(
+        level=number, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", force=True
+    )
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    """Errors that the user can mend are one line and exit code 1, not a traceback."""
+    try:
+        yield
+    except (MergestepError, OSError) as exc:
+        kind = "setting" if isinstance(exc, ConfigError) else type(exc).__name__
+        errors.print(f"[red]error[/red] ({kind}): ", end="")
+        errors.print(str(exc), markup=False, highlight=False)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None

@@ -1,0 +1,99 @@
+"""Every setting of the engine, with its default and its check. No side effects.
+
+The defaults are meant to be the best choice for most people; None means "decide at start-up
+from the model and the machine" (the engine logs what it decided).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from serve.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16")
+DEFAULT_MODEL = "default"
+
+
+def default_model_path() -> Path:
+    """The embedded chat model that ships with the package."""
+    return Path(__file__).parent / "default_model"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one engine.
+
+    model: a Hugging Face directory, or "default" for the embedded model.
+    served_model_name: the name clients use; None takes the directory's name.
+    dtype: "auto" takes the checkpoint's type where the machine computes it fast.
+    max_model_len: longest sequence (prompt + output) in tokens; None takes the model's.
+    max_num_seqs: sequences that run at once.
+    max_num_batched_tokens: rows of one step; None picks by model and device.
+    max_chunk_tokens: most prefill rows of one sequence in one step; None means no limit
+        beyond max_num_batched_tokens.
+    max_num_waiting: requests that may wait before new ones are refused.
+    kv_cache_bytes: bound on physical K/V memory; None takes 40 % of what is free.
+    kv_page_bytes: physical unit mapped on demand; None picks about 16 tokens.
+    tokenize_threads: size of pool 1. compute_threads: cores of pool 2; None takes all.
+    backend: name in ops.BACKENDS, or "auto".
+    seed: base for requests that bring no seed; None draws one.
+    """
+
+    model: str = DEFAULT_MODEL
+    served_model_name: str | None = None
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    max_chunk_tokens: int | None = None
+    max_num_waiting: int = 4096
+    kv_cache_bytes: int | None = None
+    kv_page_bytes: int | None = None
+    tokenize_threads: int = 2
+    compute_threads: int | None = None
+    backend: str = "auto"
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_chunk_tokens",
+            "max_num_waiting",
+            "kv_cache_bytes",
+            "tokenize_threads",
+            "compute_threads",
+        ):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} must be a positive integer, not {value!r}")
+        page = self.kv_page_bytes
+        if page is not None and (page < 4096 or page & (page - 1)):
+            raise ConfigError(f"kv_page_bytes must be a power of two from 4096 on, not {page}")
+
+    @property
+    def model_path(self) -> Path:
+        return default_model_path() if self.model == DEFAULT_MODEL else Path(self.model)
+
+    @property
+    def model_name(self) -> str:
+        if self.served_model_name is not None:
+            return self.served_model_name
+        return "mergestep-default" if self.model == DEFAULT_MODEL else self.model_path.name
+
+    @classmethod
+    def from_settings(cls, model: str | None = None, **settings: object) -> EngineConfig:
+        """Build from keyword settings; an unknown one raises and names the known ones."""
+        known = {item.name for item in fields(cls)}
+        unknown = sorted(set(settings) - known)
+        if unknown:
+            raise ConfigError(
+                f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+            )
+        if model is not None:
+            settings["model"] = str(model)
+        return cls(**settings)  # type: ignore[arg-type]

@@ -1,0 +1,426 @@
+"""The three pools and the loop between them, on plain threads.
+
+Pool 1 tokenizes (N threads). Pool 2 is one thread that owns the scheduler, the KV manager and
+the device: schedule, run, update. Pool 3 is one thread that detokenizes and hands deltas to the
+sinks. Requests enter and leave the loop as messages, so no lock guards its state and nothing
+outside is on the path between two steps. asyncio and offline faces sit on top of this.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from memory.kv_manager import KVManager
+from serve.errors import (
+    ContextLengthError,
+    EngineStoppedError,
+    MergestepError,
+    OverloadedError,
+    RequestError,
+)
+from serve.output import OutputProcessor, OutputState, RequestTimes, Sink, StepRecord
+from serve.request import FinishReason, Prompt, Request, SamplingParams
+from serve.runner import Runner, StepResult
+from serve.scheduler import Scheduler, StepPlan
+from serve.sequence import Sequence, SequenceStatus, make_sequences
+from serve.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# Steps that pool 3 may be behind before the loop waits for it.
+_MAX_RECORDS_BEHIND = 8
+_IDLE_TRIM_S = 0.5
+# How long a thread may hold the interpreter before another that waits gets it. The default of
+# 5 ms would let pool 3 and HTTP stand in the way of the compute thread after every operator.
+_SWITCH_INTERVAL_S = 2e-4
+
+# Requests without a seed get distinct ones: multiples of 2^64 / golden ratio.
+_SEED_STEP = 0x9E3779B97F4A7C15
+_SEED_MASK = (1 << 62) - 1
+
+Encode = Callable[[], "list[int]"]
+
+
+@dataclass(frozen=True, slots=True)
+class CoreLimits:
+    """What a request is checked against."""
+
+    max_model_len: int
+    vocab_size: int
+    max_num_waiting: int
+    max_num_seqs: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of counters. Pages of idle ranges count as mapped but not as in use."""
+
+    num_unfinished: int
+    num_running: int
+    num_waiting: int
+    num_steps: int
+    num_prefill_rows: int
+    num_decode_rows: int
+    num_preemptions: int
+    pages_in_use: int
+    pages_mapped: int
+    pages_total: int
+    last_step_age_s: float | None
+
+
+class RequestState:
+    """One submitted request inside the core. `sequences` is filled once it is tokenized."""
+
+    __slots__ = ("is_aborted", "params", "prompt", "request_id", "sequences", "sink", "times")
+
+    def __init__(
+        self, request_id: str, prompt: str | None, params: SamplingParams, sink: Sink, now_s: float
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.params = params
+        self.sink = sink
+        self.times = RequestTimes(now_s)
+        self.sequences: list[Sequence] = []
+        self.is_aborted = False
+
+
+class EngineCore:
+    """Threads, queues and the loop. submit() and abort() may be called from any thread."""
+
+    def __init__(
+        self,
+        *,
+        runner: Runner,
+        scheduler: Scheduler,
+        kv: KVManager,
+        tokenizer: Tokenizer,
+        eos_token_ids: frozenset[int],
+        limits: CoreLimits,
+        tokenize_threads: int = 2,
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._kv = kv
+        self._tokenizer = tokenizer
+        self._eos = eos_token_ids
+        self._limits = limits
+        self._seed = seed
+        self._clock = clock
+        self._counter = itertools.count()
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._records: queue.Queue[StepRecord | None] = queue.Queue(_MAX_RECORDS_BEHIND)
+        self._unfinished: dict[str, RequestState] = {}  # guarded by _lock
+        self._lock = threading.Lock()
+        self._is_stopping = False
+        self._failure: BaseException | None = None
+        self._num_steps = 0
+        self._num_prefill_rows = 0
+        self._num_decode_rows = 0
+        self._last_step_s: float | None = None
+        self._output = OutputProcessor(
+            eos_token_ids,
+            lambda s: self._inbox.put(lambda: self._end(s, FinishReason.STOP)),
+            lambda s: self._inbox.put(lambda: self._end(s, FinishReason.ERROR)),
+        )
+        self._tokenize = ThreadPoolExecutor(tokenize_threads, "mergestep-tokenize")
+        self._compute = threading.Thread(
+            target=self._compute_loop, name="mergestep-compute", daemon=True
+        )
+        self._post = threading.Thread(
+            target=self._post_loop, name="mergestep-output", daemon=True
+        )
+
+    def start(self) -> None:
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
+        self._compute.start()
+        self._post.start()
+
+    # ---- any thread
+
+    def submit(
+        self,
+        prompt: Prompt | Encode,
+        params: SamplingParams,
+        sink: Sink,
+        request_id: str | None = None,
+    ) -> RequestState:
+        """Queue a request; its fate is told to the sink. `prompt` may be a function to run in
+        pool 1 that returns token ids. Raises OverloadedError or EngineStoppedError."""
+        text = prompt if isinstance(prompt, str) else None
+        number = next(self._counter)
+        if params.seed is None:
+            params = replace(params, seed=(self._seed + number * _SEED_STEP) & _SEED_MASK)
+        state = RequestState(request_id or f"req-{number}", text, params, sink, self._clock())
+        with self._lock:
+            if self._is_stopping or self._failure is not None:
+                raise EngineStoppedError("the engine has stopped")
+            if len(self._unfinished) >= self._limits.max_num_waiting + self._limits.max_num_seqs:
+                raise OverloadedError(
+                    f"more than {self._limits.max_num_waiting} requests are waiting"
+                )
+            if state.request_id in self._unfinished:
+                raise RequestError("a request with this id is running", param="request_id")
+            self._unfinished[state.request_id] = state
+        self._tokenize.submit(self._prepare, state, prompt)
+        return state
+
+    def abort(self, state: RequestState) -> None:
+        """End the request; its memory is free at the next step. Does nothing when it has ended."""
+        state.is_aborted = True
+        self._inbox.put(lambda: self._abort(state))
+
+    def num_unfinished(self) -> int:
+        with self._lock:
+            return len(self._unfinished)
+
+    def stats(self) -> EngineStats:
+        last = self._last_step_s
+        return EngineStats(
+            num_unfinished=len(self._unfinished),
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            num_steps=self._num_steps,
+            num_prefill_rows=self._num_prefill_rows,
+            num_decode_rows=self._num_decode_rows,
+            num_preemptions=self._scheduler.num_preemptions,
+            pages_in_use=self._kv.num_in_use,
+            pages_mapped=self._kv.num_mapped,
+            pages_total=self._kv.num_pages,
+            last_step_age_s=None if last is None else self._clock() - last,
+        )
+
+    def stop_accepting(self) -> None:
+        with self._lock:
+            self._is_stopping = True
+
+    def shutdown(self) -> None:
+        """Abort what is left, end the threads, give memory back. Blocks; may be called twice."""
+        self.stop_accepting()
+        self._tokenize.shutdown(wait=True)
+        with self._lock:
+            states = list(self._unfinished.values())
+        for state in states:
+            self.abort(state)
+        if self._compute.is_alive():
+            self._inbox.put(None)
+            self._compute.join()
+            self._records.put(None)
+            self._post.join()
+
+    # ---- pool 1
+
+    def _prepare(self, state: RequestState, prompt: Prompt | Encode) -> None:
+        """Tokenize and check; hand over to the loop or tell the sink what is wrong."""
+        try:
+            if callable(prompt):
+                token_ids = prompt()
+            elif isinstance(prompt, str):
+                token_ids = self._tokenizer.encode(prompt)
+            else:
+                token_ids = prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
+            request = self._check(state, token_ids)
+        except MergestepError as error:
+            self._refuse(state, error)
+        except Exception as error:
+            logger.exception("tokenizing %s failed", state.request_id)
+            message = f"the prompt could not be tokenized: {type(error).__name__}"
+            self._refuse(state, RequestError(message, param="prompt", code="invalid_prompt"))
+        else:
+            state.sink.accept(request)
+            state.sink.wake()
+            self._inbox.put(lambda: self._enqueue(state, request))
+
+    def _refuse(self, state: RequestState, error: Exception) -> None:
+        with self._lock:
+            self._unfinished.pop(state.request_id, None)
+        state.sink.fail(error)
+        state.sink.wake()
+
+    def _check(self, state: RequestState, token_ids: list[int]) -> Request:
+        params, limit, vocab = state.params, self._limits.max_model_len, self._limits.vocab_size
+        if not isinstance(token_ids, (list, tuple)) or not token_ids:
+            raise RequestError("the prompt is empty", param="prompt", code="invalid_prompt")
+        for token in token_ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+                raise RequestError(
+                    f"token ids must be integers from 0 to {vocab - 1}", param="prompt"
+                )
+        num_prompt = len(token_ids)
+        room = limit - num_prompt
+        if room < (params.max_tokens or 0) or room < (1 if params.max_tokens is None else 0):
+            asked = "" if params.max_tokens is None else f" and max_tokens {params.max_tokens}"
+            raise ContextLengthError(
+                f"the context is {limit} tokens, but the prompt has {num_prompt}{asked}",
+                param="prompt" if room < 1 else "max_tokens",
+            )
+        for name, ids in (("logit_bias", params.logit_bias or {}), ("stop_token_ids", params.stop_ids)):
+            if any(token >= vocab for token in ids):
+                raise RequestError(f"{name} holds a token id above {vocab - 1}", param=name)
+        if params.max_tokens is None:
+            if params.min_tokens > room:
+                raise RequestError(f"min_tokens is above {room}", param="min_tokens")
+            params = params.with_max_tokens(room)
+        return Request(
+            state.request_id, state.prompt, tuple(token_ids), params, state.times.arrival_s
+        )
+
+    # ---- pool 2: the loop
+
+    def _compute_loop(self) -> None:
+        try:
+            self._runner.start()
+            while self._take_messages():
+                self._step()
+        except BaseException as error:
+            logger.exception("the compute loop failed; no new requests are accepted")
+            with self._lock:
+                self._failure = error
+        self._end_everything()
+        self._runner.close()
+
+    def _take_messages(self) -> bool:
+        """Handle what has arrived; wait for something when there is nothing to compute."""
+        trimmed = False
+        while True:
+            idle = not self._scheduler.has_work()
+            try:
+                if not idle:
+                    message = self._inbox.get_nowait()
+                elif trimmed:
+                    message = self._inbox.get()
+                else:
+                    message = self._inbox.get(timeout=_IDLE_TRIM_S)
+            except queue.Empty:
+                if not idle:
+                    return True
+                self._kv.trim()
+                trimmed = True
+                continue
+            if message is None:
+                return False
+            message()
+
+    def _step(self) -> None:
+        plan = self._scheduler.schedule(self._clock())
+        if plan is None:
+            # Waiting sequences that fit nowhere although nothing runs: cannot happen, because
+            # one sequence of max_model_len always fits (checked at start-up).
+            assert self._scheduler.running, "work, but nothing can be scheduled"
+            return
+        self._run(plan)
+
+    def _run(self, plan: StepPlan) -> None:
+        try:
+            result = self._runner.run(plan)
+        except Exception as error:
+            self._isolate(plan, error)
+            return
+        self._finish_step(plan, result)
+
+    def _finish_step(self, plan: StepPlan, result: StepResult) -> None:
+        finished = self._scheduler.update(plan, result.tokens)
+        now_s = self._clock()
+        self._num_steps += 1
+        self._num_decode_rows += plan.num_decodes
+        self._num_prefill_rows += plan.num_total_rows - plan.num_decodes
+        self._last_step_s = now_s
+        if result.sampled:
+            self._records.put(
+                StepRecord(result.sampled, result.tokens, result.logprobs, finished, now_s)
+            )
+        if finished:
+            self._forget(finished)
+
+    def _isolate(self, plan: StepPlan, error: Exception) -> None:
+        """A step failed: find whose fault it is by halves. Rows are idempotent (they write the
+        same K/V again), so those that are innocent simply run again."""
+        if len(plan.sequences) == 1:
+            sequence = plan.sequences[0]
+            logger.error(
+                "a step of %s failed", sequence.request.request_id, exc_info=error
+            )
+            self._end(sequence, FinishReason.ERROR, f"{type(error).__name__} in the engine")
+            return
+        middle = len(plan.sequences) // 2
+        for part in (slice(0, middle), slice(middle, None)):
+            rows = plan.num_rows[part]
+            self._run(
+                StepPlan(
+                    sequences=plan.sequences[part],
+                    num_rows=rows,
+                    num_decodes=max(0, min(len(rows), plan.num_decodes - (part.start or 0))),
+                    samples=plan.samples[part],
+                    num_total_rows=sum(rows),
+                )
+            )
+
+    # ---- pool 2: messages
+
+    def _enqueue(self, state: RequestState, request: Request) -> None:
+        sequences = make_sequences(request, self._eos)
+        for sequence in sequences:
+            sequence.output = OutputState(
+                request, sequence.index, self._tokenizer, state.sink, state.times
+            )
+        state.sequences = sequences
+        if request.params.max_tokens == 0 or state.is_aborted:
+            reason = FinishReason.ABORT if state.is_aborted else FinishReason.LENGTH
+            for sequence in sequences:
+                sequence.status = SequenceStatus.FINISHED
+                sequence.finish_reason = reason
+            self._records.put(StepRecord([], [], None, sequences, self._clock()))
+            self._forget(sequences)
+            return
+        for sequence in sequences:
+            self._scheduler.add(sequence)
+
+    def _abort(self, state: RequestState) -> None:
+        ended = [s for s in state.sequences if self._scheduler.finish(s, FinishReason.ABORT)]
+        if ended:
+            self._records.put(StepRecord([], [], None, ended, self._clock()))
+            self._forget(ended)
+
+    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        if self._scheduler.finish(sequence, reason):
+            self._records.put(StepRecord([], [], None, [sequence], self._clock(), error))
+            self._forget([sequence])
+
+    def _forget(self, finished: list[Sequence]) -> None:
+        """A request whose sequences have all ended is not unfinished any more."""
+        for request_id in {s.request.request_id for s in finished}:
+            state = self._unfinished.get(request_id)
+            if state is not None and all(s.is_finished for s in state.sequences):
+                with self._lock:
+                    del self._unfinished[request_id]
+
+    def _end_everything(self) -> None:
+        """The loop is over: every request still inside gets an answer."""
+        reason = FinishReason.ABORT if self._failure is None else FinishReason.ERROR
+        while True:
+            try:
+                message = self._inbox.get_nowait()
+            except queue.Empty:
+                break
+            if message is not None:
+                message()
+        for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
+            self._end(sequence, reason, None if self._failure is None else "the engine failed")
+        self._kv.trim()
+
+    # ---- pool 3
+
+    def _post_loop(self) -> None:
+        while (record := self._records.get()) is not None:
+            for sink in self._output.process(record):
+                sink.wake()

@@ -1,0 +1,122 @@
+"""Token ids -> text, one token at a time, never ending inside a character.
+
+One object per sequence, used by pool 3 only. Byte-level and sentencepiece vocabularies have a
+table of the bytes each token adds; other decoders re-decode a short tail.
+"""
+
+from __future__ import annotations
+
+import codecs
+from typing import Protocol
+
+from serve.tokenizer import Tokenizer
+
+_new_decoder = codecs.getincrementaldecoder("utf-8")
+_REPLACEMENT = "\ufffd"
+
+
+class Detokenizer(Protocol):
+    def push(self, token_id: int) -> str:
+        """The text that becomes final with this token; may be empty."""
+
+    def finish(self) -> str:
+        """What is left: an unfinished character becomes U+FFFD."""
+
+
+class BytesDetokenizer:
+    """Concatenates the tokens' bytes and decodes UTF-8 as it completes."""
+
+    __slots__ = ("_decode", "_decoder", "_pieces", "_skipped")
+
+    def __init__(self, pieces: list[bytes], skipped: frozenset[int]) -> None:
+        self._pieces = pieces
+        self._skipped = skipped
+        self._decoder = _new_decoder("replace")
+        self._decode = self._decoder.decode
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped or token_id >= len(self._pieces):
+            return ""
+        return self._decode(self._pieces[token_id])
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", True)
+
+
+class TailDetokenizer:
+    """Decodes a window of the last tokens before and after the new one, emits the difference.
+
+    The window starts where text was last complete, so its cost does not grow with the output
+    (the two-offset scheme known from Hugging Face's text-generation-inference).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._token_ids: list[int] = []
+        self._prefix = 0  # start of the window
+        self._read = 0  # tokens whose text has been emitted
+
+    def push(self, token_id: int) -> str:
+        self._token_ids.append(token_id)
+        before, after = self._window()
+        if len(after) <= len(before) or after.endswith(_REPLACEMENT):
+            return ""
+        self._prefix, self._read = self._read, len(self._token_ids)
+        return after[len(before) :]
+
+    def finish(self) -> str:
+        before, after = self._window()
+        self._read = len(self._token_ids)
+        return after[len(before) :]
+
+    def _window(self) -> tuple[str, str]:
+        decode = self._tokenizer.decode
+        before = decode(self._token_ids[self._prefix : self._read], skip_special_tokens=self._skip)
+        after = decode(self._token_ids[self._prefix :], skip_special_tokens=self._skip)
+        return before, after
+
+
+def make_detokenizer(tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> Detokenizer:
+    """A fresh detokenizer for one sequence."""
+    if tokenizer.pieces is None:
+        return TailDetokenizer(tokenizer, skip_special_tokens)
+    skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+    return BytesDetokenizer(tokenizer.pieces, skipped)
+
+
+class StopStrings:
+    """Finds stop strings in streamed text and holds back what may be the start of one."""
+
+    __slots__ = ("_held", "_include", "_stops")
+
+    def __init__(self, stops: tuple[str, ...], *, include: bool) -> None:
+        self._stops = stops
+        self._include = include
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """(text that may be shown, the stop string that ended it if any)."""
+        text = self._held + text
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            # the match that is complete first, as a token-by-token reader would see it
+            at, stop = min(found, key=lambda item: (item[0] + len(item[1]), item[0]))
+            self._held = ""
+            return text[: at + len(stop)] if self._include else text[:at], stop
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+    def finish(self) -> str:
+        """The sequence ended otherwise: what was held back is text after all."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of text that is a proper beginning of stop."""
+    for size in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0

@@ -1,0 +1,55 @@
+"""The exception tree. Everything a caller may want to catch is here.
+
+MergestepError
+├── ConfigError            a setting that cannot work; names the setting
+├── ModelLoadError         a checkpoint that cannot be served; names file, tensor or key
+├── RequestError           the caller's mistake in one request; names the parameter
+│   └── ContextLengthError the prompt (plus max_tokens) does not fit the context
+├── OverloadedError        the queue is full; try again later
+├── EngineStoppedError     the engine is shutting down or has shut down
+└── GenerationError        the engine failed while serving this request
+"""
+
+
+class MergestepError(Exception):
+    """Base of all errors raised by mergestep on purpose."""
+
+
+class ConfigError(MergestepError):
+    """A setting that cannot work. The message names the setting and what to change."""
+
+
+class ModelLoadError(MergestepError):
+    """A checkpoint that cannot be served. The message names the file, tensor or key."""
+
+
+class RequestError(MergestepError):
+    """The caller's mistake. `param` names the field, `code` is OpenAI's error code."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value"):
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ContextLengthError(RequestError):
+    """The prompt, or prompt plus max_tokens, does not fit the model's context."""
+
+    def __init__(self, message: str, *, param: str | None = None):
+        super().__init__(message, param=param, code="context_length_exceeded")
+
+
+class OverloadedError(MergestepError):
+    """The waiting queue is full. `retry_after_s` is a hint in seconds."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineStoppedError(MergestepError):
+    """The engine is shutting down or has shut down; nothing new is accepted."""
+
+
+class GenerationError(MergestepError):
+    """The engine failed while serving this request; other requests go on."""

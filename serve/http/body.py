@@ -1,0 +1,108 @@
+"""A request's head and body before anything is believed: framing, type, size, deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from aiohttp import hdrs, web
+from aiohttp.http_writer import HttpVersion10
+
+from serve.http.errors import TIMEOUT_ERROR, ApiError
+from serve.http.json_body import parse_object
+from serve.http.settings import HttpSettings
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_SINGLE = (hdrs.CONTENT_TYPE, hdrs.AUTHORIZATION, hdrs.HOST, hdrs.CONTENT_ENCODING)
+
+
+def check_framing(request: web.BaseRequest) -> None:
+    """What the parser lets through and this server does not. Every refusal closes."""
+    if request.version < HttpVersion10 or request.version.major != 1:
+        raise _bad_framing("only HTTP/1.0 and HTTP/1.1 are spoken here")
+    if not request.raw_path.startswith("/"):
+        raise _bad_framing("the request target must be a path")
+    headers = request.headers
+    encoding = headers.get(hdrs.TRANSFER_ENCODING)
+    if encoding is not None and encoding.strip().lower() != "chunked":
+        raise _bad_framing("the only transfer encoding is chunked")
+    for name in _SINGLE:
+        if name in headers and len(headers.getall(name)) > 1:
+            raise _bad_framing(f"the header {name} appears more than once")
+
+
+async def read_json(request: web.BaseRequest, settings: HttpSettings) -> dict[str, Any]:
+    """The JSON object of a request body; ApiError for everything else."""
+    _check_content(request, settings.max_body_bytes)
+    await _answer_expect(request)
+    body = await _read(request, settings)
+    if len(body) <= settings.parse_inline_bytes:
+        return parse_object(body)
+    return await asyncio.to_thread(parse_object, body)
+
+
+def _bad_framing(message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_request", closes=True)
+
+
+def _check_content(request: web.BaseRequest, max_bytes: int) -> None:
+    length = request.content_length
+    if length is not None and length > max_bytes:
+        raise _too_large(max_bytes)
+    if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() != "identity":
+        raise _unsupported("a content encoding is not supported")
+    kind = request.content_type if hdrs.CONTENT_TYPE in request.headers else ""
+    if kind != "application/json":
+        raise _unsupported("Content-Type must be application/json")
+    if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
+        raise _unsupported("the charset must be utf-8")
+
+
+async def _answer_expect(request: web.BaseRequest) -> None:
+    expect = request.headers.get(hdrs.EXPECT)
+    if expect is None:
+        return
+    if expect.lower() != "100-continue":
+        raise ApiError(
+            417, "the only expectation met is 100-continue", code="expectation_failed", closes=True
+        )
+    await request.writer.write(CONTINUE)
+    request.writer.output_size = 0  # the answer proper has not begun
+
+
+async def _read(request: web.BaseRequest, settings: HttpSettings) -> bytes:
+    pieces: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            while piece := await request.content.readany():
+                size += len(piece)
+                if size > settings.max_body_bytes:
+                    raise _too_large(settings.max_body_bytes)
+                pieces.append(piece)
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"the request body did not arrive within {settings.body_timeout_s:g} s",
+            kind=TIMEOUT_ERROR,
+            code="request_timeout",
+            closes=True,
+        ) from None
+    except web.PayloadAccessError:
+        raise
+    except web.RequestPayloadError:
+        raise _bad_framing("the request body is malformed") from None
+    return b"".join(pieces)
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the request body is larger than {max_bytes} bytes",
+        code="request_too_large",
+        closes=True,
+    )
+
+
+def _unsupported(message: str) -> ApiError:
+    return ApiError(415, message, code="unsupported_media_type")

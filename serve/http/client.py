@@ -1,0 +1,99 @@
+"""A small streaming client of the API, for `serve chat --url` and the load generator."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import aiohttp
+import orjson
+
+from serve.errors import MergestepError
+
+READ_LIMIT = 1 << 20
+CONNECT_TIMEOUT_S = 10.0
+
+
+class ApiCallError(MergestepError):
+    """The server answered with an error. status 0: inside a stream that had begun."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.status = status
+        self.code = code
+
+
+class ApiClient:
+    """url: the server's root, with or without /v1. No timeout besides connecting."""
+
+    def __init__(self, url: str) -> None:
+        root = url.rstrip("/").removesuffix("/v1")
+        self._root = root if "://" in root else f"http://{root}"
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+            read_bufsize=READ_LIMIT,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def models(self) -> list[dict[str, Any]]:
+        with _connection_errors():
+            async with self._session.get(f"{self._root}/v1/models") as response:
+                body = await response.read()
+        if response.status != 200:
+            raise _call_error(response.status, body)
+        models: list[dict[str, Any]] = orjson.loads(body)["data"]
+        return models
+
+    async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks of a streaming call. Closing the iterator closes the connection."""
+        with _connection_errors():
+            async with self._session.post(
+                self._root + path,
+                data=orjson.dumps({**body, "stream": True}),
+                headers={"Content-Type": "application/json"},
+            ) as response:
+                if response.status != 200:
+                    raise _call_error(response.status, await response.read())
+                async for data in _events(response.content):
+                    if data == b"[DONE]":
+                        return
+                    chunk = orjson.loads(data)
+                    if "error" in chunk:
+                        raise _call_error(0, data)
+                    yield chunk
+        raise ApiCallError(0, "stream_broken", "the stream ended without [DONE]")
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    rest = b""
+    async for piece in content.iter_any():
+        *blocks, rest = (rest + piece).split(b"\n\n")
+        for block in blocks:
+            if block.startswith(b"data: "):
+                yield block[6:]
+
+
+@contextmanager
+def _connection_errors() -> Iterator[None]:
+    try:
+        yield
+    except aiohttp.ClientError as exc:
+        raise ApiCallError(0, "connection_failed", str(exc) or type(exc).__name__) from exc
+
+
+def _call_error(status: int, body: bytes) -> ApiCallError:
+    try:
+        error = orjson.loads(body)["error"]
+        return ApiCallError(status, str(error["code"] or error["type"]), str(error["message"]))
+    except (ValueError, KeyError, TypeError):
+        return ApiCallError(status, f"http_{status}", "the answer is not an OpenAI error")

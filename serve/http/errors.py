@@ -1,0 +1,146 @@
+"""Every answer that is not 2xx has OpenAI's error shape; this file is where it is made."""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from serve.errors import EngineStoppedError, GenerationError, OverloadedError, RequestError
+
+logger = logging.getLogger(__name__)
+
+SERVER_NAME = "mergestep"
+JSON_TYPE = "application/json"
+INVALID_REQUEST = "invalid_request_error"
+SERVER_ERROR = "server_error"
+TIMEOUT_ERROR = "timeout_error"
+MAX_QUOTED = 64
+
+
+class ApiError(Exception):
+    """An answer other than 2xx. `closes`: the connection cannot be used again."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID_REQUEST,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        closes: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+        self.closes = closes
+
+    def body(self) -> bytes:
+        error = {
+            "message": _encodable(self.message),
+            "type": self.kind,
+            "param": None if self.param is None else _encodable(self.param),
+            "code": self.code,
+        }
+        return orjson.dumps({"error": error})
+
+
+def quoted(value: object) -> str:
+    """A client's value as it may appear in a message: short and printable."""
+    text = _encodable(str(value))
+    if len(text) > MAX_QUOTED:
+        text = text[:MAX_QUOTED] + "..."
+    return orjson.dumps(text).decode()
+
+
+def not_ready() -> ApiError:
+    return ApiError(
+        503,
+        "the model is still loading",
+        kind=SERVER_ERROR,
+        code="model_not_ready",
+        headers={"Retry-After": "2"},
+    )
+
+
+def draining() -> ApiError:
+    return ApiError(
+        503,
+        "the server is shutting down",
+        kind=SERVER_ERROR,
+        code="draining",
+        headers={"Retry-After": "5"},
+    )
+
+
+def internal_error() -> ApiError:
+    return ApiError(
+        500,
+        "the server failed to answer this request; quote the x-request-id header in a report",
+        kind=SERVER_ERROR,
+        code="internal_error",
+    )
+
+
+def to_api_error(exc: Exception, request_id: str) -> ApiError:
+    """The answer to an exception. What is not a known kind is our bug: logged, no detail sent."""
+    if isinstance(exc, ApiError):
+        return exc
+    if isinstance(exc, RequestError):
+        return ApiError(400, str(exc), param=exc.param, code=exc.code)
+    if isinstance(exc, OverloadedError):
+        return ApiError(
+            503,
+            str(exc),
+            kind=SERVER_ERROR,
+            code="overloaded",
+            headers={"Retry-After": str(max(1, math.ceil(exc.retry_after_s)))},
+        )
+    if isinstance(exc, EngineStoppedError):
+        return draining()
+    if isinstance(exc, GenerationError):
+        logger.warning("request %s failed in the engine: %s", request_id, exc)
+        return internal_error()
+    logger.error("request %s failed", request_id, exc_info=exc)
+    return internal_error()
+
+
+def new_request_id() -> str:
+    return "req_" + secrets.token_hex(12)
+
+
+def common_headers(request_id: str) -> dict[str, str]:
+    return {"Server": SERVER_NAME, "x-request-id": request_id}
+
+
+def error_response(error: ApiError, request_id: str) -> web.Response:
+    response = web.Response(
+        status=error.status,
+        body=error.body(),
+        content_type=JSON_TYPE,
+        headers={**common_headers(request_id), **error.headers},
+    )
+    if error.closes:
+        response.force_close()
+    return response
+
+
+def json_response(value: Any, request_id: str) -> web.Response:
+    return web.Response(
+        body=orjson.dumps(value), content_type=JSON_TYPE, headers=common_headers(request_id)
+    )
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()

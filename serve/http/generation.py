@@ -1,0 +1,219 @@
+"""One API call to one or more engine requests, and their deltas to an answer or a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from serve.errors import GenerationError
+from serve.http import shapes
+from serve.http.errors import draining, to_api_error
+from serve.http.sse import DONE, ChunkFormat, EventStream
+from serve.request import FinishReason, TokenDelta
+
+if TYPE_CHECKING:
+    from serve.engine import RequestStream
+
+CHOICES_IN_FLIGHT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerKind:
+    """What differs between chat and plain completions."""
+
+    name: str
+    id_prefix: str
+    object_name: str
+    choice: Callable[[int, shapes.Choice, shapes.TokenTexts], dict[str, Any]]
+
+
+CHAT = AnswerKind("chat", "chatcmpl-", "chat.completion", shapes.chat_choice)
+COMPLETION = AnswerKind("completion", "cmpl-", "text_completion", shapes.completion_choice)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """The part of an answer known before any token."""
+
+    kind: AnswerKind
+    answer_id: str
+    created: int
+    model: str
+    request_id: str
+
+
+class Generation:
+    """The engine requests of one API call. Choice `p * n + i` is sequence i of prompt p.
+
+    Use it in a `with` block: leaving it aborts whatever still runs.
+    """
+
+    def __init__(self, streams: Sequence[RequestStream], n: int) -> None:
+        self._streams = streams
+        self._n = n
+        self.prompt_tokens = 0
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in self._streams:
+            stream.abort()
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._streams) * self._n
+
+    async def accepted(self) -> None:
+        """Waits until every prompt is tokenized and checked; raises what was wrong with one."""
+        for stream in self._streams:
+            request = await stream.accepted()
+            self.prompt_tokens += len(request.prompt_token_ids)
+
+    async def deltas(self) -> AsyncIterator[tuple[int, TokenDelta]]:
+        """(choice, delta) in order of arrival. Raises for sequences that did not end well."""
+        if len(self._streams) == 1:
+            async for delta in self._streams[0]:
+                yield delta.index, _checked(delta)
+            return
+        queue: asyncio.Queue[tuple[int, TokenDelta] | Exception | None] = asyncio.Queue(
+            CHOICES_IN_FLIGHT * len(self._streams)
+        )
+        pumps = [
+            asyncio.create_task(_pump(stream, position * self._n, queue))
+            for position, stream in enumerate(self._streams)
+        ]
+        running = len(pumps)
+        try:
+            while running:
+                item = await queue.get()
+                if item is None:
+                    running -= 1
+                elif isinstance(item, Exception):
+                    raise item
+                else:
+                    yield item[0], _checked(item[1])
+        finally:
+            for pump in pumps:
+                pump.cancel()
+
+
+async def _pump(
+    stream: RequestStream,
+    first_choice: int,
+    queue: asyncio.Queue[tuple[int, TokenDelta] | Exception | None],
+) -> None:
+    try:
+        async for delta in stream:
+            await queue.put((first_choice + delta.index, delta))
+    except Exception as exc:  # raised again by the consumer
+        await queue.put(exc)
+    else:
+        await queue.put(None)
+
+
+def _checked(delta: TokenDelta) -> TokenDelta:
+    """Only the server aborts a sequence whose client still listens."""
+    if delta.finish_reason is FinishReason.ERROR:
+        raise GenerationError(delta.error or "the engine failed")
+    if delta.finish_reason is FinishReason.ABORT:
+        raise draining()
+    return delta
+
+
+async def collect(
+    generation: Generation, head: AnswerHead, tokenizer: shapes.TokenTexts
+) -> dict[str, Any]:
+    """The whole answer at once."""
+    outputs = [shapes.Choice() for _ in range(generation.num_choices)]
+    async for choice, delta in generation.deltas():
+        outputs[choice].extend(delta)
+    completion_tokens = sum(output.num_tokens for output in outputs)
+    return {
+        "id": head.answer_id,
+        "object": head.kind.object_name,
+        "created": head.created,
+        "model": head.model,
+        "choices": [
+            head.kind.choice(index, output, tokenizer) for index, output in enumerate(outputs)
+        ],
+        "usage": shapes.usage(generation.prompt_tokens, completion_tokens),
+    }
+
+
+class Streaming:
+    """Writes the deltas of one generation as events."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        head: AnswerHead,
+        tokenizer: shapes.TokenTexts,
+        *,
+        include_usage: bool,
+    ) -> None:
+        self._generation = generation
+        self._head = head
+        self._tokenizer = tokenizer
+        self._include_usage = include_usage
+        self._format = ChunkFormat(
+            head.kind.name, head.answer_id, head.created, head.model, usage=include_usage
+        )
+        self._opened: set[int] = set()
+        self._logprob_chars: dict[int, int] = {}
+        self._completion_tokens = 0
+
+    async def run(self, events: EventStream) -> web.StreamResponse:
+        """Until the head is sent an error raises; after that it is the last event."""
+        try:
+            async for choice, delta in self._generation.deltas():
+                data = self._encode(choice, delta)
+                if data:
+                    if events.response is None:
+                        await events.start()
+                    await events.send(data)
+            if events.response is None:
+                await events.start()
+            await events.send(self._ending())
+        except ConnectionError:
+            raise
+        except Exception as exc:
+            if events.response is None:
+                raise
+            await events.send_error(to_api_error(exc, self._head.request_id))
+        return await events.finish()
+
+    def _encode(self, choice: int, delta: TokenDelta) -> bytes:
+        data = b""
+        if choice not in self._opened:
+            self._opened.add(choice)
+            data = self._format.role(choice)
+        self._completion_tokens += len(delta.token_ids)
+        if delta.logprobs is not None:
+            if delta.logprobs or delta.text:
+                logprobs = self._logprobs(choice, delta)
+                data += self._format.text_with_logprobs(choice, delta.text, logprobs)
+        elif delta.text:
+            data += self._format.text(choice, delta.text)
+        if delta.finish_reason is not None:
+            data += self._format.finish(choice, delta.finish_reason.value)
+        return data
+
+    def _logprobs(self, choice: int, delta: TokenDelta) -> dict[str, Any] | None:
+        if self._head.kind is CHAT:
+            return shapes.chat_logprobs(delta.logprobs, self._tokenizer)
+        offset = self._logprob_chars.get(choice, 0)
+        answer = shapes.completion_logprobs(delta.logprobs, self._tokenizer, offset)
+        if answer is not None:
+            self._logprob_chars[choice] = offset + sum(map(len, answer["tokens"]))
+        return answer
+
+    def _ending(self) -> bytes:
+        if not self._include_usage:
+            return DONE
+        counts = shapes.usage(self._generation.prompt_tokens, self._completion_tokens)
+        return self._format.usage(counts) + DONE

@@ -1,0 +1,48 @@
+"""Limits and deadlines of the HTTP side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serve.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSettings:
+    """Settings of one listener; times in seconds.
+
+    host, port: where to listen; port 0 takes a free one.
+    drain_s: how long a stop waits for running requests.
+    max_body_bytes: larger requests are refused with 413.
+    body_timeout_s: a body must have arrived by then.
+    first_request_timeout_s: a new connection must have sent its request head by then.
+    keepalive_s: idle connections are closed after this.
+    write_timeout_s: a stream whose reader makes no progress for this long is aborted.
+    send_buffer_bytes: kernel buffer of one stream; small, so that a stalled reader shows.
+    backlog: connections the kernel holds before they are accepted.
+    parse_inline_bytes: larger bodies are parsed off the event loop.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    drain_s: float = 30.0
+    max_body_bytes: int = 8 << 20
+    body_timeout_s: float = 30.0
+    first_request_timeout_s: float = 15.0
+    keepalive_s: float = 75.0
+    write_timeout_s: float = 30.0
+    send_buffer_bytes: int = 128 << 10
+    backlog: int = 4096
+    parse_inline_bytes: int = 256 << 10
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be between 0 and 65535, not {self.port}")
+        if self.drain_s < 0:
+            raise ConfigError(f"drain_s must not be negative, not {self.drain_s}")
+        if self.max_body_bytes < 1:
+            raise ConfigError(f"max_body_bytes must be positive, not {self.max_body_bytes}")
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")

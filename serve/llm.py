@@ -1,0 +1,220 @@
+"""The offline, synchronous face: prompts in, finished outputs out, over the same core.
+
+No event loop is involved; results come through a queue, so it can be used in a notebook, in a
+script or in several threads, next to other engines.
+"""
+
+from __future__ import annotations
+
+import queue
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.progress import Progress
+
+from serve.chat_template import ChatTemplate
+from serve.config import EngineConfig
+from serve.core import EngineStats
+from serve.engine import encode_chat, make_chat_template
+from serve.errors import RequestError
+from serve.loader import LoadedEngine, load_engine
+from serve.request import (
+    CompletionOutput,
+    FinishReason,
+    Prompt,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+    TokenDelta,
+)
+from serve.tokenizer import Tokenizer
+
+Messages = list[dict[str, Any]]
+
+
+class _Collector:
+    """Sink of one request; reports to the queue when all its sequences have ended."""
+
+    def __init__(self, position: int, done: queue.SimpleQueue[_Collector], llm: LLM) -> None:
+        self.position = position
+        self.request: Request | None = None
+        self.outputs: list[CompletionOutput] = []
+        self.error: Exception | None = None
+        self._done = done
+        self._llm = llm
+        self._num_left = 0
+
+    def accept(self, request: Request) -> None:
+        self.request = request
+        self.outputs = [CompletionOutput(i) for i in range(request.params.n)]
+        self._num_left = request.params.n
+
+    def push(self, delta: TokenDelta) -> None:
+        self.outputs[delta.index].extend(delta, self._llm.tokenizer.token_text)
+        if delta.finish_reason is not None:
+            self._num_left -= 1
+            if self._num_left == 0:
+                self._done.put(self)
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        self._done.put(self)
+
+    def wake(self) -> None:
+        """Nothing to do: nobody reads a request before it has ended."""
+
+
+class LLM:
+    """A model for batch use. LLM(path, dtype="auto").generate(prompts, SamplingParams(...)).
+
+    model: a Hugging Face directory; None takes the embedded model. settings: EngineConfig's.
+    """
+
+    def __init__(
+        self, model: str | None = None, *, dtype: str = "auto", progress: bool = False, **settings: Any
+    ) -> None:
+        self.config = EngineConfig.from_settings(model, dtype=dtype, **settings)
+        self._loaded = load_engine(self.config, progress=progress)
+        self._template: ChatTemplate | None = make_chat_template(self._loaded.tokenizer)
+        self._loaded.core.start()
+        self._finalizer = weakref.finalize(self, _close, self._loaded, self._template)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._loaded.tokenizer
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._loaded.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Outputs in the order of the prompts. A prompt is text, a list of token ids or
+        {"prompt_token_ids": [...]}. RequestError when one of them cannot be served (the others
+        are aborted). use_tqdm: show a progress bar."""
+        if isinstance(prompts, (str, dict)) or _is_token_list(prompts):
+            prompts = [prompts]  # type: ignore[list-item]
+        return self._run(list(prompts), sampling_params, use_tqdm)  # type: ignore[arg-type]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Like generate, for one conversation or a list of them."""
+        template = self._template
+        if template is None:
+            raise RequestError("this model has no chat template", param="messages")
+        one = bool(messages) and isinstance(messages[0], dict)
+        conversations: Any = [messages] if one else messages
+        prompts = [
+            {"prompt_token_ids": encode_chat(template, self.tokenizer, item, add_generation_prompt)}
+            for item in conversations
+        ]
+        return self._run(prompts, sampling_params, use_tqdm)
+
+    def _run(
+        self,
+        prompts: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        show_progress: bool,
+    ) -> list[RequestOutput]:
+        params = _params_for(sampling_params, len(prompts))
+        done: queue.SimpleQueue[_Collector] = queue.SimpleQueue()
+        collectors = [_Collector(i, done, self) for i in range(len(prompts))]
+        core = self._loaded.core
+        window = self.config.max_num_waiting
+        states = []
+        submitted = 0
+        error: Exception | None = None
+        with Progress(disable=not show_progress, transient=True) as progress:
+            task = progress.add_task("generating", total=len(prompts))
+            for finished in range(len(prompts)):
+                while error is None and submitted < len(prompts) and submitted - finished < window:
+                    sink = collectors[submitted]
+                    states.append(core.submit(prompts[submitted], params[submitted], sink))
+                    submitted += 1
+                if finished >= submitted:
+                    break
+                collector = done.get()
+                progress.advance(task)
+                if collector.error is not None and error is None:
+                    error = collector.error
+                    for state in states:
+                        core.abort(state)
+        if error is not None:
+            raise error
+        return [
+            _to_output(c, RequestMetrics(**_times(s)))
+            for c, s in zip(collectors, states, strict=True)
+        ]
+
+    def stats(self) -> EngineStats:
+        return self._loaded.core.stats()
+
+    def shutdown(self) -> None:
+        """Stop the threads and free all memory. `with`, collection and exit call it too."""
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+
+def _close(loaded: LoadedEngine, template: ChatTemplate | None) -> None:
+    loaded.core.shutdown()
+    if template is not None:
+        template.close()
+
+
+def _times(state: Any) -> dict[str, Any]:
+    times = state.times
+    return {name: getattr(times, name) for name in times.__slots__}
+
+
+def _to_output(collector: _Collector, metrics: RequestMetrics) -> RequestOutput:
+    request = collector.request
+    assert request is not None
+    return RequestOutput(
+        request.request_id,
+        request.prompt,
+        list(request.prompt_token_ids),
+        collector.outputs,
+        all(o.finish_reason != FinishReason.ABORT.value for o in collector.outputs),
+        metrics,
+    )
+
+
+def _params_for(
+    given: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if given is None:
+        return [SamplingParams()] * count
+    if isinstance(given, SamplingParams):
+        return [given] * count
+    if len(given) != count:
+        raise RequestError(
+            f"{len(given)} sampling_params for {count} prompts", param="sampling_params"
+        )
+    return list(given)
+
+
+def _is_token_list(prompts: Any) -> bool:
+    return isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int)

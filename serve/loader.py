@@ -1,0 +1,201 @@
+"""From an EngineConfig to a running core: read, size, load, connect.
+
+Every start-up decision is taken here and logged once: dtype, context length, pages, threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from memory.kv_cache import KVCache, KVLayout
+from memory.kv_manager import KVManager
+from memory.local_attention import LocalAttention
+from memory.vmm import LinuxMemory
+from ops import get_backend
+from serve.config import EngineConfig
+from serve.core import CoreLimits, EngineCore
+from serve.errors import ConfigError
+from serve.models import ModelSpec, load_model, read_generation_defaults, read_spec
+from serve.runner import ModelRunner
+from serve.scheduler import Scheduler, SchedulerLimits
+from serve.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_MIB = 1 << 20
+_TOKENS_PER_PAGE = 16
+_MIN_PAGE_BYTES = 64 << 10
+_MAX_PAGE_BYTES = 2 * _MIB
+# Linux allows 65,530 mappings in a process; every page can become one of them.
+_MAX_PAGES = 30_000
+_KV_SHARE_OF_FREE_MEMORY = 0.4
+_DEFAULT_BATCHED_TOKENS = 512
+
+
+@dataclass(slots=True)
+class LoadedEngine:
+    """A core that is ready to start, and what its faces need to know."""
+
+    core: EngineCore
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    max_model_len: int
+    generation_defaults: dict[str, object]
+
+
+def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine:
+    """Load the model and build the three pools (not started). ModelLoadError, ConfigError."""
+    path = config.model_path
+    spec = read_spec(path)
+    tokenizer = Tokenizer.load(path)
+    defaults = dict(read_generation_defaults(path))
+    dtype = resolve_dtype(config.dtype, spec)
+    try:
+        backend = get_backend(config.backend)
+    except ValueError as error:
+        raise ConfigError(f"backend: {error}") from error
+    model = load_model(path, dtype=dtype, backend=backend, progress=progress)
+    layers = model.attention_layers()
+    layout = KVLayout(layers, dtype)
+    sizes = size_kv(config, spec, layout.token_bytes)
+    memory = LinuxMemory(sizes.page_bytes, sizes.num_pages)
+    kv = KVManager(
+        memory,
+        num_pages=sizes.num_pages,
+        num_ranges=config.max_num_seqs,
+        max_model_len=sizes.max_model_len,
+        token_bytes=layout.token_bytes,
+    )
+    cache = KVCache(layout, memory.reserve(kv.total_bytes), kv.total_bytes)
+    batched = config.max_num_batched_tokens or max(_DEFAULT_BATCHED_TOKENS, config.max_num_seqs)
+    limits = SchedulerLimits(config.max_num_seqs, batched, config.max_chunk_tokens or batched)
+    runner = ModelRunner(
+        model,
+        kv,
+        LocalAttention(layers, cache, backend),
+        num_threads=config.compute_threads,
+        memory=memory,
+    )
+    core = EngineCore(
+        runner=runner,
+        scheduler=Scheduler(limits, kv),
+        kv=kv,
+        tokenizer=tokenizer,
+        eos_token_ids=frozenset(_eos(defaults, spec, tokenizer)),
+        limits=CoreLimits(
+            sizes.max_model_len, spec.vocab_size, config.max_num_waiting, config.max_num_seqs
+        ),
+        tokenize_threads=config.tokenize_threads,
+        seed=secrets.randbits(62) if config.seed is None else config.seed,
+    )
+    logger.info(
+        "%s: %s, context %d, %d K/V pages of %d KiB (%d bytes a token), %d rows a step",
+        config.model_name,
+        str(dtype).removeprefix("torch."),
+        sizes.max_model_len,
+        sizes.num_pages,
+        sizes.page_bytes >> 10,
+        layout.token_bytes,
+        batched,
+    )
+    return LoadedEngine(core, spec, tokenizer, sizes.max_model_len, defaults)
+
+
+def _eos(defaults: dict[str, object], spec: ModelSpec, tokenizer: Tokenizer) -> tuple[int, ...]:
+    found = defaults.get("eos_token_ids") or spec.eos_token_ids
+    if not found and tokenizer.eos_token_id is not None:
+        found = (tokenizer.eos_token_id,)
+    assert isinstance(found, tuple)
+    return tuple(token for token in found if token < spec.vocab_size)
+
+
+def resolve_dtype(name: str, spec: ModelSpec) -> torch.dtype:
+    """"auto": bfloat16 for 16-bit checkpoints on a CPU that has bf16 dot products, else fp32."""
+    if name == "float32":
+        return torch.float32
+    if name == "bfloat16":
+        return torch.bfloat16
+    is_16_bit = spec.torch_dtype in ("bfloat16", "float16")
+    chosen = torch.bfloat16 if is_16_bit and _has_bf16() else torch.float32
+    logger.info(
+        "dtype auto: %s (checkpoint %s, bf16 instructions: %s)",
+        str(chosen).removeprefix("torch."),
+        spec.torch_dtype,
+        "yes" if _has_bf16() else "no",
+    )
+    return chosen
+
+
+def _has_bf16() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+@dataclass(frozen=True, slots=True)
+class KVSizes:
+    page_bytes: int
+    num_pages: int
+    max_model_len: int
+
+
+def size_kv(config: EngineConfig, spec: ModelSpec, token_bytes: int) -> KVSizes:
+    """Pages and context that fit the memory. ConfigError names the setting to change."""
+    max_len = spec.max_model_len
+    if config.max_model_len is not None:
+        if config.max_model_len > max_len:
+            raise ConfigError(f"max_model_len {config.max_model_len} is above the model's {max_len}")
+        max_len = config.max_model_len
+    budget = config.kv_cache_bytes or int(available_memory() * _KV_SHARE_OF_FREE_MEMORY)
+    # More than every sequence at its longest is of no use.
+    most = config.max_num_seqs * (max_len * token_bytes + _MAX_PAGE_BYTES)
+    budget = min(budget, most)
+    page = config.kv_page_bytes
+    if page is None:
+        page = _MIN_PAGE_BYTES
+        while page < _MAX_PAGE_BYTES and page < _TOKENS_PER_PAGE * token_bytes:
+            page *= 2
+        while budget // page > _MAX_PAGES:
+            page *= 2
+    elif budget // page > _MAX_PAGES:
+        raise ConfigError(
+            f"kv_page_bytes {page} gives more than {_MAX_PAGES} pages; use a larger page"
+        )
+    num_pages = budget // page
+    fits = num_pages * page // token_bytes
+    if fits < max_len:
+        if config.kv_cache_bytes is not None or config.max_model_len is not None or fits < 1:
+            raise ConfigError(
+                f"kv_cache_bytes {budget} holds {fits} tokens, less than one sequence of "
+                f"max_model_len {max_len}; raise the one or lower the other"
+            )
+        logger.warning("memory holds %d tokens; max_model_len is lowered from %d", fits, max_len)
+        max_len = fits
+    return KVSizes(page, num_pages, max_len)
+
+
+def available_memory() -> int:
+    """Bytes this process may still take: free system memory, capped by the cgroup's limit."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    for limit_file, usage_file in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        limit, usage = _read(limit_file).strip(), _read(usage_file).strip()
+        if limit.isdigit() and usage.isdigit():
+            available = min(available, max(0, int(limit) - int(usage)))
+    return available
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,15 @@
+"""Hugging Face checkpoints to runnable decoders."""
+
+from serve.models.decoder import Decoder
+from serve.models.families import FAMILIES
+from serve.models.spec import ModelSpec, read_generation_defaults, read_spec
+from serve.models.weights import load_model
+
+__all__ = [
+    "FAMILIES",
+    "Decoder",
+    "ModelSpec",
+    "load_model",
+    "read_generation_defaults",
+    "read_spec",
+]

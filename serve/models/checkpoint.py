@@ -1,0 +1,127 @@
+"""A directory's safetensors files: what is in them, and one memory-mapped tensor at a time.
+
+Knows files and headers; does not know what the tensors are for. Never unpickles anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from serve.errors import ModelLoadError
+from serve.models.config_file import read_json
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+FLOATS = ("F32", "BF16", "F16", "F64")
+
+
+class Entry(NamedTuple):
+    """Where a tensor is and what the file's header says about it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Checkpoint:
+    """All tensors by name. Headers are read at once, data only by `fetch`.
+
+    Files stay open between fetches; `release` closes them, which unmaps everything that no
+    tensor refers to any more. Call it now and then: pages read so far then leave memory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.entries: dict[str, Entry] = {}
+        self._open: dict[Path, Any] = {}
+        for file in _files(path):
+            self._read_header(file)
+
+    def fetch(self, name: str) -> Tensor:
+        """The tensor, still on the file's pages, checked to be finite."""
+        entry = self.entries[name]
+        with _naming(entry.file):
+            if entry.file not in self._open:
+                self._open[entry.file] = safe_open(entry.file, framework="pt", device="cpu")
+            tensor: Tensor = self._open[entry.file].get_tensor(name)
+        if tensor.numel() and not all(torch.isfinite(end) for end in torch.aminmax(tensor)):
+            raise ModelLoadError(f"{entry.file}: tensor {name} holds NaN or infinity")
+        return tensor
+
+    def release(self) -> None:
+        self._open.clear()
+
+    def _read_header(self, file: Path) -> None:
+        with _naming(file), safe_open(file, framework="pt", device="cpu") as opened:
+            for name in opened.keys():  # noqa: SIM118  not a dict
+                if name in self.entries:
+                    other = self.entries[name].file.name
+                    raise ModelLoadError(f"{file}: tensor {name} is also in {other}")
+                header = opened.get_slice(name)
+                self.entries[name] = Entry(file, tuple(header.get_shape()), header.get_dtype())
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Errors of the safetensors library, with the file's name."""
+    try:
+        yield
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+        raise ModelLoadError(f"{file} cannot be read as safetensors: {error}") from error
+
+
+def _files(path: Path) -> list[Path]:
+    """The index's files, else model.safetensors, else the only .safetensors file there is."""
+    if (path / INDEX).is_file():
+        return _indexed_files(path)
+    if (path / SINGLE).is_file():
+        return [_inside(path, SINGLE, "it")]
+    found = sorted(path.glob("*.safetensors"))
+    if len(found) == 1:
+        return [_inside(path, found[0].name, "it")]
+    if found:
+        raise ModelLoadError(f"{path} has several .safetensors files but no {INDEX}")
+    pickled = [item.name for item in sorted(path.iterdir()) if item.suffix in PICKLED]
+    if pickled:
+        raise ModelLoadError(
+            f"{path} has its weights only as {pickled[0]}, which can run code when it is opened; "
+            "convert it to safetensors (save_pretrained does it)"
+        )
+    raise ModelLoadError(f"{path} has no weights: {SINGLE} or {INDEX} is needed")
+
+
+def _indexed_files(path: Path) -> list[Path]:
+    weight_map = read_json(path / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelLoadError(f"{path / INDEX}: weight_map is missing or empty")
+    for name in weight_map.values():
+        if not isinstance(name, str):
+            raise ModelLoadError(f"{path / INDEX}: weight_map names a file {name!r}")
+    return [_inside(path, name, INDEX) for name in sorted(set(weight_map.values()))]
+
+
+def _inside(path: Path, name: str, source: str) -> Path:
+    """path / name, refused unless it is a file of this directory.
+
+    Links are followed only within it, and from a Hugging Face cache's snapshot to its blobs.
+    """
+    if Path(name).name != name or "\\" in name or name in (".", ".."):
+        raise ModelLoadError(f"{path}: {source} names {name!r}, which is not in the directory")
+    file = path / name
+    if not file.is_file():
+        raise ModelLoadError(f"{path}: {source} names {name}, which does not exist")
+    allowed = [path.resolve()]
+    if path.parent.name == "snapshots":
+        allowed.append((path.parent.parent / "blobs").resolve())
+    target = file.resolve()
+    if not any(target.is_relative_to(folder) for folder in allowed):
+        raise ModelLoadError(f"{file} links to {target}, outside of the model directory")
+    return file

@@ -1,0 +1,98 @@
+"""Reading a checkpoint's JSON files with checks: every complaint names the file and the key.
+
+Knows JSON and numbers; does not know what the keys mean.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from serve.errors import ModelLoadError
+
+MAX_JSON_BYTES = 64 << 20
+
+
+def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The object in a JSON file; anything else is a ModelLoadError."""
+    try:
+        size_bytes = path.stat().st_size
+        if size_bytes > max_bytes:
+            raise ModelLoadError(f"{path} is {size_bytes} bytes; at most {max_bytes} are read")
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelLoadError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ModelLoadError(f"{path} must hold a JSON object, not {type(values).__name__}")
+    return values
+
+
+class ConfigReader:
+    """Typed, range-checked access to one JSON object. A null value counts as absent."""
+
+    def __init__(self, values: dict[str, Any], source: str) -> None:
+        self.values = values
+        self.source = source
+
+    def fail(self, key: str, complaint: str) -> ModelLoadError:
+        return ModelLoadError(f"{self.source}: {key} {complaint}")
+
+    def has(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def integer(
+        self, key: str, default: int | None = None, *, low: int = 1, high: int = 1 << 31
+    ) -> int:
+        value = self._get(key, default)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.fail(key, f"must be an integer, not {value!r}")
+        if not low <= value <= high:
+            raise self.fail(key, f"is {value}; it must be between {low} and {high}")
+        return value
+
+    def number(
+        self, key: str, default: float | None = None, *, low: float = 0.0, high: float = 1e12
+    ) -> float:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.fail(key, f"must be a number, not {value!r}")
+        if not math.isfinite(value) or not low <= value <= high:
+            raise self.fail(key, f"is {value}; it must be between {low:g} and {high:g}")
+        return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self.fail(key, f"must be true or false, not {value!r}")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self.fail(key, f"must be a string, not {value!r}")
+        return value
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """An integer or a list of integers; absent is an empty tuple."""
+        value = self.values.get(key)
+        if value is None:
+            return ()
+        ids = value if isinstance(value, list) else [value]
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                raise self.fail(key, f"must hold token ids, not {token!r}")
+        return tuple(dict.fromkeys(ids))
+
+    def _get(self, key: str, default: object) -> Any:
+        value = self.values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.fail(key, "is missing")
+        return value

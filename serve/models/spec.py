@@ -1,0 +1,148 @@
+"""What a model is: the switches of the one decoder, read from config.json.
+
+Touches no weights. Which keys mean which switch is the families' business (families.py);
+here are the spec itself, the checks common to all, and the generation defaults.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memory.attention import AttentionLayer
+from serve.errors import ModelLoadError
+from serve.models.config_file import ConfigReader, read_json
+from serve.models.families import FAMILIES
+from serve.models.rope import RopeSpec
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A decoder in numbers and switches. Defaults are those of a Llama block.
+
+    norm: "rms" or "layer". is_post_norm: normalize after the residual sum, not before the
+    block. activation: a kind of Backend.activation. rope and num_positions exclude each
+    other: learned positions have num_positions rows, position p uses row p +
+    position_offset. embed_size differs from hidden_size when the model projects in and out.
+    windows and scales: one per layer.
+    """
+
+    model_type: str
+    torch_dtype: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_model_len: int
+    norm_eps: float
+    windows: tuple[int | None, ...]
+    scales: tuple[float, ...]
+    embed_size: int
+    rope: RopeSpec | None = None
+    num_positions: int = 0
+    position_offset: int = 0
+    norm: str = "rms"
+    has_norm_weight: bool = True
+    has_norm_bias: bool = False
+    is_post_norm: bool = False
+    has_final_norm: bool = True
+    has_qk_norm: bool = False
+    has_qkv_bias: bool = False
+    has_o_bias: bool = False
+    has_mlp_bias: bool = False
+    is_gated: bool = True
+    activation: str = "silu"
+    is_tied: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    @property
+    def attention_layers(self) -> list[AttentionLayer]:
+        return [
+            AttentionLayer(
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                scale=scale,
+                window=window,
+            )
+            for scale, window in zip(self.scales, self.windows, strict=True)
+        ]
+
+
+def read_spec(path: Path) -> ModelSpec:
+    """config.json (and eos ids of generation_config.json) of a Hugging Face directory."""
+    config = read_config(path)
+    model_type = config.text("model_type")
+    family = FAMILIES.get(model_type)
+    if family is None:
+        raise config.fail(
+            "model_type", f"{model_type!r} is not supported; known: {', '.join(sorted(FAMILIES))}"
+        )
+    dtype = config.text("dtype", config.text("torch_dtype", "float32")).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise config.fail("dtype", f"{dtype!r} is not supported; known: {', '.join(DTYPES)}")
+    bos_ids = config.token_ids("bos_token_id")
+    spec = ModelSpec(
+        model_type=model_type,
+        torch_dtype=dtype,
+        eos_token_ids=read_generation_defaults(path)["eos_token_ids"],
+        bos_token_id=bos_ids[0] if bos_ids else None,
+        **family.switches(config),
+    )
+    _check_heads(config, spec)
+    return spec
+
+
+def read_config(path: Path) -> ConfigReader:
+    """config.json of a directory, refused when it asks for code or for a packed format."""
+    if not path.is_dir():
+        raise ModelLoadError(f"model directory {path} does not exist or is not a directory")
+    source = path / "config.json"
+    if not source.is_file():
+        raise ModelLoadError(f"{path} has no config.json; a Hugging Face model directory is needed")
+    config = ConfigReader(read_json(source), str(source))
+    if config.has("auto_map"):
+        raise config.fail(
+            "auto_map", "asks for code from the checkpoint, which is never run; use a plain model"
+        )
+    quantization = config.values.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise config.fail(
+            "quantization_config",
+            f"(quant_method {method!r}) is not supported; use the unquantized checkpoint",
+        )
+    return config
+
+
+def read_generation_defaults(path: Path) -> dict[str, Any]:
+    """eos_token_ids always; temperature, top_p, top_k, repetition_penalty where
+    generation_config.json gives them. Its eos ids win over config.json's."""
+    config = read_config(path)
+    source = path / "generation_config.json"
+    if not source.is_file():
+        return {"eos_token_ids": config.token_ids("eos_token_id")}
+    generation = ConfigReader(read_json(source), str(source))
+    eos_ids = generation.token_ids("eos_token_id") or config.token_ids("eos_token_id")
+    defaults: dict[str, Any] = {"eos_token_ids": eos_ids}
+    for key in ("temperature", "top_p", "repetition_penalty"):
+        if generation.has(key):
+            defaults[key] = generation.number(key)
+    if generation.has("top_k"):
+        defaults["top_k"] = generation.integer("top_k", low=-1)
+    return defaults
+
+
+def _check_heads(config: ConfigReader, spec: ModelSpec) -> None:
+    if spec.num_heads % spec.num_kv_heads:
+        raise ModelLoadError(
+            f"{config.source}: {spec.num_heads} attention heads cannot be divided among "
+            f"{spec.num_kv_heads} key/value heads"
+        )

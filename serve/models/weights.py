@@ -1,0 +1,274 @@
+"""From a checkpoint to a Decoder: what must be there, joining of parts, streaming.
+
+Every tensor's presence and shape is checked against the spec before the first is read. Then
+one product at a time is fetched, cast, joined and packed, so that beside the packed weights
+there is never more than one product unpacked in memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ops.backend import Backend, LinearOp
+from serve.errors import ModelLoadError
+from serve.models.checkpoint import FLOATS, Checkpoint
+from serve.models.decoder import Decoder, DecoderWeights, LayerWeights, Norm
+from serve.models.families import FAMILIES, WeightNames
+from serve.models.spec import ModelSpec, read_spec
+
+logger = logging.getLogger(__name__)
+
+MakeLinear = Callable[[Tensor, Tensor | None], LinearOp]
+Shapes = dict[str, tuple[int, ...]]
+
+
+def load_model(
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    backend: Backend,
+    make_linear: MakeLinear | None = None,
+    progress: bool = False,
+) -> Decoder:
+    """The model of a Hugging Face directory, computing in `dtype`.
+
+    make_linear packs each product (default: the backend's own); ModelLoadError names what is
+    wrong with the checkpoint.
+    """
+    spec = read_spec(path)
+    checkpoint = Checkpoint(path)
+    loader = _Loader(spec, checkpoint, dtype, make_linear or backend.pack_linear, _device(backend))
+    loader.check()
+    weights = loader.load(progress=progress)
+    checkpoint.release()
+    return Decoder(spec, weights, backend, dtype, loader.device)
+
+
+def _device(backend: Backend) -> torch.device:
+    """Where a backend computes; one that does not say computes on the CPU."""
+    device = getattr(backend, "device", "cpu")
+    return device if isinstance(device, torch.device) else torch.device(device)
+
+
+class _Loader:
+    """The names and shapes of one checkpoint, and the making of each piece."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        make_linear: MakeLinear,
+        device: torch.device,
+    ) -> None:
+        self.spec = spec
+        self.checkpoint = checkpoint
+        self.dtype = dtype
+        self.make_linear = make_linear
+        self.device = device
+        self.names = FAMILIES[spec.model_type].names
+        self.prefix = _find_prefix(self.names, checkpoint)
+        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.qkv_sizes = _sizes_of_parts(self.names.qkv, [q_size, kv_size, kv_size])
+        num_parts = 2 if spec.is_gated else 1
+        self.up_sizes = _sizes_of_parts(self.names.up, [spec.intermediate_size] * num_parts)
+
+    # -- what must be there
+
+    def check(self) -> None:
+        """Every needed tensor is there with the right shape; others are named in the log."""
+        expected = self._expected()
+        for name, shape in expected.items():
+            entry = self.checkpoint.entries.get(name)
+            if entry is None:
+                raise ModelLoadError(f"{self.checkpoint.path}: tensor {name} is missing")
+            if entry.shape != shape:
+                raise ModelLoadError(
+                    f"{entry.file}: tensor {name} has shape {list(entry.shape)}, but config.json "
+                    f"asks for {list(shape)}{self._hint(name, entry.shape)}"
+                )
+            if entry.dtype not in FLOATS:
+                raise ModelLoadError(
+                    f"{entry.file}: tensor {name} has type {entry.dtype}; "
+                    f"only {', '.join(FLOATS)} can be loaded"
+                )
+        unused = sorted(
+            name
+            for name in self.checkpoint.entries
+            if name not in expected and not name.endswith(self.names.ignored)
+        )
+        if unused:
+            logger.warning("%d tensors are not used, such as %s", len(unused), unused[0])
+
+    def _hint(self, name: str, shape: tuple[int, ...]) -> str:
+        rows = shape[0] if shape else 0
+        is_vocab = name in (self._embed_name, self._head_name)
+        if is_vocab and rows != self.spec.vocab_size:
+            return f" (vocab_size is {self.spec.vocab_size}, the table has {rows} rows)"
+        return ""
+
+    def _expected(self) -> Shapes:
+        spec, names, prefix = self.spec, self.names, self.prefix
+        shapes: Shapes = {self._embed_name: (spec.vocab_size, spec.embed_size)}
+        if spec.num_positions:
+            shapes[f"{prefix}{names.positions}.weight"] = (spec.num_positions, spec.hidden_size)
+        if spec.embed_size != spec.hidden_size:
+            self._expect_linear(
+                shapes, [prefix + names.project_in], [spec.hidden_size], spec.embed_size, False
+            )
+            self._expect_linear(
+                shapes, [prefix + names.project_out], [spec.embed_size], spec.hidden_size, False
+            )
+        if spec.has_final_norm:
+            self._expect_norm(shapes, prefix + names.final_norm)
+        shapes[self._head_name] = (spec.vocab_size, spec.embed_size)
+        for index in range(spec.num_layers):
+            self._expect_layer(shapes, prefix + names.layer.format(index))
+        return shapes
+
+    def _expect_layer(self, shapes: Shapes, at: str) -> None:
+        spec, names = self.spec, self.names
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        qkv, up = [at + part for part in names.qkv], [at + part for part in names.up]
+        q_size = spec.num_heads * spec.head_dim
+        self._expect_norm(shapes, at + names.attn_norm)
+        self._expect_norm(shapes, at + names.mlp_norm)
+        self._expect_linear(shapes, qkv, self.qkv_sizes, hidden, spec.has_qkv_bias)
+        self._expect_linear(shapes, [at + names.o], [hidden], q_size, spec.has_o_bias)
+        self._expect_linear(shapes, up, self.up_sizes, hidden, spec.has_mlp_bias)
+        self._expect_linear(shapes, [at + names.down], [hidden], inner, spec.has_mlp_bias)
+        if spec.has_qk_norm:
+            shapes[f"{at}{names.q_norm}.weight"] = (spec.head_dim,)
+            shapes[f"{at}{names.k_norm}.weight"] = (spec.head_dim,)
+
+    def _expect_norm(self, shapes: Shapes, name: str) -> None:
+        if self.spec.has_norm_weight:
+            shapes[f"{name}.weight"] = (self.spec.hidden_size,)
+        if self.spec.has_norm_bias:
+            shapes[f"{name}.bias"] = (self.spec.hidden_size,)
+
+    def _expect_linear(
+        self, shapes: Shapes, parts: list[str], out_sizes: list[int], in_size: int, has_bias: bool
+    ) -> None:
+        for part, out_size in zip(parts, out_sizes, strict=True):
+            shape = (in_size, out_size) if self.names.is_transposed else (out_size, in_size)
+            shapes[f"{part}.weight"] = shape
+            if has_bias:
+                shapes[f"{part}.bias"] = (out_size,)
+
+    # -- making it
+
+    def load(self, *, progress: bool) -> DecoderWeights:
+        spec, names, prefix = self.spec, self.names, self.prefix
+        has_projections = spec.embed_size != spec.hidden_size
+        layers = [
+            self._layer(prefix + names.layer.format(index))
+            for index in _shown(range(spec.num_layers), spec, progress)
+        ]
+        return DecoderWeights(
+            embed=self._table(self._embed_name),
+            positions=self._table(f"{prefix}{names.positions}.weight")
+            if spec.num_positions
+            else None,
+            project_in=self._linear([prefix + names.project_in], False)
+            if has_projections
+            else None,
+            layers=layers,
+            final_norm=self._norm(prefix + names.final_norm) if spec.has_final_norm else None,
+            project_out=self._linear([prefix + names.project_out], False)
+            if has_projections
+            else None,
+            head=self._head(),
+        )
+
+    def _layer(self, at: str) -> LayerWeights:
+        spec, names = self.spec, self.names
+        layer = LayerWeights(
+            attn_norm=self._norm(at + names.attn_norm),
+            qkv=self._linear([at + part for part in names.qkv], spec.has_qkv_bias),
+            q_norm=self._vector(f"{at}{names.q_norm}.weight") if spec.has_qk_norm else None,
+            k_norm=self._vector(f"{at}{names.k_norm}.weight") if spec.has_qk_norm else None,
+            o=self._linear([at + names.o], spec.has_o_bias),
+            mlp_norm=self._norm(at + names.mlp_norm),
+            up=self._linear([at + part for part in names.up], spec.has_mlp_bias),
+            down=self._linear([at + names.down], spec.has_mlp_bias),
+        )
+        self.checkpoint.release()
+        return layer
+
+    def _linear(self, parts: list[str], has_bias: bool) -> LinearOp:
+        weight = self._joined([f"{part}.weight" for part in parts])
+        bias = self._joined([f"{part}.bias" for part in parts]) if has_bias else None
+        return self.make_linear(weight, bias)
+
+    def _joined(self, names: list[str]) -> Tensor:
+        """Parts one under the other as [out, in] (or [out]), in the compute dtype."""
+        parts = [self.checkpoint.fetch(name) for name in names]
+        if self.names.is_transposed:
+            parts = [part.t() for part in parts]
+        cast = [part.to(self.device, self.dtype) for part in parts]
+        return cast[0].contiguous() if len(cast) == 1 else torch.cat(cast)
+
+    def _head(self) -> LinearOp:
+        weight = self.checkpoint.fetch(self._head_name).to(self.device, self.dtype)
+        return self.make_linear(weight, None)
+
+    def _norm(self, name: str) -> Norm:
+        if not self.spec.has_norm_weight:
+            return Norm(
+                torch.ones(self.spec.hidden_size, dtype=self.dtype, device=self.device), None
+            )
+        bias = self._vector(f"{name}.bias") if self.spec.has_norm_bias else None
+        return Norm(self._vector(f"{name}.weight"), bias)
+
+    def _vector(self, name: str) -> Tensor:
+        """A private copy, so that the file's pages can go."""
+        return self.checkpoint.fetch(name).to(self.device, self.dtype, copy=True)
+
+    def _table(self, name: str) -> Tensor:
+        """On a CPU the table stays on the file's pages: only rows that are used are read."""
+        return self.checkpoint.fetch(name).to(self.device)
+
+    @property
+    def _embed_name(self) -> str:
+        return f"{self.prefix}{self.names.embed}.weight"
+
+    @property
+    def _head_name(self) -> str:
+        """Like Transformers, a tied model's own head is taken where the files have one."""
+        name = f"{self.names.head}.weight"
+        is_shared = self.spec.is_tied and name not in self.checkpoint.entries
+        return self._embed_name if is_shared else name
+
+
+def _find_prefix(names: WeightNames, checkpoint: Checkpoint) -> str:
+    for prefix in names.prefixes:
+        if f"{prefix}{names.embed}.weight" in checkpoint.entries:
+            return prefix
+    raise ModelLoadError(
+        f"{checkpoint.path}: tensor {names.prefixes[0]}{names.embed}.weight is missing"
+    )
+
+
+def _sizes_of_parts(parts: tuple[str, ...], sizes: list[int]) -> list[int]:
+    """A product stored as one tensor has the sum of the sizes."""
+    return sizes if len(parts) == len(sizes) else [sum(sizes)]
+
+
+def _shown(indices: Iterable[int], spec: ModelSpec, progress: bool) -> Iterable[int]:
+    if not progress:
+        return indices
+    from rich.console import Console  # only where somebody watches
+    from rich.progress import track
+
+    return track(
+        indices,
+        description=f"Loading {spec.model_type}",
+        total=spec.num_layers,
+        console=Console(stderr=True),
+    )

@@ -1,0 +1,219 @@
+"""Pool 3: sampled tokens -> text deltas for the consumers.
+
+Runs in one thread, so the order of a sequence's deltas needs no lock. It never waits for a
+consumer: a sink buffers. What it decides (a stop string was found, a detokenizer broke) goes
+back to the compute loop as a message.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from serve.detokenizer import StopStrings, make_detokenizer
+from serve.request import FinishReason, Request, TokenDelta, TokenLogprobs
+from serve.sequence import Sequence
+from serve.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """Where one request's results go. Called from the engine's threads; must not block."""
+
+    def accept(self, request: Request) -> None:
+        """The request is tokenized, checked and queued."""
+
+    def push(self, delta: TokenDelta) -> None:
+        """One sequence gained something."""
+
+    def fail(self, error: Exception) -> None:
+        """The request was refused; nothing will be pushed."""
+
+    def wake(self) -> None:
+        """Everything of this step has been pushed; let the consumer look."""
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What a step brought: tokens[i] for sequences[i]; finished ones, with or without a token."""
+
+    sequences: list[Sequence]
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None] | None
+    finished: list[Sequence]
+    now_s: float
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """Filled in as the request goes; shared by its sequences."""
+
+    arrival_s: float
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    num_preemptions: int = 0
+
+
+class OutputState:
+    """What pool 3 knows of one sequence. Only pool 3 touches it."""
+
+    __slots__ = (
+        "_detokenizer",
+        "_include_stop",
+        "_min_output",
+        "_num_output",
+        "_push_token",
+        "_stops",
+        "_wants_logprobs",
+        "index",
+        "is_done",
+        "sink",
+        "times",
+    )
+
+    def __init__(
+        self, request: Request, index: int, tokenizer: Tokenizer, sink: Sink, times: RequestTimes
+    ) -> None:
+        params = request.params
+        self._detokenizer = make_detokenizer(
+            tokenizer, skip_special_tokens=params.skip_special_tokens
+        )
+        self._push_token = self._detokenizer.push
+        self._include_stop = params.include_stop_str_in_output
+        stops = params.stop_strings
+        self._stops = StopStrings(stops, include=self._include_stop) if stops else None
+        self._min_output = params.min_tokens
+        self._num_output = 0
+        self._wants_logprobs = params.logprobs is not None
+        self.index = index
+        self.is_done = False
+        self.sink = sink
+        self.times = times
+
+    def push(self, token: int, logprobs: TokenLogprobs | None) -> bool:
+        """One more token; True when a stop string ended the sequence."""
+        text = self._push_token(token)
+        self._num_output += 1
+        kept = None if logprobs is None or not self._wants_logprobs else [logprobs]
+        if self._stops is not None and self._num_output > self._min_output:
+            text, found = self._stops.push(text)
+            if found is not None:
+                self.is_done = True
+                delta = TokenDelta(self.index, text, [token], kept, FinishReason.STOP, found)
+                self.sink.push(delta)
+                return True
+        self.sink.push(TokenDelta(self.index, text, [token], kept))
+        return False
+
+    def finish(
+        self,
+        reason: FinishReason,
+        *,
+        token: int | None = None,
+        logprobs: TokenLogprobs | None = None,
+        stop_token: int | None = None,
+        error: str | None = None,
+    ) -> None:
+        """The last delta: the final token if there is one, and whatever text was held back."""
+        self.is_done = True
+        text, stop_reason = "", stop_token
+        token_ids = [] if token is None else [token]
+        found: str | None = None
+        if token is not None and (stop_token is None or self._include_stop):
+            text = self._push_token(token)
+        text += self._detokenizer.finish()
+        if self._stops is not None:
+            text, found = self._stops.push(text)
+            text += self._stops.finish()
+        kept = [logprobs] if logprobs is not None and self._wants_logprobs else None
+        if found is not None:
+            reason = FinishReason.STOP
+        self.sink.push(
+            TokenDelta(self.index, text, token_ids, kept, reason, found or stop_reason, error)
+        )
+
+
+class OutputProcessor:
+    """Turns step records into deltas. on_stop(sequence): end it, its stop string has come."""
+
+    def __init__(
+        self,
+        eos_token_ids: frozenset[int],
+        on_stop: Callable[[Sequence], None],
+        on_error: Callable[[Sequence], None],
+    ) -> None:
+        self._eos = eos_token_ids
+        self._on_stop = on_stop
+        self._on_error = on_error
+
+    def process(self, record: StepRecord) -> Iterable[Sink]:
+        """Push the record's deltas; returns the sinks that got any, to be woken."""
+        touched: dict[Sink, None] = {}
+        ended = set(map(id, record.finished)) if record.finished else ()
+        logprobs = record.logprobs
+        for i, sequence in enumerate(record.sequences):
+            state = sequence.output
+            assert isinstance(state, OutputState)
+            if state.is_done or (ended and id(sequence) in ended):
+                continue
+            if state.times.first_token_s is None:
+                self._note_first(sequence, state.times, record.now_s)
+            try:
+                if state.push(record.tokens[i], None if logprobs is None else logprobs[i]):
+                    self._note_end(sequence, state.times, record.now_s)
+                    self._on_stop(sequence)
+            except Exception as error:
+                self._fail(sequence, state, error)
+            touched[state.sink] = None
+        if record.finished:
+            self._finish_all(record, touched)
+        return touched
+
+    def _finish_all(self, record: StepRecord, touched: dict[Sink, None]) -> None:
+        last = {id(s): i for i, s in enumerate(record.sequences)}
+        for sequence in record.finished:
+            state = sequence.output
+            assert isinstance(state, OutputState) and sequence.finish_reason is not None
+            if state.is_done:
+                continue
+            i = last.get(id(sequence))
+            if i is not None and state.times.first_token_s is None:
+                self._note_first(sequence, state.times, record.now_s)
+            self._note_end(sequence, state.times, record.now_s)
+            stop_token = sequence.stop_token
+            try:
+                state.finish(
+                    sequence.finish_reason,
+                    token=None if i is None else record.tokens[i],
+                    logprobs=record.logprobs[i] if i is not None and record.logprobs else None,
+                    stop_token=stop_token,
+                    error=record.error,
+                )
+            except Exception as error:
+                self._fail(sequence, state, error)
+            touched[state.sink] = None
+
+    def _fail(self, sequence: Sequence, state: OutputState, error: Exception) -> None:
+        """A fault in one request's post-processing ends only that sequence."""
+        logger.exception("post-processing of %s failed", sequence.request.request_id)
+        state.is_done = True
+        message = f"post-processing failed: {type(error).__name__}"
+        state.sink.push(
+            TokenDelta(state.index, "", [], None, FinishReason.ERROR, None, message)
+        )
+        self._on_error(sequence)
+
+    @staticmethod
+    def _note_first(sequence: Sequence, times: RequestTimes, now_s: float) -> None:
+        times.first_token_s = now_s
+        times.first_scheduled_s = sequence.first_scheduled_s
+
+    @staticmethod
+    def _note_end(sequence: Sequence, times: RequestTimes, now_s: float) -> None:
+        times.finished_s = now_s
+        times.num_preemptions += sequence.num_preemptions

@@ -1,0 +1,283 @@
+"""What a client asks and what it gets back.
+
+These types cross thread and pool borders, so they are frozen. Validation happens here,
+once, at the edge: everything behind it may trust the values. Nothing here knows HTTP.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import NamedTuple, TypedDict
+
+from serve.errors import RequestError
+
+MAX_N = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+SEED_LIMIT = 1 << 63
+
+
+class TokensPrompt(TypedDict):
+    """A prompt that is already token ids."""
+
+    prompt_token_ids: list[int]
+
+
+Prompt = str | TokensPrompt | list[int]
+
+
+class FinishReason(Enum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when a sequence ends.
+
+    max_tokens: None means up to the model's context. temperature 0 is greedy. top_k 0 or -1
+    means off. logprobs: number of alternatives per token (0: only the chosen one, None: off).
+    seed: with the same seed and prompt the same tokens come out in any batch; None draws one.
+    logit_bias: token id -> value added to its logit.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] | list[str] | str | None = ()
+    stop_token_ids: tuple[int, ...] | list[int] | None = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        stop = self.stop
+        stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+        object.__setattr__(self, "stop", stops)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        _check_int("n", self.n, 1, MAX_N)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 0, SEED_LIMIT)
+        _check_int("min_tokens", self.min_tokens, 0, SEED_LIMIT)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})",
+                param="min_tokens",
+            )
+        _check_float("temperature", self.temperature, 0.0, 2.0)
+        _check_float("top_p", self.top_p, 0.0, 1.0)
+        _check_int("top_k", self.top_k, -1, 1 << 31)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 1e-2, 100.0)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        self._check_stops()
+        self._check_logit_bias()
+
+    def _check_stops(self) -> None:
+        if len(self.stop_strings) > MAX_STOP_STRINGS:
+            raise RequestError(
+                f"stop has more than {MAX_STOP_STRINGS} strings",
+                param="stop",
+                code="array_above_max_length",
+            )
+        for text in self.stop_strings:
+            if not isinstance(text, str) or not text:
+                raise RequestError("stop must hold non-empty strings", param="stop")
+            if len(text) > MAX_STOP_LENGTH:
+                raise RequestError(
+                    f"a stop string is longer than {MAX_STOP_LENGTH} characters",
+                    param="stop",
+                    code="string_above_max_length",
+                )
+        if len(self.stop_ids) > MAX_STOP_TOKEN_IDS:
+            raise RequestError(
+                f"stop_token_ids has more than {MAX_STOP_TOKEN_IDS} entries",
+                param="stop_token_ids",
+                code="array_above_max_length",
+            )
+        for token in self.stop_ids:
+            _check_int("stop_token_ids", token, 0, 1 << 31)
+
+    def _check_logit_bias(self) -> None:
+        if not self.logit_bias:
+            return
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise RequestError(
+                f"logit_bias has more than {MAX_LOGIT_BIAS} entries",
+                param="logit_bias",
+                code="array_above_max_length",
+            )
+        for token, value in self.logit_bias.items():
+            _check_int("logit_bias", token, 0, 1 << 31)
+            _check_float("logit_bias", value, -100.0, 100.0)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return self.stop  # type: ignore[return-value]  # normalized in __post_init__
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return self.stop_token_ids  # type: ignore[return-value]  # normalized in __post_init__
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def with_max_tokens(self, max_tokens: int) -> SamplingParams:
+        return replace(self, max_tokens=max_tokens)
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(
+            f"{name} must be an integer, not {type(value).__name__}",
+            param=name,
+            code="invalid_type",
+        )
+    if not low <= value <= high:
+        raise RequestError(f"{name} must be between {low} and {high}", param=name)
+
+
+def _check_float(name: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise RequestError(
+            f"{name} must be a number, not {type(value).__name__}", param=name, code="invalid_type"
+        )
+    if not math.isfinite(value) or not low <= value <= high:
+        raise RequestError(f"{name} must be between {low:g} and {high:g}", param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt on its way through the engine, tokenized and checked.
+
+    params.max_tokens is resolved (never None) and params.seed is set. arrival_s is the
+    engine's monotonic clock when the request was submitted.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    arrival_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one output position, from the raw logits.
+
+    top: (token id, logprob) of the most likely tokens, best first. rank: of the chosen token,
+    1 is the most likely.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    rank: int = 1
+
+
+class TokenDelta(NamedTuple):
+    """What one sequence gained since the last delta delivered to its consumer.
+
+    index: which of the request's n sequences. text never ends inside a character, and never
+    holds the beginning of a possible stop string. The last delta of a sequence carries
+    finish_reason; stop_reason is the stop string or stop token id that ended it, if any;
+    error describes finish_reason "error".
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times on the engine's monotonic clock, in seconds."""
+
+    arrival_s: float
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    num_preemptions: int = 0
+
+
+class Logprob(NamedTuple):
+    """One candidate at one output position. rank: 1 is the most likely token."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One finished sequence of a request. logprobs: per position, token id -> Logprob."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+    def extend(self, delta: TokenDelta, token_text: Callable[[int], str]) -> None:
+        """Append a delta of this sequence; token_text spells a single token."""
+        self.text += delta.text
+        self.token_ids.extend(delta.token_ids)
+        for item in delta.logprobs or ():
+            self.logprobs = [] if self.logprobs is None else self.logprobs
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + item.logprob
+            entry = {item.token_id: Logprob(item.logprob, item.rank, token_text(item.token_id))}
+            for rank, (token, logprob) in enumerate(item.top, start=1):
+                entry.setdefault(token, Logprob(logprob, rank, token_text(token)))
+            self.logprobs.append(entry)
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason.value
+            self.stop_reason = delta.stop_reason
+            self.error = delta.error
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A finished request: the prompt and its n completions."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None = None

@@ -1,0 +1,83 @@
+"""Pool 2's work: one step on the device, from a plan to sampled tokens. Synchronous.
+
+Owns the model, the K/V tensors and the attention seam. It decides nothing: the plan says which
+rows run, the KV manager which pages are mapped.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from memory.attention import PlannedAttention
+from memory.kv_manager import KVManager
+from memory.vmm import VirtualMemory
+from serve.batch import make_batch
+from serve.models import Decoder
+from serve.request import TokenLogprobs
+from serve.sampler import sample
+from serve.scheduler import StepPlan
+from serve.sequence import Sequence
+
+
+class StepResult(NamedTuple):
+    """tokens[i] for sampled[i], in the plan's order."""
+
+    sampled: list[Sequence]
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None] | None
+
+
+class Runner(Protocol):
+    """What the engine's loop needs of the device."""
+
+    def start(self) -> None:
+        """Called once, in the compute thread."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute the plan's rows and sample. May raise; then nothing of the plan counts."""
+
+    def close(self) -> None:
+        """Give the device's memory back."""
+
+
+class ModelRunner:
+    """A model on this machine."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        kv: KVManager,
+        attention: PlannedAttention,
+        *,
+        num_threads: int | None = None,
+        memory: VirtualMemory | None = None,
+    ) -> None:
+        self._model = model
+        self._kv = kv
+        self._attention = attention
+        self._num_threads = num_threads
+        self._memory = memory
+
+    def start(self) -> None:
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        self._kv.commit()
+        batch = make_batch(plan, self._kv)
+        self._attention.plan(batch.attention)
+        hidden = self._model.forward(batch.input_ids, batch.positions, self._attention)
+        if not batch.sampled:
+            return StepResult([], [], None)
+        if len(batch.sampled) < hidden.shape[0]:
+            hidden = hidden[batch.sample_rows]
+        result = sample(self._model.logits(hidden), batch.sampled)
+        return StepResult(batch.sampled, result.token_ids, result.logprobs)
+
+    def close(self) -> None:
+        del self._model, self._attention  # views of the reservation go before it does
+        if self._memory is not None:
+            self._memory.close()

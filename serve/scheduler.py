@@ -1,0 +1,212 @@
+"""Which tokens run in the next step: integers only, clock passed in, no torch, no asyncio.
+
+There is no prefill or decode phase. Each sequence gets min(num_tokens - num_computed_tokens,
+what is left of the budget) rows, running ones first, then waiting ones in order of arrival.
+When memory runs out the youngest running sequence is preempted: it gives back its pages, goes
+to the front of the waiting queue and is recomputed later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from memory.kv_manager import KVManager
+from serve.request import FinishReason
+from serve.sequence import Sequence, SequenceStatus
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """The rows of one step: sequences in row order, those with one row first.
+
+    num_rows[i] rows of sequences[i]; num_decodes: how many have exactly one. samples[i]: the
+    step brings the sequence up to date, so a token is sampled from its last row.
+    """
+
+    sequences: list[Sequence]
+    num_rows: list[int]
+    num_decodes: int
+    samples: list[bool]
+    num_total_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """max_num_seqs run at once; a step has at most max_num_batched_tokens rows, of which one
+    sequence gets at most max_chunk_tokens."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_chunk_tokens: int
+
+
+class Scheduler:
+    """Waiting and running sequences."""
+
+    def __init__(self, limits: SchedulerLimits, kv: KVManager) -> None:
+        self.limits = limits
+        self.kv = kv
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._preempted = False
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def schedule(self, now_s: float) -> StepPlan | None:
+        """The next step, or None when nothing can run. Records page growth; does not commit."""
+        decodes: list[Sequence] = []
+        chunks: list[tuple[Sequence, int]] = []
+        budget = self.limits.max_num_batched_tokens
+        prefilling: list[Sequence] = []
+        index = 0
+        # Sequences may leave the end of `running` inside this loop (preemption), never its front.
+        while index < len(self.running):
+            sequence = self.running[index]
+            missing = len(sequence.token_ids) - sequence.num_computed_tokens
+            index += 1
+            if missing > 1:
+                prefilling.append(sequence)
+            elif budget and self._grow(sequence, sequence.num_computed_tokens + 1):
+                decodes.append(sequence)
+                budget -= 1
+        for sequence in prefilling:
+            budget -= self._add_chunk(sequence, budget, chunks, decodes)
+        if not self._preempted:
+            self._admit(budget, now_s, chunks, decodes)
+        self._preempted = False
+        return self._plan(decodes, chunks)
+
+    def _add_chunk(
+        self,
+        sequence: Sequence,
+        budget: int,
+        chunks: list[tuple[Sequence, int]],
+        decodes: list[Sequence],
+    ) -> int:
+        """Rows given to a sequence that has more than one to compute (or is new)."""
+        missing = len(sequence.token_ids) - sequence.num_computed_tokens
+        rows = min(missing, budget, self.limits.max_chunk_tokens)
+        if rows <= 0 or sequence.status is not SequenceStatus.RUNNING:
+            return 0
+        if not self._grow(sequence, sequence.num_computed_tokens + rows):
+            return 0
+        if rows == 1:
+            decodes.append(sequence)
+        else:
+            chunks.append((sequence, rows))
+        return rows
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Pages for the sequence's next rows, preempting younger ones; False if it had to go."""
+        assert sequence.kv_range is not None
+        if num_tokens <= sequence.kv_range.capacity:
+            return True
+        while not self.kv.grow(sequence.kv_range, num_tokens):
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        assert sequence.kv_range is not None
+        self.running.remove(sequence)
+        self.kv.close(sequence.kv_range)
+        sequence.kv_range = None
+        sequence.num_computed_tokens = 0
+        sequence.num_preemptions += 1
+        sequence.status = SequenceStatus.WAITING
+        self.waiting.appendleft(sequence)
+        self.num_preemptions += 1
+        self._preempted = True
+
+    def _admit(
+        self,
+        budget: int,
+        now_s: float,
+        chunks: list[tuple[Sequence, int]],
+        decodes: list[Sequence],
+    ) -> None:
+        while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
+            sequence = self.waiting[0]
+            if not self.kv.can_fit(sequence.num_tokens):
+                break
+            self.waiting.popleft()
+            sequence.kv_range = self.kv.open(sequence.num_tokens)
+            sequence.status = SequenceStatus.RUNNING
+            if sequence.first_scheduled_s is None:
+                sequence.first_scheduled_s = now_s
+            self.running.append(sequence)
+            budget -= self._add_chunk(sequence, budget, chunks, decodes)
+
+    def _plan(
+        self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]]
+    ) -> StepPlan | None:
+        # A sequence planned early in the loop may have been preempted by a later one.
+        running = SequenceStatus.RUNNING
+        sequences = [s for s in decodes if s.status is running]
+        num_decodes = len(sequences)
+        num_rows = [1] * num_decodes
+        for sequence, rows in chunks:
+            if sequence.status is running:
+                sequences.append(sequence)
+                num_rows.append(rows)
+        if not sequences:
+            return None
+        samples = [
+            s.num_computed_tokens + rows == len(s.token_ids)
+            for s, rows in zip(sequences, num_rows, strict=True)
+        ]
+        return StepPlan(sequences, num_rows, num_decodes, samples, sum(num_rows))
+
+    def update(self, plan: StepPlan, tokens: list[int]) -> list[Sequence]:
+        """Take in a step's result: tokens[j] is for the j-th sampling sequence of the plan.
+
+        Returns the sequences that ended; their memory is free for the next schedule().
+        """
+        finished: list[Sequence] = []
+        next_token = iter(tokens)
+        for sequence, rows, sampled in zip(
+            plan.sequences, plan.num_rows, plan.samples, strict=True
+        ):
+            sequence.num_computed_tokens += rows
+            if not sampled:
+                continue
+            token = next(next_token)
+            token_ids = sequence.token_ids
+            token_ids.append(token)
+            length = len(token_ids)
+            if token in sequence.stop_ids and length > sequence.min_tokens_total:
+                sequence.stop_token = token
+                self._finish(sequence, FinishReason.STOP)
+                finished.append(sequence)
+            elif length >= sequence.max_tokens_total:
+                self._finish(sequence, FinishReason.LENGTH)
+                finished.append(sequence)
+        if finished:
+            self.running = [s for s in self.running if s.status is SequenceStatus.RUNNING]
+        return finished
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
+        """End a sequence from outside (abort, stop string, error); False if it has ended."""
+        if sequence.status is SequenceStatus.FINISHED:
+            return False
+        if sequence.status is SequenceStatus.RUNNING:
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self._finish(sequence, reason)
+        return True
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
+        if sequence.kv_range is not None:
+            self.kv.close(sequence.kv_range)
+            sequence.kv_range = None

@@ -1,0 +1,83 @@
+"""What the engine has done for one of a request's n outputs: counters and tokens.
+
+Only the compute loop touches a Sequence after it has been queued. No torch, no asyncio.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from serve.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from memory.kv_manager import Range
+
+
+class SequenceStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One output in the making.
+
+    token_ids: prompt and output so far. num_computed_tokens: those whose K/V is written.
+    max_tokens_total: prompt plus output limit. stop_ids: tokens that end it once it has
+    min_tokens_total tokens.
+    """
+
+    request: Request
+    index: int
+    seed: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    max_tokens_total: int
+    min_tokens_total: int
+    stop_ids: frozenset[int]
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed_tokens: int = 0
+    kv_range: Range | None = None
+    num_preemptions: int = 0
+    first_scheduled_s: float | None = None
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    output: object = field(default=None)  # pool 3's state; opaque here
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+
+def make_sequences(request: Request, eos_token_ids: frozenset[int]) -> list[Sequence]:
+    """The n sequences of a request; output i samples with its own seed."""
+    params = request.params
+    assert params.max_tokens is not None and params.seed is not None, "resolved by the engine"
+    stops = frozenset(params.stop_ids)
+    if not params.ignore_eos:
+        stops |= eos_token_ids
+    num_prompt = len(request.prompt_token_ids)
+    return [
+        Sequence(
+            request=request,
+            index=index,
+            seed=params.seed + index,
+            token_ids=list(request.prompt_token_ids),
+            num_prompt_tokens=num_prompt,
+            max_tokens_total=num_prompt + params.max_tokens,
+            min_tokens_total=num_prompt + params.min_tokens,
+            stop_ids=stops,
+        )
+        for index in range(params.n)
+    ]

@@ -1,0 +1,236 @@
+"""An engine with scripted answers and the real engine's face, and a client for raw bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from serve.errors import ContextLengthError, EngineStoppedError, OverloadedError, RequestError
+from serve.request import (
+    FinishReason,
+    Prompt,
+    Request,
+    RequestMetrics,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprobs,
+)
+
+
+class FakeTokenizer:
+    """One token per character; its id is the code point."""
+
+    pieces: list[bytes] | None = None
+
+    def token_text(self, token_id: int) -> str:
+        return chr(token_id)
+
+
+@dataclass
+class FakeEngine:
+    """reply: what every sequence says; one delta per character, `step_s` apart.
+
+    slots: how many requests run at once; the rest waits. fail_at: after that many characters
+    the sequence ends in an error. gate: when set, nothing is generated until it is released.
+    """
+
+    reply: str = "Hello there"
+    step_s: float = 0.0
+    slots: int = 1000
+    max_waiting: int = 1000
+    max_model_len: int = 2000
+    load_s: float = 0.0
+    fail_at: int | None = None
+    model_name: str = "fake"
+    repeat: int = 1
+    generation_defaults: dict[str, Any] = field(default_factory=dict)
+    tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
+    spec: Any = field(default_factory=lambda: SimpleNamespace(vocab_size=256))
+    submitted: list[tuple[Any, SamplingParams]] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    is_ready: bool = False
+    is_stopped: bool = False
+
+    def __post_init__(self) -> None:
+        self.running: set[FakeStream] = set()
+        self.waiting: list[FakeStream] = []
+        self.gate: asyncio.Event | None = None
+
+    async def start(self) -> None:
+        await asyncio.sleep(self.load_s)
+        self.is_ready = True
+
+    async def shutdown(self, *, drain_s: float = 0.0) -> None:
+        self.is_stopped = True
+        for stream in [*self.running, *self.waiting]:
+            stream.stop()
+
+    def submit(
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None
+    ) -> FakeStream:
+        if isinstance(prompt, dict):
+            tokens = list(prompt["prompt_token_ids"])
+        else:
+            tokens = [ord(char) for char in prompt] if isinstance(prompt, str) else list(prompt)
+        return self._submit(prompt, tokens, params, request_id)
+
+    def submit_chat(
+        self,
+        messages: list[dict[str, Any]],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        add_generation_prompt: bool = True,
+    ) -> FakeStream:
+        tokens = [ord(char) for message in messages for char in message["content"]]
+        return self._submit(messages, tokens, params, request_id)
+
+    def _submit(
+        self, prompt: Any, tokens: list[int], params: SamplingParams, request_id: str | None
+    ) -> FakeStream:
+        if self.is_stopped:
+            raise EngineStoppedError("stopped")
+        if len(self.waiting) >= self.max_waiting:
+            raise OverloadedError("the queue is full", retry_after_s=1.5)
+        self.submitted.append((prompt, params))
+        stream = FakeStream(self, tokens, params, request_id or "")
+        self.waiting.append(stream)
+        self.admit()
+        return stream
+
+    def admit(self) -> None:
+        while self.waiting and len(self.running) < self.slots:
+            stream = self.waiting.pop(0)
+            self.running.add(stream)
+            stream.admitted.set()
+
+
+class FakeStream:
+    def __init__(
+        self, engine: FakeEngine, tokens: list[int], params: SamplingParams, request_id: str
+    ) -> None:
+        self.engine = engine
+        self.tokens = tokens
+        self.params = params
+        self.request_id = request_id
+        self.admitted = asyncio.Event()
+        self.is_done = False
+        self._stopped = False
+        self._iterator: AsyncIterator[TokenDelta] | None = None
+        self.metrics = RequestMetrics(time.monotonic())
+
+    async def accepted(self) -> Request:
+        if not self.tokens:
+            self._release()
+            raise RequestError("empty prompt", param="prompt", code="invalid_prompt")
+        if any(token >= self.engine.spec.vocab_size for token in (self.params.logit_bias or {})):
+            self._release()
+            raise RequestError("no such token", param="logit_bias")
+        if len(self.tokens) + (self.params.max_tokens or 0) > self.engine.max_model_len:
+            self._release()
+            raise ContextLengthError("too long for the context", param="prompt")
+        return Request(self.request_id, None, tuple(self.tokens), self.params, 0.0)
+
+    def abort(self) -> None:
+        if not self.is_done:
+            self.engine.aborted.append(self.request_id)
+            self._release()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self.admitted.set()
+        self._release()
+
+    def _release(self) -> None:
+        self.is_done = True
+        self.engine.running.discard(self)
+        if self in self.engine.waiting:
+            self.engine.waiting.remove(self)
+        self.engine.admit()
+
+    def __aiter__(self) -> AsyncIterator[TokenDelta]:
+        return self._deltas()
+
+    async def _deltas(self) -> AsyncIterator[TokenDelta]:
+        await self.admitted.wait()
+        text = self.engine.reply * self.engine.repeat
+        limit = len(text) if self.params.max_tokens is None else self.params.max_tokens
+        reason = FinishReason.STOP if limit >= len(text) else FinishReason.LENGTH
+        text = text[:limit]
+        for position, char in enumerate(text or " "):
+            if self.engine.step_s:
+                await asyncio.sleep(self.engine.step_s)
+            elif position % 64 == 63:
+                await asyncio.sleep(0)
+            if self._stopped:
+                for index in range(self.params.n):
+                    yield TokenDelta(index, "", [], finish_reason=FinishReason.ABORT)
+                return
+            if self.engine.fail_at is not None and position >= self.engine.fail_at:
+                self._release()
+                yield TokenDelta(0, "", [], finish_reason=FinishReason.ERROR, error="a bad step")
+                return
+            is_last = position >= len(text) - 1
+            if is_last:
+                self._release()
+            for index in range(self.params.n):
+                yield self._delta(index, char if text else "", reason if is_last else None)
+
+    def _delta(self, index: int, char: str, reason: FinishReason | None) -> TokenDelta:
+        logprobs = None
+        if self.params.logprobs is not None and char:
+            top = tuple((ord(char) - i, -0.5 - i) for i in range(self.params.logprobs))
+            logprobs = [TokenLogprobs(ord(char), -0.5, top)]
+        return TokenDelta(index, char, [ord(char)] if char else [], logprobs, reason)
+
+
+@dataclass
+class RawAnswer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    is_closed: bool
+
+    def error(self) -> dict[str, Any]:
+        error: dict[str, Any] = json.loads(self.body)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return error
+
+
+async def send_raw(host: str, port: int, data: bytes, *, timeout_s: float = 3.0) -> RawAnswer:
+    """Sends bytes as they are and reads one answer with a Content-Length."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        writer.write(data)
+        async with asyncio.timeout(timeout_s):
+            head = await reader.readuntil(b"\r\n\r\n")
+            lines = head.decode("latin-1").split("\r\n")
+            headers = {
+                name.lower(): value.strip()
+                for name, _, value in (line.partition(":") for line in lines[1:] if line)
+            }
+            body = await reader.readexactly(int(headers.get("content-length", "0")))
+            is_closed = headers.get("connection") == "close"
+            if is_closed:
+                writer.write_eof()
+                await reader.read()
+        return RawAnswer(int(lines[0].split()[1]), headers, body, is_closed)
+    finally:
+        writer.close()
+
+
+def parse_events(body: bytes) -> list[Any]:
+    """The data of each event; "[DONE]" stays a string."""
+    events = []
+    for block in body.decode().split("\n\n"):
+        if block:
+            assert block.startswith("data: ")
+            assert "\n" not in block
+            data = block.removeprefix("data: ")
+            events.append(data if data == "[DONE]" else json.loads(data))
+    return events

@@ -1,0 +1,1 @@
+"""Bytes between machines: windows and sequence numbers. Empty until memory nodes land."""
