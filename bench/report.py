@@ -9,6 +9,7 @@ import platform
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +78,7 @@ def summarize(records: Sequence[Record], *, qps: float) -> Summary:
             for r in good
             if r.output_tokens > 1
         ],
-        "ICL": [b - a for r in good for a, b in zip(r.chunks_s, r.chunks_s[1:], strict=False)],
+        "ICL": [b - a for r in good for a, b in pairwise(r.chunks_s)],
         "E2E from send": [r.chunks_s[-1] - r.sent_s for r in good],
         "E2E from schedule": [r.chunks_s[-1] - r.scheduled_s for r in good],
     }
@@ -140,11 +141,12 @@ def print_summary(console: Console, summary: Summary, *, title: str) -> None:
         f"dispatch lag p50 {summary.lag_ms['p50']:.2f} ms, p99 {summary.lag_ms['p99']:.2f} ms",
     ]
     lines += [f"failed {count} times: {error}" for error, count in summary.errors.items()]
-    console.print("\n".join(lines), markup=False, highlight=False)
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     if not summary.is_valid:
         console.print(
             f"[bold red]INVALID[/bold red]: the generator fell behind its schedule (lag p99 over"
-            f" {1000 * MAX_LAG_P99_S:g} ms); lower the rate or run it on another machine"
+            f" {1000 * MAX_LAG_P99_S:g} ms); lower the rate or run it on another machine",
+            soft_wrap=True,
         )
 
 

@@ -27,13 +27,13 @@ class Plan:
 
     shape: Shape = field(default_factory=Shape)
     tokenizer_dialogs: int = 60_000
-    steps: int = 4000
-    long_steps: int = 300  # of them, at the end
-    rows: int = 16
+    steps: int = 5600
+    long_steps: int = 400  # of them, at the end
+    rows: int = 8
     length: int = 256
-    long_rows: int = 4
+    long_rows: int = 2
     long_length: int = 1024
-    eval_dialogs: int = 1200
+    eval_dialogs: int = 800
 
 
 SMOKE = Plan(
@@ -88,7 +88,8 @@ def fit(
         if checkpoint is not None and (step + 1) % 250 == 0:
             states = [o.state_dict() for o in optimizers]
             state = {"model": model.state_dict(), "optimizers": states, "step": step + 1}
-            torch.save(state, checkpoint)
+            torch.save(state, checkpoint.with_suffix(".new"))
+            checkpoint.with_suffix(".new").replace(checkpoint)
 
 
 def parse_args() -> argparse.Namespace:
@@ -112,7 +113,7 @@ def main() -> None:
     torch.use_deterministic_algorithms(True, warn_only=args.device != "cpu")
     plan = SMOKE if args.smoke else Plan()
     if args.steps is not None:
-        plan = Plan(steps=args.steps, long_steps=args.steps // 12)
+        plan = Plan(steps=args.steps, long_steps=args.steps // 14)
     started = time.monotonic()
     tokenizer = train_tokenizer(plan.shape.vocab_size, plan.tokenizer_dialogs)
     encoder = Encoder(tokenizer)

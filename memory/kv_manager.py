@@ -6,10 +6,10 @@ needs them or `trim` is called. Growing only records what must change; `commit` 
 address space, at the step boundary, before anything may touch the new positions.
 
 +--------------------------------------------------------------------------------------+
-| invariants: a page is free or in as many ranges as it has references; the first        |
-| len(pages) pages of a range, and no others, are mapped (after commit); an open range   |
-| of n tokens has at least ceil(n * token_bytes / page_bytes) pages; an idle range       |
-| belongs to nobody and its pages may be taken from its end.                              |
+| invariants: a page is free or in as many ranges as it has references; after commit the |
+| pages of a range, and no others, are mapped in it, in order; the first `granted` belong|
+| to its sequence (none in an idle range), the rest are spare: anyone who grows may take |
+| them from the end.                                                                     |
 +--------------------------------------------------------------------------------------+
 """
 
@@ -24,19 +24,24 @@ from memory.vmm import VirtualMemory
 
 @dataclass(slots=True)
 class Range:
-    """One range. capacity: tokens that fit in its pages.
+    """One range. granted: pages its sequence may use; capacity: tokens that fit in those.
 
     mapped: pages the address space shows since the last commit; the first `valid` of them are
-    still the right ones. promised: pages it was opened for and does not have yet.
+    still the right ones. promised: pages it was opened for and has not been granted yet.
     """
 
     index: int
     pages: list[int] = field(default_factory=list)
+    granted: int = 0
+    capacity: int = 0
     mapped: int = 0
     valid: int = 0
-    capacity: int = 0
     promised: int = 0
     is_open: bool = False
+
+    @property
+    def num_spare(self) -> int:
+        return len(self.pages) - self.granted
 
 
 class KVManager:
@@ -62,7 +67,7 @@ class KVManager:
         self.allocator = PageAllocator(num_pages)
         self.ranges = [Range(i) for i in range(num_ranges)]
         self._idle = set(range(num_ranges))
-        self._idle_pages = 0
+        self._spare = 0
         self._promised = 0
         self._memory = memory
         self._dirty: set[int] = set()
@@ -78,17 +83,17 @@ class KVManager:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be had: free, or mapped in idle ranges."""
-        return self.allocator.num_free + self._idle_pages
+        """Pages that can be had: free, or spare in some range."""
+        return self.allocator.num_free + self._spare
 
     @property
     def num_in_use(self) -> int:
-        """Pages that belong to open ranges."""
+        """Pages granted to sequences."""
         return self.num_pages - self.num_available
 
     @property
     def num_mapped(self) -> int:
-        """Pages in any range, idle ones included."""
+        """Pages in any range, spare ones included."""
         return self.num_pages - self.allocator.num_free
 
     def pages_for(self, num_tokens: int) -> int:
@@ -110,7 +115,7 @@ class KVManager:
         """A range that num_tokens are promised to; `grow` maps them as they are needed.
 
         Best fit: the idle range with the fewest mapped pages that suffice, else the fullest.
-        The caller has checked can_fit. Pages beyond the need stay with the range.
+        The caller has checked can_fit.
         """
         need = self.pages_for(num_tokens)
         sizes = {i: len(self.ranges[i].pages) for i in self._idle}
@@ -118,9 +123,8 @@ class KVManager:
         index = min(enough, key=sizes.__getitem__) if enough else max(sizes, key=sizes.__getitem__)
         found = self.ranges[index]
         self._idle.discard(index)
-        self._idle_pages -= len(found.pages)
         found.is_open = True
-        self._promise(found, max(0, need - len(found.pages)))
+        self._promise(found, need)
         return found
 
     def _promise(self, target: Range, num_pages: int) -> None:
@@ -128,42 +132,50 @@ class KVManager:
         target.promised = num_pages
 
     def grow(self, target: Range, num_tokens: int) -> bool:
-        """Give the range pages for num_tokens in all; False (and no change) if there are none."""
+        """Grant the range pages for num_tokens in all; False (and no change) if there are none."""
         if num_tokens <= target.capacity:
             return True
         assert num_tokens <= self.max_model_len, f"{num_tokens} > {self.max_model_len}"
-        missing = self.pages_for(num_tokens) - len(target.pages)
+        missing = self.pages_for(num_tokens) - target.granted
         if missing > self.num_available:
             return False
-        while missing > self.allocator.num_free:
-            self._reclaim(missing - self.allocator.num_free)
-        for _ in range(missing):
-            last = target.pages[-1] if target.pages else None
-            target.pages.append(self.allocator.take(last))
-        target.capacity = len(target.pages) * self.page_bytes // self.token_bytes
+        own = min(missing, target.num_spare)
+        self._grant(target, own)
+        while missing - own > self.allocator.num_free:
+            self._reclaim(missing - own - self.allocator.num_free)
+        for _ in range(missing - own):
+            target.pages.append(self.allocator.take(target.pages[-1] if target.pages else None))
+            self._spare += 1
+        self._grant(target, missing - own)
         self._promise(target, max(0, target.promised - missing))
-        self._dirty.add(target.index)
+        if missing > own:
+            self._dirty.add(target.index)
         return True
 
+    def _grant(self, target: Range, num_pages: int) -> None:
+        """Spare pages of the range become its sequence's (or, negative, the reverse)."""
+        target.granted += num_pages
+        target.capacity = target.granted * self.page_bytes // self.token_bytes
+        self._spare -= num_pages
+
     def close(self, target: Range) -> None:
-        """The sequence is gone. Its pages stay mapped, ready for the next one."""
+        """The sequence is gone. Its pages stay mapped, spare for the next one."""
         assert target.is_open, f"range {target.index} is not open"
         target.is_open = False
         self._promise(target, 0)
+        self._grant(target, -target.granted)
         self._idle.add(target.index)
-        self._idle_pages += len(target.pages)
 
     def _reclaim(self, num_pages: int) -> None:
-        """Take pages from the end of the idle range that has most."""
-        victim = max((self.ranges[i] for i in self._idle), key=lambda r: len(r.pages))
-        self._shrink(victim, max(0, len(victim.pages) - num_pages))
+        """Take spare pages from the end of one range: an idle one if any has some."""
+        victim = max(self.ranges, key=lambda r: (not r.is_open and r.num_spare > 0, r.num_spare))
+        self._shrink(victim, max(victim.granted, len(victim.pages) - num_pages))
 
     def _shrink(self, victim: Range, keep: int) -> None:
         for page in victim.pages[keep:]:
             self.allocator.give_back(page)
-        self._idle_pages -= len(victim.pages) - keep
+        self._spare -= len(victim.pages) - keep
         del victim.pages[keep:]
-        victim.capacity = keep * self.page_bytes // self.token_bytes
         victim.valid = min(victim.valid, keep)
         self._dirty.add(victim.index)
 
@@ -202,12 +214,12 @@ class KVManager:
             item.valid = item.mapped
 
     def trim(self) -> None:
-        """Unmap all idle ranges and give their memory back to the system."""
+        """Unmap all spare pages and give their memory back to the system."""
         freed: list[int] = []
-        for index in self._idle:
-            if self.ranges[index].pages:
-                freed.extend(self.ranges[index].pages)
-                self._shrink(self.ranges[index], 0)
+        for item in self.ranges:
+            if item.num_spare:
+                freed.extend(item.pages[item.granted :])
+                self._shrink(item, item.granted)
         self.commit()
         for page in sorted(freed):
             self._memory.release(page, 1)
@@ -217,11 +229,13 @@ class KVManager:
         owners: dict[int, int] = {}
         for item in self.ranges:
             assert item.is_open != (item.index in self._idle), f"range {item.index}"
-            assert item.capacity == len(item.pages) * self.page_bytes // self.token_bytes
+            assert 0 <= item.granted <= len(item.pages), f"range {item.index}"
+            assert item.is_open or not (item.granted or item.promised), f"range {item.index}"
+            assert item.capacity == item.granted * self.page_bytes // self.token_bytes
             for page in item.pages:
                 owners[page] = owners.get(page, 0) + 1
-        idle = sum(len(self.ranges[i].pages) for i in self._idle)
-        assert idle == self._idle_pages, f"{idle} idle pages, counted {self._idle_pages}"
+        spare = sum(item.num_spare for item in self.ranges)
+        assert spare == self._spare, f"{spare} spare pages, counted {self._spare}"
         promised = sum(item.promised for item in self.ranges)
         assert promised == self._promised, f"{promised} promised, counted {self._promised}"
         self.allocator.check_integrity(owners)

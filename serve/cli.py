@@ -5,9 +5,14 @@ Heavy imports happen inside the commands, so that `serve --help` is quick.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import json
 import logging
+import os
 import re
+import resource
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +37,7 @@ app = typer.Typer(
 errors = Console(stderr=True)
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+MAX_FILES = 65_536
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -222,18 +228,32 @@ def _serve(engine: Engine, host: str, port: int, drain_s: float) -> None:
             " authentication yet"
         )
     server = HttpServer(engine, settings)
-    uvloop.run(
-        serve_until_signal(server, on_ready=lambda url: _print_ready(url, engine.model_name))
-    )
+    _raise_file_limit()
+
+    async def live() -> None:
+        on_ready = functools.partial(_print_ready, model=engine.model_name)
+        if not await serve_until_signal(server, on_ready=on_ready):
+            logging.shutdown()
+            os._exit(0)  # a load cannot be interrupted, and nothing needs its end
+
+    uvloop.run(live())
+
+
+def _raise_file_limit() -> None:
+    """A connection is a file; the usual soft limit of 1024 is soon reached."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _print_ready(url: str, model: str) -> None:
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
     lines = (
         f"{model} is ready at {url}/v1",
         "",
         f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\",
-        f"  -d '{body}'",
+        f"  -d {shlex.quote(body)}",
     )
     Console().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 

@@ -286,8 +286,16 @@ class EngineCore:
             logger.exception("the compute loop failed; no new requests are accepted")
             with self._lock:
                 self._failure = error
+            self._answer_failed()
         self._end_everything()
         self._runner.close()
+
+    def _answer_failed(self) -> None:
+        """The loop has failed: until shutdown, whatever still comes in is told so."""
+        self._end_all(FinishReason.ERROR, "the engine failed")
+        while (message := self._inbox.get()) is not None:
+            message()
+            self._end_all(FinishReason.ERROR, "the engine failed")
 
     def _take_messages(self) -> bool:
         """Handle what has arrived; wait for something when there is nothing to compute."""
@@ -406,7 +414,6 @@ class EngineCore:
 
     def _end_everything(self) -> None:
         """The loop is over: every request still inside gets an answer."""
-        reason = FinishReason.ABORT if self._failure is None else FinishReason.ERROR
         while True:
             try:
                 message = self._inbox.get_nowait()
@@ -414,9 +421,12 @@ class EngineCore:
                 break
             if message is not None:
                 message()
-        for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
-            self._end(sequence, reason, None if self._failure is None else "the engine failed")
+        self._end_all(FinishReason.ABORT)
         self._kv.trim()
+
+    def _end_all(self, reason: FinishReason, error: str | None = None) -> None:
+        for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
+            self._end(sequence, reason, error)
 
     # ---- pool 3
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -38,13 +38,14 @@ Messages = list[dict[str, Any]]
 class _Collector:
     """Sink of one request; reports to the queue when all its sequences have ended."""
 
-    def __init__(self, position: int, done: queue.SimpleQueue[_Collector], llm: LLM) -> None:
-        self.position = position
+    def __init__(
+        self, done: queue.SimpleQueue[_Collector], token_text: Callable[[int], str]
+    ) -> None:
         self.request: Request | None = None
         self.outputs: list[CompletionOutput] = []
         self.error: Exception | None = None
         self._done = done
-        self._llm = llm
+        self._token_text = token_text
         self._num_left = 0
 
     def accept(self, request: Request) -> None:
@@ -53,7 +54,7 @@ class _Collector:
         self._num_left = request.params.n
 
     def push(self, delta: TokenDelta) -> None:
-        self.outputs[delta.index].extend(delta, self._llm.tokenizer.token_text)
+        self.outputs[delta.index].extend(delta, self._token_text)
         if delta.finish_reason is not None:
             self._num_left -= 1
             if self._num_left == 0:
@@ -131,7 +132,7 @@ class LLM:
     ) -> list[RequestOutput]:
         params = _params_for(sampling_params, len(prompts))
         done: queue.SimpleQueue[_Collector] = queue.SimpleQueue()
-        collectors = [_Collector(i, done, self) for i in range(len(prompts))]
+        collectors = [_Collector(done, self.tokenizer.token_text) for _ in prompts]
         core = self._loaded.core
         window = self.config.max_num_waiting
         states = []

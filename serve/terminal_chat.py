@@ -13,7 +13,7 @@ import uvloop
 from rich.console import Console
 
 from serve.engine import Engine
-from serve.errors import GenerationError, MergestepError
+from serve.errors import ConfigError, GenerationError, MergestepError
 from serve.http.client import ApiClient
 from serve.request import FinishReason, SamplingParams
 
@@ -132,11 +132,13 @@ class Conversation:
                     pieces.append(piece)
                     self._write(piece)
         except MergestepError:
-            self.messages.pop()
+            pieces.clear()
             raise
         finally:
             self._write("\n")
-            if pieces:
+            if not pieces:
+                self.messages.pop()
+            else:
                 self.messages.append({"role": "assistant", "content": "".join(pieces)})
         if show_rate:
             elapsed_s = time.perf_counter() - started_s
@@ -153,6 +155,8 @@ def chat(speaker: Speaker, *, system: str | None, message: str | None) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if message is None and not sys.stdin.isatty():
             message = sys.stdin.read().strip()
+            if not message:
+                raise ConfigError("the input is empty: there is nothing to say")
         status = Console(stderr=True).status("loading the model")
         with status:
             runner.run(_call(speaker.__aenter__()))

@@ -23,6 +23,7 @@ from serve.models.config_file import read_json
 
 MAX_FILE_BYTES = 256 << 20
 MAX_TEMPLATE_BYTES = 4 << 20
+MAX_VOCAB = 1 << 24
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 EXTRA_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 SPACE = "\u2581"  # sentencepiece's visible space
@@ -141,14 +142,19 @@ class _FastCodec:
             self._fast.no_truncation()
             self._fast.no_padding()
             self._add_configured(config, named)
-        except Exception as error:  # the library raises plain Exception for a bad file
+            self._fast.encode("a", add_special_tokens=True)
+        except BaseException as error:
+            # the library raises plain Exception for a bad file, and panics at first use for
+            # one whose parts do not fit together
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise ModelLoadError(f"{file} cannot be used: {error}") from error
         self._plain: FastTokenizer | None = None
         self._plain_lock = threading.Lock()
         vocab: dict[str, int] = self._fast.get_vocab(with_added_tokens=True)
-        if not vocab:
-            raise ModelLoadError(f"{file} has an empty vocabulary")
-        self.size = max(vocab.values()) + 1
+        self.size = max(vocab.values(), default=-1) + 1
+        if not 0 < self.size <= MAX_VOCAB:
+            raise ModelLoadError(f"{file} has {self.size} token ids; 1 to {MAX_VOCAB} can be used")
         added = self._fast.get_added_tokens_decoder()
         self.special = {index: str(item.content) for index, item in added.items() if item.special}
         self.pieces, self.strips_leading_space = _fast_pieces(
@@ -301,7 +307,7 @@ def _fast_pieces(
 ) -> tuple[list[bytes] | None, bool]:
     """What each id adds to the text, and whether a leading space goes away."""
     steps = _decoder_steps(decoder)
-    kinds = [step.get("type") for step in steps]
+    kinds = [str(step.get("type")) for step in steps]
     pieces = [b""] * size
     if kinds == ["ByteLevel"]:
         alphabet = _byte_alphabet()

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
+import uvloop
+
 from serve.errors import ContextLengthError, EngineStoppedError, OverloadedError, RequestError
+from serve.http import HttpServer, HttpSettings
 from serve.request import (
     FinishReason,
     Prompt,
@@ -36,7 +41,7 @@ class FakeEngine:
     """reply: what every sequence says; one delta per character, `step_s` apart.
 
     slots: how many requests run at once; the rest waits. fail_at: after that many characters
-    the sequence ends in an error. gate: when set, nothing is generated until it is released.
+    the sequence ends in an error.
     """
 
     reply: str = "Hello there"
@@ -59,7 +64,6 @@ class FakeEngine:
     def __post_init__(self) -> None:
         self.running: set[FakeStream] = set()
         self.waiting: list[FakeStream] = []
-        self.gate: asyncio.Event | None = None
 
     async def start(self) -> None:
         await asyncio.sleep(self.load_s)
@@ -120,6 +124,7 @@ class FakeStream:
         self.request_id = request_id
         self.admitted = asyncio.Event()
         self.is_done = False
+        self.deltas_at_once = False
         self._stopped = False
         self._iterator: AsyncIterator[TokenDelta] | None = None
         self.metrics = RequestMetrics(time.monotonic())
@@ -162,6 +167,11 @@ class FakeStream:
         limit = len(text) if self.params.max_tokens is None else self.params.max_tokens
         reason = FinishReason.STOP if limit >= len(text) else FinishReason.LENGTH
         text = text[:limit]
+        if self.deltas_at_once:
+            self._release()
+            for index in range(self.params.n):
+                yield TokenDelta(index, text, [ord(char) for char in text], None, reason)
+            return
         for position, char in enumerate(text or " "):
             if self.engine.step_s:
                 await asyncio.sleep(self.engine.step_s)
@@ -184,7 +194,7 @@ class FakeStream:
     def _delta(self, index: int, char: str, reason: FinishReason | None) -> TokenDelta:
         logprobs = None
         if self.params.logprobs is not None and char:
-            top = tuple((ord(char) - i, -0.5 - i) for i in range(self.params.logprobs))
+            top = tuple((abs(ord(char) - i), -0.5 - i) for i in range(self.params.logprobs))
             logprobs = [TokenLogprobs(ord(char), -0.5, top)]
         return TokenDelta(index, char, [ord(char)] if char else [], logprobs, reason)
 
@@ -234,3 +244,89 @@ def parse_events(body: bytes) -> list[Any]:
             data = block.removeprefix("data: ")
             events.append(data if data == "[DONE]" else json.loads(data))
     return events
+
+
+def run_with_server(
+    engine: FakeEngine, check: Callable[[Served], Awaitable[None]], **settings: Any
+) -> None:
+    """Runs `check` against a server over the fake engine, in a fresh uvloop."""
+
+    async def main() -> None:
+        server = HttpServer(engine, HttpSettings(port=0, **settings))  # type: ignore[arg-type]
+        async with server, aiohttp.ClientSession(server.url) as session, asyncio.timeout(20):
+            await check(Served(server, engine, session))
+
+    uvloop.run(main())
+
+
+@dataclass
+class Served:
+    """A running server and a client session at its root."""
+
+    server: HttpServer
+    engine: FakeEngine
+    session: aiohttp.ClientSession
+
+    @property
+    def port(self) -> int:
+        return int(self.server.url.rpartition(":")[2])
+
+    async def post(self, path: str, body: Any, **options: Any) -> tuple[int, dict[str, Any]]:
+        async with self.session.post(path, json=body, **options) as response:
+            return response.status, await response.json()
+
+    async def events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        async with self.session.post(path, json={**body, "stream": True}) as response:
+            assert response.status == 200, await response.text()
+            assert response.content_type == "text/event-stream"
+            return parse_events(await response.read())
+
+    async def raw(self, data: bytes, *, timeout_s: float = 3.0) -> RawAnswer:
+        return await send_raw("127.0.0.1", self.port, data, timeout_s=timeout_s)
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 3.0) -> float:
+        """Seconds until the condition held."""
+        start_s = time.monotonic()
+        while not condition():
+            assert time.monotonic() - start_s < timeout_s, "the condition never held"
+            await asyncio.sleep(0.002)
+        return time.monotonic() - start_s
+
+
+class ServerThread:
+    """A server in a thread of its own, for clients that block. url is its root."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._failure: BaseException | None = None
+        self.url = ""
+
+    def __enter__(self) -> ServerThread:
+        self._thread.start()
+        self._started.wait()
+        if self._failure is not None:
+            raise self._failure
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        uvloop.run(self._main())
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        try:
+            async with HttpServer(self._engine, HttpSettings(port=0)) as server:
+                self.url = server.url
+                self._started.set()
+                await self._stop.wait()
+        except BaseException as exc:
+            self._failure = exc
+            raise
+        finally:
+            self._started.set()

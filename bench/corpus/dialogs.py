@@ -29,8 +29,15 @@ _NAMED_LENGTHS = {
     "a very short story": 2,
     "a tiny story": 2,
     "a short story": 4,
+    "a short bedtime story": 4,
+    "a short tale": 4,
     "a little story": 4,
     "a story": 6,
+    "a nice story": 6,
+    "a bedtime story": 6,
+    "a funny story": 6,
+    "a fairy tale": 6,
+    "a tale": 6,
     "story": 6,
     "some story": 6,
     "a long story": 10,
@@ -47,6 +54,23 @@ _STORY_ASKS = (
     "I would like {s}, please.",
     "Give me {s}.",
     "Make up {s}.",
+)
+
+
+_AGAIN = (
+    "Tell me another one",
+    "Another story please",
+    "Another one",
+    "One more!",
+    "One more story",
+    "Tell me more",
+    "Tell me another story.",
+    "More",
+    "Again",
+)
+_THEMES = words.split_words(
+    "friendship love winter summer Christmas magic nature animals space adventure courage life "
+    "friends family cats dogs kindness dreams peace hope music rain snow holidays"
 )
 
 
@@ -72,31 +96,55 @@ def _topic(rng: random.Random) -> tuple[dict[str, str], str, tuple[str, ...]]:
     """What the story is to be about: cast settings, the words asking for it, words it must say."""
     pick = rng.random()
     animal = _who(rng)
-    if pick < 0.25:
+    about = f" about {words.article(animal)}"
+    if pick < 0.22:
         return {}, "", ()
-    if pick < 0.60:
-        return {"hero_kind": animal}, f" about {words.article(animal)}", (animal,)
-    if pick < 0.72:
+    if pick < 0.50:
+        return {"hero_kind": animal}, about, (animal,)
+    if pick < 0.56:
+        trait = rng.choice(words.TRAITS)
+        asked = f" about {words.article(f'{trait} {animal}')}"
+        return {"hero_kind": animal, "trait": trait}, asked, (animal, trait)
+    if pick < 0.62:
+        name = unknowns.any_name(rng)
+        named = rng.choice([f"{about} named {name}", f"{about} called {name}"])
+        return {"hero_kind": animal, "hero": name}, named, (animal, name.lower())
+    if pick < 0.73:
         other = rng.choice([a for a in words.CAST_ANIMALS if a != animal])
-        asked = f" about {words.article(animal)} and {words.article(other)}"
+        asked = f"{about} and {words.article(other)}"
         return {"hero_kind": animal, "friend_kind": other}, asked, (animal, other)
-    if pick < 0.82:
+    if pick < 0.80:
         name = unknowns.any_name(rng)
         return {"hero": name}, f" about {name}", (name.lower(),)
-    if pick < 0.89:
-        colour, thing = rng.choice(words.COLOURS), rng.choice(words.THINGS)
-        item = words.article(f"{colour} {thing}")
+    if pick < 0.83:
+        return {}, f" about {rng.choice(_THEMES)}", ()
+    return _thing_or_place(rng, animal, about)
+
+
+def _thing_or_place(
+    rng: random.Random, animal: str, about: str
+) -> tuple[dict[str, str], str, tuple[str, ...]]:
+    pick = rng.random()
+    colour, thing = rng.choice(words.COLOURS), rng.choice(words.THINGS)
+    item = words.article(f"{colour} {thing}")
+    if pick < 0.3:
         return {"thing": thing, "colour": colour}, f" about {item}", (thing, colour)
-    if pick < 0.93:
-        thing = rng.choice(words.THINGS)
+    if pick < 0.5:
         return {"thing": thing}, f" about {words.article(thing)}", (thing,)
+    if pick < 0.7:
+        joint = rng.choice(["and", "who found", "with"])
+        asked = f"{about} {joint} {item}"
+        topic = {"hero_kind": animal, "thing": thing, "colour": colour}
+        return topic, asked, (animal, thing, colour)
     place = rng.choice(list(words.PLACES))
-    asked = f" about {words.article(animal)} {words.PLACES[place]} the {place}"
+    asked = f"{about} {words.PLACES[place]} the {place}"
+    if pick < 0.8:
+        return {"place": place}, f" about the {place}", (place,)
     return {"hero_kind": animal, "place": place}, asked, (animal, place)
 
 
 def _length(rng: random.Random) -> tuple[int, str]:
-    """A number of sentences, and the noun phrase that asks for it; "{a}" is where the topic goes."""
+    """A number of sentences, and how it is asked for; "{a}" is where the topic goes."""
     if rng.random() < 0.42:
         phrase = rng.choice(list(_NAMED_LENGTHS))
         return _NAMED_LENGTHS[phrase], phrase + "{a}"
@@ -104,6 +152,7 @@ def _length(rng: random.Random) -> tuple[int, str]:
     said = words.NUMBER_WORDS[number] if rng.random() < 0.4 else str(number)
     unit = "sentence" if number == 1 else "sentences"
     forms = ["a story{a} in {n} {u}", "a story{a} with {n} {u}", "a story of {n} {u}{a}"]
+    forms += ["{n} {u}{a}", "{n} sentence story{a}", "a funny story{a} in {n} {u}"]
     forms += ["a {n} sentence story{a}", "a {n}-sentence story{a}", "a short story{a} in {n} {u}"]
     form = rng.choice(forms).replace("{n}", said).replace("{u}", unit)
     return number, form.replace("a 8", "an 8").replace("a 11", "an 11").replace("a e", "an e")
@@ -131,7 +180,7 @@ def _story_turns(rng: random.Random) -> list[Turn]:
         chosen = rng.sample(told.questions, min(len(told.questions), rng.choice([1, 1, 2, 3])))
         turns += [Turn("story_question", typed(rng, q), a) for q, a in chosen]
     elif rng.random() < 0.1:
-        again = rng.choice(["Tell me another one", "Another story please", "One more!"])
+        again = rng.choice(_AGAIN)
         turns.append(Turn("story", again, tell(rng, 6).text, sentences=6))
     return turns
 

@@ -1,7 +1,7 @@
 """The plots of the stories: what may be said, in which order, and what is kept when it is short.
 
-A plot has template sets for stories of one and two sentences and twelve slots for longer ones. A slot is
-(rank, templates): a story of n sentences keeps exactly the slots of rank <= n, in order. Fields
+A plot has templates for stories of one and two sentences and twelve slots for longer ones. A slot
+is (rank, templates): a story of n sentences keeps exactly the slots of rank <= n, in order. Fields
 introduce themselves on first use ("a little fox named Ruby", then "Ruby"), so that every subset
 reads well: {h} hero, {f} friend, {o} thing, {p} "in the forest", {to} "to the forest", {skill},
 {food}, {plant}, {he} {his} {him} for the hero. Templates hold no full stop.

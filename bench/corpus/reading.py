@@ -4,6 +4,7 @@ Knows nothing of the told stories of stories.py; a text here is a handful of shu
 """
 
 import random
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -243,17 +244,15 @@ def small_text(rng: random.Random) -> tuple[str, list[tuple[str, str]], list[tup
     first, second = _people(rng)
     count = rng.choice([1, 2, 2, 3, 3, 4, 5])
     makers = rng.sample(_MAKERS, count + 1)
-    facts, subjects, taken = [], [], set()
+    facts: list[Fact] = []
+    subjects: list[str] = []
     for maker in makers:
         who, other = (first, second) if rng.random() < 0.65 else (second, first)
         fact = maker(rng, who, other)
-        while taken & _key_words(fact.sentence) or maker in (_found, _went) and any(
-            q in [q2 for f in facts for q2, _ in f.asks] for q, _ in fact.asks
-        ):
+        while _clash(fact, facts, {first, second}):
             fact = maker(rng, who, other)
         facts.append(fact)
         subjects.append(who)
-        taken |= _key_words(fact.sentence)
     open_fact = facts.pop()
     sentences = [f.sentence for f in facts]
     if rng.random() < 0.5:
@@ -275,7 +274,8 @@ def _flowing(rng: random.Random, sentences: list[str], subjects: list[str]) -> l
     for sentence, who in zip(sentences, subjects, strict=False):
         if who == before and sentence.startswith(who) and rng.random() < 0.6:
             sentence = _pronoun(who) + sentence[len(who) :]
-        if rng.random() < 0.3 and not sentence.startswith(("On ", "The best")):
+        is_event = not re.search(r"\b(likes|lives|has|wears|best|On)\b", sentence)
+        if is_event and rng.random() < 0.3:
             sentence = rng.choice(_OPENINGS) + sentence
         out.append(sentence)
         before = who
@@ -289,7 +289,7 @@ def _pronoun(who: str) -> str:
 
 
 def _opening(rng: random.Random, who: str) -> str:
-    trait = rng.choice(words.TRAITS)
+    trait = rng.choice(words.CHILD_TRAITS)
     if who.startswith("the "):
         return rng.choice(["once there was ", "there was "]) + f"{words.article(trait)} {who[4:]}."
     kind = "girl" if who in words.GIRLS else "boy"
@@ -301,9 +301,18 @@ def _opening(rng: random.Random, who: str) -> str:
 _KEYS = frozenset(words.THINGS + words.FRUITS + words.CAST_ANIMALS + words.CLOTHES + words.SKILLS)
 
 
-def _key_words(sentence: str) -> set[str]:
-    """Nouns that must occur once only, or a question would have two answers."""
-    return {w.strip(".") for w in sentence.split()} & _KEYS
+def _key_words(sentence: str, people: set[str]) -> set[str]:
+    named = {person.removeprefix("the ") for person in people}
+    return ({w.strip(".") for w in sentence.split()} & _KEYS) - named
+
+
+def _clash(fact: Fact, facts: list[Fact], people: set[str]) -> bool:
+    """Whether a question would have two answers: a noun or a question occurs twice."""
+    keys = _key_words(fact.sentence, people)
+    asks = {question for question, _ in fact.asks}
+    return any(
+        keys & _key_words(f.sentence, people) or asks & {q for q, _ in f.asks} for f in facts
+    )
 
 
 def reading_turns(rng: random.Random) -> list[Turn]:

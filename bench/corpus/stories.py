@@ -55,7 +55,7 @@ class Story:
 
 
 def make_cast(rng: random.Random, topic: dict[str, str] | None = None) -> Cast:
-    """topic fixes some of hero_kind, hero, friend_kind, thing, colour, place."""
+    """topic fixes some of hero_kind, hero, trait, friend_kind, thing, colour, place."""
     topic = topic or {}
     hero = topic.get("hero") or rng.choice(words.GIRLS + words.BOYS)
     friend = rng.choice([n for n in words.GIRLS + words.BOYS if n != hero])
@@ -70,7 +70,7 @@ def make_cast(rng: random.Random, topic: dict[str, str] | None = None) -> Cast:
     return Cast(
         hero_kind=kind,
         hero=hero,
-        trait=rng.choice(words.TRAITS),
+        trait=topic.get("trait") or rng.choice(words.TRAITS if kind else words.CHILD_TRAITS),
         is_girl=hero in words.GIRLS,
         friend_kind=topic.get("friend_kind") or rng.choice(others),
         friend=friend,

@@ -7,7 +7,7 @@ by equality.
 import random
 from collections.abc import Callable
 
-from bench.corpus import words
+from bench.corpus import unknowns, words
 from bench.corpus.turn import Turn, typed
 
 MAX_NUMBER = 99
@@ -283,7 +283,12 @@ def letter(rng: random.Random) -> Turn:
 
 
 def repeat(rng: random.Random) -> Turn:
-    word = rng.choice(words.SPELL) if rng.random() < 0.7 else rng.choice(words.GIRLS + words.BOYS)
+    pick = rng.random()
+    word = rng.choice(words.SPELL) if pick < 0.7 else rng.choice(words.GIRLS + words.BOYS)
+    if pick > 0.9:
+        word = unknowns.made_up_word(rng)
+    if rng.random() < 0.1:
+        return Turn("repeat", typed(rng, f"Say {word}."), word[0].upper() + word[1:] + ".")
     number = rng.randint(2, 10)
     asked = words.NUMBER_WORDS[number] if rng.random() < 0.4 else str(number)
     ask = rng.choice(

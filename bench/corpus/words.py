@@ -40,6 +40,7 @@ TRAITS = split_words(
     "little young brave kind clever shy funny curious happy old small gentle quiet lazy "
     "busy friendly tiny proud"
 )
+CHILD_TRAITS = tuple(t for t in TRAITS if t != "old")
 COLOURS = split_words("red blue green yellow white black brown orange pink purple grey golden")
 THINGS = split_words(
     "ball key box hat bell book kite lamp cup ring boat drum scarf coin shell stone bag "

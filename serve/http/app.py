@@ -6,6 +6,7 @@ that leaves cancels its handler, which aborts its sequences.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.BaseRequest, str], Awaitable[web.StreamResponse]]
 MODEL_PATH = "/v1/models/"
+LARGE_ANSWER = 32 << 10
 
 
 class ServerState(Enum):
@@ -84,8 +86,22 @@ class HttpApp:
             if request.writer.output_size:  # part of an answer is out; only closing is honest
                 raise ConnectionResetError("an answer broke off") from exc
             response = error_response(to_api_error(exc, request_id), request_id)
+        await self._send_whole(request, response)
         logger.debug("%s %s %d", request_id, request.method, response.status)
         return response
+
+    async def _send_whole(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
+        """Large answers are sent here, where a reader that stalls is given up."""
+        if not isinstance(response, web.Response) or (response.content_length or 0) < LARGE_ANSWER:
+            return
+        await response.prepare(request)
+        try:
+            async with asyncio.timeout(self._settings.write_timeout_s):
+                await response.write_eof()
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError("the reader of an answer made no progress") from None
 
     def _find(self, request: web.BaseRequest) -> Handler:
         path = request.raw_path.partition("?")[0]

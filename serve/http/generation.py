@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,7 @@ class Generation:
             request = await stream.accepted()
             self.prompt_tokens += len(request.prompt_token_ids)
 
-    async def deltas(self) -> AsyncIterator[tuple[int, TokenDelta]]:
+    async def deltas(self) -> AsyncGenerator[tuple[int, TokenDelta], None]:
         """(choice, delta) in order of arrival. Raises for sequences that did not end well."""
         if len(self._streams) == 1:
             async for delta in self._streams[0]:
@@ -130,8 +131,9 @@ async def collect(
 ) -> dict[str, Any]:
     """The whole answer at once."""
     outputs = [shapes.Choice() for _ in range(generation.num_choices)]
-    async for choice, delta in generation.deltas():
-        outputs[choice].extend(delta)
+    async with aclosing(generation.deltas()) as deltas:
+        async for choice, delta in deltas:
+            outputs[choice].extend(delta)
     completion_tokens = sum(output.num_tokens for output in outputs)
     return {
         "id": head.answer_id,
@@ -170,12 +172,13 @@ class Streaming:
     async def run(self, events: EventStream) -> web.StreamResponse:
         """Until the head is sent an error raises; after that it is the last event."""
         try:
-            async for choice, delta in self._generation.deltas():
-                data = self._encode(choice, delta)
-                if data:
-                    if events.response is None:
-                        await events.start()
-                    await events.send(data)
+            async with aclosing(self._generation.deltas()) as deltas:
+                async for choice, delta in deltas:
+                    data = self._encode(choice, delta)
+                    if data:
+                        if events.response is None:
+                            await events.start()
+                        await events.send(data)
             if events.response is None:
                 await events.start()
             await events.send(self._ending())

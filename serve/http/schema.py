@@ -13,6 +13,7 @@ from typing import Any
 
 from serve.errors import RequestError
 from serve.http.errors import quoted
+from serve.http.fields import Fields
 from serve.http.messages import parse_messages
 from serve.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, Prompt, SamplingParams
 
@@ -22,7 +23,6 @@ MAX_SEQUENCES = 1024
 MAX_COMPLETION_LOGPROBS = 5
 MAX_TOP_LOGPROBS = 20
 MAX_TOKEN_ID = 1 << 31
-MAX_NAME_CHARS = 512
 MAX_METADATA = 16
 
 _INTEGERS = ("n", "min_tokens", "top_k", "seed")
@@ -51,30 +51,6 @@ COMPLETION_FIELDS = frozenset(_COMMON | _SAMPLING | _IGNORED | {"prompt"})
 CHAT_FIELDS = frozenset(
     _COMMON | _SAMPLING | _IGNORED | {"messages", "max_completion_tokens", "top_logprobs"}
 )
-# Known to the API, not to us; the values listed ask for nothing and are accepted.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "echo": (False,),
-    "best_of": (1,),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "web_search_options": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "use_beam_search": (False,),
-    "prompt_logprobs": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-}
 _TOKEN_KEY = re.compile(r"[0-9]{1,10}")
 
 
@@ -135,90 +111,6 @@ def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatCall
     )
     stream, include_usage = _streaming(fields)
     return ChatCall(_model(fields), messages, params, stream, include_usage)
-
-
-class Fields:
-    """Typed access to a body's fields; every mistake names its parameter."""
-
-    def __init__(self, body: Mapping[str, Any], known: frozenset[str], prefix: str = "") -> None:
-        self._values = {name: value for name, value in body.items() if value is not None}
-        self._prefix = prefix
-        unknown = [name for name in self._values if name not in known]
-        if unknown:
-            self._refuse(unknown)
-
-    def _refuse(self, names: list[str]) -> None:
-        for name in names:
-            if name not in _NEUTRAL or self._prefix:
-                listed = ", ".join(quoted(item) for item in sorted(names)[:8])
-                raise RequestError(
-                    f"unknown parameter {listed}",
-                    param=self._prefix + name[:MAX_NAME_CHARS],
-                    code="unknown_parameter",
-                )
-            if not _is_neutral(self._values[name], _NEUTRAL[name]):
-                raise RequestError(
-                    f"{name} is not supported", param=name, code="unsupported_parameter"
-                )
-
-    def required(self, name: str) -> Any:
-        if name not in self._values:
-            raise RequestError(
-                f"{name} is missing", param=self._prefix + name, code="missing_required_parameter"
-            )
-        return self._values[name]
-
-    def get(self, name: str) -> Any:
-        return self._values.get(name)
-
-    def integer(self, name: str) -> int | None:
-        value = self._values.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise self._type_error(name, "an integer")
-        return value
-
-    def number(self, name: str) -> float | None:
-        value = self._values.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            raise self._type_error(name, "a number")
-        return value
-
-    def boolean(self, name: str) -> bool | None:
-        value = self._values.get(name)
-        if value is not None and not isinstance(value, bool):
-            raise self._type_error(name, "true or false")
-        return value
-
-    def string(self, name: str, max_chars: int = MAX_NAME_CHARS) -> str | None:
-        value = self._values.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, str):
-            raise self._type_error(name, "a string")
-        if len(value) > max_chars:
-            raise RequestError(
-                f"{name} is longer than {max_chars} characters",
-                param=self._prefix + name,
-                code="string_above_max_length",
-            )
-        if "\0" in value:
-            raise RequestError(f"{name} holds a NUL character", param=self._prefix + name)
-        return value
-
-    def mapping(self, name: str) -> dict[str, Any] | None:
-        value = self._values.get(name)
-        if value is not None and not isinstance(value, dict):
-            raise self._type_error(name, "an object")
-        return value
-
-    def _type_error(self, name: str, wanted: str) -> RequestError:
-        return RequestError(
-            f"{name} must be {wanted}", param=self._prefix + name, code="invalid_type"
-        )
-
-
-def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    return any(type(value) is type(item) and value == item for item in neutral)
 
 
 def _model(fields: Fields) -> str:

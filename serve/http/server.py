@@ -111,8 +111,11 @@ class HttpServer:
         await self.stop()
 
 
-async def serve_until_signal(server: HttpServer, *, on_ready: Callable[[str], None]) -> None:
-    """The life of a server process. First SIGTERM or SIGINT drains, the second hurries."""
+async def serve_until_signal(server: HttpServer, *, on_ready: Callable[[str], None]) -> bool:
+    """The life of a server process. First SIGTERM or SIGINT drains, the second hurries.
+
+    False when the signal came while the model was loading: its thread may still be busy.
+    """
     stopping, hurry = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
@@ -128,10 +131,12 @@ async def serve_until_signal(server: HttpServer, *, on_ready: Callable[[str], No
     try:
         await server.start()
         logger.info("listening on %s, loading the model", server.url)
-        if await _load_unless(server, stopping):
+        is_loaded = await _load_unless(server, stopping)
+        if is_loaded:
             on_ready(server.url)
             await stopping.wait()
             await server.drain(hurry)
+        return is_loaded
     finally:
         await server.stop()
         for number in (signal.SIGTERM, signal.SIGINT):

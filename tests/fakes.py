@@ -1,0 +1,122 @@
+"""Stand-ins: memory that only remembers, a clock that is set, a runner that follows a script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memory.kv_manager import KVManager
+from serve.request import Request, SamplingParams
+from serve.runner import StepResult
+from serve.scheduler import Scheduler, SchedulerLimits, StepPlan
+from serve.sequence import Sequence, make_sequences
+
+
+class FakeMemory:
+    """VirtualMemory as a dictionary: page number at each mapped page-sized offset."""
+
+    def __init__(self, page_bytes: int) -> None:
+        self.page_bytes = page_bytes
+        self.mapped: dict[int, int] = {}
+        self.num_calls = 0
+        self.fail_next_map = False
+
+    def reserve(self, size_bytes: int) -> int:
+        return 0
+
+    def map(self, offset: int, first_page: int, num_pages: int) -> None:
+        if self.fail_next_map:
+            self.fail_next_map = False
+            raise OSError(12, "no memory")
+        self.num_calls += 1
+        for i in range(num_pages):
+            place = offset + i * self.page_bytes
+            assert place not in self.mapped, f"offset {place} is mapped already"
+            self.mapped[place] = first_page + i
+
+    def unmap(self, offset: int, num_pages: int) -> None:
+        self.num_calls += 1
+        for i in range(num_pages):
+            del self.mapped[offset + i * self.page_bytes]
+
+    def release(self, first_page: int, num_pages: int) -> None:
+        held = set(self.mapped.values())
+        assert not held & set(range(first_page, first_page + num_pages)), "still mapped"
+
+    def close(self) -> None:
+        self.mapped.clear()
+
+
+def make_kv(
+    num_pages: int = 64, num_ranges: int = 8, max_model_len: int = 128, tokens_per_page: int = 4
+) -> tuple[KVManager, FakeMemory]:
+    memory = FakeMemory(page_bytes=64 * tokens_per_page)
+    kv = KVManager(
+        memory,
+        num_pages=num_pages,
+        num_ranges=num_ranges,
+        max_model_len=max_model_len,
+        token_bytes=64,
+    )
+    return kv, memory
+
+
+def check_mapping(kv: KVManager, memory: FakeMemory) -> None:
+    """What the address space shows is what the manager believes."""
+    expected = {
+        item.index * kv.range_bytes + i * kv.page_bytes: page
+        for item in kv.ranges
+        for i, page in enumerate(item.pages)
+    }
+    assert memory.mapped == expected
+
+
+def make_request(
+    num_prompt: int = 5, request_id: str = "r", num_tokens: int = 8, **params: object
+) -> Request:
+    settings: dict[str, object] = {"temperature": 0.0, "seed": 0} | params
+    sampling = SamplingParams(max_tokens=num_tokens, **settings)  # type: ignore[arg-type]
+    return Request(request_id, None, tuple(range(10, 10 + num_prompt)), sampling, 0.0)
+
+
+def make_seq(num_prompt: int = 5, eos: frozenset[int] = frozenset(), **kwargs: object) -> Sequence:
+    return make_sequences(make_request(num_prompt, **kwargs), eos)[0]  # type: ignore[arg-type]
+
+
+def make_scheduler(
+    kv: KVManager, max_num_seqs: int = 8, budget: int = 32, chunk: int | None = None
+) -> Scheduler:
+    return Scheduler(SchedulerLimits(max_num_seqs, budget, chunk or budget), kv)
+
+
+class ScriptedRunner:
+    """Tokens from a function of the sequence; `fails` makes a step raise for some sequences."""
+
+    def __init__(
+        self,
+        kv: KVManager,
+        script: Callable[[Sequence], int] = lambda s: 97 + len(s.token_ids) % 26,
+        fails: Callable[[Sequence], bool] = lambda s: False,
+        before: Callable[[StepPlan], None] = lambda plan: None,
+    ) -> None:
+        self.kv = kv
+        self.script = script
+        self.fails = fails
+        self.before = before
+        self.num_runs = 0
+        self.is_closed = False
+
+    def start(self) -> None:
+        pass
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.num_runs += 1
+        self.before(plan)
+        for sequence in plan.sequences:
+            if self.fails(sequence):
+                raise ZeroDivisionError("scripted failure")
+        self.kv.commit()
+        sampled = [s for s, samples in zip(plan.sequences, plan.samples, strict=True) if samples]
+        return StepResult(sampled, [self.script(s) for s in sampled], None)
+
+    def close(self) -> None:
+        self.is_closed = True
