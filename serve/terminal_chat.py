@@ -24,6 +24,8 @@ HELP = """\
 Ctrl-C   stop the answer that is being written"""
 
 Message = dict[str, Any]
+# What a model says must not move the cursor or retitle the window.
+_CONTROL_CHARACTERS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")})
 
 
 class Speaker(Protocol):
@@ -145,12 +147,14 @@ class Conversation:
             self._console.print(f"[dim]{len(pieces)} pieces in {elapsed_s:.1f} s[/dim]")
 
     def _write(self, text: str) -> None:
+        if self._console.is_terminal:
+            text = text.translate(_CONTROL_CHARACTERS)
         self._console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
 
 
 def chat(speaker: Speaker, *, system: str | None, message: str | None) -> None:
     """With `message`, or input that is no terminal: one turn. Else until /quit."""
-    console = Console()
+    console = Console(highlight=False)
     conversation = Conversation(speaker, console, system)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if message is None and not sys.stdin.isatty():

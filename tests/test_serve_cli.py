@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import AsyncGenerator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import pytest
 import typer
 from checkpoints import checkpoint
 from fakes_http import FakeEngine, ServerThread
+from rich.console import Console
 from typer.testing import CliRunner
 
 from serve import terminal_chat
@@ -128,6 +131,19 @@ def test_a_conversation(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     assert "fake" in output
 
 
+def test_a_model_cannot_steer_the_terminal() -> None:
+    class Speaker:
+        name = "evil"
+
+        async def reply(self, messages: Any) -> AsyncGenerator[str, None]:
+            yield "a\x1b]0;title\x07b\n\tc\x9b2J"
+
+    console = Console(force_terminal=True, file=io.StringIO())
+    conversation = terminal_chat.Conversation(Speaker(), console, None)  # type: ignore[arg-type]
+    asyncio.run(conversation.turn("x", show_rate=False))
+    assert console.file.getvalue() == "a]0;titleb\n        c2J\n"  # type: ignore[attr-defined]
+
+
 def test_interrupting_an_answer_keeps_the_conversation(
     monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -167,8 +183,7 @@ class _Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_life_of_a_server(number: signal.Signals, tmp_path: Path) -> None:
+def test_the_life_of_a_server(tmp_path: Path) -> None:
     """Ready is printed with a curl to paste; a signal drains; the exit code is 0."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -182,7 +197,7 @@ def test_the_life_of_a_server(number: signal.Signals, tmp_path: Path) -> None:
         try:
             _wait_ready(port, process)
             assert f"curl http://127.0.0.1:{port}/v1/chat/completions" in log.read_text()
-            process.send_signal(number)
+            process.send_signal(signal.SIGTERM)
             assert process.wait(10) == 0
         finally:
             process.kill()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import random
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,6 +34,13 @@ def request(
     if length is not None:
         head.append(f"Content-Length: {length or len(body)}")
     return "\r\n".join([*head, *lines, "", ""]).encode("latin-1") + body
+
+
+@pytest.fixture(autouse=True)
+def nothing_in_the_log(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Whatever clients do, it is no error of ours."""
+    yield
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 CHUNKED = {"length": None, "kind": JSON_TYPE}
@@ -240,8 +249,8 @@ def test_a_silent_connection_is_closed() -> None:
     run_with_server(FakeEngine(), check, first_request_timeout_s=0.2)
 
 
-def test_half_a_body_and_goodbye(caplog: pytest.LogCaptureFixture) -> None:
-    """No answer, nothing submitted, no traceback in the log."""
+def test_half_a_body_and_goodbye() -> None:
+    """No answer, nothing submitted."""
 
     async def check(served: Served) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", served.port)
@@ -252,7 +261,6 @@ def test_half_a_body_and_goodbye(caplog: pytest.LogCaptureFixture) -> None:
         assert not served.engine.submitted
 
     run_with_server(FakeEngine(), check)
-    assert not [record for record in caplog.records if record.levelname in ("ERROR", "WARNING")]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -386,7 +394,7 @@ def test_a_large_answer_to_a_stalled_reader_is_given_up() -> None:
         stalled.close()
 
     reply = "x" * 4000
-    run_with_server(_WholeReply(reply=reply), check, write_timeout_s=0.2)
+    run_with_server(_WholeReply(reply=reply, max_model_len=9999), check, write_timeout_s=0.2)
 
 
 class _WholeReply(FakeEngine):

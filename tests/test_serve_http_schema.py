@@ -400,7 +400,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(COMPLETION_FIELDS | CHAT_FIELDS)), JSON, max_size=6))
 def test_any_json_is_parsed_or_refused(change: dict[str, Any]) -> None:
     for parse, good in ((parse_completion, COMPLETION), (parse_chat, CHAT)):

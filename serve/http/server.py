@@ -194,6 +194,8 @@ class _Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         """Called for bytes that are no HTTP request. The message quotes none of them."""
         self.first_request_came()
+        if isinstance(exc, ConnectionError):
+            raise exc  # the client is gone: the caller closes, and nothing is to be said
         if status >= 500:
             logger.error("a connection failed", exc_info=exc)
             error = internal_error()

@@ -1,0 +1,140 @@
+"""Random checkpoints of real shapes, for measurements that need no sense in the text.
+
+Written once into the cache folder as bf16 safetensors with a synthetic byte-level tokenizer of
+the full vocabulary, so that every part of the server does its usual work.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import string
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+from safetensors.torch import save_file
+
+SHAPES: dict[str, dict[str, Any]] = {
+    # Llama-3.2-1B
+    "llama-1b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 8192,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+    },
+    # a few milliseconds a step: for smoke tests of the scripts
+    "tiny": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "vocab_size": 1024,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 2048,
+    },
+}
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/mergestep, by default ~/.cache/mergestep."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "mergestep"
+
+
+def random_checkpoint(shape: str, *, folder: Path | None = None) -> Path:
+    """The checkpoint's directory; made at the first call (seeded, the same everywhere)."""
+    path = (folder or cache_folder()) / f"random-{shape}"
+    if (path / "model.safetensors").is_file():
+        return path
+    path.mkdir(parents=True, exist_ok=True)
+    config = SHAPES[shape] | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+    _write_tokenizer(path, config["vocab_size"])
+    part = path / "model.safetensors.part"
+    save_file(_tensors(config, shape), part, metadata={"format": "pt"})
+    part.rename(path / "model.safetensors")
+    return path
+
+
+def _tensors(config: dict[str, Any], title: str) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, ffn = config["hidden_size"], config["intermediate_size"]
+    q = config["num_attention_heads"] * config["head_dim"]
+    kv = config["num_key_value_heads"] * config["head_dim"]
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        values = torch.empty(rows, columns).normal_(0, columns**-0.5, generator=generator)
+        return values.bfloat16()
+
+    tensors = {
+        "model.embed_tokens.weight": matrix(config["vocab_size"], hidden),
+        "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16),
+    }
+    layers = range(config["num_hidden_layers"])
+    for i in track(layers, f"random {title} checkpoint", transient=True):
+        prefix = f"model.layers.{i}."
+        for name, rows, columns in (
+            ("self_attn.q_proj", q, hidden),
+            ("self_attn.k_proj", kv, hidden),
+            ("self_attn.v_proj", kv, hidden),
+            ("self_attn.o_proj", hidden, q),
+            ("mlp.gate_proj", ffn, hidden),
+            ("mlp.up_proj", ffn, hidden),
+            ("mlp.down_proj", hidden, ffn),
+        ):
+            tensors[f"{prefix}{name}.weight"] = matrix(rows, columns)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    return tensors
+
+
+def _write_tokenizer(path: Path, vocab_size: int) -> None:
+    """Bytes first, then aa, ab, ... aaa, ...: every token has a text and a merge."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    vocab = {"<s>": 0, "</s>": 1}
+    for symbol in sorted(pre_tokenizers.ByteLevel.alphabet()):
+        vocab[symbol] = len(vocab)
+    merges: list[tuple[str, str]] = []
+    words = (
+        "".join(letters)
+        for size in itertools.count(2)
+        for letters in itertools.product(string.ascii_lowercase, repeat=size)
+    )
+    for word in itertools.islice(words, vocab_size - len(vocab)):
+        merges.append((word[:-1], word[-1]))
+        vocab[word] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<s>", "</s>")])
+    tokenizer.save(str(path / "tokenizer.json"))
+    template = (
+        "{% for message in messages %}{{ message['content'] + '\n' }}{% endfor %}"
+    )
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": template,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))

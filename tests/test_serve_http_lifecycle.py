@@ -1,0 +1,146 @@
+"""Loading, ready, draining, stopping: what is answered when, and what signals do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from typing import Any
+
+import aiohttp
+import uvloop
+from fakes_http import FakeEngine, Served, run_with_server
+
+from serve.http import HttpServer, HttpSettings
+from serve.http.app import ServerState
+from serve.http.server import serve_until_signal
+
+CHAT = "/v1/chat/completions"
+CHAT_BODY: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def test_loading_then_ready() -> None:
+    engine = FakeEngine(load_s=0.3)
+
+    async def check() -> None:
+        server = HttpServer(engine, HttpSettings(port=0))  # type: ignore[arg-type]
+        await server.start()
+        served = Served(server, engine, _session(server))
+        loading = asyncio.create_task(server.load())
+        try:
+            assert await _status(served, "GET", "/health") == (200, None, None)
+            for method, path in (("GET", "/ready"), ("GET", "/v1/models"), ("POST", CHAT)):
+                status, code, retry = await _status(served, method, path)
+                assert (status, code) == (503, "model_not_ready")
+                assert retry is not None
+            await loading
+            assert await _status(served, "GET", "/ready") == (200, None, None)
+            assert await _status(served, "POST", CHAT) == (200, None, None)
+        finally:
+            await served.session.close()
+            await server.stop()
+
+    asyncio.run(check())
+
+
+def test_draining() -> None:
+    async def check(served: Served) -> None:
+        running = asyncio.create_task(served.post(CHAT, CHAT_BODY))
+        await served.until(lambda: len(served.engine.running) == 1)
+        drained = asyncio.create_task(served.server.drain())
+        await asyncio.sleep(0)
+        for method, path in (("GET", "/ready"), ("GET", "/v1/models"), ("POST", CHAT)):
+            status, code, retry = await _status(served, method, path)
+            assert (status, code) == (503, "draining")
+            assert retry is not None
+        assert await _status(served, "GET", "/health") == (200, None, None)
+        assert not drained.done()
+        assert (await running)[0] == 200
+        await drained
+
+    run_with_server(FakeEngine(step_s=0.03), check)
+
+
+def test_a_drain_that_takes_too_long_ends_streams_with_an_error() -> None:
+    async def check(served: Served) -> None:
+        body = {**CHAT_BODY, "stream": True}
+        async with served.session.post(CHAT, json=body) as response:
+            await response.content.readany()
+            await served.server.drain()
+            assert served.server.app.state is ServerState.DRAINING
+            stopping = asyncio.create_task(served.server.stop())
+            rest = await response.content.read()
+            await stopping
+        assert b'"code":"draining"' in rest
+        assert b"[DONE]" not in rest
+
+    run_with_server(FakeEngine(step_s=0.02, repeat=1000), check, drain_s=0.1)
+
+
+def _signals(
+    engine: FakeEngine, *delays_s: float, **settings: Any
+) -> tuple[bool, float, list[str]]:
+    """Runs a server's life with SIGTERM after each delay; one long request runs when it is
+    ready. Whether it was ever ready, the seconds from the first signal, the answer's end."""
+    ends: list[str] = []
+
+    async def main() -> tuple[bool, float]:
+        server = HttpServer(engine, HttpSettings(port=0, **settings))  # type: ignore[arg-type]
+        clients: list[asyncio.Task[None]] = []
+
+        async def client(url: str) -> None:
+            body = {**CHAT_BODY, "stream": True}
+            async with (
+                aiohttp.ClientSession(url) as session,
+                session.post(CHAT, json=body) as response,
+            ):
+                ends.append((await response.text()).rstrip().rpartition("\n\n")[2])
+
+        def on_ready(url: str) -> None:
+            clients.append(asyncio.create_task(client(url)))
+
+        life = asyncio.create_task(serve_until_signal(server, on_ready=on_ready))
+        first_s = 0.0
+        for delay_s in delays_s:
+            await asyncio.sleep(delay_s)
+            first_s = first_s or time.monotonic()
+            os.kill(os.getpid(), signal.SIGTERM)
+        was_ready = await life
+        await asyncio.gather(*clients)
+        return was_ready, time.monotonic() - first_s
+
+    was_ready, seconds = uvloop.run(main())
+    return was_ready, seconds, ends
+
+
+def test_a_signal_lets_requests_finish() -> None:
+    was_ready, _, ends = _signals(FakeEngine(step_s=0.03), 0.1)
+    assert was_ready
+    assert ends == ["data: [DONE]"]
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    was_ready, seconds, ends = _signals(FakeEngine(step_s=0.03, repeat=1000), 0.1, 0.2)
+    assert was_ready
+    assert seconds < 1.5
+    assert '"code":"draining"' in ends[0]
+
+
+def test_a_signal_while_loading() -> None:
+    was_ready, seconds, ends = _signals(FakeEngine(load_s=30), 0.1)
+    assert not was_ready
+    assert seconds < 1
+    assert ends == []
+
+
+def _session(server: HttpServer) -> Any:
+    return aiohttp.ClientSession(server.url)
+
+
+async def _status(served: Served, method: str, path: str) -> tuple[int, str | None, str | None]:
+    body = CHAT_BODY if method == "POST" else None
+    async with served.session.request(method, path, json=body) as response:
+        answer = await response.json()
+        code = answer.get("error", {}).get("code")
+        return response.status, code, response.headers.get("Retry-After")
