@@ -12,6 +12,7 @@ from collections.abc import Callable
 from memory.kv_manager import KVManager
 from memory.vmm import LinuxMemory
 from serve.batch import make_batch
+from serve.compute_thread import ComputeThread
 from serve.config import EngineConfig
 from serve.core import CoreLimits, EngineCore
 from serve.loader import LoadedEngine
@@ -35,9 +36,6 @@ class InstantRunner:
         self.gaps_s: list[float] = []
         self.batch_s: list[float] = []
         self.rows: list[int] = []
-
-    def start(self) -> None:
-        """Nothing to set up."""
 
     def run(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
@@ -87,6 +85,7 @@ def load_instant(
         tokenizer=tokenizer,
         eos_token_ids=frozenset(spec.eos_token_ids),
         limits=CoreLimits(max_len, spec.vocab_size, config.max_num_waiting, config.max_num_seqs),
+        compute=ComputeThread(),
         tokenize_threads=config.tokenize_threads,
     )
     return LoadedEngine(core, spec, tokenizer, max_len, {})

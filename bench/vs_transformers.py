@@ -12,16 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import os
 import random
 import statistics
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from bench.checkpoints import random_checkpoint
+from bench.checkpoints import SHAPES, random_checkpoint
 from serve import LLM, SamplingParams
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -54,8 +57,40 @@ def run_ours(llm: LLM, load: Load) -> float:
     return elapsed
 
 
-@torch.inference_mode()
-def run_padded(model: Any, load: Load) -> float:
+class TransformersPeer:
+    """Transformers in a process of its own, as its user would run it: the OpenMP teams of two
+    engines in one process would get in each other's way."""
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=_peer_loop, args=(other, path, dtype), daemon=True)
+        self._process.start()
+        self._pipe.recv()  # loaded
+
+    def run(self, way: str, load: Load) -> float:
+        self._pipe.send((way, load))
+        seconds: float = self._pipe.recv()
+        return seconds
+
+    def close(self) -> None:
+        self._pipe.send(None)
+        self._process.join()
+
+
+def _peer_loop(pipe: Connection, path: Path, dtype: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+    pipe.send("loaded")
+    while (job := pipe.recv()) is not None:
+        way, load = job
+        with torch.inference_mode():
+            pipe.send(_run_padded(model, load) if way == "padded" else _run_each(model, load))
+
+
+def _run_padded(model: Any, load: Load) -> float:
+    """One left-padded batch, as long as its longest output."""
     longest = max(map(len, load.prompts))
     ids = torch.zeros(len(load.prompts), longest, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -65,8 +100,7 @@ def run_padded(model: Any, load: Load) -> float:
     return _generate(model, ids, mask, max(load.output_lens))
 
 
-@torch.inference_mode()
-def run_one_by_one(model: Any, load: Load) -> float:
+def _run_each(model: Any, load: Load) -> float:
     total = 0.0
     for prompt, num_tokens in zip(load.prompts, load.output_lens, strict=True):
         ids = torch.tensor([prompt])
@@ -103,25 +137,25 @@ def main() -> None:
     args = parser.parse_args()
     if args.smoke:
         args.shape, args.max_prompt, args.max_output, args.rounds = "tiny", 40, 20, 1
-    from transformers import AutoModelForCausalLM
-
     path = random_checkpoint(args.shape)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, args.dtype)).eval()
-    load = make_load(
-        args.requests, args.max_prompt, args.max_output, model.config.vocab_size, args.seed
-    )
+    vocab_size = SHAPES[args.shape]["vocab_size"]
+    load = make_load(args.requests, args.max_prompt, args.max_output, vocab_size, args.seed)
+    peer = TransformersPeer(path, args.dtype)
     with LLM(str(path), dtype=args.dtype, max_model_len=1024) as llm:
-        ways: dict[str, Callable[[], float]] = {
-            "mergestep": lambda: run_ours(llm, load),
-            "transformers, padded batch": lambda: run_padded(model, load),
+        ways: dict[str, Callable[[Load], float]] = {
+            "mergestep": lambda load: run_ours(llm, load),
+            "transformers, padded batch": lambda load: peer.run("padded", load),
         }
         if not args.skip_one_by_one:
-            ways["transformers, one by one"] = lambda: run_one_by_one(model, load)
+            ways["transformers, one by one"] = lambda load: peer.run("each", load)
         seconds: dict[str, list[float]] = {name: [] for name in ways}
-        run_ours(llm, Load([p[:8] for p in load.prompts], [2] * len(load.prompts)))  # warm up
+        warm_up = Load([prompt[:8] for prompt in load.prompts], [2] * len(load.prompts))
+        for way in ways.values():
+            way(warm_up)
         for _ in range(args.rounds):
             for name, way in ways.items():
-                seconds[name].append(way())
+                seconds[name].append(way(load))
+    peer.close()
     report(args, load, seconds)
 
 

@@ -27,8 +27,8 @@ class Plan:
 
     shape: Shape = field(default_factory=Shape)
     tokenizer_dialogs: int = 60_000
-    steps: int = 5600
-    long_steps: int = 400  # of them, at the end
+    steps: int = 4000
+    long_steps: int = 285  # of them, at the end
     rows: int = 8
     length: int = 256
     long_rows: int = 2

@@ -15,10 +15,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from memory.kv_manager import KVManager
+from serve.compute_thread import ComputeThread
 from serve.errors import (
     ContextLengthError,
     EngineStoppedError,
@@ -105,6 +106,7 @@ class EngineCore:
         tokenizer: Tokenizer,
         eos_token_ids: frozenset[int],
         limits: CoreLimits,
+        compute: ComputeThread,
         tokenize_threads: int = 2,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -123,6 +125,7 @@ class EngineCore:
         self._unfinished: dict[str, RequestState] = {}  # guarded by _lock
         self._lock = threading.Lock()
         self._is_stopping = False
+        self._loop_job: Future[None] | None = None
         self._failure: BaseException | None = None
         self._num_steps = 0
         self._num_prefill_rows = 0
@@ -134,16 +137,14 @@ class EngineCore:
             lambda s: self._inbox.put(lambda: self._end(s, FinishReason.ERROR)),
         )
         self._tokenize = ThreadPoolExecutor(tokenize_threads, "mergestep-tokenize")
-        self._compute = threading.Thread(
-            target=self._compute_loop, name="mergestep-compute", daemon=True
-        )
+        self._compute = compute
         self._post = threading.Thread(
             target=self._post_loop, name="mergestep-output", daemon=True
         )
 
     def start(self) -> None:
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
-        self._compute.start()
+        self._loop_job = self._compute.submit(self._compute_loop)
         self._post.start()
 
     # ---- any thread
@@ -212,11 +213,14 @@ class EngineCore:
             states = list(self._unfinished.values())
         for state in states:
             self.abort(state)
-        if self._compute.is_alive():
+        if self._loop_job is not None:
             self._inbox.put(None)
-            self._compute.join()
+            self._loop_job.result()
             self._records.put(None)
             self._post.join()
+            self._loop_job = None
+        if self._compute.is_alive():
+            self._compute.stop()
 
     # ---- pool 1
 
@@ -279,7 +283,6 @@ class EngineCore:
 
     def _compute_loop(self) -> None:
         try:
-            self._runner.start()
             while self._take_messages():
                 self._step()
         except BaseException as error:

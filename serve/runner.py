@@ -32,9 +32,6 @@ class StepResult(NamedTuple):
 class Runner(Protocol):
     """What the engine's loop needs of the device."""
 
-    def start(self) -> None:
-        """Called once, in the compute thread."""
-
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows and sample. May raise; then nothing of the plan counts."""
 
@@ -51,18 +48,12 @@ class ModelRunner:
         kv: KVManager,
         attention: PlannedAttention,
         *,
-        num_threads: int | None = None,
         memory: VirtualMemory | None = None,
     ) -> None:
         self._model = model
         self._kv = kv
         self._attention = attention
-        self._num_threads = num_threads
         self._memory = memory
-
-    def start(self) -> None:
-        if self._num_threads is not None:
-            torch.set_num_threads(self._num_threads)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:

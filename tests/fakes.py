@@ -105,9 +105,6 @@ class ScriptedRunner:
         self.num_runs = 0
         self.is_closed = False
 
-    def start(self) -> None:
-        pass
-
     def run(self, plan: StepPlan) -> StepResult:
         self.num_runs += 1
         self.before(plan)
