@@ -1,8 +1,9 @@
 """What our own machinery costs: rows scheduled, detokenized and delivered per second.
 
 The device takes no time (bench/instant.py); N asyncio consumers each read one stream to its
-end. Reported: rows/s, Python time per step, and the gap between two steps: the only part that a
-real device would wait for. Run: python -m bench.engine_overhead
+end. Reported: rows/s and time per step. A last wave has a device that takes 5 ms a step, in
+which the other pools can work; it shows how long the device waits between two steps for
+update, schedule, commit and flatten. Run: python -m bench.engine_overhead
 """
 
 from __future__ import annotations
@@ -19,19 +20,23 @@ from typing import Any
 import uvloop
 
 from bench.instant import InstantRunner, load_instant
-from serve import Engine, SamplingParams
+from serve import Engine, RequestStream, SamplingParams
 
 
-async def _consume(engine: Engine, params: SamplingParams, prompt: list[int]) -> tuple[int, int]:
+_DEVICE_S = 5e-3
+
+
+async def _consume(stream: RequestStream) -> tuple[int, int]:
     tokens = deltas = 0
-    async for delta in engine.submit(prompt, params):
+    async for delta in stream:
         tokens += len(delta.token_ids)
         deltas += 1
     return tokens, deltas
 
 
 async def measure(num_seqs: int, num_tokens: int, model: str | None = None) -> dict[str, Any]:
-    """One run: num_seqs streams of num_tokens tokens each."""
+    """Three waves of num_seqs streams of num_tokens tokens: into untouched memory, again with
+    pages in place, and with a device that takes its time."""
     runners: list[InstantRunner] = []
 
     def make(kv: Any) -> InstantRunner:
@@ -39,26 +44,43 @@ async def measure(num_seqs: int, num_tokens: int, model: str | None = None) -> d
         return runners[0]
 
     load = functools.partial(load_instant, make_runner=make, num_pages=16384)
-    engine = Engine(model, load=load, max_num_seqs=num_seqs, max_num_batched_tokens=8192)
-    await engine.start()
+    result: dict[str, Any] = {"num_seqs": num_seqs, "tokens": num_seqs * num_tokens}
+    async with Engine(
+        model, load=load, max_num_seqs=num_seqs, max_num_batched_tokens=8192
+    ) as engine:
+        for wave in ("cold", "warm", "paced"):
+            runners[0].reset(device_s=_DEVICE_S if wave == "paced" else 0.0)
+            result |= {
+                f"{wave}_{key}": value
+                for key, value in (await _wave(engine, runners[0], num_seqs, num_tokens)).items()
+            }
+    return result
+
+
+async def _wave(
+    engine: Engine, runner: InstantRunner, num_seqs: int, num_tokens: int
+) -> dict[str, float]:
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     prompt = list(range(5, 21))
+    runner.gate.clear()  # nobody runs before everybody has arrived
+    streams = [engine.submit(prompt, params) for _ in range(num_seqs)]
+    for stream in streams:
+        await stream.accepted()
     began = time.perf_counter()
-    results = await asyncio.gather(*(_consume(engine, params, prompt) for _ in range(num_seqs)))
+    runner.gate.set()
+    results = await asyncio.gather(*map(_consume, streams))
     elapsed = time.perf_counter() - began
-    await engine.shutdown()
     delivered = sum(tokens for tokens, _ in results)
     assert delivered == num_seqs * num_tokens, f"{delivered} tokens delivered"
-    runner = runners[0]
     full = [i for i, rows in enumerate(runner.rows) if rows == num_seqs and i > 0]
+    between = sorted(1e3 * (runner.gaps_s[i - 1] + runner.batch_s[i]) for i in full)
     return {
-        "num_seqs": num_seqs,
-        "tokens": delivered,
-        "deltas": sum(deltas for _, deltas in results),
         "rows_per_s": delivered / elapsed,
         "python_ms_per_step": 1e3 * elapsed / len(runner.rows),
-        "gap_ms_p50": 1e3 * statistics.median(runner.gaps_s[i - 1] for i in full),
-        "batch_ms_p50": 1e3 * statistics.median(runner.batch_s[i] for i in full),
+        "deltas": sum(deltas for _, deltas in results),
+        "between_ms_p50": statistics.median(between),
+        "between_ms_mean": statistics.fmean(between),
+        "between_ms_p99": between[int(0.99 * (len(between) - 1))],
     }
 
 
@@ -75,10 +97,13 @@ def main() -> None:
     best = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
     print(f"machine: {platform.processor() or platform.machine()}, Python {platform.python_version()}")
     print(f"{args.seqs} running sequences, {tokens} tokens each, median of {repeats} runs")
-    print(f"  delivered             {best['rows_per_s']:12,.0f} rows/s")
-    print(f"  all Python, per step  {best['python_ms_per_step']:12.2f} ms")
-    print(f"  between two steps     {best['gap_ms_p50']:12.3f} ms")
-    print(f"  flattening the batch  {best['batch_ms_p50']:12.3f} ms")
+    for wave, what in (("cold", "every page mapped and zeroed"), ("warm", "pages in place")):
+        print(f"  {wave} ({what})")
+        print(f"    delivered                     {best[f'{wave}_rows_per_s']:12,.0f} rows/s")
+        print(f"    everything, per step          {best[f'{wave}_python_ms_per_step']:12.2f} ms")
+    between = [best[f"paced_between_ms_{name}"] for name in ("p50", "mean", "p99")]
+    print(f"  between two steps of a {1e3 * _DEVICE_S:.0f} ms device")
+    print("    the device waits              {:12.3f} ms p50, {:.3f} mean, {:.3f} p99".format(*between))
     print(json.dumps(best))
 
 

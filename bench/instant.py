@@ -6,6 +6,7 @@ batch) and returns scripted tokens at once. Used by bench/engine_overhead.py and
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -27,26 +28,41 @@ TokenScript = Callable[[Sequence], int]
 
 
 class InstantRunner:
-    """Answers every step at once. gaps_s: time between the end of a step and the next one."""
+    """Answers every step at once.
+
+    gaps_s: from the end of a step to the start of the next one; batch_s: what the runner does
+    before the model; rows: of each step.
+    """
 
     def __init__(self, kv: KVManager, script: TokenScript) -> None:
         self._kv = kv
         self._script = script
+        self.gate = threading.Event()  # cleared: the device is busy with something else
+        self.gate.set()
+        self.reset()
+
+    def reset(self, device_s: float = 0.0) -> None:
+        """Forget the measurements; from now on the device takes that long for a step."""
+        self._device_s = device_s
         self._ended_s: float | None = None
         self.gaps_s: list[float] = []
         self.batch_s: list[float] = []
         self.rows: list[int] = []
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, launched: Callable[[], None]) -> StepResult:
+        self.gate.wait()
         began = time.perf_counter()
         if self._ended_s is not None:
             self.gaps_s.append(began - self._ended_s)
         self._kv.commit()
         batch = make_batch(plan, self._kv)
         self.rows.append(plan.num_total_rows)
+        self.batch_s.append(time.perf_counter() - began)
+        launched()
+        if self._device_s:
+            time.sleep(self._device_s)
         tokens = [self._script(sequence) for sequence in batch.sampled]
         self._ended_s = time.perf_counter()
-        self.batch_s.append(self._ended_s - began)
         return StepResult(batch.sampled, tokens, None)
 
     def close(self) -> None:
@@ -60,7 +76,7 @@ def load_instant(
     script: TokenScript = lambda sequence: 97 + len(sequence.token_ids) % 26,
     make_runner: Callable[[KVManager], Runner] | None = None,
     num_pages: int = 4096,
-    token_bytes: int = 4096,
+    token_bytes: int = 2560,
 ) -> LoadedEngine:
     """A LoadedEngine like load_engine's, with the model's tokenizer but no weights."""
     spec: ModelSpec = read_spec(config.model_path)

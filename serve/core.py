@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from memory.kv_manager import KVManager
 from serve.compute_thread import ComputeThread
+from serve.detokenizer import DetokenizerFactory
 from serve.errors import (
     ContextLengthError,
     EngineStoppedError,
@@ -115,6 +116,7 @@ class EngineCore:
         self._scheduler = scheduler
         self._kv = kv
         self._tokenizer = tokenizer
+        self._detokenizers = DetokenizerFactory(tokenizer)
         self._eos = eos_token_ids
         self._limits = limits
         self._seed = seed
@@ -124,6 +126,9 @@ class EngineCore:
         self._records: queue.Queue[StepRecord | None] = queue.Queue(_MAX_RECORDS_BEHIND)
         self._unfinished: dict[str, RequestState] = {}  # guarded by _lock
         self._lock = threading.Lock()
+        # Records wait here until the next step is under way: pool 3 then works beside the
+        # device and not between two steps.
+        self._pending_records: list[StepRecord] = []
         self._is_stopping = False
         self._loop_job: Future[None] | None = None
         self._failure: BaseException | None = None
@@ -296,15 +301,19 @@ class EngineCore:
     def _answer_failed(self) -> None:
         """The loop has failed: until shutdown, whatever still comes in is told so."""
         self._end_all(FinishReason.ERROR, "the engine failed")
+        self._flush_records()
         while (message := self._inbox.get()) is not None:
             message()
             self._end_all(FinishReason.ERROR, "the engine failed")
+            self._flush_records()
 
     def _take_messages(self) -> bool:
         """Handle what has arrived; wait for something when there is nothing to compute."""
         trimmed = False
         while True:
             idle = not self._scheduler.has_work()
+            if idle:
+                self._flush_records()
             try:
                 if not idle:
                     message = self._inbox.get_nowait()
@@ -333,7 +342,7 @@ class EngineCore:
 
     def _run(self, plan: StepPlan) -> None:
         try:
-            result = self._runner.run(plan)
+            result = self._runner.run(plan, self._flush_records)
         except Exception as error:
             self._isolate(plan, error)
             return
@@ -347,11 +356,16 @@ class EngineCore:
         self._num_prefill_rows += plan.num_total_rows - plan.num_decodes
         self._last_step_s = now_s
         if result.sampled:
-            self._records.put(
+            self._pending_records.append(
                 StepRecord(result.sampled, result.tokens, result.logprobs, finished, now_s)
             )
         if finished:
             self._forget(finished)
+
+    def _flush_records(self) -> None:
+        for record in self._pending_records:
+            self._records.put(record)
+        self._pending_records.clear()
 
     def _isolate(self, plan: StepPlan, error: Exception) -> None:
         """A step failed: find whose fault it is by halves. Rows are idempotent (they write the
@@ -382,7 +396,7 @@ class EngineCore:
         sequences = make_sequences(request, self._eos)
         for sequence in sequences:
             sequence.output = OutputState(
-                request, sequence.index, self._tokenizer, state.sink, state.times
+                request, sequence.index, self._detokenizers, state.sink, state.times
             )
         state.sequences = sequences
         if request.params.max_tokens == 0 or state.is_aborted:
@@ -390,7 +404,7 @@ class EngineCore:
             for sequence in sequences:
                 sequence.status = SequenceStatus.FINISHED
                 sequence.finish_reason = reason
-            self._records.put(StepRecord([], [], None, sequences, self._clock()))
+            self._pending_records.append(StepRecord([], [], None, sequences, self._clock()))
             self._forget(sequences)
             return
         for sequence in sequences:
@@ -399,12 +413,12 @@ class EngineCore:
     def _abort(self, state: RequestState) -> None:
         ended = [s for s in state.sequences if self._scheduler.finish(s, FinishReason.ABORT)]
         if ended:
-            self._records.put(StepRecord([], [], None, ended, self._clock()))
+            self._pending_records.append(StepRecord([], [], None, ended, self._clock()))
             self._forget(ended)
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         if self._scheduler.finish(sequence, reason):
-            self._records.put(StepRecord([], [], None, [sequence], self._clock(), error))
+            self._pending_records.append(StepRecord([], [], None, [sequence], self._clock(), error))
             self._forget([sequence])
 
     def _forget(self, finished: list[Sequence]) -> None:
@@ -425,6 +439,7 @@ class EngineCore:
             if message is not None:
                 message()
         self._end_all(FinishReason.ABORT)
+        self._flush_records()
         self._kv.trim()
 
     def _end_all(self, reason: FinishReason, error: str | None = None) -> None:

@@ -24,20 +24,27 @@ class Detokenizer(Protocol):
 
 
 class BytesDetokenizer:
-    """Concatenates the tokens' bytes and decodes UTF-8 as it completes."""
+    """Concatenates the tokens' bytes and decodes UTF-8 as it completes.
 
-    __slots__ = ("_decode", "_decoder", "_pieces", "_skipped")
+    texts[i]: the text of token i if its bytes are whole characters (almost always), else None.
+    """
 
-    def __init__(self, pieces: list[bytes], skipped: frozenset[int]) -> None:
+    __slots__ = ("_decoder", "_is_whole", "_pieces", "_texts")
+
+    def __init__(self, pieces: list[bytes], texts: list[str | None]) -> None:
         self._pieces = pieces
-        self._skipped = skipped
+        self._texts = texts
         self._decoder = _new_decoder("replace")
-        self._decode = self._decoder.decode
+        self._is_whole = True  # nothing is held in the decoder
 
     def push(self, token_id: int) -> str:
-        if token_id in self._skipped or token_id >= len(self._pieces):
+        if token_id >= len(self._texts):
             return ""
-        return self._decode(self._pieces[token_id])
+        if self._is_whole and (text := self._texts[token_id]) is not None:
+            return text
+        decoded = self._decoder.decode(self._pieces[token_id])
+        self._is_whole = not self._decoder.getstate()[0]
+        return decoded
 
     def finish(self) -> str:
         return self._decoder.decode(b"", True)
@@ -77,12 +84,36 @@ class TailDetokenizer:
         return before, after
 
 
-def make_detokenizer(tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> Detokenizer:
-    """A fresh detokenizer for one sequence."""
-    if tokenizer.pieces is None:
-        return TailDetokenizer(tokenizer, skip_special_tokens)
-    skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-    return BytesDetokenizer(tokenizer.pieces, skipped)
+class DetokenizerFactory:
+    """Makes the detokenizers of one engine; the tables are built once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tables: dict[bool, tuple[list[bytes], list[str | None]]] = {}
+        self.make()  # the common table is ready before the first token
+
+    def make(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+        """A fresh detokenizer for one sequence."""
+        if self._tokenizer.pieces is None:
+            return TailDetokenizer(self._tokenizer, skip_special_tokens)
+        if skip_special_tokens not in self._tables:
+            skipped = self._tokenizer.special_ids if skip_special_tokens else frozenset()
+            self._tables[skip_special_tokens] = _tables(self._tokenizer.pieces, skipped)
+        return BytesDetokenizer(*self._tables[skip_special_tokens])
+
+
+def _tables(
+    pieces: list[bytes], skipped: frozenset[int]
+) -> tuple[list[bytes], list[str | None]]:
+    kept = [b"" if i in skipped else piece for i, piece in enumerate(pieces)]
+    return kept, [_whole_text(piece) for piece in kept]
+
+
+def _whole_text(piece: bytes) -> str | None:
+    try:
+        return piece.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
 
 
 class StopStrings:

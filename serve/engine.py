@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -54,6 +54,8 @@ class RequestStream:
         self._core: EngineCore | None = None
         self._state: RequestState | None = None
         self._is_over = False
+        # Sink.push, called from pool 3 for every token: a deque's append needs no lock.
+        self.push: Callable[[TokenDelta], None] = self._pending.append
 
     def attach(self, core: EngineCore, state: RequestState) -> None:
         self._core, self._state = core, state
@@ -62,9 +64,6 @@ class RequestStream:
 
     def accept(self, request: Request) -> None:
         self._request = request
-
-    def push(self, delta: TokenDelta) -> None:
-        self._pending.append(delta)
 
     def fail(self, error: Exception) -> None:
         self._error = error
@@ -97,7 +96,8 @@ class RequestStream:
             if self._error is not None:
                 self._is_over = True
                 raise self._error
-            await self._wait()
+            self._waiter = self._hub.loop.create_future()
+            await self._waiter
         return self._request
 
     def abort(self) -> None:
@@ -115,7 +115,8 @@ class RequestStream:
             if self._error is not None:
                 self._is_over = True
                 raise self._error
-            await self._wait()
+            self._waiter = self._hub.loop.create_future()
+            await self._waiter
         delta = self._take()
         if delta.finish_reason is not None:
             self._num_left -= 1
@@ -134,16 +135,12 @@ class RequestStream:
                 break
         return _join(joined)
 
-    async def _wait(self) -> None:
-        self._waiter = self._hub.loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
     def resolve_waiter(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():  # its consumer may have been cancelled
+                waiter.set_result(None)
 
 
 def _join(deltas: Sequence[TokenDelta]) -> TokenDelta:

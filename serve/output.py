@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from serve.detokenizer import StopStrings, make_detokenizer
+from serve.detokenizer import DetokenizerFactory, StopStrings
 from serve.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from serve.sequence import Sequence
-from serve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +63,7 @@ class OutputState:
 
     __slots__ = (
         "_detokenizer",
+        "_emit",
         "_include_stop",
         "_min_output",
         "_num_output",
@@ -77,12 +77,15 @@ class OutputState:
     )
 
     def __init__(
-        self, request: Request, index: int, tokenizer: Tokenizer, sink: Sink, times: RequestTimes
+        self,
+        request: Request,
+        index: int,
+        detokenizers: DetokenizerFactory,
+        sink: Sink,
+        times: RequestTimes,
     ) -> None:
         params = request.params
-        self._detokenizer = make_detokenizer(
-            tokenizer, skip_special_tokens=params.skip_special_tokens
-        )
+        self._detokenizer = detokenizers.make(skip_special_tokens=params.skip_special_tokens)
         self._push_token = self._detokenizer.push
         self._include_stop = params.include_stop_str_in_output
         stops = params.stop_strings
@@ -93,22 +96,26 @@ class OutputState:
         self.index = index
         self.is_done = False
         self.sink = sink
+        self._emit = sink.push
         self.times = times
 
     def push(self, token: int, logprobs: TokenLogprobs | None) -> bool:
         """One more token; True when a stop string ended the sequence."""
         text = self._push_token(token)
-        self._num_output += 1
         kept = None if logprobs is None or not self._wants_logprobs else [logprobs]
-        if self._stops is not None and self._num_output > self._min_output:
+        if self._stops is not None and self._is_past_minimum():
             text, found = self._stops.push(text)
             if found is not None:
                 self.is_done = True
                 delta = TokenDelta(self.index, text, [token], kept, FinishReason.STOP, found)
                 self.sink.push(delta)
                 return True
-        self.sink.push(TokenDelta(self.index, text, [token], kept))
+        self._emit(TokenDelta(self.index, text, [token], kept))
         return False
+
+    def _is_past_minimum(self) -> bool:
+        self._num_output += 1
+        return self._num_output > self._min_output
 
     def finish(
         self,

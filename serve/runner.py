@@ -6,6 +6,7 @@ rows run, the KV manager which pages are mapped.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -32,8 +33,11 @@ class StepResult(NamedTuple):
 class Runner(Protocol):
     """What the engine's loop needs of the device."""
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Compute the plan's rows and sample. May raise; then nothing of the plan counts."""
+    def run(self, plan: StepPlan, launched: Callable[[], None]) -> StepResult:
+        """Compute the plan's rows and sample. May raise; then nothing of the plan counts.
+
+        Calls launched() when the host's part is done and the device is about to work.
+        """
 
     def close(self) -> None:
         """Give the device's memory back."""
@@ -56,10 +60,11 @@ class ModelRunner:
         self._memory = memory
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, launched: Callable[[], None]) -> StepResult:
         self._kv.commit()
         batch = make_batch(plan, self._kv)
         self._attention.plan(batch.attention)
+        launched()
         hidden = self._model.forward(batch.input_ids, batch.positions, self._attention)
         if not batch.sampled:
             return StepResult([], [], None)

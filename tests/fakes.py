@@ -105,7 +105,8 @@ class ScriptedRunner:
         self.num_runs = 0
         self.is_closed = False
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, launched: Callable[[], None]) -> StepResult:
+        launched()
         self.num_runs += 1
         self.before(plan)
         for sequence in plan.sequences:

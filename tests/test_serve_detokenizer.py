@@ -6,7 +6,12 @@ import random
 
 import pytest
 
-from serve.detokenizer import BytesDetokenizer, StopStrings, TailDetokenizer, make_detokenizer
+from serve.detokenizer import (
+    BytesDetokenizer,
+    DetokenizerFactory,
+    StopStrings,
+    TailDetokenizer,
+)
 from serve.tokenizer import Tokenizer
 from tests.checkpoints import checkpoint
 
@@ -21,6 +26,10 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def tokenizer():
     return Tokenizer.load(checkpoint("llama"))
+
+
+def make_detokenizer(tokenizer, **kwargs):
+    return DetokenizerFactory(tokenizer).make(**kwargs)
 
 
 def pieces_of(detokenizer, token_ids):
