@@ -128,9 +128,7 @@ def _write_tokenizer(path: Path, vocab_size: int) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<s>", "</s>")])
     tokenizer.save(str(path / "tokenizer.json"))
-    template = (
-        "{% for message in messages %}{{ message['content'] + '\n' }}{% endfor %}"
-    )
+    template = "{% for message in messages %}{{ message['content'] + '\n' }}{% endfor %}"
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>",

@@ -22,7 +22,6 @@ import uvloop
 from bench.instant import InstantRunner, load_instant
 from serve import Engine, RequestStream, SamplingParams
 
-
 _DEVICE_S = 5e-3
 
 
@@ -95,7 +94,9 @@ def main() -> None:
     tokens, repeats = (20, 1) if args.smoke else (args.tokens, args.repeats)
     runs = [uvloop.run(measure(args.seqs, tokens, args.model)) for _ in range(repeats)]
     best = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-    print(f"machine: {platform.processor() or platform.machine()}, Python {platform.python_version()}")
+    print(
+        f"machine: {platform.processor() or platform.machine()}, Python {platform.python_version()}"
+    )
     print(f"{args.seqs} running sequences, {tokens} tokens each, median of {repeats} runs")
     for wave, what in (("cold", "every page mapped and zeroed"), ("warm", "pages in place")):
         print(f"  {wave} ({what})")
@@ -103,7 +104,11 @@ def main() -> None:
         print(f"    everything, per step          {best[f'{wave}_python_ms_per_step']:12.2f} ms")
     between = [best[f"paced_between_ms_{name}"] for name in ("p50", "mean", "p99")]
     print(f"  between two steps of a {1e3 * _DEVICE_S:.0f} ms device")
-    print("    the device waits              {:12.3f} ms p50, {:.3f} mean, {:.3f} p99".format(*between))
+    print(
+        "    the device waits              {:12.3f} ms p50, {:.3f} mean, {:.3f} p99".format(
+            *between
+        )
+    )
     print(json.dumps(best))
 
 

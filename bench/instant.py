@@ -12,10 +12,11 @@ from collections.abc import Callable
 
 from memory.kv_manager import KVManager
 from memory.vmm import LinuxMemory
+from serve.admission import RequestLimits
 from serve.batch import make_batch
 from serve.compute_thread import ComputeThread
 from serve.config import EngineConfig
-from serve.core import CoreLimits, EngineCore
+from serve.core import EngineCore
 from serve.loader import LoadedEngine
 from serve.models import ModelSpec, read_spec
 from serve.runner import Runner, StepResult
@@ -100,7 +101,7 @@ def load_instant(
         kv=kv,
         tokenizer=tokenizer,
         eos_token_ids=frozenset(spec.eos_token_ids),
-        limits=CoreLimits(max_len, spec.vocab_size, config.max_num_waiting, config.max_num_seqs),
+        limits=RequestLimits(max_len, spec.vocab_size, config.max_num_waiting, config.max_num_seqs),
         compute=ComputeThread(),
         tokenize_threads=config.tokenize_threads,
     )

@@ -263,7 +263,7 @@ async def _sleep_until(at_s: float) -> None:
     remaining_s = at_s - time.perf_counter()
     if remaining_s > SPIN_S:
         await asyncio.sleep(remaining_s - SPIN_S)
-    while time.perf_counter() < at_s:  # noqa: ASYNC110  # an event would need the same timer
+    while time.perf_counter() < at_s:  # an event would need the same timer
         await asyncio.sleep(0)
 
 

@@ -49,7 +49,9 @@ def make_load(num_requests: int, max_prompt: int, max_output: int, vocab: int, s
 
 
 def run_ours(llm: LLM, load: Load) -> float:
-    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in load.output_lens]
+    params = [
+        SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in load.output_lens
+    ]
     began = time.perf_counter()
     outputs = llm.generate(load.prompts, params, use_tqdm=False)
     elapsed = time.perf_counter() - began
@@ -161,7 +163,9 @@ def main() -> None:
 
 def report(args: argparse.Namespace, load: Load, seconds: dict[str, list[float]]) -> None:
     tokens, prompt_tokens = sum(load.output_lens), sum(map(len, load.prompts))
-    print(f"{args.shape}, {args.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print(
+        f"{args.shape}, {args.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    )
     print(
         f"{args.requests} requests: {prompt_tokens} prompt tokens (longest "
         f"{max(map(len, load.prompts))}), {tokens} output tokens (longest {max(load.output_lens)})"

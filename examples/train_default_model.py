@@ -58,16 +58,17 @@ def batch_of(plan: Plan, encoder: Encoder, seed: int, step: int) -> Batch:
 
 def fit(
     plan: Plan, model: Llama, encoder: Encoder, seed: int, device: str, checkpoint: Path | None
-) -> None:
+) -> float:
+    """Trains the model and returns the seconds it took, those before a stop included."""
     optimizers = make_optimizers(model, matrix_lr=0.02, other_lr=0.003)
     base_lrs = [[g["lr"] for g in o.param_groups] for o in optimizers]
-    first = 0
+    first, before_s, started = 0, 0.0, time.monotonic()
     if checkpoint is not None and checkpoint.exists():
         state = torch.load(checkpoint, map_location=device)
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        first = state["step"]
+        first, before_s = state["step"], state["seconds"]
     bar = tqdm(range(first, plan.steps), initial=first, total=plan.steps, mininterval=5.0)
     smooth = 0.0
     for step in bar:
@@ -86,10 +87,12 @@ def fit(
         smooth = loss.item() if step == first else 0.98 * smooth + 0.02 * loss.item()
         bar.set_postfix_str(f"loss {smooth:.4f}", refresh=False)
         if checkpoint is not None and (step + 1) % 250 == 0:
-            states = [o.state_dict() for o in optimizers]
-            state = {"model": model.state_dict(), "optimizers": states, "step": step + 1}
+            state = {"model": model.state_dict(), "step": step + 1}
+            state["optimizers"] = [o.state_dict() for o in optimizers]
+            state["seconds"] = before_s + time.monotonic() - started
             torch.save(state, checkpoint.with_suffix(".new"))
             checkpoint.with_suffix(".new").replace(checkpoint)
+    return before_s + time.monotonic() - started
 
 
 def parse_args() -> argparse.Namespace:
@@ -114,7 +117,6 @@ def main() -> None:
     plan = SMOKE if args.smoke else Plan()
     if args.steps is not None:
         plan = Plan(steps=args.steps, long_steps=args.steps // 14)
-    started = time.monotonic()
     tokenizer = train_tokenizer(plan.shape.vocab_size, plan.tokenizer_dialogs)
     encoder = Encoder(tokenizer)
     model = Llama(plan.shape)
@@ -122,8 +124,7 @@ def main() -> None:
     model.to(args.device)
     num_params = sum(p.numel() for p in model.parameters())
     print(f"{num_params:,} parameters, vocabulary {tokenizer.get_vocab_size()}, {args.device}")
-    fit(plan, model, encoder, args.seed, args.device, args.checkpoint)
-    minutes = (time.monotonic() - started) / 60
+    minutes = fit(plan, model, encoder, args.seed, args.device, args.checkpoint) / 60
     write_model(args.out, model, tokenizer)
     read_weights(args.out, model)
     result, wrong = evaluate(model, encoder, plan.eval_dialogs)

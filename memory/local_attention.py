@@ -50,9 +50,7 @@ class LocalAttention:
         num_decodes = self._step.num_decodes
         parts: list[Tensor] = []
         if num_decodes:
-            caches = [
-                _last(views[layer], shape.window) for views in self._views[:num_decodes]
-            ]
+            caches = [_last(views[layer], shape.window) for views in self._views[:num_decodes]]
             parts.append(backend.decode_attention(q[:num_decodes], caches, shape.scale).out)
         row = num_decodes
         for index in range(num_decodes, len(self._views)):

@@ -77,7 +77,7 @@ class LinuxMemory:
 
     def map(self, offset: int, first_page: int, num_pages: int) -> None:
         size = num_pages * self.page_bytes
-        assert 0 <= offset and offset + size <= self._size, f"{offset=} {size=}"
+        assert 0 <= offset <= self._size - size, f"{offset=} {size=}"
         # Populating here keeps page faults out of the kernels.
         flags = mmap.MAP_SHARED | _MAP_FIXED | _MAP_POPULATE
         protection = mmap.PROT_READ | mmap.PROT_WRITE
@@ -86,7 +86,7 @@ class LinuxMemory:
 
     def unmap(self, offset: int, num_pages: int) -> None:
         size = num_pages * self.page_bytes
-        assert 0 <= offset and offset + size <= self._size, f"{offset=} {size=}"
+        assert 0 <= offset <= self._size - size, f"{offset=} {size=}"
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
         _mmap(self._address + offset, size, _PROT_NONE, flags, -1, 0)
 

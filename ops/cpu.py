@@ -120,9 +120,7 @@ def _flash(
 ) -> tuple[Tensor, Tensor]:
     """q: [1, Hq, n, D]; k, v: [1, Hq, L, D]. Returns out [1, Hq, n, D] and lse [1, Hq, n]."""
     run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    return cast(
-        tuple[Tensor, Tensor], run(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-    )
+    return cast(tuple[Tensor, Tensor], run(q, k, v, 0.0, causal, attn_mask=mask, scale=scale))
 
 
 def _folded(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Partial:
@@ -150,7 +148,7 @@ def _masked(q: Tensor, cache: KeyValues, scale: float, window: int | None) -> Pa
 
 
 def _causal(q: Tensor, cache: KeyValues, scale: float) -> Partial:
-    n, num_heads, head_dim = q.shape
+    _n, num_heads, _head_dim = q.shape
     group = num_heads // cache.k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in cache)
     out, lse = _flash(q.transpose(0, 1)[None], k, v, scale, causal=True)

@@ -19,10 +19,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from memory.kv_manager import KVManager
+from serve.admission import RequestLimits, check_request
 from serve.compute_thread import ComputeThread
 from serve.detokenizer import DetokenizerFactory
 from serve.errors import (
-    ContextLengthError,
     EngineStoppedError,
     MergestepError,
     OverloadedError,
@@ -49,16 +49,6 @@ _SEED_STEP = 0x9E3779B97F4A7C15
 _SEED_MASK = (1 << 62) - 1
 
 Encode = Callable[[], "list[int]"]
-
-
-@dataclass(frozen=True, slots=True)
-class CoreLimits:
-    """What a request is checked against."""
-
-    max_model_len: int
-    vocab_size: int
-    max_num_waiting: int
-    max_num_seqs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +96,7 @@ class EngineCore:
         kv: KVManager,
         tokenizer: Tokenizer,
         eos_token_ids: frozenset[int],
-        limits: CoreLimits,
+        limits: RequestLimits,
         compute: ComputeThread,
         tokenize_threads: int = 2,
         seed: int = 0,
@@ -143,9 +133,7 @@ class EngineCore:
         )
         self._tokenize = ThreadPoolExecutor(tokenize_threads, "mergestep-tokenize")
         self._compute = compute
-        self._post = threading.Thread(
-            target=self._post_loop, name="mergestep-output", daemon=True
-        )
+        self._post = threading.Thread(target=self._post_loop, name="mergestep-output", daemon=True)
 
     def start(self) -> None:
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
@@ -185,6 +173,11 @@ class EngineCore:
         """End the request; its memory is free at the next step. Does nothing when it has ended."""
         state.is_aborted = True
         self._inbox.put(lambda: self._abort(state))
+
+    @property
+    def has_failed(self) -> bool:
+        """The loop met an error it could not lay on a request; nothing is accepted any more."""
+        return self._failure is not None
 
     def num_unfinished(self) -> int:
         with self._lock:
@@ -238,7 +231,14 @@ class EngineCore:
                 token_ids = self._tokenizer.encode(prompt)
             else:
                 token_ids = prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
-            request = self._check(state, token_ids)
+            request = check_request(
+                state.request_id,
+                state.prompt,
+                token_ids,
+                state.params,
+                self._limits,
+                state.times.arrival_s,
+            )
         except MergestepError as error:
             self._refuse(state, error)
         except Exception as error:
@@ -255,34 +255,6 @@ class EngineCore:
             self._unfinished.pop(state.request_id, None)
         state.sink.fail(error)
         state.sink.wake()
-
-    def _check(self, state: RequestState, token_ids: list[int]) -> Request:
-        params, limit, vocab = state.params, self._limits.max_model_len, self._limits.vocab_size
-        if not isinstance(token_ids, (list, tuple)) or not token_ids:
-            raise RequestError("the prompt is empty", param="prompt", code="invalid_prompt")
-        for token in token_ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
-                raise RequestError(
-                    f"token ids must be integers from 0 to {vocab - 1}", param="prompt"
-                )
-        num_prompt = len(token_ids)
-        room = limit - num_prompt
-        if room < (params.max_tokens or 0) or room < (1 if params.max_tokens is None else 0):
-            asked = "" if params.max_tokens is None else f" and max_tokens {params.max_tokens}"
-            raise ContextLengthError(
-                f"the context is {limit} tokens, but the prompt has {num_prompt}{asked}",
-                param="prompt" if room < 1 else "max_tokens",
-            )
-        for name, ids in (("logit_bias", params.logit_bias or {}), ("stop_token_ids", params.stop_ids)):
-            if any(token >= vocab for token in ids):
-                raise RequestError(f"{name} holds a token id above {vocab - 1}", param=name)
-        if params.max_tokens is None:
-            if params.min_tokens > room:
-                raise RequestError(f"min_tokens is above {room}", param="min_tokens")
-            params = params.with_max_tokens(room)
-        return Request(
-            state.request_id, state.prompt, tuple(token_ids), params, state.times.arrival_s
-        )
 
     # ---- pool 2: the loop
 
@@ -372,9 +344,7 @@ class EngineCore:
         same K/V again), so those that are innocent simply run again."""
         if len(plan.sequences) == 1:
             sequence = plan.sequences[0]
-            logger.error(
-                "a step of %s failed", sequence.request.request_id, exc_info=error
-            )
+            logger.error("a step of %s failed", sequence.request.request_id, exc_info=error)
             self._end(sequence, FinishReason.ERROR, f"{type(error).__name__} in the engine")
             return
         middle = len(plan.sequences) // 2

@@ -102,9 +102,7 @@ class DetokenizerFactory:
         return BytesDetokenizer(*self._tables[skip_special_tokens])
 
 
-def _tables(
-    pieces: list[bytes], skipped: frozenset[int]
-) -> tuple[list[bytes], list[str | None]]:
+def _tables(pieces: list[bytes], skipped: frozenset[int]) -> tuple[list[bytes], list[str | None]]:
     kept = [b"" if i in skipped else piece for i, piece in enumerate(pieces)]
     return kept, [_whole_text(piece) for piece in kept]
 

@@ -223,7 +223,11 @@ class Engine:
 
     @property
     def is_ready(self) -> bool:
-        return self._loaded is not None and not self._is_draining
+        return (
+            self._loaded is not None
+            and not self._is_draining
+            and not self._loaded.core.has_failed
+        )
 
     @property
     def model_name(self) -> str:

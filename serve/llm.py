@@ -75,7 +75,12 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | None = None, *, dtype: str = "auto", progress: bool = False, **settings: Any
+        self,
+        model: str | None = None,
+        *,
+        dtype: str = "auto",
+        progress: bool = False,
+        **settings: Any,
     ) -> None:
         self.config = EngineConfig.from_settings(model, dtype=dtype, **settings)
         self._loaded = load_engine(self.config, progress=progress)
@@ -100,9 +105,9 @@ class LLM:
         """Outputs in the order of the prompts. A prompt is text, a list of token ids or
         {"prompt_token_ids": [...]}. RequestError when one of them cannot be served (the others
         are aborted). use_tqdm: show a progress bar."""
-        if isinstance(prompts, (str, dict)) or _is_token_list(prompts):
-            prompts = [prompts]  # type: ignore[list-item]
-        return self._run(list(prompts), sampling_params, use_tqdm)  # type: ignore[arg-type]
+        one = isinstance(prompts, (str, dict)) or _is_token_list(prompts)
+        many: Any = [prompts] if one else prompts
+        return self._run(many, sampling_params, use_tqdm)
 
     def chat(
         self,

@@ -19,9 +19,10 @@ from memory.kv_manager import KVManager
 from memory.local_attention import LocalAttention
 from memory.vmm import LinuxMemory
 from ops import get_backend
+from serve.admission import RequestLimits
 from serve.compute_thread import ComputeThread
 from serve.config import EngineConfig
-from serve.core import CoreLimits, EngineCore
+from serve.core import EngineCore
 from serve.errors import ConfigError
 from serve.models import ModelSpec, load_model, read_generation_defaults, read_spec
 from serve.runner import ModelRunner
@@ -123,7 +124,7 @@ def _load(config: EngineConfig, compute: ComputeThread, progress: bool) -> Loade
         kv=kv,
         tokenizer=tokenizer,
         eos_token_ids=frozenset(_eos(defaults, spec, tokenizer)),
-        limits=CoreLimits(
+        limits=RequestLimits(
             sizes.max_model_len, spec.vocab_size, config.max_num_waiting, config.max_num_seqs
         ),
         compute=compute,
@@ -152,7 +153,7 @@ def _eos(defaults: dict[str, object], spec: ModelSpec, tokenizer: Tokenizer) -> 
 
 
 def resolve_dtype(name: str, spec: ModelSpec) -> torch.dtype:
-    """"auto": bfloat16 for 16-bit checkpoints on a CPU that has bf16 dot products, else fp32."""
+    """ "auto": bfloat16 for 16-bit checkpoints on a CPU that has bf16 dot products, else fp32."""
     if name == "float32":
         return torch.float32
     if name == "bfloat16":
@@ -184,7 +185,9 @@ def size_kv(config: EngineConfig, spec: ModelSpec, token_bytes: int) -> KVSizes:
     max_len = spec.max_model_len
     if config.max_model_len is not None:
         if config.max_model_len > max_len:
-            raise ConfigError(f"max_model_len {config.max_model_len} is above the model's {max_len}")
+            raise ConfigError(
+                f"max_model_len {config.max_model_len} is above the model's {max_len}"
+            )
         max_len = config.max_model_len
     budget = config.kv_cache_bytes or int(available_memory() * _KV_SHARE_OF_FREE_MEMORY)
     # More than every sequence at its longest is of no use.
@@ -222,7 +225,10 @@ def available_memory() -> int:
             available = int(line.split()[1]) * 1024
     for limit_file, usage_file in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
     ):
         limit, usage = _read(limit_file).strip(), _read(usage_file).strip()
         if limit.isdigit() and usage.isdigit():

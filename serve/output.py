@@ -185,7 +185,8 @@ class OutputProcessor:
         last = {id(s): i for i, s in enumerate(record.sequences)}
         for sequence in record.finished:
             state = sequence.output
-            assert isinstance(state, OutputState) and sequence.finish_reason is not None
+            assert isinstance(state, OutputState)
+            assert sequence.finish_reason is not None
             if state.is_done:
                 continue
             i = last.get(id(sequence))
@@ -210,9 +211,7 @@ class OutputProcessor:
         logger.exception("post-processing of %s failed", sequence.request.request_id)
         state.is_done = True
         message = f"post-processing failed: {type(error).__name__}"
-        state.sink.push(
-            TokenDelta(state.index, "", [], None, FinishReason.ERROR, None, message)
-        )
+        state.sink.push(TokenDelta(state.index, "", [], None, FinishReason.ERROR, None, message))
         self._on_error(sequence)
 
     @staticmethod

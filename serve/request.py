@@ -213,7 +213,7 @@ class TokenDelta(NamedTuple):
     error describes finish_reason "error".
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # shadows tuple.index, which nobody wants here
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None

@@ -11,6 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from serve.sequence import Sequence
 # Candidates taken for top-p before sorting the whole vocabulary: almost always enough.
 _TOP_P_CANDIDATES = 512
 _MASK64 = (1 << 64) - 1
+_UInt64s = npt.NDArray[np.uint64]
 
 
 class Sampled(NamedTuple):
@@ -56,11 +58,12 @@ def uniform(seeds: SequenceOf[int], positions: SequenceOf[int]) -> Tensor:
     return torch.from_numpy((mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
-def _splitmix(x: np.ndarray) -> np.ndarray:
+def _splitmix(x: _UInt64s) -> _UInt64s:
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = x ^ (x >> np.uint64(31))
+    return x
 
 
 def _adjust(logits: Tensor, sequences: SequenceOf[Sequence]) -> None:
@@ -70,7 +73,7 @@ def _adjust(logits: Tensor, sequences: SequenceOf[Sequence]) -> None:
         params = sequence.request.params
         row = logits[i]
         if params.repetition_penalty != 1.0:
-            seen = torch.tensor(sequence.token_ids).unique()
+            seen = torch.tensor(sorted(set(sequence.token_ids)))
             values = row[seen]
             factor = params.repetition_penalty
             row[seen] = torch.where(values > 0, values / factor, values * factor)

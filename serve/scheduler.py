@@ -145,9 +145,7 @@ class Scheduler:
             self.running.append(sequence)
             budget -= self._add_chunk(sequence, budget, chunks, decodes)
 
-    def _plan(
-        self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]]
-    ) -> StepPlan | None:
+    def _plan(self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]]) -> StepPlan | None:
         # A sequence planned early in the loop may have been preempted by a later one.
         running = SequenceStatus.RUNNING
         sequences = [s for s in decodes if s.status is running]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -19,7 +21,8 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 @pytest.fixture(scope="module", params=["fast", "fallback"])
 def cpu(request):
     backend = CpuBackend()
-    assert backend._has_packed and backend._has_flash
+    assert backend._has_packed
+    assert backend._has_flash
     if request.param == "fallback":
         backend._has_packed = backend._has_flash = False
     return backend
@@ -117,10 +120,8 @@ def test_merging_parts_is_attending_to_all(cpu):
     q, cache = torch.randn(3, 4, 16), cache_of(90, 2, 16, torch.float32)
     cuts = [0, 1, 40, 90]
     parts = [
-        cpu.decode_attention(
-            q, [KeyValues(cache.k[:, :, a:b], cache.v[:, :, a:b])] * 3, 0.25
-        )
-        for a, b in zip(cuts, cuts[1:], strict=False)
+        cpu.decode_attention(q, [KeyValues(cache.k[:, :, a:b], cache.v[:, :, a:b])] * 3, 0.25)
+        for a, b in itertools.pairwise(cuts)
     ]
     merged = cpu.merge_partials(parts)
     whole = cpu.decode_attention(q, [cache] * 3, 0.25)

@@ -69,9 +69,11 @@ class Rig:
         assert core.num_unfinished() == 0
         assert core.stats().pages_in_use == 0
         assert core.stats().pages_mapped == 0
-        assert core._inbox.empty() and core._records.empty()
+        assert core._inbox.empty()
+        assert core._records.empty()
         assert self.runner.is_closed
-        assert not core._compute.is_alive() and not core._post.is_alive()
+        assert not core._compute.is_alive()
+        assert not core._post.is_alive()
 
 
 def go(coroutine):
@@ -333,9 +335,10 @@ def test_drain_lets_running_requests_finish():
 
 def test_two_engines_in_one_process():
     async def main():
-        async with Rig(script=text_script("first ")) as one, Rig(
-            script=text_script("second ")
-        ) as two:
+        async with (
+            Rig(script=text_script("first ")) as one,
+            Rig(script=text_script("second ")) as two,
+        ):
             outputs = await asyncio.gather(
                 *(rig.engine.generate(PROMPT, params(max_tokens=60)) for rig in (one, two) * 5)
             )

@@ -9,9 +9,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from tests.checkpoints import VARIANTS, checkpoint, reference_greedy
 
 from serve import LLM, SamplingParams
+from tests.checkpoints import VARIANTS, checkpoint, reference_greedy
 
 NUM_TOKENS = 20
 PROMPT_LENGTHS = (1, 5, 23, 70)
@@ -26,8 +26,7 @@ def _prompts(vocab_size: int, seed: int) -> list[list[int]]:
 def _others(vocab_size: int, seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
     rng = random.Random(seed)
     prompts = [
-        [rng.randrange(2, vocab_size) for _ in range(rng.randint(1, 90))]
-        for _ in range(NUM_OTHERS)
+        [rng.randrange(2, vocab_size) for _ in range(rng.randint(1, 90))] for _ in range(NUM_OTHERS)
     ]
     params = [
         SamplingParams(
@@ -116,6 +115,7 @@ def test_tokens_are_the_same_after_preemption(family):
 
 def test_logprobs_equal_transformers():
     import torch
+
     from tests.checkpoints import reference_logits
 
     path = checkpoint("llama", "base")

@@ -22,9 +22,7 @@ def step(scheduler, token=7):
 
 
 def rows(plan):
-    return [
-        (s.request.request_id, n) for s, n in zip(plan.sequences, plan.num_rows, strict=True)
-    ]
+    return [(s.request.request_id, n) for s, n in zip(plan.sequences, plan.num_rows, strict=True)]
 
 
 def test_a_prompt_is_one_step_when_it_fits():

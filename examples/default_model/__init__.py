@@ -1,1 +1,1 @@
-"""Helpers of examples/train_default_model.py: model, data, optimizer, evaluation, export."""
+"""Helpers of train_default_model.py: model, data, optimizer, greedy answers, evaluation."""

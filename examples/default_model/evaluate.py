@@ -11,6 +11,7 @@ from bench.corpus.dialogs import heldout_turns
 from bench.corpus.tasks import list_is_right
 from bench.corpus.turn import Turn
 from examples.default_model.data import END, Encoder
+from examples.default_model.greedy import greedy
 from examples.default_model.model import Llama
 
 
@@ -35,28 +36,14 @@ def cases(encoder: Encoder, count: int, max_tokens: int) -> list[Case]:
 
 @torch.inference_mode()
 def answer_all(model: Llama, encoder: Encoder, prompts: list[list[int]], limit: int) -> list[str]:
-    """Greedy. Rows are filled from the left and nothing is cached: small, slow and plain."""
-    end = encoder.ids[END]
-    device = next(model.parameters()).device
+    """Greedy, sixty-four prompts of similar length at a time."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     answers = [""] * len(prompts)
     for first in range(0, len(order), 64):
-        rows = [list(prompts[i]) for i in order[first : first + 64]]
-        starts, open_rows = [len(r) for r in rows], list(range(len(rows)))
-        for _ in range(limit):
-            width = max(len(rows[r]) for r in open_rows)
-            padded = [rows[r] + [end] * (width - len(rows[r])) for r in open_rows]
-            hidden = model.hidden(torch.tensor(padded, device=device))
-            last = torch.tensor([len(rows[r]) - 1 for r in open_rows], device=device)
-            picked = model.logits(hidden[torch.arange(len(open_rows), device=device), last])
-            for r, token in zip(open_rows, picked.argmax(-1).tolist(), strict=True):
-                rows[r].append(token)
-            open_rows = [r for r in open_rows if rows[r][-1] != end]
-            if not open_rows:
-                break
-        for i, row, start in zip(order[first : first + 64], rows, starts, strict=True):
-            said = row[start:-1] if row[-1] == end else row[start:]
-            answers[i] = encoder.tokenizer.decode(said, skip_special_tokens=False)
+        some = order[first : first + 64]
+        said = greedy(model, [prompts[i] for i in some], encoder.ids[END], limit)
+        for i, tokens in zip(some, said, strict=True):
+            answers[i] = encoder.tokenizer.decode(tokens, skip_special_tokens=False)
     return answers
 
 

@@ -21,6 +21,7 @@ from serve.http.body import check_framing, read_json
 from serve.http.errors import (
     ApiError,
     draining,
+    engine_failed,
     error_response,
     json_response,
     new_request_id,
@@ -210,6 +211,8 @@ class HttpApp:
             raise not_ready()
         if self.state is ServerState.DRAINING:
             raise draining()
+        if not self._engine.is_ready:
+            raise engine_failed()
 
     def _check_model(self, name: str) -> None:
         if name != self._engine.model_name:

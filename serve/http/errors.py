@@ -84,6 +84,15 @@ def draining() -> ApiError:
     )
 
 
+def engine_failed() -> ApiError:
+    return ApiError(
+        503,
+        "the engine has failed; the server must be restarted",
+        kind=SERVER_ERROR,
+        code="engine_failed",
+    )
+
+
 def internal_error() -> ApiError:
     return ApiError(
         500,

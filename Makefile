@@ -1,0 +1,43 @@
+# Two commands matter: `make serve` and `make test`. Both set up .venv on first use.
+PYTHON ?= python3
+PORT ?= 8000
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: serve test check format bench clean
+
+serve: $(VENV)/.serve
+	$(BIN)/serve run --port $(PORT)
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The figures of the README, on a quiet machine (about 15 minutes; the first run writes a 2.5 GB
+# random checkpoint into ~/.cache/mergestep).
+bench: $(VENV)/.dev
+	$(BIN)/python -m bench.engine_overhead
+	$(BIN)/python -m bench.http_overhead
+	$(BIN)/python -m bench.vs_transformers
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.serve: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@ $(VENV)/.serve

@@ -1,0 +1,70 @@
+"""What a tokenized request must fulfil before it may enter the loop.
+
+Every mistake is told here, with the parameter's name, so that nothing behind has to check. Ids
+are compared with the width of the logits, which may be larger than the tokenizer's vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from serve.errors import ContextLengthError, RequestError
+from serve.request import Request, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """max_model_len: tokens of prompt and output together. vocab_size: width of the logits.
+
+    max_num_waiting requests beside the max_num_seqs running ones are taken in.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    max_num_waiting: int
+    max_num_seqs: int
+
+
+def check_request(
+    request_id: str,
+    prompt: str | None,
+    token_ids: Sequence[int],
+    params: SamplingParams,
+    limits: RequestLimits,
+    arrival_s: float,
+) -> Request:
+    """The request with max_tokens resolved. RequestError or ContextLengthError."""
+    vocab_size = limits.vocab_size
+    if not isinstance(token_ids, (list, tuple)) or not token_ids:
+        raise RequestError("the prompt is empty", param="prompt", code="invalid_prompt")
+    if not all(_is_token(token, vocab_size) for token in token_ids):
+        raise RequestError(f"token ids must be integers from 0 to {vocab_size - 1}", param="prompt")
+    _check_ids("logit_bias", params.logit_bias or {}, vocab_size)
+    _check_ids("stop_token_ids", params.stop_ids, vocab_size)
+    room = limits.max_model_len - len(token_ids)
+    _check_room(room, len(token_ids), params, limits)
+    if params.max_tokens is None:
+        params = params.with_max_tokens(room)
+    return Request(request_id, prompt, tuple(token_ids), params, arrival_s)
+
+
+def _is_token(token: object, vocab_size: int) -> bool:
+    return type(token) is int and 0 <= token < vocab_size
+
+
+def _check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    if any(token >= vocab_size for token in token_ids):
+        raise RequestError(f"{name} holds a token id above {vocab_size - 1}", param=name)
+
+
+def _check_room(room: int, num_prompt: int, params: SamplingParams, limits: RequestLimits) -> None:
+    needed = 1 if params.max_tokens is None else params.max_tokens
+    if room < needed:
+        asked = "" if params.max_tokens is None else f" and max_tokens is {params.max_tokens}"
+        raise ContextLengthError(
+            f"the context is {limits.max_model_len} tokens, but the prompt has {num_prompt}{asked}",
+            param="prompt" if room < 1 else "max_tokens",
+        )
+    if params.max_tokens is None and params.min_tokens > room:
+        raise RequestError(f"min_tokens is above {room}", param="min_tokens")
