@@ -148,7 +148,9 @@ def main() -> None:
         spread = " ".join(f"{value:.3f}" for value in result["ratios"])
         print(f"{title}: {shape.num_streams} streams, {shape.num_tokens} tokens each")
         print(f"  in process  {result['in_process']:10.1f} tok/s")
-        print(f"  over HTTP   {result['http']:10.1f} tok/s   ratio {result['ratio']:.3f}  ({spread})")
+        print(
+            f"  over HTTP   {result['http']:10.1f} tok/s   ratio {result['ratio']:.3f}  ({spread})"
+        )
     print(json.dumps(results))
 
 

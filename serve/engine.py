@@ -224,9 +224,7 @@ class Engine:
     @property
     def is_ready(self) -> bool:
         return (
-            self._loaded is not None
-            and not self._is_draining
-            and not self._loaded.core.has_failed
+            self._loaded is not None and not self._is_draining and not self._loaded.core.has_failed
         )
 
     @property

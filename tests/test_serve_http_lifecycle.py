@@ -44,6 +44,16 @@ def test_loading_then_ready() -> None:
     asyncio.run(check())
 
 
+def test_a_failed_engine_is_not_ready() -> None:
+    async def check(served: Served) -> None:
+        served.engine.is_ready = False
+        for method, path in (("GET", "/ready"), ("POST", CHAT)):
+            assert (await _status(served, method, path))[:2] == (503, "engine_failed")
+        assert await _status(served, "GET", "/health") == (200, None, None)
+
+    run_with_server(FakeEngine(), check)
+
+
 def test_draining() -> None:
     async def check(served: Served) -> None:
         running = asyncio.create_task(served.post(CHAT, CHAT_BODY))

@@ -1,0 +1,87 @@
+"""Start-up decisions: dtype, pages, context; and what is refused, by the setting's name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from serve import LLM
+from serve.config import EngineConfig
+from serve.errors import ConfigError, ModelLoadError
+from serve.loader import available_memory, resolve_dtype, size_kv
+from serve.models import read_spec
+from tests.checkpoints import checkpoint
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def spec():
+    return read_spec(checkpoint("llama"))
+
+
+def sizes(spec, token_bytes, **settings):
+    return size_kv(EngineConfig(**settings), spec, token_bytes)
+
+
+def test_pages_hold_about_sixteen_tokens(spec):
+    assert sizes(spec, 512, kv_cache_bytes=64 * MIB).page_bytes == 64 << 10
+    assert sizes(spec, 32 << 10, kv_cache_bytes=64 * MIB).page_bytes == 512 << 10
+    assert sizes(spec, 1 << 20, kv_cache_bytes=2048 * MIB).page_bytes == 2 * MIB
+
+
+def test_there_are_never_more_pages_than_mappings(spec):
+    large = sizes(spec, 512, kv_cache_bytes=8 << 30, max_num_seqs=1_000_000)
+    assert large.num_pages <= 30_000
+    with pytest.raises(ConfigError, match="kv_page_bytes"):
+        sizes(spec, 512, kv_cache_bytes=8 << 30, kv_page_bytes=4096, max_num_seqs=1_000_000)
+
+
+def test_no_more_memory_than_all_sequences_can_use(spec):
+    found = sizes(spec, 512, max_num_seqs=2, max_model_len=100)
+    assert found.num_pages * found.page_bytes <= 2 * (100 * 512 + 2 * MIB)
+
+
+def test_the_context_must_fit(spec):
+    with pytest.raises(ConfigError, match="kv_cache_bytes"):
+        sizes(spec, 1 << 20, kv_cache_bytes=64 * MIB)
+    with pytest.raises(ConfigError, match="max_model_len 300 is above"):
+        sizes(spec, 512, max_model_len=300)
+    assert sizes(spec, 512, max_model_len=64).max_model_len == 64
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"dtype": "float8"}, "dtype"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_model_len": -1}, "max_model_len"),
+        ({"kv_page_bytes": 5000}, "kv_page_bytes"),
+        ({"backend": "abacus"}, "backend"),
+        ({"no_such_setting": 1}, "no_such_setting"),
+    ],
+)
+def test_bad_settings_are_named(settings, named):
+    with pytest.raises(ConfigError, match=named):
+        LLM(str(checkpoint("llama")), **settings)
+
+
+def test_a_missing_model_is_named(tmp_path):
+    with pytest.raises(ModelLoadError, match="nowhere"):
+        LLM(str(tmp_path / "nowhere"))
+
+
+def test_dtype_follows_the_checkpoint(spec):
+    assert resolve_dtype("auto", spec) is torch.float32
+    assert resolve_dtype("bfloat16", spec) is torch.bfloat16
+
+
+def test_available_memory_is_plausible():
+    assert 100 * MIB < available_memory() < 1 << 46
+
+
+def test_bf16_generates():
+    """The 16-bit path end to end; its tokens are close to, not equal to, fp32's."""
+    with LLM(str(checkpoint("llama")), dtype="bfloat16") as llm:
+        (output,) = llm.generate([[5, 6, 7]], use_tqdm=False)
+    assert len(output.outputs[0].token_ids) in range(1, 17)
