@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 from serve.chat_template import ChatTemplate
 from serve.config import EngineConfig
-from serve.core import EngineStats
+from serve.core import EngineCore, EngineStats, RequestState
 from serve.engine import encode_chat, make_chat_template
 from serve.errors import RequestError
 from serve.loader import LoadedEngine, load_engine
@@ -140,24 +140,25 @@ class LLM:
         collectors = [_Collector(done, self.tokenizer.token_text) for _ in prompts]
         core = self._loaded.core
         window = self.config.max_num_waiting
-        states = []
-        submitted = 0
+        states: list[RequestState] = []
         error: Exception | None = None
-        with Progress(disable=not show_progress, transient=True) as progress:
-            task = progress.add_task("generating", total=len(prompts))
-            for finished in range(len(prompts)):
-                while error is None and submitted < len(prompts) and submitted - finished < window:
-                    sink = collectors[submitted]
-                    states.append(core.submit(prompts[submitted], params[submitted], sink))
-                    submitted += 1
-                if finished >= submitted:
-                    break
-                collector = done.get()
-                progress.advance(task)
-                if collector.error is not None and error is None:
-                    error = collector.error
-                    for state in states:
-                        core.abort(state)
+        try:
+            with Progress(disable=not show_progress, transient=True) as progress:
+                task = progress.add_task("generating", total=len(prompts))
+                for finished in range(len(prompts)):
+                    while error is None and len(states) < min(len(prompts), finished + window):
+                        i = len(states)
+                        states.append(core.submit(prompts[i], params[i], collectors[i]))
+                    if finished >= len(states):
+                        break
+                    collector = done.get()
+                    progress.advance(task)
+                    if collector.error is not None and error is None:
+                        error = collector.error
+                        _abort_all(core, states)
+        except BaseException:  # Ctrl-C, or a refusal: nothing of this call goes on
+            _abort_all(core, states)
+            raise
         if error is not None:
             raise error
         return [
@@ -182,6 +183,11 @@ class LLM:
         traceback: TracebackType | None,
     ) -> None:
         self.shutdown()
+
+
+def _abort_all(core: EngineCore, states: list[RequestState]) -> None:
+    for state in states:
+        core.abort(state)
 
 
 def _close(loaded: LoadedEngine, template: ChatTemplate | None) -> None:

@@ -170,7 +170,11 @@ def resolve_dtype(name: str, spec: ModelSpec) -> torch.dtype:
 
 
 def _has_bf16() -> bool:
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    """Whether oneDNN has bf16 kernels for this CPU; a torch built without it says no."""
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except (AttributeError, RuntimeError):
+        return False
 
 
 @dataclass(frozen=True, slots=True)
