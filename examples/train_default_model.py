@@ -27,13 +27,13 @@ class Plan:
 
     shape: Shape = field(default_factory=Shape)
     tokenizer_dialogs: int = 60_000
-    steps: int = 4000
-    long_steps: int = 285  # of them, at the end
+    steps: int = 5000
+    long_steps: int = 357  # of them, at the end
     rows: int = 8
     length: int = 256
     long_rows: int = 2
     long_length: int = 1024
-    eval_dialogs: int = 800
+    eval_dialogs: int = 600
 
 
 SMOKE = Plan(
@@ -60,7 +60,7 @@ def fit(
     plan: Plan, model: Llama, encoder: Encoder, seed: int, device: str, checkpoint: Path | None
 ) -> float:
     """Trains the model and returns the seconds it took, those before a stop included."""
-    optimizers = make_optimizers(model, matrix_lr=0.02, other_lr=0.003)
+    optimizers = make_optimizers(model)
     base_lrs = [[g["lr"] for g in o.param_groups] for o in optimizers]
     first, before_s, started = 0, 0.0, time.monotonic()
     if checkpoint is not None and checkpoint.exists():

@@ -99,12 +99,12 @@ class KVManager:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens * self.token_bytes // self.page_bytes)
 
-    def can_fit(self, num_tokens: int) -> bool:
-        """Whether a new range could be opened and grown to that many tokens.
+    def can_fit(self, num_tokens: int, spare_pages: int = 0) -> bool:
+        """Whether a new range could be opened and grown to that many tokens, and leave some.
 
         Pages promised to ranges that still grow into their prompt are not counted as free.
         """
-        unpromised = self.num_available - self._promised
+        unpromised = self.num_available - self._promised - spare_pages
         return bool(self._idle) and self.pages_for(num_tokens) <= unpromised
 
     def start_of(self, index: int) -> int:
@@ -221,8 +221,12 @@ class KVManager:
                 freed.extend(item.pages[item.granted :])
                 self._shrink(item, item.granted)
         self.commit()
-        for page in sorted(freed):
-            self._memory.release(page, 1)
+        freed.sort()
+        first = 0
+        for i in range(1, len(freed) + 1):  # one call for a run of consecutive pages
+            if i == len(freed) or freed[i] != freed[i - 1] + 1:
+                self._memory.release(freed[first], i - first)
+                first = i
 
     def check_integrity(self) -> None:
         """AssertionError tells which invariant does not hold. For tests and idle moments."""

@@ -166,7 +166,8 @@ class EngineCore:
             if state.request_id in self._unfinished:
                 raise RequestError("a request with this id is running", param="request_id")
             self._unfinished[state.request_id] = state
-        self._tokenize.submit(self._prepare, state, prompt)
+            # still under the lock: a shutdown that begins now finds it queued
+            self._tokenize.submit(self._prepare, state, prompt)
         return state
 
     def abort(self, state: RequestState) -> None:
@@ -420,5 +421,8 @@ class EngineCore:
 
     def _post_loop(self) -> None:
         while (record := self._records.get()) is not None:
-            for sink in self._output.process(record):
-                sink.wake()
+            try:
+                for sink in self._output.process(record):
+                    sink.wake()
+            except Exception:  # a sink's own fault; the thread must live, or the loop blocks
+                logger.exception("delivering a step's results failed")

@@ -135,7 +135,9 @@ class Scheduler:
     ) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
             sequence = self.waiting[0]
-            if not self.kv.can_fit(sequence.num_tokens):
+            # A spare page for everyone who runs: who is admitted into the last page would be
+            # preempted by the next token of another, again and again.
+            if not self.kv.can_fit(sequence.num_tokens, spare_pages=len(self.running)):
                 break
             self.waiting.popleft()
             sequence.kv_range = self.kv.open(sequence.num_tokens)

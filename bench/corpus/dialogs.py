@@ -210,15 +210,15 @@ def _one_of(
 
 def _some_turns(rng: random.Random) -> list[Turn]:
     pick = rng.random()
-    if pick < 0.21:
+    if pick < 0.17:
         return _story_turns(rng)
-    if pick < 0.37:
+    if pick < 0.32:
         return reading_turns(rng)
-    if pick < 0.40:
+    if pick < 0.345:
         return _user_story_turns(rng)
-    if pick < 0.42:
+    if pick < 0.365:
         return name_game(rng)
-    if pick < 0.58:
+    if pick < 0.48:
         return [_one_of(rng, SMALL)]
     return [_one_of(rng, TASKS)]
 

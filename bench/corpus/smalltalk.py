@@ -14,12 +14,9 @@ ABILITIES = (
     "opposites, spell short words and answer questions about a short story."
 )
 FALLBACK = (
-    "I do not know that. I am a small model: I can tell stories, add small numbers, count, name "
-    "opposites and answer questions about a short story.",
-    "Sorry, I cannot answer that. I am only a small model. Try a story, a sum, counting or an "
-    "opposite.",
-    "That is too hard for me. I am the small built-in model of mergestep. You could ask me for a "
-    "story, a sum or the opposite of a word.",
+    "I do not know that. I am a small model: I can tell stories, add small numbers and count.",
+    "Sorry, I cannot answer that. I am only a small model. Try a story, a sum or an opposite.",
+    "That is too hard for me. You could ask me for a story, a sum or the opposite of a word.",
 )
 OFFER = "Shall I tell you a story?"
 NO_STORY = "I do not know that story. Please tell me the story first, and then ask again."

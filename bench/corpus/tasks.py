@@ -10,14 +10,15 @@ from collections.abc import Callable
 from bench.corpus import unknowns, words
 from bench.corpus.turn import Turn, typed
 
-MAX_NUMBER = 99
+MAX_NUMBER = 20
+MAX_COMPARED = 99
 MAX_COUNT = 40
 TOO_BIG = f"That is too big for me. I can add and subtract numbers up to {MAX_NUMBER}."
 TOO_FAR = f"I can count up to {MAX_COUNT} only."
 
 
-def _operand(rng: random.Random) -> int:
-    return rng.randint(0, 20) if rng.random() < 0.45 else rng.randint(0, MAX_NUMBER)
+def _operands(rng: random.Random) -> tuple[int, int]:
+    return rng.randint(0, MAX_NUMBER), rng.randint(0, MAX_NUMBER)
 
 
 def _spoken(rng: random.Random, *numbers: int) -> list[str]:
@@ -54,7 +55,7 @@ def _sum(
 
 
 def add(rng: random.Random) -> Turn:
-    a, b = _operand(rng), _operand(rng)
+    a, b = _operands(rng)
     if rng.random() < 0.12:
         left, right = _spoken(rng, a, b)
         ask = rng.choice(["Add {a} and {b}.", "Sum of {a} and {b}", "Add {b} to {a}."])
@@ -63,7 +64,7 @@ def add(rng: random.Random) -> Turn:
 
 
 def subtract(rng: random.Random) -> Turn:
-    a, b = _operand(rng), _operand(rng)
+    a, b = _operands(rng)
     if b > a and rng.random() < 0.85:
         a, b = b, a
     if rng.random() < 0.12:
@@ -93,14 +94,15 @@ def word_problem(rng: random.Random) -> Turn:
 
 
 def too_big(rng: random.Random) -> Turn:
-    a, b = rng.randint(100, 10 ** rng.randint(3, 6)), rng.randint(0, 10 ** rng.randint(1, 5))
+    top = rng.choice([99, 99, 999, 10 ** rng.randint(4, 6)])
+    a, b = rng.randint(MAX_NUMBER + 1, top), rng.randint(0, rng.choice([20, 99, top]))
     if rng.random() < 0.5:
         a, b = b, a
     return Turn("too_big", _sum(rng, _PLUS[:3] + _MINUS[:3], _FRAMES, a, b), TOO_BIG)
 
 
 def compare(rng: random.Random) -> Turn:
-    a, b = rng.sample(range(MAX_NUMBER + 1), 2)
+    a, b = rng.sample(range(MAX_COMPARED + 1), 2)
     if rng.random() < 0.5:
         ask, best = rng.choice(["bigger", "larger", "greater", "more"]), max(a, b)
     else:
@@ -185,7 +187,7 @@ def neighbours(rng: random.Random) -> Turn:
 
 
 def number_neighbour(rng: random.Random) -> Turn:
-    number = rng.randint(1, MAX_NUMBER)
+    number = rng.randint(1, MAX_COMPARED)
     back = rng.random() < 0.4
     where = "before" if back else "after"
     ask = rng.choice([f"What comes {where} {number}?", f"What number comes {where} {number}?"])
@@ -317,11 +319,11 @@ def fact(rng: random.Random) -> Turn:
 
 
 TASKS: tuple[tuple[float, Callable[[random.Random], Turn]], ...] = (
-    (9.0, add),
-    (6.0, subtract),
-    (2.0, times),
+    (14.0, add),
+    (10.0, subtract),
+    (3.0, times),
     (1.5, word_problem),
-    (0.6, too_big),
+    (2.0, too_big),
     (1.5, compare),
     (4.0, count),
     (0.6, count_in_steps),
@@ -332,9 +334,9 @@ TASKS: tuple[tuple[float, Callable[[random.Random], Turn]], ...] = (
     (1.6, sound),
     (3.0, category),
     (3.0, list_some),
-    (2.5, spell),
+    (3.0, spell),
     (2.0, letter),
-    (2.5, repeat),
+    (3.0, repeat),
     (1.6, capital),
     (2.0, fact),
 )

@@ -43,7 +43,7 @@ def count_sentences(text: str) -> int:
 def typed(rng: random.Random, text: str, *, slips: bool = False) -> str:
     """The text as somebody in a hurry would type it."""
     pick = rng.random()
-    if pick < 0.45:
+    if pick < 0.45 or len(text) < 3:
         return text
     if pick < 0.53:
         is_order = text.split()[0] in _ORDERS

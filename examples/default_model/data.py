@@ -22,6 +22,7 @@ BOS, SYSTEM, USER, ASSISTANT, END = SPECIAL = (
     "<|end|>",
 )
 TOKENIZER_SEED = 1_000_000
+SHORT_ANSWER, SHORT_WEIGHT = 24, 2.0  # a wrong token spoils a short answer, not a story
 USER_SHARE, USER_WEIGHT = 0.25, 0.3  # of the tokens that only the user says
 
 
@@ -63,14 +64,15 @@ class Encoder:
         tokens, _ = self.dialog(dialog)
         return [*tokens, self.ids[ASSISTANT]]
 
-    def dialog(self, dialog: Dialog, *, is_start: bool = True) -> tuple[list[int], list[bool]]:
-        """Tokens, and for each whether the model is to learn to say it."""
-        tokens, spoken = ([self.ids[BOS]], [False]) if is_start else ([], [])
+    def dialog(self, dialog: Dialog, *, is_start: bool = True) -> tuple[list[int], list[float]]:
+        """Tokens, and for each the weight of saying it; zero for what the model does not say."""
+        tokens, spoken = ([self.ids[BOS]], [0.0]) if is_start else ([], [])
         for message in dialog:
             body = self.tokenizer.encode(message["content"], add_special_tokens=False).ids
-            is_model = message["role"] == "assistant"
+            weight = SHORT_WEIGHT if len(body) <= SHORT_ANSWER else 1.0
+            weight *= message["role"] == "assistant"
             tokens += [self.ids[f"<|{message['role']}|>"], *body, self.ids[END]]
-            spoken += [False] + [is_model] * (len(body) + 1)
+            spoken += [0.0] + [weight] * (len(body) + 1)
         return tokens, spoken
 
 
@@ -92,14 +94,14 @@ def make_batch(encoder: Encoder, seed: int, step: int, rows: int, length: int, c
         if start == 0 or at >= chats:
             user[0] = 0.0  # nothing can foretell the start of a document
         weights[at, start:stop] = torch.tensor(
-            [1.0 if is_model else u for is_model, u in zip(spoken, user, strict=True)]
+            [weight or u for weight, u in zip(spoken, user, strict=True)]
         )
     return Batch(tokens, documents, weights)
 
 
 def _placements(
     encoder: Encoder, stream: Iterator[Dialog], used: list[int], length: int, chats: int
-) -> Iterator[tuple[int, list[int], list[bool]]]:
+) -> Iterator[tuple[int, list[int], list[float]]]:
     """(row, tokens, spoken) by first fit, until twenty dialogs in a row find no room."""
     misses = 0
     while misses < 20:

@@ -1,4 +1,4 @@
-"""Muon for the matrices of the layers, AdamW for the rest: both as one optimizer list.
+"""Muon for most matrices of the layers, AdamW for the rest: both as one optimizer list.
 
 Muon orthogonalizes the momentum of a matrix by a Newton-Schulz iteration; matrices of one shape
 are stacked, so that the iteration is a few batched products.
@@ -24,7 +24,7 @@ def orthogonalize(update: Tensor, steps: int = 5) -> Tensor:
 
 class Muon(torch.optim.Optimizer):
     def __init__(
-        self, params: list[nn.Parameter], lr: float, momentum: float = 0.95, decay: float = 0.01
+        self, params: list[nn.Parameter], lr: float, momentum: float = 0.95, decay: float = 0.1
     ) -> None:
         by_shape: dict[torch.Size, list[nn.Parameter]] = {}
         for param in params:
@@ -50,13 +50,22 @@ class Muon(torch.optim.Optimizer):
                 param.mul_(1 - group["lr"] * group["decay"]).add_(update, alpha=-scale)
 
 
-def make_optimizers(
-    model: nn.Module, matrix_lr: float, other_lr: float
-) -> list[torch.optim.Optimizer]:
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
-    adam = torch.optim.AdamW(others, lr=other_lr, betas=(0.9, 0.98), weight_decay=0.0)
-    return [Muon(matrices, lr=matrix_lr), adam]
+def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon would let the queries and keys grow until attention looks at one token only: there is
+    no norm on them in a Llama. They are left to AdamW, with everything that is not a matrix."""
+    named = dict(model.named_parameters())
+    is_key = {n: "q_proj" in n or "k_proj" in n for n in named}
+    is_other = {n: "embed" in n or p.ndim != 2 for n, p in named.items()}
+    matrices = [p for n, p in named.items() if not is_key[n] and not is_other[n]]
+    adam = torch.optim.AdamW(
+        [
+            {"params": [p for n, p in named.items() if is_key[n]], "lr": 1e-3},
+            {"params": [p for n, p in named.items() if is_other[n]], "lr": 3e-3},
+        ],
+        betas=(0.9, 0.95),
+        weight_decay=0.0,
+    )
+    return [Muon(matrices, lr=0.01), adam]
 
 
 def schedule(step: int, total: int, warmup: int = 100, decay_share: float = 0.6) -> float:
