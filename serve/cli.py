@@ -212,7 +212,7 @@ def _version() -> str:
 def _engine(model: str | None, settings: dict[str, Any]) -> Engine:
     from serve.engine import Engine
 
-    return Engine(model, **settings)
+    return Engine(model, progress=True, **settings)
 
 
 def _serve(engine: Engine, host: str, port: int, drain_s: float) -> None:

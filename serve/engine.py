@@ -181,23 +181,30 @@ class Engine:
     """An LLM engine in this process. `async with Engine(path) as engine: ...`
 
     model: a Hugging Face directory; None takes the embedded model. settings: EngineConfig's.
-    load: how to build the core from the config (tests and benchmarks pass a fake runner).
+    progress: show a bar while weights load. load: how to build the core from the config
+    (tests and benchmarks pass a fake runner).
     """
 
     def __init__(
-        self, model: str | None = None, *, load: Loader = load_engine, **settings: Any
+        self,
+        model: str | None = None,
+        *,
+        progress: bool = False,
+        load: Loader = load_engine,
+        **settings: Any,
     ) -> None:
         self.config = EngineConfig.from_settings(model, **settings)
+        self._progress = progress
         self._load = load
         self._loaded: LoadedEngine | None = None
         self._hub: _Hub | None = None
         self._template: ChatTemplate | None = None
         self._is_draining = False
 
-    async def start(self, *, progress: bool = False) -> None:
+    async def start(self) -> None:
         """Load the model and start the pools. ModelLoadError, ConfigError."""
         loop = asyncio.get_running_loop()
-        loaded = await asyncio.to_thread(self._load, self.config, progress=progress)
+        loaded = await asyncio.to_thread(self._load, self.config, progress=self._progress)
         self._hub = _Hub(loop)
         self._template = make_chat_template(loaded.tokenizer)
         loaded.core.start()
