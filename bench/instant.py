@@ -55,7 +55,7 @@ class InstantRunner:
         began = time.perf_counter()
         if self._ended_s is not None:
             self.gaps_s.append(began - self._ended_s)
-        self._kv.commit()
+        self._kv.commit(s.kv_range for s in plan.sequences if s.kv_range is not None)
         batch = make_batch(plan, self._kv)
         self.rows.append(plan.num_total_rows)
         self.batch_s.append(time.perf_counter() - began)
@@ -95,14 +95,17 @@ def load_instant(
     batched = config.max_num_batched_tokens or 512
     limits = SchedulerLimits(config.max_num_seqs, batched, config.max_chunk_tokens or batched)
     runner = make_runner(kv) if make_runner is not None else InstantRunner(kv, script)
+    request_limits = RequestLimits(
+        max_len, spec.vocab_size, config.max_num_waiting, config.max_num_seqs
+    )
     core = EngineCore(
         runner=runner,
         scheduler=Scheduler(limits, kv),
         kv=kv,
         tokenizer=tokenizer,
         eos_token_ids=frozenset(spec.eos_token_ids),
-        limits=RequestLimits(max_len, spec.vocab_size, config.max_num_waiting, config.max_num_seqs),
+        limits=request_limits,
         compute=ComputeThread(),
         tokenize_threads=config.tokenize_threads,
     )
-    return LoadedEngine(core, spec, tokenizer, max_len, {})
+    return LoadedEngine(core, spec, tokenizer, request_limits, {})

@@ -15,11 +15,15 @@ address space, at the step boundary, before anything may touch the new positions
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import lcm
 
 from memory.allocator import PageAllocator
 from memory.vmm import VirtualMemory
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -171,62 +175,72 @@ class KVManager:
         victim = max(self.ranges, key=lambda r: (not r.is_open and r.num_spare > 0, r.num_spare))
         self._shrink(victim, max(victim.granted, len(victim.pages) - num_pages))
 
-    def _shrink(self, victim: Range, keep: int) -> None:
-        for page in victim.pages[keep:]:
-            self.allocator.give_back(page)
+    def _shrink(self, victim: Range, keep: int) -> list[int]:
+        """Take the pages after the first `keep`; returns those that nobody else holds."""
+        freed = [page for page in victim.pages[keep:] if self.allocator.give_back(page)]
         self._spare -= len(victim.pages) - keep
         del victim.pages[keep:]
         victim.valid = min(victim.valid, keep)
         self._dirty.add(victim.index)
+        return freed
 
-    def commit(self) -> None:
+    def commit(self, targets: Iterable[Range] | None = None) -> None:
         """Edit the address space so that it shows what was decided since the last commit.
 
-        Unmapping goes first: a page may have moved from an idle range to a growing one.
+        Only the given ranges are mapped (all, if None), so that one whose mapping fails with an
+        OSError does not stop the others; it stays due. Unmapping goes first: a page may have
+        moved from one range to another.
         """
         if not self._dirty:
             return
-        dirty = [self.ranges[i] for i in self._dirty]
-        self._dirty.clear()
-        for item in dirty:
-            if item.valid < item.mapped:
-                start = item.index * self.range_bytes + item.valid * self.page_bytes
-                self._memory.unmap(start, item.mapped - item.valid)
-                item.mapped = item.valid
-        for item in dirty:
-            self._map_new(item)
+        for index in self._dirty:
+            self._unmap_stale(self.ranges[index])
+        wanted = self._dirty if targets is None else {item.index for item in targets}
+        for index in sorted(wanted & self._dirty):
+            self._map_new(self.ranges[index])
+        self._dirty = {i for i in self._dirty if not self._is_settled(self.ranges[i])}
+
+    @staticmethod
+    def _is_settled(item: Range) -> bool:
+        return item.mapped == item.valid == len(item.pages)
+
+    def _unmap_stale(self, item: Range) -> None:
+        if item.valid == item.mapped:
+            return
+        start = item.index * self.range_bytes + item.valid * self.page_bytes
+        try:
+            self._memory.unmap(start, item.mapped - item.valid)
+        except OSError as error:
+            # Nobody reads beyond the valid pages, and mapping replaces what is there.
+            logger.warning("unmapping %d pages failed: %s", item.mapped - item.valid, error)
+            return
+        item.mapped = item.valid
 
     def _map_new(self, item: Range) -> None:
         """One call per run of consecutive pages."""
-        while item.mapped < len(item.pages):
-            first = item.pages[item.mapped]
+        while item.valid < len(item.pages):
+            first = item.pages[item.valid]
             length = 1
-            end = len(item.pages) - item.mapped
-            while length < end and item.pages[item.mapped + length] == first + length:
+            end = len(item.pages) - item.valid
+            while length < end and item.pages[item.valid + length] == first + length:
                 length += 1
-            offset = item.index * self.range_bytes + item.mapped * self.page_bytes
-            try:
-                self._memory.map(offset, first, length)
-            except OSError:
-                self._dirty.add(item.index)  # the next commit tries again
-                raise
-            item.mapped += length
-            item.valid = item.mapped
+            offset = item.index * self.range_bytes + item.valid * self.page_bytes
+            self._memory.map(offset, first, length)
+            item.valid += length
+            item.mapped = max(item.mapped, item.valid)
 
     def trim(self) -> None:
         """Unmap all spare pages and give their memory back to the system."""
         freed: list[int] = []
         for item in self.ranges:
             if item.num_spare:
-                freed.extend(item.pages[item.granted :])
-                self._shrink(item, item.granted)
-        self.commit()
-        freed.sort()
-        first = 0
-        for i in range(1, len(freed) + 1):  # one call for a run of consecutive pages
-            if i == len(freed) or freed[i] != freed[i - 1] + 1:
-                self._memory.release(freed[first], i - first)
-                first = i
+                freed.extend(self._shrink(item, item.granted))
+        try:
+            self.commit()
+            for first, length in _runs(sorted(freed)):
+                self._memory.release(first, length)
+        except OSError as error:  # the pages are free all the same; only the system waits
+            logger.warning("giving memory back failed: %s", error)
 
     def check_integrity(self) -> None:
         """AssertionError tells which invariant does not hold. For tests and idle moments."""
@@ -236,6 +250,7 @@ class KVManager:
             assert 0 <= item.granted <= len(item.pages), f"range {item.index}"
             assert item.is_open or not (item.granted or item.promised), f"range {item.index}"
             assert item.capacity == item.granted * self.page_bytes // self.token_bytes
+            assert item.index in self._dirty or self._is_settled(item), f"range {item.index}"
             for page in item.pages:
                 owners[page] = owners.get(page, 0) + 1
         spare = sum(item.num_spare for item in self.ranges)
@@ -243,3 +258,12 @@ class KVManager:
         promised = sum(item.promised for item in self.ranges)
         assert promised == self._promised, f"{promised} promised, counted {self._promised}"
         self.allocator.check_integrity(owners)
+
+
+def _runs(pages: list[int]) -> Iterable[tuple[int, int]]:
+    """(first, length) of the runs of consecutive numbers in a sorted list."""
+    first = 0
+    for i in range(1, len(pages) + 1):
+        if i == len(pages) or pages[i] != pages[i - 1] + 1:
+            yield pages[first], i - first
+            first = i

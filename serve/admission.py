@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from serve.errors import ContextLengthError, RequestError
 from serve.request import Request, SamplingParams
+from serve.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +39,26 @@ def check_request(
     vocab_size = limits.vocab_size
     if not isinstance(token_ids, (list, tuple)) or not token_ids:
         raise RequestError("the prompt is empty", param="prompt", code="invalid_prompt")
-    if not all(_is_token(token, vocab_size) for token in token_ids):
-        raise RequestError(f"token ids must be integers from 0 to {vocab_size - 1}", param="prompt")
     _check_ids("logit_bias", params.logit_bias or {}, vocab_size)
     _check_ids("stop_token_ids", params.stop_ids, vocab_size)
     room = limits.max_model_len - len(token_ids)
-    _check_room(room, len(token_ids), params, limits)
+    _check_room(room, len(token_ids), params, limits)  # before anything that looks at each id
+    if not all(_is_token(token, vocab_size) for token in token_ids):
+        raise RequestError(f"token ids must be integers from 0 to {vocab_size - 1}", param="prompt")
     if params.max_tokens is None:
         params = params.with_max_tokens(room)
     return Request(request_id, prompt, tuple(token_ids), params, arrival_s)
+
+
+def check_text(text: str, tokenizer: Tokenizer, limits: RequestLimits) -> None:
+    """Refuse a text that cannot fit whatever its tokens are, before time is spent on it."""
+    longest = tokenizer.max_piece_bytes
+    if longest is not None and len(text) > limits.max_model_len * longest:
+        raise ContextLengthError(
+            f"the context is {limits.max_model_len} tokens, but the prompt has {len(text)} "
+            "characters, which is more in any case",
+            param="prompt",
+        )
 
 
 def _is_token(token: object, vocab_size: int) -> bool:

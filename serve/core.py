@@ -15,24 +15,28 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 from memory.kv_manager import KVManager
-from serve.admission import RequestLimits, check_request
+from serve.admission import RequestLimits, check_request, check_text
 from serve.compute_thread import ComputeThread
 from serve.detokenizer import DetokenizerFactory
 from serve.errors import (
     EngineStoppedError,
+    GenerationError,
     MergestepError,
     OverloadedError,
     RequestError,
 )
-from serve.output import OutputProcessor, OutputState, RequestTimes, Sink, StepRecord
+from serve.output import OutputProcessor, OutputState, Sink, StepRecord
 from serve.request import FinishReason, Prompt, Request, SamplingParams
 from serve.runner import Runner, StepResult
 from serve.scheduler import Scheduler, StepPlan
 from serve.sequence import Sequence, SequenceStatus, make_sequences
+from serve.state import EngineStats, RequestState
 from serve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -49,40 +53,6 @@ _SEED_STEP = 0x9E3779B97F4A7C15
 _SEED_MASK = (1 << 62) - 1
 
 Encode = Callable[[], "list[int]"]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A snapshot of counters. Pages of idle ranges count as mapped but not as in use."""
-
-    num_unfinished: int
-    num_running: int
-    num_waiting: int
-    num_steps: int
-    num_prefill_rows: int
-    num_decode_rows: int
-    num_preemptions: int
-    pages_in_use: int
-    pages_mapped: int
-    pages_total: int
-    last_step_age_s: float | None
-
-
-class RequestState:
-    """One submitted request inside the core. `sequences` is filled once it is tokenized."""
-
-    __slots__ = ("is_aborted", "params", "prompt", "request_id", "sequences", "sink", "times")
-
-    def __init__(
-        self, request_id: str, prompt: str | None, params: SamplingParams, sink: Sink, now_s: float
-    ) -> None:
-        self.request_id = request_id
-        self.prompt = prompt
-        self.params = params
-        self.sink = sink
-        self.times = RequestTimes(now_s)
-        self.sequences: list[Sequence] = []
-        self.is_aborted = False
 
 
 class EngineCore:
@@ -115,6 +85,7 @@ class EngineCore:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._records: queue.Queue[StepRecord | None] = queue.Queue(_MAX_RECORDS_BEHIND)
         self._unfinished: dict[str, RequestState] = {}  # guarded by _lock
+        self._num_unfinished = 0  # their sequences; guarded by _lock
         self._lock = threading.Lock()
         # Records wait here until the next step is under way: pool 3 then works beside the
         # device and not between two steps.
@@ -159,13 +130,13 @@ class EngineCore:
         with self._lock:
             if self._is_stopping or self._failure is not None:
                 raise EngineStoppedError("the engine has stopped")
-            if len(self._unfinished) >= self._limits.max_num_waiting + self._limits.max_num_seqs:
-                raise OverloadedError(
-                    f"more than {self._limits.max_num_waiting} requests are waiting"
-                )
+            limit = self._limits.max_num_waiting + self._limits.max_num_seqs
+            if self._num_unfinished and self._num_unfinished + params.n > limit:
+                raise OverloadedError(f"{self._num_unfinished} sequences are running or waiting")
             if state.request_id in self._unfinished:
                 raise RequestError("a request with this id is running", param="request_id")
             self._unfinished[state.request_id] = state
+            self._num_unfinished += params.n
             # still under the lock: a shutdown that begins now finds it queued
             self._tokenize.submit(self._prepare, state, prompt)
         return state
@@ -207,11 +178,11 @@ class EngineCore:
     def shutdown(self) -> None:
         """Abort what is left, end the threads, give memory back. Blocks; may be called twice."""
         self.stop_accepting()
-        self._tokenize.shutdown(wait=True)
         with self._lock:
             states = list(self._unfinished.values())
         for state in states:
             self.abort(state)
+        self._tokenize.shutdown(wait=True)  # quick: what is aborted is not tokenized
         if self._loop_job is not None:
             self._inbox.put(None)
             self._loop_job.result()
@@ -226,20 +197,18 @@ class EngineCore:
     def _prepare(self, state: RequestState, prompt: Prompt | Encode) -> None:
         """Tokenize and check; hand over to the loop or tell the sink what is wrong."""
         try:
-            if callable(prompt):
-                token_ids = prompt()
-            elif isinstance(prompt, str):
-                token_ids = self._tokenizer.encode(prompt)
+            if state.is_aborted:
+                params = replace(state.params, max_tokens=0, min_tokens=0)
+                request = Request(state.request_id, None, (), params, state.times.arrival_s)
             else:
-                token_ids = prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
-            request = check_request(
-                state.request_id,
-                state.prompt,
-                token_ids,
-                state.params,
-                self._limits,
-                state.times.arrival_s,
-            )
+                request = check_request(
+                    state.request_id,
+                    state.prompt,
+                    self._token_ids(prompt),
+                    state.params,
+                    self._limits,
+                    state.times.arrival_s,
+                )
         except MergestepError as error:
             self._refuse(state, error)
         except Exception as error:
@@ -247,15 +216,40 @@ class EngineCore:
             message = f"the prompt could not be tokenized: {type(error).__name__}"
             self._refuse(state, RequestError(message, param="prompt", code="invalid_prompt"))
         else:
-            state.sink.accept(request)
-            state.sink.wake()
-            self._inbox.put(lambda: self._enqueue(state, request))
+            self._tell(state, lambda: state.sink.accept(request))
+            self._inbox.put(lambda: self._guarded(state, lambda: self._enqueue(state, request)))
+
+    def _token_ids(self, prompt: Prompt | Encode) -> SequenceOf[int]:
+        if callable(prompt):
+            return prompt()
+        if isinstance(prompt, dict):
+            given: dict[str, Any] = dict(prompt)
+            inner: Any = given.get("prompt_token_ids", given.get("prompt"))
+            if inner is None or isinstance(inner, dict):
+                raise RequestError("a prompt needs prompt_token_ids or prompt", param="prompt")
+            return self._token_ids(inner)
+        if isinstance(prompt, str):
+            check_text(prompt, self._tokenizer, self._limits)
+            return self._tokenizer.encode(prompt)
+        return prompt
 
     def _refuse(self, state: RequestState, error: Exception) -> None:
+        self._remove(state)
+        self._tell(state, lambda: state.sink.fail(error))
+
+    @staticmethod
+    def _tell(state: RequestState, act: Callable[[], None]) -> None:
+        """A consumer's own fault is logged and harms nobody else."""
+        try:
+            act()
+            state.sink.wake()
+        except Exception:
+            logger.exception("the consumer of %s cannot be told", state.request_id)
+
+    def _remove(self, state: RequestState) -> None:
         with self._lock:
-            self._unfinished.pop(state.request_id, None)
-        state.sink.fail(error)
-        state.sink.wake()
+            if self._unfinished.pop(state.request_id, None) is not None:
+                self._num_unfinished -= state.params.n
 
     # ---- pool 2: the loop
 
@@ -263,22 +257,46 @@ class EngineCore:
         try:
             while self._take_messages():
                 self._step()
+            self._drain_inbox()
         except BaseException as error:
             logger.exception("the compute loop failed; no new requests are accepted")
             with self._lock:
                 self._failure = error
             self._answer_failed()
-        self._end_everything()
-        self._runner.close()
+        finally:
+            self._answer_all(FinishReason.ABORT)
+            self._answer_rest()
+            self._kv.trim()
+            self._runner.close()
 
     def _answer_failed(self) -> None:
         """The loop has failed: until shutdown, whatever still comes in is told so."""
-        self._end_all(FinishReason.ERROR, "the engine failed")
-        self._flush_records()
-        while (message := self._inbox.get()) is not None:
+        message: Callable[[], None] | None = lambda: None  # noqa: E731
+        while message is not None:
             message()
-            self._end_all(FinishReason.ERROR, "the engine failed")
-            self._flush_records()
+            self._answer_all(FinishReason.ERROR, "the engine failed")
+            message = self._inbox.get()
+
+    def _drain_inbox(self) -> None:
+        while not self._inbox.empty():
+            if (message := self._inbox.get()) is not None:
+                message()
+
+    def _answer_all(self, reason: FinishReason, error: str | None = None) -> None:
+        """End every sequence, even if the books turn out to be broken."""
+        try:
+            for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
+                self._end(sequence, reason, error)
+        except Exception:
+            logger.exception("ending the sequences failed")
+        self._flush_records()
+
+    def _answer_rest(self) -> None:
+        """Nobody may wait for ever for a request that got lost."""
+        with self._lock:
+            rest = list(self._unfinished.values())
+        for state in rest:
+            self._refuse(state, EngineStoppedError("the engine has stopped"))
 
     def _take_messages(self) -> bool:
         """Handle what has arrived; wait for something when there is nothing to compute."""
@@ -365,7 +383,7 @@ class EngineCore:
 
     def _enqueue(self, state: RequestState, request: Request) -> None:
         sequences = make_sequences(request, self._eos)
-        for sequence in sequences:
+        for sequence in sequences:  # before any of them is known to the scheduler
             sequence.output = OutputState(
                 request, sequence.index, self._detokenizers, state.sink, state.times
             )
@@ -397,32 +415,18 @@ class EngineCore:
         for request_id in {s.request.request_id for s in finished}:
             state = self._unfinished.get(request_id)
             if state is not None and all(s.is_finished for s in state.sequences):
-                with self._lock:
-                    del self._unfinished[request_id]
+                self._remove(state)
 
-    def _end_everything(self) -> None:
-        """The loop is over: every request still inside gets an answer."""
-        while True:
-            try:
-                message = self._inbox.get_nowait()
-            except queue.Empty:
-                break
-            if message is not None:
-                message()
-        self._end_all(FinishReason.ABORT)
-        self._flush_records()
-        self._kv.trim()
-
-    def _end_all(self, reason: FinishReason, error: str | None = None) -> None:
-        for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
-            self._end(sequence, reason, error)
+    def _guarded(self, state: RequestState, act: Callable[[], None]) -> None:
+        """A fault while taking in a request ends that request only."""
+        try:
+            act()
+        except Exception:
+            logger.exception("queueing %s failed", state.request_id)
+            self._refuse(state, GenerationError("the engine failed to queue the request"))
 
     # ---- pool 3
 
     def _post_loop(self) -> None:
         while (record := self._records.get()) is not None:
-            try:
-                for sink in self._output.process(record):
-                    sink.wake()
-            except Exception:  # a sink's own fault; the thread must live, or the loop blocks
-                logger.exception("delivering a step's results failed")
+            self._output.process(record)

@@ -89,22 +89,23 @@ class DetokenizerFactory:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        # Both tables are made at start-up: the thread that makes detokenizers also computes.
         self._tables: dict[bool, tuple[list[bytes], list[str | None]]] = {}
-        self.make()  # the common table is ready before the first token
+        if tokenizer.pieces is not None:
+            pieces = tokenizer.pieces
+            texts = [_whole_text(piece) for piece in pieces]
+            self._tables[False] = (pieces, texts)
+            skipped = tokenizer.special_ids
+            self._tables[True] = (
+                [b"" if i in skipped else piece for i, piece in enumerate(pieces)],
+                ["" if i in skipped else text for i, text in enumerate(texts)],
+            )
 
     def make(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """A fresh detokenizer for one sequence."""
         if self._tokenizer.pieces is None:
             return TailDetokenizer(self._tokenizer, skip_special_tokens)
-        if skip_special_tokens not in self._tables:
-            skipped = self._tokenizer.special_ids if skip_special_tokens else frozenset()
-            self._tables[skip_special_tokens] = _tables(self._tokenizer.pieces, skipped)
         return BytesDetokenizer(*self._tables[skip_special_tokens])
-
-
-def _tables(pieces: list[bytes], skipped: frozenset[int]) -> tuple[list[bytes], list[str | None]]:
-    kept = [b"" if i in skipped else piece for i, piece in enumerate(pieces)]
-    return kept, [_whole_text(piece) for piece in kept]
 
 
 def _whole_text(piece: bytes) -> str | None:

@@ -13,9 +13,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
+from serve.admission import RequestLimits, check_text
 from serve.chat_template import ChatTemplate, neutralize, split_neutralized
 from serve.config import EngineConfig
-from serve.core import EngineCore, EngineStats, RequestState
+from serve.core import EngineCore
 from serve.errors import EngineStoppedError, RequestError
 from serve.loader import LoadedEngine, load_engine
 from serve.models import ModelSpec
@@ -29,6 +30,7 @@ from serve.request import (
     SamplingParams,
     TokenDelta,
 )
+from serve.state import EngineStats, RequestState
 from serve.tokenizer import Tokenizer
 
 _DRAIN_POLL_S = 0.01
@@ -274,12 +276,12 @@ class Engine:
     ) -> RequestStream:
         """Queue a conversation, rendered with the model's chat template in pool 1."""
         template = self._template
-        tokenizer = self.tokenizer
+        tokenizer, limits = self.tokenizer, self.loaded.limits
         if template is None:
             raise RequestError("this model has no chat template", param="messages")
 
         def encode() -> list[int]:
-            return encode_chat(template, tokenizer, messages, add_generation_prompt)
+            return encode_chat(template, tokenizer, messages, limits, add_generation_prompt)
 
         return self._submit(encode, params, request_id)
 
@@ -345,12 +347,14 @@ def encode_chat(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     messages: list[dict[str, Any]],
+    limits: RequestLimits,
     add_generation_prompt: bool = True,
 ) -> list[int]:
     """Token ids of a conversation. Special tokens come from the template only, never from what
     a message says."""
     safe = neutralize(messages, tokenizer.special_token_strings)
     text = template.render(safe, add_generation_prompt=add_generation_prompt)
+    check_text(text, tokenizer, limits)
     token_ids: list[int] = []
     for part in split_neutralized(text):
         token_ids.extend(tokenizer.encode(part, add_special_tokens=False))

@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 from serve.chat_template import ChatTemplate
 from serve.config import EngineConfig
-from serve.core import EngineCore, EngineStats, RequestState
+from serve.core import EngineCore
 from serve.engine import encode_chat, make_chat_template
 from serve.errors import RequestError
 from serve.loader import LoadedEngine, load_engine
@@ -30,6 +30,7 @@ from serve.request import (
     SamplingParams,
     TokenDelta,
 )
+from serve.state import EngineStats, RequestState
 from serve.tokenizer import Tokenizer
 
 Messages = list[dict[str, Any]]
@@ -123,8 +124,13 @@ class LLM:
             raise RequestError("this model has no chat template", param="messages")
         one = bool(messages) and isinstance(messages[0], dict)
         conversations: Any = [messages] if one else messages
+        limits, tokenizer = self._loaded.limits, self.tokenizer
         prompts = [
-            {"prompt_token_ids": encode_chat(template, self.tokenizer, item, add_generation_prompt)}
+            {
+                "prompt_token_ids": encode_chat(
+                    template, tokenizer, item, limits, add_generation_prompt
+                )
+            }
             for item in conversations
         ]
         return self._run(prompts, sampling_params, use_tqdm)

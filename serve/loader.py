@@ -11,6 +11,7 @@ import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,8 +24,9 @@ from serve.admission import RequestLimits
 from serve.compute_thread import ComputeThread
 from serve.config import EngineConfig
 from serve.core import EngineCore
-from serve.errors import ConfigError
+from serve.errors import ConfigError, ModelLoadError, RequestError
 from serve.models import ModelSpec, load_model, read_generation_defaults, read_spec
+from serve.request import SamplingParams
 from serve.runner import ModelRunner
 from serve.scheduler import Scheduler, SchedulerLimits
 from serve.tokenizer import Tokenizer
@@ -50,8 +52,12 @@ class LoadedEngine:
     core: EngineCore
     spec: ModelSpec
     tokenizer: Tokenizer
-    max_model_len: int
+    limits: RequestLimits
     generation_defaults: dict[str, object]
+
+    @property
+    def max_model_len(self) -> int:
+        return self.limits.max_model_len
 
 
 def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine:
@@ -91,7 +97,7 @@ def _load(config: EngineConfig, compute: ComputeThread, progress: bool) -> Loade
         torch.set_num_threads(config.compute_threads)
     spec = read_spec(path)
     tokenizer = Tokenizer.load(path)
-    defaults = dict(read_generation_defaults(path))
+    defaults = _generation_defaults(path)
     dtype = resolve_dtype(config.dtype, spec)
     try:
         backend = get_backend(config.backend)
@@ -118,15 +124,16 @@ def _load(config: EngineConfig, compute: ComputeThread, progress: bool) -> Loade
         LocalAttention(layers, cache, backend),
         memory=memory,
     )
+    request_limits = RequestLimits(
+        sizes.max_model_len, spec.vocab_size, config.max_num_waiting, config.max_num_seqs
+    )
     core = EngineCore(
         runner=runner,
         scheduler=Scheduler(limits, kv),
         kv=kv,
         tokenizer=tokenizer,
         eos_token_ids=frozenset(_eos(defaults, spec, tokenizer)),
-        limits=RequestLimits(
-            sizes.max_model_len, spec.vocab_size, config.max_num_waiting, config.max_num_seqs
-        ),
+        limits=request_limits,
         compute=compute,
         tokenize_threads=config.tokenize_threads,
         seed=secrets.randbits(62) if config.seed is None else config.seed,
@@ -141,7 +148,18 @@ def _load(config: EngineConfig, compute: ComputeThread, progress: bool) -> Loade
         layout.token_bytes,
         batched,
     )
-    return LoadedEngine(core, spec, tokenizer, sizes.max_model_len, defaults)
+    return LoadedEngine(core, spec, tokenizer, request_limits, defaults)
+
+
+def _generation_defaults(path: Path) -> dict[str, object]:
+    """What generation_config.json asks for, checked as a request's parameters would be."""
+    defaults = dict(read_generation_defaults(path))
+    sampling: dict[str, Any] = {k: v for k, v in defaults.items() if k != "eos_token_ids"}
+    try:
+        SamplingParams(**sampling)
+    except RequestError as error:
+        raise ModelLoadError(f"{path / 'generation_config.json'}: {error}") from error
+    return defaults
 
 
 def _eos(defaults: dict[str, object], spec: ModelSpec, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -153,7 +171,7 @@ def _eos(defaults: dict[str, object], spec: ModelSpec, tokenizer: Tokenizer) -> 
 
 
 def resolve_dtype(name: str, spec: ModelSpec) -> torch.dtype:
-    """ "auto": bfloat16 for 16-bit checkpoints on a CPU that has bf16 dot products, else fp32."""
+    """auto: bfloat16 for 16-bit checkpoints where oneDNN has kernels for it, else float32."""
     if name == "float32":
         return torch.float32
     if name == "bfloat16":
@@ -161,7 +179,7 @@ def resolve_dtype(name: str, spec: ModelSpec) -> torch.dtype:
     is_16_bit = spec.torch_dtype in ("bfloat16", "float16")
     chosen = torch.bfloat16 if is_16_bit and _has_bf16() else torch.float32
     logger.info(
-        "dtype auto: %s (checkpoint %s, bf16 instructions: %s)",
+        "dtype auto: %s (checkpoint %s, oneDNN bf16 kernels: %s)",
         str(chosen).removeprefix("torch."),
         spec.torch_dtype,
         "yes" if _has_bf16() else "no",

@@ -8,7 +8,7 @@ back to the compute loop as a message.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -135,7 +135,10 @@ class OutputState:
             text = self._push_token(token)
         text += self._detokenizer.finish()
         if self._stops is not None:
-            text, found = self._stops.push(text)
+            if token is not None and self._is_past_minimum():
+                text, found = self._stops.push(text)
+            else:
+                text = self._stops.finish() + text
             text += self._stops.finish()
         kept = [logprobs] if logprobs is not None and self._wants_logprobs else None
         if found is not None:
@@ -158,9 +161,10 @@ class OutputProcessor:
         self._on_stop = on_stop
         self._on_error = on_error
 
-    def process(self, record: StepRecord) -> Iterable[Sink]:
-        """Push the record's deltas; returns the sinks that got any, to be woken."""
-        touched: dict[Sink, None] = {}
+    def process(self, record: StepRecord) -> None:
+        """Push the record's deltas, then wake the consumers. Never raises: a fault, be it of a
+        detokenizer or of a sink, ends the sequence it belongs to."""
+        touched: dict[int, Sink] = {}
         ended = set(map(id, record.finished)) if record.finished else ()
         logprobs = record.logprobs
         for i, sequence in enumerate(record.sequences):
@@ -176,12 +180,16 @@ class OutputProcessor:
                     self._on_stop(sequence)
             except Exception as error:
                 self._fail(sequence, state, error)
-            touched[state.sink] = None
+            touched[id(state.sink)] = state.sink
         if record.finished:
             self._finish_all(record, touched)
-        return touched
+        for sink in touched.values():
+            try:
+                sink.wake()
+            except Exception:
+                logger.exception("a consumer cannot be woken")
 
-    def _finish_all(self, record: StepRecord, touched: dict[Sink, None]) -> None:
+    def _finish_all(self, record: StepRecord, touched: dict[int, Sink]) -> None:
         last = {id(s): i for i, s in enumerate(record.sequences)}
         for sequence in record.finished:
             state = sequence.output
@@ -204,15 +212,19 @@ class OutputProcessor:
                 )
             except Exception as error:
                 self._fail(sequence, state, error)
-            touched[state.sink] = None
+            touched[id(state.sink)] = state.sink
 
     def _fail(self, sequence: Sequence, state: OutputState, error: Exception) -> None:
         """A fault in one request's post-processing ends only that sequence."""
         logger.exception("post-processing of %s failed", sequence.request.request_id)
         state.is_done = True
         message = f"post-processing failed: {type(error).__name__}"
-        state.sink.push(TokenDelta(state.index, "", [], None, FinishReason.ERROR, None, message))
         self._on_error(sequence)
+        delta = TokenDelta(state.index, "", [], None, FinishReason.ERROR, None, message)
+        try:
+            state.sink.push(delta)
+        except Exception:
+            logger.exception("the consumer of %s cannot be told", sequence.request.request_id)
 
     @staticmethod
     def _note_first(sequence: Sequence, times: RequestTimes, now_s: float) -> None:

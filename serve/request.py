@@ -19,6 +19,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
+MIN_TEMPERATURE = 1e-5
 MAX_LOGIT_BIAS = 1024
 SEED_LIMIT = 1 << 63
 
@@ -29,7 +30,13 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
 
 
-Prompt = str | TokensPrompt | list[int]
+class TextPrompt(TypedDict):
+    """A text prompt in the form that vLLM's users know."""
+
+    prompt: str
+
+
+Prompt = str | TextPrompt | TokensPrompt | list[int]
 
 
 class FinishReason(Enum):
@@ -75,9 +82,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         stop = self.stop
-        stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-        object.__setattr__(self, "stop", stops)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        stops = () if stop is None else (stop,) if isinstance(stop, str) else stop
+        object.__setattr__(self, "stop", _tuple("stop", stops))
+        object.__setattr__(
+            self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids or ())
+        )
         _check_int("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 0, SEED_LIMIT)
@@ -149,10 +158,27 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        """Temperatures too small to divide by are 0."""
+        return self.temperature < MIN_TEMPERATURE
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
 
     def with_max_tokens(self, max_tokens: int) -> SamplingParams:
         return replace(self, max_tokens=max_tokens)
+
+
+def _tuple(name: str, values: object) -> tuple[object, ...]:
+    if not isinstance(values, (list, tuple)):
+        raise RequestError(
+            f"{name} must be a list, not {type(values).__name__}", param=name, code="invalid_type"
+        )
+    return tuple(values)
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

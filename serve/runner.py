@@ -61,7 +61,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, launched: Callable[[], None]) -> StepResult:
-        self._kv.commit()
+        self._kv.commit(s.kv_range for s in plan.sequences if s.kv_range is not None)
         batch = make_batch(plan, self._kv)
         self._attention.plan(batch.attention)
         launched()

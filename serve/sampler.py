@@ -39,7 +39,7 @@ def sample(logits: Tensor, sequences: SequenceOf[Sequence]) -> Sampled:
         raw = torch.log_softmax(logits, dim=-1)
     _adjust(logits, sequences)
     token_ids = torch.argmax(logits, dim=-1).tolist()
-    random_rows = [i for i, s in enumerate(sequences) if s.request.params.temperature > 0]
+    random_rows = [i for i, s in enumerate(sequences) if not s.request.params.is_greedy]
     if random_rows:
         rows = logits if len(random_rows) == len(sequences) else logits[random_rows]
         chosen = _draw(rows, [sequences[i] for i in random_rows])
@@ -66,26 +66,58 @@ def _splitmix(x: _UInt64s) -> _UInt64s:
     return x
 
 
+class TokenHistory:
+    """A sequence's tokens as a tensor that grows with it, so that a step copies only new ones."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(64, dtype=torch.int64)
+        self._length = 0
+
+    def tokens(self, sequence: Sequence) -> Tensor:
+        """[num_tokens] int64: prompt and output."""
+        length = len(sequence.token_ids)
+        if length > len(self._buffer):
+            larger = torch.empty(2 * length, dtype=torch.int64)
+            larger[: self._length] = self._buffer[: self._length]
+            self._buffer = larger
+        if length > self._length:
+            new = torch.tensor(sequence.token_ids[self._length :], dtype=torch.int64)
+            self._buffer[self._length : length] = new
+            self._length = length
+        return self._buffer[:length]
+
+
 def _adjust(logits: Tensor, sequences: SequenceOf[Sequence]) -> None:
     """Penalties, biases and forbidden ends, in place, on the rows that ask for them."""
-    vocab_size = logits.shape[-1]
     for i, sequence in enumerate(sequences):
         params = sequence.request.params
-        row = logits[i]
-        if params.repetition_penalty != 1.0:
-            seen = torch.tensor(sorted(set(sequence.token_ids)))
-            values = row[seen]
-            factor = params.repetition_penalty
-            row[seen] = torch.where(values > 0, values / factor, values * factor)
-        if params.presence_penalty or params.frequency_penalty:
-            output = torch.tensor(sequence.token_ids[sequence.num_prompt_tokens :]).long()
-            counts = torch.bincount(output, minlength=vocab_size)
-            row -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+        if params.has_penalties:
+            _penalize(logits[i], sequence)
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias))
-            row[ids] += torch.tensor(list(params.logit_bias.values()))
-        if sequence.stop_ids and len(sequence.token_ids) < sequence.min_tokens_total:
-            row[list(sequence.stop_ids)] = float("-inf")
+            logits[i, ids] += torch.tensor(list(params.logit_bias.values()))
+        if len(sequence.token_ids) < sequence.min_tokens_total and sequence.stop_ids:
+            logits[i, list(sequence.stop_ids)] = float("-inf")
+
+
+def _penalize(row: Tensor, sequence: Sequence) -> None:
+    """row: [vocab]. Repetition over prompt and output, presence and frequency over output."""
+    params = sequence.request.params
+    if sequence.history is None:
+        sequence.history = TokenHistory()
+    assert isinstance(sequence.history, TokenHistory)
+    tokens = sequence.history.tokens(sequence)
+    if params.repetition_penalty != 1.0:
+        values = row[tokens]  # a token that occurs twice is written twice, with the same value
+        factor = params.repetition_penalty
+        row[tokens] = torch.where(values > 0, values / factor, values * factor)
+    output = tokens[sequence.num_prompt_tokens :]
+    if params.presence_penalty and len(output):
+        seen = torch.zeros_like(row).index_fill_(0, output, params.presence_penalty)
+        row -= seen
+    if params.frequency_penalty and len(output):
+        step = torch.full(output.shape, -params.frequency_penalty)
+        row.index_add_(0, output, step)
 
 
 def _draw(logits: Tensor, sequences: SequenceOf[Sequence]) -> list[int]:

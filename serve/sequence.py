@@ -5,7 +5,7 @@ Only the compute loop touches a Sequence after it has been queued. No torch, no 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -45,7 +45,8 @@ class Sequence:
     first_scheduled_s: float | None = None
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
-    output: object = field(default=None)  # pool 3's state; opaque here
+    output: object = None  # pool 3's state; opaque here
+    history: object = None  # the sampler's; opaque here
 
     @property
     def num_tokens(self) -> int:

@@ -24,6 +24,7 @@ from serve.models.config_file import read_json
 MAX_FILE_BYTES = 256 << 20
 MAX_TEMPLATE_BYTES = 4 << 20
 MAX_VOCAB = 1 << 24
+LONG_TEXT = 4096
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 EXTRA_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 SPACE = "\u2581"  # sentencepiece's visible space
@@ -68,6 +69,7 @@ class Tokenizer:
         self.special_token_strings = tuple(codec.special.values())
         self.strips_leading_space = codec.strips_leading_space
         self.pieces = codec.pieces
+        self._max_piece_bytes = max(map(len, codec.pieces)) if codec.pieces else None
         if self.pieces is not None:
             self.pieces.extend([b""] * (min_size - len(self.pieces)))
 
@@ -114,6 +116,11 @@ class Tokenizer:
         if not 0 <= token_id < len(self.pieces):
             return ""
         return self.pieces[token_id].decode("utf-8", errors="replace")
+
+    @property
+    def max_piece_bytes(self) -> int | None:
+        """No token stands for more bytes of text than this; None if nobody knows."""
+        return self._max_piece_bytes
 
     def _named_id(self, name: str) -> int | None:
         token = self.named_tokens.get(name)
@@ -183,8 +190,12 @@ class _FastCodec:
         return int(self._fast.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        if len(text) < LONG_TEXT:
+            ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+        # only the batch call releases the interpreter while it works
+        batch = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
+        return list(batch[0].ids)
 
     def encode_plain(self, text: str) -> list[int]:
         with self._plain_lock:

@@ -18,22 +18,24 @@ class FakeMemory:
         self.page_bytes = page_bytes
         self.mapped: dict[int, int] = {}
         self.num_calls = 0
-        self.fail_next_map = False
+        self.fail_next: str | None = None
 
     def reserve(self, size_bytes: int) -> int:
         return 0
 
     def map(self, offset: int, first_page: int, num_pages: int) -> None:
-        if self.fail_next_map:
-            self.fail_next_map = False
-            raise OSError(12, "no memory")
+        self._maybe_fail("map")
         self.num_calls += 1
         for i in range(num_pages):
-            place = offset + i * self.page_bytes
-            assert place not in self.mapped, f"offset {place} is mapped already"
-            self.mapped[place] = first_page + i
+            self.mapped[offset + i * self.page_bytes] = first_page + i
+
+    def _maybe_fail(self, call: str) -> None:
+        if self.fail_next == call:
+            self.fail_next = None
+            raise OSError(12, "no memory")
 
     def unmap(self, offset: int, num_pages: int) -> None:
+        self._maybe_fail("unmap")
         self.num_calls += 1
         for i in range(num_pages):
             del self.mapped[offset + i * self.page_bytes]
@@ -112,7 +114,7 @@ class ScriptedRunner:
         for sequence in plan.sequences:
             if self.fails(sequence):
                 raise ZeroDivisionError("scripted failure")
-        self.kv.commit()
+        self.kv.commit(s.kv_range for s in plan.sequences if s.kv_range is not None)
         sampled = [s for s, samples in zip(plan.sequences, plan.samples, strict=True) if samples]
         return StepResult(sampled, [self.script(s) for s in sampled], None)
 

@@ -21,10 +21,10 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 @pytest.fixture(scope="module", params=["fast", "fallback"])
 def cpu(request):
     backend = CpuBackend()
-    assert backend._has_packed
-    assert backend._has_flash
+    assert backend._packed_types >= {torch.float32}
+    assert backend._flash_types == {torch.float32, torch.bfloat16}
     if request.param == "fallback":
-        backend._has_packed = backend._has_flash = False
+        backend._packed_types = backend._flash_types = set()
     return backend
 
 

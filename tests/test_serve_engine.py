@@ -6,6 +6,7 @@ import asyncio
 import functools
 import gc
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ from serve import LLM, Engine, FinishReason, SamplingParams
 from serve.errors import (
     ContextLengthError,
     EngineStoppedError,
+    GenerationError,
     OverloadedError,
     RequestError,
 )
@@ -57,6 +59,15 @@ class Rig:
         )
         self.engine = Engine(
             str(checkpoint("llama")), load=load, **({"max_num_seqs": 8} | settings)
+        )
+
+    def sink(self):
+        """A sink that nobody reads."""
+        return SimpleNamespace(
+            accept=lambda request: None,
+            push=lambda delta: None,
+            fail=lambda error: None,
+            wake=lambda: None,
         )
 
     async def __aenter__(self):
@@ -228,6 +239,97 @@ def test_a_broken_detokenizer_ends_only_its_sequence(monkeypatch):
             output = await rig.engine.generate(PROMPT, params(n=3))
             assert [o.finish_reason for o in output.outputs] == ["length", "error", "length"]
             assert "ValueError" in output.outputs[1].error
+
+    go(main())
+
+
+def test_a_fault_while_queueing_ends_only_its_request():
+    async def main():
+        async with Rig() as rig:
+            factory = rig.engine.loaded.core._detokenizers
+            original, calls = factory.make, []
+
+            def make(**kwargs):
+                calls.append(1)
+                if len(calls) == 1:
+                    raise ValueError("broken")
+                return original(**kwargs)
+
+            factory.make = make
+            with pytest.raises(GenerationError):
+                await rig.engine.generate(PROMPT, params())
+            output = await rig.engine.generate(PROMPT, params())
+            assert output.outputs[0].finish_reason == "length"
+            assert rig.engine.is_ready
+
+    go(main())
+
+
+def test_a_broken_sink_harms_no_other():
+    class BrokenSink:
+        def accept(self, request):
+            pass
+
+        def push(self, delta):
+            raise ValueError("broken sink")
+
+        def fail(self, error):
+            pass
+
+        def wake(self):
+            raise ValueError("broken sink")
+
+    async def main():
+        async with Rig() as rig:
+            core = rig.engine.loaded.core
+            streams = [rig.engine.submit(PROMPT, params(max_tokens=30)) for _ in range(2)]
+            core.submit(PROMPT, params(max_tokens=30), BrokenSink())
+            for stream in streams:
+                deltas = [delta async for delta in stream]
+                assert sum(len(d.token_ids) for d in deltas) == 30
+            for _ in range(100):
+                if core.num_unfinished() == 0:
+                    return
+                await asyncio.sleep(0.01)
+            raise AssertionError("the request of the broken sink still runs")
+
+    go(main())
+
+
+def test_shutdown_does_not_tokenize_the_backlog():
+    async def main():
+        async with Rig(max_num_waiting=500) as rig:
+            core = rig.engine.loaded.core
+            for _ in range(40):
+                core.submit(lambda: time.sleep(0.2) or PROMPT, params(), rig.sink())
+            began = time.monotonic()
+            await rig.engine.shutdown()
+            assert time.monotonic() - began < 1.5
+
+    go(main())
+
+
+def test_stop_strings_wait_for_min_tokens():
+    async def main():
+        async with Rig(script=text_script("a")) as rig:
+            for most, text in ((3, "aaa"), (6, "aaa")):
+                given = params(min_tokens=3, max_tokens=most, stop=["a"])
+                output = (await rig.engine.generate(PROMPT, given)).outputs[0]
+                assert output.text == text
+            whole = params(min_tokens=3, max_tokens=3, stop=["aa"])
+            output = (await rig.engine.generate(PROMPT, whole)).outputs[0]
+            assert (output.text, output.finish_reason) == ("aaa", "length")
+
+    go(main())
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized():
+    async def main():
+        async with Rig(max_model_len=64) as rig:
+            began = time.monotonic()
+            with pytest.raises(ContextLengthError, match="characters"):
+                await rig.engine.submit("x" * 8_000_000, params()).accepted()
+            assert time.monotonic() - began < 0.5
 
     go(main())
 

@@ -123,7 +123,7 @@ def read_config(path: Path) -> ConfigReader:
 
 
 def read_generation_defaults(path: Path) -> dict[str, Any]:
-    """eos_token_ids always; temperature, top_p, top_k, repetition_penalty where
+    """eos_token_ids always; temperature, top_p, top_k, min_p, repetition_penalty where
     generation_config.json gives them. Its eos ids win over config.json's."""
     config = read_config(path)
     source = path / "generation_config.json"
@@ -132,7 +132,7 @@ def read_generation_defaults(path: Path) -> dict[str, Any]:
     generation = ConfigReader(read_json(source), str(source))
     eos_ids = generation.token_ids("eos_token_id") or config.token_ids("eos_token_id")
     defaults: dict[str, Any] = {"eos_token_ids": eos_ids}
-    for key in ("temperature", "top_p", "repetition_penalty"):
+    for key in ("temperature", "top_p", "min_p", "repetition_penalty"):
         if generation.has(key):
             defaults[key] = generation.number(key)
     if generation.has("top_k"):

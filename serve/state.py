@@ -1,0 +1,43 @@
+"""What the core keeps of a request while it is inside, and what it tells about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serve.output import RequestTimes, Sink
+from serve.request import SamplingParams
+from serve.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of counters. Pages of idle ranges count as mapped but not as in use."""
+
+    num_unfinished: int
+    num_running: int
+    num_waiting: int
+    num_steps: int
+    num_prefill_rows: int
+    num_decode_rows: int
+    num_preemptions: int
+    pages_in_use: int
+    pages_mapped: int
+    pages_total: int
+    last_step_age_s: float | None
+
+
+class RequestState:
+    """One submitted request inside the core. `sequences` is filled once it is tokenized."""
+
+    __slots__ = ("is_aborted", "params", "prompt", "request_id", "sequences", "sink", "times")
+
+    def __init__(
+        self, request_id: str, prompt: str | None, params: SamplingParams, sink: Sink, now_s: float
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.params = params
+        self.sink = sink
+        self.times = RequestTimes(now_s)
+        self.sequences: list[Sequence] = []
+        self.is_aborted = False
