@@ -1,6 +1,9 @@
 # Two commands matter: `make serve` and `make test`. Both set up .venv on first use.
 PYTHON ?= python3
 PORT ?= 8000
+# More options for pip. Where its index has only CUDA builds of torch and there is no GPU:
+#   make serve PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu'
+PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -35,9 +38,9 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.serve: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e .
 	touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[dev]'
 	touch $@ $(VENV)/.serve

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import gc
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -529,6 +530,24 @@ def test_llm_seeded_requests_repeat_in_any_batch():
         texts = [tuple(o.token_ids) for o in several[0].outputs]
         assert texts[0] == tuple(alone)
         assert len(set(texts)) == 4
+
+
+def test_two_models_in_one_process():
+    """Two real engines at once, each with its own memory and model."""
+    with (
+        LLM(str(checkpoint("llama")), dtype="float32") as one,
+        LLM(str(checkpoint("gpt2")), dtype="float32") as two,
+    ):
+        alone = [llm.generate(PROMPT, params(), use_tqdm=False)[0] for llm in (one, two)]
+        with ThreadPoolExecutor(2) as pool:
+            jobs = [
+                pool.submit(llm.generate, [PROMPT] * 8, params(), use_tqdm=False)
+                for llm in (one, two)
+            ]
+            together = [job.result() for job in jobs]
+    for single, several in zip(alone, together, strict=True):
+        for output in several:
+            assert output.outputs[0].token_ids == single.outputs[0].token_ids
 
 
 def test_a_forgotten_llm_is_collected():

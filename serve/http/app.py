@@ -17,7 +17,7 @@ from urllib.parse import unquote
 from aiohttp import web
 
 from serve.http import schema, shapes
-from serve.http.body import check_framing, read_json
+from serve.http.body import check_framing, read_call
 from serve.http.errors import (
     ApiError,
     draining,
@@ -142,8 +142,10 @@ class HttpApp:
 
     async def _completions(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         self._check_ready()
-        body = await read_json(request, self._settings)
-        call = schema.parse_completion(body, self._engine.generation_defaults)
+        defaults = self._engine.generation_defaults
+        call = await read_call(
+            request, self._settings, lambda body: schema.parse_completion(body, defaults)
+        )
         self._check_model(call.model)
         self._check_ready()
 
@@ -163,8 +165,10 @@ class HttpApp:
 
     async def _chat(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         self._check_ready()
-        body = await read_json(request, self._settings)
-        call = schema.parse_chat(body, self._engine.generation_defaults)
+        defaults = self._engine.generation_defaults
+        call = await read_call(
+            request, self._settings, lambda body: schema.parse_chat(body, defaults)
+        )
         self._check_model(call.model)
         self._check_ready()
 

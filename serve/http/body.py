@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from aiohttp import hdrs, web
 from aiohttp.http_writer import HttpVersion10
@@ -13,6 +14,7 @@ from serve.http.json_body import parse_object
 from serve.http.settings import HttpSettings
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+T = TypeVar("T")
 _SINGLE = (hdrs.CONTENT_TYPE, hdrs.AUTHORIZATION, hdrs.HOST, hdrs.CONTENT_ENCODING)
 
 
@@ -31,14 +33,19 @@ def check_framing(request: web.BaseRequest) -> None:
             raise _bad_framing(f"the header {name} appears more than once")
 
 
-async def read_json(request: web.BaseRequest, settings: HttpSettings) -> dict[str, Any]:
-    """The JSON object of a request body; ApiError for everything else."""
+async def read_call(
+    request: web.BaseRequest,
+    settings: HttpSettings,
+    understand: Callable[[dict[str, Any]], T],
+) -> T:
+    """What `understand` makes of the JSON object of a request body; ApiError for anything else.
+    A large body is looked at in a thread, so that nobody waits for it."""
     _check_content(request, settings.max_body_bytes)
     await _answer_expect(request)
     body = await _read(request, settings)
     if len(body) <= settings.parse_inline_bytes:
-        return parse_object(body)
-    return await asyncio.to_thread(parse_object, body)
+        return understand(parse_object(body))
+    return await asyncio.to_thread(lambda: understand(parse_object(body)))
 
 
 def _bad_framing(message: str) -> ApiError:
