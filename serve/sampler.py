@@ -113,10 +113,10 @@ def _penalize(row: Tensor, sequence: Sequence) -> None:
         row[tokens] = torch.where(values > 0, values / factor, values * factor)
     output = tokens[sequence.num_prompt_tokens :]
     if params.presence_penalty and len(output):
-        seen = torch.zeros_like(row).index_fill_(0, output, params.presence_penalty)
+        seen = torch.zeros_like(row).index_fill_(0, output, float(params.presence_penalty))
         row -= seen
     if params.frequency_penalty and len(output):
-        step = torch.full(output.shape, -params.frequency_penalty)
+        step = torch.full(output.shape, -params.frequency_penalty, dtype=row.dtype)
         row.index_add_(0, output, step)
 
 

@@ -12,6 +12,7 @@ import uvloop
 from checkpoints import checkpoint
 
 from serve import Engine
+from serve.admission import RequestLimits
 from serve.chat_template import ChatTemplate
 from serve.engine import encode_chat
 from serve.http import HttpServer, HttpSettings
@@ -70,6 +71,9 @@ def test_combinations_of_extremes() -> None:
     uvloop.run(main())
 
 
+LIMITS = RequestLimits(max_model_len=4096, vocab_size=320, max_num_waiting=1, max_num_seqs=1)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_no_special_id_comes_from_what_a_user_writes(seed: int) -> None:
     """Every special token, whole, cut and nested, in a tokenizer as checkpoints have them."""
@@ -82,12 +86,16 @@ def test_no_special_id_comes_from_what_a_user_writes(seed: int) -> None:
     source = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     template = ChatTemplate(source, special_tokens=tokenizer.named_tokens)
     try:
-        plain = encode_chat(template, tokenizer, [{"role": "user", "content": "hello"}])
-        token_ids = encode_chat(template, tokenizer, [{"role": "user", "content": content}])
+        plain = encode_chat(template, tokenizer, [_user("hello")], LIMITS)
+        token_ids = encode_chat(template, tokenizer, [_user(content)], LIMITS)
     finally:
         template.close()
     assert _specials(token_ids, tokenizer) == _specials(plain, tokenizer)
     assert content in tokenizer.decode(token_ids)
+
+
+def _user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
 
 
 def _specials(token_ids: list[int], tokenizer: Tokenizer) -> list[int]:
