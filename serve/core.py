@@ -189,6 +189,8 @@ class EngineCore:
             self._records.put(None)
             self._post.join()
             self._loop_job = None
+        elif self._compute.is_alive():  # loaded, but never started
+            self._compute.submit(self._runner.close)
         if self._compute.is_alive():
             self._compute.stop()
 

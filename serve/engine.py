@@ -206,9 +206,21 @@ class Engine:
     async def start(self) -> None:
         """Load the model and start the pools. ModelLoadError, ConfigError."""
         loop = asyncio.get_running_loop()
-        loaded = await asyncio.to_thread(self._load, self.config, progress=self._progress)
+        loading = asyncio.ensure_future(
+            asyncio.to_thread(self._load, self.config, progress=self._progress)
+        )
+        try:
+            loaded = await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            # a thread cannot be cancelled: what it loads is given back when it is there
+            loading.add_done_callback(_give_back)
+            raise
+        try:
+            self._template = make_chat_template(loaded.tokenizer)
+        except BaseException:
+            loaded.core.shutdown()
+            raise
         self._hub = _Hub(loop)
-        self._template = make_chat_template(loaded.tokenizer)
         loaded.core.start()
         self._loaded = loaded
 
@@ -334,6 +346,11 @@ class Engine:
         await asyncio.to_thread(loaded.core.shutdown)
         if self._template is not None:
             self._template.close()
+
+
+def _give_back(loading: asyncio.Future[LoadedEngine]) -> None:
+    if not loading.cancelled() and loading.exception() is None:
+        loading.result().core.shutdown()
 
 
 def make_chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -424,6 +424,28 @@ def test_shutdown_with_requests_in_flight():
     go(main())
 
 
+def test_a_cancelled_start_leaves_nothing_behind():
+    cores = []
+
+    def load(config, *, progress):
+        time.sleep(0.1)
+        loaded = load_instant(config, progress=progress)
+        cores.append(loaded.core)
+        return loaded
+
+    async def main():
+        engine = Engine(str(checkpoint("llama")), load=load, max_num_seqs=4)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(engine.start(), 0.03)
+        for _ in range(200):
+            await asyncio.sleep(0.01)
+            if cores and not cores[0]._compute.is_alive():
+                return
+        raise AssertionError("the loaded core still lives")
+
+    go(main())
+
+
 def test_drain_lets_running_requests_finish():
     async def main():
         async with Rig(before=lambda plan: time.sleep(0.001)) as rig:
