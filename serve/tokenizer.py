@@ -1,8 +1,8 @@
 """Text to token ids and back, from tokenizer.json (tokenizers) or tokenizer.model (sentencepiece).
 
-A Tokenizer is immutable after `load` and may be used from any number of threads; the
-libraries release the GIL while they encode. Incremental decoding is detokenizer.py, which
-works on `pieces`; rendering a chat is chat_template.py. Tokenizer code in a checkpoint is
+A Tokenizer is immutable after `load` and may be used from any number of threads;
+long texts are encoded without the GIL. Incremental decoding is detokenizer.py, which works on
+`pieces`; rendering a chat is chat_template.py. Tokenizer code in a checkpoint is
 never run.
 """
 
