@@ -24,8 +24,8 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The figures of the README, on a quiet machine (about 15 minutes; the first run writes a 2.5 GB
-# random checkpoint into ~/.cache/mergestep).
+# The figures of the README, on a quiet machine; it takes a while, and the first run writes a
+# 2.5 GB random checkpoint into ~/.cache/mergestep.
 bench: $(VENV)/.dev
 	$(BIN)/python -m bench.engine_overhead
 	$(BIN)/python -m bench.http_overhead
