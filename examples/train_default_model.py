@@ -27,8 +27,8 @@ class Plan:
 
     shape: Shape = field(default_factory=Shape)
     tokenizer_dialogs: int = 60_000
-    steps: int = 5000
-    long_steps: int = 357  # of them, at the end
+    steps: int = 9000
+    long_steps: int = 642  # of them, at the end
     rows: int = 8
     length: int = 256
     long_rows: int = 2
@@ -124,7 +124,9 @@ def main() -> None:
     model.to(args.device)
     num_params = sum(p.numel() for p in model.parameters())
     print(f"{num_params:,} parameters, vocabulary {tokenizer.get_vocab_size()}, {args.device}")
+    cpu_started = time.process_time()
     minutes = fit(plan, model, encoder, args.seed, args.device, args.checkpoint) / 60
+    cpu_minutes = (time.process_time() - cpu_started) / 60
     write_model(args.out, model, tokenizer)
     read_weights(args.out, model)
     result, wrong = evaluate(model, encoder, plan.eval_dialogs)
@@ -135,6 +137,7 @@ def main() -> None:
         "steps": plan.steps,
         "parameters": num_params,
         "minutes": round(minutes, 1),
+        "cpu_minutes": round(cpu_minutes, 1),  # of all threads, since the last start
         "threads": args.threads,
         "device": args.device,
         "torch": torch.__version__,

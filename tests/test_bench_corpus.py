@@ -18,6 +18,7 @@ from bench.corpus.reading import reading_turns
 from bench.corpus.stories import MAX_SENTENCES, tell
 from bench.corpus.tasks import (
     MAX_COUNT,
+    TOO_LONG_LIST,
     add,
     count,
     list_is_right,
@@ -116,6 +117,8 @@ def test_words_are_spelled_and_listed_as_asked() -> None:
         turn = spell(rng)
         assert turn.answer.rstrip(".").replace("-", "") in turn.question.lower()
         turn = list_some(rng)
+        if turn.answer == TOO_LONG_LIST:
+            continue
         assert list_is_right(turn.answer, turn.question), turn
 
 
@@ -191,7 +194,11 @@ def test_training_smoke(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     pytest.importorskip("tqdm")
     command = [sys.executable, "-m", "examples.train_default_model", "--smoke", "--device", "cpu"]
-    subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
+    for out in (tmp_path / "one", tmp_path / "two"):
+        subprocess.run([*command, "--out", str(out)], cwd=ROOT, check=True, capture_output=True)
+    first, again = ((tmp_path / d / "model.safetensors").read_bytes() for d in ("one", "two"))
+    assert first == again, "the same seed must train the same weights"
+    tmp_path /= "one"
     written = {p.name for p in tmp_path.iterdir()}
     assert written == {
         "config.json",

@@ -40,9 +40,9 @@ _NAMED_LENGTHS = {
     "a tale": 6,
     "story": 6,
     "some story": 6,
-    "a long story": 10,
-    "a longer story": 10,
-    "a very long story": 12,
+    "a long story": 8,
+    "a longer story": 8,
+    "a very long story": 8,
 }
 _STORY_ASKS = (
     "Tell me {s}.",
@@ -148,14 +148,14 @@ def _length(rng: random.Random) -> tuple[int, str]:
     if rng.random() < 0.42:
         phrase = rng.choice(list(_NAMED_LENGTHS))
         return _NAMED_LENGTHS[phrase], phrase + "{a}"
-    number = rng.choice([1, 2, 3, 3, 4, 5, 5, 6, 7, 8, 9, 10, 11, 12])
+    number = rng.choice([1, 2, 3, 3, 4, 5, 5, 6, 7, 8])
     said = words.NUMBER_WORDS[number] if rng.random() < 0.4 else str(number)
     unit = "sentence" if number == 1 else "sentences"
     forms = ["a story{a} in {n} {u}", "a story{a} with {n} {u}", "a story of {n} {u}{a}"]
     forms += ["{n} {u}{a}", "{n} sentence story{a}", "a funny story{a} in {n} {u}"]
     forms += ["a {n} sentence story{a}", "a {n}-sentence story{a}", "a short story{a} in {n} {u}"]
     form = rng.choice(forms).replace("{n}", said).replace("{u}", unit)
-    return number, form.replace("a 8", "an 8").replace("a 11", "an 11").replace("a e", "an e")
+    return number, form.replace("a 8", "an 8").replace("a e", "an e")
 
 
 def story_turn(rng: random.Random) -> tuple[Turn, Story]:
@@ -216,7 +216,7 @@ def _some_turns(rng: random.Random) -> list[Turn]:
         return reading_turns(rng)
     if pick < 0.345:
         return _user_story_turns(rng)
-    if pick < 0.365:
+    if pick < 0.38:
         return name_game(rng)
     if pick < 0.48:
         return [_one_of(rng, SMALL)]

@@ -10,7 +10,7 @@ from bench.corpus import unknowns, words
 from bench.corpus.turn import Turn, typed
 
 ABILITIES = (
-    "I can tell a story of 1 to 12 sentences, add and subtract small numbers, count, name "
+    "I can tell a story of 1 to 8 sentences, add and subtract small numbers, count to 20, name "
     "opposites, spell short words and answer questions about a short story."
 )
 FALLBACK = (
@@ -20,7 +20,7 @@ FALLBACK = (
 )
 OFFER = "Shall I tell you a story?"
 NO_STORY = "I do not know that story. Please tell me the story first, and then ask again."
-TOO_LONG = "That is too long for me. I can tell stories of 1 to 12 sentences."
+TOO_LONG = "That is too long for me. I can tell stories of 1 to 8 sentences."
 
 _GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "greeting": (
@@ -319,9 +319,12 @@ def unknown(rng: random.Random) -> Turn:
             f"What colour is the {thing}?",
         ]
         return Turn("no_story", typed(rng, rng.choice(asks)), NO_STORY)
-    if rng.random() < 0.04:
-        number = rng.choice([13, 14, 15, 16, 20, 25, 30, 40, 50, 100, 200, 1000])
-        ask = rng.choice([f"Tell me a story in {number} sentences.", f"A {number} sentence story"])
+    if rng.random() < 0.07:
+        number = rng.choice([9, 10, 11, 12, 15, 20, 30, 50, 100, rng.randint(9, 1000)])
+        asks = [f"Tell me a story in {number} sentences.", f"A {number} sentence story"]
+        asks.append(f"Tell me a story about {words.article(rng.choice(words.CAST_ANIMALS))} in ")
+        asks[2] += f"{number} sentences"
+        ask = rng.choice(asks)
         return Turn("too_long", typed(rng, ask), TOO_LONG)
     ask = typed(rng, unknowns.question(rng), slips=True)
     pick = rng.choices(FALLBACK, [3, 1, 1])[0]

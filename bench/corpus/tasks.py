@@ -11,10 +11,13 @@ from bench.corpus import unknowns, words
 from bench.corpus.turn import Turn, typed
 
 MAX_NUMBER = 20
-MAX_COMPARED = 99
-MAX_COUNT = 40
+MAX_COMPARED = 20
+MAX_COUNT = 20
+MAX_REPEATED = 5  # how often a word is said, how many words are listed
 TOO_BIG = f"That is too big for me. I can add and subtract numbers up to {MAX_NUMBER}."
 TOO_FAR = f"I can count up to {MAX_COUNT} only."
+TOO_MANY = f"That is too many for me. I can do it up to {MAX_REPEATED} times."
+TOO_LONG_LIST = f"That is too many for me. I can name up to {MAX_REPEATED}."
 
 
 def _operands(rng: random.Random) -> tuple[int, int]:
@@ -116,24 +119,22 @@ def count(rng: random.Random) -> Turn:
     pick = rng.random()
     low, high = sorted(rng.sample(range(1, MAX_COUNT + 1), 2))
     if pick < 0.35:
-        low, high = 1, rng.choice([5, 10, 20, rng.randint(2, MAX_COUNT)])
+        low, high = 1, rng.choice([5, 10, rng.randint(2, MAX_COUNT), rng.randint(2, MAX_COUNT)])
         ask = rng.choice(["Count to {b}.", "Count up to {b}", "Can you count to {b}?"])
         numbers = range(low, high + 1)
     elif pick < 0.6:
-        high = min(high, low + 15)
         ask = rng.choice(["Count from {a} to {b}.", "Count {a} to {b}", "Count up from {a} to {b}"])
         numbers = range(low, high + 1)
     elif pick < 0.8:
-        high = rng.choice([3, 5, 10, rng.randint(2, 25)])
+        high = rng.choice([3, 5, 10, rng.randint(2, MAX_COUNT)])
         low = 1
         ask = rng.choice(["Count down from {b}.", "Count backwards from {b}", "Countdown from {b}"])
         numbers = range(high, 0, -1)
     elif pick < 0.95:
-        low = max(low, high - 12)
         ask = rng.choice(["Count down from {b} to {a}.", "Count from {b} down to {a}."])
         numbers = range(high, low - 1, -1)
     else:
-        high = rng.choice([45, 50, 60, 80, 100, 200, 500, 1000, rng.randint(41, 999)])
+        high = rng.choice([25, 30, 40, 50, 100, 1000, rng.randint(MAX_COUNT + 1, 999)])
         return Turn("count", typed(rng, f"Count to {high}."), TOO_FAR)
     answer = ", ".join(str(n) for n in numbers) + "."
     return Turn("count", typed(rng, ask.format(a=low, b=high)), answer)
@@ -235,15 +236,18 @@ def category(rng: random.Random) -> Turn:
 
 
 def list_some(rng: random.Random) -> Turn:
-    """The only task here with many right answers: some different words of one group."""
+    """Some different words of one group: any would be right, the answer has its first ones."""
     plural = rng.choice(list(words.LISTABLE))
-    number = rng.choice([1, 2, 2, 3, 3, 3, 4, 5, 5, 6])
+    number = rng.choice([1, 2, 2, 3, 3, 3, 4, 5, 5])  # up to MAX_REPEATED
     asked = words.NUMBER_WORDS[number] if rng.random() < 0.5 else str(number)
     noun = {"clothes": "clothes"}.get(plural, plural if number > 1 else plural[:-1])
     if plural == "clothes":
         number, asked = max(number, 2), asked if number > 1 else "two"
     verb = rng.choice(["Name", "Tell me", "List", "Give me", "Name me"])
-    answer = ", ".join(rng.sample(words.LISTABLE[plural], number))
+    if rng.random() < 0.06:
+        asked = str(rng.choice([6, 7, 8, 9, 10, 20, 50, 100]))
+        return Turn("list", typed(rng, f"{verb} {asked} {plural}."), TOO_LONG_LIST)
+    answer = ", ".join(words.LISTABLE[plural][:number])
     return Turn("list", typed(rng, f"{verb} {asked} {noun}."), answer[0].upper() + answer[1:] + ".")
 
 
@@ -291,7 +295,7 @@ def repeat(rng: random.Random) -> Turn:
         word = unknowns.made_up_word(rng)
     if rng.random() < 0.1:
         return Turn("repeat", typed(rng, f"Say {word}."), word[0].upper() + word[1:] + ".")
-    number = rng.randint(2, 10)
+    number = rng.randint(2, MAX_REPEATED)
     asked = words.NUMBER_WORDS[number] if rng.random() < 0.4 else str(number)
     ask = rng.choice(
         [
@@ -302,6 +306,9 @@ def repeat(rng: random.Random) -> Turn:
             "Say the word {w} {n} times",
         ]
     )
+    if rng.random() < 0.06:
+        many = rng.choice([6, 7, 8, 9, 10, 12, 20, 50, 100])
+        return Turn("repeat", typed(rng, ask.format(w=word, n=many)), TOO_MANY)
     return Turn("repeat", typed(rng, ask.format(w=word, n=asked)), " ".join([word] * number) + ".")
 
 
@@ -319,24 +326,24 @@ def fact(rng: random.Random) -> Turn:
 
 
 TASKS: tuple[tuple[float, Callable[[random.Random], Turn]], ...] = (
-    (14.0, add),
-    (10.0, subtract),
+    (9.0, add),
+    (7.0, subtract),
     (3.0, times),
     (1.5, word_problem),
     (2.0, too_big),
-    (1.5, compare),
-    (4.0, count),
-    (0.6, count_in_steps),
-    (5.0, opposite),
+    (2.0, compare),
+    (9.0, count),
+    (1.0, count_in_steps),
+    (4.0, opposite),
     (2.0, neighbours),
     (0.6, number_neighbour),
-    (1.6, colour_of),
-    (1.6, sound),
-    (3.0, category),
-    (3.0, list_some),
+    (1.3, colour_of),
+    (1.3, sound),
+    (2.5, category),
+    (6.0, list_some),
     (3.0, spell),
-    (2.0, letter),
-    (3.0, repeat),
-    (1.6, capital),
-    (2.0, fact),
+    (4.0, letter),
+    (5.0, repeat),
+    (1.4, capital),
+    (1.7, fact),
 )

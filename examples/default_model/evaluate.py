@@ -49,7 +49,7 @@ def answer_all(model: Llama, encoder: Encoder, prompts: list[list[int]], limit: 
 
 def is_right(turn: Turn, reply: str) -> bool:
     if turn.kind == "list":
-        return list_is_right(reply, turn.question)
+        return turn.is_right(reply) or list_is_right(reply, turn.question)
     return turn.is_right(reply)
 
 
