@@ -1,0 +1,537 @@
+// Attention over int8 K/V, one kernel for decode and prefill rows. Included once per instruction
+// set.
+//
+// Storage. A range is a row of tiles of 16 tokens. A layer's part of a tile is, for each K/V head:
+//   K  [D/4][16 tokens][4] unsigned bytes (value + 128), K scales [D/group][16] fp16,
+//   V  [8 pairs of tokens][D][2] signed bytes,           V scales [D/group][16] fp16.
+// In this order a register holds 16 tokens of K or 16 dimensions of V, ready for the 8-bit and
+// 16-bit dot product instructions, and all heads of a tile are one contiguous run.
+//
+// Arithmetic, for every query row by itself (flash attention, Dao et al. 2022, in base 2):
+//   q is rounded to 15 bits, as hi * 128 + lo, so that q.k is two exact integer dot products;
+//   tokens go 64 at a time (a stretch): p = exp2(s - m), then p * v_scale is rounded to 15 bits of
+//   the stretch's largest and summed against V in integers;
+//   each run of SPLIT positions starts afresh, and the parts are merged in order.
+// Nothing of this depends on which rows are computed together, on how a prompt was cut into
+// chunks, or on the number of threads: a row has the same bits in any batch.
+
+namespace MS_ISA {
+namespace {
+
+constexpr int STRETCH_TILES = 4, STRETCH = STRETCH_TILES * TILE, SPLIT = 512;
+constexpr int MAX_ROWS = HAS_32_REGISTERS ? 6 : 2;  // of the micro kernels, four sums each
+constexpr float NOTHING = -1e30f;
+
+struct HeadShape {
+  int dim, group, num_groups;
+  size_t k_scales, v, v_scales, bytes;  // offsets within a head's part of a tile, and its size
+  explicit HeadShape(const CacheLayer& c)
+      : dim(c.head_dim), group(c.group), num_groups(c.head_dim / c.group) {
+    k_scales = static_cast<size_t>(TILE) * dim;
+    v = k_scales + static_cast<size_t>(num_groups) * TILE * 2;
+    v_scales = v + static_cast<size_t>(TILE) * dim;
+    bytes = v_scales + static_cast<size_t>(num_groups) * TILE * 2;
+  }
+};
+
+// ---- writing
+
+MS_INLINE void store_token_v(int8_t* pairs, const int8_t* from, int dim, int odd) {
+  int d = 0;
+#if defined(__AVX512BW__)
+  const __mmask64 mask = odd ? 0xaaaaaaaaaaaaaaaaull : 0x5555555555555555ull;
+  for (; d + 32 <= dim; d += 32) {
+    __m512i wide = _mm512_cvtepu8_epi16((__m256i)load<i8x32>(from + d));
+    if (odd) wide = _mm512_slli_epi16(wide, 8);
+    _mm512_mask_storeu_epi8(pairs + 2 * d, mask, wide);
+  }
+#endif
+  for (; d < dim; d++) pairs[2 * d + odd] = from[d];
+}
+
+// x: [dim] -> bytes and one fp16 scale for each group.
+MS_INLINE void quantize_groups(const float* x, int8_t* to, uint16_t* scales, size_t scale_stride,
+                               int dim, int group) {
+  for (int g = 0; g < dim; g += group) {
+    const int n = group < 16 ? group : 16;
+    f32x16 largest = {};
+    for (int d = g; d < g + group; d += n) largest = max(largest, absolute(some_of(x, d, n)));
+    const uint16_t half = scale_to_half(reduce_max(largest) / 127.0f);
+    const float scale = half_to_float(half), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    for (int d = g; d < g + group; d += n) {
+      const f32x16 limited = max(min(some_of(x, d, n) * inverse, splat(127.0f)), splat(-127.0f));
+      alignas(16) int8_t bytes[16];
+      store_i8(bytes, to_int_nearest(limited));
+      std::memcpy(to + d, bytes, n);
+    }
+    scales[g / group * scale_stride] = half;
+  }
+}
+
+void append_kv(const Step& step, const CacheLayer& layer, const float* k, const float* v,
+               size_t stride, const Rotation& by) {
+  const HeadShape shape(layer);
+  int rows = 0;
+  for (int s = 0; s < step.num_sequences; s++) rows += step.sequences[s].num_rows;
+  const int share = 1 + 4096 / (layer.num_kv_heads * shape.dim);
+  ms::Team::get().parallel((rows + share - 1) / share, [&](int task) {
+    alignas(64) float x[MAX_HEAD_DIM];
+    alignas(64) int8_t bytes[MAX_HEAD_DIM];
+    const int end = (task + 1) * share < rows ? (task + 1) * share : rows;
+    int s = 0;
+    for (int row = task * share; row < end; row++) {
+      while (row >= step.sequences[s].first_row + step.sequences[s].num_rows) s++;
+      const SequenceRows& seq = step.sequences[s];
+      const int position = seq.kv_len - seq.num_rows + row - seq.first_row, t = position % TILE;
+      uint8_t* at = seq.base + static_cast<size_t>(position / TILE) * step.tile_bytes + layer.offset_bytes;
+      for (int h = 0; h < layer.num_kv_heads; h++, at += shape.bytes) {
+        std::memcpy(x, k + row * stride + h * shape.dim, 4 * shape.dim);
+        if (by.cos)
+          rotate_head(x, by.cos + static_cast<size_t>(row) * by.half,
+                      by.sin + static_cast<size_t>(row) * by.half, by.half);
+        quantize_groups(x, bytes, reinterpret_cast<uint16_t*>(at + shape.k_scales) + t, TILE, shape.dim, shape.group);
+        for (int d = 0; d < shape.dim; d += 4) {
+          uint32_t four;
+          std::memcpy(&four, bytes + d, 4);
+          four ^= 0x80808080u;
+          std::memcpy(at + d * TILE + 4 * t, &four, 4);
+        }
+        quantize_groups(v + row * stride + h * shape.dim, bytes,
+                        reinterpret_cast<uint16_t*>(at + shape.v_scales) + t, TILE, shape.dim, shape.group);
+        store_token_v(reinterpret_cast<int8_t*>(at + shape.v) + (t / 2) * 2 * shape.dim, bytes, shape.dim, t % 2);
+      }
+    }
+  });
+}
+
+// ---- reading
+
+// Buffers of one thread, grown as needed.
+struct Scratch {
+  int8_t *hi, *lo;     // [rows][dim]
+  int32_t* offsets;    // [rows][groups]: 128 * sum of q over the group
+  float* q_scale;      // [rows]
+  float *m, *l, *acc;  // of the current split: [rows], [rows], [rows][dim]
+  float *total_m, *total_l, *total;
+  int *low, *high;  // visible positions of each row
+  int* head;        // query head of each row
+};
+
+MS_INLINE Scratch scratch_for(int rows, int dim, int groups) {
+  static thread_local void* memory = nullptr;
+  static thread_local size_t size = 0;
+  auto round = [](size_t n) { return (n + 63) / 64 * 64; };
+  const size_t r = rows, bytes[] = {r * dim, r * dim, r * groups * 4, r * 4, r * 4, r * 4, r * dim * 4,
+                                    r * 4, r * 4, r * dim * 4, r * 4, r * 4, r * 4};
+  size_t need = 0;
+  for (size_t b : bytes) need += round(b);
+  if (need > size) {
+    std::free(memory);
+    memory = std::aligned_alloc(64, need);
+    size = memory ? need : 0;
+    if (!memory) std::abort();
+  }
+  char* at = static_cast<char*>(memory);
+  void* part[13];
+  for (int i = 0; i < 13; i++) part[i] = at, at += round(bytes[i]);
+  auto f = [&](int i) { return static_cast<float*>(part[i]); };
+  return {static_cast<int8_t*>(part[0]), static_cast<int8_t*>(part[1]), static_cast<int32_t*>(part[2]),
+          f(3), f(4), f(5), f(6), f(7), f(8), f(9), static_cast<int*>(part[10]),
+          static_cast<int*>(part[11]), static_cast<int*>(part[12])};
+}
+
+void round_query(const float* q, const HeadShape& shape, float scale, Scratch& s, int row) {
+  f32x16 largest = {};
+  for (int d = 0; d < shape.dim; d += 16) largest = max(largest, absolute(load<f32x16>(q + d)));
+  const float top = reduce_max(largest), step = top > 0.0f ? 16256.0f / top : 0.0f;
+  int32_t whole[16];
+  for (int g = 0; g < shape.num_groups; g++) s.offsets[row * shape.num_groups + g] = 0;
+  for (int d = 0; d < shape.dim; d += 16) {
+    const i32x16 x = to_int_nearest(load<f32x16>(q + d) * step);
+    store_i8(s.hi + row * shape.dim + d, x >> 7);
+    store_i8(s.lo + row * shape.dim + d, x & 127);
+    store(whole, x);
+    for (int i = 0; i < 16; i++) s.offsets[row * shape.num_groups + (d + i) / shape.group] += 128 * whole[i];
+  }
+  s.q_scale[row] = top / 16256.0f * scale;
+}
+
+struct Stretch {
+  const uint8_t* tile[STRETCH_TILES];  // this head's part of each tile
+  const uint8_t* next[STRETCH_TILES];  // of the head or stretch that follows, to prefetch
+  int first;                           // position of the first token
+};
+
+// scores[R][TILES] = q.k of R rows with 16 tokens of each tile, K's scales applied.
+template <int R, int TILES>
+MS_INLINE void query_key(const HeadShape& shape, const Scratch& s, int row, const Stretch& at,
+                         f32x16 (&scores)[MAX_ROWS][STRETCH_TILES]) {
+  const int8_t* hi = s.hi + row * shape.dim;
+  const int8_t* lo = s.lo + row * shape.dim;
+  const int quads = shape.group / 4;
+  for (int g = 0; g < shape.num_groups; g++) {
+    i32x16 sum[R][TILES];
+    unroll<R>([&](auto r) MS_LAMBDA { unroll<TILES>([&](auto t) MS_LAMBDA { sum[r][t] = i32x16{}; }); });
+    auto pass = [&](const int8_t* q) MS_LAMBDA {
+      for (int i = g * quads; i < (g + 1) * quads; i++) {
+        i32x16 k[TILES];
+        unroll<TILES>([&](auto t) MS_LAMBDA { k[t] = load<i32x16>(at.tile[t] + i * 64); });
+        unroll<R>([&](auto r) MS_LAMBDA {
+          const i32x16 x = splat_bytes(q + r * shape.dim + 4 * i);
+          unroll<TILES>([&](auto t) MS_LAMBDA { sum[r][t] = dot_u8_i8(sum[r][t], k[t], x); });
+        });
+      }
+    };
+    pass(hi);
+    for (int i = g * quads; i < (g + 1) * quads; i++)
+      unroll<TILES>([&](auto t) MS_LAMBDA { prefetch(at.next[t] + i * 64); });
+    unroll<R>([&](auto r) MS_LAMBDA { unroll<TILES>([&](auto t) MS_LAMBDA { sum[r][t] <<= 7; }); });
+    pass(lo);
+    unroll<TILES>([&](auto t) MS_LAMBDA {
+      const f32x16 scale = from_half(reinterpret_cast<const uint16_t*>(at.tile[t] + shape.k_scales) + g * TILE);
+      unroll<R>([&](auto r) MS_LAMBDA {
+        const f32x16 part = to_float(sum[r][t] - s.offsets[(row + r) * shape.num_groups + g]);
+        scores[r][t] = g == 0 ? part * scale : fma(part, scale, scores[r][t]);
+      });
+    });
+  }
+}
+
+// Softmax of one row's scores over a stretch. p: weights times V's scales as 15-bit integers, for
+// each group; unit: what one of them is worth; returns what the row's earlier sums shrink by.
+template <int TILES>
+MS_INLINE float soften(const HeadShape& shape, const AttentionLayer& layer, Scratch& s, int row,
+                       const Stretch& at, f32x16 (&score)[STRETCH_TILES],
+                       int16_t (*p)[MAX_ROWS][STRETCH], int r, float (*unit)[MAX_ROWS]) {
+  const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const int low = s.low[row], high = s.high[row];
+  const bool is_whole = at.first >= low && at.first + TILES * TILE <= high;
+  i32x16 seen[TILES];
+  f32x16 top = splat(NOTHING);
+  unroll<TILES>([&](auto t) MS_LAMBDA {
+    f32x16 x = score[t] * s.q_scale[row];
+    const i32x16 position = lanes + (at.first + t * TILE);
+    if (layer.soft_cap > 0.0f) {
+      const float cap = layer.soft_cap * LOG2E;
+      x = cap * tanh(x / cap);
+    }
+    if (layer.slopes) x += to_float(position - (high - 1)) * (layer.slopes[s.head[row]] * LOG2E);
+    if (!is_whole) {
+      seen[t] = (position >= low) & (position < high);
+      x = select(seen[t], x, splat(NOTHING));
+    }
+    score[t] = x;
+    top = max(top, x);
+  });
+  const float before = s.m[row], now = reduce_max(max(top, splat(before)));
+  f32x16 sum = {};
+  unroll<TILES>([&](auto t) MS_LAMBDA {
+    f32x16 x = exp2_neg(score[t] - now);
+    if (!is_whole) x = select(seen[t], x, splat(0.0f));
+    score[t] = x;
+    sum += x;
+  });
+  for (int g = 0; g < shape.num_groups; g++) {
+    f32x16 weight[TILES], largest = {};
+    unroll<TILES>([&](auto t) MS_LAMBDA {
+      weight[t] = score[t] * from_half(reinterpret_cast<const uint16_t*>(at.tile[t] + shape.v_scales) + g * TILE);
+      if (!is_whole) weight[t] = select(seen[t], weight[t], splat(0.0f));
+      largest = max(largest, weight[t]);
+    });
+    const float biggest = reduce_max(largest), step = biggest > 0.0f ? 32767.0f / biggest : 0.0f;
+    unroll<TILES>([&](auto t) MS_LAMBDA { store_i16(p[g][r] + t * TILE, to_int_nearest(weight[t] * step)); });
+    unit[g][r] = biggest / 32767.0f;
+  }
+  const float shrink = exp2_neg(splat(before - now))[0];
+  s.m[row] = now;
+  s.l[row] = s.l[row] * shrink + reduce_add(sum);
+  return shrink;
+}
+
+// sums[R][VECS] = p . V over 16 * VECS dimensions from d on.
+template <int R, int VECS, int TILES>
+MS_INLINE void weigh(const HeadShape& shape, const Stretch& at, int d, const int16_t (*p)[STRETCH],
+                     i32x16 (&sum)[R][VECS]) {
+  unroll<R>([&](auto r) MS_LAMBDA { unroll<VECS>([&](auto i) MS_LAMBDA { sum[r][i] = i32x16{}; }); });
+  for (int t = 0; t < TILES; t++) {
+    const int8_t* v = reinterpret_cast<const int8_t*>(at.tile[t] + shape.v) + 2 * d;
+    const uint8_t* next = at.next[t] + shape.v + 2 * d;
+    for (int pair = 0; pair < TILE / 2; pair++, v += 2 * shape.dim, next += 2 * shape.dim) {
+      i32x16 wide[VECS];
+      unroll<VECS>([&](auto i) MS_LAMBDA { wide[i] = widen_i8(v + 32 * i); });
+      unroll<(VECS + 1) / 2>([&](auto i) MS_LAMBDA { prefetch(next + 64 * i); });
+      unroll<R>([&](auto r) MS_LAMBDA {
+        const i32x16 x = splat_bytes(p[r] + t * TILE + 2 * pair);
+        unroll<VECS>([&](auto i) MS_LAMBDA { sum[r][i] = dot_i16(sum[r][i], wide[i], x); });
+      });
+    }
+  }
+}
+
+template <int R, int VECS, int TILES>
+MS_INLINE void add_values(const HeadShape& shape, Scratch& s, int row, const Stretch& at, int d, int g,
+                          int16_t (*p)[MAX_ROWS][STRETCH], float (*unit)[MAX_ROWS], const float* shrink) {
+  i32x16 sum[R][VECS];
+  weigh<R, VECS, TILES>(shape, at, d, p[g], sum);
+  unroll<R>([&](auto r) MS_LAMBDA {
+    float* acc = s.acc + (row + r) * shape.dim + d;
+    unroll<VECS>([&](auto i) MS_LAMBDA {
+      const f32x16 old = load<f32x16>(acc + 16 * i) * shrink[r];
+      store(acc + 16 * i, fma(to_float(sum[r][i]), splat(unit[g][r]), old));
+    });
+  });
+}
+
+// Two groups of 8 share a register: both sums are taken, and half of each is kept.
+template <int R, int TILES>
+MS_INLINE void add_values_by_8(const HeadShape& shape, Scratch& s, int row, const Stretch& at, int d, int g,
+                               int16_t (*p)[MAX_ROWS][STRETCH], float (*unit)[MAX_ROWS], const float* shrink) {
+  const i32x16 first = {-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0};
+  i32x16 a[R][1], b[R][1];
+  weigh<R, 1, TILES>(shape, at, d, p[g], a);
+  weigh<R, 1, TILES>(shape, at, d, p[g + 1], b);
+  unroll<R>([&](auto r) MS_LAMBDA {
+    float* acc = s.acc + (row + r) * shape.dim + d;
+    const f32x16 x = select(first, to_float(a[r][0]) * unit[g][r], to_float(b[r][0]) * unit[g + 1][r]);
+    store(acc, load<f32x16>(acc) * shrink[r] + x);
+  });
+}
+
+template <int R, int TILES>
+__attribute__((noinline)) void stretch_rows(const HeadShape& shape, const AttentionLayer& layer,
+                                            Scratch& s, int row, const Stretch& at) {
+  f32x16 scores[MAX_ROWS][STRETCH_TILES];
+  alignas(64) int16_t p[MAX_GROUPS][MAX_ROWS][STRETCH];
+  float unit[MAX_GROUPS][MAX_ROWS], shrink[MAX_ROWS];
+  query_key<R, TILES>(shape, s, row, at, scores);
+  for (int r = 0; r < R; r++)
+    shrink[r] = soften<TILES>(shape, layer, s, row + r, at, scores[r], p, r, unit);
+  if (shape.group == 8) {
+    for (int d = 0; d < shape.dim; d += 16)
+      add_values_by_8<R, TILES>(shape, s, row, at, d, d / 8, p, unit, shrink);
+    return;
+  }
+  for (int d = 0; d < shape.dim;) {
+    const int g = d / shape.group, left = (g + 1) * shape.group - d;
+    if (left >= 64) add_values<R, 4, TILES>(shape, s, row, at, d, g, p, unit, shrink), d += 64;
+    else if (left >= 32) add_values<R, 2, TILES>(shape, s, row, at, d, g, p, unit, shrink), d += 32;
+    else add_values<R, 1, TILES>(shape, s, row, at, d, g, p, unit, shrink), d += 16;
+  }
+}
+
+using StretchRows = void (*)(const HeadShape&, const AttentionLayer&, Scratch&, int, const Stretch&);
+template <int R, size_t... T>
+constexpr void fill_tiles(StretchRows* to, std::index_sequence<T...>) {
+  ((to[T] = stretch_rows<R, static_cast<int>(T) + 1>), ...);
+}
+struct StretchTable { StretchRows at[MAX_ROWS][STRETCH_TILES]; };
+template <size_t... R>
+constexpr StretchTable stretch_table(std::index_sequence<R...>) {
+  StretchTable table{};
+  (fill_tiles<static_cast<int>(R) + 1>(table.at[R], std::make_index_sequence<STRETCH_TILES>{}), ...);
+  return table;
+}
+constexpr StretchTable STRETCH_ROWS = stretch_table(std::make_index_sequence<MAX_ROWS>{});
+
+MS_INLINE void clear(Scratch& s, int rows, int dim) {
+  for (int r = 0; r < rows; r++) s.m[r] = NOTHING, s.l[r] = 0.0f;
+  std::memset(s.acc, 0, sizeof(float) * rows * dim);
+}
+
+// One row's part of a later split joins what the earlier ones gave.
+MS_INLINE void merge(float& total_m, float& total_l, float* total, float m, float l, const float* acc, int dim) {
+  const float now = total_m > m ? total_m : m;
+  const f32x16 a = exp2_neg(splat(total_m - now)), b = exp2_neg(splat(m - now));
+  total_l = total_l * a[0] + l * b[0];
+  total_m = now;
+  for (int d = 0; d < dim; d += 16)
+    store(total + d, fma(load<f32x16>(acc + d), b, load<f32x16>(total + d) * a));
+}
+
+MS_INLINE void finish_row(const AttentionLayer& layer, int head, float m, float l, const float* acc,
+                          float* out, float* lse) {
+  const int dim = layer.cache.head_dim;
+  float keep = 1.0f;
+  if (layer.sinks) {
+    const float sink = layer.sinks[head] * LOG2E, now = m > sink ? m : sink;
+    keep = exp2_neg(splat(m - now))[0];
+    l = l * keep + exp2_neg(splat(sink - now))[0];
+    m = now;
+  }
+  const float inverse = l > 0.0f ? keep / l : 0.0f;
+  for (int d = 0; d < dim; d += 16) store(out + d, load<f32x16>(acc + d) * inverse);
+  if (lse) *lse = l > 0.0f ? (m + __builtin_log2f(l)) * LN2 : NOTHING;
+}
+
+struct AttendCall {
+  const Step& step;
+  const AttentionLayer& layer;
+  const float* q;
+  size_t q_stride;
+  float* out;
+  size_t out_stride;
+  float* lse;  // or null: [rows][heads]
+  HeadShape shape;
+  int per_kv;  // query heads of a K/V head
+
+  const uint8_t* head_at(const SequenceRows& seq, int tile, int kv_head) const {
+    return seq.base + static_cast<size_t>(tile) * step.tile_bytes + layer.cache.offset_bytes + kv_head * shape.bytes;
+  }
+  int low_of(int position) const {
+    return layer.window > 0 && position + 1 > layer.window ? position + 1 - layer.window : 0;
+  }
+  void set_row(Scratch& s, int row, const SequenceRows& seq, int index, int head) const {
+    const int position = seq.kv_len - seq.num_rows + index;
+    s.low[row] = low_of(position);
+    s.high[row] = position + 1;
+    s.head[row] = head;
+    round_query(q + (seq.first_row + index) * q_stride + head * shape.dim, shape, layer.scale * LOG2E, s, row);
+  }
+  // The stretches of one split that any row from `row` on sees, for one K/V head.
+  void stretch(Scratch& s, int rows, const SequenceRows& seq, int kv_head, int first, int next_first,
+               int next_head, int high) const {
+    Stretch at;
+    at.first = first;
+    const int last_tile = (high - 1) / TILE;
+    for (int t = 0; t < STRETCH_TILES; t++) {
+      const int tile = first / TILE + t, ahead = next_first / TILE + t;
+      at.tile[t] = head_at(seq, tile <= last_tile ? tile : last_tile, kv_head);
+      at.next[t] = head_at(seq, ahead <= last_tile ? ahead : last_tile, next_head);
+    }
+    for (int row = 0; row < rows; row += MAX_ROWS) {
+      const int r = rows - row < MAX_ROWS ? rows - row : MAX_ROWS;
+      int most = 0;
+      for (int i = row; i < row + r; i++) most = s.high[i] > most ? s.high[i] : most;
+      int tiles = (most - first + TILE - 1) / TILE;
+      if (tiles <= 0) continue;
+      tiles = tiles > STRETCH_TILES ? STRETCH_TILES : tiles;
+      STRETCH_ROWS.at[r - 1][tiles - 1](shape, layer, s, row, at);
+    }
+  }
+
+  // Rows [index, index + n) of one sequence with the query heads of one K/V head.
+  void block(const SequenceRows& seq, int kv_head, int index, int n) const {
+    const int rows = n * per_kv;
+    Scratch s = scratch_for(rows, shape.dim, shape.num_groups);
+    for (int i = 0; i < n; i++)
+      for (int g = 0; g < per_kv; g++) set_row(s, i * per_kv + g, seq, index + i, kv_head * per_kv + g);
+    const int low = s.low[0], high = s.high[rows - 1];
+    bool is_first = true;
+    for (int split = low / SPLIT * SPLIT; split < high; split += SPLIT) {
+      clear(s, rows, shape.dim);
+      const int end = split + SPLIT < high ? split + SPLIT : high;
+      for (int first = split; first < end; first += STRETCH)
+        if (first + STRETCH > low) stretch(s, rows, seq, kv_head, first, first + STRETCH, kv_head, high);
+      if (is_first) {
+        std::memcpy(s.total_m, s.m, 4 * rows), std::memcpy(s.total_l, s.l, 4 * rows);
+        std::memcpy(s.total, s.acc, sizeof(float) * rows * shape.dim);
+        is_first = false;
+        continue;
+      }
+      for (int r = 0; r < rows; r++)
+        merge(s.total_m[r], s.total_l[r], s.total + r * shape.dim, s.m[r], s.l[r], s.acc + r * shape.dim, shape.dim);
+    }
+    for (int r = 0; r < rows; r++) {
+      const size_t row = seq.first_row + index + r / per_kv;
+      finish_row(layer, s.head[r], s.total_m[r], s.total_l[r], s.total + r * shape.dim,
+                 out + row * out_stride + s.head[r] * shape.dim,
+                 lse ? lse + row * layer.num_heads + s.head[r] : nullptr);
+    }
+  }
+
+  // One split of a single row, for K/V heads [from, to): (m, l, acc) of each query head.
+  void part(const SequenceRows& seq, int split, int from, int to, float* parts) const {
+    const int heads = (to - from) * per_kv, dim = shape.dim;
+    Scratch s = scratch_for(heads, dim, shape.num_groups);
+    for (int h = 0; h < heads; h++) set_row(s, h, seq, 0, from * per_kv + h);
+    clear(s, heads, dim);
+    const int low = s.low[0], high = s.high[0];
+    const int end = split + SPLIT < high ? split + SPLIT : high;
+    int first = split;
+    if (low > first) first = low / STRETCH * STRETCH;
+    for (; first < end; first += STRETCH)
+      for (int h = from; h < to; h++) {
+        Scratch one = s;  // the rows of this K/V head
+        const int r = (h - from) * per_kv;
+        one.hi += r * dim, one.lo += r * dim, one.offsets += r * shape.num_groups, one.q_scale += r;
+        one.m += r, one.l += r, one.acc += r * dim, one.low += r, one.high += r, one.head += r;
+        const bool is_last = h + 1 == to;
+        stretch(one, per_kv, seq, h, first, is_last ? first + STRETCH : first, is_last ? from : h + 1, high);
+      }
+    for (int h = 0; h < heads; h++) {
+      float* to_part = parts + (from * per_kv + h) * (dim + 2);
+      to_part[0] = s.m[h], to_part[1] = s.l[h];
+      std::memcpy(to_part + 2, s.acc + h * dim, sizeof(float) * dim);
+    }
+  }
+};
+
+struct AttendTask {
+  int sequence, from, to, at;  // rows [from, to) of K/V head `at`; or split `at` of heads [from, to)
+  int64_t part;                // where a split's result goes, or -1 for a block of rows
+};
+
+void attend(const Step& step, const AttentionLayer& layer, const float* q, size_t q_stride, float* out,
+            size_t out_stride, float* lse) {
+  ms::Team& team = ms::Team::get();
+  const int kv_heads = layer.cache.num_kv_heads, dim = layer.cache.head_dim;
+  const AttendCall call{step, layer, q, q_stride, out, out_stride, lse, HeadShape(layer.cache), layer.num_heads / kv_heads};
+  static thread_local std::vector<AttendTask> tasks;
+  static thread_local std::vector<float> parts;
+  static thread_local std::vector<int> singles, first_parts;
+  tasks.clear(), singles.clear(), first_parts.clear();
+  const int block_rows = call.per_kv * dim >= 3072 ? 1 : 3072 / (call.per_kv * dim);
+  int num_parts = 0;
+  for (int s = 0; s < step.num_sequences; s++) {
+    const SequenceRows& seq = step.sequences[s];
+    if (seq.num_rows == 1) {
+      singles.push_back(s);
+      first_parts.push_back(num_parts);
+      const int low = call.low_of(seq.kv_len - 1) / SPLIT;
+      num_parts += (seq.kv_len + SPLIT - 1) / SPLIT - low;
+      continue;
+    }
+    // the last rows see the most: they go first
+    for (int end = seq.num_rows; end > 0; end -= block_rows)
+      for (int h = 0; h < kv_heads; h++)
+        tasks.push_back({s, end > block_rows ? end - block_rows : 0, end, h, -1});
+  }
+  first_parts.push_back(num_parts);
+  const size_t part_size = static_cast<size_t>(layer.num_heads) * (dim + 2);
+  if (parts.size() < num_parts * part_size) parts.resize(num_parts * part_size);
+  float* all_parts = parts.data();
+  int shares = num_parts ? (4 * team.size() + num_parts - 1) / num_parts : 1;
+  shares = shares > kv_heads ? kv_heads : shares;
+  for (size_t i = 0; i < singles.size(); i++) {
+    const SequenceRows& seq = step.sequences[singles[i]];
+    const int low = call.low_of(seq.kv_len - 1) / SPLIT;
+    for (int p = first_parts[i]; p < first_parts[i + 1]; p++)
+      for (int share = 0; share < shares; share++)
+        tasks.push_back({singles[i], kv_heads * share / shares, kv_heads * (share + 1) / shares,
+                         (low + p - first_parts[i]) * SPLIT, p});
+  }
+  const AttendTask* all = tasks.data();
+  team.parallel(static_cast<int>(tasks.size()), [&](int i) {
+    const AttendTask& task = all[i];
+    const SequenceRows& seq = step.sequences[task.sequence];
+    if (task.part < 0) call.block(seq, task.at, task.from, task.to - task.from);
+    else call.part(seq, task.at, task.from, task.to, all_parts + task.part * part_size);
+  });
+  const int* single = singles.data();
+  const int* starts = first_parts.data();
+  team.parallel(static_cast<int>(singles.size()), [&](int i) {
+    const SequenceRows& seq = step.sequences[single[i]];
+    for (int h = 0; h < layer.num_heads; h++) {
+      float* total = all_parts + starts[i] * part_size + h * (dim + 2);
+      for (int p = starts[i] + 1; p < starts[i + 1]; p++) {
+        const float* more = all_parts + p * part_size + h * (dim + 2);
+        merge(total[0], total[1], total + 2, more[0], more[1], more + 2, dim);
+      }
+      finish_row(layer, h, total[0], total[1], total + 2, out + seq.first_row * out_stride + h * dim,
+                 lse ? lse + static_cast<size_t>(seq.first_row) * layer.num_heads + h : nullptr);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace MS_ISA

@@ -1,0 +1,65 @@
+// What this machine can do at best, for benchmarks to be measured against: reading memory, and
+// multiplying what is already in registers.
+
+namespace MS_ISA {
+namespace {
+
+int64_t read_bytes(const void* from, size_t bytes) {
+  constexpr size_t SHARE = size_t{1} << 20;
+  std::vector<int64_t> sums((bytes + SHARE - 1) / SHARE);
+  ms::Team::get().parallel(static_cast<int>(sums.size()), [&](int task) {
+    const char* at = static_cast<const char*>(from) + task * SHARE;
+    const size_t size = bytes - task * SHARE < SHARE ? bytes - task * SHARE : SHARE;
+    i32x16 sum[4] = {};
+    for (size_t i = 0; i + 256 <= size; i += 256) {
+      unroll<4>([&](auto j) MS_LAMBDA { sum[j] += load<i32x16>(at + i + 64 * j); });
+      prefetch(at + i + 4096), prefetch(at + i + 4160), prefetch(at + i + 4224), prefetch(at + i + 4288);
+    }
+    sums[task] = reduce_add(sum[0] + sum[1] + sum[2] + sum[3]);
+  });
+  int64_t total = 0;
+  for (int64_t sum : sums) total += sum;
+  return total;
+}
+
+constexpr int CHAINS = HAS_32_REGISTERS ? 24 : 8;
+
+// Multiply-adds of `rounds` rounds on every thread, counted as two operations each.
+double multiply_i8(int64_t rounds) {
+  const int threads = ms::Team::get().size();
+  std::vector<int32_t> results(threads * 16);
+  ms::Team::get().parallel(threads, [&](int task) {
+    i32x16 sum[CHAINS], a = splat_i32(task + 3), b = splat_i32(task + 7);
+    unroll<CHAINS>([&](auto i) MS_LAMBDA { sum[i] = splat_i32(i); });
+    for (int64_t r = 0; r < rounds; r++) {
+      unroll<CHAINS>([&](auto i) MS_LAMBDA { sum[i] = dot_u8_i8(sum[i], a, b); });
+      asm volatile("" : "+m"(a), "+m"(b));
+    }
+    unroll<CHAINS>([&](auto i) MS_LAMBDA { results[task * 16] += reduce_add(sum[i]); });
+  });
+  return static_cast<double>(rounds) * threads * CHAINS * 64 * 2;
+}
+
+double multiply_bf16(int64_t rounds) {
+#if defined(__AVX512BF16__)
+  const int threads = ms::Team::get().size();
+  std::vector<float> results(threads * 16);
+  ms::Team::get().parallel(threads, [&](int task) {
+    __m512 sum[CHAINS];
+    i32x16 a = splat_i32(0x3f803f80 + task), b = splat_i32(0x3f803f81);
+    unroll<CHAINS>([&](auto i) MS_LAMBDA { sum[i] = (__m512)splat(i); });
+    for (int64_t r = 0; r < rounds; r++) {
+      unroll<CHAINS>([&](auto i) MS_LAMBDA { sum[i] = _mm512_dpbf16_ps(sum[i], (__m512bh)a, (__m512bh)b); });
+      asm volatile("" : "+m"(a), "+m"(b));
+    }
+    unroll<CHAINS>([&](auto i) MS_LAMBDA { results[task * 16] += reduce_add((f32x16)sum[i]); });
+  });
+  return static_cast<double>(rounds) * threads * CHAINS * 32 * 2;
+#else
+  (void)rounds;
+  return 0.0;
+#endif
+}
+
+}  // namespace
+}  // namespace MS_ISA

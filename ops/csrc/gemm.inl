@@ -1,0 +1,229 @@
+// int8 x int8 linear layers. Included once per instruction set.
+//
+// y[m, n] = act((sum over k of x[m, k] * w[n, k]) * x_scale[m] * w_scale[n] + bias[n])
+//
+// Weights are kept as unsigned bytes (w + 128) because the dot product instruction takes one
+// unsigned factor and can broadcast the signed one from memory; 128 * sum of x[m, :] is
+// subtracted afterwards. Sums are 32-bit integers and exact, so a row has the same bits whatever
+// stands beside it.
+//
+// Packed: panels of 32 outputs, [N/32][K/4][2][16 outputs][4 inputs], so that a panel is read
+// from end to end. Rows are taken up to 12 at a time; the inputs of a panel are cut into slices
+// that stay in L1 while all rows pass over them, and the next slice is prefetched meanwhile.
+
+namespace MS_ISA {
+namespace {
+
+constexpr int PANEL = 32;
+constexpr int MAX_GROUP = HAS_32_REGISTERS ? 12 : 4;  // rows of the micro kernel, two sums each
+constexpr int SLICE_QUADS = 128;    // inputs of a slice / 4: 16 KiB of weights
+constexpr int MAX_BLOCK_ROWS = 128;  // rows of x that are kept in L2
+constexpr size_t AHEAD = 4096;      // bytes between reading and prefetching a stream
+
+// c[MR][32] (+)= x[MR][4 * quads] * w[quads][32][4]. LINES cache lines a quad are prefetched.
+template <int MR, int LINES>
+__attribute__((noinline)) void micro(const uint8_t* w, const int8_t* x, size_t ldx, int32_t* c,
+                                     int quads, bool is_first, const uint8_t* next) {
+  i32x16 sum[MR][2];
+  unroll<MR>([&](auto m) MS_LAMBDA {
+    sum[m][0] = is_first ? i32x16{} : load<i32x16>(c + m * PANEL);
+    sum[m][1] = is_first ? i32x16{} : load<i32x16>(c + m * PANEL + 16);
+  });
+  for (int q = 0; q < quads; q++) {
+    const i32x16 w0 = load<i32x16>(w), w1 = load<i32x16>(w + 64);
+    unroll<MR>([&](auto m) MS_LAMBDA {
+      const i32x16 xs = splat_bytes(x + m * ldx);
+      sum[m][0] = dot_u8_i8(sum[m][0], w0, xs);
+      sum[m][1] = dot_u8_i8(sum[m][1], w1, xs);
+    });
+    w += 128;
+    x += 4;
+    if (LINES > 0) prefetch(next);
+    if (LINES > 1) prefetch(next + 64);
+    next += 64 * LINES;
+  }
+  unroll<MR>([&](auto m) MS_LAMBDA {
+    store(c + m * PANEL, sum[m][0]);
+    store(c + m * PANEL + 16, sum[m][1]);
+  });
+}
+
+using Micro = void (*)(const uint8_t*, const int8_t*, size_t, int32_t*, int, bool, const uint8_t*);
+struct MicroTable { Micro at[MAX_GROUP]; };
+template <int LINES, size_t... I>
+constexpr MicroTable micro_table(std::index_sequence<I...>) {
+  return {{micro<static_cast<int>(I) + 1, LINES>...}};
+}
+constexpr MicroTable MICRO0 = micro_table<0>(std::make_index_sequence<MAX_GROUP>{});
+constexpr MicroTable MICRO1 = micro_table<1>(std::make_index_sequence<MAX_GROUP>{});
+constexpr MicroTable MICRO2 = micro_table<2>(std::make_index_sequence<MAX_GROUP>{});
+
+MS_INLINE f32x16 activate(f32x16 x, Activation kind) {
+  switch (kind) {
+    case Activation::silu: return x * sigmoid(x);
+    case Activation::gelu: return 0.5f * x * (1.0f + erf(x * 0.70710678f));
+    case Activation::gelu_tanh:
+      return 0.5f * x * (1.0f + tanh(0.79788456f * fma(x * x * x, splat(0.044715f), x)));
+    case Activation::relu: return max(x, splat(0.0f));
+    default: return x;
+  }
+}
+
+MS_INLINE void put(void* row, DType type, size_t at, f32x16 v, int n) {
+  if (n >= 16) {
+    if (type == DType::f32) store(static_cast<float*>(row) + at, v);
+    else to_bf16(static_cast<uint16_t*>(row) + at, v);
+    return;
+  }
+  alignas(64) float all[16];
+  alignas(64) uint16_t cut[16];
+  store(all, v);
+  to_bf16(cut, v);
+  for (int i = 0; i < n; i++) {
+    if (type == DType::f32) static_cast<float*>(row)[at + i] = all[i];
+    else static_cast<uint16_t*>(row)[at + i] = cut[i];
+  }
+}
+
+// Scales, bias, activation, residual: the sums of one panel become output.
+void finish_panel(const LinearInt8& op, const int32_t* c, int rows, int first_row, int panel,
+                  const Quantized& x, void* out, size_t out_stride, DType type, bool add) {
+  const int n = panel * PANEL;
+  const float* scale = op.scales + n;
+  const float* bias = op.bias ? op.bias + n : nullptr;
+  const size_t size = type == DType::f32 ? 4 : 2;
+  for (int m = 0; m < rows; m++) {
+    char* row = static_cast<char*>(out) + (first_row + m) * out_stride * size;
+    const i32x16 offset = splat_i32(128 * x.sums[first_row + m]);
+    const f32x16 xs = splat(x.scales[first_row + m]);
+    f32x16 y[2];
+    for (int h = 0; h < 2; h++) {
+      y[h] = to_float(load<i32x16>(c + m * PANEL + 16 * h) - offset) * xs * load<f32x16>(scale + 16 * h);
+      if (bias) y[h] += load<f32x16>(bias + 16 * h);
+    }
+    if (op.is_gated) {  // 16 gates beside their 16 factors
+      put(row, type, n / 2, activate(y[0], op.activation) * y[1], op.num_out - n / 2);
+      continue;
+    }
+    for (int h = 0; h < 2; h++) {
+      const int left = op.num_out - n - 16 * h;
+      if (left <= 0) break;
+      f32x16 v = activate(y[h], op.activation);
+      if (add) {
+        float old[16] = {};
+        std::memcpy(old, reinterpret_cast<float*>(row) + n + 16 * h, 4 * (left < 16 ? left : 16));
+        v += load<f32x16>(old);
+      }
+      put(row, type, n + 16 * h, v, left);
+    }
+  }
+}
+
+// Asks for the lines that finish_panel will write: they lie far apart and are seldom in cache.
+MS_INLINE void touch_output(const LinearInt8& op, int panel, int row, int rows, void* out,
+                            size_t out_stride, DType type) {
+  const size_t size = type == DType::f32 ? 4 : 2, width = (op.is_gated ? 16 : 32) * size;
+  const char* at = static_cast<char*>(out) + (row * out_stride) * size + panel * width;
+  for (int m = 0; m < rows; m++, at += out_stride * size) {
+    __builtin_prefetch(at, 1, 3);
+    __builtin_prefetch(at + width - 1, 1, 3);
+  }
+}
+
+void panel_rows(const LinearInt8& op, int panel, int first_row, int rows, const Quantized& x,
+                void* out, size_t out_stride, DType type, bool add) {
+  alignas(64) int32_t c[MAX_BLOCK_ROWS * PANEL];
+  const int quads = op.num_in_padded / 4;
+  const uint8_t* w = op.packed + static_cast<size_t>(panel) * quads * 128;
+  const int8_t* x0 = x.values + first_row * x.stride;
+  const int groups = (rows + MAX_GROUP - 1) / MAX_GROUP;
+  if (groups == 1) {
+    MICRO2.at[rows - 1](w, x0, x.stride, c, quads, true, w + AHEAD);
+  } else {
+    for (int q = 0; q < quads; q += SLICE_QUADS) {
+      const int some = quads - q < SLICE_QUADS ? quads - q : SLICE_QUADS;
+      const uint8_t* slice = w + static_cast<size_t>(q) * 128;
+      for (int g = 0, m = 0; g < groups; g++) {
+        const int mr = (rows - m + groups - g - 1) / (groups - g);
+        // the first two groups prefetch one half of the next slice each
+        if (q + some == quads) touch_output(op, panel, first_row + m, mr, out, out_stride, type);
+        const uint8_t* next = slice + SLICE_QUADS * 128 + (g == 1 ? SLICE_QUADS * 64 : 0);
+        (g < 2 ? MICRO1 : MICRO0).at[mr - 1](slice, x0 + m * x.stride + 4 * q, x.stride,
+                                             c + m * PANEL, some, q == 0, next);
+        m += mr;
+      }
+    }
+  }
+  finish_panel(op, c, rows, first_row, panel, x, out, out_stride, type, add);
+}
+
+void linear_int8(const LinearInt8& op, const Quantized& x, int rows, void* out, size_t out_stride,
+                 DType type, bool add) {
+  ms::Team& team = ms::Team::get();
+  const int panels = op.num_panels, blocks = (rows + MAX_BLOCK_ROWS - 1) / MAX_BLOCK_ROWS;
+  // About 16 shares for each thread, of whole panels that lie one after the other.
+  int chunk = panels / (16 * team.size());
+  chunk = chunk < 1 ? 1 : chunk > 8 ? 8 : chunk;
+  const int chunks = (panels + chunk - 1) / chunk;
+  team.parallel(chunks * blocks, [&](int task) {
+    const int block = task / chunks, first = task % chunks * chunk;
+    const int row = static_cast<int>(static_cast<int64_t>(rows) * block / blocks);
+    const int end = static_cast<int>(static_cast<int64_t>(rows) * (block + 1) / blocks);
+    for (int p = first; p < first + chunk && p < panels; p++)
+      panel_rows(op, p, row, end - row, x, out, out_stride, type, add);
+  });
+}
+
+// weight: [channels, K] of type `type`; quantizes each row to its largest magnitude and packs it.
+void pack_int8(const PackSource& source, const LinearInt8& op, uint8_t* packed, float* scales) {
+  const int quads = op.num_in_padded / 4;
+  ms::Team::get().parallel(op.num_panels, [&](int panel) {
+    uint8_t* to = packed + static_cast<size_t>(panel) * quads * 128;
+    std::memset(to, 128, static_cast<size_t>(quads) * 128);
+    for (int c = 0; c < PANEL; c++) {
+      int channel = panel * PANEL + c;
+      if (op.is_gated) {
+        const int gate = panel * 16 + c % 16;
+        channel = gate >= op.num_out ? -1 : gate + (c < 16 ? 0 : op.num_out);
+      } else if (channel >= op.num_out) {
+        channel = -1;
+      }
+      scales[panel * PANEL + c] = 0.0f;
+      if (channel < 0) continue;
+      alignas(64) float buffer[16];
+      auto get = [&](int k) MS_LAMBDA {
+        const int left = op.num_in - k;
+        const size_t at = static_cast<size_t>(channel) * source.stride + k;
+        const char* data = static_cast<const char*>(source.weight);
+        if (left >= 16) {
+          if (source.type == DType::f32) return load<f32x16>(data + at * 4);
+          return from_bf16(reinterpret_cast<const uint16_t*>(data) + at);
+        }
+        std::memset(buffer, 0, sizeof buffer);
+        for (int i = 0; i < left; i++) {
+          if (source.type == DType::f32) {
+            std::memcpy(buffer + i, data + (at + i) * 4, 4);
+          } else {
+            const uint32_t bits = static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(data)[at + i]) << 16;
+            std::memcpy(buffer + i, &bits, 4);
+          }
+        }
+        return load<f32x16>(buffer);
+      };
+      f32x16 largest = splat(0.0f);
+      for (int k = 0; k < op.num_in; k += 16) largest = max(largest, absolute(get(k)));
+      const float top = reduce_max(largest);
+      const f32x16 inverse = splat(top > 0.0f ? 127.0f / top : 0.0f);
+      scales[panel * PANEL + c] = top / 127.0f;
+      uint8_t* lane = to + (c / 16) * 64 + (c % 16) * 4;
+      for (int k = 0; k < op.num_in; k += 16) {
+        alignas(16) uint8_t bytes[16];
+        store_i8(reinterpret_cast<int8_t*>(bytes), to_int_nearest(get(k) * inverse) ^ 128);
+        for (int q = 0; q < 4; q++) std::memcpy(lane + (k / 4 + q) * 128, bytes + 4 * q, 4);
+      }
+    }
+  });
+}
+
+}  // namespace
+}  // namespace MS_ISA

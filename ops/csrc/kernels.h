@@ -1,0 +1,107 @@
+// What a set of kernels offers, and the plain structures it works on. One Kernels table for each
+// instruction set; sizes are in elements unless they say bytes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace ms {
+
+enum class DType : int { f32, bf16 };
+enum class Activation : int { none, silu, gelu, gelu_tanh, relu };
+enum class NormKind : int { none, rms, layer };
+
+struct Rows {
+  const void* data;
+  size_t stride;
+  DType type;
+};
+
+struct Norm {
+  NormKind kind;
+  const float* weight;
+  const float* bias;  // or null
+  float eps;
+};
+
+// Rows of signed bytes: value * scales[m] is the number; sums[m] is the sum of the bytes.
+struct Quantized {
+  int8_t* values;
+  size_t stride;
+  float* scales;
+  int32_t* sums;
+};
+
+struct PackSource {
+  const void* weight;
+  size_t stride;
+  DType type;
+};
+
+struct LinearInt8 {
+  const uint8_t* packed;
+  const float* scales;
+  const float* bias;  // or null
+  int num_in, num_in_padded;
+  int num_out;  // after gating
+  int num_panels;
+  bool is_gated;
+  Activation activation;
+};
+
+// Where one layer's K and V lie in a tile of TILE tokens (see attention.inl).
+constexpr int TILE = 16, MAX_HEAD_DIM = 512, MAX_GROUPS = MAX_HEAD_DIM / 8;
+struct CacheLayer {
+  size_t offset_bytes;  // from the start of a tile
+  int num_kv_heads, head_dim, group;
+};
+
+struct AttentionLayer {
+  CacheLayer cache;
+  int num_heads;
+  float scale;
+  int window;           // 0: none
+  float soft_cap;       // 0: none
+  const float* slopes;  // ALiBi, per head, or null
+  const float* sinks;   // a logit per head that only adds to the denominator, or null
+};
+
+// One sequence of a step: its last num_rows positions are rows first_row... of the step.
+struct SequenceRows {
+  uint8_t* base;
+  int first_row, num_rows, kv_len;
+};
+
+struct Step {
+  const SequenceRows* sequences;
+  int num_sequences;
+  size_t tile_bytes;
+};
+
+struct Rotation {
+  const float* cos;  // [rows, half], or null
+  const float* sin;
+  int half;
+};
+
+struct Kernels {
+  const char* name;
+  void (*pack_int8)(const PackSource&, const LinearInt8&, uint8_t* packed, float* scales);
+  void (*quantize_rows)(const Rows&, int rows, int num_in, const Norm&, const Quantized&);
+  void (*linear_int8)(const LinearInt8&, const Quantized&, int rows, void* out, size_t out_stride,
+                      DType, bool add);
+  void (*rotate)(float* x, size_t stride, int rows, int heads, int head_dim, const Rotation&);
+  void (*append_kv)(const Step&, const CacheLayer&, const float* k, const float* v, size_t stride,
+                    const Rotation&);
+  void (*attend)(const Step&, const AttentionLayer&, const float* q, size_t q_stride, float* out,
+                 size_t out_stride, float* lse);
+  int64_t (*read_bytes)(const void*, size_t bytes);
+  double (*multiply_i8)(int64_t rounds);    // operations done
+  double (*multiply_bf16)(int64_t rounds);  // 0 where there is no such instruction
+};
+
+const Kernels* portable_kernels();
+const Kernels* avx2_kernels();    // null where it was not built
+const Kernels* avx512_kernels();
+
+}  // namespace ms

@@ -1,0 +1,26 @@
+// One instruction set's kernels: defines MS_ISA and MS_KERNELS, then includes this.
+#include <cstdlib>
+#include <vector>
+
+#include "kernels.h"
+#include "simd.h"
+#include "team.h"
+
+namespace MS_ISA {
+using namespace ms;
+}
+
+#include "rows.inl"
+#include "gemm.inl"
+#include "attention.inl"
+#include "ceilings.inl"
+
+namespace ms {
+const Kernels* MS_KERNELS() {
+  static const Kernels all = {MS_NAME,           MS_ISA::pack_int8, MS_ISA::quantize_rows,
+                              MS_ISA::linear_int8, MS_ISA::rotate,  MS_ISA::append_kv,
+                              MS_ISA::attend,  MS_ISA::read_bytes,
+                              MS_ISA::multiply_i8, MS_ISA::multiply_bf16};
+  return &all;
+}
+}  // namespace ms

@@ -1,0 +1,265 @@
+// Sixteen lanes on any machine: GCC's vector types, with intrinsics where they matter.
+//
+// Every kernel is written once on these types and compiled once per instruction set, each time
+// in a namespace of its own (MS_ISA), so that the linker can never mix the copies up. Sums are
+// written out with fma(): contraction is switched off, because the same row must give the same
+// bits in every instance of a template.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#define MS_INLINE inline __attribute__((always_inline))
+#define MS_LAMBDA __attribute__((always_inline))
+
+namespace MS_ISA {
+
+#if defined(__AVX512F__)
+constexpr bool HAS_32_REGISTERS = true;
+#else
+constexpr bool HAS_32_REGISTERS = false;
+#endif
+
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef int16_t i16x32 __attribute__((vector_size(64)));
+typedef int16_t i16x16 __attribute__((vector_size(32)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef int8_t i8x16 __attribute__((vector_size(16)));
+typedef int8_t i8x32 __attribute__((vector_size(32)));
+
+template <class V>
+MS_INLINE V load(const void* from) {
+  V v;
+  std::memcpy(&v, from, sizeof(V));
+  return v;
+}
+template <class V>
+MS_INLINE void store(void* to, V v) {
+  std::memcpy(to, &v, sizeof(V));
+}
+
+template <class F, size_t... I>
+MS_INLINE void unroll_each(F&& f, std::index_sequence<I...>) {
+  (f(std::integral_constant<int, static_cast<int>(I)>{}), ...);
+}
+// f(0), ..., f(N - 1) with constant arguments, so that arrays indexed by them stay in registers.
+template <int N, class F>
+MS_INLINE void unroll(F&& f) {
+  unroll_each(f, std::make_index_sequence<N>{});
+}
+
+MS_INLINE f32x16 splat(float x) { return f32x16{} + x; }
+MS_INLINE i32x16 splat_i32(int32_t x) { return i32x16{} + x; }
+MS_INLINE i32x16 splat_bytes(const void* four) {
+  int32_t x;
+  std::memcpy(&x, four, 4);
+  return splat_i32(x);
+}
+
+MS_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
+#if defined(__AVX512F__)
+  return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  struct Halves { __m256 lo, hi; } x, y, z;
+  std::memcpy(&x, &a, 64), std::memcpy(&y, &b, 64), std::memcpy(&z, &c, 64);
+  z.lo = _mm256_fmadd_ps(x.lo, y.lo, z.lo);
+  z.hi = _mm256_fmadd_ps(x.hi, y.hi, z.hi);
+  return load<f32x16>(&z);
+#else
+  return a * b + c;
+#endif
+}
+
+MS_INLINE f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) {
+  return (f32x16)(((i32x16)yes & mask) | ((i32x16)no & ~mask));
+}
+MS_INLINE f32x16 max(f32x16 a, f32x16 b) {
+#if defined(__AVX512F__)
+  return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return select(a > b, a, b);
+#endif
+}
+MS_INLINE f32x16 min(f32x16 a, f32x16 b) {
+#if defined(__AVX512F__)
+  return (f32x16)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+  return select(a < b, a, b);
+#endif
+}
+MS_INLINE f32x16 absolute(f32x16 a) { return (f32x16)((i32x16)a & 0x7fffffff); }
+
+// Lanes are folded in halves: one fixed order, whatever the machine.
+MS_INLINE float reduce_add(f32x16 v) {
+  float x[16];
+  store(x, v);
+  for (int width = 8; width; width /= 2)
+    for (int i = 0; i < width; i++) x[i] += x[i + width];
+  return x[0];
+}
+MS_INLINE float reduce_max(f32x16 v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float x[16];
+  store(x, v);
+  for (int width = 8; width; width /= 2)
+    for (int i = 0; i < width; i++) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
+  return x[0];
+#endif
+}
+MS_INLINE int32_t reduce_add(i32x16 v) {
+  int32_t x[16], sum = 0;
+  store(x, v);
+  for (int i = 0; i < 16; i++) sum += x[i];
+  return sum;
+}
+
+MS_INLINE f32x16 to_float(i32x16 v) { return __builtin_convertvector(v, f32x16); }
+MS_INLINE i32x16 to_int_nearest(f32x16 v) {  // ties to even
+#if defined(__AVX512F__)
+  return (i32x16)_mm512_cvtps_epi32((__m512)v);
+#else
+  const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: the sum keeps the integer in its low bits
+  return (i32x16)(v + magic) - (i32x16)magic;
+#endif
+}
+MS_INLINE f32x16 from_bf16(const uint16_t* p) {
+  return (f32x16)(__builtin_convertvector(load<u16x16>(p), u32x16) << 16);
+}
+MS_INLINE void to_bf16(uint16_t* p, f32x16 v) {  // nearest, ties to even
+  u32x16 bits = (u32x16)v;
+  bits += 0x7fff + ((bits >> 16) & 1);
+  store(p, __builtin_convertvector(bits >> 16, u16x16));
+}
+
+MS_INLINE float half_to_float(uint16_t h) {
+  const uint32_t sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023;
+  uint32_t bits;
+  float x;
+  if (exponent == 0) {
+    x = static_cast<float>(mantissa) * 5.9604644775390625e-8f;  // 2^-24
+    std::memcpy(&bits, &x, 4);
+    bits |= sign;
+  } else {
+    bits = sign | (exponent == 31 ? 0x7f800000u | mantissa << 13 : (exponent + 112) << 23 | mantissa << 13);
+  }
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+// Not negative and finite: all that a scale can be. Rounds up, so that no value exceeds 127 of it.
+MS_INLINE uint16_t scale_to_half(float x) {
+  uint32_t bits;
+  if (x >= 65504.0f) return 0x7bff;
+  if (x < 6.103515625e-5f) {  // subnormal halves
+    const float steps = x * 16777216.0f;
+    const uint32_t whole = static_cast<uint32_t>(steps);
+    return static_cast<uint16_t>(whole + (static_cast<float>(whole) < steps));
+  }
+  std::memcpy(&bits, &x, 4);
+  bits += 0x1fff;
+  return static_cast<uint16_t>((bits >> 13) - (112u << 10));
+}
+MS_INLINE f32x16 from_half(const uint16_t* p) {
+#if defined(__AVX512F__)
+  return (f32x16)_mm512_cvtph_ps((__m256i)load<u16x16>(p));
+#else
+  float x[16];
+  for (int i = 0; i < 16; i++) x[i] = half_to_float(p[i]);
+  return load<f32x16>(x);
+#endif
+}
+
+// 2^x for x <= 0 (clamped at -126), relative error below 2e-7: split at the nearest integer, then
+// the Taylor series of exp(r ln 2) for |r| <= 1/2.
+MS_INLINE f32x16 exp2_neg(f32x16 x) {
+  x = max(x, splat(-126.0f));
+  const i32x16 whole = to_int_nearest(x);
+  const f32x16 r = x - to_float(whole);
+  f32x16 y = splat(1.5403530e-4f);
+  y = fma(y, r, splat(1.3333558e-3f));
+  y = fma(y, r, splat(9.6181291e-3f));
+  y = fma(y, r, splat(5.5504109e-2f));
+  y = fma(y, r, splat(2.4022651e-1f));
+  y = fma(y, r, splat(6.9314718e-1f));
+  y = fma(y, r, splat(1.0f));
+  return (f32x16)((i32x16)y + (whole << 23));
+}
+constexpr float LOG2E = 1.44269504f, LN2 = 0.69314718f;
+MS_INLINE f32x16 exp(f32x16 x) {  // clamped to what a float can hold
+  x = min(max(x * LOG2E, splat(-126.0f)), splat(126.0f));
+  const f32x16 down = exp2_neg(select(x > 0, x - 126.0f, x));
+  return select(x > 0, down * 8.507059e37f, down);  // 2^126
+}
+MS_INLINE f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + exp(-x)); }
+MS_INLINE f32x16 tanh(f32x16 x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
+// Abramowitz and Stegun 7.1.26, absolute error below 1.5e-7.
+MS_INLINE f32x16 erf(f32x16 x) {
+  const f32x16 a = absolute(x), t = 1.0f / (1.0f + 0.3275911f * a);
+  f32x16 y = splat(1.061405429f);
+  y = fma(y, t, splat(-1.453152027f));
+  y = fma(y, t, splat(1.421413741f));
+  y = fma(y, t, splat(-0.284496736f));
+  y = fma(y, t, splat(0.254829592f));
+  y = 1.0f - y * t * exp(-a * a);
+  return select(x < 0, -y, y);
+}
+
+// acc[i] += sum over j < 4 of unsigned byte w[4i + j] * signed byte x[4i + j].
+MS_INLINE i32x16 dot_u8_i8(i32x16 acc, i32x16 w, i32x16 x) {
+#if defined(__AVX512VNNI__)
+  return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
+#elif defined(__AVX2__)
+  struct Halves { __m256i v[2]; } a, b, c;
+  std::memcpy(&a, &acc, 64), std::memcpy(&b, &w, 64), std::memcpy(&c, &x, 64);
+  const __m256i low = _mm256_set1_epi16(0xff);
+  for (int i = 0; i < 2; i++) {
+    const __m256i even = _mm256_madd_epi16(
+        _mm256_and_si256(b.v[i], low), _mm256_srai_epi16(_mm256_slli_epi16(c.v[i], 8), 8));
+    const __m256i odd =
+        _mm256_madd_epi16(_mm256_srli_epi16(b.v[i], 8), _mm256_srai_epi16(c.v[i], 8));
+    a.v[i] = _mm256_add_epi32(a.v[i], _mm256_add_epi32(even, odd));
+  }
+  return load<i32x16>(&a);
+#else
+  for (int j = 0; j < 4; j++)
+    acc += (i32x16)(((u32x16)w >> (8 * j)) & 255) * ((i32x16)((u32x16)x << (24 - 8 * j)) >> 24);
+  return acc;
+#endif
+}
+// acc[i] += sum over j < 2 of int16 v[2i + j] * int16 p[2i + j].
+MS_INLINE i32x16 dot_i16(i32x16 acc, i32x16 v, i32x16 p) {
+#if defined(__AVX512VNNI__)
+  return (i32x16)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)v, (__m512i)p);
+#elif defined(__AVX2__)
+  struct Halves { __m256i v[2]; } a, b, c;
+  std::memcpy(&a, &acc, 64), std::memcpy(&b, &v, 64), std::memcpy(&c, &p, 64);
+  for (int i = 0; i < 2; i++) a.v[i] = _mm256_add_epi32(a.v[i], _mm256_madd_epi16(b.v[i], c.v[i]));
+  return load<i32x16>(&a);
+#else
+  const i32x16 low = ((i32x16)((u32x16)v << 16) >> 16) * ((i32x16)((u32x16)p << 16) >> 16);
+  return acc + low + (v >> 16) * (p >> 16);
+#endif
+}
+// 32 signed bytes to 32 signed words.
+MS_INLINE i32x16 widen_i8(const int8_t* p) {
+#if defined(__AVX512BW__)
+  return (i32x16)_mm512_cvtepi8_epi16((__m256i)load<i8x32>(p));
+#else
+  return (i32x16) __builtin_convertvector(load<i8x32>(p), i16x32);
+#endif
+}
+MS_INLINE void store_i8(int8_t* p, i32x16 v) { store(p, __builtin_convertvector(v, i8x16)); }
+MS_INLINE void store_i16(int16_t* p, i32x16 v) { store(p, __builtin_convertvector(v, i16x16)); }
+
+MS_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+}  // namespace MS_ISA

@@ -1,0 +1,132 @@
+#include "team.h"
+
+#include <chrono>
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+#endif
+
+namespace ms {
+namespace {
+
+// Between two loops of one step lies a little Python; between two steps, a little more.
+constexpr auto SPIN = std::chrono::microseconds(150);
+
+inline void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+int usable_processors() {
+#if defined(__linux__)
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) return CPU_COUNT(&set);
+#endif
+  const int n = static_cast<int>(std::thread::hardware_concurrency());
+  return n > 0 ? n : 1;
+}
+
+}  // namespace
+
+Team& Team::get() {
+  static Team team;
+  return team;
+}
+
+Team::Team() {
+  start(usable_processors());
+#if defined(__linux__)
+  // A forked child has none of the threads; it goes on alone.
+  pthread_atfork(nullptr, nullptr, [] {
+    Team& team = get();
+    for (auto& helper : team.helpers_) helper.detach();
+    team.helpers_.clear();
+    team.size_ = 1;
+  });
+#endif
+}
+
+Team::~Team() { stop(); }
+
+void Team::start(int size) {
+  size_ = size < 1 ? 1 : size;
+  stopping_ = false;
+  for (int i = 1; i < size_; i++) helpers_.emplace_back([this, seen = epoch_.load()] { help(seen); });
+}
+
+void Team::stop() {
+  stopping_ = true;
+  {
+    std::lock_guard<std::mutex> lock(sleep_mutex_);
+    epoch_.fetch_add(1);
+  }
+  wake_.notify_all();
+  for (auto& helper : helpers_) helper.join();
+  helpers_.clear();
+}
+
+void Team::resize(int size) {
+  std::lock_guard<std::mutex> lock(busy_);
+  const int most = usable_processors();
+  size = size > most ? most : size;
+  if (size == size_) return;
+  stop();
+  start(size);
+}
+
+void Team::work() {
+  void (*body)(void*, int) = body_;
+  void* context = context_;
+  const int tasks = tasks_;
+  for (int task; (task = next_.fetch_add(1, std::memory_order_relaxed)) < tasks;) body(context, task);
+}
+
+void Team::help(unsigned seen) {
+  for (;;) {
+    const auto until = std::chrono::steady_clock::now() + SPIN;
+    for (int i = 0; epoch_.load(std::memory_order_acquire) == seen; i++) {
+      relax();
+      if (i % 64 == 63 && std::chrono::steady_clock::now() > until) {
+        std::unique_lock<std::mutex> lock(sleep_mutex_);
+        sleeping_.fetch_add(1);
+        wake_.wait(lock, [&] { return epoch_.load() != seen; });
+        sleeping_.fetch_sub(1);
+        break;
+      }
+    }
+    seen = epoch_.load(std::memory_order_acquire);
+    if (stopping_.load()) return;
+    active_.fetch_add(1);  // from here on the caller waits for this helper, unless it is late
+    if (!closed_.load()) work();
+    active_.fetch_sub(1);
+  }
+}
+
+void Team::run(int tasks, void (*body)(void*, int), void* context) {
+  std::unique_lock<std::mutex> mine(busy_, std::defer_lock);
+  if (tasks <= 1 || helpers_.empty() || !mine.try_lock()) {
+    for (int task = 0; task < tasks; task++) body(context, task);
+    return;
+  }
+  body_ = body;
+  context_ = context;
+  tasks_ = tasks;
+  next_.store(0, std::memory_order_relaxed);
+  closed_.store(false);
+  epoch_.fetch_add(1);  // sequentially consistent: it must not pass the look at sleeping_
+  if (sleeping_.load() > 0) {
+    std::lock_guard<std::mutex> lock(sleep_mutex_);
+    wake_.notify_all();
+  }
+  work();
+  closed_.store(true);
+  for (int i = 0; active_.load() > 0; i++) {
+    relax();
+    if (i % 1024 == 1023) std::this_thread::yield();
+  }
+}
+
+}  // namespace ms
