@@ -6,6 +6,7 @@ PORT ?= 8000
 PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard ops/csrc/*)
 
 .PHONY: serve test check format bench clean
 
@@ -37,10 +38,10 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.serve: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.serve: $(SOURCES) | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e .
 	touch $@
 
-$(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.dev: $(SOURCES) | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[dev]'
 	touch $@ $(VENV)/.serve

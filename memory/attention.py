@@ -46,14 +46,21 @@ class Ticket(NamedTuple):
     q: Tensor
 
 
+Rotation = tuple[Tensor, Tensor]
+"""cos, sin: [T, R/2] fp32, as Backend.rotary takes them."""
+
+
 class Attention(Protocol):
-    """q: [T, H, D], k and v: [T, Hk, D], rotated; rows packed as planned."""
+    """q: [T, H, D], rotated; k and v: [T, Hk, D]; rows packed as planned."""
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
         """Start layer `layer` with its queries. Nothing has been written yet."""
 
-    def finish(self, ticket: Ticket, k: Tensor, v: Tensor) -> Tensor:
-        """Write k and v, attend, return [T, H, D]."""
+    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
+        """Rotate k, write k and v, attend, return [T, H, D].
+
+        Rotating is left to whoever writes, which can do it on the way.
+        """
 
 
 class PlannedAttention(Attention, Protocol):

@@ -21,6 +21,8 @@ from ops.backend import KeyValues
 class KVLayout:
     """Where each layer's K and V lie inside one token's bytes."""
 
+    tile_tokens = 1
+
     def __init__(self, layers: Sequence[AttentionLayer], dtype: torch.dtype) -> None:
         self.layers = list(layers)
         self.dtype = dtype

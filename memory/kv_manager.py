@@ -59,14 +59,18 @@ class KVManager:
         num_ranges: int,
         max_model_len: int,
         token_bytes: int,
+        tile_tokens: int = 1,
     ) -> None:
+        """tile_tokens: tokens that are stored interleaved and need their memory together."""
         self.page_bytes = memory.page_bytes
         self.token_bytes = token_bytes
         self.max_model_len = max_model_len
-        # A range starts on a page and holds a whole number of token places, so that a token's
-        # address is simply (range start + position) * token_bytes.
-        unit = lcm(self.page_bytes, token_bytes)
-        self.range_bytes = -(-max_model_len * token_bytes // unit) * unit
+        self._tile_tokens = tile_tokens
+        self._tile_bytes = token_bytes * tile_tokens
+        # A range starts on a page and holds a whole number of tiles, so that a tile's address
+        # is simply (range start + position) // tile_tokens * tile_bytes.
+        unit = lcm(self.page_bytes, self._tile_bytes)
+        self.range_bytes = -(-self._bytes_for(max_model_len) // unit) * unit
         self.range_tokens = self.range_bytes // token_bytes
         self.allocator = PageAllocator(num_pages)
         self.ranges = [Range(i) for i in range(num_ranges)]
@@ -100,8 +104,14 @@ class KVManager:
         """Pages in any range, spare ones included."""
         return self.num_pages - self.allocator.num_free
 
+    def _bytes_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._tile_tokens) * self._tile_bytes
+
+    def _tokens_in(self, num_pages: int) -> int:
+        return num_pages * self.page_bytes // self._tile_bytes * self._tile_tokens
+
     def pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens * self.token_bytes // self.page_bytes)
+        return -(-self._bytes_for(num_tokens) // self.page_bytes)
 
     def can_fit(self, num_tokens: int, spare_pages: int = 0) -> bool:
         """Whether a new range could be opened and grown to that many tokens, and leave some.
@@ -159,7 +169,7 @@ class KVManager:
     def _grant(self, target: Range, num_pages: int) -> None:
         """Spare pages of the range become its sequence's (or, negative, the reverse)."""
         target.granted += num_pages
-        target.capacity = target.granted * self.page_bytes // self.token_bytes
+        target.capacity = self._tokens_in(target.granted)
         self._spare -= num_pages
 
     def close(self, target: Range) -> None:
@@ -249,7 +259,7 @@ class KVManager:
             assert item.is_open != (item.index in self._idle), f"range {item.index}"
             assert 0 <= item.granted <= len(item.pages), f"range {item.index}"
             assert item.is_open or not (item.granted or item.promised), f"range {item.index}"
-            assert item.capacity == item.granted * self.page_bytes // self.token_bytes
+            assert item.capacity == self._tokens_in(item.granted)
             assert item.index in self._dirty or self._is_settled(item), f"range {item.index}"
             for page in item.pages:
                 owners[page] = owners.get(page, 0) + 1

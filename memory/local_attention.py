@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from memory.attention import AttentionLayer, AttentionStep, Ticket
+from memory.attention import AttentionLayer, AttentionStep, Rotation, Ticket
 from memory.kv_cache import KVCache
 from ops.backend import Backend, KeyValues
 
@@ -43,9 +43,13 @@ class LocalAttention:
     def begin(self, layer: int, q: Tensor) -> Ticket:
         return Ticket(layer, q)
 
-    def finish(self, ticket: Ticket, k: Tensor, v: Tensor) -> Tensor:
+    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
         layer, q = ticket
         shape, backend = self._layers[layer], self._backend
+        if rotation is not None:
+            k = backend.rotary(k, *rotation)
+        if q.dtype != self._cache.layout.dtype:
+            return self._in_cache_dtype(ticket, k, v).to(q.dtype)
         backend.store_kv(k, v, self._layer_tensors[layer], self._rows)
         num_decodes = self._step.num_decodes
         parts: list[Tensor] = []
@@ -61,6 +65,10 @@ class LocalAttention:
             parts.append(backend.prefill_attention(rows, cache, shape.scale, shape.window).out)
             row += n
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _in_cache_dtype(self, ticket: Ticket, k: Tensor, v: Tensor) -> Tensor:
+        dtype = self._cache.layout.dtype
+        return self.finish(Ticket(ticket.layer, ticket.q.to(dtype)), k.to(dtype), v.to(dtype), None)
 
 
 def _last(cache: KeyValues, num_tokens: int | None) -> KeyValues:

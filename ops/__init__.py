@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 
-from ops.backend import Backend, KeyValues, LinearOp, Partial
+from ops.backend import Backend, Edges, KeyValues, LinearOp, Norm, Partial
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,16 @@ BACKENDS = {
     "reference": "ops.reference:ReferenceBackend",
 }
 
-__all__ = ["BACKENDS", "Backend", "KeyValues", "LinearOp", "Partial", "get_backend"]
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Edges",
+    "KeyValues",
+    "LinearOp",
+    "Norm",
+    "Partial",
+    "get_backend",
+]
 
 
 def get_backend(name: str = "auto") -> Backend:

@@ -7,13 +7,45 @@ L tokens of K/V in reach. Nothing here knows requests, ranges or pages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-LinearOp = Callable[[Tensor], Tensor]
-"""x: [T, in] -> [T, out], weights packed inside."""
+
+
+class Norm(NamedTuple):
+    """kind: "rms" or "layer". weight: [N]; bias: [N] or None."""
+
+    kind: str
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+
+class Edges(NamedTuple):
+    """What is fused around a product: norm before it, activation after it.
+
+    With is_gated the weight holds gate and up one under the other, [2F, in], and the result is
+    act(gate) * up: [T, F].
+    """
+
+    norm: Norm | None = None
+    activation: str | None = None
+    is_gated: bool = False
+
+
+PLAIN = Edges()
+
+
+class LinearOp(Protocol):
+    """A packed product and what is fused around it."""
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x: [T, in] -> act(norm(x) @ weight.T + bias) (+ residual): [T, out].
+
+        A residual may be overwritten; only the result counts afterwards.
+        """
 
 
 class Partial(NamedTuple):
@@ -39,7 +71,9 @@ class Backend(Protocol):
 
     name: str
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> LinearOp:
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, edges: Edges = PLAIN
+    ) -> LinearOp:
         """weight: [out, in], bias: [out]; both in the compute dtype. Takes its own copy."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -49,7 +83,10 @@ class Backend(Protocol):
         """x: [T, N]; weight, bias: [N]."""
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x: [T, H, D]; cos, sin: [T, R/2] fp32. Rotates pairs (i, i + R/2) of the first R."""
+        """x: [T, H, D]; cos, sin: [T, R/2] fp32. Rotates pairs (i, i + R/2) of the first R.
+
+        x may be overwritten.
+        """
 
     def activation(self, x: Tensor, kind: str) -> Tensor:
         """kind: silu, gelu, gelu_tanh, relu; elementwise on [T, F]."""

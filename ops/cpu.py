@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.backend import KeyValues, LinearOp, Partial
+from ops import native
+from ops.backend import PLAIN, Edges, KeyValues, LinearOp, Partial
+from ops.linear import PlainLinear
 from ops.reference import ReferenceBackend
 
 logger = logging.getLogger(__name__)
@@ -41,7 +43,12 @@ class CpuBackend:
         self._packed_types = _types_that_pass("oneDNN packed linear", _check_packed_linear)
         self._flash_types = _types_that_pass("CPU flash attention", _check_flash)
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> LinearOp:
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, edges: Edges = PLAIN
+    ) -> LinearOp:
+        return PlainLinear(self, self._product(weight, bias), edges)
+
+    def _product(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         bias = None if bias is None else bias.clone()
         if weight.dtype not in self._packed_types:
             weight = weight.clone(memory_format=torch.contiguous_format)
@@ -57,6 +64,9 @@ class CpuBackend:
         return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        is_dense = x.stride()[1:] == (x.shape[2], 1) and cos.is_contiguous() and sin.is_contiguous()
+        if x.dtype == torch.float32 and is_dense and native.is_available():
+            return native.rotate_(x, cos, sin)
         half = cos.shape[-1]
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         first, second = x[..., :half], x[..., half : 2 * half]

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ops.backend import KeyValues, LinearOp, Partial
+from ops.backend import PLAIN, Edges, KeyValues, LinearOp, Partial
+from ops.linear import PlainLinear
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -35,15 +36,17 @@ class ReferenceBackend:
 
     name = "reference"
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> LinearOp:
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, edges: Edges = PLAIN
+    ) -> LinearOp:
         weight = weight.clone()
         bias = None if bias is None else bias.clone()
 
-        def linear(x: Tensor) -> Tensor:
+        def product(x: Tensor) -> Tensor:
             y = _wide(x) @ _wide(weight).T
             return (y if bias is None else y + _wide(bias)).to(x.dtype)
 
-        return linear
+        return PlainLinear(self, product, edges)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = _wide(x)

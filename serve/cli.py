@@ -52,7 +52,9 @@ def parse_size(text: str) -> int:
 Model = Annotated[
     str, typer.Argument(help="A Hugging Face directory, or the embedded model.", metavar="[MODEL]")
 ]
-DType = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
+DType = Annotated[str, typer.Option(help="auto, int8, bfloat16 or float32.")]
+KVDType = Annotated[str, typer.Option(help="K/V: auto, int8, bfloat16 or float32.")]
+KVGroup = Annotated[int, typer.Option(help="Values that share a scale in int8 K/V.")]
 MaxModelLen = Annotated[
     int | None, typer.Option(help="Longest sequence in tokens; the model's by default.")
 ]
@@ -75,6 +77,8 @@ def run(
         str | None, typer.Option(help="The name clients use; the directory's by default.")
     ] = None,
     dtype: DType = "auto",
+    kv_dtype: KVDType = "auto",
+    kv_group: KVGroup = 64,
     max_model_len: MaxModelLen = None,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 256,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Rows of one step.")] = None,

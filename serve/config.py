@@ -11,7 +11,9 @@ from pathlib import Path
 
 from serve.errors import ConfigError
 
-DTYPES = ("auto", "float32", "bfloat16")
+DTYPES = ("auto", "float32", "bfloat16", "int8")
+KV_DTYPES = DTYPES
+KV_GROUPS = (8, 16, 32, 64, 128, 256)
 DEFAULT_MODEL = "default"
 
 
@@ -26,7 +28,10 @@ class EngineConfig:
 
     model: a Hugging Face directory, or "default" for the embedded model.
     served_model_name: the name clients use; None takes the directory's name.
-    dtype: "auto" takes the checkpoint's type where the machine computes it fast.
+    dtype: "int8" multiplies int8 by int8 (weights per channel, activations per token); "auto"
+        takes it for 16-bit checkpoints of families that bear it, and logs why.
+    kv_dtype: how K/V is stored; "auto" takes int8 with int8 products, else the compute type.
+    kv_group: values of a head that share one scale in int8 K/V, at most.
     max_model_len: longest sequence (prompt + output) in tokens; None takes the model's.
     max_num_seqs: sequences that run at once.
     max_num_batched_tokens: rows of one step; None picks by model and device.
@@ -43,6 +48,8 @@ class EngineConfig:
     model: str = DEFAULT_MODEL
     served_model_name: str | None = None
     dtype: str = "auto"
+    kv_dtype: str = "auto"
+    kv_group: int = 64
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
@@ -56,8 +63,15 @@ class EngineConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        for setting, known in (("dtype", DTYPES), ("kv_dtype", KV_DTYPES)):
+            if getattr(self, setting) not in known:
+                names = ", ".join(known)
+                raise ConfigError(
+                    f"{setting} must be one of {names}, not {getattr(self, setting)!r}"
+                )
+        if self.kv_group not in KV_GROUPS:
+            groups = ", ".join(map(str, KV_GROUPS))
+            raise ConfigError(f"kv_group must be one of {groups}, not {self.kv_group!r}")
         for name in (
             "max_model_len",
             "max_num_seqs",

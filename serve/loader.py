@@ -15,17 +15,21 @@ from typing import Any
 
 import torch
 
+from memory.attention import AttentionLayer, PlannedAttention
+from memory.int8_attention import Int8KVLayout, Int8LocalAttention
 from memory.kv_cache import KVCache, KVLayout
 from memory.kv_manager import KVManager
 from memory.local_attention import LocalAttention
 from memory.vmm import LinuxMemory
-from ops import get_backend
+from ops import Backend, get_backend, native
+from quant.linear import int8_linear
 from serve.admission import RequestLimits
 from serve.compute_thread import ComputeThread
 from serve.config import EngineConfig
 from serve.core import EngineCore
 from serve.errors import ConfigError, ModelLoadError, RequestError
-from serve.models import ModelSpec, load_model, read_generation_defaults, read_spec
+from serve.models import Decoder, ModelSpec, load_model, read_generation_defaults, read_spec
+from serve.precision import Precision, resolve_precision
 from serve.request import SamplingParams
 from serve.runner import ModelRunner
 from serve.scheduler import Scheduler, SchedulerLimits
@@ -93,20 +97,19 @@ def _load(config: EngineConfig, compute: ComputeThread, progress: bool) -> Loade
     """Runs in the compute thread, because packing weights is parallel work."""
     _keep_freed_memory()
     path = config.model_path
-    if config.compute_threads is not None:
-        torch.set_num_threads(config.compute_threads)
     spec = read_spec(path)
     tokenizer = Tokenizer.load(path)
     defaults = _generation_defaults(path)
-    dtype = resolve_dtype(config.dtype, spec)
+    precision = resolve_precision(config, spec)
+    _set_threads(config, precision)
     try:
         backend = get_backend(config.backend)
     except ValueError as error:
         raise ConfigError(f"backend: {error}") from error
-    model = load_model(path, dtype=dtype, backend=backend, progress=progress)
+    model = _load_model(path, precision, backend, progress)
     layers = model.attention_layers()
-    layout = KVLayout(layers, dtype)
-    sizes = size_kv(config, spec, layout.token_bytes)
+    layout = _kv_layout(config, precision, layers)
+    sizes = size_kv(config, spec, layout.token_bytes, layout.tile_tokens)
     memory = LinuxMemory(sizes.page_bytes, sizes.num_pages)
     kv = KVManager(
         memory,
@@ -114,16 +117,12 @@ def _load(config: EngineConfig, compute: ComputeThread, progress: bool) -> Loade
         num_ranges=config.max_num_seqs,
         max_model_len=sizes.max_model_len,
         token_bytes=layout.token_bytes,
+        tile_tokens=layout.tile_tokens,
     )
-    cache = KVCache(layout, memory.reserve(kv.total_bytes), kv.total_bytes)
+    attention = _attention(layout, memory.reserve(kv.total_bytes), kv.total_bytes, backend)
     batched = config.max_num_batched_tokens or max(_DEFAULT_BATCHED_TOKENS, config.max_num_seqs)
     limits = SchedulerLimits(config.max_num_seqs, batched, config.max_chunk_tokens or batched)
-    runner = ModelRunner(
-        model,
-        kv,
-        LocalAttention(layers, cache, backend),
-        memory=memory,
-    )
+    runner = ModelRunner(model, kv, attention, memory=memory)
     request_limits = RequestLimits(
         sizes.max_model_len, spec.vocab_size, config.max_num_waiting, config.max_num_seqs
     )
@@ -141,7 +140,7 @@ def _load(config: EngineConfig, compute: ComputeThread, progress: bool) -> Loade
     logger.info(
         "%s: %s, context %d, %d K/V pages of %d KiB (%d bytes a token), %d rows a step",
         config.model_name,
-        str(dtype).removeprefix("torch."),
+        precision,
         sizes.max_model_len,
         sizes.num_pages,
         sizes.page_bytes >> 10,
@@ -170,29 +169,45 @@ def _eos(defaults: dict[str, object], spec: ModelSpec, tokenizer: Tokenizer) -> 
     return tuple(token for token in found if token < spec.vocab_size)
 
 
-def resolve_dtype(name: str, spec: ModelSpec) -> torch.dtype:
-    """auto: bfloat16 for 16-bit checkpoints where oneDNN has kernels for it, else float32."""
-    if name == "float32":
-        return torch.float32
-    if name == "bfloat16":
-        return torch.bfloat16
-    is_16_bit = spec.torch_dtype in ("bfloat16", "float16")
-    chosen = torch.bfloat16 if is_16_bit and _has_bf16() else torch.float32
-    logger.info(
-        "dtype auto: %s (checkpoint %s, oneDNN bf16 kernels: %s)",
-        str(chosen).removeprefix("torch."),
-        spec.torch_dtype,
-        "yes" if _has_bf16() else "no",
+def _set_threads(config: EngineConfig, precision: Precision) -> None:
+    """Two teams of threads on the same cores would wait for each other: one has to be alone."""
+    if config.compute_threads is not None:
+        torch.set_num_threads(config.compute_threads)
+    if not native.is_available():
+        return
+    native.set_num_threads(torch.get_num_threads())
+    logger.info("native kernels: %s, %d threads", native.instruction_set(), native.num_threads())
+    if precision.is_int8 and precision.kv == "int8":
+        torch.set_num_threads(1)  # what is left to torch is small
+
+
+def _load_model(path: Path, precision: Precision, backend: Backend, progress: bool) -> Decoder:
+    if not precision.is_int8:
+        return load_model(path, dtype=precision.compute, backend=backend, progress=progress)
+    return load_model(
+        path,
+        dtype=precision.compute,
+        backend=backend,
+        make_linear=int8_linear,
+        keep_weight_dtype=True,
+        progress=progress,
     )
-    return chosen
 
 
-def _has_bf16() -> bool:
-    """Whether oneDNN has bf16 kernels for this CPU; a torch built without it says no."""
-    try:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    except (AttributeError, RuntimeError):
-        return False
+def _kv_layout(
+    config: EngineConfig, precision: Precision, layers: list[AttentionLayer]
+) -> KVLayout | Int8KVLayout:
+    if precision.kv == "int8":
+        return Int8KVLayout(layers, config.kv_group)
+    return KVLayout(layers, getattr(torch, precision.kv))
+
+
+def _attention(
+    layout: KVLayout | Int8KVLayout, address: int, size_bytes: int, backend: Backend
+) -> PlannedAttention:
+    if isinstance(layout, Int8KVLayout):
+        return Int8LocalAttention(layout, address)
+    return LocalAttention(layout.layers, KVCache(layout, address, size_bytes), backend)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +217,9 @@ class KVSizes:
     max_model_len: int
 
 
-def size_kv(config: EngineConfig, spec: ModelSpec, token_bytes: int) -> KVSizes:
+def size_kv(
+    config: EngineConfig, spec: ModelSpec, token_bytes: int, tile_tokens: int = 1
+) -> KVSizes:
     """Pages and context that fit the memory. ConfigError names the setting to change."""
     max_len = spec.max_model_len
     if config.max_model_len is not None:
@@ -227,7 +244,7 @@ def size_kv(config: EngineConfig, spec: ModelSpec, token_bytes: int) -> KVSizes:
             f"kv_page_bytes {page} gives more than {_MAX_PAGES} pages; use a larger page"
         )
     num_pages = budget // page
-    fits = num_pages * page // token_bytes
+    fits = num_pages * page // (token_bytes * tile_tokens) * tile_tokens
     if fits < max_len:
         if config.kv_cache_bytes is not None or config.max_model_len is not None or fits < 1:
             raise ConfigError(

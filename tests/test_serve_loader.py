@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-import torch
 
 from serve import LLM
 from serve.config import EngineConfig
 from serve.errors import ConfigError, ModelLoadError
-from serve.loader import available_memory, resolve_dtype, size_kv
+from serve.loader import available_memory, size_kv
 from serve.models import read_spec
+from serve.precision import resolve_precision
 from tests.checkpoints import checkpoint
 
 MIB = 1 << 20
@@ -54,6 +56,8 @@ def test_the_context_must_fit(spec):
     ("settings", "named"),
     [
         ({"dtype": "float8"}, "dtype"),
+        ({"kv_dtype": "int4"}, "kv_dtype"),
+        ({"kv_group": 12}, "kv_group"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"max_model_len": -1}, "max_model_len"),
         ({"kv_page_bytes": 5000}, "kv_page_bytes"),
@@ -71,9 +75,36 @@ def test_a_missing_model_is_named(tmp_path):
         LLM(str(tmp_path / "nowhere"))
 
 
+def _precision(spec, **settings):
+    found = resolve_precision(EngineConfig(**settings), spec)
+    return ("int8" if found.is_int8 else str(found.compute)), found.kv
+
+
 def test_dtype_follows_the_checkpoint(spec):
-    assert resolve_dtype("auto", spec) is torch.float32
-    assert resolve_dtype("bfloat16", spec) is torch.bfloat16
+    assert _precision(spec) == ("torch.float32", "float32")
+    assert _precision(spec, dtype="bfloat16") == ("torch.bfloat16", "bfloat16")
+    assert _precision(spec, dtype="int8") == ("int8", "int8")
+    assert _precision(spec, dtype="int8", kv_dtype="bfloat16") == ("int8", "bfloat16")
+    assert _precision(spec, dtype="float32", kv_dtype="int8") == ("torch.float32", "int8")
+
+
+def test_auto_takes_int8_for_16_bit_checkpoints_that_bear_it(spec, monkeypatch):
+    half = replace(spec, torch_dtype="bfloat16")
+    monkeypatch.setattr("ops.native.instruction_set", lambda: "avx2")
+    assert _precision(half) == ("int8", "int8")
+    assert _precision(replace(half, bears_int8=False))[0] != "int8"
+    assert _precision(replace(half, head_dim=20)) == ("int8", "float32")
+    monkeypatch.setattr("ops.native.instruction_set", lambda: "portable")
+    assert _precision(half)[0] != "int8"
+
+
+def test_int8_that_cannot_be_had_is_refused(spec, monkeypatch):
+    with pytest.raises(ConfigError, match="head_dim"):
+        _precision(replace(spec, head_dim=20), kv_dtype="int8")
+    monkeypatch.setattr("ops.native.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="native kernels"):
+        _precision(spec, dtype="int8")
+    assert _precision(replace(spec, torch_dtype="bfloat16"))[0] != "int8"
 
 
 def test_available_memory_is_plausible():

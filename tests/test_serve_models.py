@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from memory.attention import AttentionLayer, Ticket
-from ops import get_backend
+from memory.attention import AttentionLayer, Rotation, Ticket
+from ops import Edges, LinearOp, get_backend
 from ops.reference import ReferenceBackend
 from serve.errors import ModelLoadError
 from serve.models import Decoder, load_model, read_generation_defaults, read_spec
@@ -44,8 +44,10 @@ class ListAttention:
         self.calls.append(("begin", layer))
         return Ticket(layer, q)
 
-    def finish(self, ticket: Ticket, k: Tensor, v: Tensor) -> Tensor:
+    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
         index, q = ticket
+        if rotation is not None:
+            k = ReferenceBackend().rotary(k, *rotation)
         self.calls.append(("finish", index))
         layer = self.layers[index]
         assert q.shape[1:] == (layer.num_heads, layer.head_dim)
@@ -215,13 +217,13 @@ def test_loading_holds_one_product_at_a_time() -> None:
     alive: list[weakref.ref[Tensor]] = []
     shapes: list[tuple[int, ...]] = []
 
-    def make_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    def make_linear(weight: Tensor, bias: Tensor | None, edges: Edges) -> LinearOp:
         assert weight.dtype == torch.bfloat16
         assert weight.is_contiguous()
         assert all(item() is None for item in alive)
         alive.append(weakref.ref(weight))
         shapes.append(tuple(weight.shape))
-        return lambda x: x
+        return lambda x, residual=None: x
 
     load_model(
         checkpoint("llama", "sharded"),

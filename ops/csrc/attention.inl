@@ -2,8 +2,9 @@
 // set.
 //
 // Storage. A range is a row of tiles of 16 tokens. A layer's part of a tile is, for each K/V head:
-//   K  [D/4][16 tokens][4] unsigned bytes (value + 128), K scales [D/group][16] fp16,
-//   V  [8 pairs of tokens][D][2] signed bytes,           V scales [D/group][16] fp16.
+//   scales of K, then of V, [2][D/group][16 tokens] fp16,
+//   K [D/4][16 tokens][4] unsigned bytes (value + 128),
+//   V [8 pairs of tokens][D][2] signed bytes.
 // In this order a register holds 16 tokens of K or 16 dimensions of V, ready for the 8-bit and
 // 16-bit dot product instructions, and all heads of a tile are one contiguous run.
 //
@@ -24,13 +25,14 @@ constexpr float NOTHING = -1e30f;
 
 struct HeadShape {
   int dim, group, num_groups;
-  size_t k_scales, v, v_scales, bytes;  // offsets within a head's part of a tile, and its size
+  size_t k_scales, v_scales, k, v, bytes;  // offsets within a head's part of a tile, and its size
   explicit HeadShape(const CacheLayer& c)
       : dim(c.head_dim), group(c.group), num_groups(c.head_dim / c.group) {
-    k_scales = static_cast<size_t>(TILE) * dim;
-    v = k_scales + static_cast<size_t>(num_groups) * TILE * 2;
-    v_scales = v + static_cast<size_t>(TILE) * dim;
-    bytes = v_scales + static_cast<size_t>(num_groups) * TILE * 2;
+    k_scales = 0;
+    v_scales = static_cast<size_t>(num_groups) * TILE * 2;
+    k = 2 * v_scales;
+    v = k + static_cast<size_t>(TILE) * dim;
+    bytes = v + static_cast<size_t>(TILE) * dim;
   }
 };
 
@@ -94,7 +96,7 @@ void append_kv(const Step& step, const CacheLayer& layer, const float* k, const 
           uint32_t four;
           std::memcpy(&four, bytes + d, 4);
           four ^= 0x80808080u;
-          std::memcpy(at + d * TILE + 4 * t, &four, 4);
+          std::memcpy(at + shape.k + d * TILE + 4 * t, &four, 4);
         }
         quantize_groups(v + row * stride + h * shape.dim, bytes,
                         reinterpret_cast<uint16_t*>(at + shape.v_scales) + t, TILE, shape.dim, shape.group);
@@ -172,21 +174,21 @@ MS_INLINE void query_key(const HeadShape& shape, const Scratch& s, int row, cons
   for (int g = 0; g < shape.num_groups; g++) {
     i32x16 sum[R][TILES];
     unroll<R>([&](auto r) MS_LAMBDA { unroll<TILES>([&](auto t) MS_LAMBDA { sum[r][t] = i32x16{}; }); });
-    auto pass = [&](const int8_t* q) MS_LAMBDA {
+    auto pass = [&](const int8_t* q, bool is_first) MS_LAMBDA {
       for (int i = g * quads; i < (g + 1) * quads; i++) {
         i32x16 k[TILES];
-        unroll<TILES>([&](auto t) MS_LAMBDA { k[t] = load<i32x16>(at.tile[t] + i * 64); });
+        unroll<TILES>([&](auto t) MS_LAMBDA { k[t] = load<i32x16>(at.tile[t] + shape.k + i * 64); });
+        unroll<(TILES + 1) / 2>([&](auto t) MS_LAMBDA { prefetch(at.next[is_first ? t : TILES - 1 - t] + shape.k + i * 64); });
         unroll<R>([&](auto r) MS_LAMBDA {
           const i32x16 x = splat_bytes(q + r * shape.dim + 4 * i);
           unroll<TILES>([&](auto t) MS_LAMBDA { sum[r][t] = dot_u8_i8(sum[r][t], k[t], x); });
         });
       }
     };
-    pass(hi);
-    for (int i = g * quads; i < (g + 1) * quads; i++)
-      unroll<TILES>([&](auto t) MS_LAMBDA { prefetch(at.next[t] + i * 64); });
+    unroll<TILES>([&](auto t) MS_LAMBDA { prefetch(at.next[t] + g * 64); });  // scales
+    pass(hi, true);
     unroll<R>([&](auto r) MS_LAMBDA { unroll<TILES>([&](auto t) MS_LAMBDA { sum[r][t] <<= 7; }); });
-    pass(lo);
+    pass(lo, false);
     unroll<TILES>([&](auto t) MS_LAMBDA {
       const f32x16 scale = from_half(reinterpret_cast<const uint16_t*>(at.tile[t] + shape.k_scales) + g * TILE);
       unroll<R>([&](auto r) MS_LAMBDA {
@@ -197,55 +199,79 @@ MS_INLINE void query_key(const HeadShape& shape, const Scratch& s, int row, cons
   }
 }
 
-// Softmax of one row's scores over a stretch. p: weights times V's scales as 15-bit integers, for
-// each group; unit: what one of them is worth; returns what the row's earlier sums shrink by.
-template <int TILES>
-MS_INLINE float soften(const HeadShape& shape, const AttentionLayer& layer, Scratch& s, int row,
-                       const Stretch& at, f32x16 (&score)[STRETCH_TILES],
-                       int16_t (*p)[MAX_ROWS][STRETCH], int r, float (*unit)[MAX_ROWS]) {
-  const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const int low = s.low[row], high = s.high[row];
-  const bool is_whole = at.first >= low && at.first + TILES * TILE <= high;
-  i32x16 seen[TILES];
-  f32x16 top = splat(NOTHING);
-  unroll<TILES>([&](auto t) MS_LAMBDA {
-    f32x16 x = score[t] * s.q_scale[row];
-    const i32x16 position = lanes + (at.first + t * TILE);
+// What a few models do to scores before the softmax; scores are in base 2 here.
+__attribute__((noinline)) void bend_scores(const AttentionLayer& layer, const Scratch& s, int row, int first,
+                                           f32x16* score, int tiles) {
+  for (int t = 0; t < tiles; t++) {
+    f32x16 x = score[t];
     if (layer.soft_cap > 0.0f) {
       const float cap = layer.soft_cap * LOG2E;
       x = cap * tanh(x / cap);
     }
-    if (layer.slopes) x += to_float(position - (high - 1)) * (layer.slopes[s.head[row]] * LOG2E);
-    if (!is_whole) {
-      seen[t] = (position >= low) & (position < high);
-      x = select(seen[t], x, splat(NOTHING));
-    }
+    if (layer.slopes)
+      x += to_float(LANES + (first + t * TILE - (s.high[row] - 1))) * (layer.slopes[s.head[row]] * LOG2E);
     score[t] = x;
-    top = max(top, x);
+  }
+}
+
+// Softmax of R rows' scores over a stretch. p: weights times V's scales as 15-bit integers, for
+// each group; unit: what one of them is worth; shrink: what the rows' earlier sums are to be
+// multiplied by.
+template <int R, int TILES, bool MASKED>
+MS_INLINE void soften(const HeadShape& shape, const AttentionLayer& layer, Scratch& s, int row,
+                      const Stretch& at, f32x16 (&x)[MAX_ROWS][STRETCH_TILES],
+                      int16_t (*p)[MAX_ROWS][STRETCH], float (*unit)[MAX_ROWS], float* shrink) {
+  i32x16 seen[R][TILES];
+  f32x16 top[R], now[R], sum[R];
+  unroll<R>([&](auto r) MS_LAMBDA {
+    unroll<TILES>([&](auto t) MS_LAMBDA { x[r][t] = x[r][t] * s.q_scale[row + r]; });
   });
-  const float before = s.m[row], now = reduce_max(max(top, splat(before)));
-  f32x16 sum = {};
-  unroll<TILES>([&](auto t) MS_LAMBDA {
-    f32x16 x = exp2_neg(score[t] - now);
-    if (!is_whole) x = select(seen[t], x, splat(0.0f));
-    score[t] = x;
-    sum += x;
+  if (layer.soft_cap > 0.0f || layer.slopes)
+    for (int r = 0; r < R; r++) bend_scores(layer, s, row + r, at.first, x[r], TILES);
+  unroll<R>([&](auto r) MS_LAMBDA {
+    top[r] = splat(s.m[row + r]);
+    unroll<TILES>([&](auto t) MS_LAMBDA {
+      if (MASKED) {
+        const i32x16 position = LANES + (at.first + t * TILE);
+        seen[r][t] = (position >= s.low[row + r]) & (position < s.high[row + r]);
+        x[r][t] = select(seen[r][t], x[r][t], splat(NOTHING));
+      }
+      top[r] = max(top[r], x[r][t]);
+    });
+  });
+  unroll<R>([&](auto r) MS_LAMBDA { now[r] = max_all(top[r]); });
+  unroll<R>([&](auto r) MS_LAMBDA {
+    sum[r] = splat(0.0f);
+    unroll<TILES>([&](auto t) MS_LAMBDA {
+      x[r][t] = exp2_neg(x[r][t] - now[r]);
+      if (MASKED) x[r][t] = select(seen[r][t], x[r][t], splat(0.0f));
+      sum[r] += x[r][t];
+    });
   });
   for (int g = 0; g < shape.num_groups; g++) {
-    f32x16 weight[TILES], largest = {};
+    f32x16 scale[TILES];
     unroll<TILES>([&](auto t) MS_LAMBDA {
-      weight[t] = score[t] * from_half(reinterpret_cast<const uint16_t*>(at.tile[t] + shape.v_scales) + g * TILE);
-      if (!is_whole) weight[t] = select(seen[t], weight[t], splat(0.0f));
-      largest = max(largest, weight[t]);
+      scale[t] = from_half(reinterpret_cast<const uint16_t*>(at.tile[t] + shape.v_scales) + g * TILE);
     });
-    const float biggest = reduce_max(largest), step = biggest > 0.0f ? 32767.0f / biggest : 0.0f;
-    unroll<TILES>([&](auto t) MS_LAMBDA { store_i16(p[g][r] + t * TILE, to_int_nearest(weight[t] * step)); });
-    unit[g][r] = biggest / 32767.0f;
+    unroll<R>([&](auto r) MS_LAMBDA {
+      f32x16 weight[TILES], largest = {};
+      unroll<TILES>([&](auto t) MS_LAMBDA {
+        weight[t] = x[r][t] * scale[t];
+        if (MASKED) weight[t] = select(seen[r][t], weight[t], splat(0.0f));
+        largest = max(largest, weight[t]);
+      });
+      largest = max_all(largest);
+      const f32x16 step = 32767.0f / max(largest, splat(1e-30f));
+      unroll<TILES>([&](auto t) MS_LAMBDA { store_i16(p[g][r] + t * TILE, to_int_nearest(weight[t] * step)); });
+      unit[g][r] = largest[0] * (1.0f / 32767.0f);
+    });
   }
-  const float shrink = exp2_neg(splat(before - now))[0];
-  s.m[row] = now;
-  s.l[row] = s.l[row] * shrink + reduce_add(sum);
-  return shrink;
+  unroll<R>([&](auto r) MS_LAMBDA {
+    const float less = exp2_neg(splat(s.m[row + r]) - now[r])[0];
+    shrink[r] = less;
+    s.m[row + r] = now[r][0];
+    s.l[row + r] = s.l[row + r] * less + reduce_add(sum[r]);
+  });
 }
 
 // sums[R][VECS] = p . V over 16 * VECS dimensions from d on.
@@ -304,8 +330,10 @@ __attribute__((noinline)) void stretch_rows(const HeadShape& shape, const Attent
   alignas(64) int16_t p[MAX_GROUPS][MAX_ROWS][STRETCH];
   float unit[MAX_GROUPS][MAX_ROWS], shrink[MAX_ROWS];
   query_key<R, TILES>(shape, s, row, at, scores);
-  for (int r = 0; r < R; r++)
-    shrink[r] = soften<TILES>(shape, layer, s, row + r, at, scores[r], p, r, unit);
+  bool is_whole = true;
+  for (int r = row; r < row + R; r++) is_whole &= at.first >= s.low[r] && at.first + TILES * TILE <= s.high[r];
+  if (is_whole) soften<R, TILES, false>(shape, layer, s, row, at, scores, p, unit, shrink);
+  else soften<R, TILES, true>(shape, layer, s, row, at, scores, p, unit, shrink);
   if (shape.group == 8) {
     for (int d = 0; d < shape.dim; d += 16)
       add_values_by_8<R, TILES>(shape, s, row, at, d, d / 8, p, unit, shrink);
@@ -455,8 +483,8 @@ struct AttendCall {
         const int r = (h - from) * per_kv;
         one.hi += r * dim, one.lo += r * dim, one.offsets += r * shape.num_groups, one.q_scale += r;
         one.m += r, one.l += r, one.acc += r * dim, one.low += r, one.high += r, one.head += r;
-        const bool is_last = h + 1 == to;
-        stretch(one, per_kv, seq, h, first, is_last ? first + STRETCH : first, is_last ? from : h + 1, high);
+        const int ahead = h - from + 1, count = to - from;
+        stretch(one, per_kv, seq, h, first, first + ahead / count * STRETCH, from + ahead % count, high);
       }
     for (int h = 0; h < heads; h++) {
       float* to_part = parts + (from * per_kv + h) * (dim + 2);

@@ -42,6 +42,7 @@ double multiply_i8(int64_t rounds) {
 
 double multiply_bf16(int64_t rounds) {
 #if defined(__AVX512BF16__)
+  if (!__builtin_cpu_supports("avx512bf16")) return 0.0;
   const int threads = ms::Team::get().size();
   std::vector<float> results(threads * 16);
   ms::Team::get().parallel(threads, [&](int task) {

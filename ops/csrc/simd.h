@@ -97,25 +97,26 @@ MS_INLINE f32x16 min(f32x16 a, f32x16 b) {
 }
 MS_INLINE f32x16 absolute(f32x16 a) { return (f32x16)((i32x16)a & 0x7fffffff); }
 
-// Lanes are folded in halves: one fixed order, whatever the machine.
-MS_INLINE float reduce_add(f32x16 v) {
-  float x[16];
-  store(x, v);
-  for (int width = 8; width; width /= 2)
-    for (int i = 0; i < width; i++) x[i] += x[i + width];
-  return x[0];
+// The sum or the largest of all lanes, in every lane. Lanes are folded in halves, in one fixed
+// order whatever the machine.
+constexpr i32x16 LANES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+MS_INLINE f32x16 swap_lanes(f32x16 v, int by) {
+  return __builtin_shuffle(v, LANES ^ by);
 }
-MS_INLINE float reduce_max(f32x16 v) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_max_ps((__m512)v);
-#else
-  float x[16];
-  store(x, v);
-  for (int width = 8; width; width /= 2)
-    for (int i = 0; i < width; i++) x[i] = x[i] > x[i + width] ? x[i] : x[i + width];
-  return x[0];
-#endif
+MS_INLINE f32x16 sum_all(f32x16 v) {
+  v += swap_lanes(v, 8);
+  v += swap_lanes(v, 4);
+  v += swap_lanes(v, 2);
+  return v + swap_lanes(v, 1);
 }
+MS_INLINE f32x16 max_all(f32x16 v) {
+  v = max(v, swap_lanes(v, 8));
+  v = max(v, swap_lanes(v, 4));
+  v = max(v, swap_lanes(v, 2));
+  return max(v, swap_lanes(v, 1));
+}
+MS_INLINE float reduce_add(f32x16 v) { return sum_all(v)[0]; }
+MS_INLINE float reduce_max(f32x16 v) { return max_all(v)[0]; }
 MS_INLINE int32_t reduce_add(i32x16 v) {
   int32_t x[16], sum = 0;
   store(x, v);

@@ -7,48 +7,47 @@ goes through a LinearOp, so precision is whatever made those; this file never na
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from memory.attention import Attention, AttentionLayer
-from ops.backend import Backend, LinearOp
+from memory.attention import Attention, AttentionLayer, Rotation
+from ops.backend import Backend, LinearOp, Norm
+from ops.linear import apply_norm
 from serve.models.rope import RotaryTable
 from serve.models.spec import ModelSpec
 
 
-class Norm(NamedTuple):
-    """weight: [N]; bias: [N] or None."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
 @dataclass(slots=True)
 class LayerWeights:
-    """One block. qkv gives q, k and v side by side; up gives gate and up side by side."""
+    """One block. qkv gives q, k and v side by side; up is the MLP with its activation.
 
-    attn_norm: Norm
+    In a pre-norm block qkv and up normalize what they read; in a post-norm one attn_norm and
+    mlp_norm follow the sums.
+    """
+
     qkv: LinearOp
     q_norm: Tensor | None
     k_norm: Tensor | None
     o: LinearOp
-    mlp_norm: Norm
     up: LinearOp
     down: LinearOp
+    attn_norm: Norm | None = None
+    mlp_norm: Norm | None = None
 
 
 @dataclass(slots=True)
 class DecoderWeights:
-    """embed: [vocab, embed_size] and positions: [rows, hidden] stay in the file's dtype."""
+    """embed: [vocab, embed_size] and positions: [rows, hidden] stay in the file's dtype.
+
+    The final norm is part of the first product after the blocks (project_out or head).
+    """
 
     embed: Tensor
     positions: Tensor | None
     project_in: LinearOp | None
     layers: list[LayerWeights]
-    final_norm: Norm | None
     project_out: LinearOp | None
     head: LinearOp
 
@@ -76,13 +75,13 @@ class Decoder:
         return self.spec.attention_layers
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """input_ids, positions: [T] int64 -> [T, hidden] after the final norm."""
+        """input_ids, positions: [T] int64 -> [T, hidden], before the final norm."""
         weights = self.weights
         x = self._embed(input_ids, positions)
         rotation = self._rotary.lookup(positions) if self._rotary is not None else None
         for index, layer in enumerate(weights.layers):
             x = self._block(index, layer, x, rotation, attention)
-        return x if weights.final_norm is None else self._norm(x, weights.final_norm)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [R, hidden] as `forward` returns it -> [R, vocab] fp32."""
@@ -105,52 +104,37 @@ class Decoder:
         index: int,
         layer: LayerWeights,
         x: Tensor,
-        rotation: tuple[Tensor, Tensor] | None,
+        rotation: Rotation | None,
         attention: Attention,
     ) -> Tensor:
-        if self.spec.is_post_norm:
-            x = self._norm(x + self._attend(index, layer, x, rotation, attention), layer.attn_norm)
-            return self._norm(x + self._mlp(layer, x), layer.mlp_norm)
-        normed = self._norm(x, layer.attn_norm)
-        x = x + self._attend(index, layer, normed, rotation, attention)
-        return x + self._mlp(layer, self._norm(x, layer.mlp_norm))
+        x = layer.o(self._attend(index, layer, x, rotation, attention), residual=x)
+        if layer.attn_norm is not None:
+            x = apply_norm(self._backend, x, layer.attn_norm)
+        x = layer.down(layer.up(x), residual=x)
+        if layer.mlp_norm is not None:
+            x = apply_norm(self._backend, x, layer.mlp_norm)
+        return x
 
     def _attend(
         self,
         index: int,
         layer: LayerWeights,
         x: Tensor,
-        rotation: tuple[Tensor, Tensor] | None,
+        rotation: Rotation | None,
         attention: Attention,
     ) -> Tensor:
         """The seam gets q before k and v are touched, so that a remote one can start."""
         spec = self.spec
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
         qkv = layer.qkv(x).view(x.shape[0], heads + 2 * kv_heads, spec.head_dim)
-        q = self._position(qkv[:, :heads], layer.q_norm, rotation)
-        ticket = attention.begin(index, q)
-        k = self._position(qkv[:, heads : heads + kv_heads], layer.k_norm, rotation)
-        out = attention.finish(ticket, k, qkv[:, heads + kv_heads :])
-        return layer.o(out.reshape(x.shape[0], heads * spec.head_dim))
-
-    def _position(
-        self, x: Tensor, norm: Tensor | None, rotation: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
-        """x: [T, H, D], a view with strided rows -> normalized per head and rotated."""
-        if norm is not None:
-            x = self._backend.rms_norm(x, norm, self.spec.norm_eps)
+        q = self._normed(qkv[:, :heads], layer.q_norm)
         if rotation is not None:
-            x = self._backend.rotary(x, *rotation)
-        return x
+            q = self._backend.rotary(q, *rotation)
+        ticket = attention.begin(index, q)
+        k = self._normed(qkv[:, heads : heads + kv_heads], layer.k_norm)
+        out = attention.finish(ticket, k, qkv[:, heads + kv_heads :], rotation)
+        return out.reshape(x.shape[0], heads * spec.head_dim)
 
-    def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        kind = self.spec.activation
-        x = layer.up(x)
-        if self.spec.is_gated:
-            return layer.down(self._backend.gated_activation(x, kind))
-        return layer.down(self._backend.activation(x, kind))
-
-    def _norm(self, x: Tensor, norm: Norm) -> Tensor:
-        if self.spec.norm == "rms":
-            return self._backend.rms_norm(x, norm.weight, self.spec.norm_eps)
-        return self._backend.layer_norm(x, norm.weight, norm.bias, self.spec.norm_eps)
+    def _normed(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        """x: [T, H, D], a view with strided rows -> normalized per head."""
+        return x if norm is None else self._backend.rms_norm(x, norm, self.spec.norm_eps)

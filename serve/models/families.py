@@ -217,6 +217,8 @@ def _opt(config: ConfigReader) -> Fields:
         "has_o_bias": has_bias,
         "has_mlp_bias": has_bias,
         "is_gated": False,
+        # outlying activations: LLM.int8 (arXiv 2208.07339), SmoothQuant (arXiv 2211.10438)
+        "bears_int8": False,
         "activation": _activation(config, "activation_function", "relu"),
     }
     return _per_layer(fields)
@@ -247,6 +249,8 @@ def _gpt2(config: ConfigReader) -> Fields:
         "has_o_bias": True,
         "has_mlp_bias": True,
         "is_gated": False,
+        # outlying activations: LLM.int8 (arXiv 2208.07339), SmoothQuant (arXiv 2211.10438)
+        "bears_int8": False,
         "activation": _activation(config, "activation_function", "gelu_new"),
     }
     _per_layer(fields)

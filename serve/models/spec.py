@@ -27,7 +27,7 @@ class ModelSpec:
     block. activation: a kind of Backend.activation. rope and num_positions exclude each
     other: learned positions have num_positions rows, position p uses row p +
     position_offset. embed_size differs from hidden_size when the model projects in and out.
-    windows and scales: one per layer.
+    windows and scales: one per layer. bears_int8: products may be int8 without being asked for.
     """
 
     model_type: str
@@ -59,6 +59,7 @@ class ModelSpec:
     is_gated: bool = True
     activation: str = "silu"
     is_tied: bool = False
+    bears_int8: bool = True
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 

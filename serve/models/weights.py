@@ -14,16 +14,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ops.backend import Backend, LinearOp
+from ops.backend import PLAIN, Backend, Edges, LinearOp, Norm
 from serve.errors import ModelLoadError
 from serve.models.checkpoint import FLOATS, Checkpoint
-from serve.models.decoder import Decoder, DecoderWeights, LayerWeights, Norm
+from serve.models.decoder import Decoder, DecoderWeights, LayerWeights
 from serve.models.families import FAMILIES, WeightNames
 from serve.models.spec import ModelSpec, read_spec
 
 logger = logging.getLogger(__name__)
 
-MakeLinear = Callable[[Tensor, Tensor | None], LinearOp]
+MakeLinear = Callable[[Tensor, Tensor | None, Edges], LinearOp]
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -33,16 +33,24 @@ def load_model(
     dtype: torch.dtype,
     backend: Backend,
     make_linear: MakeLinear | None = None,
+    keep_weight_dtype: bool = False,
     progress: bool = False,
 ) -> Decoder:
     """The model of a Hugging Face directory, computing in `dtype`.
 
-    make_linear packs each product (default: the backend's own); ModelLoadError names what is
-    wrong with the checkpoint.
+    make_linear packs each product (default: the backend's own) from weights in `dtype`, or in
+    the file's with keep_weight_dtype; ModelLoadError names what is wrong with the checkpoint.
     """
     spec = read_spec(path)
     checkpoint = Checkpoint(path)
-    loader = _Loader(spec, checkpoint, dtype, make_linear or backend.pack_linear, _device(backend))
+    loader = _Loader(
+        spec,
+        checkpoint,
+        dtype,
+        make_linear or backend.pack_linear,
+        _device(backend),
+        keep_weight_dtype=keep_weight_dtype,
+    )
     loader.check()
     weights = loader.load(progress=progress)
     checkpoint.release()
@@ -65,12 +73,15 @@ class _Loader:
         dtype: torch.dtype,
         make_linear: MakeLinear,
         device: torch.device,
+        *,
+        keep_weight_dtype: bool,
     ) -> None:
         self.spec = spec
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.make_linear = make_linear
         self.device = device
+        self.weight_dtype = None if keep_weight_dtype else dtype
         self.names = FAMILIES[spec.model_type].names
         self.prefix = _find_prefix(self.names, checkpoint)
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -166,6 +177,7 @@ class _Loader:
     def load(self, *, progress: bool) -> DecoderWeights:
         spec, names, prefix = self.spec, self.names, self.prefix
         has_projections = spec.embed_size != spec.hidden_size
+        final_norm = self._norm(prefix + names.final_norm) if spec.has_final_norm else None
         layers = [
             self._layer(prefix + names.layer.format(index))
             for index in _shown(range(spec.num_layers), spec, progress)
@@ -179,52 +191,60 @@ class _Loader:
             if has_projections
             else None,
             layers=layers,
-            final_norm=self._norm(prefix + names.final_norm) if spec.has_final_norm else None,
-            project_out=self._linear([prefix + names.project_out], False)
+            project_out=self._linear([prefix + names.project_out], False, Edges(final_norm))
             if has_projections
             else None,
-            head=self._head(),
+            head=self._head(None if has_projections else final_norm),
         )
 
     def _layer(self, at: str) -> LayerWeights:
         spec, names = self.spec, self.names
+        attn_norm, mlp_norm = self._norm(at + names.attn_norm), self._norm(at + names.mlp_norm)
+        before_attn = before_mlp = None
+        if not spec.is_post_norm:
+            before_attn, before_mlp = attn_norm, mlp_norm
+        qkv, up = [at + part for part in names.qkv], [at + part for part in names.up]
+        mlp = Edges(before_mlp, spec.activation, spec.is_gated)
         layer = LayerWeights(
-            attn_norm=self._norm(at + names.attn_norm),
-            qkv=self._linear([at + part for part in names.qkv], spec.has_qkv_bias),
+            qkv=self._linear(qkv, spec.has_qkv_bias, Edges(before_attn)),
             q_norm=self._vector(f"{at}{names.q_norm}.weight") if spec.has_qk_norm else None,
             k_norm=self._vector(f"{at}{names.k_norm}.weight") if spec.has_qk_norm else None,
             o=self._linear([at + names.o], spec.has_o_bias),
-            mlp_norm=self._norm(at + names.mlp_norm),
-            up=self._linear([at + part for part in names.up], spec.has_mlp_bias),
+            up=self._linear(up, spec.has_mlp_bias, mlp),
             down=self._linear([at + names.down], spec.has_mlp_bias),
+            attn_norm=attn_norm if spec.is_post_norm else None,
+            mlp_norm=mlp_norm if spec.is_post_norm else None,
         )
         self.checkpoint.release()
         return layer
 
-    def _linear(self, parts: list[str], has_bias: bool) -> LinearOp:
+    def _linear(self, parts: list[str], has_bias: bool, edges: Edges = PLAIN) -> LinearOp:
         weight = self._joined([f"{part}.weight" for part in parts])
         bias = self._joined([f"{part}.bias" for part in parts]) if has_bias else None
-        return self.make_linear(weight, bias)
+        return self.make_linear(weight, bias, edges)
 
     def _joined(self, names: list[str]) -> Tensor:
-        """Parts one under the other as [out, in] (or [out]), in the compute dtype."""
+        """Parts one under the other as [out, in] (or [out])."""
         parts = [self.checkpoint.fetch(name) for name in names]
         if self.names.is_transposed:
             parts = [part.t() for part in parts]
-        cast = [part.to(self.device, self.dtype) for part in parts]
+        cast = [self._cast(part) for part in parts]
         return cast[0].contiguous() if len(cast) == 1 else torch.cat(cast)
 
-    def _head(self) -> LinearOp:
-        weight = self.checkpoint.fetch(self._head_name).to(self.device, self.dtype)
-        return self.make_linear(weight, None)
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, self.weight_dtype or tensor.dtype)
+
+    def _head(self, norm: Norm | None) -> LinearOp:
+        weight = self._cast(self.checkpoint.fetch(self._head_name))
+        return self.make_linear(weight, None, Edges(norm))
 
     def _norm(self, name: str) -> Norm:
-        if not self.spec.has_norm_weight:
-            return Norm(
-                torch.ones(self.spec.hidden_size, dtype=self.dtype, device=self.device), None
-            )
-        bias = self._vector(f"{name}.bias") if self.spec.has_norm_bias else None
-        return Norm(self._vector(f"{name}.weight"), bias)
+        spec = self.spec
+        if not spec.has_norm_weight:
+            ones = torch.ones(spec.hidden_size, dtype=self.dtype, device=self.device)
+            return Norm(spec.norm, ones, None, spec.norm_eps)
+        bias = self._vector(f"{name}.bias") if spec.has_norm_bias else None
+        return Norm(spec.norm, self._vector(f"{name}.weight"), bias, spec.norm_eps)
 
     def _vector(self, name: str) -> Tensor:
         """A private copy, so that the file's pages can go."""

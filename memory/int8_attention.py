@@ -1,0 +1,87 @@
+"""int8 K/V in tiles on the reservation, and attention over it: the seam on our own kernels.
+
+A range is a row of tiles of 16 tokens; a tile holds all layers, one after the other. A token's
+tile is (range start + position) // 16, so a kernel needs a base, one stride and a length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from memory.attention import AttentionLayer, AttentionStep, Rotation, Ticket
+from ops.native import Int8Attention, Int8AttentionStep
+from quant.kv import TILE_TOKENS, Int8KVFormat, fitting_group
+
+
+class Int8KVLayout:
+    """Where each layer's K and V lie inside one tile's bytes."""
+
+    tile_tokens = TILE_TOKENS
+
+    def __init__(self, layers: Sequence[AttentionLayer], group: int) -> None:
+        """group: scale group along head_dim, made smaller where it does not divide it."""
+        self.layers = list(layers)
+        self.formats: list[Int8KVFormat] = []
+        self.offsets: list[int] = []  # in bytes, per layer, from the start of a tile
+        offset = 0
+        for layer in self.layers:
+            fitting = fitting_group(layer.head_dim, group)
+            assert fitting is not None, f"no scale group of head_dim {layer.head_dim}"
+            self.formats.append(Int8KVFormat(layer.num_kv_heads, layer.head_dim, fitting))
+            self.offsets.append(offset)
+            offset += self.formats[-1].tile_bytes
+        self.tile_bytes = offset
+
+    @property
+    def token_bytes(self) -> int:
+        return self.tile_bytes // TILE_TOKENS
+
+    @staticmethod
+    def supports(layers: Sequence[AttentionLayer]) -> bool:
+        return all(fitting_group(layer.head_dim, 8) is not None for layer in layers)
+
+
+class Int8LocalAttention:
+    """PlannedAttention over int8 K/V at `address`."""
+
+    def __init__(self, layout: Int8KVLayout, address: int) -> None:
+        self._layout = layout
+        self._address = address
+        self._step: Int8AttentionStep | None = None
+        self._ops = [
+            Int8Attention(
+                offset_bytes=offset,
+                num_heads=layer.num_heads,
+                num_kv_heads=layer.num_kv_heads,
+                head_dim=layer.head_dim,
+                group=form.group,
+                scale=layer.scale,
+                window=layer.window,
+            )
+            for layer, form, offset in zip(
+                layout.layers, layout.formats, layout.offsets, strict=True
+            )
+        ]
+
+    def plan(self, step: AttentionStep) -> None:
+        token_bytes = self._layout.token_bytes
+        self._step = Int8AttentionStep(
+            self._address,
+            self._layout.tile_bytes,
+            [start * token_bytes for start in step.starts],
+            step.num_rows,
+            step.kv_lens,
+        )
+
+    def begin(self, layer: int, q: Tensor) -> Ticket:
+        return Ticket(layer, q)
+
+    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
+        layer, q = ticket
+        assert self._step is not None, "plan comes first"
+        op = self._ops[layer]
+        op.append(self._step, k.float(), v.float(), rotation)
+        return op.attend(self._step, q.float()).to(q.dtype)
+

@@ -1,0 +1,73 @@
+from collections.abc import Sequence
+
+TILE: int
+MAX_HEAD_DIM: int
+
+def instruction_sets() -> list[str]: ...
+def instruction_set() -> str: ...
+def choose_instruction_set(name: str) -> bool: ...
+def num_threads() -> int: ...
+def set_num_threads(n: int) -> None: ...
+def rotate(
+    x: int, stride: int, rows: int, heads: int, head_dim: int, cos: int, sin: int, half: int
+) -> None: ...
+def read_bytes(address: int, size: int) -> int: ...
+def multiply_i8(rounds: int) -> float: ...
+def multiply_bf16(rounds: int) -> float: ...
+
+class Int8Linear:
+    bytes: int
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        weight: int,
+        stride: int,
+        dtype: int,
+        bias: int,
+        activation: int,
+        is_gated: bool,
+    ) -> None: ...
+    def set_norm(self, kind: int, weight: int, bias: int, eps: float) -> None: ...
+    def run(
+        self,
+        x: int,
+        x_stride: int,
+        x_type: int,
+        rows: int,
+        out: int,
+        out_stride: int,
+        out_type: int,
+        add: bool,
+    ) -> None: ...
+
+class StepPlan:
+    def __init__(
+        self,
+        cache: int,
+        tile_bytes: int,
+        starts: Sequence[int],
+        num_rows: Sequence[int],
+        kv_lens: Sequence[int],
+    ) -> None: ...
+
+class Int8Attention:
+    def __init__(
+        self,
+        offset_bytes: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        group: int,
+        scale: float,
+        window: int,
+        soft_cap: float,
+        slopes: Sequence[float],
+        sinks: Sequence[float],
+    ) -> None: ...
+    def append(
+        self, step: StepPlan, k: int, v: int, stride: int, cos: int, sin: int, half: int
+    ) -> None: ...
+    def attend(
+        self, step: StepPlan, q: int, q_stride: int, out: int, out_stride: int, lse: int
+    ) -> None: ...

@@ -1,0 +1,210 @@
+"""Our own kernels (ops/csrc) as functions of tensors: checks shapes, passes addresses.
+
+int8 linear layers with what is fused around them, and attention over int8 K/V. The library
+takes the best instruction set of the processor (AVX-512 VNNI, AVX2, else portable code).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ops.backend import PLAIN, Edges
+
+try:
+    from ops import _native
+except ImportError as error:  # a source tree that was never built
+    _native = None  # type: ignore[assignment]
+    _why = str(error)
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+_ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
+_NORMS = {"rms": 1, "layer": 2}
+
+
+def is_available() -> bool:
+    return _native is not None
+
+
+def library() -> ModuleType:
+    """The compiled module. RuntimeError when it was not built."""
+    if _native is None:
+        raise RuntimeError(
+            f"the native kernels are not built ({_why}); install the package with "
+            "`pip install -e .`, which needs a C++ compiler"
+        )
+    return _native
+
+
+def instruction_set() -> str:
+    """The kernels in use: avx512, avx2 or portable."""
+    return str(library().instruction_set())
+
+
+def num_threads() -> int:
+    """Threads of the team, the caller included."""
+    return int(library().num_threads())
+
+
+def set_num_threads(n: int) -> None:
+    """At most the processors this process may use."""
+    library().set_num_threads(n)
+
+
+class Int8Linear:
+    """int8 x int8 with norm, quantization, scales, bias, activation and residual fused.
+
+    Weights per output channel, activations per row, both symmetric; rows are fp32 or bf16, the
+    result is fp32 (bf16 after an activation: it is quantized again at once). A row's bits do not
+    depend on the other rows.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, edges: Edges = PLAIN) -> None:
+        """weight: [out, in] fp32 or bf16 (any other float is converted); copied and packed."""
+        if weight.dtype not in _TYPES:
+            weight = weight.float()
+        if weight.stride(1) != 1:
+            weight = weight.contiguous()
+        norm, activation, is_gated = edges
+        rows, self.num_in = weight.shape
+        self.num_out = rows // 2 if is_gated else rows
+        self._out_dtype = torch.float32 if activation is None else torch.bfloat16
+        bias = None if bias is None else bias.float().contiguous()
+        self._op: Any = library().Int8Linear(
+            self.num_in,
+            self.num_out,
+            weight.data_ptr(),
+            weight.stride(0),
+            _TYPES[weight.dtype],
+            0 if bias is None else bias.data_ptr(),
+            _ACTIVATIONS[activation],
+            is_gated,
+        )
+        if norm is not None:
+            # kept: the kernel holds their addresses
+            self._norm_weight = norm.weight.float().contiguous()
+            self._norm_bias = None if norm.bias is None else norm.bias.float().contiguous()
+            at = 0 if self._norm_bias is None else self._norm_bias.data_ptr()
+            self._op.set_norm(_NORMS[norm.kind], self._norm_weight.data_ptr(), at, norm.eps)
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self._op.bytes)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        rows = x.shape[0]
+        if residual is None:
+            out = torch.empty(rows, self.num_out, dtype=self._out_dtype)
+        else:
+            out = residual
+            assert out.shape == (rows, self.num_out) and out.dtype == torch.float32
+        assert x.shape[1] == self.num_in, f"{x.shape} times [{self.num_out}, {self.num_in}]"
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        if rows:
+            self._op.run(
+                x.data_ptr(),
+                x.stride(0),
+                _TYPES[x.dtype],
+                rows,
+                out.data_ptr(),
+                out.stride(0),
+                _TYPES[out.dtype],
+                residual is not None,
+            )
+        return out
+
+
+class Int8AttentionStep:
+    """The sequences of one step over int8 K/V, for all layers."""
+
+    def __init__(
+        self,
+        address: int,
+        tile_bytes: int,
+        starts: Sequence[int],
+        num_rows: Sequence[int],
+        kv_lens: Sequence[int],
+    ) -> None:
+        """starts: byte offset of each range from address; num_rows, kv_lens as in the seam."""
+        self.num_rows = sum(num_rows)
+        self.plan: Any = library().StepPlan(address, tile_bytes, starts, num_rows, kv_lens)
+
+
+class Int8Attention:
+    """One layer over int8 K/V: append with rotation and quantization, then attend.
+
+    Switches: window (keys a row sees, itself included), soft_cap (cap * tanh(score / cap)),
+    slopes (ALiBi, one per head), sinks (a logit per head that only joins the denominator).
+    """
+
+    def __init__(
+        self,
+        *,
+        offset_bytes: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        group: int,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float = 0.0,
+        slopes: Sequence[float] = (),
+        sinks: Sequence[float] = (),
+    ) -> None:
+        assert head_dim % 16 == 0 and head_dim <= library().MAX_HEAD_DIM, f"{head_dim=}"
+        assert group >= 8 and head_dim % group == 0, f"{head_dim=} {group=}"
+        self._shape = (num_heads, num_kv_heads, head_dim)
+        self._op: Any = library().Int8Attention(
+            offset_bytes,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            group,
+            scale,
+            window or 0,
+            soft_cap,
+            list(slopes),
+            list(sinks),
+        )
+
+    def append(
+        self, step: Int8AttentionStep, k: Tensor, v: Tensor, rotation: tuple[Tensor, Tensor] | None
+    ) -> None:
+        """k, v: [T, Hk, D] fp32, rows alike strided, heads side by side."""
+        assert k.dtype == v.dtype == torch.float32 and k.shape[0] == step.num_rows
+        if k.stride() != v.stride() or k.stride()[1:] != (k.shape[2], 1):
+            k, v = k.contiguous(), v.contiguous()
+        cos = sin = half = 0
+        if rotation is not None:
+            cos, sin, half = rotation[0].data_ptr(), rotation[1].data_ptr(), rotation[0].shape[1]
+            assert rotation[0].is_contiguous() and rotation[1].is_contiguous()
+        self._op.append(step.plan, k.data_ptr(), v.data_ptr(), k.stride(0), cos, sin, half)
+
+    def attend(self, step: Int8AttentionStep, q: Tensor, lse: Tensor | None = None) -> Tensor:
+        """q: [T, H, D] fp32 -> [T, H, D]; lse: [T, H] fp32 to be written, natural log."""
+        heads, _, dim = self._shape
+        assert q.dtype == torch.float32 and q.shape == (step.num_rows, heads, dim)
+        if q.stride()[1:] != (dim, 1):
+            q = q.contiguous()
+        out = torch.empty(q.shape, dtype=torch.float32)
+        to_lse = 0 if lse is None else lse.data_ptr()
+        width = heads * dim
+        self._op.attend(step.plan, q.data_ptr(), q.stride(0), out.data_ptr(), width, to_lse)
+        return out
+
+
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Backend.rotary in place: x [T, H, D] fp32 with dense heads."""
+    rows, heads, dim = x.shape
+    assert x.dtype == torch.float32 and x.stride()[1:] == (dim, 1), f"{x.stride()}"
+    assert cos.is_contiguous() and sin.is_contiguous()
+    if rows:
+        half = cos.shape[1]
+        args = (x.data_ptr(), x.stride(0), rows, heads, dim, cos.data_ptr(), sin.data_ptr(), half)
+        library().rotate(*args)
+    return x

@@ -1,0 +1,40 @@
+"""The int8 K/V format: bytes of a token, and which scale groups fit a head.
+
+Symmetric, one fp16 scale for `group` neighbouring dimensions of a head, kept beside the values.
+Tokens are stored in tiles of 16, so that a register holds 16 tokens of K; the exact order of
+the bytes is the kernel's (ops/csrc/attention.inl).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TILE_TOKENS = 16
+GROUPS = (8, 16, 32, 64, 128, 256)
+DEFAULT_GROUP = 64
+_SCALE_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Int8KVFormat:
+    """K and V of one layer in 8 bits. group divides head_dim."""
+
+    num_kv_heads: int
+    head_dim: int
+    group: int
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of one token, scales included."""
+        return self.num_kv_heads * 2 * (self.head_dim + self.head_dim // self.group * _SCALE_BYTES)
+
+    @property
+    def tile_bytes(self) -> int:
+        return self.token_bytes * TILE_TOKENS
+
+
+def fitting_group(head_dim: int, wanted: int) -> int | None:
+    """The largest group up to `wanted` that divides head_dim; None if none does."""
+    if head_dim % 16 or head_dim > 512:
+        return None
+    return max((g for g in GROUPS if g <= wanted and head_dim % g == 0), default=None)

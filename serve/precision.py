@@ -1,0 +1,87 @@
+"""Which number formats a model runs in, and why: decided once at start-up and logged.
+
+"int8" means int8 x int8 products (W8A8) on an fp32 residual stream. "auto" takes it for 16-bit
+checkpoints of families that bear it, where the processor has fast kernels for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from memory.int8_attention import Int8KVLayout
+from ops import native
+from serve.config import EngineConfig
+from serve.errors import ConfigError
+from serve.models import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+_TORCH_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """compute: type of activations. is_int8: products in int8. kv: type of K/V in memory."""
+
+    compute: torch.dtype
+    is_int8: bool
+    kv: str
+
+    def __str__(self) -> str:
+        name = "int8" if self.is_int8 else _name(self.compute)
+        return f"{name}, K/V {self.kv}"
+
+
+def resolve_precision(config: EngineConfig, spec: ModelSpec) -> Precision:
+    """From the settings dtype and kv_dtype. ConfigError where one cannot be had here."""
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype, reason = _best_dtype(spec)
+        logger.info("dtype auto: %s (%s)", dtype, reason)
+    if dtype == "int8":
+        _require_native("dtype")
+        compute, is_int8 = torch.float32, True
+    else:
+        compute, is_int8 = _TORCH_TYPES[dtype], False
+    kv = config.kv_dtype
+    can_int8 = Int8KVLayout.supports(spec.attention_layers)
+    if kv == "auto":
+        kv = "int8" if is_int8 and can_int8 else _name(compute)
+    if kv == "int8":
+        _require_native("kv_dtype")
+        if not can_int8:
+            raise ConfigError(f"kv_dtype int8 needs a head_dim divisible by 16, not {spec.head_dim}")
+    return Precision(compute, is_int8, kv)
+
+
+def _best_dtype(spec: ModelSpec) -> tuple[str, str]:
+    if spec.torch_dtype == "float32":
+        return "float32", "the checkpoint is float32"
+    plain = "bfloat16" if _has_bf16() else "float32"
+    if not native.is_available():
+        return plain, "the native kernels are not built"
+    if native.instruction_set() == "portable":
+        return plain, "no int8 instructions that the kernels know"
+    if not spec.bears_int8:
+        return plain, f"{spec.model_type} is known to lose accuracy in int8"
+    return "int8", f"{spec.torch_dtype} checkpoint, {native.instruction_set()} kernels"
+
+
+def _require_native(setting: str) -> None:
+    if not native.is_available():
+        raise ConfigError(f"{setting} int8 needs the native kernels, which are not built")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _has_bf16() -> bool:
+    """Whether oneDNN has bf16 kernels for this CPU; a torch built without it says no."""
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except (AttributeError, RuntimeError):
+        return False
