@@ -84,4 +84,3 @@ class Int8LocalAttention:
         op = self._ops[layer]
         op.append(self._step, k.float(), v.float(), rotation)
         return op.attend(self._step, q.float()).to(q.dtype)
-

@@ -119,6 +119,11 @@ class Int8Linear:
         return out
 
 
+    def only_quantize(self, x: Tensor) -> None:
+        """The norm and the quantization without the product, for measuring them."""
+        self._op.only_quantize(x.data_ptr(), x.stride(0), _TYPES[x.dtype], x.shape[0])
+
+
 class Int8AttentionStep:
     """The sequences of one step over int8 K/V, for all layers."""
 
@@ -196,6 +201,32 @@ class Int8Attention:
         width = heads * dim
         self._op.attend(step.plan, q.data_ptr(), q.stride(0), out.data_ptr(), width, to_lse)
         return out
+
+
+class Ceilings:
+    """What this machine can do at best, for benchmarks to be measured against."""
+
+    @staticmethod
+    def read(buffer: Tensor) -> None:
+        """Read all bytes of a dense tensor once, with the whole team."""
+        library().read_bytes(buffer.data_ptr(), buffer.numel() * buffer.element_size())
+
+    @staticmethod
+    def copy(to: Tensor, source: Tensor) -> None:
+        """Copy all bytes of a dense tensor, with the whole team."""
+        size_bytes = source.numel() * source.element_size()
+        assert to.numel() * to.element_size() >= size_bytes
+        library().copy_bytes(to.data_ptr(), source.data_ptr(), size_bytes)
+
+    @staticmethod
+    def multiply_i8(rounds: int) -> float:
+        """int8 multiply-adds on registers; returns the operations done (two per multiply-add)."""
+        return float(library().multiply_i8(rounds))
+
+    @staticmethod
+    def multiply_bf16(rounds: int) -> float:
+        """The same in bf16; 0 where the processor has no such instruction."""
+        return float(library().multiply_bf16(rounds))
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

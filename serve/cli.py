@@ -195,6 +195,37 @@ def bench(
         raise typer.Exit(3)
 
 
+@app.command("eval")
+def evaluate(
+    model: Model = DEFAULT_MODEL,
+    text: Annotated[
+        Path | None, typer.Option(help="A text file; the built-in held-out text by default.")
+    ] = None,
+    precision: Annotated[
+        list[str] | None,
+        typer.Option(help="DTYPE or DTYPE/KV_DTYPE; repeat it. The first is the reference."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="How much of the text is read.")] = 4096,
+    window: Annotated[int, typer.Option(help="Tokens read from an empty context.")] = 512,
+    kv_group: KVGroup = 64,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the table here.")] = None,
+) -> None:
+    """Compare precisions: perplexity, KL divergence and greedy agreement on a text."""
+    from serve import evaluate_cli
+
+    _set_up_logging("warning")
+    with _reported():
+        evaluate_cli.run(
+            model,
+            text,
+            precision or list(evaluate_cli.DEFAULT_PRECISIONS),
+            max_tokens=max_tokens,
+            window=window,
+            kv_group=kv_group,
+            json_file=json_file,
+        )
+
+
 @app.command()
 def version() -> None:
     """Print the version."""

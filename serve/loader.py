@@ -5,48 +5,27 @@ Every start-up decision is taken here and logged once: dtype, context length, pa
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from memory.attention import AttentionLayer, PlannedAttention
-from memory.int8_attention import Int8KVLayout, Int8LocalAttention
-from memory.kv_cache import KVCache, KVLayout
-from memory.kv_manager import KVManager
-from memory.local_attention import LocalAttention
-from memory.vmm import LinuxMemory
-from ops import Backend, get_backend, native
-from quant.linear import int8_linear
 from serve.admission import RequestLimits
 from serve.compute_thread import ComputeThread
 from serve.config import EngineConfig
 from serve.core import EngineCore
-from serve.errors import ConfigError, ModelLoadError, RequestError
-from serve.models import Decoder, ModelSpec, load_model, read_generation_defaults, read_spec
-from serve.precision import Precision, resolve_precision
+from serve.errors import ModelLoadError, RequestError
+from serve.models import ModelSpec, read_generation_defaults, read_spec
 from serve.request import SamplingParams
 from serve.runner import ModelRunner
+from serve.runtime import load_runtime
 from serve.scheduler import Scheduler, SchedulerLimits
 from serve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_MIB = 1 << 20
-_TOKENS_PER_PAGE = 16
-_MIN_PAGE_BYTES = 64 << 10
-_MAX_PAGE_BYTES = 2 * _MIB
-# Linux allows 65,530 mappings in a process; every page can become one of them.
-_MAX_PAGES = 30_000
-_KV_SHARE_OF_FREE_MEMORY = 0.4
 _DEFAULT_BATCHED_TOKENS = 512
-# malloc.h
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
 
 
 @dataclass(slots=True)
@@ -74,57 +53,19 @@ def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine
         raise
 
 
-def _keep_freed_memory() -> None:
-    """Tell glibc to reuse freed buffers instead of returning them to the system.
-
-    A step allocates the same megabytes again and again; handing them back costs a page fault
-    for every 4 KiB of each (a tenth of a 1B model's step, more where faults are slow). One
-    arena, because buffers are freed in the thread that allocated them anyway.
-    """
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt"):
-        return  # not glibc
-    for option, value in (
-        (_M_ARENA_MAX, 1),
-        (_M_MMAP_THRESHOLD, 1 << 30),
-        (_M_TRIM_THRESHOLD, (1 << 31) - 1),
-        (_M_TOP_PAD, 64 * _MIB),
-    ):
-        libc.mallopt(option, value)
-
-
 def _load(config: EngineConfig, compute: ComputeThread, progress: bool) -> LoadedEngine:
     """Runs in the compute thread, because packing weights is parallel work."""
-    _keep_freed_memory()
     path = config.model_path
-    spec = read_spec(path)
+    read_spec(path)  # what is wrong with the directory itself is said first
     tokenizer = Tokenizer.load(path)
     defaults = _generation_defaults(path)
-    precision = resolve_precision(config, spec)
-    _set_threads(config, precision)
-    try:
-        backend = get_backend(config.backend)
-    except ValueError as error:
-        raise ConfigError(f"backend: {error}") from error
-    model = _load_model(path, precision, backend, progress)
-    layers = model.attention_layers()
-    layout = _kv_layout(config, precision, layers)
-    sizes = size_kv(config, spec, layout.token_bytes, layout.tile_tokens)
-    memory = LinuxMemory(sizes.page_bytes, sizes.num_pages)
-    kv = KVManager(
-        memory,
-        num_pages=sizes.num_pages,
-        num_ranges=config.max_num_seqs,
-        max_model_len=sizes.max_model_len,
-        token_bytes=layout.token_bytes,
-        tile_tokens=layout.tile_tokens,
-    )
-    attention = _attention(layout, memory.reserve(kv.total_bytes), kv.total_bytes, backend)
+    runtime = load_runtime(config, progress=progress)
+    spec, kv, max_model_len = runtime.spec, runtime.kv, runtime.kv.max_model_len
     batched = config.max_num_batched_tokens or max(_DEFAULT_BATCHED_TOKENS, config.max_num_seqs)
     limits = SchedulerLimits(config.max_num_seqs, batched, config.max_chunk_tokens or batched)
-    runner = ModelRunner(model, kv, attention, memory=memory)
+    runner = ModelRunner(runtime.model, kv, runtime.attention, memory=runtime.memory)
     request_limits = RequestLimits(
-        sizes.max_model_len, spec.vocab_size, config.max_num_waiting, config.max_num_seqs
+        max_model_len, spec.vocab_size, config.max_num_waiting, config.max_num_seqs
     )
     core = EngineCore(
         runner=runner,
@@ -137,16 +78,7 @@ def _load(config: EngineConfig, compute: ComputeThread, progress: bool) -> Loade
         tokenize_threads=config.tokenize_threads,
         seed=secrets.randbits(62) if config.seed is None else config.seed,
     )
-    logger.info(
-        "%s: %s, context %d, %d K/V pages of %d KiB (%d bytes a token), %d rows a step",
-        config.model_name,
-        precision,
-        sizes.max_model_len,
-        sizes.num_pages,
-        sizes.page_bytes >> 10,
-        layout.token_bytes,
-        batched,
-    )
+    logger.info("up to %d sequences and %d rows a step", config.max_num_seqs, batched)
     return LoadedEngine(core, spec, tokenizer, request_limits, defaults)
 
 
@@ -167,116 +99,3 @@ def _eos(defaults: dict[str, object], spec: ModelSpec, tokenizer: Tokenizer) -> 
         found = (tokenizer.eos_token_id,)
     assert isinstance(found, tuple)
     return tuple(token for token in found if token < spec.vocab_size)
-
-
-def _set_threads(config: EngineConfig, precision: Precision) -> None:
-    """Two teams of threads on the same cores would wait for each other: one has to be alone."""
-    if config.compute_threads is not None:
-        torch.set_num_threads(config.compute_threads)
-    if not native.is_available():
-        return
-    native.set_num_threads(torch.get_num_threads())
-    logger.info("native kernels: %s, %d threads", native.instruction_set(), native.num_threads())
-    if precision.is_int8 and precision.kv == "int8":
-        torch.set_num_threads(1)  # what is left to torch is small
-
-
-def _load_model(path: Path, precision: Precision, backend: Backend, progress: bool) -> Decoder:
-    if not precision.is_int8:
-        return load_model(path, dtype=precision.compute, backend=backend, progress=progress)
-    return load_model(
-        path,
-        dtype=precision.compute,
-        backend=backend,
-        make_linear=int8_linear,
-        keep_weight_dtype=True,
-        progress=progress,
-    )
-
-
-def _kv_layout(
-    config: EngineConfig, precision: Precision, layers: list[AttentionLayer]
-) -> KVLayout | Int8KVLayout:
-    if precision.kv == "int8":
-        return Int8KVLayout(layers, config.kv_group)
-    return KVLayout(layers, getattr(torch, precision.kv))
-
-
-def _attention(
-    layout: KVLayout | Int8KVLayout, address: int, size_bytes: int, backend: Backend
-) -> PlannedAttention:
-    if isinstance(layout, Int8KVLayout):
-        return Int8LocalAttention(layout, address)
-    return LocalAttention(layout.layers, KVCache(layout, address, size_bytes), backend)
-
-
-@dataclass(frozen=True, slots=True)
-class KVSizes:
-    page_bytes: int
-    num_pages: int
-    max_model_len: int
-
-
-def size_kv(
-    config: EngineConfig, spec: ModelSpec, token_bytes: int, tile_tokens: int = 1
-) -> KVSizes:
-    """Pages and context that fit the memory. ConfigError names the setting to change."""
-    max_len = spec.max_model_len
-    if config.max_model_len is not None:
-        if config.max_model_len > max_len:
-            raise ConfigError(
-                f"max_model_len {config.max_model_len} is above the model's {max_len}"
-            )
-        max_len = config.max_model_len
-    budget = config.kv_cache_bytes or int(available_memory() * _KV_SHARE_OF_FREE_MEMORY)
-    # More than every sequence at its longest is of no use.
-    most = config.max_num_seqs * (max_len * token_bytes + _MAX_PAGE_BYTES)
-    budget = min(budget, most)
-    page = config.kv_page_bytes
-    if page is None:
-        page = _MIN_PAGE_BYTES
-        while page < _MAX_PAGE_BYTES and page < _TOKENS_PER_PAGE * token_bytes:
-            page *= 2
-        while budget // page > _MAX_PAGES:
-            page *= 2
-    elif budget // page > _MAX_PAGES:
-        raise ConfigError(
-            f"kv_page_bytes {page} gives more than {_MAX_PAGES} pages; use a larger page"
-        )
-    num_pages = budget // page
-    fits = num_pages * page // (token_bytes * tile_tokens) * tile_tokens
-    if fits < max_len:
-        if config.kv_cache_bytes is not None or config.max_model_len is not None or fits < 1:
-            raise ConfigError(
-                f"kv_cache_bytes {budget} holds {fits} tokens, less than one sequence of "
-                f"max_model_len {max_len}; raise the one or lower the other"
-            )
-        logger.warning("memory holds %d tokens; max_model_len is lowered from %d", fits, max_len)
-        max_len = fits
-    return KVSizes(page, num_pages, max_len)
-
-
-def available_memory() -> int:
-    """Bytes this process may still take: free system memory, capped by the cgroup's limit."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in _read("/proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        limit, usage = _read(limit_file).strip(), _read(usage_file).strip()
-        if limit.isdigit() and usage.isdigit():
-            available = min(available, max(0, int(limit) - int(usage)))
-    return available
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""

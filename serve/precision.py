@@ -53,7 +53,9 @@ def resolve_precision(config: EngineConfig, spec: ModelSpec) -> Precision:
     if kv == "int8":
         _require_native("kv_dtype")
         if not can_int8:
-            raise ConfigError(f"kv_dtype int8 needs a head_dim divisible by 16, not {spec.head_dim}")
+            raise ConfigError(
+                f"kv_dtype int8 needs a head_dim divisible by 16, not {spec.head_dim}"
+            )
     return Precision(compute, is_int8, kv)
 
 

@@ -9,9 +9,9 @@ import pytest
 from serve import LLM
 from serve.config import EngineConfig
 from serve.errors import ConfigError, ModelLoadError
-from serve.loader import available_memory, size_kv
 from serve.models import read_spec
 from serve.precision import resolve_precision
+from serve.runtime import available_memory, size_kv
 from tests.checkpoints import checkpoint
 
 MIB = 1 << 20

@@ -52,56 +52,88 @@ MS_INLINE void store_token_v(int8_t* pairs, const int8_t* from, int dim, int odd
 }
 
 // x: [dim] -> bytes and one fp16 scale for each group.
-MS_INLINE void quantize_groups(const float* x, int8_t* to, uint16_t* scales, size_t scale_stride,
-                               int dim, int group) {
-  for (int g = 0; g < dim; g += group) {
-    const int n = group < 16 ? group : 16;
+template <bool IS_WIDE>  // groups of 16 and more
+MS_INLINE void quantize_groups(const float* x, int8_t* to, uint16_t* scales, int dim, int group) {
+  constexpr int N = IS_WIDE ? 16 : 8;
+  for (int g = 0; g < dim; g += group, scales += TILE) {
     f32x16 largest = {};
-    for (int d = g; d < g + group; d += n) largest = max(largest, absolute(some_of(x, d, n)));
+    for (int d = g; d < g + group; d += N) largest = max(largest, absolute(row_at(x, DType::f32, d, N)));
     const uint16_t half = scale_to_half(reduce_max(largest) / 127.0f);
-    const float scale = half_to_float(half), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-    for (int d = g; d < g + group; d += n) {
-      const f32x16 limited = max(min(some_of(x, d, n) * inverse, splat(127.0f)), splat(-127.0f));
+    const float scale = half_to_float(half);
+    const f32x16 inverse = splat(scale > 0.0f ? 1.0f / scale : 0.0f);
+    for (int d = g; d < g + group; d += N) {
+      f32x16 v = row_at(x, DType::f32, d, N) * inverse;
+      v = max(min(v, splat(127.0f)), splat(-127.0f));
       alignas(16) int8_t bytes[16];
-      store_i8(bytes, to_int_nearest(limited));
-      std::memcpy(to + d, bytes, n);
+      store_i8(bytes, to_int_nearest(v));
+      std::memcpy(to + d, bytes, N);
     }
-    scales[g / group * scale_stride] = half;
+    *scales = half;
   }
+}
+
+// One token's K and V of one head, to its lane of a tile.
+MS_INLINE void store_token(const HeadShape& shape, uint8_t* at, int t, const float* k, const float* v) {
+  alignas(64) int8_t bytes[MAX_HEAD_DIM];
+  const auto quantize = shape.group >= 16 ? quantize_groups<true> : quantize_groups<false>;
+  quantize(k, bytes, reinterpret_cast<uint16_t*>(at + shape.k_scales) + t, shape.dim, shape.group);
+  for (int d = 0; d < shape.dim; d += 4) {
+    uint32_t four;
+    std::memcpy(&four, bytes + d, 4);
+    four ^= 0x80808080u;
+    std::memcpy(at + shape.k + d * TILE + 4 * t, &four, 4);
+  }
+  quantize(v, bytes, reinterpret_cast<uint16_t*>(at + shape.v_scales) + t, shape.dim, shape.group);
+  store_token_v(reinterpret_cast<int8_t*>(at + shape.v) + (t / 2) * 2 * shape.dim, bytes, shape.dim, t % 2);
+}
+
+// The lines that store_token will write. A token touches many, and of a decode row's tile none
+// is in cache: they must be on their way before they are needed.
+MS_INLINE void touch_token(const HeadShape& shape, const uint8_t* at, int t) {
+  for (size_t line = 0; line < shape.k; line += 64) __builtin_prefetch(at + line, 1, 3);
+  for (int d = 0; d < shape.dim; d += 4) __builtin_prefetch(at + shape.k + d * TILE, 1, 3);
+  for (int d = 0; d < 2 * shape.dim; d += 64)
+    __builtin_prefetch(at + shape.v + (t / 2) * 2 * shape.dim + d, 1, 3);
 }
 
 void append_kv(const Step& step, const CacheLayer& layer, const float* k, const float* v,
                size_t stride, const Rotation& by) {
   const HeadShape shape(layer);
+  const int heads = layer.num_kv_heads;
   int rows = 0;
   for (int s = 0; s < step.num_sequences; s++) rows += step.sequences[s].num_rows;
-  const int share = 1 + 4096 / (layer.num_kv_heads * shape.dim);
-  ms::Team::get().parallel((rows + share - 1) / share, [&](int task) {
+  // A share is some rows, or some heads of few rows.
+  const int wanted = 4 * ms::Team::get().size();
+  const int parts = rows >= wanted || heads == 1 ? 1 : (wanted + rows - 1) / rows < heads ? (wanted + rows - 1) / rows : heads;
+  const int share = parts > 1 ? 1 : 1 + 8192 / (heads * shape.dim);
+  const int shares = (rows + share - 1) / share;
+  ms::Team::get().parallel(shares * parts, [&](int task) {
     alignas(64) float x[MAX_HEAD_DIM];
-    alignas(64) int8_t bytes[MAX_HEAD_DIM];
-    const int end = (task + 1) * share < rows ? (task + 1) * share : rows;
+    const int from = task % parts * heads / parts, to = (task % parts + 1) * heads / parts;
+    const int first = task / parts * share, end = first + share < rows ? first + share : rows;
     int s = 0;
-    for (int row = task * share; row < end; row++) {
+    auto place = [&](int row, int& t) MS_LAMBDA {
       while (row >= step.sequences[s].first_row + step.sequences[s].num_rows) s++;
       const SequenceRows& seq = step.sequences[s];
-      const int position = seq.kv_len - seq.num_rows + row - seq.first_row, t = position % TILE;
-      uint8_t* at = seq.base + static_cast<size_t>(position / TILE) * step.tile_bytes + layer.offset_bytes;
-      for (int h = 0; h < layer.num_kv_heads; h++, at += shape.bytes) {
+      const int position = seq.kv_len - seq.num_rows + row - seq.first_row;
+      t = position % TILE;
+      return seq.base + static_cast<size_t>(position / TILE) * step.tile_bytes + layer.offset_bytes;
+    };
+    int t = 0, next_t = 0;
+    uint8_t* at = place(first, t);
+    for (int h = from; h < to && h < from + 2; h++) touch_token(shape, at + h * shape.bytes, t);
+    for (int row = first; row < end; row++) {
+      uint8_t* next = row + 1 < end ? place(row + 1, next_t) : at;
+      for (int h = from; h < to; h++) {
+        if (h + 2 < to) touch_token(shape, at + (h + 2) * shape.bytes, t);
+        else touch_token(shape, next + (from + h + 2 - to) * shape.bytes, row + 1 < end ? next_t : t);
         std::memcpy(x, k + row * stride + h * shape.dim, 4 * shape.dim);
         if (by.cos)
           rotate_head(x, by.cos + static_cast<size_t>(row) * by.half,
                       by.sin + static_cast<size_t>(row) * by.half, by.half);
-        quantize_groups(x, bytes, reinterpret_cast<uint16_t*>(at + shape.k_scales) + t, TILE, shape.dim, shape.group);
-        for (int d = 0; d < shape.dim; d += 4) {
-          uint32_t four;
-          std::memcpy(&four, bytes + d, 4);
-          four ^= 0x80808080u;
-          std::memcpy(at + shape.k + d * TILE + 4 * t, &four, 4);
-        }
-        quantize_groups(v + row * stride + h * shape.dim, bytes,
-                        reinterpret_cast<uint16_t*>(at + shape.v_scales) + t, TILE, shape.dim, shape.group);
-        store_token_v(reinterpret_cast<int8_t*>(at + shape.v) + (t / 2) * 2 * shape.dim, bytes, shape.dim, t % 2);
+        store_token(shape, at + h * shape.bytes, t, x, v + row * stride + h * shape.dim);
       }
+      at = next, t = next_t;
     }
   });
 }

@@ -22,6 +22,14 @@ int64_t read_bytes(const void* from, size_t bytes) {
   return total;
 }
 
+void copy_bytes(void* to, const void* from, size_t bytes) {
+  constexpr size_t SHARE = size_t{1} << 16;
+  ms::Team::get().parallel(static_cast<int>((bytes + SHARE - 1) / SHARE), [&](int task) {
+    const size_t at = task * SHARE, size = bytes - at < SHARE ? bytes - at : SHARE;
+    std::memcpy(static_cast<char*>(to) + at, static_cast<const char*>(from) + at, size);
+  });
+}
+
 constexpr int CHAINS = HAS_32_REGISTERS ? 24 : 8;
 
 // Multiply-adds of `rounds` rounds on every thread, counted as two operations each.

@@ -16,14 +16,14 @@ namespace {
 
 constexpr int PANEL = 32;
 constexpr int MAX_GROUP = HAS_32_REGISTERS ? 12 : 4;  // rows of the micro kernel, two sums each
-constexpr int SLICE_QUADS = 128;    // inputs of a slice / 4: 16 KiB of weights
+constexpr int SLICE_QUADS = SLICE / 4;  // 16 KiB of weights
 constexpr int MAX_BLOCK_ROWS = 128;  // rows of x that are kept in L2
 constexpr size_t AHEAD = 4096;      // bytes between reading and prefetching a stream
 
-// c[MR][32] (+)= x[MR][4 * quads] * w[quads][32][4]. LINES cache lines a quad are prefetched.
+// c[MR][32] (+)= x[MR][SLICE] * w[quads][32][4]. LINES cache lines a quad are prefetched.
 template <int MR, int LINES>
-__attribute__((noinline)) void micro(const uint8_t* w, const int8_t* x, size_t ldx, int32_t* c,
-                                     int quads, bool is_first, const uint8_t* next) {
+__attribute__((noinline)) void micro(const uint8_t* w, const int8_t* x, int32_t* c, int quads,
+                                     bool is_first, const uint8_t* next) {
   i32x16 sum[MR][2];
   unroll<MR>([&](auto m) MS_LAMBDA {
     sum[m][0] = is_first ? i32x16{} : load<i32x16>(c + m * PANEL);
@@ -32,13 +32,13 @@ __attribute__((noinline)) void micro(const uint8_t* w, const int8_t* x, size_t l
   for (int q = 0; q < quads; q++) {
     const i32x16 w0 = load<i32x16>(w), w1 = load<i32x16>(w + 64);
     unroll<MR>([&](auto m) MS_LAMBDA {
-      const i32x16 xs = splat_bytes(x + m * ldx);
+      const i32x16 xs = splat_bytes(x + m * SLICE);
       sum[m][0] = dot_u8_i8(sum[m][0], w0, xs);
       sum[m][1] = dot_u8_i8(sum[m][1], w1, xs);
     });
     w += 128;
     x += 4;
-    if (LINES > 0) prefetch(next);
+    prefetch(next);
     if (LINES > 1) prefetch(next + 64);
     next += 64 * LINES;
   }
@@ -48,13 +48,12 @@ __attribute__((noinline)) void micro(const uint8_t* w, const int8_t* x, size_t l
   });
 }
 
-using Micro = void (*)(const uint8_t*, const int8_t*, size_t, int32_t*, int, bool, const uint8_t*);
+using Micro = void (*)(const uint8_t*, const int8_t*, int32_t*, int, bool, const uint8_t*);
 struct MicroTable { Micro at[MAX_GROUP]; };
 template <int LINES, size_t... I>
 constexpr MicroTable micro_table(std::index_sequence<I...>) {
   return {{micro<static_cast<int>(I) + 1, LINES>...}};
 }
-constexpr MicroTable MICRO0 = micro_table<0>(std::make_index_sequence<MAX_GROUP>{});
 constexpr MicroTable MICRO1 = micro_table<1>(std::make_index_sequence<MAX_GROUP>{});
 constexpr MicroTable MICRO2 = micro_table<2>(std::make_index_sequence<MAX_GROUP>{});
 
@@ -135,23 +134,24 @@ void panel_rows(const LinearInt8& op, int panel, int first_row, int rows, const 
   alignas(64) int32_t c[MAX_BLOCK_ROWS * PANEL];
   const int quads = op.num_in_padded / 4;
   const uint8_t* w = op.packed + static_cast<size_t>(panel) * quads * 128;
-  const int8_t* x0 = x.values + first_row * x.stride;
   const int groups = (rows + MAX_GROUP - 1) / MAX_GROUP;
-  if (groups == 1) {
-    MICRO2.at[rows - 1](w, x0, x.stride, c, quads, true, w + AHEAD);
-  } else {
-    for (int q = 0; q < quads; q += SLICE_QUADS) {
-      const int some = quads - q < SLICE_QUADS ? quads - q : SLICE_QUADS;
-      const uint8_t* slice = w + static_cast<size_t>(q) * 128;
-      for (int g = 0, m = 0; g < groups; g++) {
-        const int mr = (rows - m + groups - g - 1) / (groups - g);
-        // the first two groups prefetch one half of the next slice each
-        if (q + some == quads) touch_output(op, panel, first_row + m, mr, out, out_stride, type);
-        const uint8_t* next = slice + SLICE_QUADS * 128 + (g == 1 ? SLICE_QUADS * 64 : 0);
-        (g < 2 ? MICRO1 : MICRO0).at[mr - 1](slice, x0 + m * x.stride + 4 * q, x.stride,
-                                             c + m * PANEL, some, q == 0, next);
-        m += mr;
-      }
+  for (int q = 0; q < quads; q += SLICE_QUADS) {
+    const int some = quads - q < SLICE_QUADS ? quads - q : SLICE_QUADS;
+    const uint8_t* slice = w + static_cast<size_t>(q) * 128;
+    const int8_t* xs = x.values + q / SLICE_QUADS * x.slice_stride + first_row * SLICE;
+    if (groups == 1) {  // every weight is used once: a stream
+      MICRO2.at[rows - 1](slice, xs, c, some, q == 0, slice + AHEAD);
+      continue;
+    }
+    const bool is_last = q + some == quads;
+    for (int g = 0, m = 0; g < groups; g++) {
+      const int mr = (rows - m + groups - g - 1) / (groups - g);
+      if (is_last) touch_output(op, panel, first_row + m, mr, out, out_stride, type);
+      // The first two groups prefetch one half of the next slice each, the others the next rows.
+      const uint8_t* next = slice + SLICE_QUADS * 128 + (g == 1 ? SLICE_QUADS * 64 : 0);
+      if (g >= 2) next = reinterpret_cast<const uint8_t*>(xs + (m + mr) * SLICE);
+      MICRO1.at[mr - 1](slice, xs + m * SLICE, c + m * PANEL, some, q == 0, next);
+      m += mr;
     }
   }
   finish_panel(op, c, rows, first_row, panel, x, out, out_stride, type, add);
@@ -161,16 +161,22 @@ void linear_int8(const LinearInt8& op, const Quantized& x, int rows, void* out, 
                  DType type, bool add) {
   ms::Team& team = ms::Team::get();
   const int panels = op.num_panels, blocks = (rows + MAX_BLOCK_ROWS - 1) / MAX_BLOCK_ROWS;
-  // About 16 shares for each thread, of whole panels that lie one after the other.
-  int chunk = panels / (16 * team.size());
-  chunk = chunk < 1 ? 1 : chunk > 8 ? 8 : chunk;
-  const int chunks = (panels + chunk - 1) / chunk;
-  team.parallel(chunks * blocks, [&](int task) {
-    const int block = task / chunks, first = task % chunks * chunk;
-    const int row = static_cast<int>(static_cast<int64_t>(rows) * block / blocks);
-    const int end = static_cast<int>(static_cast<int64_t>(rows) * (block + 1) / blocks);
-    for (int p = first; p < first + chunk && p < panels; p++)
-      panel_rows(op, p, row, end - row, x, out, out_stride, type, add);
+  // Panels that lie one after the other are a stream that prefetching can follow: a thread takes a
+  // long run of them, and shorter ones towards the end.
+  const int all = panels * blocks, threads = team.size();
+  std::atomic<int> taken{0};
+  team.parallel(threads, [&](int) {
+    for (int first = taken.load(); first < all;) {
+      const int run = (all - first) / (2 * threads), some = run < 1 ? 1 : run;
+      if (!taken.compare_exchange_weak(first, first + some)) continue;
+      for (int item = first; item < first + some; item++) {
+        const int block = item / panels;
+        const int row = static_cast<int>(static_cast<int64_t>(rows) * block / blocks);
+        const int end = static_cast<int>(static_cast<int64_t>(rows) * (block + 1) / blocks);
+        panel_rows(op, item % panels, row, end - row, x, out, out_stride, type, add);
+      }
+      first = taken.load();
+    }
   });
 }
 

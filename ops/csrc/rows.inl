@@ -18,70 +18,90 @@ MS_INLINE f32x16 row_at(const void* row, DType type, int k, int left) {
 }
 MS_INLINE f32x16 some_of(const float* p, int k, int left) { return row_at(p, DType::f32, k, left); }
 
+// f(k, vector, which) for all of a row, 16 values at a time; the last one is filled up with zeros.
+// which is 0 or 1 in turn, a constant, for two chains of sums.
+template <DType TYPE, class F>
+MS_INLINE void for_row(const void* row, int n, F&& f) {
+  constexpr std::integral_constant<int, 0> even{};
+  constexpr std::integral_constant<int, 1> odd{};
+  int k = 0;
+  for (; k + 32 <= n; k += 32) {
+    f(k, row_at(row, TYPE, k, 16), even);
+    f(k + 16, row_at(row, TYPE, k + 16, 16), odd);
+  }
+  if (k < n) f(k, row_at(row, TYPE, k, n - k), even);
+  if (k + 16 < n) f(k + 16, row_at(row, TYPE, k + 16, n - k - 16), odd);
+}
+
 // Mean and 1 / sqrt(variance + eps); the mean is 0 for an RMS norm.
-MS_INLINE void moments(const void* row, DType type, int n, const Norm& norm, float& mean, float& inverse) {
+template <DType TYPE, NormKind KIND>
+MS_INLINE void moments(const void* row, int n, float eps, float& mean, float& inverse) {
   f32x16 sum[2] = {};
   mean = 0.0f;
-  if (norm.kind == NormKind::layer) {
-    for (int k = 0; k < n; k += 16) sum[k / 16 % 2] += row_at(row, type, k, n - k);
+  if (KIND == NormKind::layer) {
+    for_row<TYPE>(row, n, [&](int, f32x16 x, auto i) MS_LAMBDA { sum[i] += x; });
     mean = reduce_add(sum[0] + sum[1]) / static_cast<float>(n);
     sum[0] = sum[1] = splat(0.0f);
   }
-  for (int k = 0; k < n; k += 16) {
-    f32x16 x = row_at(row, type, k, n - k) - mean;
-    if (n - k < 16 && mean != 0.0f)
-      for (int i = n - k; i < 16; i++) x[i] = 0.0f;
-    sum[k / 16 % 2] = fma(x, x, sum[k / 16 % 2]);
-  }
-  inverse = 1.0f / __builtin_sqrtf(reduce_add(sum[0] + sum[1]) / static_cast<float>(n) + norm.eps);
+  for_row<TYPE>(row, n, [&](int k, f32x16 x, auto i) MS_LAMBDA {
+    x -= mean;
+    if (KIND == NormKind::layer && k + 16 > n) x = select(LANES < n - k, x, splat(0.0f));
+    sum[i] = fma(x, x, sum[i]);
+  });
+  inverse = 1.0f / __builtin_sqrtf(reduce_add(sum[0] + sum[1]) / static_cast<float>(n) + eps);
 }
 
-template <NormKind KIND>
-MS_INLINE void quantize_row(const void* row, DType type, int n, const Norm& norm, int8_t* to,
-                            size_t stride, float& scale, int32_t& sum) {
+template <DType TYPE, NormKind KIND>
+__attribute__((noinline)) void quantize_row(const void* row, int n, const Norm& norm,
+                                            const Quantized& out, int m) {
   float mean = 0.0f, inverse = 1.0f;
-  if (KIND != NormKind::none) moments(row, type, n, norm, mean, inverse);
-  auto value = [&](int k) MS_LAMBDA {
-    f32x16 x = row_at(row, type, k, n - k);
+  if (KIND != NormKind::none) moments<TYPE, KIND>(row, n, norm.eps, mean, inverse);
+  auto value = [&](int k, f32x16 x) MS_LAMBDA {
     if (KIND == NormKind::none) return x;
-    x = (x - mean) * inverse * some_of(norm.weight, k, n - k);
-    return KIND == NormKind::layer && norm.bias ? x + some_of(norm.bias, k, n - k) : x;
+    if (KIND == NormKind::layer) x -= mean;
+    const bool is_full = k + 16 <= n;
+    x = x * inverse * (is_full ? load<f32x16>(norm.weight + k) : some_of(norm.weight, k, n - k));
+    if (KIND == NormKind::layer && norm.bias)
+      x += is_full ? load<f32x16>(norm.bias + k) : some_of(norm.bias, k, n - k);
+    return x;
   };
   f32x16 largest[2] = {};
-  for (int k = 0; k < n; k += 16) largest[k / 16 % 2] = max(largest[k / 16 % 2], absolute(value(k)));
+  for_row<TYPE>(row, n, [&](int k, f32x16 x, auto i) MS_LAMBDA {
+    largest[i] = max(largest[i], absolute(value(k, x)));
+  });
   const float top = reduce_max(max(largest[0], largest[1]));
   const float step = top > 0.0f ? 127.0f / top : 0.0f;
-  i32x16 total = {};
-  for (int k = 0; k < n; k += 16) {
-    const i32x16 q = to_int_nearest(value(k) * step);
-    total += q;
-    store_i8(to + k, q);
-  }
-  const int used = (n + 15) / 16 * 16;
-  std::memset(to + used, 0, stride - used);
-  scale = top / 127.0f;
-  sum = reduce_add(total);
+  i32x16 total[2] = {};
+  int8_t* to = out.values + m * SLICE;
+  for_row<TYPE>(row, n, [&](int k, f32x16 x, auto i) MS_LAMBDA {
+    const i32x16 q = to_int_nearest(value(k, x) * step);
+    total[i] += q;
+    store_i8(to + k / SLICE * out.slice_stride + k % SLICE, q);
+  });
+  for (int k = (n + 15) / 16 * 16; k < out.num_in_padded; k += 16)
+    store_i8(to + k / SLICE * out.slice_stride + k % SLICE, i32x16{});
+  out.scales[m] = top / 127.0f;
+  out.sums[m] = reduce_add(total[0] + total[1]);
 }
+
+using QuantizeRow = void (*)(const void*, int, const Norm&, const Quantized&, int);
+constexpr QuantizeRow QUANTIZE_ROW[2][3] = {
+    {quantize_row<DType::f32, NormKind::none>, quantize_row<DType::f32, NormKind::rms>,
+     quantize_row<DType::f32, NormKind::layer>},
+    {quantize_row<DType::bf16, NormKind::none>, quantize_row<DType::bf16, NormKind::rms>,
+     quantize_row<DType::bf16, NormKind::layer>},
+};
 
 void quantize_rows(const Rows& in, int rows, int num_in, const Norm& norm, const Quantized& out) {
   const size_t row_bytes = in.stride * (in.type == DType::f32 ? 4 : 2);
+  const QuantizeRow quantize = QUANTIZE_ROW[static_cast<int>(in.type)][static_cast<int>(norm.kind)];
   // one share is worth a few microseconds
   const int share = num_in > 16384 ? 1 : 16384 / num_in;
   const int tasks = (rows + share - 1) / share;
   ms::Team::get().parallel(tasks, [&](int task) {
     for (int m = task * share; m < rows && m < (task + 1) * share; m++) {
       const void* row = static_cast<const char*>(in.data) + m * row_bytes;
-      int8_t* to = out.values + m * out.stride;
-      switch (norm.kind) {
-        case NormKind::none:
-          quantize_row<NormKind::none>(row, in.type, num_in, norm, to, out.stride, out.scales[m], out.sums[m]);
-          break;
-        case NormKind::rms:
-          quantize_row<NormKind::rms>(row, in.type, num_in, norm, to, out.stride, out.scales[m], out.sums[m]);
-          break;
-        default:
-          quantize_row<NormKind::layer>(row, in.type, num_in, norm, to, out.stride, out.scales[m], out.sums[m]);
-      }
+      quantize(row, num_in, norm, out, m);
     }
   });
 }

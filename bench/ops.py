@@ -1,0 +1,299 @@
+"""The CPU kernels against what the machine can do: `serve bench ops [--quick]`.
+
+Every run of a kernel is preceded by a reading of the ceiling that binds it (reading memory, int8 or
+bf16 multiply-adds on registers, moving the same bytes), so that the ratio holds although the
+machine's speed drifts. Operands rotate through more memory than the caches hold. Reported: medians,
+the ratio's own included. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as functional
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from ops import Edges, Norm, native
+from ops.native import Ceilings, Int8Attention, Int8AttentionStep, Int8Linear
+from quant.kv import Int8KVFormat
+
+HEADS, KV_HEADS = 32, 8
+_FAR = 400 << 20  # bytes of operands that no cache holds
+_READ = 256 << 20
+_ROUNDS = 300_000
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One kernel at one shape. work: bytes or operations that it must move or do.
+
+    ceiling: read, i8, bf16, or moved, which is what `beside` does with the same bytes.
+    peer: what a user would call otherwise; its work is peer_work.
+    """
+
+    name: str
+    shape: str
+    ceiling: str
+    work: float
+    target: float
+    run: Run
+    beside: Run | None = None
+    peer: Run | None = None
+    peer_work: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """rate and limit in G bytes or G operations per second; share: their ratio."""
+
+    name: str
+    shape: str
+    ceiling: str
+    rate: float
+    limit: float
+    share: float
+    target: float
+    speedup: float | None
+
+
+class Limits:
+    """Readings of the ceilings."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.ones(2 * _READ, dtype=torch.uint8)
+        self._half = 0
+
+    def read(self, case: Case) -> float:
+        """G/s, now."""
+        if case.ceiling == "moved":
+            assert case.beside is not None
+            return case.work / _seconds(case.beside) / 1e9
+        if case.ceiling == "read":
+            self._half ^= 1
+            part = self._buffer[self._half * _READ :][:_READ]
+            return _READ / _seconds(lambda: Ceilings.read(part)) / 1e9
+        multiply = Ceilings.multiply_i8 if case.ceiling == "i8" else Ceilings.multiply_bf16
+        start = time.perf_counter()
+        done = multiply(_ROUNDS)
+        return done / (time.perf_counter() - start) / 1e9
+
+
+def _seconds(run: Run) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def measure(case: Case, limits: Limits, rounds: int) -> Reading:
+    """`rounds` pairs of a ceiling and the kernel, one after the other."""
+    case.run()
+    rates, tops = [], []
+    for _ in range(rounds):
+        tops.append(limits.read(case))
+        rates.append(case.work / _seconds(case.run) / 1e9)
+    share = statistics.median(rate / top for rate, top in zip(rates, tops, strict=True))
+    rate, speedup = statistics.median(rates), None
+    if case.peer is not None:
+        case.peer()
+        speedup = rate / (case.peer_work / _seconds(case.peer) / 1e9)
+    top = statistics.median(tops)
+    return Reading(case.name, case.shape, case.ceiling, rate, top, share, case.target, speedup)
+
+
+def linear_cases(quick: bool) -> Iterator[Case]:
+    """Weights out of cache: bound by their bytes up to M=8, by the multiply-adds from 16 on."""
+    num_in, num_out = 2048, 8192
+    copies = 2 if quick else _FAR // (num_in * num_out)
+    layers = [Int8Linear(torch.randn(num_out, num_in), None) for _ in range(copies)]
+    targets = {1: 0.88, 4: 0.88, 8: 0.85, 16: 0.65, 32: 0.75, 64: 0.8, 512: 0.9}
+    for rows in [1, 16] if quick else list(targets):
+        x = torch.randn(rows, num_in)
+        is_read = rows <= 8
+        yield Case(
+            "int8 linear",
+            f"M={rows} K={num_in} N={num_out}",
+            "read" if is_read else "i8",
+            num_in * num_out * copies * (1 if is_read else 2 * rows),
+            targets[rows],
+            lambda x=x: [layer(x) for layer in layers],
+        )
+
+
+class KV:
+    """Int8 K/V of some sequences of one length, in several layers, filled with random values."""
+
+    def __init__(self, sequences: int, context: int, dim: int, layers: int) -> None:
+        form = Int8KVFormat(KV_HEADS, dim, 64)
+        tile_bytes = form.tile_bytes * layers
+        range_bytes = -(-context // 16) * tile_bytes
+        self.memory = torch.zeros(sequences * range_bytes + 64, dtype=torch.uint8)
+        self.address = self.memory.data_ptr() + -self.memory.data_ptr() % 64
+        self.tile_bytes, self.context = tile_bytes, context
+        self.starts = [i * range_bytes for i in range(sequences)]
+        self.ops = [
+            Int8Attention(
+                offset_bytes=i * form.tile_bytes,
+                num_heads=HEADS,
+                num_kv_heads=KV_HEADS,
+                head_dim=dim,
+                group=form.group,
+                scale=dim**-0.5,
+            )
+            for i in range(layers)
+        ]
+        self.bytes_read = form.token_bytes * context * sequences * layers
+        k = torch.randn(sequences * context, KV_HEADS, dim)
+        whole = self.step(context)
+        for op in self.ops:
+            op.append(whole, k, k.roll(1, 0), None)
+
+    def step(self, rows: int) -> Int8AttentionStep:
+        """The last `rows` positions of each sequence."""
+        n = len(self.starts)
+        return Int8AttentionStep(
+            self.address, self.tile_bytes, self.starts, [rows] * n, [self.context] * n
+        )
+
+
+def decode_cases(quick: bool) -> Iterator[Case]:
+    shapes = [(d, b, n) for d in (64, 128) for b in (1, 8, 32) for n in (512, 4096)]
+    for dim, batch, context in [(64, 1, 512)] if quick else shapes:
+        layer_bytes = Int8KVFormat(KV_HEADS, dim, 64).token_bytes * context * batch
+        kv = KV(batch, context, dim, 1 if quick else max(1, min(32, _FAR // layer_bytes)))
+        step, q = kv.step(1), torch.randn(batch, HEADS, dim)
+        keys = torch.randn(batch, KV_HEADS, context, dim).bfloat16()
+        query = q.bfloat16()[:, :, None]
+        yield Case(
+            "decode attention",
+            f"B={batch} L={context} {HEADS}/{KV_HEADS} D={dim}",
+            "read",
+            kv.bytes_read,
+            0.8,
+            lambda kv=kv, step=step, q=q: [op.attend(step, q) for op in kv.ops],
+            peer=lambda query=query, keys=keys: functional.scaled_dot_product_attention(
+                query, keys, keys, enable_gqa=True
+            ),
+            peer_work=layer_bytes,
+        )
+
+
+def prefill_cases(quick: bool) -> Iterator[Case]:
+    """Only the unmasked part counts as work."""
+    shapes = [(d, past) for d in (64, 128) for past in (0, 4096)]
+    for dim, past in [(64, 0)] if quick else shapes:
+        rows = 64 if quick else 512
+        kv = KV(1, past + rows, dim, 1)
+        step, q = kv.step(rows), torch.randn(rows, HEADS, dim)
+        yield Case(
+            "prefill attention",
+            f"{rows} on {past} {HEADS}/{KV_HEADS} D={dim}",
+            "bf16",
+            4 * HEADS * dim * (rows * past + rows * (rows + 1) // 2),
+            0.5,
+            lambda kv=kv, step=step, q=q: kv.ops[0].attend(step, q),
+        )
+
+
+def fused_cases(quick: bool) -> Iterator[Case]:
+    """Against moving as many bytes as they must read and write: 1.3 times that at most."""
+    hidden, inner, dim = 2048, 8192, 64
+    normed = Int8Linear(
+        torch.randn(32, hidden), None, Edges(Norm("rms", torch.ones(hidden), None, 1e-5))
+    )
+    plain = Int8Linear(torch.randn(32, inner), None)
+    for rows in (1, 32) if quick else (1, 8, 32, 512):
+        times = max(1, 2048 // rows)
+        x, h = torch.randn(rows, hidden), torch.randn(rows, inner).bfloat16()
+        yield _moving(
+            "norm + quantize", rows, 5 * hidden, times, lambda x=x: normed.only_quantize(x)
+        )
+        yield _moving("quantize", rows, 3 * inner, times, lambda h=h: plain.only_quantize(h))
+        kv = KV(rows, 32, dim, 1) if rows < 512 else KV(1, rows, dim, 1)
+        step = kv.step(1 if rows < 512 else rows)
+        k, angle = torch.randn(2, rows, KV_HEADS, dim), torch.randn(rows, dim // 2)
+        rotation = (angle.cos(), angle.sin())
+        token_bytes = 2 * KV_HEADS * dim * 4 + Int8KVFormat(KV_HEADS, dim, 64).token_bytes
+        yield _moving(
+            "RoPE + append",
+            rows,
+            token_bytes,
+            times,
+            lambda kv=kv, step=step, k=k, r=rotation: kv.ops[0].append(step, k[0], k[1], r),
+        )
+
+
+def _moving(name: str, rows: int, row_bytes: int, times: int, run: Run) -> Case:
+    half: Tensor = torch.zeros(rows * row_bytes // 2, dtype=torch.uint8)
+    other = torch.zeros_like(half)
+    return Case(
+        name,
+        f"M={rows}",
+        "moved",
+        float(rows * row_bytes * times),
+        1 / 1.3,
+        lambda: [run() for _ in range(times)],
+        beside=lambda: [Ceilings.copy(other, half) for _ in range(times)],
+    )
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    for make in (linear_cases, decode_cases, prefill_cases, fused_cases):
+        yield from make(quick)
+
+
+def report(readings: list[Reading], console: Console) -> None:
+    table = Table("kernel", "shape", "rate", "ceiling", "share", "target", "torch SDPA")
+    units = {"read": "GB/s", "moved": "GB/s", "i8": "GOP/s", "bf16": "GFLOP/s"}
+    for r in readings:
+        colour = "green" if r.share >= r.target else "yellow"
+        table.add_row(
+            r.name,
+            r.shape,
+            f"{r.rate:,.1f} {units[r.ceiling]}",
+            f"{r.limit:,.1f} {r.ceiling}",
+            f"[{colour}]{r.share:.0%}[/{colour}]",
+            f"{r.target:.0%}",
+            "" if r.speedup is None else f"{r.speedup:.0f}x",
+        )
+    console.print(table)
+
+
+def run_and_report(*, quick: bool, only: str = "") -> None:
+    """Measure the cases whose name holds `only`, print the table and the JSON line."""
+    console = Console()
+    head = {
+        "isa": native.instruction_set(),
+        "threads": native.num_threads(),
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+    }
+    console.print(" ".join(f"{key} {value}" for key, value in head.items()), highlight=False)
+    limits, rounds, readings = Limits(), 3 if quick else 11, []
+    for case in track(cases(quick), "measuring", console=Console(stderr=True), transient=True):
+        if only in case.name:
+            readings.append(measure(case, limits, rounds))
+    report(readings, console)
+    print(json.dumps({**head, "readings": [asdict(r) for r in readings]}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.ops", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a few small shapes")
+    parser.add_argument("--only", default="", help="kernels whose name holds this")
+    args = parser.parse_args()
+    run_and_report(quick=args.quick, only=args.only)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""How much a precision changes a model: perplexity, KL divergence and greedy agreement on a text.
+
+The text is cut into windows that are read from an empty context, through the same decoder and
+attention as in serving. The first precision is the reference of the others.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from memory.attention import AttentionStep
+from serve.compute_thread import ComputeThread
+from serve.config import EngineConfig
+from serve.errors import ConfigError
+from serve.runtime import Runtime, load_runtime
+from serve.tokenizer import Tokenizer
+
+CHUNK = 128  # rows of a step, and of the logits held at once
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One precision on one text. kl: mean over tokens of KL(reference || this), in nats.
+
+    agreement: share of tokens whose most likely next token is the reference's.
+    """
+
+    precision: str
+    num_tokens: int
+    perplexity: float
+    kl: float
+    agreement: float
+    kv_bytes_per_token: int
+
+    def change_from(self, reference: Evaluation) -> float:
+        """Relative change of the perplexity."""
+        return self.perplexity / reference.perplexity - 1
+
+
+def evaluate(
+    model: str,
+    text: str,
+    precisions: Sequence[tuple[str, str]],
+    *,
+    max_tokens: int = 4096,
+    window: int = 512,
+    kv_group: int = 64,
+    report: Callable[[str], None] = lambda line: None,
+) -> list[Evaluation]:
+    """precisions: (dtype, kv_dtype) pairs, the reference first. One model is loaded at a time.
+
+    The reference's distributions wait in a temporary file: max_tokens * vocabulary * 4 bytes.
+    """
+    config = EngineConfig(model=model, max_num_seqs=1, kv_group=kv_group)
+    windows = _windows(Tokenizer.load(config.model_path), text, max_tokens, window)
+    if not windows:
+        raise ConfigError("the text has fewer than two tokens; nothing can be predicted")
+    results: list[Evaluation] = []
+    with tempfile.TemporaryDirectory(prefix="mergestep-eval-") as folder:
+        store = _Store(Path(folder) / "reference.f32", sum(len(w) - 1 for w in windows))
+        for dtype, kv_dtype in precisions:
+            one = replace(config, dtype=dtype, kv_dtype=kv_dtype, max_model_len=None)
+            report(f"{dtype}, K/V {kv_dtype}")
+            compute = ComputeThread()
+            try:
+                job = compute.submit(lambda c=one: _evaluate(c, windows, store))  # type: ignore[misc]
+                results.append(job.result())
+            finally:
+                compute.stop()
+            store.is_written = True
+    return results
+
+
+class _Store:
+    """The reference's log-probabilities, [tokens, vocab] fp32 in a file."""
+
+    def __init__(self, path: Path, num_tokens: int) -> None:
+        self._path = path
+        self._num_tokens = num_tokens
+        self._table: Floats | None = None
+        self.is_written = False
+
+    def rows(self, vocab_size: int) -> Floats:
+        if self._table is None:
+            shape = (self._num_tokens, vocab_size)
+            self._table = np.memmap(self._path, np.float32, "w+", shape=shape)
+        return self._table
+
+
+def _windows(tokenizer: Tokenizer, text: str, max_tokens: int, window: int) -> list[list[int]]:
+    tokens = tokenizer.encode(text)[:max_tokens]
+    cut = [tokens[i : i + window] for i in range(0, len(tokens), window)]
+    return [part for part in cut if len(part) > 1]
+
+
+def _evaluate(config: EngineConfig, windows: list[list[int]], store: _Store) -> Evaluation:
+    runtime = load_runtime(config)
+    try:
+        return _measure(runtime, windows, store)
+    finally:
+        memory = runtime.memory
+        del runtime  # views of the reservation go before it does
+        memory.close()
+
+
+@torch.inference_mode()
+def _measure(runtime: Runtime, windows: list[list[int]], store: _Store) -> Evaluation:
+    table = store.rows(runtime.spec.vocab_size)
+    loss = kl = 0.0
+    row = agreed = 0
+    for tokens in windows:
+        for start, logprobs in _read(runtime, tokens):
+            if start + len(logprobs) == len(tokens):
+                logprobs = logprobs[:-1]  # nothing follows the last token
+            count = len(logprobs)
+            following = torch.tensor(tokens[start + 1 : start + 1 + count])
+            loss -= float(logprobs.gather(1, following[:, None]).double().sum())
+            if not store.is_written:
+                table[row : row + count] = logprobs.numpy()
+            reference = torch.from_numpy(np.array(table[row : row + count])).double()
+            kl += float((reference.exp() * (reference - logprobs.double())).sum())
+            agreed += int((reference.argmax(-1) == logprobs.argmax(-1)).sum())
+            row += count
+    return Evaluation(
+        str(runtime.precision),
+        row,
+        math.exp(loss / row),
+        kl / row,
+        agreed / row,
+        runtime.kv.token_bytes,
+    )
+
+
+def _read(runtime: Runtime, tokens: list[int]) -> Iterator[tuple[int, Tensor]]:
+    """(first position, log-probabilities [n, vocab] fp32) for each chunk of a window."""
+    kv = runtime.kv
+    if len(tokens) > kv.max_model_len:
+        raise ConfigError(f"window {len(tokens)} is longer than the model's {kv.max_model_len}")
+    item = kv.open(len(tokens))
+    try:
+        for start in range(0, len(tokens), CHUNK):
+            part = tokens[start : start + CHUNK]
+            end = start + len(part)
+            assert kv.grow(item, end), "a single sequence always fits"
+            kv.commit()
+            step = AttentionStep(0, [kv.start_of(item.index)], [len(part)], [end])
+            runtime.attention.plan(step)
+            hidden = runtime.model.forward(
+                torch.tensor(part), torch.arange(start, end), runtime.attention
+            )
+            yield start, torch.log_softmax(runtime.model.logits(hidden), -1)
+    finally:
+        kv.close(item)

@@ -1,0 +1,72 @@
+"""`serve eval`: what to compare, and the table of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from serve.errors import ConfigError
+from serve.evaluate import Evaluation, evaluate
+
+DEFAULT_PRECISIONS = ("float32", "bfloat16", "int8/float32", "float32/int8", "int8")
+_HELDOUT = Path(__file__).parents[1] / "bench" / "data" / "heldout.txt"
+MAX_TEXT_BYTES = 64 << 20
+
+
+def run(
+    model: str,
+    text_file: Path | None,
+    precisions: Sequence[str],
+    *,
+    max_tokens: int,
+    window: int,
+    kv_group: int,
+    json_file: Path | None,
+) -> None:
+    """Print the table; ConfigError and OSError go to the caller."""
+    if max_tokens < 2 or window < 2:
+        raise ConfigError("max_tokens and window must be at least 2")
+    file = text_file or _HELDOUT
+    if file.stat().st_size > MAX_TEXT_BYTES:
+        raise ConfigError(f"{file} is larger than {MAX_TEXT_BYTES >> 20} MiB")
+    console = Console()
+    with Console(stderr=True).status("loading") as status:
+        results = evaluate(
+            model,
+            file.read_text(encoding="utf-8"),
+            [parse_precision(item) for item in precisions],
+            max_tokens=max_tokens,
+            window=window,
+            kv_group=kv_group,
+            report=lambda line: status.update(f"reading in {line}"),
+        )
+    console.print(_table(results))
+    if json_file is not None:
+        json_file.write_text(json.dumps([asdict(r) for r in results], indent=2) + "\n")
+
+
+def parse_precision(text: str) -> tuple[str, str]:
+    """ "int8/bfloat16" -> products in int8, K/V in bfloat16; without a slash K/V follows."""
+    dtype, _, kv_dtype = text.partition("/")
+    return dtype, kv_dtype or "auto"
+
+
+def _table(results: list[Evaluation]) -> Table:
+    table = Table(
+        "precision", "perplexity", "change", "KL", "greedy agreement", "K/V bytes a token"
+    )
+    for result in results:
+        table.add_row(
+            result.precision,
+            f"{result.perplexity:.4f}",
+            f"{result.change_from(results[0]):+.3%}",
+            f"{result.kl:.2e}",
+            f"{result.agreement:.2%}",
+            f"{result.kv_bytes_per_token:,}",
+        )
+    return table

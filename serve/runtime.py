@@ -1,0 +1,199 @@
+"""A model in this machine's memory, ready to compute: weights, K/V, attention.
+
+Knows precisions and sizes; knows nothing of requests. The engine's loader and the evaluation
+both start here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from memory.attention import AttentionLayer, PlannedAttention
+from memory.int8_attention import Int8KVLayout, Int8LocalAttention
+from memory.kv_cache import KVCache, KVLayout
+from memory.kv_manager import KVManager
+from memory.local_attention import LocalAttention
+from memory.vmm import LinuxMemory
+from ops import Backend, get_backend, native
+from ops.heap import keep_freed_memory
+from quant.linear import int8_linear
+from serve.config import EngineConfig
+from serve.errors import ConfigError
+from serve.models import Decoder, ModelSpec, load_model, read_spec
+from serve.precision import Precision, resolve_precision
+
+logger = logging.getLogger(__name__)
+
+_MIB = 1 << 20
+_TOKENS_PER_PAGE = 16
+_MIN_PAGE_BYTES = 64 << 10
+_MAX_PAGE_BYTES = 2 * _MIB
+# Linux allows 65,530 mappings in a process; every page can become one of them.
+_MAX_PAGES = 30_000
+_KV_SHARE_OF_FREE_MEMORY = 0.4
+
+
+@dataclass(slots=True)
+class Runtime:
+    """What computes. `memory` holds the K/V that `attention` reads; close it last."""
+
+    spec: ModelSpec
+    precision: Precision
+    model: Decoder
+    attention: PlannedAttention
+    kv: KVManager
+    memory: LinuxMemory
+
+
+def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
+    """Load the weights and reserve the K/V. Call it in the thread that will compute."""
+    keep_freed_memory()
+    spec = read_spec(config.model_path)
+    precision = resolve_precision(config, spec)
+    _set_threads(config, precision)
+    try:
+        backend = get_backend(config.backend)
+    except ValueError as error:
+        raise ConfigError(f"backend: {error}") from error
+    model = _load_model(config.model_path, precision, backend, progress)
+    layers = model.attention_layers()
+    layout = _kv_layout(config, precision, layers)
+    sizes = size_kv(config, spec, layout.token_bytes, layout.tile_tokens)
+    memory = LinuxMemory(sizes.page_bytes, sizes.num_pages)
+    kv = KVManager(
+        memory,
+        num_pages=sizes.num_pages,
+        num_ranges=config.max_num_seqs,
+        max_model_len=sizes.max_model_len,
+        token_bytes=layout.token_bytes,
+        tile_tokens=layout.tile_tokens,
+    )
+    attention = _attention(layout, memory.reserve(kv.total_bytes), kv.total_bytes, backend)
+    logger.info(
+        "%s: %s, context %d, %d K/V pages of %d KiB (%d bytes a token)",
+        config.model_name,
+        precision,
+        sizes.max_model_len,
+        sizes.num_pages,
+        sizes.page_bytes >> 10,
+        layout.token_bytes,
+    )
+    return Runtime(spec, precision, model, attention, kv, memory)
+
+
+def _set_threads(config: EngineConfig, precision: Precision) -> None:
+    """Two teams of threads on the same cores would wait for each other: one has to be alone."""
+    if config.compute_threads is not None:
+        torch.set_num_threads(config.compute_threads)
+    if not native.is_available():
+        return
+    native.set_num_threads(torch.get_num_threads())
+    logger.info("native kernels: %s, %d threads", native.instruction_set(), native.num_threads())
+    if precision.is_int8 and precision.kv == "int8":
+        torch.set_num_threads(1)  # what is left to torch is small
+
+
+def _load_model(path: Path, precision: Precision, backend: Backend, progress: bool) -> Decoder:
+    if not precision.is_int8:
+        return load_model(path, dtype=precision.compute, backend=backend, progress=progress)
+    return load_model(
+        path,
+        dtype=precision.compute,
+        backend=backend,
+        make_linear=int8_linear,
+        keep_weight_dtype=True,
+        progress=progress,
+    )
+
+
+def _kv_layout(
+    config: EngineConfig, precision: Precision, layers: list[AttentionLayer]
+) -> KVLayout | Int8KVLayout:
+    if precision.kv == "int8":
+        return Int8KVLayout(layers, config.kv_group)
+    return KVLayout(layers, getattr(torch, precision.kv))
+
+
+def _attention(
+    layout: KVLayout | Int8KVLayout, address: int, size_bytes: int, backend: Backend
+) -> PlannedAttention:
+    if isinstance(layout, Int8KVLayout):
+        return Int8LocalAttention(layout, address)
+    return LocalAttention(layout.layers, KVCache(layout, address, size_bytes), backend)
+
+
+@dataclass(frozen=True, slots=True)
+class KVSizes:
+    page_bytes: int
+    num_pages: int
+    max_model_len: int
+
+
+def size_kv(
+    config: EngineConfig, spec: ModelSpec, token_bytes: int, tile_tokens: int = 1
+) -> KVSizes:
+    """Pages and context that fit the memory. ConfigError names the setting to change."""
+    max_len = spec.max_model_len
+    if config.max_model_len is not None:
+        if config.max_model_len > max_len:
+            raise ConfigError(
+                f"max_model_len {config.max_model_len} is above the model's {max_len}"
+            )
+        max_len = config.max_model_len
+    budget = config.kv_cache_bytes or int(available_memory() * _KV_SHARE_OF_FREE_MEMORY)
+    # More than every sequence at its longest is of no use.
+    most = config.max_num_seqs * (max_len * token_bytes + _MAX_PAGE_BYTES)
+    budget = min(budget, most)
+    page = config.kv_page_bytes
+    if page is None:
+        page = _MIN_PAGE_BYTES
+        while page < _MAX_PAGE_BYTES and page < _TOKENS_PER_PAGE * token_bytes:
+            page *= 2
+        while budget // page > _MAX_PAGES:
+            page *= 2
+    elif budget // page > _MAX_PAGES:
+        raise ConfigError(
+            f"kv_page_bytes {page} gives more than {_MAX_PAGES} pages; use a larger page"
+        )
+    num_pages = budget // page
+    fits = num_pages * page // (token_bytes * tile_tokens) * tile_tokens
+    if fits < max_len:
+        if config.kv_cache_bytes is not None or config.max_model_len is not None or fits < 1:
+            raise ConfigError(
+                f"kv_cache_bytes {budget} holds {fits} tokens, less than one sequence of "
+                f"max_model_len {max_len}; raise the one or lower the other"
+            )
+        logger.warning("memory holds %d tokens; max_model_len is lowered from %d", fits, max_len)
+        max_len = fits
+    return KVSizes(page, num_pages, max_len)
+
+
+def available_memory() -> int:
+    """Bytes this process may still take: free system memory, capped by the cgroup's limit."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    for limit_file, usage_file in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        limit, usage = _read(limit_file).strip(), _read(usage_file).strip()
+        if limit.isdigit() and usage.isdigit():
+            available = min(available, max(0, int(limit) - int(usage)))
+    return available
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
