@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 
-
 class Norm(NamedTuple):
     """kind: "rms" or "layer". weight: [N]; bias: [N] or None."""
 

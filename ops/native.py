@@ -118,7 +118,6 @@ class Int8Linear:
             )
         return out
 
-
     def only_quantize(self, x: Tensor) -> None:
         """The norm and the quantization without the product, for measuring them."""
         self._op.only_quantize(x.data_ptr(), x.stride(0), _TYPES[x.dtype], x.shape[0])

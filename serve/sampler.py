@@ -3,6 +3,8 @@
 The random number of a row depends only on its seed and position, so a request draws the same
 tokens in any batch, after a preemption and on any machine with the same logits. Order: penalties
 and biases, temperature, min-p, top-k, top-p. Log-probabilities come from the raw logits.
+
+The native kernels do the work; the torch functions below do the same where they were not built.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ops import sampling
 from serve.request import TokenLogprobs
 from serve.sequence import Sequence
 
@@ -33,6 +36,55 @@ class Sampled(NamedTuple):
 
 def sample(logits: Tensor, sequences: SequenceOf[Sequence]) -> Sampled:
     """logits: [R, vocab] fp32, one row for each sequence; may be overwritten."""
+    if not (sampling.is_available() and sampling.takes(logits)):
+        return sample_with_torch(logits, sequences)
+    choices = [_choice(s) for s in sequences]
+    held = [s.stop_ids and len(s.token_ids) < s.min_tokens_total for s in sequences]
+    if all(c.is_plain for c in choices) and not any(held):
+        return Sampled(sampling.argmax(logits), None)
+    plans = sampling.plans(len(choices))
+    for i, (choice, sequence) in enumerate(zip(choices, sequences, strict=True)):
+        choice.pack(plans, i, sequence.token_ids, bool(held[i]))
+    drawn = sampling.draw(logits, plans)
+    logprobs = _described(choices, drawn) if any(c.has_logprobs for c in choices) else None
+    return Sampled(drawn["token"].tolist(), logprobs)
+
+
+def _choice(sequence: Sequence) -> sampling.Choice:
+    """Made at a sequence's first step, then kept with it."""
+    choice = sequence.history
+    if choice is None:
+        params = sequence.request.params
+        choice = sequence.history = sampling.Choice(
+            seed=sequence.seed,
+            temperature=0.0 if params.is_greedy else params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            repetition=params.repetition_penalty,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+            num_prompt=sequence.num_prompt_tokens,
+            biases=params.logit_bias,
+            forbidden=sequence.stop_ids,
+            num_logprobs=params.logprobs,
+        )
+    assert isinstance(choice, sampling.Choice)
+    return choice
+
+
+def _described(choices: list[sampling.Choice], drawn: sampling.Drawn) -> list[TokenLogprobs | None]:
+    names = ("token", "rank", "logprob", "num_top", "top_tokens", "top_logprobs")
+    rows = zip(*(drawn[name].tolist() for name in names), strict=True)
+    result: list[TokenLogprobs | None] = []
+    for choice, (token, rank, logprob, num_top, ids, logprobs) in zip(choices, rows, strict=True):
+        top = tuple(zip(ids[:num_top], logprobs[:num_top], strict=True))
+        result.append(TokenLogprobs(token, logprob, top, rank) if choice.has_logprobs else None)
+    return result
+
+
+def sample_with_torch(logits: Tensor, sequences: SequenceOf[Sequence]) -> Sampled:
+    """sample() without the native kernels: for any device and element type."""
     wanted = [s.request.params.logprobs for s in sequences]
     raw = None
     if any(count is not None for count in wanted):
@@ -66,27 +118,6 @@ def _splitmix(x: _UInt64s) -> _UInt64s:
     return x
 
 
-class TokenHistory:
-    """A sequence's tokens as a tensor that grows with it, so that a step copies only new ones."""
-
-    def __init__(self) -> None:
-        self._buffer = torch.empty(64, dtype=torch.int64)
-        self._length = 0
-
-    def tokens(self, sequence: Sequence) -> Tensor:
-        """[num_tokens] int64: prompt and output."""
-        length = len(sequence.token_ids)
-        if length > len(self._buffer):
-            larger = torch.empty(2 * length, dtype=torch.int64)
-            larger[: self._length] = self._buffer[: self._length]
-            self._buffer = larger
-        if length > self._length:
-            new = torch.tensor(sequence.token_ids[self._length :], dtype=torch.int64)
-            self._buffer[self._length : length] = new
-            self._length = length
-        return self._buffer[:length]
-
-
 def _adjust(logits: Tensor, sequences: SequenceOf[Sequence]) -> None:
     """Penalties, biases and forbidden ends, in place, on the rows that ask for them."""
     for i, sequence in enumerate(sequences):
@@ -103,10 +134,9 @@ def _adjust(logits: Tensor, sequences: SequenceOf[Sequence]) -> None:
 def _penalize(row: Tensor, sequence: Sequence) -> None:
     """row: [vocab]. Repetition over prompt and output, presence and frequency over output."""
     params = sequence.request.params
-    if sequence.history is None:
-        sequence.history = TokenHistory()
-    assert isinstance(sequence.history, TokenHistory)
-    tokens = sequence.history.tokens(sequence)
+    history = _choice(sequence).history
+    assert history is not None
+    tokens = history.tokens(sequence.token_ids)
     if params.repetition_penalty != 1.0:
         values = row[tokens]  # a token that occurs twice is written twice, with the same value
         factor = params.repetition_penalty
@@ -135,7 +165,7 @@ def _draw(logits: Tensor, sequences: SequenceOf[Sequence]) -> list[int]:
     top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
     cut = [i for i, p in enumerate(params) if top_k[i] < vocab_size or p.top_p < 1.0]
     chosen: list[int] = [0] * len(params)
-    whole = [i for i in range(len(params)) if i not in set(cut)]
+    whole = sorted(set(range(len(params))) - set(cut))
     if whole:
         probs = torch.softmax(scaled[whole].double(), dim=-1)
         for i, token in zip(whole, _invert(probs, u[whole]).tolist(), strict=True):

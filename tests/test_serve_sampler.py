@@ -5,8 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from serve.sampler import sample, uniform
+from ops import sampling
+from serve.sampler import sample, sample_with_torch, uniform
 from tests.fakes import make_seq
+
+
+@pytest.fixture(autouse=True, params=["native", "torch"])
+def kernels(request, monkeypatch):
+    """Every test twice: with the native kernels, and as where they were not built."""
+    if request.param == "torch":
+        monkeypatch.setattr(sampling, "is_available", lambda: False)
+    elif not sampling.is_available():
+        pytest.skip("not built")
+    return request.param
 
 
 def seqs(count, **params):
@@ -140,3 +151,63 @@ def test_logprobs_are_of_the_raw_logits():
     assert biased.top == ()
     assert biased.logprob == pytest.approx(float(expected[2, 7]))
     assert biased.rank == int((expected[2] > expected[2, 7]).sum()) + 1
+
+
+MIXED = [
+    {},
+    {"temperature": 0.9},
+    {"temperature": 1.3, "top_p": 0.9, "repetition_penalty": 1.3},
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "presence_penalty": 0.7},
+    {"temperature": 1.0, "min_p": 0.05, "frequency_penalty": -0.4, "logprobs": 3},
+    {"logprobs": 2, "repetition_penalty": 0.8, "logit_bias": {4: 1.5, 900: -2.0}},
+    {"temperature": 1.0, "logprobs": 5, "min_tokens": 8},
+]
+
+
+def test_native_and_torch_choose_alike(kernels):
+    torch.manual_seed(4)
+    for vocab in (1000, 20000):
+        logits = torch.randn(21, vocab) * 3
+        rows = [
+            make_seq(3, seed=i, request_id=str(i), eos=frozenset({5}), **MIXED[i % len(MIXED)])
+            for i in range(21)
+        ]
+        for i, row in enumerate(rows):
+            row.token_ids += [i, 7, 7, i, 12]
+        mine, theirs = logits.clone(), logits.clone()
+        got, expected = sample(mine, rows), sample_with_torch(theirs, rows)
+        assert got.token_ids == expected.token_ids
+        assert torch.equal(mine, theirs)
+        for one, other in zip(got.logprobs, expected.logprobs, strict=True):
+            if other is None:
+                assert one is None
+                continue
+            assert (one.token_id, one.rank) == (other.token_id, other.rank)
+            assert [t for t, _ in one.top] == [t for t, _ in other.top]
+            assert one.logprob == pytest.approx(other.logprob, abs=2e-5)
+            assert [v for _, v in one.top] == pytest.approx([v for _, v in other.top], abs=2e-5)
+
+
+def test_penalties_follow_the_tokens_of_each_step():
+    sequence = make_seq(2, presence_penalty=1.0)
+    logits = torch.zeros(1, 20)
+    sample(logits, [sequence])
+    assert not logits.any()
+    for token in (3, 3, 6):
+        sequence.token_ids.append(token)
+        logits = torch.zeros(1, 20)
+        sample(logits, [sequence])
+        seen = torch.zeros(20)
+        seen[sequence.token_ids[2:]] = -1.0
+        assert torch.equal(logits[0], seen)
+
+
+@pytest.mark.parametrize("change", ["double", "column"])
+def test_other_tensors_are_taken_too(change):
+    logits = torch.randn(2, 50)
+    other = logits.double() if change == "double" else logits.T.contiguous().T
+    assert sample(other, seqs(2)).token_ids == logits.argmax(-1).tolist()
+
+
+def test_no_rows():
+    assert sample(torch.zeros(0, 50), []).token_ids == []

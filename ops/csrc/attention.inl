@@ -536,9 +536,9 @@ void attend(const Step& step, const AttentionLayer& layer, const float* q, size_
   ms::Team& team = ms::Team::get();
   const int kv_heads = layer.cache.num_kv_heads, dim = layer.cache.head_dim;
   const AttendCall call{step, layer, q, q_stride, out, out_stride, lse, HeadShape(layer.cache), layer.num_heads / kv_heads};
-  static thread_local std::vector<AttendTask> tasks;
-  static thread_local std::vector<float> parts;
-  static thread_local std::vector<int> singles, first_parts;
+  static thread_local List<AttendTask> tasks;
+  static thread_local List<float> parts;
+  static thread_local List<int> singles, first_parts;
   tasks.clear(), singles.clear(), first_parts.clear();
   const int block_rows = call.per_kv * dim >= 3072 ? 1 : 3072 / (call.per_kv * dim);
   int num_parts = 0;

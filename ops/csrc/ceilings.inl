@@ -6,7 +6,7 @@ namespace {
 
 int64_t read_bytes(const void* from, size_t bytes) {
   constexpr size_t SHARE = size_t{1} << 20;
-  std::vector<int64_t> sums((bytes + SHARE - 1) / SHARE);
+  List<int64_t> sums((bytes + SHARE - 1) / SHARE);
   ms::Team::get().parallel(static_cast<int>(sums.size()), [&](int task) {
     const char* at = static_cast<const char*>(from) + task * SHARE;
     const size_t size = bytes - task * SHARE < SHARE ? bytes - task * SHARE : SHARE;
@@ -35,7 +35,7 @@ constexpr int CHAINS = HAS_32_REGISTERS ? 24 : 8;
 // Multiply-adds of `rounds` rounds on every thread, counted as two operations each.
 double multiply_i8(int64_t rounds) {
   const int threads = ms::Team::get().size();
-  std::vector<int32_t> results(threads * 16);
+  List<int32_t> results(threads * 16);
   ms::Team::get().parallel(threads, [&](int task) {
     i32x16 sum[CHAINS], a = splat_i32(task + 3), b = splat_i32(task + 7);
     unroll<CHAINS>([&](auto i) MS_LAMBDA { sum[i] = splat_i32(i); });
@@ -52,7 +52,7 @@ double multiply_bf16(int64_t rounds) {
 #if defined(__AVX512BF16__)
   if (!__builtin_cpu_supports("avx512bf16")) return 0.0;
   const int threads = ms::Team::get().size();
-  std::vector<float> results(threads * 16);
+  List<float> results(threads * 16);
   ms::Team::get().parallel(threads, [&](int task) {
     __m512 sum[CHAINS];
     i32x16 a = splat_i32(0x3f803f80 + task), b = splat_i32(0x3f803f81);

@@ -25,9 +25,12 @@ struct Norm {
 };
 
 // Rows of signed bytes: value * scales[m] is the number; sums[m] is the sum of the bytes.
+// Stored in slices of SLICE inputs, [slice][row][SLICE], so that some rows of a slice are one run.
+constexpr int SLICE = 512;
 struct Quantized {
   int8_t* values;
-  size_t stride;
+  size_t slice_stride;  // bytes
+  int num_in_padded;
   float* scales;
   int32_t* sums;
 };
@@ -84,6 +87,29 @@ struct Rotation {
   int half;
 };
 
+// How a row's token is chosen, after SamplingParams; ops/sampling.py packs it.
+struct Draw {
+  uint64_t seed, position;
+  double top_p;
+  const int64_t* tokens;  // prompt and output, for the penalties
+  const int32_t* bias_tokens;
+  const float* biases;
+  const int32_t* forbidden;
+  float temperature;  // 0: the largest logit
+  float min_p, repetition, presence, frequency;
+  int32_t top_k;
+  int32_t num_logprobs;  // -1: none
+  int32_t num_tokens, num_prompt, num_biases, num_forbidden;
+};
+
+constexpr int MAX_TOP = 20;
+struct Drawn {
+  int32_t token, rank, num_top;
+  float logprob;
+  int32_t top_tokens[MAX_TOP];
+  float top_logprobs[MAX_TOP];
+};
+
 struct Kernels {
   const char* name;
   void (*pack_int8)(const PackSource&, const LinearInt8&, uint8_t* packed, float* scales);
@@ -96,8 +122,12 @@ struct Kernels {
   void (*attend)(const Step&, const AttentionLayer&, const float* q, size_t q_stride, float* out,
                  size_t out_stride, float* lse);
   int64_t (*read_bytes)(const void*, size_t bytes);
+  void (*copy_bytes)(void* to, const void* from, size_t bytes);
   double (*multiply_i8)(int64_t rounds);    // operations done
   double (*multiply_bf16)(int64_t rounds);  // 0 where there is no such instruction
+  void (*argmax)(const float* logits, size_t stride, int rows, int size, int32_t* out);
+  // Adjusts the logits in place; false if a plan names a token beyond size.
+  bool (*sample)(float* logits, size_t stride, int rows, int size, const Draw*, Drawn* out);
 };
 
 const Kernels* portable_kernels();

@@ -14,13 +14,15 @@ using namespace ms;
 #include "gemm.inl"
 #include "attention.inl"
 #include "ceilings.inl"
+#include "sampling.inl"
 
 namespace ms {
 const Kernels* MS_KERNELS() {
   static const Kernels all = {MS_NAME,           MS_ISA::pack_int8, MS_ISA::quantize_rows,
                               MS_ISA::linear_int8, MS_ISA::rotate,  MS_ISA::append_kv,
-                              MS_ISA::attend,  MS_ISA::read_bytes,
-                              MS_ISA::multiply_i8, MS_ISA::multiply_bf16};
+                              MS_ISA::attend,  MS_ISA::read_bytes, MS_ISA::copy_bytes,
+                              MS_ISA::multiply_i8, MS_ISA::multiply_bf16,
+                              MS_ISA::argmax,  MS_ISA::sample};
   return &all;
 }
 }  // namespace ms

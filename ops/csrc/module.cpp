@@ -51,13 +51,12 @@ int round_up(int n, int to) { return (n + to - 1) / to * to; }
 // The caller's quantized rows; one for each thread that calls, kept between calls.
 Quantized scratch(int rows, int num_in_padded) {
   static thread_local std::vector<int8_t> memory;
-  const size_t stride = num_in_padded + 64;  // so that rows do not fall on the same cache sets
-  const size_t need = rows * (stride + 8) + 64;
+  const size_t slices = (num_in_padded + SLICE - 1) / SLICE, slice_stride = size_t{SLICE} * rows;
+  const size_t need = slices * slice_stride + rows * 8 + 64;
   if (memory.size() < need) memory.resize(need);
-  auto at = (reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64;
-  auto* values = reinterpret_cast<int8_t*>(at);
-  auto* scales = reinterpret_cast<float*>(values + rows * stride);
-  return {values, stride, scales, reinterpret_cast<int32_t*>(scales + rows)};
+  auto* values = reinterpret_cast<int8_t*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+  auto* scales = reinterpret_cast<float*>(values + slices * slice_stride);
+  return {values, slice_stride, num_in_padded, scales, reinterpret_cast<int32_t*>(scales + rows)};
 }
 
 // A linear layer with packed int8 weights, and what is fused around it.
@@ -83,16 +82,25 @@ class Int8Linear {
   void run(uintptr_t x, size_t x_stride, int x_type, int rows, uintptr_t out, size_t out_stride,
            int out_type, bool add) const {
     nb::gil_scoped_release release;
-    const Kernels& k = kernels();
-    const Quantized quantized = scratch(rows, op_.num_in_padded);
-    const Rows in{pointer<void>(x), x_stride, static_cast<DType>(x_type)};
-    k.quantize_rows(in, rows, op_.num_in, norm_, quantized);
-    k.linear_int8(op_, quantized, rows, pointer<void>(out), out_stride, static_cast<DType>(out_type), add);
+    const Quantized quantized = quantize(x, x_stride, x_type, rows);
+    kernels().linear_int8(op_, quantized, rows, pointer<void>(out), out_stride, static_cast<DType>(out_type), add);
+  }
+
+  // The first half of run, for measuring it alone.
+  void only_quantize(uintptr_t x, size_t x_stride, int x_type, int rows) const {
+    nb::gil_scoped_release release;
+    quantize(x, x_stride, x_type, rows);
   }
 
   size_t bytes() const { return packed_.bytes() + scales_.bytes(); }
 
  private:
+  Quantized quantize(uintptr_t x, size_t x_stride, int x_type, int rows) const {
+    const Quantized quantized = scratch(rows, op_.num_in_padded);
+    const Rows in{pointer<void>(x), x_stride, static_cast<DType>(x_type)};
+    kernels().quantize_rows(in, rows, op_.num_in, norm_, quantized);
+    return quantized;
+  }
   static int panels(int num_out, bool is_gated) { return is_gated ? (num_out + 15) / 16 : (num_out + 31) / 32; }
   void set_bias(const float* bias) {
     float* to = bias_.as<float>();
@@ -188,12 +196,30 @@ NB_MODULE(_native, m) {
     nb::gil_scoped_release release;
     return kernels().read_bytes(pointer<void>(from), bytes);
   });
+  m.def("copy_bytes", [](uintptr_t to, uintptr_t from, size_t bytes) {
+    nb::gil_scoped_release release;
+    kernels().copy_bytes(pointer<void>(to), pointer<void>(from), bytes);
+  });
   m.def("multiply_i8", [](int64_t rounds) { return kernels().multiply_i8(rounds); });
   m.def("multiply_bf16", [](int64_t rounds) { return kernels().multiply_bf16(rounds); });
+  m.attr("DRAW_BYTES") = sizeof(Draw);
+  m.attr("DRAWN_BYTES") = sizeof(Drawn);
+  m.attr("MAX_TOP") = MAX_TOP;
+  m.def("argmax", [](uintptr_t logits, size_t stride, int rows, int size) {
+    std::vector<int32_t> out(rows);
+    nb::gil_scoped_release release;
+    kernels().argmax(pointer<float>(logits), stride, rows, size, out.data());
+    return out;
+  });
+  m.def("sample", [](uintptr_t logits, size_t stride, int rows, int size, uintptr_t draws, uintptr_t out) {
+    nb::gil_scoped_release release;
+    return kernels().sample(pointer<float>(logits), stride, rows, size, pointer<Draw>(draws), pointer<Drawn>(out));
+  });
   nb::class_<Int8Linear>(m, "Int8Linear")
       .def(nb::init<int, int, uintptr_t, size_t, int, uintptr_t, int, bool>())
       .def("set_norm", &Int8Linear::set_norm)
       .def("run", &Int8Linear::run)
+      .def("only_quantize", &Int8Linear::only_quantize)
       .def_prop_ro("bytes", &Int8Linear::bytes);
   nb::class_<StepPlan>(m, "StepPlan")
       .def(nb::init<uintptr_t, size_t, const std::vector<size_t>&, const std::vector<int>&,

@@ -9,7 +9,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <utility>
+#include <vector>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -262,5 +264,21 @@ MS_INLINE void store_i8(int8_t* p, i32x16 v) { store(p, __builtin_convertvector(
 MS_INLINE void store_i16(int16_t* p, i32x16 v) { store(p, __builtin_convertvector(v, i16x16)); }
 
 MS_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+// A vector that is this instruction set's own: the linker keeps one copy of std::vector<float>'s
+// functions for all of them, and it may be one that this processor cannot run.
+template <class T>
+struct Local {
+  using value_type = T;
+  Local() = default;
+  template <class U>
+  Local(const Local<U>&) {}
+  T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T))); }
+  void deallocate(T* p, size_t) { ::operator delete(p); }
+  bool operator==(const Local&) const { return true; }
+  bool operator!=(const Local&) const { return false; }
+};
+template <class T>
+using List = std::vector<T, Local<T>>;
 
 }  // namespace MS_ISA

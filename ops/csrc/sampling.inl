@@ -1,0 +1,583 @@
+// Choosing tokens from rows of logits without sorting them.
+//
+// One pass writes the maximum of every group of 64 and of every block of 1024 logits. The k-th
+// largest maximum is a value that at least k logits reach, so the candidates of top-k, top-p,
+// min-p and of the log-probabilities are found in the few groups that reach it. Where the sum over
+// the whole row is needed, a second pass adds up exp() block by block in double.
+//
+// A row is always cut into the same blocks and added up in the same order, whoever does the work.
+// Descending order means by scaled logit, equal ones by token id.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+
+namespace MS_ISA {
+
+typedef double f64x8 __attribute__((vector_size(64)));
+typedef int64_t i64x8 __attribute__((vector_size(64)));
+typedef float f32x8 __attribute__((vector_size(32)));
+
+MS_INLINE f64x8 fma(f64x8 a, f64x8 b, f64x8 c) {
+#if defined(__AVX512F__)
+  return (f64x8)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif defined(__FMA__)
+  struct Halves { __m256d lo, hi; } x, y, z;
+  std::memcpy(&x, &a, 64), std::memcpy(&y, &b, 64), std::memcpy(&z, &c, 64);
+  z.lo = _mm256_fmadd_pd(x.lo, y.lo, z.lo);
+  z.hi = _mm256_fmadd_pd(x.hi, y.hi, z.hi);
+  return load<f64x8>(&z);
+#else
+  return a * b + c;
+#endif
+}
+
+namespace {
+
+constexpr int GROUP = 64, GROUPS = 16, BLOCK = GROUP * GROUPS, SHARE = 16 * BLOCK;
+constexpr float LOWEST = -std::numeric_limits<float>::max();
+constexpr double LOG2E_DOUBLE = 1.4426950408889634;
+
+template <size_t I>
+MS_INLINE f64x8 eight_of(f32x16 v) {
+#if defined(__AVX512DQ__)
+  return (f64x8)_mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)v, I));
+#else
+  f32x8 half;
+  std::memcpy(&half, reinterpret_cast<const char*>(&v) + 32 * I, 32);
+  return __builtin_convertvector(half, f64x8);
+#endif
+}
+
+// y = y * r + c for all of them.
+template <size_t N>
+MS_INLINE void step(f64x8 (&y)[N], const f64x8 (&r)[N], double c) {
+  unroll<N>([&](auto i) MS_LAMBDA { y[i] = fma(y[i], r[i], f64x8{} + c); });
+}
+
+// x = 2^x for x < 1023, relative error below 6e-11; 0 below -1021 and for NaN. All of them abreast:
+// a processor's window is too short to overlap one chain of multiplications with the next.
+template <size_t N>
+MS_INLINE void exp2_all(f64x8 (&x)[N]) {
+  constexpr double MAGIC = 6755399441055744.0;  // 1.5 * 2^52: the sum ends in the nearest integer
+  f64x8 shifted[N], r[N], y[N];
+  unroll<N>([&](auto i) MS_LAMBDA { shifted[i] = x[i] + MAGIC; });
+  unroll<N>([&](auto i) MS_LAMBDA { r[i] = shifted[i] - MAGIC; });
+  unroll<N>([&](auto i) MS_LAMBDA { r[i] = x[i] - r[i]; });
+  unroll<N>([&](auto i) MS_LAMBDA { y[i] = f64x8{} + 1.5303699001378845e-05; });
+  step(y, r, 0.00015469729140704658);  // Chebyshev interpolation on [-1/2, 1/2]
+  step(y, r, 0.0013333478480888061);
+  step(y, r, 0.009618025613598036);
+  step(y, r, 0.055504109063177154);
+  step(y, r, 0.24022651213495422);
+  step(y, r, 0.6931471805568341);
+  step(y, r, 0.9999999999595622);
+  unroll<N>([&](auto i) MS_LAMBDA {
+    x[i] = (f64x8)(((i64x8)y[i] + ((i64x8)shifted[i] << 52)) & (shifted[i] > MAGIC - 1021.0));
+  });
+}
+
+// w = exp(s - top), eight by eight.
+template <size_t N>
+MS_INLINE void weigh(const f32x16 (&s)[N], double top, f64x8 (&w)[2 * N]) {
+  const f64x8 scale = f64x8{} + LOG2E_DOUBLE, shift = f64x8{} - top * LOG2E_DOUBLE;
+  unroll<N>([&](auto i) MS_LAMBDA {
+    w[2 * i] = fma(eight_of<0>(s[i]), scale, shift);
+    w[2 * i + 1] = fma(eight_of<1>(s[i]), scale, shift);
+  });
+  exp2_all(w);
+}
+
+MS_INLINE bool any(i32x16 mask) {
+#if defined(__AVX512DQ__)
+  return _mm512_movepi32_mask((__m512i)mask) != 0;
+#else
+  int64_t parts[8];
+  store(parts, mask);
+  return (parts[0] | parts[1] | parts[2] | parts[3] | parts[4] | parts[5] | parts[6] | parts[7]) != 0;
+#endif
+}
+
+// One row to choose from, and what the passes found out about it.
+struct View {
+  const float* x;
+  int size;
+  float temperature;
+  bool needs_groups, needs_sums;
+  float *groups, *blocks;  // maxima
+  double* sums;            // of exp(x / temperature - top), per block
+
+  int num_groups() const { return (size + GROUP - 1) / GROUP; }
+  int num_blocks() const { return (size + BLOCK - 1) / BLOCK; }
+  int num_shares() const { return (size + SHARE - 1) / SHARE; }
+};
+
+MS_INLINE f32x16 logits_at(const View& view, int i) {
+  if (view.size - i >= 16) return load<f32x16>(view.x + i);
+  f32x16 v = splat(-std::numeric_limits<float>::infinity());
+  for (int j = i; j < view.size; j++) v[j - i] = view.x[j];
+  return v;
+}
+
+MS_INLINE f32x16 scaled_at(const View& view, int i) { return logits_at(view, i) / view.temperature; }
+
+MS_INLINE f32x16 max_of_group(const View& view, int begin) {
+  const float* x = view.x + begin;
+  if (view.size - begin >= GROUP)
+    return max(max(load<f32x16>(x), load<f32x16>(x + 16)), max(load<f32x16>(x + 32), load<f32x16>(x + 48)));
+  f32x16 largest = logits_at(view, begin);
+  for (int i = begin + 16; i < view.size; i += 16) largest = max(logits_at(view, i), largest);
+  return largest;
+}
+
+MS_INLINE f32x16 max_of_block(const float* x) {
+  f32x16 largest[8];
+  unroll<8>([&](auto j) MS_LAMBDA { largest[j] = load<f32x16>(x + 16 * j); });
+  for (int i = 128; i < BLOCK; i += 128)
+    unroll<8>([&](auto j) MS_LAMBDA {
+      largest[j] = max(load<f32x16>(x + i + 16 * j), largest[j]);
+      prefetch(x + i + 16 * j + BLOCK);
+    });
+  return max(max(max(largest[0], largest[4]), max(largest[1], largest[5])),
+             max(max(largest[2], largest[6]), max(largest[3], largest[7])));
+}
+
+MS_INLINE void scan_block(const View& view, int block) {
+  const int first = block * BLOCK, end = std::min(view.size, first + BLOCK);
+  if (!view.needs_groups && end == first + BLOCK) {
+    view.blocks[block] = reduce_max(max_of_block(view.x + first));
+    return;
+  }
+  f32x16 largest = splat(-std::numeric_limits<float>::infinity());
+  for (int begin = first; begin < end; begin += GROUP) {
+    const f32x16 here = max_of_group(view, begin);
+    if (view.needs_groups) view.groups[begin / GROUP] = reduce_max(here);
+    largest = max(here, largest);
+  }
+  view.blocks[block] = reduce_max(largest);
+}
+
+void scan(const View& view, int share) {
+  const int end = std::min(view.num_blocks(), (share + 1) * (SHARE / BLOCK));
+  for (int block = share * (SHARE / BLOCK); block < end; block++) scan_block(view, block);
+}
+
+float top_of(const View& view) {
+  float top = view.blocks[0];
+  for (int block = 1; block < view.num_blocks(); block++) top = std::max(top, view.blocks[block]);
+  return top;
+}
+
+// The first of the largest logits.
+int first_top(const View& view) {
+  const float top = top_of(view);
+  int block = 0;
+  while (block < view.num_blocks() && view.blocks[block] != top) block++;
+  int i = block * BLOCK;
+  while (i + 16 <= view.size && !any(load<f32x16>(view.x + i) == top)) i += 16;
+  for (; i < view.size; i++)
+    if (view.x[i] == top) return i;
+  return 0;  // NaN
+}
+
+void add_up(const View& view, int share) {
+  const double top = top_of(view) / view.temperature;
+  const int last = std::min(view.num_blocks(), (share + 1) * (SHARE / BLOCK));
+  for (int block = share * (SHARE / BLOCK); block < last; block++) {
+    const int begin = block * BLOCK, end = std::min(view.size, begin + BLOCK);
+    f64x8 sum[4] = {};
+    auto add = [&](const f32x16(&scaled)[2]) MS_LAMBDA {
+      f64x8 w[4];
+      weigh(scaled, top, w);
+      unroll<4>([&](auto j) MS_LAMBDA { sum[j] += w[j]; });
+    };
+    int i = begin;
+    for (; i + 32 <= end; i += 32)
+      add({load<f32x16>(view.x + i) / view.temperature, load<f32x16>(view.x + i + 16) / view.temperature});
+    for (; i < end; i += 32) add({scaled_at(view, i), scaled_at(view, i + 16)});
+    const f64x8 all = (sum[0] + sum[2]) + (sum[1] + sum[3]);
+    view.sums[block] = ((all[0] + all[1]) + (all[2] + all[3])) + ((all[4] + all[5]) + (all[6] + all[7]));
+  }
+}
+
+double total_of(const View& view) {
+  double total = 0.0;
+  for (int block = 0; block < view.num_blocks(); block++) total += view.sums[block];
+  return total;
+}
+
+// A value that at least k logits reach, close to the k-th largest; the lowest one if k is too large.
+float reached_by(const View& view, int k) {
+  static thread_local List<float> copy;
+  const bool coarse = k <= view.num_blocks();
+  if (!coarse && k > view.num_groups()) return LOWEST;
+  const float* maxima = coarse ? view.blocks : view.groups;
+  copy.assign(maxima, maxima + (coarse ? view.num_blocks() : view.num_groups()));
+  std::nth_element(copy.begin(), copy.begin() + (k - 1), copy.end(),
+                   [](float a, float b) { return a > b; });
+  return std::max(copy[k - 1], LOWEST);
+}
+
+struct Candidate {
+  double weight;
+  float scaled;
+  int32_t token;
+};
+using Candidates = List<Candidate>;
+
+bool comes_before(const Candidate& a, const Candidate& b) {
+  return a.scaled != b.scaled ? a.scaled > b.scaled : a.token < b.token;
+}
+
+// Those of at least that scaled logit (never -inf), by token id.
+void gather(const View& view, float least, Candidates& to) {
+  least = std::max(least, LOWEST);
+  const float top = top_of(view) / view.temperature;
+  size_t count = 0;
+  for (int group = 0; group < view.num_groups(); group++) {
+    if (group % GROUPS == 0 && !(view.blocks[group / GROUPS] / view.temperature >= least)) {
+      group += GROUPS - 1;
+      continue;
+    }
+    if (!(view.groups[group] / view.temperature >= least)) continue;
+    if (to.size() < count + GROUP) to.resize(2 * count + GROUP);
+    for (int i = group * GROUP; i < std::min(view.size, (group + 1) * GROUP); i += 16) {
+      const f32x16 scaled[1] = {scaled_at(view, i)};
+      if (!any(scaled[0] >= least)) continue;
+      f64x8 w[2];
+      weigh(scaled, top, w);
+      for (int j = 0; j < 16; j++) {
+        to[count] = {w[j / 8][j % 8], scaled[0][j], i + j};
+        count += scaled[0][j] >= least;
+      }
+    }
+  }
+  to.resize(count);
+}
+
+double total_of(const Candidates& all) {
+  double total = 0.0;
+  for (const Candidate& each : all) total += each.weight;
+  return total;
+}
+
+struct Found {
+  Candidate candidate;
+  double mass;  // of it and of all before it
+};
+
+// The first candidate in the order given at which the mass passes (or just reaches) the target.
+Found walk(const Candidate* all, size_t count, double mass, double target, bool reaching) {
+  Found last{all[0], mass};
+  for (size_t i = 0; i < count; i++) {
+    mass += all[i].weight;
+    if (i == 0 || all[i].weight > 0.0) last = {all[i], mass};
+    if (reaching ? mass >= target : mass > target) break;
+  }
+  return last;
+}
+
+constexpr int BINS = 256;
+constexpr size_t FEW = 64;
+
+// Keeps of `all` the bin, of equal widths from the largest scaled logit down, where the mass passes
+// the target. Returns the mass of the bins before it.
+double narrow(Candidates& all, float high, float low, double before, double target, bool reaching) {
+  double masses[BINS] = {};
+  const double scale = (BINS - 1) / (static_cast<double>(high) - low);
+  auto bin_of = [&](const Candidate& c) {
+    return static_cast<int>((static_cast<double>(high) - c.scaled) * scale);
+  };
+  for (const Candidate& each : all) masses[bin_of(each)] += each.weight;
+  int chosen = 0;
+  double chosen_before = before;
+  for (int bin = 0; bin < BINS; bin++) {
+    if (masses[bin] == 0.0) continue;  // the rounded sum may end below the target: the last one then
+    chosen = bin, chosen_before = before;
+    before += masses[bin];
+    if (reaching ? before >= target : before > target) break;
+  }
+  all.erase(std::remove_if(all.begin(), all.end(), [&](const Candidate& c) { return bin_of(c) != chosen; }),
+            all.end());
+  return chosen_before;
+}
+
+// walk() in descending order; `all` must be ordered by token id where scaled logits are equal.
+Found descend(const Candidates& all, double target, bool reaching) {
+  static thread_local Candidates left;
+  left = all;
+  double before = 0.0;
+  while (left.size() > FEW) {
+    float high = left[0].scaled, low = high;
+    for (const Candidate& each : left) high = std::max(high, each.scaled), low = std::min(low, each.scaled);
+    if (high == low) return walk(left.data(), left.size(), before, target, reaching);
+    before = narrow(left, high, low, before, target, reaching);
+  }
+  std::sort(left.begin(), left.end(), comes_before);
+  return walk(left.data(), left.size(), before, target, reaching);
+}
+
+void keep_best(Candidates& all, size_t k) {
+  if (all.size() <= k) return;
+  std::nth_element(all.begin(), all.begin() + k, all.end(), comes_before);
+  all.resize(k);
+  std::sort(all.begin(), all.end(), [](const Candidate& a, const Candidate& b) { return a.token < b.token; });
+}
+
+// All that top-p can keep, and perhaps more: wider and wider until their mass is enough.
+void gather_mass(const View& view, double enough, Candidates& to) {
+  for (int k : {view.num_blocks() / 2, view.num_groups() / 8, view.num_groups() / 2}) {
+    if (k == 0) continue;
+    gather(view, reached_by(view, k) / view.temperature, to);
+    if (total_of(to) >= enough) return;
+  }
+  gather(view, LOWEST, to);
+}
+
+uint64_t splitmix(uint64_t x) {
+  x += 0x9E3779B97F4A7C15;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
+  return x ^ (x >> 31);
+}
+double uniform(uint64_t seed, uint64_t position) {
+  const uint64_t mixed = splitmix(splitmix(seed) ^ (position * 0x9E3779B97F4A7C15));
+  return static_cast<double>(mixed >> 11) * 0x1p-53;
+}
+
+// Nothing is cut: by token id, over the whole row.
+int draw_any(const View& view, double u) {
+  const double target = u * total_of(view);
+  double before = 0.0;
+  int block = 0, last = 0;
+  double last_before = 0.0;
+  for (; block < view.num_blocks(); block++) {
+    if (view.sums[block] > 0.0) last = block, last_before = before;
+    before += view.sums[block];
+    if (before > target) break;
+  }
+  Candidate all[BLOCK];
+  const double top = top_of(view) / view.temperature;
+  const int begin = last * BLOCK, end = std::min(view.size, begin + BLOCK);
+  for (int i = begin; i < end; i += 16) {
+    const f32x16 scaled[1] = {scaled_at(view, i)};
+    f64x8 w[2];
+    weigh(scaled, top, w);
+    for (int j = 0; j < 16; j++) all[i - begin + j] = {w[j / 8][j % 8], scaled[0][j], i + j};
+  }
+  return walk(all, end - begin, last_before, target, false).candidate.token;
+}
+
+// Whether probabilities are relative to the whole row: no min-p and no top-k.
+bool needs_whole_sum(const Draw& plan, int size) {
+  return plan.temperature > 0.0f && !(plan.min_p > 0.0f) && (plan.top_k <= 0 || plan.top_k >= size);
+}
+
+int draw(const View& view, const Draw& plan) {
+  static thread_local Candidates kept;
+  const float top = top_of(view) / view.temperature;
+  const double u = uniform(plan.seed, plan.position);
+  const bool has_k = plan.top_k > 0 && plan.top_k < view.size, has_p = plan.top_p < 1.0;
+  const bool is_whole = needs_whole_sum(plan, view.size);
+  if (!(std::fabs(top) <= -LOWEST)) return first_top(view);
+  if (is_whole && !has_p) return draw_any(view, u);
+  float least = LOWEST;
+  if (plan.min_p > 0.0f) least = top + static_cast<float>(std::log(static_cast<double>(plan.min_p)));
+  double total;
+  if (is_whole) {
+    total = total_of(view);
+    gather_mass(view, plan.top_p * total, kept);
+  } else {
+    if (has_k) least = std::max(least, reached_by(view, plan.top_k) / view.temperature);
+    gather(view, least, kept);
+    if (has_k) keep_best(kept, plan.top_k);
+    total = total_of(kept);
+  }
+  if (!has_p && !has_k) return walk(kept.data(), kept.size(), 0.0, u * total, false).candidate.token;
+  if (!has_p) return descend(kept, u * total, false).candidate.token;
+  const Found last = descend(kept, plan.top_p * total, true);
+  const Found chosen = descend(kept, u * last.mass, false);
+  return (comes_before(last.candidate, chosen.candidate) ? last : chosen).candidate.token;
+}
+
+void describe(const View& view, int num_top, Drawn& out) {
+  static thread_local Candidates best;
+  const double lse = static_cast<double>(top_of(view)) + std::log(total_of(view));
+  const float chosen = view.x[out.token];
+  out.logprob = static_cast<float>(chosen - lse);
+  out.rank = 1;
+  for (int group = 0; group < view.num_groups(); group++) {
+    if (!(view.groups[group] > chosen)) continue;
+    for (int i = group * GROUP; i < std::min(view.size, (group + 1) * GROUP); i++) out.rank += view.x[i] > chosen;
+  }
+  out.num_top = std::min(num_top, view.size);
+  if (out.num_top == 0) return;
+  gather(view, reached_by(view, out.num_top), best);
+  out.num_top = std::min(out.num_top, static_cast<int>(best.size()));
+  std::partial_sort(best.begin(), best.begin() + out.num_top, best.end(), comes_before);
+  for (int i = 0; i < out.num_top; i++) {
+    out.top_tokens[i] = best[i].token;
+    out.top_logprobs[i] = static_cast<float>(best[i].scaled - lse);
+  }
+}
+
+// x[tokens[i]] = change(x[tokens[i]]), once for a token that occurs several times.
+template <class Token, class F>
+void change_each(float* x, const Token* tokens, int count, F&& change) {
+  static thread_local List<float> values;
+  values.resize(count);
+  for (int i = 0; i < count; i++) values[i] = change(x[tokens[i]], i);
+  for (int i = 0; i < count; i++) x[tokens[i]] = values[i];
+}
+
+template <class Token>
+bool are_tokens(const Token* tokens, int count, int size) {
+  for (int i = 0; i < count; i++)
+    if (tokens[i] < 0 || tokens[i] >= size) return false;
+  return true;
+}
+
+bool is_adjusted(const Draw& plan) { return plan.num_tokens || plan.num_biases || plan.num_forbidden; }
+
+// Penalties, biases, forbidden tokens. False, and nothing done, if one is not in the vocabulary.
+bool adjust(float* x, int size, const Draw& plan) {
+  const int num_output = plan.num_tokens ? plan.num_tokens - plan.num_prompt : 0;
+  const int64_t* output = num_output ? plan.tokens + plan.num_prompt : nullptr;
+  if (!are_tokens(plan.tokens, plan.num_tokens, size) || !are_tokens(plan.bias_tokens, plan.num_biases, size) ||
+      !are_tokens(plan.forbidden, plan.num_forbidden, size))
+    return false;
+  if (plan.repetition != 1.0f)
+    change_each(x, plan.tokens, plan.num_tokens,
+                [&](float v, int) { return v > 0.0f ? v / plan.repetition : v * plan.repetition; });
+  if (plan.presence != 0.0f)
+    change_each(x, output, num_output, [&](float v, int) { return v - plan.presence; });
+  if (plan.frequency != 0.0f)
+    for (int i = 0; i < num_output; i++) x[output[i]] -= plan.frequency;
+  change_each(x, plan.bias_tokens, plan.num_biases, [&](float v, int i) { return v + plan.biases[i]; });
+  for (int i = 0; i < plan.num_forbidden; i++) x[plan.forbidden[i]] = -std::numeric_limits<float>::infinity();
+  return true;
+}
+
+// Rows that are cut among the threads, because there are too few of them to go round.
+bool are_cut(int rows, int shares) { return shares > 1 && rows < 2 * ms::Team::get().size(); }
+
+// f(row) for every row; `share` logits or more are worth one task.
+template <class F>
+void for_rows(int rows, int size, int share, F&& f) {
+  const int group = std::max(1, share / size);
+  ms::Team::get().parallel((rows + group - 1) / group, [&](int task) {
+    for (int row = task * group; row < std::min(rows, (task + 1) * group); row++) f(row);
+  });
+}
+
+void argmax(const float* logits, size_t stride, int rows, int size, int32_t* out) {
+  const View shape{nullptr, size, 1.0f, false, false, nullptr, nullptr, nullptr};
+  const int blocks = shape.num_blocks(), shares = shape.num_shares();
+  List<float> maxima(static_cast<size_t>(rows) * blocks);
+  auto view_of = [&](int row) {
+    View view = shape;
+    view.x = logits + row * stride, view.blocks = maxima.data() + static_cast<size_t>(row) * blocks;
+    return view;
+  };
+  if (are_cut(rows, shares)) {
+    ms::Team::get().parallel(rows * shares, [&](int task) { scan(view_of(task / shares), task % shares); });
+    for (int row = 0; row < rows; row++) out[row] = first_top(view_of(row));
+    return;
+  }
+  for_rows(rows, size, SHARE, [&](int row) {
+    const View view = view_of(row);
+    for (int share = 0; share < shares; share++) scan(view, share);
+    out[row] = first_top(view);
+  });
+}
+
+// The views of a call and their memory. View i is what row i draws from; the raw row that its
+// log-probabilities are of is the same one, or one of those behind.
+class Views {
+ public:
+  Views(float* logits, size_t stride, int rows, int size, const Draw* plans) : size_(size), raw_(rows) {
+    for (int row = 0; row < rows; row++) {
+      const Draw& plan = plans[row];
+      const bool is_logged = plan.num_logprobs >= 0;
+      const float temperature = plan.temperature > 0.0f ? plan.temperature : 1.0f;
+      const bool is_raw = is_logged && temperature == 1.0f && !is_adjusted(plan);
+      const bool is_whole = needs_whole_sum(plan, size), is_cut = !is_whole || plan.top_p < 1.0;
+      add(logits + row * stride, temperature, is_raw || (plan.temperature > 0.0f && is_cut), is_raw || is_whole);
+      raw_[row] = is_raw ? row : -1;
+    }
+    for (int row = 0; row < rows; row++) {
+      if (plans[row].num_logprobs < 0 || raw_[row] >= 0) continue;
+      raw_[row] = static_cast<int>(all_.size());
+      add(logits + row * stride, 1.0f, true, true);
+      if (is_adjusted(plans[row])) copy(all_.back());
+    }
+    const size_t groups = all_[0].num_groups(), blocks = all_[0].num_blocks();
+    maxima_.resize(all_.size() * (groups + blocks));
+    sums_.resize(all_.size() * blocks);
+    for (size_t i = 0; i < all_.size(); i++) {
+      all_[i].groups = maxima_.data() + i * (groups + blocks);
+      all_[i].blocks = all_[i].groups + groups;
+      all_[i].sums = sums_.data() + i * blocks;
+    }
+  }
+
+  int count() const { return static_cast<int>(all_.size()); }
+  const View& operator[](int i) const { return all_[i]; }
+  int raw(int row) const { return raw_[row]; }  // index of its raw view
+
+ private:
+  void add(const float* x, float temperature, bool needs_groups, bool needs_sums) {
+    all_.push_back({x, size_, temperature, needs_groups, needs_sums, nullptr, nullptr, nullptr});
+  }
+  void copy(View& view) {
+    copies_.emplace_back(view.x, view.x + size_);
+    view.x = copies_.back().data();
+  }
+
+  int size_;
+  List<View> all_;
+  List<int> raw_;
+  List<List<float>> copies_;
+  List<float> maxima_;
+  List<double> sums_;
+};
+
+void finish(const Views& views, int row, const Draw& plan, Drawn& out) {
+  out.token = plan.temperature > 0.0f ? draw(views[row], plan) : first_top(views[row]);
+  out.num_top = 0;
+  if (plan.num_logprobs >= 0) describe(views[views.raw(row)], plan.num_logprobs, out);
+}
+
+bool sample(float* logits, size_t stride, int rows, int size, const Draw* plans, Drawn* out) {
+  const Views views(logits, stride, rows, size, plans);
+  auto& team = ms::Team::get();
+  const int shares = views[0].num_shares();
+  std::atomic<bool> is_good{true};
+  team.parallel(std::any_of(plans, plans + rows, is_adjusted) ? rows : 0, [&](int row) {
+    if (is_adjusted(plans[row]) && !adjust(logits + row * stride, size, plans[row])) is_good = false;
+  });
+  if (!is_good) return false;
+  if (are_cut(rows, shares)) {
+    const int tasks = views.count() * shares;
+    team.parallel(tasks, [&](int task) { scan(views[task / shares], task % shares); });
+    team.parallel(tasks, [&](int task) {
+      if (views[task / shares].needs_sums) add_up(views[task / shares], task % shares);
+    });
+    team.parallel(rows, [&](int row) { finish(views, row, plans[row], out[row]); });
+    return true;
+  }
+  // row by row: the second pass finds a row in the processor's cache
+  auto prepare = [&](const View& view) {
+    for (int share = 0; share < shares; share++) scan(view, share);
+    for (int share = 0; view.needs_sums && share < shares; share++) add_up(view, share);
+  };
+  for_rows(rows, size, SHARE / 8, [&](int row) {
+    prepare(views[row]);
+    if (plans[row].num_logprobs >= 0 && views.raw(row) != row) prepare(views[views.raw(row)]);
+    finish(views, row, plans[row], out[row]);
+  });
+  return true;
+}
+
+}  // namespace
+}  // namespace MS_ISA
