@@ -9,12 +9,14 @@ the ratio's own included. The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as functional
@@ -24,7 +26,9 @@ from rich.table import Table
 from torch import Tensor
 
 from ops import Edges, Norm, native
+from ops.heap import keep_freed_memory
 from ops.native import Ceilings, Int8Attention, Int8AttentionStep, Int8Linear
+from ops.sampling import argmax
 from quant.kv import Int8KVFormat
 
 HEADS, KV_HEADS = 32, 8
@@ -105,8 +109,10 @@ def measure(case: Case, limits: Limits, rounds: int) -> Reading:
     share = statistics.median(rate / top for rate, top in zip(rates, tops, strict=True))
     rate, speedup = statistics.median(rates), None
     if case.peer is not None:
+        torch.set_num_threads(native.num_threads())
         case.peer()
         speedup = rate / (case.peer_work / _seconds(case.peer) / 1e9)
+        torch.set_num_threads(1)
     top = statistics.median(tops)
     return Reading(case.name, case.shape, case.ceiling, rate, top, share, case.target, speedup)
 
@@ -126,8 +132,18 @@ def linear_cases(quick: bool) -> Iterator[Case]:
             "read" if is_read else "i8",
             num_in * num_out * copies * (1 if is_read else 2 * rows),
             targets[rows],
-            lambda x=x: [layer(x) for layer in layers],
+            partial(_apply_all, layers, x),
         )
+
+
+def _apply_all(layers: list[Int8Linear], x: Tensor) -> None:
+    for layer in layers:
+        layer(x)
+
+
+def _attend_all(ops: list[Int8Attention], step: Int8AttentionStep, q: Tensor) -> None:
+    for op in ops:
+        op.attend(step, q)
 
 
 class KV:
@@ -180,9 +196,9 @@ def decode_cases(quick: bool) -> Iterator[Case]:
             "read",
             kv.bytes_read,
             0.8,
-            lambda kv=kv, step=step, q=q: [op.attend(step, q) for op in kv.ops],
-            peer=lambda query=query, keys=keys: functional.scaled_dot_product_attention(
-                query, keys, keys, enable_gqa=True
+            partial(_attend_all, kv.ops, step, q),
+            peer=partial(
+                functional.scaled_dot_product_attention, query, keys, keys, enable_gqa=True
             ),
             peer_work=layer_bytes,
         )
@@ -201,49 +217,74 @@ def prefill_cases(quick: bool) -> Iterator[Case]:
             "bf16",
             4 * HEADS * dim * (rows * past + rows * (rows + 1) // 2),
             0.5,
-            lambda kv=kv, step=step, q=q: kv.ops[0].attend(step, q),
+            partial(_attend_all, kv.ops, step, q),
         )
 
 
 def fused_cases(quick: bool) -> Iterator[Case]:
-    """Against moving as many bytes as they must read and write: 1.3 times that at most."""
-    hidden, inner, dim = 2048, 8192, 64
+    """Against moving as many bytes as they must read and write, 1.3 times that at most.
+
+    Like the kernels they stand between, they read what the caches do not hold.
+    """
+    hidden, inner, vocab, dim = 2048, 8192, 128_256, 64
     normed = Int8Linear(
         torch.randn(32, hidden), None, Edges(Norm("rms", torch.ones(hidden), None, 1e-5))
     )
     plain = Int8Linear(torch.randn(32, inner), None)
+    far = 8 << 20 if quick else _FAR
     for rows in (1, 32) if quick else (1, 8, 32, 512):
-        times = max(1, 2048 // rows)
-        x, h = torch.randn(rows, hidden), torch.randn(rows, inner).bfloat16()
-        yield _moving(
-            "norm + quantize", rows, 5 * hidden, times, lambda x=x: normed.only_quantize(x)
-        )
-        yield _moving("quantize", rows, 3 * inner, times, lambda h=h: plain.only_quantize(h))
-        kv = KV(rows, 32, dim, 1) if rows < 512 else KV(1, rows, dim, 1)
-        step = kv.step(1 if rows < 512 else rows)
-        k, angle = torch.randn(2, rows, KV_HEADS, dim), torch.randn(rows, dim // 2)
-        rotation = (angle.cos(), angle.sin())
-        token_bytes = 2 * KV_HEADS * dim * 4 + Int8KVFormat(KV_HEADS, dim, 64).token_bytes
-        yield _moving(
-            "RoPE + append",
-            rows,
-            token_bytes,
-            times,
-            lambda kv=kv, step=step, k=k, r=rotation: kv.ops[0].append(step, k[0], k[1], r),
-        )
+        x = torch.ones(far // (4 * rows * hidden), rows, hidden)
+        yield _moving("norm + quantize", rows, 5 * hidden, x, normed.only_quantize)
+        h = torch.ones(far // (2 * rows * inner), rows, inner, dtype=torch.bfloat16)
+        yield _moving("quantize", rows, 3 * inner, h, plain.only_quantize)
+        yield _append_case(rows, dim, far)
+        logits = torch.zeros(max(1, far // (4 * rows * vocab)), rows, vocab)
+        yield _moving("greedy sampling", rows, 4 * vocab, logits, argmax, is_read=True)
 
 
-def _moving(name: str, rows: int, row_bytes: int, times: int, run: Run) -> Case:
-    half: Tensor = torch.zeros(rows * row_bytes // 2, dtype=torch.uint8)
-    other = torch.zeros_like(half)
+def _append_case(rows: int, dim: int, far: int) -> Case:
+    """Decode rows of as many sequences, or one prompt of 512; layers as far apart as in a model."""
+    token_bytes = 2 * KV_HEADS * dim * 4 + Int8KVFormat(KV_HEADS, dim, 64).token_bytes
+    kv = KV(rows, 32, dim, 16) if rows < 512 else KV(1, rows, dim, 16)
+    step = kv.step(1 if rows < 512 else rows)
+    angle = torch.randn(rows, dim // 2)
+    rotation = (angle.cos(), angle.sin())
+    k = torch.ones(max(16, far // (rows * token_bytes)), 2, rows, KV_HEADS, dim)
+    turn = itertools.cycle(kv.ops)
+    return _moving(
+        "RoPE + append",
+        rows,
+        token_bytes,
+        k,
+        lambda part: next(turn).append(step, part[0], part[1], rotation),
+    )
+
+
+def _moving(
+    name: str,
+    rows: int,
+    row_bytes: int,
+    operands: Tensor,
+    run: Callable[[Tensor], object],
+    *,
+    is_read: bool = False,
+) -> Case:
+    """run on each of the operands in turn, beside a copy (or only the reading) of its bytes."""
+    parts = list(operands)
+    half = rows * row_bytes // (1 if is_read else 2)
+    source = [part.view(-1).view(torch.uint8)[:half] for part in parts]
+    other = torch.zeros(half, dtype=torch.uint8)
+
+    def beside() -> None:
+        for part in source:
+            if is_read:
+                Ceilings.read(part)
+            else:
+                Ceilings.copy(other, part)
+
+    work = float(rows * row_bytes * len(parts))
     return Case(
-        name,
-        f"M={rows}",
-        "moved",
-        float(rows * row_bytes * times),
-        1 / 1.3,
-        lambda: [run() for _ in range(times)],
-        beside=lambda: [Ceilings.copy(other, half) for _ in range(times)],
+        name, f"M={rows}", "moved", work, 1 / 1.3, lambda: [run(p) for p in parts], beside=beside
     )
 
 
@@ -271,7 +312,10 @@ def report(readings: list[Reading], console: Console) -> None:
 
 def run_and_report(*, quick: bool, only: str = "") -> None:
     """Measure the cases whose name holds `only`, print the table and the JSON line."""
+    keep_freed_memory()  # as the engine does: results are not paid for with page faults
+    torch.set_num_threads(1)  # the other team of threads stays out of the way
     console = Console()
+    console.width = max(console.width, 110)
     head = {
         "isa": native.instruction_set(),
         "threads": native.num_threads(),

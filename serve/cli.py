@@ -163,15 +163,21 @@ def bench(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write settings, summary and every request.")
     ] = None,
+    quick: Annotated[bool, typer.Option(help="With `ops`: a few small shapes.")] = False,
     dtype: DType = "auto",
     max_model_len: MaxModelLen = None,
     compute_threads: ComputeThreads = None,
     backend: Backend = "auto",
 ) -> None:
-    """Measure latency under an open-loop Poisson load."""
+    """Measure latency under an open-loop Poisson load; `serve bench ops`: the kernels alone."""
     from bench import load
 
     _set_up_logging("warning")
+    if model == "ops":  # a model directory of that name is ./ops
+        from bench import ops
+
+        ops.run_and_report(quick=quick)
+        return
     with _reported():
         plan = load.LoadPlan(
             qps=load.parse_qps(qps),

@@ -168,6 +168,7 @@ class EngineCore:
             pages_in_use=self._kv.num_in_use,
             pages_mapped=self._kv.num_mapped,
             pages_total=self._kv.num_pages,
+            kv_bytes_per_token=self._kv.token_bytes,
             last_step_age_s=None if last is None else self._clock() - last,
         )
 

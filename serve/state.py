@@ -23,6 +23,7 @@ class EngineStats:
     pages_in_use: int
     pages_mapped: int
     pages_total: int
+    kv_bytes_per_token: int
     last_step_age_s: float | None
 
 

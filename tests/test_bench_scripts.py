@@ -33,6 +33,41 @@ def test_engine_overhead(tmp_path):
     assert result["paced_between_ms_p50"] > 0
 
 
+def test_ops_quick():
+    """Every kernel is measured against the ceiling that binds it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "serve", "bench", "ops", "--quick"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    readings = json.loads(done.stdout.strip().splitlines()[-1])["readings"]
+    names = {reading["name"] for reading in readings}
+    assert {"int8 linear", "decode attention", "prefill attention", "RoPE + append"} <= names
+    assert all(0 < reading["share"] < 20 for reading in readings)
+
+
+def test_model_beside_a_peer(tmp_path):
+    """A peer is a command whose last line is JSON."""
+    peer = tmp_path / "peer.py"
+    peer.write_text("print('loading')\nprint('{\"prefill_512\": 1.0, \"decode_1\": 2.0}')\n")
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "bench.model", "--shape", "tiny", "--rounds", "1"]
+    done = subprocess.run(
+        [*command, "--peer", f"slow={sys.executable} {peer}"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    assert result["tokens_per_s"]["slow"] == {"prefill_512": 1.0, "decode_1": 2.0}
+    assert result["tokens_per_s"]["ours"]["decode_8"] > 0
+    assert 0 < result["share_of_bound"]["mixed_16"] < 1
+
+
 @pytest.mark.slow
 def test_http_overhead(tmp_path):
     (result,) = run_script("bench.http_overhead", tmp_path).values()
