@@ -178,21 +178,31 @@ void round_query(const float* q, const HeadShape& shape, float scale, Scratch& s
   f32x16 largest = {};
   for (int d = 0; d < shape.dim; d += 16) largest = max(largest, absolute(load<f32x16>(q + d)));
   const float top = reduce_max(largest), step = top > 0.0f ? 16256.0f / top : 0.0f;
-  int32_t whole[16];
-  for (int g = 0; g < shape.num_groups; g++) s.offsets[row * shape.num_groups + g] = 0;
+  int32_t* offsets = s.offsets + row * shape.num_groups;
+  i32x16 sum = {};
   for (int d = 0; d < shape.dim; d += 16) {
     const i32x16 x = to_int_nearest(load<f32x16>(q + d) * step);
     store_i8(s.hi + row * shape.dim + d, x >> 7);
     store_i8(s.lo + row * shape.dim + d, x & 127);
-    store(whole, x);
-    for (int i = 0; i < 16; i++) s.offsets[row * shape.num_groups + (d + i) / shape.group] += 128 * whole[i];
+    if (shape.group == 8) {  // two groups
+      offsets[d / 8] = 128 * reduce_add(x & (LANES < 8));
+      offsets[d / 8 + 1] = 128 * reduce_add(x & (LANES >= 8));
+      continue;
+    }
+    sum += x;
+    if ((d + 16) % shape.group == 0) {
+      offsets[d / shape.group] = 128 * reduce_add(sum);
+      sum = i32x16{};
+    }
   }
   s.q_scale[row] = top / 16256.0f * scale;
 }
 
 struct Stretch {
   const uint8_t* tile[STRETCH_TILES];  // this head's part of each tile
-  const uint8_t* next[STRETCH_TILES];  // of the head or stretch that follows, to prefetch
+  // Of the head or stretch that follows, to prefetch. Line after line: two tiles while K is read,
+  // two while V is, so that the processor's own prefetching sees streams.
+  const uint8_t* next[STRETCH_TILES];
   int first;                           // position of the first token
 };
 
@@ -206,21 +216,21 @@ MS_INLINE void query_key(const HeadShape& shape, const Scratch& s, int row, cons
   for (int g = 0; g < shape.num_groups; g++) {
     i32x16 sum[R][TILES];
     unroll<R>([&](auto r) MS_LAMBDA { unroll<TILES>([&](auto t) MS_LAMBDA { sum[r][t] = i32x16{}; }); });
-    auto pass = [&](const int8_t* q, bool is_first) MS_LAMBDA {
+    auto pass = [&](const int8_t* q, const uint8_t* next) MS_LAMBDA {
       for (int i = g * quads; i < (g + 1) * quads; i++) {
         i32x16 k[TILES];
         unroll<TILES>([&](auto t) MS_LAMBDA { k[t] = load<i32x16>(at.tile[t] + shape.k + i * 64); });
-        unroll<(TILES + 1) / 2>([&](auto t) MS_LAMBDA { prefetch(at.next[is_first ? t : TILES - 1 - t] + shape.k + i * 64); });
+        prefetch(next + i * 128), prefetch(next + i * 128 + 64);
         unroll<R>([&](auto r) MS_LAMBDA {
           const i32x16 x = splat_bytes(q + r * shape.dim + 4 * i);
           unroll<TILES>([&](auto t) MS_LAMBDA { sum[r][t] = dot_u8_i8(sum[r][t], k[t], x); });
         });
       }
     };
-    unroll<TILES>([&](auto t) MS_LAMBDA { prefetch(at.next[t] + g * 64); });  // scales
-    pass(hi, true);
+    for (int t = 0; t < STRETCH_TILES; t++) prefetch(at.next[t] + 32 * shape.dim + 64 * g);
+    pass(hi, at.next[0]);
     unroll<R>([&](auto r) MS_LAMBDA { unroll<TILES>([&](auto t) MS_LAMBDA { sum[r][t] <<= 7; }); });
-    pass(lo, false);
+    pass(lo, at.next[1]);
     unroll<TILES>([&](auto t) MS_LAMBDA {
       const f32x16 scale = from_half(reinterpret_cast<const uint16_t*>(at.tile[t] + shape.k_scales) + g * TILE);
       unroll<R>([&](auto r) MS_LAMBDA {
@@ -313,8 +323,9 @@ MS_INLINE void weigh(const HeadShape& shape, const Stretch& at, int d, const int
   unroll<R>([&](auto r) MS_LAMBDA { unroll<VECS>([&](auto i) MS_LAMBDA { sum[r][i] = i32x16{}; }); });
   for (int t = 0; t < TILES; t++) {
     const int8_t* v = reinterpret_cast<const int8_t*>(at.tile[t] + shape.v) + 2 * d;
-    const uint8_t* next = at.next[t] + shape.v + 2 * d;
-    for (int pair = 0; pair < TILE / 2; pair++, v += 2 * shape.dim, next += 2 * shape.dim) {
+    // the other half of what follows: tile 2 meanwhile, then tile 3
+    const uint8_t* next = at.next[2 + t / 2] + (d / (16 * VECS) * 16 + t % 2 * 8) * (32 * VECS);
+    for (int pair = 0; pair < TILE / 2; pair++, v += 2 * shape.dim, next += 32 * VECS) {
       i32x16 wide[VECS];
       unroll<VECS>([&](auto i) MS_LAMBDA { wide[i] = widen_i8(v + 32 * i); });
       unroll<(VECS + 1) / 2>([&](auto i) MS_LAMBDA { prefetch(next + 64 * i); });
@@ -528,69 +539,105 @@ struct AttendCall {
 
 struct AttendTask {
   int sequence, from, to, at;  // rows [from, to) of K/V head `at`; or split `at` of heads [from, to)
-  int64_t part;                // where a split's result goes, or -1 for a block of rows
+  int single, part;            // which single row, and where its result goes; -1 for a block of rows
+};
+
+// Kept between the calls of a thread, so that a layer allocates nothing.
+struct AttendMemory {
+  List<AttendTask> tasks;
+  List<float> parts;
+  List<int> singles, first_parts;
+  List<std::atomic<int>> waiting;  // parts that are still to come, for each share of a single row
+};
+
+// The tasks of one layer. Rows that stand alone are cut into splits and shares of the heads.
+class AttendPlan {
+ public:
+  AttendPlan(const AttendCall& call, AttendMemory& memory, int threads) : call_(call), memory_(memory) {
+    const Step& step = call.step;
+    const int kv_heads = call.layer.cache.num_kv_heads, dim = call.shape.dim;
+    const int block_rows = call.per_kv * dim >= 3072 ? 1 : 3072 / (call.per_kv * dim);
+    memory_.tasks.clear(), memory_.singles.clear(), memory_.first_parts.clear();
+    int parts = 0;
+    for (int s = 0; s < step.num_sequences; s++) {
+      const SequenceRows& seq = step.sequences[s];
+      if (seq.num_rows == 1) {
+        memory_.singles.push_back(s);
+        memory_.first_parts.push_back(parts);
+        parts += (seq.kv_len + SPLIT - 1) / SPLIT - first_split(seq);
+        continue;
+      }
+      // the last rows see the most: they go first
+      for (int end = seq.num_rows; end > 0; end -= block_rows)
+        for (int h = 0; h < kv_heads; h++)
+          memory_.tasks.push_back({s, end > block_rows ? end - block_rows : 0, end, h, -1, -1});
+    }
+    memory_.first_parts.push_back(parts);
+    part_size_ = static_cast<size_t>(call.layer.num_heads) * (dim + 2);
+    if (memory_.parts.size() < parts * part_size_) memory_.parts.resize(parts * part_size_);
+    const int most = parts ? (4 * threads + parts - 1) / parts : 1;
+    shares_ = most > kv_heads ? kv_heads : most;
+    if (memory_.waiting.size() < memory_.singles.size() * shares_)
+      memory_.waiting = List<std::atomic<int>>(memory_.singles.size() * shares_);
+    for (size_t i = 0; i < memory_.singles.size(); i++) add_single(static_cast<int>(i), kv_heads);
+  }
+
+  int size() const { return static_cast<int>(memory_.tasks.size()); }
+
+  void run(int index) {
+    const AttendTask& task = memory_.tasks[index];
+    const SequenceRows& seq = call_.step.sequences[task.sequence];
+    if (task.single < 0) return call_.block(seq, task.at, task.from, task.to - task.from);
+    call_.part(seq, task.at, task.from, task.to, memory_.parts.data() + task.part * part_size_);
+    // whoever computes the last part of these heads joins all of them, in their order
+    const int share = task.from * shares_ / call_.layer.cache.num_kv_heads;
+    if (memory_.waiting[task.single * shares_ + share].fetch_sub(1) == 1) finish(task, seq);
+  }
+
+ private:
+  int first_split(const SequenceRows& seq) const { return call_.low_of(seq.kv_len - 1) / SPLIT; }
+
+  void add_single(int i, int kv_heads) {
+    const int sequence = memory_.singles[i], low = first_split(call_.step.sequences[sequence]);
+    for (int share = 0; share < shares_; share++) {
+      // so that a head tells its share again: from = ceil(kv_heads * share / shares)
+      const int from = (kv_heads * share + shares_ - 1) / shares_;
+      const int to = (kv_heads * (share + 1) + shares_ - 1) / shares_;
+      memory_.waiting[i * shares_ + share] = memory_.first_parts[i + 1] - memory_.first_parts[i];
+      for (int p = memory_.first_parts[i]; p < memory_.first_parts[i + 1]; p++)
+        memory_.tasks.push_back({sequence, from, to, (low + p - memory_.first_parts[i]) * SPLIT, i, p});
+    }
+  }
+
+  void finish(const AttendTask& task, const SequenceRows& seq) {
+    const int dim = call_.shape.dim, heads = call_.layer.num_heads;
+    for (int h = task.from * call_.per_kv; h < task.to * call_.per_kv; h++) {
+      float* total = memory_.parts.data() + memory_.first_parts[task.single] * part_size_ + h * (dim + 2);
+      float* more = total;
+      for (int p = memory_.first_parts[task.single] + 1; p < memory_.first_parts[task.single + 1]; p++) {
+        more += part_size_;
+        merge(total[0], total[1], total + 2, more[0], more[1], more + 2, dim);
+      }
+      finish_row(call_.layer, h, total[0], total[1], total + 2,
+                 call_.out + seq.first_row * call_.out_stride + h * dim,
+                 call_.lse ? call_.lse + static_cast<size_t>(seq.first_row) * heads + h : nullptr);
+    }
+  }
+
+  const AttendCall& call_;
+  AttendMemory& memory_;
+  size_t part_size_ = 0;
+  int shares_ = 1;
 };
 
 void attend(const Step& step, const AttentionLayer& layer, const float* q, size_t q_stride, float* out,
             size_t out_stride, float* lse) {
   ms::Team& team = ms::Team::get();
-  const int kv_heads = layer.cache.num_kv_heads, dim = layer.cache.head_dim;
-  const AttendCall call{step, layer, q, q_stride, out, out_stride, lse, HeadShape(layer.cache), layer.num_heads / kv_heads};
-  static thread_local List<AttendTask> tasks;
-  static thread_local List<float> parts;
-  static thread_local List<int> singles, first_parts;
-  tasks.clear(), singles.clear(), first_parts.clear();
-  const int block_rows = call.per_kv * dim >= 3072 ? 1 : 3072 / (call.per_kv * dim);
-  int num_parts = 0;
-  for (int s = 0; s < step.num_sequences; s++) {
-    const SequenceRows& seq = step.sequences[s];
-    if (seq.num_rows == 1) {
-      singles.push_back(s);
-      first_parts.push_back(num_parts);
-      const int low = call.low_of(seq.kv_len - 1) / SPLIT;
-      num_parts += (seq.kv_len + SPLIT - 1) / SPLIT - low;
-      continue;
-    }
-    // the last rows see the most: they go first
-    for (int end = seq.num_rows; end > 0; end -= block_rows)
-      for (int h = 0; h < kv_heads; h++)
-        tasks.push_back({s, end > block_rows ? end - block_rows : 0, end, h, -1});
-  }
-  first_parts.push_back(num_parts);
-  const size_t part_size = static_cast<size_t>(layer.num_heads) * (dim + 2);
-  if (parts.size() < num_parts * part_size) parts.resize(num_parts * part_size);
-  float* all_parts = parts.data();
-  int shares = num_parts ? (4 * team.size() + num_parts - 1) / num_parts : 1;
-  shares = shares > kv_heads ? kv_heads : shares;
-  for (size_t i = 0; i < singles.size(); i++) {
-    const SequenceRows& seq = step.sequences[singles[i]];
-    const int low = call.low_of(seq.kv_len - 1) / SPLIT;
-    for (int p = first_parts[i]; p < first_parts[i + 1]; p++)
-      for (int share = 0; share < shares; share++)
-        tasks.push_back({singles[i], kv_heads * share / shares, kv_heads * (share + 1) / shares,
-                         (low + p - first_parts[i]) * SPLIT, p});
-  }
-  const AttendTask* all = tasks.data();
-  team.parallel(static_cast<int>(tasks.size()), [&](int i) {
-    const AttendTask& task = all[i];
-    const SequenceRows& seq = step.sequences[task.sequence];
-    if (task.part < 0) call.block(seq, task.at, task.from, task.to - task.from);
-    else call.part(seq, task.at, task.from, task.to, all_parts + task.part * part_size);
-  });
-  const int* single = singles.data();
-  const int* starts = first_parts.data();
-  team.parallel(static_cast<int>(singles.size()), [&](int i) {
-    const SequenceRows& seq = step.sequences[single[i]];
-    for (int h = 0; h < layer.num_heads; h++) {
-      float* total = all_parts + starts[i] * part_size + h * (dim + 2);
-      for (int p = starts[i] + 1; p < starts[i + 1]; p++) {
-        const float* more = all_parts + p * part_size + h * (dim + 2);
-        merge(total[0], total[1], total + 2, more[0], more[1], more + 2, dim);
-      }
-      finish_row(layer, h, total[0], total[1], total + 2, out + seq.first_row * out_stride + h * dim,
-                 lse ? lse + static_cast<size_t>(seq.first_row) * layer.num_heads + h : nullptr);
-    }
-  });
+  const AttendCall call{step, layer, q, q_stride, out, out_stride, lse, HeadShape(layer.cache),
+                        layer.num_heads / layer.cache.num_kv_heads};
+  static thread_local AttendMemory memory;
+  AttendPlan plan(call, memory, team.size());
+  team.parallel(plan.size(), [&](int task) { plan.run(task); });
 }
 
 }  // namespace
