@@ -21,6 +21,7 @@ from memory.local_attention import LocalAttention
 from memory.vmm import LinuxMemory
 from ops import Backend, get_backend, native
 from ops.heap import keep_freed_memory
+from quant.int4 import int4_linear, nf4_linear
 from quant.linear import int8_linear
 from serve.config import EngineConfig
 from serve.errors import ConfigError
@@ -36,6 +37,7 @@ _MAX_PAGE_BYTES = 2 * _MIB
 # Linux allows 65,530 mappings in a process; every page can become one of them.
 _MAX_PAGES = 30_000
 _KV_SHARE_OF_FREE_MEMORY = 0.4
+_LINEARS = {"int8": int8_linear, "int4": int4_linear, "nf4": nf4_linear}
 
 
 @dataclass(slots=True)
@@ -61,6 +63,7 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
     except ValueError as error:
         raise ConfigError(f"backend: {error}") from error
     model = _load_model(config.model_path, precision, backend, progress)
+    _leave_cores_to_native(precision)
     layers = model.attention_layers()
     layout = _kv_layout(config, precision, layers)
     sizes = size_kv(config, spec, layout.token_bytes, layout.tile_tokens)
@@ -94,8 +97,12 @@ def _set_threads(config: EngineConfig, precision: Precision) -> None:
         return
     native.set_num_threads(torch.get_num_threads())
     logger.info("native kernels: %s, %d threads", native.instruction_set(), native.num_threads())
+
+
+def _leave_cores_to_native(precision: Precision) -> None:
+    """What is left to torch in a step is small; its team would only stand in the way of ours."""
     if precision.is_int8 and precision.kv == "int8":
-        torch.set_num_threads(1)  # what is left to torch is small
+        torch.set_num_threads(1)
 
 
 def _load_model(path: Path, precision: Precision, backend: Backend, progress: bool) -> Decoder:
@@ -105,7 +112,8 @@ def _load_model(path: Path, precision: Precision, backend: Backend, progress: bo
         path,
         dtype=precision.compute,
         backend=backend,
-        make_linear=int8_linear,
+        make_linear=_LINEARS[precision.weights],
+        make_head=int8_linear,
         keep_weight_dtype=True,
         progress=progress,
     )
