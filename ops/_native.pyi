@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from typing import overload
 
 TILE: int
 MAX_HEAD_DIM: int
@@ -18,24 +19,26 @@ def sample(
 def rotate(
     x: int, stride: int, rows: int, heads: int, head_dim: int, cos: int, sin: int, half: int
 ) -> None: ...
+def decode_plain(
+    sequences: Sequence[int],
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    scale: float,
+    dtype: int,
+    q: int,
+    q_stride: int,
+    q_type: int,
+    out: int,
+    lse: int,
+) -> None: ...
 def read_bytes(address: int, size: int) -> int: ...
 def copy_bytes(to: int, source: int, size: int) -> None: ...
 def multiply_i8(rounds: int) -> float: ...
 def multiply_bf16(rounds: int) -> float: ...
 
-class Int8Linear:
+class _Linear:
     bytes: int
-    def __init__(
-        self,
-        num_in: int,
-        num_out: int,
-        weight: int,
-        stride: int,
-        dtype: int,
-        bias: int,
-        activation: int,
-        is_gated: bool,
-    ) -> None: ...
     def set_norm(self, kind: int, weight: int, bias: int, eps: float) -> None: ...
     def run(
         self,
@@ -49,6 +52,47 @@ class Int8Linear:
         add: bool,
     ) -> None: ...
     def only_quantize(self, x: int, x_stride: int, x_type: int, rows: int) -> None: ...
+
+class Int8Linear(_Linear):
+    @overload
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        weight: int,
+        stride: int,
+        dtype: int,
+        bias: int,
+        activation: int,
+        is_gated: bool,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        weight: int,
+        scales: int,
+        bias: int,
+        activation: int,
+        is_gated: bool,
+    ) -> None: ...
+
+class Int4Linear(_Linear):
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        codes: int,
+        scales: int,
+        zeros: int,
+        channel_scales: int,
+        group: int,
+        is_nf4: bool,
+        bias: int,
+        activation: int,
+        is_gated: bool,
+    ) -> None: ...
 
 class StepPlan:
     def __init__(

@@ -41,6 +41,7 @@ class CpuBackend:
     def __init__(self) -> None:
         self._reference = ReferenceBackend()
         self._packed_types = _types_that_pass("oneDNN packed linear", _check_packed_linear)
+        self._has_native = native.is_available()
         self._flash_types = _types_that_pass("CPU flash attention", _check_flash)
 
     def pack_linear(
@@ -65,7 +66,7 @@ class CpuBackend:
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         is_dense = x.stride()[1:] == (x.shape[2], 1) and cos.is_contiguous() and sin.is_contiguous()
-        if x.dtype == torch.float32 and is_dense and native.is_available():
+        if x.dtype == torch.float32 and is_dense and self._has_native:
             return native.rotate_(x, cos, sin)
         half = cos.shape[-1]
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -88,6 +89,8 @@ class CpuBackend:
         cache.index_put_((rows,), torch.stack((k, v), dim=1))
 
     def decode_attention(self, q: Tensor, caches: Sequence[KeyValues], scale: float) -> Partial:
+        if self._has_native and native.takes_plain(q, caches[0].k.dtype):
+            return native.decode_attention(q, caches, scale)
         if q.dtype not in self._flash_types:
             return self._reference.decode_attention(q, caches, scale)
         num_rows, num_heads, head_dim = q.shape

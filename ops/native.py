@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.backend import PLAIN, Edges
+from ops.backend import PLAIN, Edges, KeyValues, Partial
 
 try:
     from ops import _native
@@ -24,6 +24,11 @@ except ImportError as error:  # a source tree that was never built
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
 _NORMS = {"rms": 1, "layer": 2}
+GROUPS4 = (32, 64, 128)
+# Of QLoRA (arXiv 2305.14314), rounded to 127ths as the kernels do.
+NF4_VALUES = tuple(
+    n / 127 for n in (-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127)
+)
 
 
 def is_available() -> bool:
@@ -55,41 +60,24 @@ def set_num_threads(n: int) -> None:
     library().set_num_threads(n)
 
 
-class Int8Linear:
-    """int8 x int8 with norm, quantization, scales, bias, activation and residual fused.
+class NativeLinear:
+    """A LinearOp on rows of int8: norm, quantization, product, bias, activation, residual in one.
 
-    Weights per output channel, activations per row, both symmetric; rows are fp32 or bf16, the
-    result is fp32 (bf16 after an activation: it is quantized again at once). A row's bits do not
-    depend on the other rows.
+    Activations are rounded to int8 per row. Rows are fp32 or bf16, the result is fp32 (bf16 after
+    an activation: it is quantized again at once). A row's bits do not depend on the other rows.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, edges: Edges = PLAIN) -> None:
-        """weight: [out, in] fp32 or bf16 (any other float is converted); copied and packed."""
-        if weight.dtype not in _TYPES:
-            weight = weight.float()
-        if weight.stride(1) != 1:
-            weight = weight.contiguous()
-        norm, activation, is_gated = edges
-        rows, self.num_in = weight.shape
-        self.num_out = rows // 2 if is_gated else rows
-        self._out_dtype = torch.float32 if activation is None else torch.bfloat16
-        bias = None if bias is None else bias.float().contiguous()
-        self._op: Any = library().Int8Linear(
-            self.num_in,
-            self.num_out,
-            weight.data_ptr(),
-            weight.stride(0),
-            _TYPES[weight.dtype],
-            0 if bias is None else bias.data_ptr(),
-            _ACTIVATIONS[activation],
-            is_gated,
-        )
+    def __init__(self, op: Any, num_in: int, num_out: int, edges: Edges) -> None:
+        """op: the packed product of the library. num_out: after gating."""
+        self._op, self.num_in, self.num_out = op, num_in, num_out
+        self._out_dtype = torch.float32 if edges.activation is None else torch.bfloat16
+        norm = edges.norm
         if norm is not None:
             # kept: the kernel holds their addresses
             self._norm_weight = norm.weight.float().contiguous()
             self._norm_bias = None if norm.bias is None else norm.bias.float().contiguous()
             at = 0 if self._norm_bias is None else self._norm_bias.data_ptr()
-            self._op.set_norm(_NORMS[norm.kind], self._norm_weight.data_ptr(), at, norm.eps)
+            op.set_norm(_NORMS[norm.kind], self._norm_weight.data_ptr(), at, norm.eps)
 
     @property
     def size_bytes(self) -> int:
@@ -121,6 +109,107 @@ class Int8Linear:
     def only_quantize(self, x: Tensor) -> None:
         """The norm and the quantization without the product, for measuring them."""
         self._op.only_quantize(x.data_ptr(), x.stride(0), _TYPES[x.dtype], x.shape[0])
+
+
+class Int8Linear(NativeLinear):
+    """int8 x int8; weights symmetric, with a scale for each output channel."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        edges: Edges = PLAIN,
+        *,
+        scales: Tensor | None = None,
+    ) -> None:
+        """weight: [out, in] fp32 or bf16 (any other float is converted); copied and packed.
+
+        With scales, [out], it is int8 already and taken as it is: weight * scales.
+        """
+        num_out, num_in = _sizes(weight, edges)
+        bias, kind = _float(bias), _ACTIVATIONS[edges.activation]
+        args: tuple[object, ...]
+        if scales is not None:
+            assert weight.dtype == torch.int8 and scales.shape == weight.shape[:1]
+            weight, scales = weight.contiguous(), scales.float().contiguous()
+            args = (weight.data_ptr(), scales.data_ptr())
+        else:
+            if weight.dtype not in _TYPES:
+                weight = weight.float()
+            if weight.stride(1) != 1:
+                weight = weight.contiguous()
+            args = (weight.data_ptr(), weight.stride(0), _TYPES[weight.dtype])
+        op = library().Int8Linear(num_in, num_out, *args, _address(bias), kind, edges.is_gated)
+        super().__init__(op, num_in, num_out, edges)
+
+
+class Int4Linear(NativeLinear):
+    """4-bit weights with a scale, and maybe a zero point, for each group of inputs."""
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        bias: Tensor | None,
+        edges: Edges = PLAIN,
+        *,
+        group: int,
+        is_nf4: bool = False,
+    ) -> None:
+        """(codes - zeros) * scales, codes - 8 without zeros, or NF4_VALUES[codes] * scales.
+
+        codes: [out, in] uint8 below 16; scales: [out, groups]; zeros: [out, groups] uint8. group:
+        one of GROUPS4; the last one may be cut short. Scales are kept as fp16 times a power of
+        two of the channel: fp16 and bf16 scales exactly, if within 1 : 2^14 of its largest.
+        """
+        num_out, num_in = _sizes(codes, edges)
+        shape = (codes.shape[0], -(-num_in // group))
+        assert group in GROUPS4 and codes.dtype == torch.uint8
+        assert not (is_nf4 and zeros is not None)
+        assert scales.shape == shape and (zeros is None or zeros.shape == shape), f"{scales.shape}"
+        codes, bias = codes.contiguous(), _float(bias)
+        halves, channels = split_scales(scales)
+        if is_nf4:  # the kernel's values are whole 127ths
+            channels = channels / 127
+        if zeros is not None:
+            zeros = zeros.to(torch.uint8).contiguous()
+        op = library().Int4Linear(
+            num_in,
+            num_out,
+            codes.data_ptr(),
+            halves.data_ptr(),
+            _address(zeros),
+            channels.data_ptr(),
+            group,
+            is_nf4,
+            _address(bias),
+            _ACTIVATIONS[edges.activation],
+            edges.is_gated,
+        )
+        super().__init__(op, num_in, num_out, edges)
+
+
+def split_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
+    """[out, groups] as fp16 [out, groups] times fp32 powers of two [out]."""
+    largest = scales.float().abs().amax(1)
+    _, exponent = torch.frexp(largest)
+    channels = torch.ldexp(torch.ones_like(largest), exponent)
+    return (scales.float() / channels[:, None]).half().contiguous(), channels.contiguous()
+
+
+def _sizes(weight: Tensor, edges: Edges) -> tuple[int, int]:
+    """(out after gating, in)"""
+    rows, num_in = weight.shape
+    return rows // 2 if edges.is_gated else rows, num_in
+
+
+def _float(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.float().contiguous()
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 class Int8AttentionStep:
@@ -200,6 +289,40 @@ class Int8Attention:
         width = heads * dim
         self._op.attend(step.plan, q.data_ptr(), q.stride(0), out.data_ptr(), width, to_lse)
         return out
+
+
+def takes_plain(q: Tensor, dtype: torch.dtype) -> bool:
+    """Whether decode_attention has a kernel for these heads and this type of K/V."""
+    dim = q.shape[2]
+    is_dense = q.stride()[1:] == (dim, 1)
+    return is_available() and dim % 16 == 0 and dtype in _TYPES and q.dtype in _TYPES and is_dense
+
+
+def decode_attention(q: Tensor, caches: Sequence[KeyValues], scale: float) -> Partial:
+    """Backend.decode_attention over bf16 or fp32 K/V at any token and head stride."""
+    rows, heads, dim = q.shape
+    out = torch.empty(rows, heads, dim, dtype=torch.float32)
+    lse = torch.empty(rows, heads, dtype=torch.float32)
+    sequences: list[int] = []
+    for k, v in caches:
+        assert k.stride() == v.stride() and k.stride(3) == 1, f"{k.stride()} {v.stride()}"
+        sequences += (k.data_ptr(), v.data_ptr(), k.stride(2), k.stride(1), k.shape[2])
+    if rows:
+        first = caches[0].k
+        library().decode_plain(
+            sequences,
+            heads,
+            first.shape[1],
+            dim,
+            scale,
+            _TYPES[first.dtype],
+            q.data_ptr(),
+            q.stride(0),
+            _TYPES[q.dtype],
+            out.data_ptr(),
+            lse.data_ptr(),
+        )
+    return Partial(out.to(q.dtype), lse)
 
 
 class Ceilings:

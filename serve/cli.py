@@ -52,7 +52,7 @@ def parse_size(text: str) -> int:
 Model = Annotated[
     str, typer.Argument(help="A Hugging Face directory, or the embedded model.", metavar="[MODEL]")
 ]
-DType = Annotated[str, typer.Option(help="auto, int8, bfloat16 or float32.")]
+DType = Annotated[str, typer.Option(help="auto, int8, int4, nf4, bfloat16 or float32.")]
 KVDType = Annotated[str, typer.Option(help="K/V: auto, int8, bfloat16 or float32.")]
 KVGroup = Annotated[int, typer.Option(help="Values that share a scale in int8 K/V.")]
 MaxModelLen = Annotated[

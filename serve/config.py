@@ -11,8 +11,8 @@ from pathlib import Path
 
 from serve.errors import ConfigError
 
-DTYPES = ("auto", "float32", "bfloat16", "int8")
-KV_DTYPES = DTYPES
+DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "nf4")
+KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 KV_GROUPS = (8, 16, 32, 64, 128, 256)
 DEFAULT_MODEL = "default"
 
@@ -29,7 +29,8 @@ class EngineConfig:
     model: a Hugging Face directory, or "default" for the embedded model.
     served_model_name: the name clients use; None takes the directory's name.
     dtype: "int8" multiplies int8 by int8 (weights per channel, activations per token); "auto"
-        takes it for 16-bit checkpoints of families that bear it, and logs why.
+        takes it for 16-bit checkpoints of families that bear it, and logs why. "int4" and "nf4"
+        round the weights to 4 bits, in groups of 64 inputs.
     kv_dtype: how K/V is stored; "auto" takes int8 with int8 products, else the compute type.
     kv_group: values of a head that share one scale in int8 K/V, at most.
     max_model_len: longest sequence (prompt + output) in tokens; None takes the model's.

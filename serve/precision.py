@@ -1,7 +1,9 @@
 """Which number formats a model runs in, and why: decided once at start-up and logged.
 
 "int8" means int8 x int8 products (W8A8) on an fp32 residual stream. "auto" takes it for 16-bit
-checkpoints of families that bear it, where the processor has fast kernels for it.
+checkpoints of families that bear it, where the processor has fast kernels for it. "int4" and "nf4"
+are 4-bit weights on int8 rows, the last product in int8; only taken when asked for. A checkpoint
+that is quantized already keeps its weights; what it left plain becomes int8.
 """
 
 from __future__ import annotations
@@ -24,42 +26,57 @@ _TORCH_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """compute: type of activations. is_int8: products in int8. kv: type of K/V in memory."""
+    """compute: type of activations. weights: plain (in compute's type), int8, int4 or nf4. kv: type
+    of K/V in memory. packed: the checkpoint's own way to quantize weights, which then stay so.
+    """
 
     compute: torch.dtype
-    is_int8: bool
+    weights: str
     kv: str
+    packed: str | None = None
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether products take their rows in int8."""
+        return self.weights != "plain"
 
     def __str__(self) -> str:
-        name = "int8" if self.is_int8 else _name(self.compute)
-        return f"{name}, K/V {self.kv}"
+        name = self.weights if self.is_int8 else _name(self.compute)
+        return f"{self.packed or name}, K/V {self.kv}"
 
 
 def resolve_precision(config: EngineConfig, spec: ModelSpec) -> Precision:
     """From the settings dtype and kv_dtype. ConfigError where one cannot be had here."""
-    dtype = config.dtype
+    dtype, packed = config.dtype, spec.packed.method if spec.packed else None
+    if packed and dtype not in ("auto", "int8"):
+        raise ConfigError(
+            f"dtype {dtype} cannot be had: the checkpoint is quantized already ({packed}); "
+            "use auto or int8"
+        )
     if dtype == "auto":
         dtype, reason = _best_dtype(spec)
         logger.info("dtype auto: %s (%s)", dtype, reason)
-    if dtype == "int8":
-        _require_native("dtype")
-        compute, is_int8 = torch.float32, True
-    else:
-        compute, is_int8 = _TORCH_TYPES[dtype], False
+    compute, weights = _TORCH_TYPES.get(dtype, torch.float32), "plain"
+    if dtype not in _TORCH_TYPES:
+        _require_native("dtype", dtype)
+        weights = dtype
+    is_int8 = weights != "plain"
     kv = config.kv_dtype
     can_int8 = Int8KVLayout.supports(spec.attention_layers)
     if kv == "auto":
         kv = "int8" if is_int8 and can_int8 else _name(compute)
     if kv == "int8":
-        _require_native("kv_dtype")
+        _require_native("kv_dtype", kv)
         if not can_int8:
             raise ConfigError(
                 f"kv_dtype int8 needs a head_dim divisible by 16, not {spec.head_dim}"
             )
-    return Precision(compute, is_int8, kv)
+    return Precision(compute, weights, kv, packed)
 
 
 def _best_dtype(spec: ModelSpec) -> tuple[str, str]:
+    if spec.packed is not None:
+        return "int8", f"the checkpoint is quantized ({spec.packed.method})"
     if spec.torch_dtype == "float32":
         return "float32", "the checkpoint is float32"
     plain = "bfloat16" if _has_bf16() else "float32"
@@ -72,9 +89,9 @@ def _best_dtype(spec: ModelSpec) -> tuple[str, str]:
     return "int8", f"{spec.torch_dtype} checkpoint, {native.instruction_set()} kernels"
 
 
-def _require_native(setting: str) -> None:
+def _require_native(setting: str, value: str) -> None:
     if not native.is_available():
-        raise ConfigError(f"{setting} int8 needs the native kernels, which are not built")
+        raise ConfigError(f"{setting} {value} needs the native kernels, which are not built")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -18,13 +18,16 @@ DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
-@pytest.fixture(scope="module", params=["fast", "fallback"])
+@pytest.fixture(scope="module", params=["fast", "torch", "fallback"])
 def cpu(request):
     backend = CpuBackend()
     assert backend._packed_types >= {torch.float32}
     assert backend._flash_types == {torch.float32, torch.bfloat16}
+    if request.param == "torch":
+        backend._has_native = False
     if request.param == "fallback":
         backend._packed_types = backend._flash_types = set()
+        backend._has_native = False
     return backend
 
 

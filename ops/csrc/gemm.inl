@@ -20,8 +20,9 @@ constexpr int SLICE_QUADS = SLICE / 4;  // 16 KiB of weights
 constexpr int MAX_BLOCK_ROWS = 128;  // rows of x that are kept in L2
 constexpr size_t AHEAD = 4096;      // bytes between reading and prefetching a stream
 
-// c[MR][32] (+)= x[MR][SLICE] * w[quads][32][4]. LINES cache lines a quad are prefetched.
-template <int MR, int LINES>
+// c[MR][32] (+)= x[MR][SLICE] * w[quads][32][4]. LINES cache lines a
+// quad are prefetched, to L1 (CACHE 3) or to L2 (2).
+template <int MR, int LINES, int CACHE>
 __attribute__((noinline)) void micro(const uint8_t* w, const int8_t* x, int32_t* c, int quads,
                                      bool is_first, const uint8_t* next) {
   i32x16 sum[MR][2];
@@ -38,8 +39,8 @@ __attribute__((noinline)) void micro(const uint8_t* w, const int8_t* x, int32_t*
     });
     w += 128;
     x += 4;
-    prefetch(next);
-    if (LINES > 1) prefetch(next + 64);
+    __builtin_prefetch(next, 0, CACHE);
+    if (LINES > 1) __builtin_prefetch(next + 64, 0, CACHE);
     next += 64 * LINES;
   }
   unroll<MR>([&](auto m) MS_LAMBDA {
@@ -50,12 +51,13 @@ __attribute__((noinline)) void micro(const uint8_t* w, const int8_t* x, int32_t*
 
 using Micro = void (*)(const uint8_t*, const int8_t*, int32_t*, int, bool, const uint8_t*);
 struct MicroTable { Micro at[MAX_GROUP]; };
-template <int LINES, size_t... I>
+template <int LINES, int CACHE, size_t... I>
 constexpr MicroTable micro_table(std::index_sequence<I...>) {
-  return {{micro<static_cast<int>(I) + 1, LINES>...}};
+  return {{micro<static_cast<int>(I) + 1, LINES, CACHE>...}};
 }
-constexpr MicroTable MICRO1 = micro_table<1>(std::make_index_sequence<MAX_GROUP>{});
-constexpr MicroTable MICRO2 = micro_table<2>(std::make_index_sequence<MAX_GROUP>{});
+constexpr MicroTable MICRO_L1 = micro_table<1, 3>(std::make_index_sequence<MAX_GROUP>{});
+constexpr MicroTable MICRO_L2 = micro_table<1, 2>(std::make_index_sequence<MAX_GROUP>{});
+constexpr MicroTable MICRO_STREAM = micro_table<2, 3>(std::make_index_sequence<MAX_GROUP>{});
 
 MS_INLINE f32x16 activate(f32x16 x, Activation kind) {
   switch (kind) {
@@ -84,8 +86,13 @@ MS_INLINE void put(void* row, DType type, size_t at, f32x16 v, int n) {
   }
 }
 
+// Sixteen sums as floats. Those of gemm4.inl are floats without an offset already.
+MS_INLINE f32x16 total(const int32_t* c, i32x16 offset) { return to_float(load<i32x16>(c) - offset); }
+MS_INLINE f32x16 total(const float* c, i32x16) { return load<f32x16>(c); }
+
 // Scales, bias, activation, residual: the sums of one panel become output.
-void finish_panel(const LinearInt8& op, const int32_t* c, int rows, int first_row, int panel,
+template <class Sum>
+void finish_panel(const LinearInt8& op, const Sum* c, int rows, int first_row, int panel,
                   const Quantized& x, void* out, size_t out_stride, DType type, bool add) {
   const int n = panel * PANEL;
   const float* scale = op.scales + n;
@@ -97,7 +104,7 @@ void finish_panel(const LinearInt8& op, const int32_t* c, int rows, int first_ro
     const f32x16 xs = splat(x.scales[first_row + m]);
     f32x16 y[2];
     for (int h = 0; h < 2; h++) {
-      y[h] = to_float(load<i32x16>(c + m * PANEL + 16 * h) - offset) * xs * load<f32x16>(scale + 16 * h);
+      y[h] = total(c + m * PANEL + 16 * h, offset) * xs * load<f32x16>(scale + 16 * h);
       if (bias) y[h] += load<f32x16>(bias + 16 * h);
     }
     if (op.is_gated) {  // 16 gates beside their 16 factors
@@ -140,27 +147,33 @@ void panel_rows(const LinearInt8& op, int panel, int first_row, int rows, const 
     const uint8_t* slice = w + static_cast<size_t>(q) * 128;
     const int8_t* xs = x.values + q / SLICE_QUADS * x.slice_stride + first_row * SLICE;
     if (groups == 1) {  // every weight is used once: a stream
-      MICRO2.at[rows - 1](slice, xs, c, some, q == 0, slice + AHEAD);
+      MICRO_STREAM.at[rows - 1](slice, xs, c, some, q == 0, slice + AHEAD);
       continue;
     }
     const bool is_last = q + some == quads;
     for (int g = 0, m = 0; g < groups; g++) {
       const int mr = (rows - m + groups - g - 1) / (groups - g);
       if (is_last) touch_output(op, panel, first_row + m, mr, out, out_stride, type);
-      // The first two groups prefetch one half of the next slice each, the others the next rows.
-      const uint8_t* next = slice + SLICE_QUADS * 128 + (g == 1 ? SLICE_QUADS * 64 : 0);
-      if (g >= 2) next = reinterpret_cast<const uint8_t*>(xs + (m + mr) * SLICE);
-      MICRO1.at[mr - 1](slice, xs + m * SLICE, c + m * PANEL, some, q == 0, next);
+      // The next slice comes with the first two groups, one half each. With many rows it would
+      // push them out of L1 so early: then it goes to L2, and to L1 with the last two groups. The
+      // groups between fetch the rows that follow.
+      const bool is_many = groups > 4;
+      const int half = g < 2 ? g : is_many && g >= groups - 2 ? g - groups + 2 : -1;
+      const uint8_t* next = half < 0 ? reinterpret_cast<const uint8_t*>(xs + (m + mr) * SLICE)
+                                     : slice + SLICE_QUADS * (128 + 64 * half);
+      (is_many && g < 2 ? MICRO_L2 : MICRO_L1)
+          .at[mr - 1](slice, xs + m * SLICE, c + m * PANEL, some, q == 0, next);
       m += mr;
     }
   }
   finish_panel(op, c, rows, first_row, panel, x, out, out_stride, type, add);
 }
 
-void linear_int8(const LinearInt8& op, const Quantized& x, int rows, void* out, size_t out_stride,
-                 DType type, bool add) {
+// f(panel, first row, rows) for all panels and blocks of rows, by the whole team.
+template <class F>
+void for_panels(int panels, int rows, F&& f) {
   ms::Team& team = ms::Team::get();
-  const int panels = op.num_panels, blocks = (rows + MAX_BLOCK_ROWS - 1) / MAX_BLOCK_ROWS;
+  const int blocks = (rows + MAX_BLOCK_ROWS - 1) / MAX_BLOCK_ROWS;
   // Panels that lie one after the other are a stream that prefetching can follow: a thread takes a
   // long run of them, and shorter ones towards the end.
   const int all = panels * blocks, threads = team.size();
@@ -173,10 +186,17 @@ void linear_int8(const LinearInt8& op, const Quantized& x, int rows, void* out, 
         const int block = item / panels;
         const int row = static_cast<int>(static_cast<int64_t>(rows) * block / blocks);
         const int end = static_cast<int>(static_cast<int64_t>(rows) * (block + 1) / blocks);
-        panel_rows(op, item % panels, row, end - row, x, out, out_stride, type, add);
+        f(item % panels, row, end - row);
       }
       first = taken.load();
     }
+  });
+}
+
+void linear_int8(const LinearInt8& op, const Quantized& x, int rows, void* out, size_t out_stride,
+                 DType type, bool add) {
+  for_panels(op.num_panels, rows, [&](int panel, int first_row, int some) {
+    panel_rows(op, panel, first_row, some, x, out, out_stride, type, add);
   });
 }
 

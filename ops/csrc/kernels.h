@@ -52,6 +52,20 @@ struct LinearInt8 {
   Activation activation;
 };
 
+// What a 4-bit code stands for: code - 8, code - zero point of its group, or a value of NF4.
+enum class Codes : int { centred, with_zeros, nf4 };
+
+// packed holds groups of inputs, each with scales of its own (see gemm4.inl); base.scales are
+// factors of the channels.
+struct LinearInt4 {
+  LinearInt8 base;
+  int group;  // inputs: 32, 64 or 128
+  Codes codes;
+};
+constexpr size_t group_bytes(int group, Codes codes) {
+  return 64 + (codes == Codes::with_zeros ? 64 : 0) + static_cast<size_t>(group) * 16;
+}
+
 // Where one layer's K and V lie in a tile of TILE tokens (see attention.inl).
 constexpr int TILE = 16, MAX_HEAD_DIM = 512, MAX_GROUPS = MAX_HEAD_DIM / 8;
 struct CacheLayer {
@@ -73,6 +87,18 @@ struct AttentionLayer {
 struct SequenceRows {
   uint8_t* base;
   int first_row, num_rows, kv_len;
+};
+
+// K and V of one sequence in bf16 or fp32; strides in elements.
+struct PlainSequence {
+  const void *k, *v;
+  size_t token_stride, head_stride;
+  int length;
+};
+struct PlainLayer {
+  int num_heads, num_kv_heads, head_dim;
+  float scale;
+  DType type;
 };
 
 struct Step {
@@ -128,6 +154,10 @@ struct Kernels {
   void (*argmax)(const float* logits, size_t stride, int rows, int size, int32_t* out);
   // Adjusts the logits in place; false if a plan names a token beyond size.
   bool (*sample)(float* logits, size_t stride, int rows, int size, const Draw*, Drawn* out);
+  void (*linear_int4)(const LinearInt4&, const Quantized&, int rows, void* out, size_t out_stride,
+                      DType, bool add);
+  void (*decode_plain)(const PlainSequence*, int count, const PlainLayer&, const void* q, size_t q_stride, DType q_type,
+                       float* out, float* lse);
 };
 
 const Kernels* portable_kernels();

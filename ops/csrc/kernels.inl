@@ -13,7 +13,9 @@ using namespace ms;
 
 #include "rows.inl"
 #include "gemm.inl"
+#include "gemm4.inl"
 #include "attention.inl"
+#include "attention_plain.inl"
 #include "ceilings.inl"
 #include "sampling.inl"
 
@@ -23,7 +25,8 @@ const Kernels* MS_KERNELS() {
                               MS_ISA::linear_int8, MS_ISA::rotate,  MS_ISA::append_kv,
                               MS_ISA::attend,  MS_ISA::read_bytes, MS_ISA::copy_bytes,
                               MS_ISA::multiply_i8, MS_ISA::multiply_bf16,
-                              MS_ISA::argmax,  MS_ISA::sample};
+                              MS_ISA::argmax,  MS_ISA::sample,  MS_ISA::linear_int4,
+                              MS_ISA::decode_plain};
   return &all;
 }
 }  // namespace ms

@@ -174,6 +174,9 @@ MS_INLINE uint16_t scale_to_half(float x) {
 MS_INLINE f32x16 from_half(const uint16_t* p) {
 #if defined(__AVX512F__)
   return (f32x16)_mm512_cvtph_ps((__m256i)load<u16x16>(p));
+#elif defined(__F16C__)
+  struct Halves { __m256 lo, hi; } x = {_mm256_cvtph_ps(load<__m128i>(p)), _mm256_cvtph_ps(load<__m128i>(p + 8))};
+  return load<f32x16>(&x);
 #else
   float x[16];
   for (int i = 0; i < 16; i++) x[i] = half_to_float(p[i]);

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from quant.checkpoint_formats import TensorRule
 from serve.errors import ModelLoadError
 from serve.models.config_file import read_json
 
@@ -67,6 +68,26 @@ class Checkpoint:
                     raise ModelLoadError(f"{file}: tensor {name} is also in {other}")
                 header = opened.get_slice(name)
                 self.entries[name] = Entry(file, tuple(header.get_shape()), header.get_dtype())
+
+
+def check_rule(checkpoint: Checkpoint, name: str, rule: TensorRule) -> None:
+    """A tensor of a quantized product has the type and one of the shapes it must have."""
+    entry = checkpoint.entries.get(name)
+    if entry is None:
+        if rule.is_optional:
+            return
+        raise ModelLoadError(f"{checkpoint.path}: tensor {name} is missing")
+    if entry.shape not in rule.shapes:
+        shapes = " or ".join(str(list(shape)) for shape in rule.shapes)
+        raise ModelLoadError(
+            f"{entry.file}: tensor {name} has shape {list(entry.shape)}, but config.json asks "
+            f"for {shapes}"
+        )
+    if entry.dtype not in rule.dtypes:
+        raise ModelLoadError(
+            f"{entry.file}: tensor {name} has type {entry.dtype}; it must be "
+            f"{' or '.join(rule.dtypes)}"
+        )
 
 
 @contextmanager

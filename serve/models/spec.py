@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from memory.attention import AttentionLayer
+from quant.checkpoint_formats import CheckpointFormat, read_format
 from serve.errors import ModelLoadError
 from serve.models.config_file import ConfigReader, read_json
-from serve.models.families import FAMILIES
+from serve.models.families import FAMILIES, Family
 from serve.models.rope import RopeSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -28,6 +29,7 @@ class ModelSpec:
     other: learned positions have num_positions rows, position p uses row p +
     position_offset. embed_size differs from hidden_size when the model projects in and out.
     windows and scales: one per layer. bears_int8: products may be int8 without being asked for.
+    packed: how the checkpoint stores its products if they are quantized already.
     """
 
     model_type: str
@@ -60,6 +62,7 @@ class ModelSpec:
     activation: str = "silu"
     is_tied: bool = False
     bears_int8: bool = True
+    packed: CheckpointFormat | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
@@ -95,6 +98,7 @@ def read_spec(path: Path) -> ModelSpec:
         torch_dtype=dtype,
         eos_token_ids=read_generation_defaults(path)["eos_token_ids"],
         bos_token_id=bos_ids[0] if bos_ids else None,
+        packed=_read_packed(config, family),
         **family.switches(config),
     )
     _check_heads(config, spec)
@@ -102,7 +106,7 @@ def read_spec(path: Path) -> ModelSpec:
 
 
 def read_config(path: Path) -> ConfigReader:
-    """config.json of a directory, refused when it asks for code or for a packed format."""
+    """config.json of a directory, refused when it asks for code."""
     if not path.is_dir():
         raise ModelLoadError(f"model directory {path} does not exist or is not a directory")
     source = path / "config.json"
@@ -113,14 +117,25 @@ def read_config(path: Path) -> ConfigReader:
         raise config.fail(
             "auto_map", "asks for code from the checkpoint, which is never run; use a plain model"
         )
+    return config
+
+
+def _read_packed(config: ConfigReader, family: Family) -> CheckpointFormat | None:
     quantization = config.values.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if quantization is None:
+        return None
+    if not isinstance(quantization, dict):
+        raise config.fail("quantization_config", f"must be an object, not {quantization!r}")
+    method = quantization.get("quant_method")
+    if family.names.is_transposed:
         raise config.fail(
             "quantization_config",
-            f"(quant_method {method!r}) is not supported; use the unquantized checkpoint",
+            f"(quant_method {method!r}) is not supported for this model_type; use the plain model",
         )
-    return config
+    try:
+        return read_format(quantization)
+    except ValueError as error:
+        raise config.fail(f"quantization_config (quant_method {method!r}):", str(error)) from error
 
 
 def read_generation_defaults(path: Path) -> dict[str, Any]:

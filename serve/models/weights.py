@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ops.backend import PLAIN, Backend, Edges, LinearOp, Norm
+from quant.checkpoint_formats import TensorRule
 from serve.errors import ModelLoadError
-from serve.models.checkpoint import FLOATS, Checkpoint
+from serve.models.checkpoint import FLOATS, Checkpoint, check_rule
 from serve.models.decoder import Decoder, DecoderWeights, LayerWeights
 from serve.models.families import FAMILIES, WeightNames
 from serve.models.spec import ModelSpec, read_spec
@@ -33,13 +34,16 @@ def load_model(
     dtype: torch.dtype,
     backend: Backend,
     make_linear: MakeLinear | None = None,
+    make_head: MakeLinear | None = None,
     keep_weight_dtype: bool = False,
     progress: bool = False,
 ) -> Decoder:
     """The model of a Hugging Face directory, computing in `dtype`.
 
-    make_linear packs each product (default: the backend's own) from weights in `dtype`, or in
-    the file's with keep_weight_dtype; ModelLoadError names what is wrong with the checkpoint.
+    make_linear packs each product (default: the backend's own), make_head the last one (default:
+    like the others) from weights in `dtype`, or in the file's with keep_weight_dtype. Products
+    that the checkpoint has quantized are taken as they are, which needs the native kernels.
+    ModelLoadError names what is wrong with the checkpoint.
     """
     spec = read_spec(path)
     checkpoint = Checkpoint(path)
@@ -49,6 +53,7 @@ def load_model(
         dtype,
         make_linear or backend.pack_linear,
         _device(backend),
+        make_head=make_head,
         keep_weight_dtype=keep_weight_dtype,
     )
     loader.check()
@@ -74,12 +79,14 @@ class _Loader:
         make_linear: MakeLinear,
         device: torch.device,
         *,
+        make_head: MakeLinear | None,
         keep_weight_dtype: bool,
     ) -> None:
         self.spec = spec
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.make_linear = make_linear
+        self.make_head = make_head or make_linear
         self.device = device
         self.weight_dtype = None if keep_weight_dtype else dtype
         self.names = FAMILIES[spec.model_type].names
@@ -88,6 +95,7 @@ class _Loader:
         self.qkv_sizes = _sizes_of_parts(self.names.qkv, [q_size, kv_size, kv_size])
         num_parts = 2 if spec.is_gated else 1
         self.up_sizes = _sizes_of_parts(self.names.up, [spec.intermediate_size] * num_parts)
+        self.packed_rules: dict[str, TensorRule] = {}
 
     # -- what must be there
 
@@ -108,10 +116,14 @@ class _Loader:
                     f"{entry.file}: tensor {name} has type {entry.dtype}; "
                     f"only {', '.join(FLOATS)} can be loaded"
                 )
+        for name, rule in self.packed_rules.items():
+            check_rule(self.checkpoint, name, rule)
         unused = sorted(
             name
             for name in self.checkpoint.entries
-            if name not in expected and not name.endswith(self.names.ignored)
+            if name not in expected
+            and name not in self.packed_rules
+            and not name.endswith(self.names.ignored)
         )
         if unused:
             logger.warning("%d tensors are not used, such as %s", len(unused), unused[0])
@@ -137,7 +149,8 @@ class _Loader:
             )
         if spec.has_final_norm:
             self._expect_norm(shapes, prefix + names.final_norm)
-        shapes[self._head_name] = (spec.vocab_size, spec.embed_size)
+        if not self._expect_packed([names.head], [spec.vocab_size], spec.embed_size):
+            shapes[self._head_name] = (spec.vocab_size, spec.embed_size)
         for index in range(spec.num_layers):
             self._expect_layer(shapes, prefix + names.layer.format(index))
         return shapes
@@ -166,11 +179,38 @@ class _Loader:
     def _expect_linear(
         self, shapes: Shapes, parts: list[str], out_sizes: list[int], in_size: int, has_bias: bool
     ) -> None:
+        is_packed = self._expect_packed(parts, out_sizes, in_size)
         for part, out_size in zip(parts, out_sizes, strict=True):
             shape = (in_size, out_size) if self.names.is_transposed else (out_size, in_size)
-            shapes[f"{part}.weight"] = shape
+            if not is_packed:
+                shapes[f"{part}.weight"] = shape
             if has_bias:
                 shapes[f"{part}.bias"] = (out_size,)
+
+    def _expect_packed(self, parts: list[str], out_sizes: list[int], in_size: int) -> bool:
+        """Whether the checkpoint has quantized this product; notes its tensors if so."""
+        packed = self.spec.packed
+        if packed is None or not self._is_packed(parts):
+            return False
+        for part, out_size in zip(parts, out_sizes, strict=True):
+            try:
+                rules = packed.tensors(in_size, out_size)
+            except ValueError as error:
+                raise ModelLoadError(f"{self.checkpoint.path}: {part}: {error}") from error
+            self.packed_rules |= {f"{part}.{ending}": rule for ending, rule in rules.items()}
+        return True
+
+    def _is_packed(self, parts: list[str]) -> bool:
+        packed = self.spec.packed
+        if packed is None:
+            return False
+        has = [f"{part}.{packed.marker}" in self.checkpoint.entries for part in parts]
+        if any(has) and not all(has):
+            raise ModelLoadError(
+                f"{self.checkpoint.path}: {parts[has.index(False)]} is not quantized, but "
+                f"{parts[has.index(True)]} is; products that are computed together must be alike"
+            )
+        return all(has)
 
     # -- making it
 
@@ -219,9 +259,17 @@ class _Loader:
         return layer
 
     def _linear(self, parts: list[str], has_bias: bool, edges: Edges = PLAIN) -> LinearOp:
-        weight = self._joined([f"{part}.weight" for part in parts])
         bias = self._joined([f"{part}.bias" for part in parts]) if has_bias else None
-        return self.make_linear(weight, bias, edges)
+        if self._is_packed(parts):
+            return self._packed_linear(parts, bias, edges)
+        return self.make_linear(self._joined([f"{part}.weight" for part in parts]), bias, edges)
+
+    def _packed_linear(self, parts: list[str], bias: Tensor | None, edges: Edges) -> LinearOp:
+        assert self.spec.packed is not None
+        try:
+            return self.spec.packed.load(self.checkpoint.fetch, parts).linear(bias, edges)
+        except ValueError as error:
+            raise ModelLoadError(f"{self.checkpoint.path}: {error}") from error
 
     def _joined(self, names: list[str]) -> Tensor:
         """Parts one under the other as [out, in] (or [out])."""
@@ -235,8 +283,10 @@ class _Loader:
         return tensor.to(self.device, self.weight_dtype or tensor.dtype)
 
     def _head(self, norm: Norm | None) -> LinearOp:
+        if self._is_packed([self.names.head]):
+            return self._packed_linear([self.names.head], None, Edges(norm))
         weight = self._cast(self.checkpoint.fetch(self._head_name))
-        return self.make_linear(weight, None, Edges(norm))
+        return self.make_head(weight, None, Edges(norm))
 
     def _norm(self, name: str) -> Norm:
         spec = self.spec

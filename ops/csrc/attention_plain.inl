@@ -1,0 +1,137 @@
+// Decode attention over bf16 or fp32 K/V: one query row for each sequence, keys and values at any
+// token and head stride. Included once per instruction set.
+//
+// Sixteen tokens at a time: dot products in fp32, an online softmax in base 2, and the weighted
+// sum of V. All query heads of a K/V head go together, so that each byte is read once. Each run of
+// SPLIT tokens starts afresh and the parts are merged in order: a row has the same bits in any batch.
+
+namespace MS_ISA {
+namespace {
+
+template <DType TYPE>
+MS_INLINE f32x16 plain_at(const void* p, size_t i) {
+  return TYPE == DType::f32 ? load<f32x16>(static_cast<const float*>(p) + i)
+                            : from_bf16(static_cast<const uint16_t*>(p) + i);
+}
+
+// Tokens [0, n) of one K/V head, n <= 16, for G query heads. q, acc: [G][dim]; m, l: [G].
+template <DType TYPE, int G>
+MS_INLINE void plain_tokens(const char* k, const char* v, size_t token_bytes, int n, int dim,
+                            const float* q, float* m, float* l, float* acc) {
+  f32x16 score[G];
+  unroll<G>([&](auto g) MS_LAMBDA { score[g] = splat(NOTHING); });
+  for (int t = 0; t < n; t++) {
+    const char* row = k + t * token_bytes;
+    f32x16 sum[G];
+    unroll<G>([&](auto g) MS_LAMBDA { sum[g] = splat(0.0f); });
+    for (int d = 0; d < dim; d += 16) {
+      const f32x16 x = plain_at<TYPE>(row, d);
+      unroll<G>([&](auto g) MS_LAMBDA { sum[g] = fma(x, load<f32x16>(q + g * dim + d), sum[g]); });
+    }
+    // the next tokens of both
+    for (int d = 0; d < dim; d += TYPE == DType::f32 ? 16 : 32) {
+      const size_t ahead = 16 * token_bytes + d * (TYPE == DType::f32 ? 4 : 2);
+      prefetch(row + ahead);
+      prefetch(v + t * token_bytes + ahead);
+    }
+    unroll<G>([&](auto g) MS_LAMBDA { score[g] = select(LANES == t, sum_all(sum[g]), score[g]); });
+  }
+  f32x16 shrink[G];
+  alignas(64) float weight[G][16];
+  unroll<G>([&](auto g) MS_LAMBDA {
+    const f32x16 now = max(max_all(score[g]), splat(m[g]));
+    shrink[g] = exp2_neg(splat(m[g]) - now);
+    const f32x16 w = select(LANES < n, exp2_neg(score[g] - now), splat(0.0f));
+    store(weight[g], w);
+    l[g] = l[g] * shrink[g][0] + reduce_add(w);
+    m[g] = now[0];
+  });
+  for (int d = 0; d < dim; d += 16) {
+    f32x16 sum[G];
+    unroll<G>([&](auto g) MS_LAMBDA { sum[g] = load<f32x16>(acc + g * dim + d) * shrink[g]; });
+    for (int t = 0; t < n; t++) {
+      const f32x16 x = plain_at<TYPE>(v + t * token_bytes, d);
+      unroll<G>([&](auto g) MS_LAMBDA { sum[g] = fma(splat(weight[g][t]), x, sum[g]); });
+    }
+    unroll<G>([&](auto g) MS_LAMBDA { store(acc + g * dim + d, sum[g]); });
+  }
+}
+
+template <DType TYPE, int G>
+__attribute__((noinline)) void plain_part(const char* k, const char* v, size_t token_bytes, int n,
+                                          int dim, const float* q, float* m, float* l, float* acc) {
+  for (int t = 0; t < n; t += 16)
+    plain_tokens<TYPE, G>(k + t * token_bytes, v + t * token_bytes, token_bytes, n - t < 16 ? n - t : 16,
+                          dim, q, m, l, acc);
+}
+
+using PlainPart = void (*)(const char*, const char*, size_t, int, int, const float*, float*, float*, float*);
+constexpr PlainPart PLAIN_PART[2][4] = {
+    {plain_part<DType::f32, 1>, plain_part<DType::f32, 2>, plain_part<DType::f32, 3>, plain_part<DType::f32, 4>},
+    {plain_part<DType::bf16, 1>, plain_part<DType::bf16, 2>, plain_part<DType::bf16, 3>, plain_part<DType::bf16, 4>},
+};
+
+struct PlainTask {
+  int sequence, first, kv_head, part;
+};
+
+void decode_plain(const PlainSequence* sequences, int count, const PlainLayer& layer, const void* q,
+                  size_t q_stride, DType q_type, float* out, float* lse) {
+  const int dim = layer.head_dim, heads = layer.num_heads, per_kv = heads / layer.num_kv_heads;
+  const size_t part_size = static_cast<size_t>(per_kv) * (dim + 2), item = layer.type == DType::f32 ? 4 : 2;
+  static thread_local List<PlainTask> tasks;
+  static thread_local List<float> parts;
+  static thread_local List<int> firsts;  // of each sequence and K/V head
+  tasks.clear(), firsts.clear();
+  for (int s = 0; s < count; s++)
+    for (int h = 0; h < layer.num_kv_heads; h++) {
+      firsts.push_back(static_cast<int>(tasks.size()));
+      for (int first = 0; first < sequences[s].length; first += SPLIT)
+        tasks.push_back({s, first, h, static_cast<int>(tasks.size())});
+    }
+  firsts.push_back(static_cast<int>(tasks.size()));
+  parts.resize(tasks.size() * part_size);
+  const PlainTask* all = tasks.data();
+  float* all_parts = parts.data();
+  ms::Team::get().parallel(static_cast<int>(tasks.size()), [&](int i) {
+    const PlainTask& task = all[i];
+    const PlainSequence& seq = sequences[task.sequence];
+    const int left = seq.length - task.first, n = left < SPLIT ? left : SPLIT;
+    const size_t at = (task.first * seq.token_stride + task.kv_head * seq.head_stride) * item;
+    float *m = all_parts + i * part_size, *l = m + per_kv, *acc = l + per_kv;
+    static thread_local List<float> wide;
+    wide.resize(per_kv * dim);
+    const size_t row = task.sequence * q_stride + static_cast<size_t>(task.kv_head) * per_kv * dim;
+    for (int d = 0; d < per_kv * dim; d += 16) {
+      const f32x16 x = q_type == DType::f32 ? plain_at<DType::f32>(q, row + d) : plain_at<DType::bf16>(q, row + d);
+      store(wide.data() + d, x * (layer.scale * LOG2E));
+      store(acc + d, splat(0.0f));
+    }
+    for (int g = 0; g < per_kv; g++) m[g] = NOTHING, l[g] = 0.0f;
+    const PlainPart* by_count = PLAIN_PART[static_cast<int>(layer.type)];
+    for (int g = 0; g < per_kv; g += 4)
+      by_count[(per_kv - g < 4 ? per_kv - g : 4) - 1](
+          static_cast<const char*>(seq.k) + at, static_cast<const char*>(seq.v) + at, seq.token_stride * item, n, dim,
+          wide.data() + g * dim, m + g, l + g, acc + g * dim);
+  });
+  const int* starts = firsts.data();
+  ms::Team::get().parallel(count * layer.num_kv_heads, [&](int i) {
+    float* total = all_parts + starts[i] * part_size;
+    for (int p = starts[i] + 1; p < starts[i + 1]; p++) {
+      float* more = all_parts + p * part_size;
+      for (int g = 0; g < per_kv; g++)
+        merge(total[g], total[per_kv + g], total + 2 * per_kv + g * dim, more[g], more[per_kv + g],
+              more + 2 * per_kv + g * dim, dim);
+    }
+    for (int g = 0; g < per_kv; g++) {
+      const size_t head = static_cast<size_t>(i / layer.num_kv_heads) * heads + i % layer.num_kv_heads * per_kv + g;
+      const float l = total[per_kv + g];
+      for (int d = 0; d < dim; d += 16)
+        store(out + head * dim + d, load<f32x16>(total + 2 * per_kv + g * dim + d) * (1.0f / l));
+      lse[head] = (total[g] + __builtin_log2f(l)) * LN2;
+    }
+  });
+}
+
+}  // namespace
+}  // namespace MS_ISA

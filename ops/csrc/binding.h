@@ -1,0 +1,16 @@
+// What the files that face Python share.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+
+namespace ms {
+
+template <class T>
+T* pointer(uintptr_t address) { return reinterpret_cast<T*>(address); }
+
+// Int8Linear and Int4Linear, in linear.cpp.
+void bind_linear(nanobind::module_& m);
+
+}  // namespace ms

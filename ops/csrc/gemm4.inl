@@ -1,0 +1,161 @@
+// Linear layers with 4-bit weights on rows of signed bytes. Included once per instruction set.
+//
+// y[m, n] = act((sum over groups g of scale[n, g] * sum over k in g of x[m, k] * v[n, k])
+//               * x_scale[m] * channel_scale[n] + bias[n])
+//
+// A code becomes an unsigned byte in registers: itself, or the NF4 value in 127ths plus 128. What
+// was added to it (8, the zero point, 128) times the sum of the group's x is where a group's sum
+// starts. Those sums are exact integers; the groups are added in fp32 in one fixed order, so a row
+// has the same bits whatever stands beside it.
+//
+// Packed: panels of 32 outputs; in a panel, for each group: 32 fp16 scales, 32 int16 zero points if
+// there are any, and [group / 4][16][4 inputs] bytes, the low nibble of outputs 0-15, the high one
+// of 16-31. A panel is read from end to end.
+
+namespace MS_ISA {
+namespace {
+
+// Of QLoRA (arXiv 2305.14314), in 127ths and plus 128.
+alignas(16) constexpr uint8_t NF4_BYTES[16] = {1,   40,  61,  78,  92,  105, 116, 128,
+                                               138, 148, 159, 171, 184, 199, 220, 255};
+
+// Bytes of 0..15 to the unsigned factors they stand for.
+template <Codes CODES>
+MS_INLINE i32x16 factors(i32x16 codes) {
+  if (CODES != Codes::nf4) return codes;
+#if defined(__AVX512BW__)
+  const __m512i table = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)NF4_BYTES));
+  return (i32x16)_mm512_shuffle_epi8(table, (__m512i)codes);
+#elif defined(__AVX2__)
+  const __m256i table = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)NF4_BYTES));
+  struct Halves { __m256i lo, hi; } v;
+  std::memcpy(&v, &codes, 64);
+  v.lo = _mm256_shuffle_epi8(table, v.lo), v.hi = _mm256_shuffle_epi8(table, v.hi);
+  return load<i32x16>(&v);
+#else
+  uint8_t bytes[64];
+  store(bytes, codes);
+  for (int i = 0; i < 64; i++) bytes[i] = NF4_BYTES[bytes[i]];
+  return load<i32x16>(bytes);
+#endif
+}
+
+// c[MR][32] (+)= x[MR][groups] * w[groups]. sums: of x, [MR][groups of the whole row].
+template <int MR, Codes CODES>
+__attribute__((noinline)) void micro4(const uint8_t* w, const int8_t* x, const int32_t* sums,
+                                      int sums_stride, float* c, int groups, int quads,
+                                      bool is_first, const uint8_t* next) {
+  const i32x16 low = splat_i32(0x0f0f0f0f);
+  for (int g = 0; g < groups; g++) {
+    const f32x16 scale[2] = {from_half(reinterpret_cast<const uint16_t*>(w)),
+                             from_half(reinterpret_cast<const uint16_t*>(w) + 16)};
+    w += 64;
+    i32x16 sum[MR][2];
+    if (CODES == Codes::with_zeros) {
+      const i32x16 zero[2] = {__builtin_convertvector(load<i16x16>(w), i32x16),
+                              __builtin_convertvector(load<i16x16>(w + 32), i32x16)};
+      w += 64;
+      unroll<MR>([&](auto m) MS_LAMBDA {
+        const i32x16 xs = splat_i32(-sums[m * sums_stride + g]);
+        sum[m][0] = zero[0] * xs, sum[m][1] = zero[1] * xs;
+      });
+    } else {
+      constexpr int ADDED = CODES == Codes::nf4 ? 128 : 8;
+      unroll<MR>([&](auto m) MS_LAMBDA {
+        sum[m][0] = sum[m][1] = splat_i32(-ADDED * sums[m * sums_stride + g]);
+      });
+    }
+    for (int q = 0; q < quads; q++) {
+      const i32x16 both = load<i32x16>(w);
+      const i32x16 w0 = factors<CODES>(both & low);
+      const i32x16 w1 = factors<CODES>((i32x16)((u32x16)both >> 4) & low);
+      unroll<MR>([&](auto m) MS_LAMBDA {
+        const i32x16 xs = splat_bytes(x + m * SLICE);
+        sum[m][0] = dot_u8_i8(sum[m][0], w0, xs);
+        sum[m][1] = dot_u8_i8(sum[m][1], w1, xs);
+      });
+      w += 64;
+      x += 4;
+      prefetch(next);
+      next += 64;
+    }
+    const bool is_fresh = is_first && g == 0;
+    unroll<MR>([&](auto m) MS_LAMBDA {
+      for (int h = 0; h < 2; h++) {
+        float* to = c + m * PANEL + 16 * h;
+        const f32x16 before = is_fresh ? f32x16{} : load<f32x16>(to);
+        store(to, fma(to_float(sum[m][h]), scale[h], before));
+      }
+    });
+  }
+}
+
+using Micro4 = void (*)(const uint8_t*, const int8_t*, const int32_t*, int, float*, int, int, bool,
+                        const uint8_t*);
+struct Micro4Table { Micro4 at[MAX_GROUP]; };
+template <Codes CODES, size_t... I>
+constexpr Micro4Table micro4_table(std::index_sequence<I...>) {
+  return {{micro4<static_cast<int>(I) + 1, CODES>...}};
+}
+constexpr Micro4Table MICRO4[3] = {
+    micro4_table<Codes::centred>(std::make_index_sequence<MAX_GROUP>{}),
+    micro4_table<Codes::with_zeros>(std::make_index_sequence<MAX_GROUP>{}),
+    micro4_table<Codes::nf4>(std::make_index_sequence<MAX_GROUP>{}),
+};
+
+void panel_rows4(const LinearInt4& op, int panel, int first_row, int rows, const Quantized& x,
+                 const int32_t* sums, void* out, size_t out_stride, DType type, bool add) {
+  alignas(64) float c[MAX_BLOCK_ROWS * PANEL];
+  const int all = op.base.num_in_padded / op.group, per_slice = SLICE / op.group;
+  const size_t bytes = group_bytes(op.group, op.codes);
+  const uint8_t* w = op.base.packed + static_cast<size_t>(panel) * all * bytes;
+  const int parts = (rows + MAX_GROUP - 1) / MAX_GROUP;
+  const Micro4Table& micro = MICRO4[static_cast<int>(op.codes)];
+  for (int g = 0; g < all; g += per_slice) {
+    const int some = all - g < per_slice ? all - g : per_slice;
+    const uint8_t* slice = w + g * bytes;
+    const int8_t* xs = x.values + g / per_slice * x.slice_stride + first_row * SLICE;
+    const bool is_last = g + some == all;
+    for (int p = 0, m = 0; p < parts; p++) {
+      const int mr = (rows - m + parts - p - 1) / (parts - p);
+      if (parts > 1 && is_last)
+        touch_output(op.base, panel, first_row + m, mr, out, out_stride, type);
+      // Used once, the weights are a stream; else the first rows prefetch the next slice.
+      const uint8_t* next = slice + (parts == 1 ? AHEAD : some * bytes);
+      if (p > 0) next = reinterpret_cast<const uint8_t*>(xs + (m + mr) * SLICE);
+      micro.at[mr - 1](slice, xs + m * SLICE, sums + (first_row + m) * all + g, all, c + m * PANEL,
+                       some, op.group / 4, g == 0, next);
+      m += mr;
+    }
+  }
+  finish_panel(op.base, c, rows, first_row, panel, x, out, out_stride, type, add);
+}
+
+// The sum of every group of every row, [rows][groups].
+void sum_groups(const LinearInt4& op, const Quantized& x, int rows, int32_t* sums) {
+  const int all = op.base.num_in_padded / op.group;
+  const int share = 1 + 16384 / op.base.num_in_padded;
+  ms::Team::get().parallel((rows + share - 1) / share, [&](int task) {
+    for (int m = task * share; m < rows && m < (task + 1) * share; m++)
+      for (int g = 0; g < all; g++) {
+        const int k = g * op.group;
+        const int8_t* at = x.values + k / SLICE * x.slice_stride + m * SLICE + k % SLICE;
+        i32x16 sum = {};
+        for (int i = 0; i < op.group; i += 16)
+          sum += __builtin_convertvector(load<i8x16>(at + i), i32x16);
+        sums[static_cast<size_t>(m) * all + g] = reduce_add(sum);
+      }
+  });
+}
+
+void linear_int4(const LinearInt4& op, const Quantized& x, int rows, void* out, size_t out_stride,
+                 DType type, bool add) {
+  List<int32_t> sums(static_cast<size_t>(rows) * (op.base.num_in_padded / op.group));
+  sum_groups(op, x, rows, sums.data());
+  for_panels(op.base.num_panels, rows, [&](int panel, int first_row, int some) {
+    panel_rows4(op, panel, first_row, some, x, sums.data(), out, out_stride, type, add);
+  });
+}
+
+}  // namespace
+}  // namespace MS_ISA

@@ -1,0 +1,234 @@
+// The linear layers as Python sees them: own their packed weights, quantize the rows, multiply.
+#include <nanobind/nanobind.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <vector>
+
+#include "binding.h"
+#include "isa.h"
+#include "team.h"
+
+namespace nb = nanobind;
+using namespace ms;
+
+namespace {
+
+constexpr int PANEL = 32;
+
+// Memory for weights, on huge pages where the system gives them.
+class Buffer {
+ public:
+  explicit Buffer(size_t bytes) : bytes_(bytes) {
+    const size_t huge = size_t{2} << 20, align = bytes >= huge ? huge : 64;
+    data_ = std::aligned_alloc(align, (bytes + align - 1) / align * align);
+    if (!data_) throw std::bad_alloc();
+#if defined(__linux__)
+    if (align == huge) madvise(data_, bytes, MADV_HUGEPAGE);
+#endif
+  }
+  ~Buffer() { std::free(data_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  template <class T>
+  T* as() const { return static_cast<T*>(data_); }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  void* data_;
+  size_t bytes_;
+};
+
+int round_up(int n, int to) { return (n + to - 1) / to * to; }
+int count_panels(int num_out, bool is_gated) { return is_gated ? (num_out + 15) / 16 : (num_out + 31) / 32; }
+
+// The caller's quantized rows; one for each thread that calls, kept between calls.
+Quantized scratch(int rows, int num_in_padded) {
+  static thread_local std::vector<int8_t> memory;
+  const size_t slices = (num_in_padded + SLICE - 1) / SLICE, slice_stride = size_t{SLICE} * rows;
+  const size_t need = slices * slice_stride + rows * 8 + 64;
+  if (memory.size() < need) memory.resize(need);
+  auto* values = reinterpret_cast<int8_t*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+  auto* scales = reinterpret_cast<float*>(values + slices * slice_stride);
+  return {values, slice_stride, num_in_padded, scales, reinterpret_cast<int32_t*>(scales + rows)};
+}
+
+// What the layers have in common: the norm, the bias, where a channel lies.
+class Linear {
+ public:
+  Linear(int num_in, int num_out, int align, size_t panel_bytes, uintptr_t bias, int activation, bool is_gated)
+      : packed_(count_panels(num_out, is_gated) * panel_bytes),
+        scales_(count_panels(num_out, is_gated) * size_t{PANEL} * 4),
+        bias_(count_panels(num_out, is_gated) * size_t{PANEL} * 4) {
+    op_ = {packed_.as<uint8_t>(), scales_.as<float>(), nullptr, num_in, round_up(num_in, align), num_out,
+           count_panels(num_out, is_gated), is_gated, static_cast<Activation>(activation)};
+    if (!bias) return;
+    spread(pointer<float>(bias), bias_.as<float>());
+    op_.bias = bias_.as<float>();
+  }
+
+  void set_norm(int kind, uintptr_t weight, uintptr_t bias, float eps) {
+    norm_ = {static_cast<NormKind>(kind), pointer<float>(weight), pointer<float>(bias), eps};
+  }
+
+  // The first half of run, for measuring it alone.
+  void only_quantize(uintptr_t x, size_t x_stride, int x_type, int rows) const {
+    nb::gil_scoped_release release;
+    quantize(x, x_stride, x_type, rows);
+  }
+
+  size_t bytes() const { return packed_.bytes() + scales_.bytes(); }
+
+ protected:
+  Quantized quantize(uintptr_t x, size_t x_stride, int x_type, int rows) const {
+    const Quantized quantized = scratch(rows, op_.num_in_padded);
+    const Rows in{pointer<void>(x), x_stride, static_cast<DType>(x_type)};
+    kernels().quantize_rows(in, rows, op_.num_in, norm_, quantized);
+    return quantized;
+  }
+
+  // The row of the weight that is lane c of a panel, or -1. Gated: 16 gates, then their factors.
+  int channel(int panel, int c) const {
+    const int n = op_.is_gated ? panel * 16 + c % 16 : panel * PANEL + c;
+    if (n >= op_.num_out) return -1;
+    return op_.is_gated && c >= 16 ? n + op_.num_out : n;
+  }
+
+  // One number for each channel to its place among the panels.
+  void spread(const float* from, float* to) const {
+    for (int i = 0; i < op_.num_panels * PANEL; i++) {
+      const int n = channel(i / PANEL, i % PANEL);
+      to[i] = n < 0 ? 0.0f : from[n];
+    }
+  }
+
+  Buffer packed_, scales_, bias_;
+  LinearInt8 op_;
+  Norm norm_{NormKind::none, nullptr, nullptr, 0.0f};
+};
+
+class Int8Linear : public Linear {
+ public:
+  Int8Linear(int num_in, int num_out, uintptr_t weight, size_t stride, int dtype, uintptr_t bias,
+             int activation, bool is_gated)
+      : Int8Linear(num_in, num_out, bias, activation, is_gated) {
+    const PackSource source{pointer<void>(weight), stride, static_cast<DType>(dtype)};
+    nb::gil_scoped_release release;
+    kernels().pack_int8(source, op_, packed_.as<uint8_t>(), scales_.as<float>());
+  }
+
+  // From weights that are int8 already: [channels][num_in] and a scale for each channel.
+  Int8Linear(int num_in, int num_out, uintptr_t weight, uintptr_t scales, uintptr_t bias, int activation,
+             bool is_gated)
+      : Int8Linear(num_in, num_out, bias, activation, is_gated) {
+    nb::gil_scoped_release release;
+    spread(pointer<float>(scales), scales_.as<float>());
+    const auto* rows = pointer<uint8_t>(weight);
+    const size_t panel_bytes = size_t{PANEL} * op_.num_in_padded;
+    Team::get().parallel(op_.num_panels, [&](int panel) {
+      uint8_t* to = packed_.as<uint8_t>() + panel * panel_bytes;
+      std::memset(to, 128, panel_bytes);
+      for (int c = 0; c < PANEL; c++) {
+        const int n = channel(panel, c);
+        if (n < 0) continue;
+        const uint8_t* row = rows + static_cast<size_t>(n) * num_in;
+        for (int k = 0; k < num_in; k++) to[k / 4 * 128 + c * 4 + k % 4] = row[k] ^ 128;
+      }
+    });
+  }
+
+  void run(uintptr_t x, size_t x_stride, int x_type, int rows, uintptr_t out, size_t out_stride,
+           int out_type, bool add) const {
+    nb::gil_scoped_release release;
+    const Quantized quantized = quantize(x, x_stride, x_type, rows);
+    kernels().linear_int8(op_, quantized, rows, pointer<void>(out), out_stride, static_cast<DType>(out_type), add);
+  }
+
+ private:
+  Int8Linear(int num_in, int num_out, uintptr_t bias, int activation, bool is_gated)
+      : Linear(num_in, num_out, 64, size_t{PANEL} * round_up(num_in, 64), bias, activation, is_gated) {}
+};
+
+class Int4Linear : public Linear {
+ public:
+  // codes: [channels][num_in] bytes below 16; scales: [channels][groups] fp16; zeros: the same in
+  // bytes, or 0; channel_scales: [channels].
+  Int4Linear(int num_in, int num_out, uintptr_t codes, uintptr_t scales, uintptr_t zeros,
+             uintptr_t channel_scales, int group, bool is_nf4, uintptr_t bias, int activation, bool is_gated)
+      : Linear(num_in, num_out, padding(group), panel_bytes(num_in, group, kind(zeros, is_nf4)), bias,
+               activation, is_gated),
+        op4_{op_, group, kind(zeros, is_nf4)} {
+    nb::gil_scoped_release release;
+    spread(pointer<float>(channel_scales), scales_.as<float>());
+    Team::get().parallel(op_.num_panels, [&](int panel) {
+      uint8_t* to = packed_.as<uint8_t>() + panel * panel_bytes(num_in, group, op4_.codes);
+      std::memset(to, 0, panel_bytes(num_in, group, op4_.codes));
+      for (int c = 0; c < PANEL; c++)
+        if (channel(panel, c) >= 0)
+          pack_channel(to, c, channel(panel, c), pointer<uint8_t>(codes), pointer<uint16_t>(scales),
+                       pointer<uint8_t>(zeros));
+    });
+  }
+
+  void run(uintptr_t x, size_t x_stride, int x_type, int rows, uintptr_t out, size_t out_stride,
+           int out_type, bool add) const {
+    nb::gil_scoped_release release;
+    const Quantized quantized = quantize(x, x_stride, x_type, rows);
+    kernels().linear_int4(op4_, quantized, rows, pointer<void>(out), out_stride, static_cast<DType>(out_type), add);
+  }
+
+ private:
+  static int padding(int group) { return group < 64 ? 64 : group; }
+  static Codes kind(uintptr_t zeros, bool is_nf4) {
+    return is_nf4 ? Codes::nf4 : zeros ? Codes::with_zeros : Codes::centred;
+  }
+  static size_t panel_bytes(int num_in, int group, Codes codes) {
+    return round_up(num_in, padding(group)) / group * group_bytes(group, codes);
+  }
+
+  void pack_channel(uint8_t* to, int c, int n, const uint8_t* codes, const uint16_t* scales,
+                    const uint8_t* zeros) const {
+    const int group = op4_.group, groups = (op_.num_in + group - 1) / group;
+    const uint8_t* row = codes + static_cast<size_t>(n) * op_.num_in;
+    for (int g = 0; g < groups; g++, to += group_bytes(group, op4_.codes)) {
+      const size_t at = static_cast<size_t>(n) * groups + g;
+      std::memcpy(to + 2 * c, scales + at, 2);
+      uint8_t* bytes = to + 64;
+      if (zeros) {
+        const int16_t zero = zeros[at];
+        std::memcpy(bytes + 2 * c, &zero, 2);
+        bytes += 64;
+      }
+      for (int i = 0; i < group && g * group + i < op_.num_in; i++)
+        bytes[i / 4 * 64 + c % 16 * 4 + i % 4] |= row[g * group + i] << (c < 16 ? 0 : 4);
+    }
+  }
+
+  LinearInt4 op4_;
+};
+
+template <class T>
+nb::class_<T>& with_common(nb::class_<T>& c) {
+  return c.def("set_norm", [](T& self, int kind, uintptr_t weight, uintptr_t bias,
+                              float eps) { self.set_norm(kind, weight, bias, eps); })
+      .def("run", &T::run)
+      .def("only_quantize", [](const T& self, uintptr_t x, size_t stride, int type,
+                               int rows) { self.only_quantize(x, stride, type, rows); })
+      .def_prop_ro("bytes", [](const T& self) { return self.bytes(); });
+}
+
+}  // namespace
+
+void ms::bind_linear(nb::module_& m) {
+  nb::class_<Int8Linear> int8(m, "Int8Linear");
+  int8.def(nb::init<int, int, uintptr_t, size_t, int, uintptr_t, int, bool>())
+      .def(nb::init<int, int, uintptr_t, uintptr_t, uintptr_t, int, bool>());
+  with_common(int8);
+  nb::class_<Int4Linear> int4(m, "Int4Linear");
+  int4.def(nb::init<int, int, uintptr_t, uintptr_t, uintptr_t, uintptr_t, int, bool, uintptr_t, int, bool>());
+  with_common(int4);
+}

@@ -1,0 +1,316 @@
+"""Quantized Hugging Face checkpoints: what config.json promises, which tensors hold a product, and
+how they are unpacked. Their own scales are kept; nothing is rounded again.
+
+    compressed-tensors  int-quantized W8A8: weight int8 [out, in], weight_scale [out, 1]
+    gptq                qweight int32 [in / 8, out], eight inputs to a word, the lowest bits first
+    awq                 qweight int32 [in, out / 8], eight outputs to a word, in AWQ_ORDER
+    both                qzeros int32 [groups, out / 8] packed alike (gptq: lowest bits first),
+                        scales [groups, out]; gptq also g_idx [in], the group of each input
+
+A ValueError says which key or tensor is at fault. Knows tensors' names, no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ops import native
+from ops.backend import PLAIN, Edges, LinearOp
+from quant.int4 import Int4Weight
+
+Config = Mapping[str, Any]
+Fetch = Callable[[str], Tensor]  # KeyError for a tensor that is not there
+
+# AutoAWQ puts output AWQ_ORDER[i] of eight into the i-th four bits.
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+FLOATS = ("F32", "BF16", "F16")
+
+
+class TensorRule(NamedTuple):
+    """What a tensor must be: one of these shapes, one of these safetensors types."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    is_optional: bool = False
+
+
+class PackedWeight(Protocol):
+    """Quantized weights of one product, ready to be packed for the kernels."""
+
+    def linear(self, bias: Tensor | None, edges: Edges = PLAIN) -> LinearOp: ...
+
+
+class CheckpointFormat(Protocol):
+    """How a checkpoint stores its quantized products. method: its quant_method."""
+
+    @property
+    def method(self) -> str: ...
+
+    @property
+    def marker(self) -> str:
+        """A product with a tensor of this ending is quantized."""
+
+    def tensors(self, num_in: int, num_out: int) -> dict[str, TensorRule]:
+        """By ending. ValueError where such a product cannot be packed."""
+
+    def load(self, fetch: Fetch, parts: Sequence[str]) -> PackedWeight:
+        """Products one under the other along the output, by name."""
+
+
+def read_format(config: Config) -> CheckpointFormat:
+    """From config.json's quantization_config. ValueError names the key that is not supported."""
+    method = config.get("quant_method")
+    if method == "compressed-tensors":
+        return read_compressed_tensors(config)
+    if method == "gptq":
+        return read_gptq(config)
+    if method == "awq":
+        return read_awq(config)
+    raise _wrong("quant_method", method, "compressed-tensors, gptq or awq")
+
+
+def _wrong(key: str, value: object, supported: str) -> ValueError:
+    return ValueError(f"{key} {value!r} is not supported; only {supported}")
+
+
+def _expect(config: Config, key: str, allowed: tuple[object, ...], at: str = "") -> None:
+    value = config.get(key)
+    # True == 1, but a flag is not a number
+    if not any(value == item and type(value) is type(item) for item in allowed):
+        names = " or ".join(repr(item) for item in allowed if item is not None)
+        raise _wrong(at + key, value, names or "none")
+
+
+# -- compressed-tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Weight:
+    """weight: [out, in] int8; scales: [out] fp32."""
+
+    weight: Tensor
+    scales: Tensor
+
+    def linear(self, bias: Tensor | None, edges: Edges = PLAIN) -> LinearOp:
+        return native.Int8Linear(self.weight, bias, edges, scales=self.scales)
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedInt8:
+    """W8A8: int8 weights per channel (or tensor), activations per token at run time."""
+
+    method: str = "compressed-tensors"
+    marker: str = "weight_scale"
+
+    def tensors(self, num_in: int, num_out: int) -> dict[str, TensorRule]:
+        scales = TensorRule(((num_out, 1), (num_out,), (1,), ()), FLOATS)
+        return {"weight": TensorRule(((num_out, num_in),), ("I8",)), "weight_scale": scales}
+
+    def load(self, fetch: Fetch, parts: Sequence[str]) -> Int8Weight:
+        weights = [fetch(f"{part}.weight") for part in parts]
+        scales = [
+            fetch(f"{part}.weight_scale").float().reshape(-1).expand(len(weight))
+            for part, weight in zip(parts, weights, strict=True)
+        ]
+        return Int8Weight(torch.cat(weights), torch.cat(scales))
+
+
+def read_compressed_tensors(config: Config) -> CompressedInt8:
+    _expect(config, "format", ("int-quantized",))
+    _expect(config, "quantization_status", ("compressed", None))
+    for key in ("kv_cache_scheme", "transform_config"):
+        if config.get(key):
+            raise _wrong(key, config[key], "none")
+    sparsity = config.get("sparsity_config") or {}
+    if sparsity.get("format", "dense") != "dense":
+        raise _wrong("sparsity_config.format", sparsity["format"], "'dense'")
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise ValueError("config_groups is missing")
+    for name, group in groups.items():
+        _check_group(f"config_groups.{name}.", group)
+    return CompressedInt8()
+
+
+def _check_group(at: str, group: Config) -> None:
+    """Weights and activations of W8A8, whatever the layers they are for."""
+    if not isinstance(group, dict):
+        raise ValueError(f"{at[:-1]} must be an object")
+    _expect(group, "format", ("int-quantized", None), at)
+    if group.get("output_activations"):
+        raise _wrong(f"{at}output_activations", group["output_activations"], "none")
+    for key, strategies, is_dynamic in (
+        ("weights", ("channel", "tensor"), (False, None)),
+        ("input_activations", ("token",), (True,)),
+    ):
+        scheme = group.get(key)
+        if not isinstance(scheme, dict):
+            raise _wrong(f"{at}{key}", scheme, "8-bit integers")
+        inside = f"{at}{key}."
+        _expect(scheme, "num_bits", (8,), inside)
+        _expect(scheme, "type", ("int", None), inside)
+        _expect(scheme, "symmetric", (True, None), inside)
+        _expect(scheme, "strategy", strategies, inside)
+        _expect(scheme, "dynamic", is_dynamic, inside)
+        _expect(scheme, "actorder", (None,), inside)
+
+
+# -- GPTQ and AWQ
+
+
+class Reordered:
+    """A product whose inputs are taken in another order: GPTQ's, by falling activations."""
+
+    def __init__(self, op: LinearOp, order: Tensor) -> None:
+        self._op, self._order = op, order
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self._op(x.index_select(1, self._order), residual)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedWeight:
+    """order: the input that each column of codes belongs to, if not its own."""
+
+    weight: Int4Weight
+    order: Tensor | None
+
+    def linear(self, bias: Tensor | None, edges: Edges = PLAIN) -> LinearOp:
+        if self.order is None:
+            return self.weight.linear(bias, edges)
+        norm = edges.norm
+        if norm is not None:
+            norm_bias = None if norm.bias is None else norm.bias[self.order]
+            norm = norm._replace(weight=norm.weight[self.order], bias=norm_bias)
+        return Reordered(self.weight.linear(bias, edges._replace(norm=norm)), self.order)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedInt4:
+    """group_size: inputs that share a scale; -1 means all. zero_offset: what is to be added to
+    every stored zero point."""
+
+    method: str
+    group_size: int
+    zero_offset: int = 0
+    marker: str = "qweight"
+
+    def tensors(self, num_in: int, num_out: int) -> dict[str, TensorRule]:
+        size = num_in if self.group_size == -1 else self.group_size
+        for what, number, by in (("inputs", num_in, size), ("outputs", num_out, 8)):
+            if number % by or number % 8:
+                raise ValueError(f"{number} {what} cannot be divided by {by}")
+        groups = num_in // size
+        words = (num_in // 8, num_out) if self.method == "gptq" else (num_in, num_out // 8)
+        rules = {
+            "qweight": TensorRule((words,), ("I32",)),
+            "qzeros": TensorRule(((groups, num_out // 8),), ("I32",)),
+            "scales": TensorRule(((groups, num_out),), FLOATS),
+        }
+        if self.method == "gptq":
+            rules["g_idx"] = TensorRule(((num_in,),), ("I32",), is_optional=True)
+        return rules
+
+    def load(self, fetch: Fetch, parts: Sequence[str]) -> GroupedWeight:
+        read = [self._read(fetch, part) for part in parts]
+        orders = [order for _, order in read]
+        for part, order in zip(parts, orders, strict=True):
+            if not _is_same(order, orders[0]):
+                raise ValueError(f"{part}.g_idx differs from that of {parts[0]}")
+        weights = [weight for weight, _ in read]
+        zeros = torch.cat([_given(weight.zeros) for weight in weights])
+        joined = Int4Weight(
+            torch.cat([weight.codes for weight in weights]),
+            torch.cat([weight.scales for weight in weights]),
+            None if bool((zeros == 8).all()) else zeros,
+            weights[0].group,
+        )
+        return GroupedWeight(joined, orders[0])
+
+    def _read(self, fetch: Fetch, part: str) -> tuple[Int4Weight, Tensor | None]:
+        words, zeros = fetch(f"{part}.qweight"), fetch(f"{part}.qzeros")
+        scales = fetch(f"{part}.scales").float().t()
+        if self.method == "gptq":
+            codes = nibbles(words.t().contiguous())
+            # added to whole words, as GPTQModel does: the carry of a 15 undoes its borrow
+            zeros = nibbles(zeros + 0x11111111 * self.zero_offset).t()
+            order = self._order(fetch, part, codes.shape[1])
+        else:
+            codes, zeros, order = awq_nibbles(words).t(), awq_nibbles(zeros).t(), None
+        if order is not None:
+            codes = codes[:, order]
+        group = self.group_size
+        if group == -1:  # the same scale all along
+            group = native.GROUPS4[-1]
+            count = -(-codes.shape[1] // group)
+            scales, zeros = scales.expand(-1, count), zeros.expand(-1, count)
+        return Int4Weight(codes.contiguous(), scales, zeros.contiguous(), group), order
+
+    def _order(self, fetch: Fetch, part: str, num_in: int) -> Tensor | None:
+        """The inputs, group by group; None if they are in order already."""
+        size = num_in if self.group_size == -1 else self.group_size
+        try:
+            groups = fetch(f"{part}.g_idx").long()
+        except KeyError:
+            return None
+        plain = torch.arange(num_in) // size
+        if torch.equal(groups, plain):
+            return None
+        order = groups.argsort(stable=True)
+        if not torch.equal(groups[order], plain):
+            raise ValueError(f"{part}.g_idx does not give every group {size} inputs")
+        return order
+
+
+def read_gptq(config: Config) -> GroupedInt4:
+    _expect_int4(config, "bits", "group_size")
+    layout = config.get("checkpoint_format") or config.get("format") or "gptq"
+    if layout not in ("gptq", "gptq_v2"):
+        raise _wrong("checkpoint_format", layout, "'gptq' or 'gptq_v2'")
+    if config.get("dynamic"):  # layers with settings of their own
+        raise _wrong("dynamic", config["dynamic"], "none")
+    return GroupedInt4("gptq", config["group_size"], 1 if layout == "gptq" else 0)
+
+
+def read_awq(config: Config) -> GroupedInt4:
+    # AutoAWQ's own files say w_bit and q_group_size
+    bits = "w_bit" if "w_bit" in config else "bits"
+    group_size = "q_group_size" if "q_group_size" in config else "group_size"
+    _expect_int4(config, bits, group_size)
+    version = config.get("version") or config.get("format") or "gemm"
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise _wrong("version", version, "'gemm'")
+    _expect(config, "zero_point", (True, None))
+    return GroupedInt4("awq", config[group_size])
+
+
+def _expect_int4(config: Config, bits: str, group_size: str) -> None:
+    _expect(config, bits, (4,))
+    _expect(config, group_size, (*native.GROUPS4, -1))
+    _expect(config, "pack_dtype", ("int32", None))
+
+
+def nibbles(words: Tensor) -> Tensor:
+    """[n, m] int32 -> [n, 8 m] uint8 below 16, the lowest four bits first."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    return ((words[..., None] >> shifts) & 15).to(torch.uint8).flatten(1)
+
+
+def awq_nibbles(words: Tensor) -> Tensor:
+    """[n, m] int32 -> [n, 8 m] uint8 below 16, outputs in their own order."""
+    places = torch.tensor(AWQ_ORDER).argsort()
+    return nibbles(words).unflatten(1, (-1, 8))[..., places].flatten(1)
+
+
+def _is_same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
+
+
+def _given(zeros: Tensor | None) -> Tensor:
+    assert zeros is not None, "both formats store zero points"
+    return zeros

@@ -1,0 +1,84 @@
+"""4-bit weights with a scale per group of inputs: rounding a plain weight to int4 or NF4.
+
+int4: 16 even steps, one of which lands on the group's largest magnitude. NF4: the quantiles of a
+normal distribution (QLoRA, arXiv 2305.14314), for weights that are about normal.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from ops import native
+from ops.backend import PLAIN, Edges, LinearOp
+
+GROUP = 64
+
+
+class Int4Weight(NamedTuple):
+    """codes: [out, in] uint8 below 16; scales: [out, groups] fp32; zeros: the same in uint8.
+
+    is_nf4: codes are places in native.NF4_VALUES; else numbers around zeros, or around 8.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group: int
+    is_nf4: bool = False
+
+    def linear(self, bias: Tensor | None, edges: Edges = PLAIN) -> LinearOp:
+        codes, scales, zeros, group, is_nf4 = self
+        return native.Int4Linear(codes, scales, zeros, bias, edges, group=group, is_nf4=is_nf4)
+
+
+def quantize_int4(weight: Tensor, group: int = GROUP) -> Int4Weight:
+    """[out, in] in any float type, rounded to the nearest of 16 steps per group."""
+    parts = _groups(weight, group)
+    extreme = parts.gather(2, parts.abs().argmax(2, keepdim=True))
+    scales = _as_stored(extreme[..., 0] / -8)
+    steps = parts / _nonzero(scales)[..., None]
+    codes = (steps.round() + 8).clamp(0, 15).to(torch.uint8)
+    return Int4Weight(_rows(codes, weight), scales, None, group)
+
+
+def quantize_nf4(weight: Tensor, group: int = GROUP) -> Int4Weight:
+    """[out, in] in any float type, to the nearest NF4 value times the group's largest."""
+    parts = _groups(weight, group)
+    scales = _as_stored(parts.abs().amax(2))
+    values = torch.tensor(native.NF4_VALUES)
+    codes = torch.bucketize(parts / _nonzero(scales)[..., None], (values[1:] + values[:-1]) / 2)
+    return Int4Weight(_rows(codes.to(torch.uint8), weight), scales, None, group, is_nf4=True)
+
+
+def int4_linear(weight: Tensor, bias: Tensor | None, edges: Edges = PLAIN) -> LinearOp:
+    """What load_model takes as make_linear."""
+    return quantize_int4(weight).linear(bias, edges)
+
+
+def nf4_linear(weight: Tensor, bias: Tensor | None, edges: Edges = PLAIN) -> LinearOp:
+    """What load_model takes as make_linear."""
+    return quantize_nf4(weight).linear(bias, edges)
+
+
+def _groups(weight: Tensor, group: int) -> Tensor:
+    """[out, groups, group] fp32, filled up with zeros."""
+    missing = -weight.shape[1] % group
+    return functional.pad(weight.float(), (0, missing)).unflatten(1, (-1, group))
+
+
+def _rows(codes: Tensor, weight: Tensor) -> Tensor:
+    return codes.flatten(1)[:, : weight.shape[1]].contiguous()
+
+
+def _as_stored(scales: Tensor) -> Tensor:
+    """Scales as the kernels keep them, so that rounding allows for it."""
+    halves, channels = native.split_scales(scales)
+    return halves.float() * channels[:, None]
+
+
+def _nonzero(scales: Tensor) -> Tensor:
+    return torch.where(scales == 0, 1.0, scales)
