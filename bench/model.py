@@ -9,6 +9,7 @@ object with the same columns. By default a random checkpoint of Llama-3.2-1B's s
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
 import shlex
@@ -23,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import uvloop
 from rich.console import Console
 from rich.table import Table
 
 from bench.checkpoints import random_checkpoint
 from ops.native import Ceilings
-from serve import LLM, SamplingParams
+from serve import Engine, RequestStream, SamplingParams
 from serve.models import ModelSpec, read_spec
 
 CONTEXT, NUM_DECODED = 256, 32
@@ -71,14 +73,14 @@ class Model:
         )
 
     def decode(self, batch: int) -> Work:
-        """NUM_DECODED steps."""
+        """One step in the middle of the decoding."""
         keys = batch * (CONTEXT + NUM_DECODED / 2)
         weights = self.block_weights + self.head_weights
         return Work(
-            batch * NUM_DECODED,
-            NUM_DECODED * (weights + keys * self.kv_bytes),
-            NUM_DECODED * 2.0 * weights * batch,
-            NUM_DECODED * self.attention_width * keys,
+            batch,
+            weights + keys * self.kv_bytes,
+            2.0 * weights * batch,
+            self.attention_width * keys,
         )
 
 
@@ -90,33 +92,56 @@ def _prompt(rng: random.Random, vocab_size: int, length: int) -> list[int]:
     return [rng.randrange(vocab_size) for _ in range(length)]
 
 
-class Engine:
-    """Our side. Seconds of each column's work."""
+Event = tuple[float, int, int]  # when, which request, how many tokens
+
+
+class Ours:
+    """Our engine; measures (tokens, seconds) of each column."""
 
     def __init__(self, path: Path, dtype: str) -> None:
-        spec = read_spec(path)
-        self.vocab_size = spec.vocab_size
-        began = time.perf_counter()
-        self.llm = LLM(str(path), dtype=dtype, max_model_len=1024, max_num_seqs=32)
-        self.llm.generate([[1, 2, 3]], _params(1), use_tqdm=False)
-        self.start_s = time.perf_counter() - began
+        self.vocab_size = read_spec(path).vocab_size
+        self.engine = Engine(str(path), dtype=dtype, max_model_len=1024, max_num_seqs=32)
         self.rng = random.Random(0)
 
-    def seconds(self, column: str) -> float:
-        if column == "mixed_16":
-            return self._timed(*mixed_requests(self.vocab_size))
+    async def column(self, column: str) -> tuple[int, float]:
         name, _, number = column.partition("_")
+        if name == "mixed":
+            began = time.perf_counter()
+            events = await self._run(*mixed_requests(self.vocab_size))
+            return sum(n for _, _, n in events), events[-1][0] - began
         if name == "prefill":
-            prompts = [_prompt(self.rng, self.vocab_size, int(number))]
-            return self._timed(prompts, [_params(1)])
-        prompts = [_prompt(self.rng, self.vocab_size, CONTEXT) for _ in range(int(number))]
-        first = self._timed(prompts, [_params(1)] * len(prompts))
-        return self._timed(prompts, [_params(1 + NUM_DECODED)] * len(prompts)) - first
+            prompt = _prompt(self.rng, self.vocab_size, int(number))
+            began = time.perf_counter()
+            events = await self._run([prompt], [_params(1)])
+            return int(number), events[0][0] - began
+        batch = int(number)
+        prompts = [_prompt(self.rng, self.vocab_size, CONTEXT) for _ in range(batch)]
+        # those that come first have a lead of the prompts' steps
+        lead = batch * CONTEXT // 512 + 4
+        events = await self._run(prompts, [_params(1 + NUM_DECODED + lead)] * batch)
+        return _while_all_decode(events, batch)
 
-    def _timed(self, prompts: list[list[int]], params: list[SamplingParams]) -> float:
-        began = time.perf_counter()
-        self.llm.generate(prompts, params, use_tqdm=False)
-        return time.perf_counter() - began
+    async def _run(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Event]:
+        events: list[Event] = []
+
+        async def consume(index: int, stream: RequestStream) -> None:
+            async for delta in stream:
+                events.append((time.perf_counter(), index, len(delta.token_ids)))
+
+        streams = [self.engine.submit(p, q) for p, q in zip(prompts, params, strict=True)]
+        await asyncio.gather(*(consume(i, stream) for i, stream in enumerate(streams)))
+        return events
+
+
+def _while_all_decode(events: list[Event], batch: int) -> tuple[int, float]:
+    """Tokens and seconds from the last request's first token to the last token before one ends."""
+    first = {}
+    for when, index, _ in events:
+        first.setdefault(index, when)
+    last = {index: when for when, index, _ in events}
+    start, end = max(first.values()), min(last.values())
+    assert len(first) == batch and start < end, "the lead was too short"
+    return sum(n for when, _, n in events if start < when <= end), end - start
 
 
 def mixed_requests(vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -165,34 +190,38 @@ def run_peer(command: str) -> dict[str, Any]:
     return found
 
 
-def measure(
+async def measure(
     path: Path, *, dtype: str, columns: list[str], rounds: int, peers: dict[str, str]
-) -> Any:
-    engine = Engine(path, dtype)
-    spec = read_spec(path)
-    model = Model(spec, engine.llm.stats().kv_bytes_per_token)
-    buffer = torch.ones(_READ, dtype=torch.uint8)
+) -> dict[str, Any]:
+    """Rounds of all columns, ours and then the peers'; medians."""
+    began = time.perf_counter()
+    ours, spec = Ours(path, dtype), read_spec(path)
     rates: dict[str, dict[str, list[float]]] = {"ours": {c: [] for c in columns}}
     shares: dict[str, list[float]] = {c: [] for c in columns}
     rates |= {name: {c: [] for c in columns} for name in peers}
-    for _ in range(rounds):
-        for column in columns:
-            read: list[tuple[float, float, float]] = []
-            with _ceilings(buffer, read):
-                seconds = engine.seconds(column)
-            work = _work(model, column, spec.vocab_size)
-            limits = [statistics.mean(pair) for pair in zip(*read, strict=True)]
-            rates["ours"][column].append(work.tokens / seconds)
-            shares[column].append(work.bound_s(*limits) / seconds)
-        for name, command in peers.items():
-            found = run_peer(command)
+    buffer = torch.ones(_READ, dtype=torch.uint8)
+    async with ours.engine as engine:
+        await engine.generate([1, 2, 3], _params(1))
+        start_s = time.perf_counter() - began
+        model = Model(spec, engine.stats().kv_bytes_per_token)
+        for _ in range(rounds):
             for column in columns:
-                if found.get(column) is not None:
-                    rates[name][column].append(float(found[column]))
-    engine.llm.shutdown()
+                read: list[tuple[float, float, float]] = []
+                with _ceilings(buffer, read):
+                    tokens, seconds = await ours.column(column)
+                work = _work(model, column, spec.vocab_size)
+                limits = [statistics.mean(pair) for pair in zip(*read, strict=True)]
+                rate = tokens / seconds
+                rates["ours"][column].append(rate)
+                shares[column].append(work.bound_s(*limits) * rate / work.tokens)
+            for name, command in peers.items():
+                found = run_peer(command)
+                for column in columns:
+                    if found.get(column) is not None:
+                        rates[name][column].append(float(found[column]))
     return {
         "model": path.name,
-        "start_s": engine.start_s,
+        "start_s": start_s,
         "tokens_per_s": {n: _medians(r) for n, r in rates.items()},
         "share_of_bound": _medians(shares),
     }
@@ -243,7 +272,8 @@ def main() -> None:
     unknown = set(columns) - set(COLUMNS)
     if unknown:
         sys.exit(f"unknown columns: {', '.join(sorted(unknown))}")
-    result = measure(path, dtype=args.dtype, columns=columns, rounds=args.rounds, peers=peers)
+    measured = measure(path, dtype=args.dtype, columns=columns, rounds=args.rounds, peers=peers)
+    result = uvloop.run(measured)
     report(result, columns)
 
 
