@@ -1,8 +1,9 @@
-"""The CPU back end on torch's best paths.
+"""The CPU back end for bf16 and fp32: torch's best paths, and our own kernels where they win.
 
-Linears run on oneDNN's packed weights (about twice F.linear at small M here); attention runs
+Linears run on oneDNN's packed weights (about twice F.linear at small M here), prefill attention
 on torch's CPU flash kernel, which takes strided K/V and returns the log-sum-exp. Both are
-internal operators of torch, so a self-test at start-up falls back to public ones.
+internal operators of torch, so a self-test at start-up falls back to public ones. Decode
+attention and fp32 rotation are ours (ops/native.py) where the library was built.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class CpuBackend:
         cache.index_put_((rows,), torch.stack((k, v), dim=1))
 
     def decode_attention(self, q: Tensor, caches: Sequence[KeyValues], scale: float) -> Partial:
-        if self._has_native and native.takes_plain(q, caches[0].k.dtype):
+        if self._has_native and all(native.can_decode(q, cache) for cache in caches):
             return native.decode_attention(q, caches, scale)
         if q.dtype not in self._flash_types:
             return self._reference.decode_attention(q, caches, scale)

@@ -224,6 +224,8 @@ class Int8AttentionStep:
         kv_lens: Sequence[int],
     ) -> None:
         """starts: byte offset of each range from address; num_rows, kv_lens as in the seam."""
+        assert len(starts) == len(num_rows) == len(kv_lens), "one of each for every sequence"
+        assert all(0 < n <= length for n, length in zip(num_rows, kv_lens, strict=True))
         self.num_rows = sum(num_rows)
         self.plan: Any = library().StepPlan(address, tile_bytes, starts, num_rows, kv_lens)
 
@@ -250,7 +252,10 @@ class Int8Attention:
         sinks: Sequence[float] = (),
     ) -> None:
         assert head_dim % 16 == 0 and head_dim <= library().MAX_HEAD_DIM, f"{head_dim=}"
-        assert group >= 8 and head_dim % group == 0, f"{head_dim=} {group=}"
+        assert group == 8 or group % 16 == 0, f"{group=}"
+        assert head_dim % group == 0, f"{head_dim=} {group=}"
+        assert num_heads % num_kv_heads == 0, f"{num_heads=} {num_kv_heads=}"
+        assert len(slopes) in (0, num_heads) and len(sinks) in (0, num_heads), "one for each head"
         self._shape = (num_heads, num_kv_heads, head_dim)
         self._op: Any = library().Int8Attention(
             offset_bytes,
@@ -269,13 +274,14 @@ class Int8Attention:
         self, step: Int8AttentionStep, k: Tensor, v: Tensor, rotation: tuple[Tensor, Tensor] | None
     ) -> None:
         """k, v: [T, Hk, D] fp32, rows alike strided, heads side by side."""
-        assert k.dtype == v.dtype == torch.float32 and k.shape[0] == step.num_rows
+        assert k.dtype == v.dtype == torch.float32
+        assert k.shape == v.shape == (step.num_rows, *self._shape[1:]), f"{k.shape} {v.shape}"
         if k.stride() != v.stride() or k.stride()[1:] != (k.shape[2], 1):
             k, v = k.contiguous(), v.contiguous()
         cos = sin = half = 0
         if rotation is not None:
+            _check_rotation(rotation, step.num_rows, self._shape[2])
             cos, sin, half = rotation[0].data_ptr(), rotation[1].data_ptr(), rotation[0].shape[1]
-            assert rotation[0].is_contiguous() and rotation[1].is_contiguous()
         self._op.append(step.plan, k.data_ptr(), v.data_ptr(), k.stride(0), cos, sin, half)
 
     def attend(self, step: Int8AttentionStep, q: Tensor, lse: Tensor | None = None) -> Tensor:
@@ -284,6 +290,8 @@ class Int8Attention:
         assert q.dtype == torch.float32 and q.shape == (step.num_rows, heads, dim)
         if q.stride()[1:] != (dim, 1):
             q = q.contiguous()
+        if lse is not None:
+            assert lse.shape == q.shape[:2] and lse.dtype == torch.float32 and lse.is_contiguous()
         out = torch.empty(q.shape, dtype=torch.float32)
         to_lse = 0 if lse is None else lse.data_ptr()
         width = heads * dim
@@ -291,21 +299,33 @@ class Int8Attention:
         return out
 
 
-def takes_plain(q: Tensor, dtype: torch.dtype) -> bool:
+def _check_rotation(rotation: tuple[Tensor, Tensor], rows: int, head_dim: int) -> None:
+    for table in rotation:
+        assert table.dtype == torch.float32 and table.is_contiguous()
+        assert table.shape == rotation[0].shape and table.shape[0] == rows, f"{table.shape}"
+        assert 2 * table.shape[1] <= head_dim, f"{table.shape} for heads of {head_dim}"
+
+
+def can_decode(q: Tensor, cache: KeyValues) -> bool:
     """Whether decode_attention has a kernel for these heads and this type of K/V."""
+    k, v = cache
     dim = q.shape[2]
-    is_dense = q.stride()[1:] == (dim, 1)
-    return is_available() and dim % 16 == 0 and dtype in _TYPES and q.dtype in _TYPES and is_dense
+    is_dense = q.stride()[1:] == (dim, 1) and k.stride() == v.stride() and k.stride(3) == 1
+    has_types = k.dtype == v.dtype and k.dtype in _TYPES and q.dtype in _TYPES
+    return dim % 16 == 0 and is_dense and has_types
 
 
 def decode_attention(q: Tensor, caches: Sequence[KeyValues], scale: float) -> Partial:
     """Backend.decode_attention over bf16 or fp32 K/V at any token and head stride."""
     rows, heads, dim = q.shape
+    assert len(caches) == rows, f"{len(caches)} sequences, {rows} rows"
     out = torch.empty(rows, heads, dim, dtype=torch.float32)
     lse = torch.empty(rows, heads, dtype=torch.float32)
     sequences: list[int] = []
+    shape = (1, caches[0].k.shape[1], dim) if rows else ()
     for k, v in caches:
-        assert k.stride() == v.stride() and k.stride(3) == 1, f"{k.stride()} {v.stride()}"
+        assert k.shape == v.shape and (k.shape[0], k.shape[1], k.shape[3]) == shape, f"{k.shape}"
+        assert k.shape[2] > 0 and heads % k.shape[1] == 0 and k.dtype == caches[0].k.dtype
         sequences += (k.data_ptr(), v.data_ptr(), k.stride(2), k.stride(1), k.shape[2])
     if rows:
         first = caches[0].k
@@ -355,7 +375,7 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Backend.rotary in place: x [T, H, D] fp32 with dense heads."""
     rows, heads, dim = x.shape
     assert x.dtype == torch.float32 and x.stride()[1:] == (dim, 1), f"{x.stride()}"
-    assert cos.is_contiguous() and sin.is_contiguous()
+    _check_rotation((cos, sin), rows, dim)
     if rows:
         half = cos.shape[1]
         args = (x.data_ptr(), x.stride(0), rows, heads, dim, cos.data_ptr(), sin.data_ptr(), half)

@@ -1,1 +1,1 @@
-"""Numbers in fewer bits: transforms of the plain model. Empty until the int8 work lands."""
+"""Numbers in fewer bits: transforms of the plain model. int8, int4, NF4, int8 K/V."""

@@ -304,7 +304,7 @@ def nibbles(words: Tensor) -> Tensor:
 def awq_nibbles(words: Tensor) -> Tensor:
     """[n, m] int32 -> [n, 8 m] uint8 below 16, outputs in their own order."""
     places = torch.tensor(AWQ_ORDER).argsort()
-    return nibbles(words).unflatten(1, (-1, 8))[..., places].flatten(1)
+    return nibbles(words).reshape(len(words), -1, 8)[..., places].flatten(1)
 
 
 def _is_same(a: Tensor | None, b: Tensor | None) -> bool:

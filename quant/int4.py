@@ -67,7 +67,7 @@ def nf4_linear(weight: Tensor, bias: Tensor | None, edges: Edges = PLAIN) -> Lin
 def _groups(weight: Tensor, group: int) -> Tensor:
     """[out, groups, group] fp32, filled up with zeros."""
     missing = -weight.shape[1] % group
-    return functional.pad(weight.float(), (0, missing)).unflatten(1, (-1, group))
+    return functional.pad(weight.float(), (0, missing)).reshape(len(weight), -1, group)
 
 
 def _rows(codes: Tensor, weight: Tensor) -> Tensor:

@@ -80,12 +80,15 @@ class EngineConfig:
             "max_chunk_tokens",
             "max_num_waiting",
             "kv_cache_bytes",
+            "kv_page_bytes",
             "tokenize_threads",
             "compute_threads",
         ):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"{name} must be a positive integer, not {value!r}")
+        if self.seed is not None and type(self.seed) is not int:
+            raise ConfigError(f"seed must be an integer, not {self.seed!r}")
         page = self.kv_page_bytes
         if page is not None and (page < 4096 or page & (page - 1)):
             raise ConfigError(f"kv_page_bytes must be a power of two from 4096 on, not {page}")

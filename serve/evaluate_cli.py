@@ -34,11 +34,15 @@ def run(
     file = text_file or _HELDOUT
     if file.stat().st_size > MAX_TEXT_BYTES:
         raise ConfigError(f"{file} is larger than {MAX_TEXT_BYTES >> 20} MiB")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8 text: {error}") from error
     console = Console()
     with Console(stderr=True).status("loading") as status:
         results = evaluate(
             model,
-            file.read_text(encoding="utf-8"),
+            text,
             [parse_precision(item) for item in precisions],
             max_tokens=max_tokens,
             window=window,

@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 _TORCH_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+_NATIVE_BACKENDS = ("auto", "cpu")
+
+
 @dataclass(frozen=True, slots=True)
 class Precision:
     """compute: type of activations. weights: plain (in compute's type), int8, int4 or nf4. kv: type
@@ -54,11 +57,11 @@ def resolve_precision(config: EngineConfig, spec: ModelSpec) -> Precision:
             "use auto or int8"
         )
     if dtype == "auto":
-        dtype, reason = _best_dtype(spec)
+        dtype, reason = _best_dtype(config, spec)
         logger.info("dtype auto: %s (%s)", dtype, reason)
     compute, weights = _TORCH_TYPES.get(dtype, torch.float32), "plain"
     if dtype not in _TORCH_TYPES:
-        _require_native("dtype", dtype)
+        _require_native(config, "dtype", dtype)
         weights = dtype
     is_int8 = weights != "plain"
     kv = config.kv_dtype
@@ -66,20 +69,22 @@ def resolve_precision(config: EngineConfig, spec: ModelSpec) -> Precision:
     if kv == "auto":
         kv = "int8" if is_int8 and can_int8 else _name(compute)
     if kv == "int8":
-        _require_native("kv_dtype", kv)
+        _require_native(config, "kv_dtype", kv)
         if not can_int8:
             raise ConfigError(
-                f"kv_dtype int8 needs a head_dim divisible by 16, not {spec.head_dim}"
+                f"kv_dtype int8 needs a head_dim of a multiple of 16 up to 512, not {spec.head_dim}"
             )
     return Precision(compute, weights, kv, packed)
 
 
-def _best_dtype(spec: ModelSpec) -> tuple[str, str]:
+def _best_dtype(config: EngineConfig, spec: ModelSpec) -> tuple[str, str]:
     if spec.packed is not None:
         return "int8", f"the checkpoint is quantized ({spec.packed.method})"
     if spec.torch_dtype == "float32":
         return "float32", "the checkpoint is float32"
     plain = "bfloat16" if _has_bf16() else "float32"
+    if config.backend not in _NATIVE_BACKENDS:
+        return plain, f"the {config.backend} back end has no int8 products"
     if not native.is_available():
         return plain, "the native kernels are not built"
     if native.instruction_set() == "portable":
@@ -89,7 +94,9 @@ def _best_dtype(spec: ModelSpec) -> tuple[str, str]:
     return "int8", f"{spec.torch_dtype} checkpoint, {native.instruction_set()} kernels"
 
 
-def _require_native(setting: str, value: str) -> None:
+def _require_native(config: EngineConfig, setting: str, value: str) -> None:
+    if config.backend not in _NATIVE_BACKENDS:
+        raise ConfigError(f"{setting} {value} needs the cpu back end, not {config.backend}")
     if not native.is_available():
         raise ConfigError(f"{setting} {value} needs the native kernels, which are not built")
 

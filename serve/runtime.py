@@ -91,11 +91,13 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
 
 def _set_threads(config: EngineConfig, precision: Precision) -> None:
     """Two teams of threads on the same cores would wait for each other: one has to be alone."""
-    if config.compute_threads is not None:
-        torch.set_num_threads(config.compute_threads)
+    # not torch's own count: an engine that was started before may have lowered it
+    count = config.compute_threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(count)
     if not native.is_available():
         return
-    native.set_num_threads(torch.get_num_threads())
+    # one team serves all engines of the process; only an explicit setting makes it smaller
+    native.set_num_threads(count if config.compute_threads else max(count, native.num_threads()))
     logger.info("native kernels: %s, %d threads", native.instruction_set(), native.num_threads())
 
 

@@ -6,6 +6,9 @@ Bounds follow from the scales: half a step for every rounded factor.
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
@@ -311,6 +314,59 @@ def test_threads_are_limited_to_the_processors():
     assert Int8Linear(torch.randn(64, 64), None)(torch.randn(3, 64)).shape == (3, 64)
     native.set_num_threads(before)
     assert native.num_threads() == before
+
+
+FORKED = """
+import os, sys, time, torch
+from ops import native
+from ops.native import Int8Linear
+torch.set_num_threads(1)  # libgomp does not survive a fork; our team has to
+layer, x = Int8Linear(torch.ones(4096, 64), None), torch.ones(64, 64)
+expected = layer(x)
+time.sleep(0.05)  # the helpers sleep
+child = os.fork()
+if child == 0:
+    native.set_num_threads(2)
+    for _ in range(3):
+        assert torch.equal(layer(x), expected)
+        time.sleep(0.01)
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert torch.equal(layer(x), expected)
+"""
+
+
+def test_a_forked_child_goes_on_alone():
+    """It has none of the helpers, and waited for them for ever."""
+    subprocess.run([sys.executable, "-c", FORKED], timeout=30, check=True)
+
+
+def test_two_callers_at_once():
+    """One has the team, the other works alone; both are right."""
+    layers = [Int8Linear(torch.randn(500, 128), None) for _ in range(2)]
+    x = torch.randn(40, 128)
+    expected = [layer(x) for layer in layers]
+    wrong: list[int] = []
+
+    def call(index: int) -> None:
+        for _ in range(300):
+            if not torch.equal(layers[index](x), expected[index]):
+                wrong.append(index)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_an_empty_step(isa):
+    cache = Cache(heads=4, kv_heads=2, dim=64, tokens=16)
+    step = cache.step([], [], [])
+    nothing = torch.empty(0, 2, 64)
+    cache.op.append(step, nothing, nothing, None)
+    assert cache.op.attend(step, torch.empty(0, 4, 64)).shape == (0, 4, 64)
 
 
 def test_unknown_instruction_sets_are_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -142,3 +143,13 @@ def test_the_default_model_runs_in_int8_by_itself(caplog):
         (reply,) = llm.chat([{"role": "user", "content": "What is 7 + 8?"}])
     assert "15" in reply.outputs[0].text
     assert "dtype auto: int8" in caplog.text
+
+
+def test_a_second_engine_leaves_the_threads_alone():
+    """The first one lowered torch's count, and the second took that for the machine's."""
+    count = len(os.sched_getaffinity(0))
+    with LLM(dtype="int8") as first, LLM(dtype="int8") as second:
+        assert native.num_threads() == count
+        assert first.generate(["a"], use_tqdm=False) and second.generate(["b"], use_tqdm=False)
+    with LLM(dtype="bfloat16"):
+        assert native.num_threads() == count

@@ -102,6 +102,7 @@ void append_kv(const Step& step, const CacheLayer& layer, const float* k, const 
   const int heads = layer.num_kv_heads;
   int rows = 0;
   for (int s = 0; s < step.num_sequences; s++) rows += step.sequences[s].num_rows;
+  if (!rows) return;
   // A share is some rows, or some heads of few rows.
   const int wanted = 4 * ms::Team::get().size();
   const int parts = rows >= wanted || heads == 1 ? 1 : (wanted + rows - 1) / rows < heads ? (wanted + rows - 1) / rows : heads;
@@ -152,20 +153,14 @@ struct Scratch {
 };
 
 MS_INLINE Scratch scratch_for(int rows, int dim, int groups) {
-  static thread_local void* memory = nullptr;
-  static thread_local size_t size = 0;
+  static thread_local List<char> memory;
   auto round = [](size_t n) { return (n + 63) / 64 * 64; };
   const size_t r = rows, bytes[] = {r * dim, r * dim, r * groups * 4, r * 4, r * 4, r * 4, r * dim * 4,
                                     r * 4, r * 4, r * dim * 4, r * 4, r * 4, r * 4};
-  size_t need = 0;
+  size_t need = 64;
   for (size_t b : bytes) need += round(b);
-  if (need > size) {
-    std::free(memory);
-    memory = std::aligned_alloc(64, need);
-    size = memory ? need : 0;
-    if (!memory) std::abort();
-  }
-  char* at = static_cast<char*>(memory);
+  if (memory.size() < need) memory.resize(need);
+  char* at = memory.data() + -reinterpret_cast<uintptr_t>(memory.data()) % 64;
   void* part[13];
   for (int i = 0; i < 13; i++) part[i] = at, at += round(bytes[i]);
   auto f = [&](int i) { return static_cast<float*>(part[i]); };

@@ -51,9 +51,10 @@ MS_INLINE void moments(const void* row, int n, float eps, float& mean, float& in
   inverse = 1.0f / __builtin_sqrtf(reduce_add(sum[0] + sum[1]) / static_cast<float>(n) + eps);
 }
 
+// next_row: bytes to the row that will follow, which is fetched meanwhile.
 template <DType TYPE, NormKind KIND>
-__attribute__((noinline)) void quantize_row(const void* row, int n, const Norm& norm,
-                                            const Quantized& out, int m) {
+__attribute__((noinline)) void quantize_row(const void* row, size_t next_row, int n,
+                                            const Norm& norm, const Quantized& out, int m) {
   float mean = 0.0f, inverse = 1.0f;
   if (KIND != NormKind::none) moments<TYPE, KIND>(row, n, norm.eps, mean, inverse);
   auto value = [&](int k, f32x16 x) MS_LAMBDA {
@@ -66,7 +67,9 @@ __attribute__((noinline)) void quantize_row(const void* row, int n, const Norm& 
     return x;
   };
   f32x16 largest[2] = {};
+  const char* next = static_cast<const char*>(row) + next_row;
   for_row<TYPE>(row, n, [&](int k, f32x16 x, auto i) MS_LAMBDA {
+    prefetch(next + k * (TYPE == DType::f32 ? 4 : 2));
     largest[i] = max(largest[i], absolute(value(k, x)));
   });
   const float top = reduce_max(max(largest[0], largest[1]));
@@ -84,7 +87,7 @@ __attribute__((noinline)) void quantize_row(const void* row, int n, const Norm& 
   out.sums[m] = reduce_add(total[0] + total[1]);
 }
 
-using QuantizeRow = void (*)(const void*, int, const Norm&, const Quantized&, int);
+using QuantizeRow = void (*)(const void*, size_t, int, const Norm&, const Quantized&, int);
 constexpr QuantizeRow QUANTIZE_ROW[2][3] = {
     {quantize_row<DType::f32, NormKind::none>, quantize_row<DType::f32, NormKind::rms>,
      quantize_row<DType::f32, NormKind::layer>},
@@ -101,7 +104,7 @@ void quantize_rows(const Rows& in, int rows, int num_in, const Norm& norm, const
   ms::Team::get().parallel(tasks, [&](int task) {
     for (int m = task * share; m < rows && m < (task + 1) * share; m++) {
       const void* row = static_cast<const char*>(in.data) + m * row_bytes;
-      quantize(row, num_in, norm, out, m);
+      quantize(row, row_bytes, num_in, norm, out, m);
     }
   });
 }

@@ -1,6 +1,7 @@
 #include "team.h"
 
 #include <chrono>
+#include <system_error>
 #if defined(__linux__)
 #include <pthread.h>
 #include <sched.h>
@@ -31,30 +32,39 @@ int usable_processors() {
 
 }  // namespace
 
+namespace {
+std::atomic<Team*> instance{nullptr};
+std::mutex creating;
+}  // namespace
+
 Team& Team::get() {
-  static Team team;
-  return team;
-}
-
-Team::Team() {
-  start(usable_processors());
+  Team* team = instance.load(std::memory_order_acquire);
+  if (team) return *team;
+  std::lock_guard<std::mutex> lock(creating);
+  if (!(team = instance.load())) {
+    team = new Team(usable_processors());
+    instance.store(team, std::memory_order_release);
 #if defined(__linux__)
-  // A forked child has none of the threads; it goes on alone.
-  pthread_atfork(nullptr, nullptr, [] {
-    Team& team = get();
-    for (auto& helper : team.helpers_) helper.detach();
-    team.helpers_.clear();
-    team.size_ = 1;
-  });
+    pthread_atfork(nullptr, nullptr, &Team::replace_in_child);
 #endif
+  }
+  return *team;
 }
 
-Team::~Team() { stop(); }
+// A forked child has none of the threads, and may have the locks in any state: it leaves the old
+// team alone and goes on with one of its own, until it asks for more threads.
+void Team::replace_in_child() { instance.store(new Team(1)); }
+
+Team::Team(int size) { start(size); }
 
 void Team::start(int size) {
-  size_ = size < 1 ? 1 : size;
   stopping_ = false;
-  for (int i = 1; i < size_; i++) helpers_.emplace_back([this, seen = epoch_.load()] { help(seen); });
+  try {
+    for (int i = 1; i < size; i++) helpers_.emplace_back([this, seen = epoch_.load()] { help(seen); });
+  } catch (const std::system_error&) {
+    // no more threads are to be had: those that there are will do
+  }
+  size_ = static_cast<int>(helpers_.size()) + 1;
 }
 
 void Team::stop() {
@@ -107,7 +117,7 @@ void Team::help(unsigned seen) {
 
 void Team::run(int tasks, void (*body)(void*, int), void* context) {
   std::unique_lock<std::mutex> mine(busy_, std::defer_lock);
-  if (tasks <= 1 || helpers_.empty() || !mine.try_lock()) {
+  if (tasks <= 1 || !mine.try_lock() || helpers_.empty()) {
     for (int task = 0; task < tasks; task++) body(context, task);
     return;
   }

@@ -16,18 +16,20 @@ namespace ms {
 
 class Team {
  public:
+  // The process's team. Never destroyed: helpers may be waiting in it when the process ends.
   static Team& get();
 
   // Threads that work on a loop, the caller included; at most the processors this process may use.
-  int size() const { return size_; }
+  int size() const { return size_.load(std::memory_order_relaxed); }
   void resize(int size);
 
-  // body(context, task) for every task in 0..tasks-1, in any order, on any thread.
+  // body(context, task) for every task in 0..tasks-1, in any order, on any thread. A body must not
+  // throw: half a loop cannot be taken back, so the process ends with a message instead.
   void run(int tasks, void (*body)(void*, int), void* context);
 
   template <class F>
   void parallel(int tasks, F&& f) {
-    auto call = [](void* context, int task) { (*static_cast<F*>(context))(task); };
+    auto call = [](void* context, int task) noexcept { (*static_cast<F*>(context))(task); };
     run(tasks, call, &f);
   }
 
@@ -35,15 +37,15 @@ class Team {
   Team& operator=(const Team&) = delete;
 
  private:
-  Team();
-  ~Team();
+  explicit Team(int size);
+  static void replace_in_child();
   void start(int size);
   void stop();
   void help(unsigned seen);
   void work();
 
   std::vector<std::thread> helpers_;
-  int size_ = 1;
+  std::atomic<int> size_{1};
   std::mutex busy_;  // held by the one caller whose loop the team runs
 
   // One loop. Written while closed_, when no helper is active_; read by helpers that are.
