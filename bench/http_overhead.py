@@ -37,9 +37,10 @@ class Shape(NamedTuple):
 
 
 @contextmanager
-def server(model: str | None) -> Iterator[str]:
+def server(model: str | None, dtype: str) -> Iterator[str]:
     """`serve run` on a free port; yields its URL when it is ready."""
-    command = [sys.executable, "-m", "serve", "run", *([model] if model else []), "--port", "0"]
+    command = [sys.executable, "-m", "serve", "run", *([model] if model else [])]
+    command += ["--port", "0", "--dtype", dtype]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -100,12 +101,12 @@ async def in_process(engine: Engine, shape: Shape) -> float:
     return time.perf_counter() - began
 
 
-async def measure(model: str | None, shape: Shape, rounds: int) -> dict[str, Any]:
+async def measure(model: str | None, dtype: str, shape: Shape, rounds: int) -> dict[str, Any]:
     tokens = shape.num_streams * shape.num_tokens
     rates: dict[str, list[float]] = {"http": [], "in_process": []}
-    with server(model) as url:
+    with server(model, dtype) as url:
         async with (
-            Engine(model) as engine,
+            Engine(model, dtype=dtype) as engine,
             aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
             ) as session,
@@ -125,6 +126,7 @@ async def measure(model: str | None, shape: Shape, rounds: int) -> dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=None, help="only this directory")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
@@ -144,9 +146,9 @@ def main() -> None:
     results = {}
     for title, model, num_tokens in cases:
         shape = Shape(args.streams, args.prompt, num_tokens)
-        results[title] = result = uvloop.run(measure(model, shape, rounds))
+        results[title] = result = uvloop.run(measure(model, args.dtype, shape, rounds))
         spread = " ".join(f"{value:.3f}" for value in result["ratios"])
-        print(f"{title}: {shape.num_streams} streams, {shape.num_tokens} tokens each")
+        print(f"{title}, {args.dtype}: {shape.num_streams} streams, {shape.num_tokens} tokens each")
         print(f"  in process  {result['in_process']:10.1f} tok/s")
         print(
             f"  over HTTP   {result['http']:10.1f} tok/s   ratio {result['ratio']:.3f}  ({spread})"

@@ -6,7 +6,7 @@ import sys
 
 from serve import LLM, SamplingParams
 
-PROMPTS = ["Once upon a time", "The best thing about rain is", "In the morning"]
+PROMPTS = ["Once there was a fox", "One day a little cat", "Once there was a brave knight"]
 
 
 def main(model: str | None = None) -> None:
