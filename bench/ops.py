@@ -14,7 +14,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -25,13 +25,15 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from ops import Edges, Norm, native
+from ops import Edges, LinearOp, Norm, native
 from ops.heap import keep_freed_memory
-from ops.native import Ceilings, Int8Attention, Int8AttentionStep, Int8Linear
+from ops.native import Ceilings, Int4Linear, Int8Attention, Int8AttentionStep, Int8Linear
 from ops.sampling import argmax
 from quant.kv import Int8KVFormat
 
 HEADS, KV_HEADS = 32, 8
+LINEAR_SHAPE = (2048, 8192)
+INT4_KINDS = ("int4", "int4 zeros", "nf4")
 _FAR = 400 << 20  # bytes of operands that no cache holds
 _READ = 256 << 20
 _ROUNDS = 300_000
@@ -119,7 +121,7 @@ def measure(case: Case, limits: Limits, rounds: int) -> Reading:
 
 def linear_cases(quick: bool) -> Iterator[Case]:
     """Weights out of cache: bound by their bytes up to M=8, by the multiply-adds from 16 on."""
-    num_in, num_out = 2048, 8192
+    num_in, num_out = LINEAR_SHAPE
     copies = 2 if quick else _FAR // (num_in * num_out)
     layers = [Int8Linear(torch.randn(num_out, num_in), None) for _ in range(copies)]
     targets = {1: 0.88, 4: 0.88, 8: 0.85, 16: 0.65, 32: 0.75, 64: 0.8, 512: 0.9}
@@ -136,7 +138,7 @@ def linear_cases(quick: bool) -> Iterator[Case]:
         )
 
 
-def _apply_all(layers: list[Int8Linear], x: Tensor) -> None:
+def _apply_all(layers: Sequence[LinearOp], x: Tensor) -> None:
     for layer in layers:
         layer(x)
 
@@ -144,6 +146,39 @@ def _apply_all(layers: list[Int8Linear], x: Tensor) -> None:
 def _attend_all(ops: list[Int8Attention], step: Int8AttentionStep, q: Tensor) -> None:
     for op in ops:
         op.attend(step, q)
+
+
+def _int4_layers(kind: str, quick: bool) -> list[Int4Linear]:
+    """Random codes, as many layers as fill _FAR."""
+    num_in, num_out, group = LINEAR_SHAPE[0], LINEAR_SHAPE[1], 64
+    shape = (num_out, num_in // group)
+    codes = torch.randint(0, 16, (num_out, num_in), dtype=torch.uint8)
+    scales = torch.rand(shape) + 0.1
+    zeros = torch.randint(0, 16, shape, dtype=torch.uint8) if kind == "int4 zeros" else None
+    count = 2 if quick else _FAR // (num_in * num_out // 2)
+    return [
+        Int4Linear(codes, scales, zeros, None, group=group, is_nf4=kind == "nf4")
+        for _ in range(count)
+    ]
+
+
+def int4_cases(quick: bool) -> Iterator[Case]:
+    """Bound by their bytes at few rows, by the multiply-adds from 16 on."""
+    num_in, num_out = LINEAR_SHAPE
+    for kind in INT4_KINDS:
+        ops = _int4_layers(kind, quick)
+        size_bytes = sum(op.size_bytes for op in ops)
+        for rows in (1, 16) if quick else (1, 4, 8, 16, 64, 512):
+            x = torch.randn(rows, num_in)
+            is_read = rows <= 8
+            yield Case(
+                f"{kind} linear",
+                f"M={rows} K={num_in} N={num_out}",
+                "read" if is_read else "i8",
+                size_bytes if is_read else 2.0 * rows * num_in * num_out * len(ops),
+                0.8 if is_read else 0.6,
+                partial(_apply_all, ops, x),
+            )
 
 
 class KV:
@@ -289,7 +324,7 @@ def _moving(
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    for make in (linear_cases, decode_cases, prefill_cases, fused_cases):
+    for make in (linear_cases, int4_cases, decode_cases, prefill_cases, fused_cases):
         yield from make(quick)
 
 

@@ -224,7 +224,7 @@ def evaluate(
         evaluate_cli.run(
             model,
             text,
-            precision or list(evaluate_cli.DEFAULT_PRECISIONS),
+            precision,
             max_tokens=max_tokens,
             window=window,
             kv_group=kv_group,

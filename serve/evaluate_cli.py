@@ -10,10 +10,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.evaluate import Evaluation, evaluate
+from serve.models import read_spec
 
-DEFAULT_PRECISIONS = ("float32", "bfloat16", "int8/float32", "float32/int8", "int8")
+PLAIN_PRECISIONS = ("float32", "bfloat16", "int8/float32", "float32/int8", "int8")
+PACKED_PRECISIONS = ("int8/float32", "int8")
 _HELDOUT = Path(__file__).parents[1] / "bench" / "data" / "heldout.txt"
 MAX_TEXT_BYTES = 64 << 20
 
@@ -21,14 +24,14 @@ MAX_TEXT_BYTES = 64 << 20
 def run(
     model: str,
     text_file: Path | None,
-    precisions: Sequence[str],
+    precisions: Sequence[str] | None,
     *,
     max_tokens: int,
     window: int,
     kv_group: int,
     json_file: Path | None,
 ) -> None:
-    """Print the table; ConfigError and OSError go to the caller."""
+    """Print the table; None takes what the checkpoint can be had in. Errors go to the caller."""
     if max_tokens < 2 or window < 2:
         raise ConfigError("max_tokens and window must be at least 2")
     file = text_file or _HELDOUT
@@ -38,6 +41,9 @@ def run(
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file} is not UTF-8 text: {error}") from error
+    if precisions is None:
+        is_packed = read_spec(EngineConfig(model=model).model_path).packed is not None
+        precisions = PACKED_PRECISIONS if is_packed else PLAIN_PRECISIONS
     console = Console()
     with Console(stderr=True).status("loading") as status:
         results = evaluate(

@@ -76,7 +76,11 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
         token_bytes=layout.token_bytes,
         tile_tokens=layout.tile_tokens,
     )
-    attention = _attention(layout, memory.reserve(kv.total_bytes), kv.total_bytes, backend)
+    try:
+        attention = _attention(layout, memory.reserve(kv.total_bytes), kv.total_bytes, backend)
+    except BaseException:
+        memory.close()
+        raise
     logger.info(
         "%s: %s, context %d, %d K/V pages of %d KiB (%d bytes a token)",
         config.model_name,

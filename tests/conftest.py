@@ -8,3 +8,22 @@ import os
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Nothing is ever downloaded.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+
+from ops import native
+
+
+@pytest.fixture(params=native.library().instruction_sets() if native.is_available() else [])
+def isa(request):
+    """Each set of native kernels that runs on this machine, in turn."""
+    before = native.instruction_set()
+    assert native.library().choose_instruction_set(request.param)
+    yield request.param
+    assert native.library().choose_instruction_set(before)
+
+
+@pytest.fixture
+def seeded():
+    torch.manual_seed(0)

@@ -19,21 +19,11 @@ from ops.native import Int8Attention, Int8AttentionStep, Int8Linear
 from ops.reference import ReferenceBackend
 from quant.kv import GROUPS, TILE_TOKENS, Int8KVFormat, fitting_group
 
-pytestmark = pytest.mark.skipif(not native.is_available(), reason="native kernels not built")
+pytestmark = [
+    pytest.mark.skipif(not native.is_available(), reason="native kernels not built"),
+    pytest.mark.usefixtures("seeded"),
+]
 REFERENCE = ReferenceBackend()
-
-
-@pytest.fixture(params=native.library().instruction_sets() if native.is_available() else [])
-def isa(request):
-    before = native.instruction_set()
-    assert native.library().choose_instruction_set(request.param)
-    yield request.param
-    assert native.library().choose_instruction_set(before)
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
 
 
 # -- linear layers

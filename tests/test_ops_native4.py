@@ -14,23 +14,13 @@ from ops.native import GROUPS4, Int8Linear, split_scales
 from ops.reference import ReferenceBackend
 from quant.int4 import Int4Weight, quantize_int4, quantize_nf4
 
-pytestmark = pytest.mark.skipif(not native.is_available(), reason="native kernels not built")
+pytestmark = [
+    pytest.mark.skipif(not native.is_available(), reason="native kernels not built"),
+    pytest.mark.usefixtures("seeded"),
+]
 REFERENCE = ReferenceBackend()
 KINDS = ["centred", "zeros", "nf4"]
 SHAPES = [(1, 64, 32), (3, 100, 70), (13, 640, 96), (5, 33, 1), (40, 1024, 300), (200, 96, 32)]
-
-
-@pytest.fixture(params=native.library().instruction_sets() if native.is_available() else [])
-def isa(request):
-    before = native.instruction_set()
-    assert native.library().choose_instruction_set(request.param)
-    yield request.param
-    assert native.library().choose_instruction_set(before)
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
 
 
 def random_weight(num_out: int, num_in: int, kind: str, group: int = 64) -> Int4Weight:

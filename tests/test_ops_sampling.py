@@ -22,16 +22,6 @@ SIZES = [1, 5, 16, 65, 256, 1024, 1025, 5000, 40000]
 MARGIN = 1e-9
 
 
-@pytest.fixture(params=["avx512", "avx2", "portable"])
-def instructions(request):
-    library = native.library()
-    before = library.instruction_set()
-    if not library.choose_instruction_set(request.param):
-        pytest.skip("not on this machine")
-    yield request.param
-    library.choose_instruction_set(before)
-
-
 @pytest.fixture
 def threads():
     before = native.num_threads()
@@ -121,7 +111,7 @@ CUTS = [
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_argmax_is_the_first_of_the_largest(instructions, size):
+def test_argmax_is_the_first_of_the_largest(isa, size):
     for kind in ("normal", "ties", "flat", "holes"):
         rows = strided(make_rows(kind, size))
         got = sampling.argmax(rows)
@@ -135,7 +125,7 @@ def test_argmax_is_the_first_of_the_largest(instructions, size):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["normal", "peaked", "ties", "flat", "holes"])
-def test_draws_what_the_definition_says(instructions, kind, size):
+def test_draws_what_the_definition_says(isa, kind, size):
     rows = make_rows(kind, size)
     decided = 0
     for cut, temperature, seed in itertools.product(CUTS, (0.7, 1.0), range(2)):
@@ -153,7 +143,7 @@ def test_draws_what_the_definition_says(instructions, kind, size):
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 50, "top_p": 0.9}, {"top_k": 50}])
-def test_the_last_kept_token(instructions, cut):
+def test_the_last_kept_token(isa, cut):
     """A uniform number just below 1 shows where the cut is."""
     u = uniform(range(1_000_000), [1] * 1_000_000)
     seed = int(u.argmax())
@@ -166,7 +156,7 @@ def test_the_last_kept_token(instructions, cut):
                 assert got["token"][i] == expected.token
 
 
-def test_a_row_does_not_depend_on_the_batch_or_the_threads(instructions, threads):
+def test_a_row_does_not_depend_on_the_batch_or_the_threads(isa, threads):
     torch.manual_seed(2)
     rows = torch.randn(11, 40000) * 3
     choices = [
@@ -186,7 +176,7 @@ def test_a_row_does_not_depend_on_the_batch_or_the_threads(instructions, threads
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["normal", "ties", "holes"])
-def test_logprobs(instructions, kind, size):
+def test_logprobs(isa, kind, size):
     rows = make_rows(kind, size)
     count = min(20, size)
     choices = [
@@ -209,7 +199,7 @@ def test_logprobs(instructions, kind, size):
         assert best == pytest.approx(expected[i, order].numpy(), abs=2e-6, rel=1e-6)
 
 
-def test_forbidden_and_biased_tokens(instructions):
+def test_forbidden_and_biased_tokens(isa):
     rows = torch.zeros(2, 300)
     choice = sampling.Choice(seed=0, temperature=1.0, biases={7: 50.0, 9: 60.0}, forbidden=[9])
     packed = sampling.plans(2)
@@ -228,7 +218,7 @@ def test_a_token_beyond_the_vocabulary_is_refused():
             sampling.draw(torch.zeros(1, 20), packed)
 
 
-def test_rows_without_a_finite_maximum_still_give_a_token(instructions):
+def test_rows_without_a_finite_maximum_still_give_a_token(isa):
     bad = torch.randn(4, 2000)
     bad[0] = float("-inf")
     bad[1] = float("nan")

@@ -75,15 +75,9 @@ class Linear {
     norm_ = {static_cast<NormKind>(kind), pointer<float>(weight), pointer<float>(bias), eps};
   }
 
-  // The first half of run, for measuring it alone.
-  void only_quantize(uintptr_t x, size_t x_stride, int x_type, int rows) const {
-    nb::gil_scoped_release release;
-    quantize(x, x_stride, x_type, rows);
-  }
-
   size_t bytes() const { return packed_.bytes() + scales_.bytes(); }
 
- protected:
+  // The first half of a run: norm and rounding, into memory of the calling thread.
   Quantized quantize(uintptr_t x, size_t x_stride, int x_type, int rows) const {
     const Quantized quantized = scratch(rows, op_.num_in_padded);
     const Rows in{pointer<void>(x), x_stride, static_cast<DType>(x_type)};
@@ -91,6 +85,7 @@ class Linear {
     return quantized;
   }
 
+ protected:
   // The row of the weight that is lane c of a panel, or -1. Gated: 16 gates, then their factors.
   int channel(int panel, int c) const {
     const int n = op_.is_gated ? panel * 16 + c % 16 : panel * PANEL + c;
@@ -141,11 +136,8 @@ class Int8Linear : public Linear {
     });
   }
 
-  void run(uintptr_t x, size_t x_stride, int x_type, int rows, uintptr_t out, size_t out_stride,
-           int out_type, bool add) const {
-    nb::gil_scoped_release release;
-    const Quantized quantized = quantize(x, x_stride, x_type, rows);
-    kernels().linear_int8(op_, quantized, rows, pointer<void>(out), out_stride, static_cast<DType>(out_type), add);
+  void multiply(const Quantized& x, int rows, void* out, size_t out_stride, DType type, bool add) const {
+    kernels().linear_int8(op_, x, rows, out, out_stride, type, add);
   }
 
  private:
@@ -174,11 +166,8 @@ class Int4Linear : public Linear {
     });
   }
 
-  void run(uintptr_t x, size_t x_stride, int x_type, int rows, uintptr_t out, size_t out_stride,
-           int out_type, bool add) const {
-    nb::gil_scoped_release release;
-    const Quantized quantized = quantize(x, x_stride, x_type, rows);
-    kernels().linear_int4(op4_, quantized, rows, pointer<void>(out), out_stride, static_cast<DType>(out_type), add);
+  void multiply(const Quantized& x, int rows, void* out, size_t out_stride, DType type, bool add) const {
+    kernels().linear_int4(op4_, x, rows, out, out_stride, type, add);
   }
 
  private:
@@ -215,9 +204,16 @@ template <class T>
 nb::class_<T>& with_common(nb::class_<T>& c) {
   return c.def("set_norm", [](T& self, int kind, uintptr_t weight, uintptr_t bias,
                               float eps) { self.set_norm(kind, weight, bias, eps); })
-      .def("run", &T::run)
-      .def("only_quantize", [](const T& self, uintptr_t x, size_t stride, int type,
-                               int rows) { self.only_quantize(x, stride, type, rows); })
+      .def("run", [](const T& self, uintptr_t x, size_t x_stride, int x_type, int rows, uintptr_t out,
+                     size_t out_stride, int out_type, bool add) {
+        nb::gil_scoped_release release;
+        const Quantized quantized = self.quantize(x, x_stride, x_type, rows);
+        self.multiply(quantized, rows, pointer<void>(out), out_stride, static_cast<DType>(out_type), add);
+      })
+      .def("only_quantize", [](const T& self, uintptr_t x, size_t stride, int type, int rows) {
+        nb::gil_scoped_release release;
+        self.quantize(x, stride, type, rows);
+      })
       .def_prop_ro("bytes", [](const T& self) { return self.bytes(); });
 }
 

@@ -219,22 +219,28 @@ MS_INLINE f32x16 erf(f32x16 x) {
   return select(x < 0, -y, y);
 }
 
+#if defined(__AVX2__)
+// acc + f(a, b), which works on half a vector at a time.
+template <class F>
+MS_INLINE i32x16 add_halves(i32x16 acc, i32x16 a, i32x16 b, F&& f) {
+  struct Halves { __m256i v[2]; } x, y, z;
+  std::memcpy(&x, &acc, 64), std::memcpy(&y, &a, 64), std::memcpy(&z, &b, 64);
+  for (int i = 0; i < 2; i++) x.v[i] = _mm256_add_epi32(x.v[i], f(y.v[i], z.v[i]));
+  return load<i32x16>(&x);
+}
+#endif
+
 // acc[i] += sum over j < 4 of unsigned byte w[4i + j] * signed byte x[4i + j].
 MS_INLINE i32x16 dot_u8_i8(i32x16 acc, i32x16 w, i32x16 x) {
 #if defined(__AVX512VNNI__)
   return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
 #elif defined(__AVX2__)
-  struct Halves { __m256i v[2]; } a, b, c;
-  std::memcpy(&a, &acc, 64), std::memcpy(&b, &w, 64), std::memcpy(&c, &x, 64);
-  const __m256i low = _mm256_set1_epi16(0xff);
-  for (int i = 0; i < 2; i++) {
-    const __m256i even = _mm256_madd_epi16(
-        _mm256_and_si256(b.v[i], low), _mm256_srai_epi16(_mm256_slli_epi16(c.v[i], 8), 8));
-    const __m256i odd =
-        _mm256_madd_epi16(_mm256_srli_epi16(b.v[i], 8), _mm256_srai_epi16(c.v[i], 8));
-    a.v[i] = _mm256_add_epi32(a.v[i], _mm256_add_epi32(even, odd));
-  }
-  return load<i32x16>(&a);
+  return add_halves(acc, w, x, [](__m256i u, __m256i s) MS_LAMBDA {
+    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(0xff)),
+                                           _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
+    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
+    return _mm256_add_epi32(even, odd);
+  });
 #else
   for (int j = 0; j < 4; j++)
     acc += (i32x16)(((u32x16)w >> (8 * j)) & 255) * ((i32x16)((u32x16)x << (24 - 8 * j)) >> 24);
@@ -246,10 +252,7 @@ MS_INLINE i32x16 dot_i16(i32x16 acc, i32x16 v, i32x16 p) {
 #if defined(__AVX512VNNI__)
   return (i32x16)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)v, (__m512i)p);
 #elif defined(__AVX2__)
-  struct Halves { __m256i v[2]; } a, b, c;
-  std::memcpy(&a, &acc, 64), std::memcpy(&b, &v, 64), std::memcpy(&c, &p, 64);
-  for (int i = 0; i < 2; i++) a.v[i] = _mm256_add_epi32(a.v[i], _mm256_madd_epi16(b.v[i], c.v[i]));
-  return load<i32x16>(&a);
+  return add_halves(acc, v, p, [](__m256i a, __m256i b) MS_LAMBDA { return _mm256_madd_epi16(a, b); });
 #else
   const i32x16 low = ((i32x16)((u32x16)v << 16) >> 16) * ((i32x16)((u32x16)p << 16) >> 16);
   return acc + low + (v >> 16) * (p >> 16);
