@@ -95,18 +95,19 @@ template <class Sum>
 void finish_panel(const LinearInt8& op, const Sum* c, int rows, int first_row, int panel,
                   const Quantized& x, void* out, size_t out_stride, DType type, bool add) {
   const int n = panel * PANEL;
-  const float* scale = op.scales + n;
-  const float* bias = op.bias ? op.bias + n : nullptr;
   const size_t size = type == DType::f32 ? 4 : 2;
+  f32x16 scale[2], bias[2];
+  for (int h = 0; h < 2; h++) {
+    scale[h] = load<f32x16>(op.scales + n + 16 * h);
+    bias[h] = op.bias ? load<f32x16>(op.bias + n + 16 * h) : f32x16{};
+  }
   for (int m = 0; m < rows; m++) {
     char* row = static_cast<char*>(out) + (first_row + m) * out_stride * size;
     const i32x16 offset = splat_i32(128 * x.sums[first_row + m]);
     const f32x16 xs = splat(x.scales[first_row + m]);
     f32x16 y[2];
-    for (int h = 0; h < 2; h++) {
-      y[h] = total(c + m * PANEL + 16 * h, offset) * xs * load<f32x16>(scale + 16 * h);
-      if (bias) y[h] += load<f32x16>(bias + 16 * h);
-    }
+    for (int h = 0; h < 2; h++)
+      y[h] = fma(total(c + m * PANEL + 16 * h, offset) * xs, scale[h], bias[h]);
     if (op.is_gated) {  // 16 gates beside their 16 factors
       put(row, type, n / 2, activate(y[0], op.activation) * y[1], op.num_out - n / 2);
       continue;
@@ -117,8 +118,9 @@ void finish_panel(const LinearInt8& op, const Sum* c, int rows, int first_row, i
       f32x16 v = activate(y[h], op.activation);
       if (add) {
         float old[16] = {};
-        std::memcpy(old, reinterpret_cast<float*>(row) + n + 16 * h, 4 * (left < 16 ? left : 16));
-        v += load<f32x16>(old);
+        const float* at = reinterpret_cast<float*>(row) + n + 16 * h;
+        if (left < 16) std::memcpy(old, at, 4 * left);
+        v += load<f32x16>(left < 16 ? old : at);
       }
       put(row, type, n + 16 * h, v, left);
     }
@@ -153,7 +155,6 @@ void panel_rows(const LinearInt8& op, int panel, int first_row, int rows, const 
     const bool is_last = q + some == quads;
     for (int g = 0, m = 0; g < groups; g++) {
       const int mr = (rows - m + groups - g - 1) / (groups - g);
-      if (is_last) touch_output(op, panel, first_row + m, mr, out, out_stride, type);
       // The next slice comes with the first two groups, one half each. With many rows it would
       // push them out of L1 so early: then it goes to L2, and to L1 with the last two groups. The
       // groups between fetch the rows that follow.
@@ -161,12 +162,15 @@ void panel_rows(const LinearInt8& op, int panel, int first_row, int rows, const 
       const int half = g < 2 ? g : is_many && g >= groups - 2 ? g - groups + 2 : -1;
       const uint8_t* next = half < 0 ? reinterpret_cast<const uint8_t*>(xs + (m + mr) * SLICE)
                                      : slice + SLICE_QUADS * (128 + 64 * half);
+      if (is_last) touch_output(op, panel, first_row + m, mr, out, out_stride, type);
       (is_many && g < 2 ? MICRO_L2 : MICRO_L1)
           .at[mr - 1](slice, xs + m * SLICE, c + m * PANEL, some, q == 0, next);
+      // At once, as the lines asked for above are in cache: those of many rows have few places there.
+      if (is_last) finish_panel(op, c + m * PANEL, mr, first_row + m, panel, x, out, out_stride, type, add);
       m += mr;
     }
   }
-  finish_panel(op, c, rows, first_row, panel, x, out, out_stride, type, add);
+  if (groups == 1) finish_panel(op, c, rows, first_row, panel, x, out, out_stride, type, add);
 }
 
 // f(panel, first row, rows) for all panels and blocks of rows, by the whole team.

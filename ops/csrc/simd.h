@@ -184,10 +184,9 @@ MS_INLINE f32x16 from_half(const uint16_t* p) {
 #endif
 }
 
-// 2^x for x <= 0 (clamped at -126), relative error below 2e-7: split at the nearest integer, then
-// the Taylor series of exp(r ln 2) for |r| <= 1/2.
-MS_INLINE f32x16 exp2_neg(f32x16 x) {
-  x = max(x, splat(-126.0f));
+// 2^x for -126 <= x <= 126, relative error below 2e-7: split at the nearest integer, then the
+// Taylor series of exp(r ln 2) for |r| <= 1/2.
+MS_INLINE f32x16 exp2_small(f32x16 x) {
   const i32x16 whole = to_int_nearest(x);
   const f32x16 r = x - to_float(whole);
   f32x16 y = splat(1.5403530e-4f);
@@ -199,11 +198,10 @@ MS_INLINE f32x16 exp2_neg(f32x16 x) {
   y = fma(y, r, splat(1.0f));
   return (f32x16)((i32x16)y + (whole << 23));
 }
+MS_INLINE f32x16 exp2_neg(f32x16 x) { return exp2_small(max(x, splat(-126.0f))); }  // for x <= 0
 constexpr float LOG2E = 1.44269504f, LN2 = 0.69314718f;
 MS_INLINE f32x16 exp(f32x16 x) {  // clamped to what a float can hold
-  x = min(max(x * LOG2E, splat(-126.0f)), splat(126.0f));
-  const f32x16 down = exp2_neg(select(x > 0, x - 126.0f, x));
-  return select(x > 0, down * 8.507059e37f, down);  // 2^126
+  return exp2_small(min(max(x * LOG2E, splat(-126.0f)), splat(126.0f)));
 }
 MS_INLINE f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + exp(-x)); }
 MS_INLINE f32x16 tanh(f32x16 x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
