@@ -15,7 +15,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
@@ -143,8 +143,8 @@ def _apply_all(layers: Sequence[LinearOp], x: Tensor) -> None:
         layer(x)
 
 
-def _attend_all(ops: list[Int8Attention], step: Int8AttentionStep, q: Tensor) -> None:
-    for op in ops:
+def _attend_all(kv: KV, step: Int8AttentionStep, q: Tensor) -> None:
+    for op in kv.ops:
         op.attend(step, q)
 
 
@@ -182,7 +182,10 @@ def int4_cases(quick: bool) -> Iterator[Case]:
 
 
 class KV:
-    """Int8 K/V of some sequences of one length, in several layers, filled with random values."""
+    """Int8 K/V of some sequences of one length, in several layers, filled with random values.
+
+    The kernels know only its address: whoever runs them holds on to it.
+    """
 
     def __init__(self, sequences: int, context: int, dim: int, layers: int) -> None:
         form = Int8KVFormat(KV_HEADS, dim, 64)
@@ -231,7 +234,7 @@ def decode_cases(quick: bool) -> Iterator[Case]:
             "read",
             kv.bytes_read,
             0.8,
-            partial(_attend_all, kv.ops, step, q),
+            partial(_attend_all, kv, step, q),
             peer=partial(
                 functional.scaled_dot_product_attention, query, keys, keys, enable_gqa=True
             ),
@@ -252,7 +255,7 @@ def prefill_cases(quick: bool) -> Iterator[Case]:
             "bf16",
             4 * HEADS * dim * (rows * past + rows * (rows + 1) // 2),
             0.5,
-            partial(_attend_all, kv.ops, step, q),
+            partial(_attend_all, kv, step, q),
         )
 
 
@@ -285,14 +288,22 @@ def _append_case(rows: int, dim: int, far: int) -> Case:
     angle = torch.randn(rows, dim // 2)
     rotation = (angle.cos(), angle.sin())
     k = torch.ones(max(16, far // (rows * token_bytes)), 2, rows, KV_HEADS, dim)
-    turn = itertools.cycle(kv.ops)
-    return _moving(
-        "RoPE + append",
-        rows,
-        token_bytes,
-        k,
-        lambda part: next(turn).append(step, part[0], part[1], rotation),
+    pairs = list(zip(itertools.cycle(kv.ops), *k.unbind(1), strict=False))
+    return replace(
+        _moving("RoPE + append", rows, token_bytes, k, lambda _: None),
+        run=partial(_append_all, kv, step, pairs, rotation),
     )
+
+
+def _append_all(
+    kv: KV,
+    step: Int8AttentionStep,
+    pairs: list[tuple[Int8Attention, Tensor, Tensor]],
+    rotation: tuple[Tensor, Tensor],
+) -> None:
+    """kv is only held on to: the steps know addresses."""
+    for op, k, v in pairs:
+        op.append(step, k, v, rotation)
 
 
 def _moving(

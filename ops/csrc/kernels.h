@@ -66,7 +66,7 @@ constexpr size_t group_bytes(int group, Codes codes) {
   return 64 + (codes == Codes::with_zeros ? 64 : 0) + static_cast<size_t>(group) * 16;
 }
 
-// Where one layer's K and V lie in a tile of TILE tokens (see attention.inl).
+// Where one layer's K and V lie in a tile of TILE tokens (see kv_tiles.inl).
 constexpr int TILE = 16, MAX_HEAD_DIM = 512, MAX_GROUPS = MAX_HEAD_DIM / 8;
 struct CacheLayer {
   size_t offset_bytes;  // from the start of a tile

@@ -14,6 +14,7 @@ using namespace ms;
 #include "rows.inl"
 #include "gemm.inl"
 #include "gemm4.inl"
+#include "kv_tiles.inl"
 #include "attention.inl"
 #include "attention_plain.inl"
 #include "ceilings.inl"

@@ -109,19 +109,20 @@ void quantize_rows(const Rows& in, int rows, int num_in, const Norm& norm, const
   });
 }
 
-// Pairs (i, i + half) of the first 2 * half elements turn by the row's angles.
-MS_INLINE void rotate_head(float* x, const float* cos, const float* sin, int half) {
+// to = x with the pairs (i, i + half) of its first 2 * half elements turned by the row's angles.
+// to may be x.
+MS_INLINE void rotate_head(float* to, const float* x, const float* cos, const float* sin, int half) {
   int i = 0;
   for (; i + 16 <= half; i += 16) {
     const f32x16 a = load<f32x16>(x + i), b = load<f32x16>(x + half + i);
     const f32x16 c = load<f32x16>(cos + i), s = load<f32x16>(sin + i);
-    store(x + i, a * c - b * s);
-    store(x + half + i, b * c + a * s);
+    store(to + i, a * c - b * s);
+    store(to + half + i, b * c + a * s);
   }
   for (; i < half; i++) {
     const float a = x[i], b = x[half + i];
-    x[i] = a * cos[i] - b * sin[i];
-    x[half + i] = b * cos[i] + a * sin[i];
+    to[i] = a * cos[i] - b * sin[i];
+    to[half + i] = b * cos[i] + a * sin[i];
   }
 }
 
@@ -129,9 +130,11 @@ void rotate(float* x, size_t stride, int rows, int heads, int head_dim, const Ro
   const int share = 1 + 8192 / (heads * head_dim);
   ms::Team::get().parallel((rows + share - 1) / share, [&](int task) {
     for (int m = task * share; m < rows && m < (task + 1) * share; m++)
-      for (int h = 0; h < heads; h++)
-        rotate_head(x + m * stride + h * head_dim, by.cos + static_cast<size_t>(m) * by.half,
-                    by.sin + static_cast<size_t>(m) * by.half, by.half);
+      for (int h = 0; h < heads; h++) {
+        float* head = x + m * stride + h * head_dim;
+        const size_t at = static_cast<size_t>(m) * by.half;
+        rotate_head(head, head, by.cos + at, by.sin + at, by.half);
+      }
   });
 }
 

@@ -171,6 +171,14 @@ MS_INLINE uint16_t scale_to_half(float x) {
   bits += 0x1fff;
   return static_cast<uint16_t>((bits >> 13) - (112u << 10));
 }
+MS_INLINE void scales_to_half(uint16_t* to, f32x16 x) {
+#if defined(__AVX512F__)
+  const f32x16 finite = min(x, splat(65504.0f));
+  store(to, (u16x16)_mm512_cvtps_ph((__m512)finite, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC));
+#else
+  for (int i = 0; i < 16; i++) to[i] = scale_to_half(x[i]);
+#endif
+}
 MS_INLINE f32x16 from_half(const uint16_t* p) {
 #if defined(__AVX512F__)
   return (f32x16)_mm512_cvtph_ps((__m256i)load<u16x16>(p));
