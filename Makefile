@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard ops/csrc/*)
 
-.PHONY: serve test check format bench clean
+.PHONY: serve test check format bench cross-aarch64 clean
 
 serve: $(VENV)/.serve
 	$(BIN)/serve run --port $(PORT)
@@ -31,6 +31,17 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m bench.engine_overhead
 	$(BIN)/python -m bench.http_overhead
 	$(BIN)/python -m bench.vs_transformers
+
+# Compiles the library for aarch64 where a cross compiler is installed (Debian:
+# g++-aarch64-linux-gnu; CROSS_FLAGS for another one), with the headers of this Python.
+CROSS_CXX ?= aarch64-linux-gnu-g++
+CROSS_FLAGS ?= -Wall -Wextra
+cross-aarch64: | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check cmake nanobind
+	$(BIN)/cmake -S . -B build/aarch64 -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+		-DCMAKE_CXX_COMPILER=$(CROSS_CXX) -DCMAKE_CXX_FLAGS="$(CROSS_FLAGS)" \
+		-DPython_EXECUTABLE=$(abspath $(BIN))/python
+	$(BIN)/cmake --build build/aarch64 --parallel
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -32,6 +32,10 @@ MS_INLINE i32x16 factors(i32x16 codes) {
   std::memcpy(&v, &codes, 64);
   v.lo = _mm256_shuffle_epi8(table, v.lo), v.hi = _mm256_shuffle_epi8(table, v.hi);
   return load<i32x16>(&v);
+#elif defined(__aarch64__)
+  return by_quarters([](int32x4_t v) MS_LAMBDA {
+    return (int32x4_t)vqtbl1q_u8(load<uint8x16_t>(NF4_BYTES), (uint8x16_t)v);
+  }, codes);
 #else
   uint8_t bytes[64];
   store(bytes, codes);

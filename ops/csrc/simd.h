@@ -15,6 +15,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define MS_INLINE inline __attribute__((always_inline))
@@ -58,8 +60,24 @@ MS_INLINE void unroll(F&& f) {
   unroll_each(f, std::make_index_sequence<N>{});
 }
 
+#if defined(__aarch64__)
+// f on each quarter of the vectors; left to itself, gcc 12 moves them through memory.
+template <class F, class... V>
+MS_INLINE i32x16 by_quarters(F&& f, const V&... all) {
+  int32x4_t result[4];
+  for (int i = 0; i < 4; i++) result[i] = f(load<int32x4_t>(reinterpret_cast<const char*>(&all) + 16 * i)...);
+  return load<i32x16>(result);
+}
+MS_INLINE i32x16 splat_i32(int32_t x) {
+  return by_quarters([&]() MS_LAMBDA { return vdupq_n_s32(x); });
+}
+MS_INLINE f32x16 splat(float x) {
+  return (f32x16)by_quarters([&]() MS_LAMBDA { return vreinterpretq_s32_f32(vdupq_n_f32(x)); });
+}
+#else
 MS_INLINE f32x16 splat(float x) { return f32x16{} + x; }
 MS_INLINE i32x16 splat_i32(int32_t x) { return i32x16{} + x; }
+#endif
 MS_INLINE i32x16 splat_bytes(const void* four) {
   int32_t x;
   std::memcpy(&x, four, 4);
@@ -75,6 +93,10 @@ MS_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
   z.lo = _mm256_fmadd_ps(x.lo, y.lo, z.lo);
   z.hi = _mm256_fmadd_ps(x.hi, y.hi, z.hi);
   return load<f32x16>(&z);
+#elif defined(__aarch64__)
+  return (f32x16)by_quarters([](int32x4_t x, int32x4_t y, int32x4_t z) MS_LAMBDA {
+    return (int32x4_t)vfmaq_f32((float32x4_t)z, (float32x4_t)x, (float32x4_t)y);
+  }, a, b, c);
 #else
   return a * b + c;
 #endif
@@ -86,6 +108,10 @@ MS_INLINE f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) {
 MS_INLINE f32x16 max(f32x16 a, f32x16 b) {
 #if defined(__AVX512F__)
   return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__aarch64__)
+  return (f32x16)by_quarters([](int32x4_t x, int32x4_t y) MS_LAMBDA {
+    return vbslq_s32(vcgtq_f32((float32x4_t)x, (float32x4_t)y), x, y);
+  }, a, b);
 #else
   return select(a > b, a, b);
 #endif
@@ -93,6 +119,10 @@ MS_INLINE f32x16 max(f32x16 a, f32x16 b) {
 MS_INLINE f32x16 min(f32x16 a, f32x16 b) {
 #if defined(__AVX512F__)
   return (f32x16)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__aarch64__)
+  return (f32x16)by_quarters([](int32x4_t x, int32x4_t y) MS_LAMBDA {
+    return vbslq_s32(vcltq_f32((float32x4_t)x, (float32x4_t)y), x, y);
+  }, a, b);
 #else
   return select(a < b, a, b);
 #endif
@@ -102,20 +132,34 @@ MS_INLINE f32x16 absolute(f32x16 a) { return (f32x16)((i32x16)a & 0x7fffffff); }
 // The sum or the largest of all lanes, in every lane. Lanes are folded in halves, in one fixed
 // order whatever the machine.
 constexpr i32x16 LANES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-MS_INLINE f32x16 swap_lanes(f32x16 v, int by) {
-  return __builtin_shuffle(v, LANES ^ by);
+template <int BY>
+MS_INLINE f32x16 swap_lanes(f32x16 v) {
+#if defined(__clang__)
+  return __builtin_shufflevector(v, v, BY, 1 ^ BY, 2 ^ BY, 3 ^ BY, 4 ^ BY, 5 ^ BY, 6 ^ BY, 7 ^ BY, 8 ^ BY,
+                                 9 ^ BY, 10 ^ BY, 11 ^ BY, 12 ^ BY, 13 ^ BY, 14 ^ BY, 15 ^ BY);
+#elif defined(__aarch64__)
+  float32x4_t x[4], y[4];
+  std::memcpy(x, &v, 64);
+  for (int i = 0; i < 4; i++) {
+    const float32x4_t q = x[i ^ BY / 4];
+    y[i] = BY == 1 ? vrev64q_f32(q) : BY == 2 ? vextq_f32(q, q, 2) : q;
+  }
+  return load<f32x16>(y);
+#else
+  return __builtin_shuffle(v, LANES ^ BY);
+#endif
 }
 MS_INLINE f32x16 sum_all(f32x16 v) {
-  v += swap_lanes(v, 8);
-  v += swap_lanes(v, 4);
-  v += swap_lanes(v, 2);
-  return v + swap_lanes(v, 1);
+  v += swap_lanes<8>(v);
+  v += swap_lanes<4>(v);
+  v += swap_lanes<2>(v);
+  return v + swap_lanes<1>(v);
 }
 MS_INLINE f32x16 max_all(f32x16 v) {
-  v = max(v, swap_lanes(v, 8));
-  v = max(v, swap_lanes(v, 4));
-  v = max(v, swap_lanes(v, 2));
-  return max(v, swap_lanes(v, 1));
+  v = max(v, swap_lanes<8>(v));
+  v = max(v, swap_lanes<4>(v));
+  v = max(v, swap_lanes<2>(v));
+  return max(v, swap_lanes<1>(v));
 }
 MS_INLINE float reduce_add(f32x16 v) { return sum_all(v)[0]; }
 MS_INLINE float reduce_max(f32x16 v) { return max_all(v)[0]; }
@@ -126,7 +170,13 @@ MS_INLINE int32_t reduce_add(i32x16 v) {
   return sum;
 }
 
-MS_INLINE f32x16 to_float(i32x16 v) { return __builtin_convertvector(v, f32x16); }
+MS_INLINE f32x16 to_float(i32x16 v) {
+#if defined(__aarch64__)
+  return (f32x16)by_quarters([](int32x4_t x) MS_LAMBDA { return (int32x4_t)vcvtq_f32_s32(x); }, v);
+#else
+  return __builtin_convertvector(v, f32x16);
+#endif
+}
 MS_INLINE i32x16 to_int_nearest(f32x16 v) {  // ties to even
 #if defined(__AVX512F__)
   return (i32x16)_mm512_cvtps_epi32((__m512)v);
@@ -185,6 +235,10 @@ MS_INLINE f32x16 from_half(const uint16_t* p) {
 #elif defined(__F16C__)
   struct Halves { __m256 lo, hi; } x = {_mm256_cvtph_ps(load<__m128i>(p)), _mm256_cvtph_ps(load<__m128i>(p + 8))};
   return load<f32x16>(&x);
+#elif defined(__aarch64__)
+  float32x4_t x[4];
+  for (int i = 0; i < 4; i++) x[i] = vcvt_f32_f16(load<float16x4_t>(p + 4 * i));
+  return load<f32x16>(x);
 #else
   float x[16];
   for (int i = 0; i < 16; i++) x[i] = half_to_float(p[i]);
@@ -247,6 +301,20 @@ MS_INLINE i32x16 dot_u8_i8(i32x16 acc, i32x16 w, i32x16 x) {
     const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
     return _mm256_add_epi32(even, odd);
   });
+#elif defined(__aarch64__)
+  return by_quarters([](int32x4_t sum, int32x4_t u, int32x4_t s) MS_LAMBDA {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    return vusdotq_s32(sum, (uint8x16_t)u, (int8x16_t)s);
+#elif defined(__ARM_FEATURE_DOTPROD)  // (u - 128) * s - (-128 * s)
+    const int8x16_t offset = vdupq_n_s8(-128);
+    const int32x4_t added = vdotq_s32(vdupq_n_s32(0), (int8x16_t)s, offset);
+    return vdotq_s32(sum, (int8x16_t)u ^ offset, (int8x16_t)s) - added;
+#else  // 255 * -128 still is an int16
+    const int16x8_t even = ((int16x8_t)u & 255) * (((int16x8_t)s << 8) >> 8);
+    const int16x8_t odd = (int16x8_t)((uint16x8_t)u >> 8) * ((int16x8_t)s >> 8);
+    return vpadalq_s16(vpadalq_s16(sum, even), odd);
+#endif
+  }, acc, w, x);
 #else
   for (int j = 0; j < 4; j++)
     acc += (i32x16)(((u32x16)w >> (8 * j)) & 255) * ((i32x16)((u32x16)x << (24 - 8 * j)) >> 24);
@@ -259,6 +327,11 @@ MS_INLINE i32x16 dot_i16(i32x16 acc, i32x16 v, i32x16 p) {
   return (i32x16)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)v, (__m512i)p);
 #elif defined(__AVX2__)
   return add_halves(acc, v, p, [](__m256i a, __m256i b) MS_LAMBDA { return _mm256_madd_epi16(a, b); });
+#elif defined(__aarch64__)
+  return by_quarters([](int32x4_t sum, int32x4_t a, int32x4_t b) MS_LAMBDA {
+    const int16x8_t x = (int16x8_t)a, y = (int16x8_t)b;
+    return sum + vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y));
+  }, acc, v, p);
 #else
   const i32x16 low = ((i32x16)((u32x16)v << 16) >> 16) * ((i32x16)((u32x16)p << 16) >> 16);
   return acc + low + (v >> 16) * (p >> 16);
@@ -268,6 +341,10 @@ MS_INLINE i32x16 dot_i16(i32x16 acc, i32x16 v, i32x16 p) {
 MS_INLINE i32x16 widen_i8(const int8_t* p) {
 #if defined(__AVX512BW__)
   return (i32x16)_mm512_cvtepi8_epi16((__m256i)load<i8x32>(p));
+#elif defined(__aarch64__)
+  int16x8_t x[4];
+  for (int i = 0; i < 4; i++) x[i] = vmovl_s8(load<int8x8_t>(p + 8 * i));
+  return load<i32x16>(x);
 #else
   return (i32x16) __builtin_convertvector(load<i8x32>(p), i16x32);
 #endif
