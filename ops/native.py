@@ -25,6 +25,8 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
 _NORMS = {"rms": 1, "layer": 2}
 GROUPS4 = (32, 64, 128)
+# Beyond it a sum of products of int8 may not fit 32 bits: 2^31 / (127 * 128).
+MAX_INT8_INPUTS = 132_104
 # Of QLoRA (arXiv 2305.14314), rounded to 127ths as the kernels do.
 NF4_VALUES = tuple(
     n / 127 for n in (-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127)
@@ -71,8 +73,11 @@ class NativeLinear:
         """op: the packed product of the library. num_out: after gating."""
         self._op, self.num_in, self.num_out = op, num_in, num_out
         self._out_dtype = torch.float32 if edges.activation is None else torch.bfloat16
+        self._is_gated = edges.is_gated
         norm = edges.norm
         if norm is not None:
+            assert norm.weight.shape == (num_in,), f"{norm.weight.shape} for {num_in} inputs"
+            assert norm.bias is None or norm.bias.shape == (num_in,), f"{num_in} inputs"
             # kept: the kernel holds their addresses
             self._norm_weight = norm.weight.float().contiguous()
             self._norm_bias = None if norm.bias is None else norm.bias.float().contiguous()
@@ -90,6 +95,7 @@ class NativeLinear:
         else:
             out = residual
             assert out.shape == (rows, self.num_out) and out.dtype == torch.float32
+            assert out.stride(1) == 1 and not self._is_gated, "a dense residual, no gates"
         assert x.shape[1] == self.num_in, f"{x.shape} times [{self.num_out}, {self.num_in}]"
         if x.stride(1) != 1:
             x = x.contiguous()
@@ -124,10 +130,13 @@ class Int8Linear(NativeLinear):
     ) -> None:
         """weight: [out, in] fp32 or bf16 (any other float is converted); copied and packed.
 
-        With scales, [out], it is int8 already and taken as it is: weight * scales.
+        With scales, [out], it is int8 already and taken as it is: weight * scales. ValueError for
+        more than MAX_INT8_INPUTS inputs.
         """
         num_out, num_in = _sizes(weight, edges)
-        bias, kind = _float(bias), _ACTIVATIONS[edges.activation]
+        if num_in > MAX_INT8_INPUTS:
+            raise ValueError(f"{num_in:,} inputs: int8 products sum at most {MAX_INT8_INPUTS:,}")
+        bias, kind = _bias(bias, num_out, edges), _ACTIVATIONS[edges.activation]
         args: tuple[object, ...]
         if scales is not None:
             assert weight.dtype == torch.int8 and scales.shape == weight.shape[:1]
@@ -168,7 +177,8 @@ class Int4Linear(NativeLinear):
         assert group in GROUPS4 and codes.dtype == torch.uint8
         assert not (is_nf4 and zeros is not None)
         assert scales.shape == shape and (zeros is None or zeros.shape == shape), f"{scales.shape}"
-        codes, bias = codes.contiguous(), _float(bias)
+        codes, bias = codes.contiguous(), _bias(bias, num_out, edges)
+        assert int(codes.max()) < 16, "codes of 4 bits"
         halves, channels = split_scales(scales)
         if is_nf4:  # the kernel's values are whole 127ths
             channels = channels / 127
@@ -201,11 +211,17 @@ def split_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
 def _sizes(weight: Tensor, edges: Edges) -> tuple[int, int]:
     """(out after gating, in)"""
     rows, num_in = weight.shape
-    return rows // 2 if edges.is_gated else rows, num_in
+    if not edges.is_gated:
+        return rows, num_in
+    assert rows % 2 == 0 and edges.activation is not None, "gates, as many factors, an activation"
+    return rows // 2, num_in
 
 
-def _float(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.float().contiguous()
+def _bias(bias: Tensor | None, num_out: int, edges: Edges) -> Tensor | None:
+    if bias is None:
+        return None
+    assert bias.shape == ((2 if edges.is_gated else 1) * num_out,), f"{bias.shape} for {num_out}"
+    return bias.float().contiguous()
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -232,6 +232,20 @@ def test_rows_without_a_finite_maximum_still_give_a_token(isa):
         assert got[3] != 7
 
 
+@pytest.mark.parametrize("size", [1000, 2000, 5000])
+def test_a_nan_hides_no_other_logit(isa, size):
+    """Wherever it stands beside the largest one."""
+    for at in [*range(1, 70), size - 1]:
+        logits = torch.randn(1, size)
+        logits[0, 0], logits[0, at] = 50.0, math.nan
+        assert sampling.argmax(logits)[0] == 0, f"NaN at {at}"
+        for cut in ({"top_k": 1}, {"min_p": 0.5}, {"top_k": 1, "top_p": 0.9}, {"top_p": 0.5}, {}):
+            choice = sampling.Choice(seed=3, temperature=1.0, **cut)
+            assert draw(logits.clone(), [choice], [1])["token"].tolist() == [0], (
+                f"NaN at {at}, {cut}"
+            )
+
+
 def test_history_follows_a_growing_list():
     history = sampling.TokenHistory()
     tokens = [3, 1]

@@ -46,8 +46,8 @@ MS_INLINE Scratch scratch_for(int rows, int dim, int groups) {
 
 void round_query(const float* q, const HeadShape& shape, float scale, Scratch& s, int row) {
   f32x16 largest = {};
-  for (int d = 0; d < shape.dim; d += 16) largest = max(largest, absolute(load<f32x16>(q + d)));
-  const float top = reduce_max(largest), step = top > 0.0f ? 16256.0f / top : 0.0f;
+  for (int d = 0; d < shape.dim; d += 16) largest = max_magnitude(largest, load<f32x16>(q + d));
+  const float top = reduce_magnitude(largest), step = top > 0.0f ? 16256.0f / top : 0.0f;
   int32_t* offsets = s.offsets + row * shape.num_groups;
   i32x16 sum = {};
   for (int d = 0; d < shape.dim; d += 16) {
@@ -170,9 +170,9 @@ MS_INLINE void soften(const HeadShape& shape, const AttentionLayer& layer, Scrat
       unroll<TILES>([&](auto t) MS_LAMBDA {
         weight[t] = x[r][t] * scale[t];
         if (MASKED) weight[t] = select(seen[r][t], weight[t], splat(0.0f));
-        largest = max(largest, weight[t]);
+        largest = max_magnitude(largest, weight[t]);
       });
-      largest = max_all(largest);
+      largest = max_magnitude_all(largest);
       const f32x16 step = 32767.0f / max(largest, splat(1e-30f));
       unroll<TILES>([&](auto t) MS_LAMBDA { store_i16(p[g][r] + t * TILE, to_int_nearest(weight[t] * step)); });
       unit[g][r] = largest[0] * (1.0f / 32767.0f);
@@ -299,9 +299,9 @@ MS_INLINE void finish_row(const AttentionLayer& layer, int head, float m, float 
     l = l * keep + exp2_neg(splat(sink - now))[0];
     m = now;
   }
-  const float inverse = l > 0.0f ? keep / l : 0.0f;
+  const float inverse = l == 0.0f ? 0.0f : keep / l;
   for (int d = 0; d < dim; d += 16) store(out + d, load<f32x16>(acc + d) * inverse);
-  if (lse) *lse = l > 0.0f ? (m + __builtin_log2f(l)) * LN2 : NOTHING;
+  if (lse) *lse = l == 0.0f ? NOTHING : (m + __builtin_log2f(l)) * LN2;
 }
 
 struct AttendCall {

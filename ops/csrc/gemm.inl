@@ -241,8 +241,8 @@ void pack_int8(const PackSource& source, const LinearInt8& op, uint8_t* packed, 
         return load<f32x16>(buffer);
       };
       f32x16 largest = splat(0.0f);
-      for (int k = 0; k < op.num_in; k += 16) largest = max(largest, absolute(get(k)));
-      const float top = reduce_max(largest);
+      for (int k = 0; k < op.num_in; k += 16) largest = max_magnitude(largest, get(k));
+      const float top = reduce_magnitude(largest);
       const f32x16 inverse = splat(top > 0.0f ? 127.0f / top : 0.0f);
       scales[panel * PANEL + c] = top / 127.0f;
       uint8_t* lane = to + (c / 16) * 64 + (c % 16) * 4;

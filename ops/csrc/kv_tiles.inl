@@ -70,8 +70,8 @@ MS_INLINE void store_lanes(const HeadShape& shape, const Lane* lanes, int count,
     const int first = g * shape.group, end = first + shape.group;
     for (int i = 0; i < count; i++) {
       f32x16 largest = {};
-      for (int d = first; d < end; d += N) largest = max(largest, absolute(row_at(x[i], DType::f32, d, N)));
-      top[i] = reduce_max(largest);
+      for (int d = first; d < end; d += N) largest = max_magnitude(largest, row_at(x[i], DType::f32, d, N));
+      top[i] = reduce_magnitude(largest);
     }
     scales_to_half(halves, load<f32x16>(top) / 127.0f);
     const f32x16 scale = from_half(halves), inverse = select(scale > 0.0f, 1.0f / scale, splat(0.0f));

@@ -51,7 +51,8 @@ MS_INLINE void moments(const void* row, int n, float eps, float& mean, float& in
   inverse = 1.0f / __builtin_sqrtf(reduce_add(sum[0] + sum[1]) / static_cast<float>(n) + eps);
 }
 
-// next_row: bytes to the row that will follow, which is fetched meanwhile.
+// next_row: bytes to the row that will follow, which is fetched meanwhile. A row with a NaN or an
+// infinity gets such a scale: its products are not finite either.
 template <DType TYPE, NormKind KIND>
 __attribute__((noinline)) void quantize_row(const void* row, size_t next_row, int n,
                                             const Norm& norm, const Quantized& out, int m) {
@@ -70,9 +71,9 @@ __attribute__((noinline)) void quantize_row(const void* row, size_t next_row, in
   const char* next = static_cast<const char*>(row) + next_row;
   for_row<TYPE>(row, n, [&](int k, f32x16 x, auto i) MS_LAMBDA {
     prefetch(next + k * (TYPE == DType::f32 ? 4 : 2));
-    largest[i] = max(largest[i], absolute(value(k, x)));
+    largest[i] = max_magnitude(largest[i], value(k, x));
   });
-  const float top = reduce_max(max(largest[0], largest[1]));
+  const float top = reduce_magnitude(max_magnitude(largest[0], largest[1]));
   const float step = top > 0.0f ? 127.0f / top : 0.0f;
   i32x16 total[2] = {};
   int8_t* to = out.values + m * SLICE;

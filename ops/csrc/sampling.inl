@@ -121,18 +121,22 @@ MS_INLINE f32x16 logits_at(const View& view, int i) {
 
 MS_INLINE f32x16 scaled_at(const View& view, int i) { return logits_at(view, i) / view.temperature; }
 
+// max() gives its second argument where one is NaN: what was found so far must stand there.
 MS_INLINE f32x16 max_of_group(const View& view, int begin) {
   const float* x = view.x + begin;
-  if (view.size - begin >= GROUP)
-    return max(max(load<f32x16>(x), load<f32x16>(x + 16)), max(load<f32x16>(x + 32), load<f32x16>(x + 48)));
-  f32x16 largest = logits_at(view, begin);
-  for (int i = begin + 16; i < view.size; i += 16) largest = max(logits_at(view, i), largest);
+  f32x16 largest = splat(-std::numeric_limits<float>::infinity());
+  if (view.size - begin >= GROUP) {
+    const f32x16 other = max(load<f32x16>(x + 32), max(load<f32x16>(x + 48), largest));
+    return max(max(load<f32x16>(x), max(load<f32x16>(x + 16), largest)), other);
+  }
+  for (int i = begin; i < view.size; i += 16) largest = max(logits_at(view, i), largest);
   return largest;
 }
 
 MS_INLINE f32x16 max_of_block(const float* x) {
+  const f32x16 nothing = splat(-std::numeric_limits<float>::infinity());
   f32x16 largest[8];
-  unroll<8>([&](auto j) MS_LAMBDA { largest[j] = load<f32x16>(x + 16 * j); });
+  unroll<8>([&](auto j) MS_LAMBDA { largest[j] = max(load<f32x16>(x + 16 * j), nothing); });
   for (int i = 128; i < BLOCK; i += 128)
     unroll<8>([&](auto j) MS_LAMBDA {
       largest[j] = max(load<f32x16>(x + i + 16 * j), largest[j]);
@@ -393,6 +397,7 @@ int draw(const View& view, const Draw& plan) {
     if (has_k) keep_best(kept, plan.top_k);
     total = total_of(kept);
   }
+  if (kept.empty()) return first_top(view);
   if (!has_p && !has_k) return walk(kept.data(), kept.size(), 0.0, u * total, false).candidate.token;
   if (!has_p) return descend(kept, u * total, false).candidate.token;
   const Found last = descend(kept, plan.top_p * total, true);

@@ -105,6 +105,7 @@ MS_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 MS_INLINE f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) {
   return (f32x16)(((i32x16)yes & mask) | ((i32x16)no & ~mask));
 }
+// Of max and min: b where one of them is NaN.
 MS_INLINE f32x16 max(f32x16 a, f32x16 b) {
 #if defined(__AVX512F__)
   return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
@@ -161,6 +162,23 @@ MS_INLINE f32x16 max_all(f32x16 v) {
   v = max(v, swap_lanes<2>(v));
   return max(v, swap_lanes<1>(v));
 }
+// The larger magnitudes. Compared as integers NaN is larger than any number, so that it is not lost
+// as it would be in max().
+MS_INLINE f32x16 max_magnitude(f32x16 a, f32x16 b) {
+  const i32x16 x = (i32x16)absolute(a), y = (i32x16)absolute(b);
+#if defined(__AVX512F__)
+  return (f32x16)_mm512_max_epi32((__m512i)x, (__m512i)y);
+#else
+  return select(x > y, (f32x16)x, (f32x16)y);
+#endif
+}
+MS_INLINE f32x16 max_magnitude_all(f32x16 v) {
+  v = max_magnitude(v, swap_lanes<8>(v));
+  v = max_magnitude(v, swap_lanes<4>(v));
+  v = max_magnitude(v, swap_lanes<2>(v));
+  return max_magnitude(v, swap_lanes<1>(v));
+}
+MS_INLINE float reduce_magnitude(f32x16 v) { return max_magnitude_all(v)[0]; }
 MS_INLINE float reduce_add(f32x16 v) { return sum_all(v)[0]; }
 MS_INLINE float reduce_max(f32x16 v) { return max_all(v)[0]; }
 MS_INLINE int32_t reduce_add(i32x16 v) {
@@ -208,9 +226,10 @@ MS_INLINE float half_to_float(uint16_t h) {
   std::memcpy(&x, &bits, 4);
   return x;
 }
-// Not negative and finite: all that a scale can be. Rounds up, so that no value exceeds 127 of it.
+// Of a number that is not negative, as scales are. Rounds up, so that no value exceeds 127 of it.
 MS_INLINE uint16_t scale_to_half(float x) {
   uint32_t bits;
+  if (x != x) return 0x7e00;
   if (x >= 65504.0f) return 0x7bff;
   if (x < 6.103515625e-5f) {  // subnormal halves
     const float steps = x * 16777216.0f;
@@ -223,7 +242,7 @@ MS_INLINE uint16_t scale_to_half(float x) {
 }
 MS_INLINE void scales_to_half(uint16_t* to, f32x16 x) {
 #if defined(__AVX512F__)
-  const f32x16 finite = min(x, splat(65504.0f));
+  const f32x16 finite = min(splat(65504.0f), x);
   store(to, (u16x16)_mm512_cvtps_ph((__m512)finite, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC));
 #else
   for (int i = 0; i < 16; i++) to[i] = scale_to_half(x[i]);
@@ -246,7 +265,7 @@ MS_INLINE f32x16 from_half(const uint16_t* p) {
 #endif
 }
 
-// 2^x for -126 <= x <= 126, relative error below 2e-7: split at the nearest integer, then the
+// 2^x for -126 <= x <= 126 or NaN, relative error below 2e-7: split at the nearest integer, then the
 // Taylor series of exp(r ln 2) for |r| <= 1/2.
 MS_INLINE f32x16 exp2_small(f32x16 x) {
   const i32x16 whole = to_int_nearest(x);
@@ -260,10 +279,10 @@ MS_INLINE f32x16 exp2_small(f32x16 x) {
   y = fma(y, r, splat(1.0f));
   return (f32x16)((i32x16)y + (whole << 23));
 }
-MS_INLINE f32x16 exp2_neg(f32x16 x) { return exp2_small(max(x, splat(-126.0f))); }  // for x <= 0
+MS_INLINE f32x16 exp2_neg(f32x16 x) { return exp2_small(max(splat(-126.0f), x)); }  // for x <= 0
 constexpr float LOG2E = 1.44269504f, LN2 = 0.69314718f;
 MS_INLINE f32x16 exp(f32x16 x) {  // clamped to what a float can hold
-  return exp2_small(min(max(x * LOG2E, splat(-126.0f)), splat(126.0f)));
+  return exp2_small(min(splat(126.0f), max(splat(-126.0f), x * LOG2E)));
 }
 MS_INLINE f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + exp(-x)); }
 MS_INLINE f32x16 tanh(f32x16 x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
