@@ -108,6 +108,35 @@ struct KeyBlock {
   int dim;
 };
 
+// sum[r] += lanes[u] * x[r, u] over `count` units u, whose x lie u_step apart; those of r r_step.
+template <class U, int C>
+MS_INLINE void multiply(f32x16 (&sum)[AT_ONCE][C], const float* lanes, const float* x, int r_step, int u_step,
+                        int count) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  static_assert(C == 1 && U::COUNT == 1);  // in halves, or gcc keeps the sums in memory
+  __m256 half[AT_ONCE][2];
+  unroll<AT_ONCE>([&](auto r) MS_LAMBDA { std::memcpy(half[r], &sum[r], 64); });
+  for (int u = 0; u < count; u++) {
+    const __m256 low = _mm256_loadu_ps(lanes + u * 16), high = _mm256_loadu_ps(lanes + u * 16 + 8);
+    unroll<AT_ONCE>([&](auto r) MS_LAMBDA {
+      const __m256 one = _mm256_broadcast_ss(x + r * r_step + u * u_step);
+      half[r][0] = _mm256_fmadd_ps(low, one, half[r][0]);
+      half[r][1] = _mm256_fmadd_ps(high, one, half[r][1]);
+    });
+  }
+  unroll<AT_ONCE>([&](auto r) MS_LAMBDA { std::memcpy(&sum[r], half[r], 64); });
+#else
+  for (int u = 0; u < count; u++) {
+    f32x16 lane[C];
+    unroll<C>([&](auto c) MS_LAMBDA { lane[c] = load<f32x16>(lanes + (u * C + c) * 16); });
+    unroll<AT_ONCE>([&](auto r) MS_LAMBDA {
+      const f32x16 one = (f32x16)splat_bytes(x + r * r_step + u * u_step);
+      unroll<C>([&](auto c) MS_LAMBDA { sum[r][c] = U::dot(sum[r][c], lane[c], one); });
+    });
+  }
+#endif
+}
+
 // Keys [from, to) of the block, in runs of AT_ONCE, for all rows of a tile.
 template <class U, int C, bool MASKED>
 __attribute__((noinline)) void tile_block(const QueryTile& tile, const KeyBlock& block, int from, int to, float scale) {
@@ -117,24 +146,21 @@ __attribute__((noinline)) void tile_block(const QueryTile& tile, const KeyBlock&
     const int position = block.first + key;
     return (load<i32x16>(tile.low + 16 * c) <= position) & (load<i32x16>(tile.high + 16 * c) > position);
   };
+  // some row does not see all of `count` keys: rows at the edge alone pay for masks
+  const auto is_edge = [&](int key, int count) MS_LAMBDA {
+    return MASKED && (block.first + key < tile.max_low || block.first + key + count > tile.min_high);
+  };
   f32x16 top[C], shrink[C], even[C], odd[C];
   unroll<C>([&](auto c) MS_LAMBDA { top[c] = load<f32x16>(tile.m + 16 * c); });
   for (int key = from; key < to; key += AT_ONCE) {
     f32x16 sum[AT_ONCE][C];
     unroll<AT_ONCE>([&](auto r) MS_LAMBDA { unroll<C>([&](auto c) MS_LAMBDA { sum[r][c] = f32x16{}; }); });
-    const float* k = block.k + key * units;
-    for (int u = 0; u < units; u++) {
-      f32x16 q[C];
-      unroll<C>([&](auto c) MS_LAMBDA { q[c] = load<f32x16>(tile.q + (u * C + c) * 16); });
-      unroll<AT_ONCE>([&](auto r) MS_LAMBDA {
-        const f32x16 x = (f32x16)splat_bytes(k + r * units + u);
-        unroll<C>([&](auto c) MS_LAMBDA { sum[r][c] = U::dot(sum[r][c], q[c], x); });
-      });
-    }
+    multiply<U, C>(sum, tile.q, block.k + key * units, units, 1, units);
+    const bool masks = is_edge(key, AT_ONCE);
     unroll<AT_ONCE>([&](auto r) MS_LAMBDA {
       unroll<C>([&](auto c) MS_LAMBDA {
         f32x16 x = sum[r][c] * scale;
-        if (MASKED) x = select(is_seen(c, key + r), x, splat(NOTHING));
+        if (masks) x = select(is_seen(c, key + r), x, splat(NOTHING));
         top[c] = max(top[c], x);
         store(scores + ((key + r) * C + c) * 16, x);
       });
@@ -146,10 +172,11 @@ __attribute__((noinline)) void tile_block(const QueryTile& tile, const KeyBlock&
     even[c] = odd[c] = f32x16{};
   });
   for (int key = from; key < to; key += 2) {
+    const bool masks = is_edge(key, 2);
     unroll<C>([&](auto c) MS_LAMBDA {
       f32x16 a = exp2_neg(load<f32x16>(scores + (key * C + c) * 16) - top[c]);
       f32x16 b = exp2_neg(load<f32x16>(scores + ((key + 1) * C + c) * 16) - top[c]);
-      if (MASKED) a = select(is_seen(c, key), a, f32x16{}), b = select(is_seen(c, key + 1), b, f32x16{});
+      if (masks) a = select(is_seen(c, key), a, f32x16{}), b = select(is_seen(c, key + 1), b, f32x16{});
       even[c] += a, odd[c] += b;
       U::put(scores + (key / U::COUNT * C + c) * 16, C * 16, a, b);
     });
@@ -163,15 +190,9 @@ __attribute__((noinline)) void tile_block(const QueryTile& tile, const KeyBlock&
     unroll<AT_ONCE>([&](auto r) MS_LAMBDA {
       unroll<C>([&](auto c) MS_LAMBDA { sum[r][c] = load<f32x16>(acc + (r * C + c) * 16) * shrink[c]; });
     });
-    const float* v = block.v + d / 16 * (KEY_BLOCK / U::COUNT) * 16 + d % 16;
-    for (int u = from / U::COUNT; u < to / U::COUNT; u++) {
-      f32x16 weight[C];
-      unroll<C>([&](auto c) MS_LAMBDA { weight[c] = load<f32x16>(scores + (u * C + c) * 16); });
-      unroll<AT_ONCE>([&](auto r) MS_LAMBDA {
-        const f32x16 x = (f32x16)splat_bytes(v + u * 16 + r);
-        unroll<C>([&](auto c) MS_LAMBDA { sum[r][c] = U::dot(sum[r][c], weight[c], x); });
-      });
-    }
+    const int first = from / U::COUNT, count = (to - from) / U::COUNT;
+    const float* v = block.v + (d / 16 * (KEY_BLOCK / U::COUNT) + first) * 16 + d % 16;
+    multiply<U, C>(sum, scores + first * C * 16, v, 1, 16, count);
     unroll<AT_ONCE>([&](auto r) MS_LAMBDA {
       unroll<C>([&](auto c) MS_LAMBDA { store(acc + (r * C + c) * 16, sum[r][c]); });
     });
@@ -330,8 +351,8 @@ int rows_of_a_task(const PrefillCall& call, int threads) {
   const int all = call.rows.count * call.per_kv, wanted = 4 * threads;
   const int fair = static_cast<int>(static_cast<int64_t>(all) * call.layer.num_kv_heads / wanted);
   const int most = 64 * 1024 / call.layer.head_dim < 512 ? 64 * 1024 / call.layer.head_dim : 512;
-  const int rows = (fair < most ? fair : most) / TILE_ROWS * TILE_ROWS;
-  return rows < TILE_ROWS ? TILE_ROWS : rows;
+  const int tiles = ((fair < most ? fair : most) + TILE_ROWS - 1) / TILE_ROWS;
+  return (tiles > 0 ? tiles : 1) * TILE_ROWS;
 }
 
 bool multiplies_bf16() {
