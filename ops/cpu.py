@@ -43,8 +43,8 @@ class CpuBackend:
         self._reference = ReferenceBackend()
         self._packed_types = _types_that_pass("oneDNN packed linear", _check_packed_linear)
         self._has_native = native.is_available()
-        # torch's is faster than our code without vector instructions
-        self._has_prefill = self._has_native and native.instruction_set() != "portable"
+        # without vector instructions torch's prefill attention is the faster one
+        self._has_vectors = self._has_native and native.instruction_set() != "portable"
         self._flash_types = _types_that_pass("CPU flash attention", _check_flash)
 
     def pack_linear(
@@ -113,7 +113,8 @@ class CpuBackend:
     def prefill_attention(
         self, q: Tensor, cache: KeyValues, scale: float, window: int | None
     ) -> Partial:
-        if self._has_prefill and native_attention.can_attend(q, cache):
+        can_run = self._has_native and self._has_vectors
+        if can_run and native_attention.can_attend(q, cache):
             return native_attention.prefill_attention(q, cache, scale, window)
         n, length = q.shape[0], cache.k.shape[2]
         if window is not None and length > n + window - 1:  # no row sees what is before
