@@ -25,6 +25,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
+from bench.ops_plain import plain_prefills
 from ops import Edges, LinearOp, Norm, native
 from ops.heap import keep_freed_memory
 from ops.native import Ceilings, Int4Linear, Int8Attention, Int8AttentionStep, Int8Linear
@@ -37,6 +38,7 @@ INT4_KINDS = ("int4", "int4 zeros", "nf4")
 _FAR = 400 << 20  # bytes of operands that no cache holds
 _READ = 256 << 20
 _ROUNDS = 300_000
+_PEER_ROUNDS = 3
 Run = Callable[[], object]
 
 
@@ -102,21 +104,28 @@ def _seconds(run: Run) -> float:
 
 
 def measure(case: Case, limits: Limits, rounds: int) -> Reading:
-    """`rounds` pairs of a ceiling and the kernel, one after the other."""
+    """`rounds` pairs of a ceiling and the kernel, one after the other; the peer after the first."""
     case.run()
-    rates, tops = [], []
-    for _ in range(rounds):
+    rates, tops, speedups = [], [], []
+    for i in range(rounds):
         tops.append(limits.read(case))
         rates.append(case.work / _seconds(case.run) / 1e9)
+        if case.peer is not None and i < _PEER_ROUNDS:
+            speedups.append(rates[-1] / _peer_rate(case.peer, case.peer_work, warm=i == 0))
     share = statistics.median(rate / top for rate, top in zip(rates, tops, strict=True))
-    rate, speedup = statistics.median(rates), None
-    if case.peer is not None:
-        torch.set_num_threads(native.num_threads())
-        case.peer()
-        speedup = rate / (case.peer_work / _seconds(case.peer) / 1e9)
-        torch.set_num_threads(1)
-    top = statistics.median(tops)
+    rate, top = statistics.median(rates), statistics.median(tops)
+    speedup = statistics.median(speedups) if speedups else None
     return Reading(case.name, case.shape, case.ceiling, rate, top, share, case.target, speedup)
+
+
+def _peer_rate(peer: Run, work: float, *, warm: bool) -> float:
+    """G/s of the peer with as many threads as we have; they are gone again afterwards."""
+    torch.set_num_threads(native.num_threads())
+    if warm:
+        peer()
+    rate = work / _seconds(peer) / 1e9
+    torch.set_num_threads(1)
+    return rate
 
 
 def linear_cases(quick: bool) -> Iterator[Case]:
@@ -259,6 +268,14 @@ def prefill_cases(quick: bool) -> Iterator[Case]:
         )
 
 
+def plain_prefill_cases(quick: bool) -> Iterator[Case]:
+    """Only the unmasked part counts as work, for the peer too."""
+    for shape, work, run, peer in plain_prefills(quick, HEADS, KV_HEADS):
+        yield Case(
+            "bf16 prefill attention", shape, "bf16", work, 0.5, run, peer=peer, peer_work=work
+        )
+
+
 def fused_cases(quick: bool) -> Iterator[Case]:
     """Against moving as many bytes as they must read and write, 1.3 times that at most.
 
@@ -335,7 +352,8 @@ def _moving(
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    for make in (linear_cases, int4_cases, decode_cases, prefill_cases, fused_cases):
+    makers = (linear_cases, int4_cases, decode_cases, prefill_cases, plain_prefill_cases)
+    for make in (*makers, fused_cases):
         for case in make(quick):
             # without an instruction for bf16 the other ceiling has to do
             is_bound = case.ceiling != "bf16" or Ceilings.multiply_bf16(1) > 0

@@ -59,8 +59,9 @@ class LocalAttention:
         row = num_decodes
         for index in range(num_decodes, len(self._views)):
             n = self._step.num_rows[index]
-            reach = None if shape.window is None else n + shape.window - 1
-            cache = _last(self._views[index][layer], reach)
+            # From its first position even with a window: kernels whose sums begin at fixed keys
+            # then give a row the same bits however the prompt is cut.
+            cache = self._views[index][layer]
             rows = q[row : row + n]
             parts.append(backend.prefill_attention(rows, cache, shape.scale, shape.window).out)
             row += n

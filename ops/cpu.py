@@ -1,9 +1,9 @@
 """The CPU back end for bf16 and fp32: torch's best paths, and our own kernels where they win.
 
-Linears run on oneDNN's packed weights (about twice F.linear at small M here), prefill attention
-on torch's CPU flash kernel, which takes strided K/V and returns the log-sum-exp. Both are
-internal operators of torch, so a self-test at start-up falls back to public ones. Decode
-attention and fp32 rotation are ours (ops/native.py) where the library was built.
+Linears run on oneDNN's packed weights (about twice F.linear at small M here); attention and fp32
+rotation are ours (ops/native.py) where the library was built and has the shape. Else attention
+runs on torch's CPU flash kernel, which takes strided K/V and returns the log-sum-exp. What is
+internal to torch is tried at start-up, and falls back to public operators.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops import native
+from ops import native, native_attention
 from ops.backend import PLAIN, Edges, KeyValues, LinearOp, Partial
 from ops.linear import PlainLinear
 from ops.reference import ReferenceBackend
@@ -43,6 +43,8 @@ class CpuBackend:
         self._reference = ReferenceBackend()
         self._packed_types = _types_that_pass("oneDNN packed linear", _check_packed_linear)
         self._has_native = native.is_available()
+        # without vector instructions torch's prefill attention is the faster one
+        self._has_vectors = self._has_native and native.instruction_set() != "portable"
         self._flash_types = _types_that_pass("CPU flash attention", _check_flash)
 
     def pack_linear(
@@ -90,8 +92,8 @@ class CpuBackend:
         cache.index_put_((rows,), torch.stack((k, v), dim=1))
 
     def decode_attention(self, q: Tensor, caches: Sequence[KeyValues], scale: float) -> Partial:
-        if self._has_native and all(native.can_decode(q, cache) for cache in caches):
-            return native.decode_attention(q, caches, scale)
+        if self._has_native and all(native_attention.can_attend(q, cache) for cache in caches):
+            return native_attention.decode_attention(q, caches, scale)
         if q.dtype not in self._flash_types:
             return self._reference.decode_attention(q, caches, scale)
         num_rows, num_heads, head_dim = q.shape
@@ -111,9 +113,16 @@ class CpuBackend:
     def prefill_attention(
         self, q: Tensor, cache: KeyValues, scale: float, window: int | None
     ) -> Partial:
+        can_run = self._has_native and self._has_vectors
+        if can_run and native_attention.can_attend(q, cache):
+            return native_attention.prefill_attention(q, cache, scale, window)
+        n, length = q.shape[0], cache.k.shape[2]
+        if window is not None and length > n + window - 1:  # no row sees what is before
+            first = length - n - window + 1
+            cache = KeyValues(cache.k[:, :, first:], cache.v[:, :, first:])
+            length -= first
         if q.dtype not in self._flash_types:
             return self._reference.prefill_attention(q, cache, scale, window)
-        n, length = q.shape[0], cache.k.shape[2]
         num_past = length - n
         if n <= _FOLD_ROWS or (window is not None and window < length):
             return _masked(q, cache, scale, window)

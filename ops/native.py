@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.backend import PLAIN, Edges, KeyValues, Partial
+from ops.backend import PLAIN, Edges
 
 try:
     from ops import _native
@@ -21,7 +21,7 @@ except ImportError as error:  # a source tree that was never built
     _native = None  # type: ignore[assignment]
     _why = str(error)
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
 _NORMS = {"rms": 1, "layer": 2}
 GROUPS4 = (32, 64, 128)
@@ -103,18 +103,18 @@ class NativeLinear:
             self._op.run(
                 x.data_ptr(),
                 x.stride(0),
-                _TYPES[x.dtype],
+                TYPES[x.dtype],
                 rows,
                 out.data_ptr(),
                 out.stride(0),
-                _TYPES[out.dtype],
+                TYPES[out.dtype],
                 residual is not None,
             )
         return out
 
     def only_quantize(self, x: Tensor) -> None:
         """The norm and the quantization without the product, for measuring them."""
-        self._op.only_quantize(x.data_ptr(), x.stride(0), _TYPES[x.dtype], x.shape[0])
+        self._op.only_quantize(x.data_ptr(), x.stride(0), TYPES[x.dtype], x.shape[0])
 
 
 class Int8Linear(NativeLinear):
@@ -143,11 +143,11 @@ class Int8Linear(NativeLinear):
             weight, scales = weight.contiguous(), scales.float().contiguous()
             args = (weight.data_ptr(), scales.data_ptr())
         else:
-            if weight.dtype not in _TYPES:
+            if weight.dtype not in TYPES:
                 weight = weight.float()
             if weight.stride(1) != 1:
                 weight = weight.contiguous()
-            args = (weight.data_ptr(), weight.stride(0), _TYPES[weight.dtype])
+            args = (weight.data_ptr(), weight.stride(0), TYPES[weight.dtype])
         op = library().Int8Linear(num_in, num_out, *args, _address(bias), kind, edges.is_gated)
         super().__init__(op, num_in, num_out, edges)
 
@@ -320,45 +320,6 @@ def _check_rotation(rotation: tuple[Tensor, Tensor], rows: int, head_dim: int) -
         assert table.dtype == torch.float32 and table.is_contiguous()
         assert table.shape == rotation[0].shape and table.shape[0] == rows, f"{table.shape}"
         assert 2 * table.shape[1] <= head_dim, f"{table.shape} for heads of {head_dim}"
-
-
-def can_decode(q: Tensor, cache: KeyValues) -> bool:
-    """Whether decode_attention has a kernel for these heads and this type of K/V."""
-    k, v = cache
-    dim = q.shape[2]
-    is_dense = q.stride()[1:] == (dim, 1) and k.stride() == v.stride() and k.stride(3) == 1
-    has_types = k.dtype == v.dtype and k.dtype in _TYPES and q.dtype in _TYPES
-    return dim % 16 == 0 and is_dense and has_types
-
-
-def decode_attention(q: Tensor, caches: Sequence[KeyValues], scale: float) -> Partial:
-    """Backend.decode_attention over bf16 or fp32 K/V at any token and head stride."""
-    rows, heads, dim = q.shape
-    assert len(caches) == rows, f"{len(caches)} sequences, {rows} rows"
-    out = torch.empty(rows, heads, dim, dtype=torch.float32)
-    lse = torch.empty(rows, heads, dtype=torch.float32)
-    sequences: list[int] = []
-    shape = (1, caches[0].k.shape[1], dim) if rows else ()
-    for k, v in caches:
-        assert k.shape == v.shape and (k.shape[0], k.shape[1], k.shape[3]) == shape, f"{k.shape}"
-        assert k.shape[2] > 0 and heads % k.shape[1] == 0 and k.dtype == caches[0].k.dtype
-        sequences += (k.data_ptr(), v.data_ptr(), k.stride(2), k.stride(1), k.shape[2])
-    if rows:
-        first = caches[0].k
-        library().decode_plain(
-            sequences,
-            heads,
-            first.shape[1],
-            dim,
-            scale,
-            _TYPES[first.dtype],
-            q.data_ptr(),
-            q.stride(0),
-            _TYPES[q.dtype],
-            out.data_ptr(),
-            lse.data_ptr(),
-        )
-    return Partial(out.to(q.dtype), lse)
 
 
 class Ceilings:

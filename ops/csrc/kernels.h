@@ -100,6 +100,16 @@ struct PlainLayer {
   float scale;
   DType type;
 };
+// Rows of queries, [count][heads][dim] with dense heads, at the end of a sequence. window: keys a
+// row sees, itself included; 0: all. out is dense and of the queries' type; lse: [count][heads].
+struct PlainRows {
+  const void* q;
+  size_t q_stride;
+  DType type;
+  int count, window;
+  void* out;
+  float* lse;
+};
 
 struct Step {
   const SequenceRows* sequences;
@@ -158,6 +168,7 @@ struct Kernels {
                       DType, bool add);
   void (*decode_plain)(const PlainSequence*, int count, const PlainLayer&, const void* q, size_t q_stride, DType q_type,
                        float* out, float* lse);
+  void (*prefill_plain)(const PlainSequence&, const PlainLayer&, const PlainRows&);
 };
 
 const Kernels* portable_kernels();

@@ -17,6 +17,7 @@ using namespace ms;
 #include "kv_tiles.inl"
 #include "attention.inl"
 #include "attention_plain.inl"
+#include "attention_plain_prefill.inl"
 #include "ceilings.inl"
 #include "sampling.inl"
 
@@ -27,7 +28,7 @@ const Kernels* MS_KERNELS() {
                               MS_ISA::attend,  MS_ISA::read_bytes, MS_ISA::copy_bytes,
                               MS_ISA::multiply_i8, MS_ISA::multiply_bf16,
                               MS_ISA::argmax,  MS_ISA::sample,  MS_ISA::linear_int4,
-                              MS_ISA::decode_plain};
+                              MS_ISA::decode_plain, MS_ISA::prefill_plain};
   return &all;
 }
 }  // namespace ms

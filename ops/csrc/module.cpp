@@ -80,6 +80,17 @@ void decode_plain(const std::vector<size_t>& sequences, int num_heads, int num_k
                          static_cast<DType>(q_type), pointer<float>(out), pointer<float>(lse));
 }
 
+// q, out: [count][num_heads][head_dim], of one type.
+void prefill_plain(uintptr_t k, uintptr_t v, size_t token_stride, size_t head_stride, int length, int num_heads,
+                   int num_kv_heads, int head_dim, float scale, int type, uintptr_t q, size_t q_stride, int q_type,
+                   int count, int window, uintptr_t out, uintptr_t lse) {
+  nb::gil_scoped_release release;
+  kernels().prefill_plain({pointer<void>(k), pointer<void>(v), token_stride, head_stride, length},
+                          {num_heads, num_kv_heads, head_dim, scale, static_cast<DType>(type)},
+                          {pointer<void>(q), q_stride, static_cast<DType>(q_type), count, window, pointer<void>(out),
+                           pointer<float>(lse)});
+}
+
 std::vector<std::string> instruction_sets() {
   std::vector<std::string> names;
   for (const Kernels* set : {avx512_kernels(), avx2_kernels(), portable_kernels()})
@@ -130,4 +141,5 @@ NB_MODULE(_native, m) {
       .def(nb::init<size_t, int, int, int, int, float, int, float, std::vector<float>, std::vector<float>>())
       .def("append", &Int8Attention::append)
       .def("attend", &Int8Attention::attend);
+  m.def("prefill_plain", &prefill_plain);
 }

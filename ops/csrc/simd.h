@@ -105,10 +105,23 @@ MS_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 MS_INLINE f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) {
   return (f32x16)(((i32x16)yes & mask) | ((i32x16)no & ~mask));
 }
+#if defined(__AVX2__)
+// f(a, b) of each half: gcc compares vectors wider than a register lane by lane.
+template <class F>
+MS_INLINE f32x16 by_halves(f32x16 a, f32x16 b, F&& f) {
+  struct Halves { __m256 lo, hi; } x, y;
+  std::memcpy(&x, &a, 64), std::memcpy(&y, &b, 64);
+  x.lo = f(x.lo, y.lo);
+  x.hi = f(x.hi, y.hi);
+  return load<f32x16>(&x);
+}
+#endif
 // Of max and min: b where one of them is NaN.
 MS_INLINE f32x16 max(f32x16 a, f32x16 b) {
 #if defined(__AVX512F__)
   return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return by_halves(a, b, [](__m256 x, __m256 y) MS_LAMBDA { return _mm256_max_ps(x, y); });
 #elif defined(__aarch64__)
   return (f32x16)by_quarters([](int32x4_t x, int32x4_t y) MS_LAMBDA {
     return vbslq_s32(vcgtq_f32((float32x4_t)x, (float32x4_t)y), x, y);
@@ -120,6 +133,8 @@ MS_INLINE f32x16 max(f32x16 a, f32x16 b) {
 MS_INLINE f32x16 min(f32x16 a, f32x16 b) {
 #if defined(__AVX512F__)
   return (f32x16)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return by_halves(a, b, [](__m256 x, __m256 y) MS_LAMBDA { return _mm256_min_ps(x, y); });
 #elif defined(__aarch64__)
   return (f32x16)by_quarters([](int32x4_t x, int32x4_t y) MS_LAMBDA {
     return vbslq_s32(vcltq_f32((float32x4_t)x, (float32x4_t)y), x, y);
