@@ -22,8 +22,8 @@ except ImportError as error:  # a source tree that was never built
     _why = str(error)
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
-_ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
-_NORMS = {"rms": 1, "layer": 2}
+ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
+NORMS = {"rms": 1, "layer": 2}
 GROUPS4 = (32, 64, 128)
 # Of QLoRA (arXiv 2305.14314), rounded to 127ths as the kernels do.
 NF4_VALUES = tuple(
@@ -77,7 +77,7 @@ class NativeLinear:
             self._norm_weight = norm.weight.float().contiguous()
             self._norm_bias = None if norm.bias is None else norm.bias.float().contiguous()
             at = 0 if self._norm_bias is None else self._norm_bias.data_ptr()
-            op.set_norm(_NORMS[norm.kind], self._norm_weight.data_ptr(), at, norm.eps)
+            op.set_norm(NORMS[norm.kind], self._norm_weight.data_ptr(), at, norm.eps)
 
     @property
     def size_bytes(self) -> int:
@@ -127,7 +127,7 @@ class Int8Linear(NativeLinear):
         With scales, [out], it is int8 already and taken as it is: weight * scales.
         """
         num_out, num_in = _sizes(weight, edges)
-        bias, kind = _float(bias), _ACTIVATIONS[edges.activation]
+        bias, kind = _float(bias), ACTIVATIONS[edges.activation]
         args: tuple[object, ...]
         if scales is not None:
             assert weight.dtype == torch.int8 and scales.shape == weight.shape[:1]
@@ -184,7 +184,7 @@ class Int4Linear(NativeLinear):
             group,
             is_nf4,
             _address(bias),
-            _ACTIVATIONS[edges.activation],
+            ACTIVATIONS[edges.activation],
             edges.is_gated,
         )
         super().__init__(op, num_in, num_out, edges)

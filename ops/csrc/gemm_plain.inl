@@ -1,0 +1,228 @@
+// Linear layers on bf16 and fp32 weights. Included once per instruction set.
+//
+// y[m, n] = act(sum over k of x[m, k] * w[n, k] + bias[n]) (+ residual), in fp32; with bf16 weights
+// the product, the activation and what is multiplied or added to it are rounded to bf16 one after
+// the other, as they are when each is an operator of its own.
+//
+// Packed: panels of 32 outputs in steps of 128 bytes, [N/32][steps][32 outputs][inputs of a step],
+// one input in fp32, a pair in bf16. An output is one chain of sums over the steps, first to
+// last, whatever the number of rows: a row has the same bits in any batch. Rows and slices of the
+// inputs are taken as in gemm.inl.
+
+namespace MS_ISA {
+namespace {
+
+constexpr int PLAIN_GROUP = HAS_32_REGISTERS ? 12 : 3;  // rows of the micro kernel, two sums each
+constexpr int SLICE_STEPS = 128;  // 16 KiB of weights
+
+// How one step is multiplied, and how rows are kept for it: a slice of a row after the other.
+struct StepF32 {
+  using Input = float;
+  static constexpr DType TYPE = DType::f32;
+  static constexpr int INPUTS = 1;
+  static constexpr int ROW_BYTES = SLICE_STEPS * 4;
+  struct Weights { f32x16 at[2]; };
+  static MS_INLINE Weights weights(const uint8_t* w) { return {{load<f32x16>(w), load<f32x16>(w + 64)}}; }
+  static MS_INLINE void add(f32x16* sum, const Weights& w, const char* x) {
+    const f32x16 xs = (f32x16)splat_bytes(x);
+    sum[0] = fma(w.at[0], xs, sum[0]);
+    sum[1] = fma(w.at[1], xs, sum[1]);
+  }
+  static MS_INLINE void put(Input* to, f32x16 x) { store(to, x); }
+};
+
+// Without an instruction for it: bf16 weights widened on the way, rows of bf16 kept as floats.
+struct StepWide {
+  using Input = float;
+  static constexpr DType TYPE = DType::bf16;
+  static constexpr int INPUTS = 2;
+  static constexpr int ROW_BYTES = SLICE_STEPS * 8;
+  struct Weights { f32x16 even[2], odd[2]; };
+  static MS_INLINE Weights weights(const uint8_t* w) {
+    const u32x16 a = load<u32x16>(w), b = load<u32x16>(w + 64);
+    return {{(f32x16)(a << 16), (f32x16)(b << 16)}, {(f32x16)(a & 0xffff0000u), (f32x16)(b & 0xffff0000u)}};
+  }
+  static MS_INLINE void add(f32x16* sum, const Weights& w, const char* x) {
+    const f32x16 even = (f32x16)splat_bytes(x), odd = (f32x16)splat_bytes(x + 4);
+    for (int h = 0; h < 2; h++) sum[h] = fma(w.odd[h], odd, fma(w.even[h], even, sum[h]));
+  }
+  static MS_INLINE void put(Input* to, f32x16 x) { store(to, round_bf16(x)); }
+};
+
+#if defined(__AVX512BF16__)
+struct StepPairs {
+  using Input = uint16_t;
+  static constexpr DType TYPE = DType::bf16;
+  static constexpr int INPUTS = 2;
+  static constexpr int ROW_BYTES = SLICE_STEPS * 4;
+  struct Weights { i32x16 at[2]; };
+  static MS_INLINE Weights weights(const uint8_t* w) { return {{load<i32x16>(w), load<i32x16>(w + 64)}}; }
+  static MS_INLINE void add(f32x16* sum, const Weights& w, const char* x) {
+    const __m512bh xs = (__m512bh)splat_bytes(x);
+    for (int h = 0; h < 2; h++) sum[h] = (f32x16)_mm512_dpbf16_ps((__m512)sum[h], (__m512bh)w.at[h], xs);
+  }
+  static MS_INLINE void put(Input* to, f32x16 x) { to_bf16(to, x); }
+};
+#endif
+
+template <class S, int MR, int LINES, int CACHE>
+__attribute__((noinline)) void micro_plain(const uint8_t* w, const char* x, float* c, int steps,
+                                           bool is_first, const uint8_t* next) {
+  f32x16 sum[MR][2];
+  unroll<MR>([&](auto m) MS_LAMBDA {
+    sum[m][0] = is_first ? f32x16{} : load<f32x16>(c + m * PANEL);
+    sum[m][1] = is_first ? f32x16{} : load<f32x16>(c + m * PANEL + 16);
+  });
+  for (int s = 0; s < steps; s++) {
+    const typename S::Weights both = S::weights(w);
+    unroll<MR>([&](auto m) MS_LAMBDA { S::add(sum[m], both, x + m * S::ROW_BYTES); });
+    w += 128;
+    x += S::ROW_BYTES / SLICE_STEPS;
+    __builtin_prefetch(next, 0, CACHE);
+    if (LINES > 1) __builtin_prefetch(next + 64, 0, CACHE);
+    next += 64 * LINES;
+  }
+  unroll<MR>([&](auto m) MS_LAMBDA {
+    store(c + m * PANEL, sum[m][0]);
+    store(c + m * PANEL + 16, sum[m][1]);
+  });
+}
+
+using MicroPlain = void (*)(const uint8_t*, const char*, float*, int, bool, const uint8_t*);
+struct MicroPlainTable { MicroPlain at[PLAIN_GROUP]; };
+template <class S, int LINES, int CACHE, size_t... I>
+constexpr MicroPlainTable micro_plain_table(std::index_sequence<I...>) {
+  return {{micro_plain<S, static_cast<int>(I) + 1, LINES, CACHE>...}};
+}
+template <class S, int LINES, int CACHE>
+constexpr MicroPlainTable MICRO_PLAIN = micro_plain_table<S, LINES, CACHE>(std::make_index_sequence<PLAIN_GROUP>{});
+
+// The rows of a layer, normalized: [slice][row][ROW_BYTES].
+struct PlainRows {
+  char* values;
+  size_t slice_stride;  // bytes
+};
+
+template <class S, NormKind KIND>
+__attribute__((noinline)) void pack_row(const void* row, size_t next_row, int n, const Norm& norm,
+                                        char* to, size_t slice_stride) {
+  constexpr int SLICE_INPUTS = SLICE_STEPS * S::INPUTS;
+  float mean = 0.0f, inverse = 1.0f;
+  if (KIND != NormKind::none) moments<S::TYPE, KIND>(row, n, norm.eps, mean, inverse);
+  const char* next = static_cast<const char*>(row) + next_row;
+  for_row<S::TYPE>(row, n, [&](int k, f32x16 x, auto) MS_LAMBDA {
+    prefetch(next + k * (S::TYPE == DType::f32 ? 4 : 2));
+    auto* at = reinterpret_cast<typename S::Input*>(to + k / SLICE_INPUTS * slice_stride);
+    S::put(at + k % SLICE_INPUTS, normed<KIND>(x, k, n, norm, mean, inverse));
+  });
+}
+
+template <class S>
+void pack_rows(const Rows& in, int rows, int num_in, const Norm& norm, const PlainRows& to) {
+  constexpr decltype(&pack_row<S, NormKind::none>) BY_KIND[3] = {
+      pack_row<S, NormKind::none>, pack_row<S, NormKind::rms>, pack_row<S, NormKind::layer>};
+  const auto pack = BY_KIND[static_cast<int>(norm.kind)];
+  const size_t row_bytes = in.stride * (S::TYPE == DType::f32 ? 4 : 2);
+  // one share is worth a few microseconds
+  const int share = num_in > 16384 ? 1 : 16384 / num_in;
+  ms::Team::get().parallel((rows + share - 1) / share, [&](int task) {
+    for (int m = task * share; m < rows && m < (task + 1) * share; m++)
+      pack(static_cast<const char*>(in.data) + m * row_bytes, row_bytes, num_in, norm,
+           to.values + static_cast<size_t>(m) * S::ROW_BYTES, to.slice_stride);
+  });
+}
+
+template <DType TYPE>
+MS_INLINE f32x16 rounded(f32x16 x) { return TYPE == DType::bf16 ? round_bf16(x) : x; }
+
+// The sums of one panel become output.
+template <DType TYPE>
+void finish_plain(const LinearPlain& op, const float* c, int rows, int panel, char* out,
+                  size_t row_bytes, bool add) {
+  const int n = panel * PANEL;
+  const float* bias = op.bias ? op.bias + n : nullptr;
+  for (int m = 0; m < rows; m++, out += row_bytes) {
+    f32x16 y[2];
+    for (int h = 0; h < 2; h++) {
+      y[h] = load<f32x16>(c + m * PANEL + 16 * h);
+      if (bias) y[h] += load<f32x16>(bias + 16 * h);
+      y[h] = rounded<TYPE>(y[h]);
+    }
+    if (op.is_gated) {  // 16 gates beside their 16 factors
+      const f32x16 gate = rounded<TYPE>(activate(y[0], op.activation));
+      put(out, TYPE, n / 2, gate * y[1], op.num_out - n / 2);
+      continue;
+    }
+    for (int h = 0; h < 2; h++) {
+      const int left = op.num_out - n - 16 * h;
+      if (left <= 0) break;
+      f32x16 v = y[h];
+      if (op.activation != Activation::none) v = rounded<TYPE>(activate(v, op.activation));
+      if (add) v += row_at(out, TYPE, n + 16 * h, left);
+      put(out, TYPE, n + 16 * h, v, left);
+    }
+  }
+}
+
+template <class S>
+void plain_panel(const LinearPlain& op, int panel, int first_row, int rows, const PlainRows& x,
+                 char* out, size_t row_bytes, bool add) {
+  alignas(64) float c[MAX_BLOCK_ROWS * PANEL];
+  const int steps = (op.num_in + S::INPUTS - 1) / S::INPUTS;
+  const uint8_t* w = op.packed + static_cast<size_t>(panel) * steps * 128;
+  const int groups = (rows + PLAIN_GROUP - 1) / PLAIN_GROUP;
+  out += first_row * row_bytes;
+  for (int s = 0; s < steps; s += SLICE_STEPS) {
+    const int some = steps - s < SLICE_STEPS ? steps - s : SLICE_STEPS;
+    const uint8_t* slice = w + static_cast<size_t>(s) * 128;
+    const char* xs = x.values + s / SLICE_STEPS * x.slice_stride + static_cast<size_t>(first_row) * S::ROW_BYTES;
+    if (groups == 1) {  // every weight is used once: a stream
+      MICRO_PLAIN<S, 2, 3>.at[rows - 1](slice, xs, c, some, s == 0, slice + AHEAD);
+      continue;
+    }
+    const bool is_last = s + some == steps;
+    for (int g = 0, m = 0; g < groups; g++) {
+      const int mr = (rows - m + groups - g - 1) / (groups - g);
+      if (is_last) touch_rows(out + m * row_bytes, mr, row_bytes, panel, op.is_gated, S::TYPE);
+      // As in gemm.inl: the next slice with the first two groups, what follows of the rows then.
+      const bool is_many = groups > 4;
+      const int half = g < 2 ? g : is_many && g >= groups - 2 ? g - groups + 2 : -1;
+      const uint8_t* next = half < 0 ? reinterpret_cast<const uint8_t*>(xs + (m + mr) * S::ROW_BYTES)
+                                     : slice + SLICE_STEPS * (128 + 64 * half);
+      const MicroPlainTable& micro = is_many && g < 2 ? MICRO_PLAIN<S, 1, 2> : MICRO_PLAIN<S, 1, 3>;
+      micro.at[mr - 1](slice, xs + m * S::ROW_BYTES, c + m * PANEL, some, s == 0, next);
+      m += mr;
+    }
+  }
+  finish_plain<S::TYPE>(op, c, rows, panel, out, row_bytes, add);
+}
+
+template <class S>
+void run_plain(const LinearPlain& op, const Rows& in, int rows, const Norm& norm, void* out,
+               size_t out_stride, bool add) {
+  // the caller's rows; one for each thread that calls, kept between calls
+  static thread_local List<char> memory;
+  const size_t slice_inputs = SLICE_STEPS * S::INPUTS, slice_stride = size_t{S::ROW_BYTES} * rows;
+  const size_t need = (op.num_in + slice_inputs - 1) / slice_inputs * slice_stride + 64;
+  if (memory.size() < need) memory.resize(need);
+  char* aligned = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+  const PlainRows x{aligned, slice_stride};
+  pack_rows<S>(in, rows, op.num_in, norm, x);
+  const size_t row_bytes = out_stride * (S::TYPE == DType::f32 ? 4 : 2);
+  for_panels(op.num_panels, rows, [&](int panel, int first_row, int some) {
+    plain_panel<S>(op, panel, first_row, some, x, static_cast<char*>(out), row_bytes, add);
+  });
+}
+
+void linear_plain(const LinearPlain& op, const Rows& in, int rows, const Norm& norm, void* out,
+                  size_t out_stride, bool add) {
+  if (op.type == DType::f32) return run_plain<StepF32>(op, in, rows, norm, out, out_stride, add);
+#if defined(__AVX512BF16__)
+  if (__builtin_cpu_supports("avx512bf16"))
+    return run_plain<StepPairs>(op, in, rows, norm, out, out_stride, add);
+#endif
+  run_plain<StepWide>(op, in, rows, norm, out, out_stride, add);
+}
+
+}  // namespace
+}  // namespace MS_ISA
