@@ -65,7 +65,7 @@ MS_INLINE f32x16 activate(f32x16 x, Activation kind) {
     case Activation::gelu: return 0.5f * x * (1.0f + erf(x * 0.70710678f));
     case Activation::gelu_tanh:
       return 0.5f * x * (1.0f + tanh(0.79788456f * fma(x * x * x, splat(0.044715f), x)));
-    case Activation::relu: return max(x, splat(0.0f));
+    case Activation::relu: return max(splat(0.0f), x);  // in this order NaN stays NaN
     default: return x;
   }
 }

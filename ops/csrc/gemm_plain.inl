@@ -65,22 +65,26 @@ struct StepPairs {
 };
 #endif
 
-template <class S, int MR, int LINES, int CACHE>
+// c[MR][32] (+)= x[MR][steps] * w[steps][32]. Prefetched at every step: of a stream two lines of
+// weights; else one, to L1 (CACHE 3) or to L2 (2), and one of the rows that follow.
+template <class S, int MR, bool IS_STREAM, int CACHE>
 __attribute__((noinline)) void micro_plain(const uint8_t* w, const char* x, float* c, int steps,
-                                           bool is_first, const uint8_t* next) {
+                                           bool is_first, const void* next, const char* next_rows) {
   f32x16 sum[MR][2];
   unroll<MR>([&](auto m) MS_LAMBDA {
     sum[m][0] = is_first ? f32x16{} : load<f32x16>(c + m * PANEL);
     sum[m][1] = is_first ? f32x16{} : load<f32x16>(c + m * PANEL + 16);
   });
+  const char* ahead = static_cast<const char*>(next);
   for (int s = 0; s < steps; s++) {
     const typename S::Weights both = S::weights(w);
     unroll<MR>([&](auto m) MS_LAMBDA { S::add(sum[m], both, x + m * S::ROW_BYTES); });
     w += 128;
     x += S::ROW_BYTES / SLICE_STEPS;
-    __builtin_prefetch(next, 0, CACHE);
-    if (LINES > 1) __builtin_prefetch(next + 64, 0, CACHE);
-    next += 64 * LINES;
+    __builtin_prefetch(ahead, 0, CACHE);
+    prefetch(IS_STREAM ? ahead + 64 : next_rows);
+    ahead += IS_STREAM ? 128 : 64;
+    next_rows += 64;
   }
   unroll<MR>([&](auto m) MS_LAMBDA {
     store(c + m * PANEL, sum[m][0]);
@@ -88,14 +92,15 @@ __attribute__((noinline)) void micro_plain(const uint8_t* w, const char* x, floa
   });
 }
 
-using MicroPlain = void (*)(const uint8_t*, const char*, float*, int, bool, const uint8_t*);
+using MicroPlain = void (*)(const uint8_t*, const char*, float*, int, bool, const void*, const char*);
 struct MicroPlainTable { MicroPlain at[PLAIN_GROUP]; };
-template <class S, int LINES, int CACHE, size_t... I>
+template <class S, bool IS_STREAM, int CACHE, size_t... I>
 constexpr MicroPlainTable micro_plain_table(std::index_sequence<I...>) {
-  return {{micro_plain<S, static_cast<int>(I) + 1, LINES, CACHE>...}};
+  return {{micro_plain<S, static_cast<int>(I) + 1, IS_STREAM, CACHE>...}};
 }
-template <class S, int LINES, int CACHE>
-constexpr MicroPlainTable MICRO_PLAIN = micro_plain_table<S, LINES, CACHE>(std::make_index_sequence<PLAIN_GROUP>{});
+template <class S, bool IS_STREAM, int CACHE>
+constexpr MicroPlainTable MICRO_PLAIN =
+    micro_plain_table<S, IS_STREAM, CACHE>(std::make_index_sequence<PLAIN_GROUP>{});
 
 // The rows of a layer, normalized: [slice][row][ROW_BYTES].
 struct PlainRows {
@@ -177,20 +182,21 @@ void plain_panel(const LinearPlain& op, int panel, int first_row, int rows, cons
     const uint8_t* slice = w + static_cast<size_t>(s) * 128;
     const char* xs = x.values + s / SLICE_STEPS * x.slice_stride + static_cast<size_t>(first_row) * S::ROW_BYTES;
     if (groups == 1) {  // every weight is used once: a stream
-      MICRO_PLAIN<S, 2, 3>.at[rows - 1](slice, xs, c, some, s == 0, slice + AHEAD);
+      MICRO_PLAIN<S, true, 3>.at[rows - 1](slice, xs, c, some, s == 0, slice + AHEAD, xs);
       continue;
     }
     const bool is_last = s + some == steps;
     for (int g = 0, m = 0; g < groups; g++) {
       const int mr = (rows - m + groups - g - 1) / (groups - g);
       if (is_last) touch_rows(out + m * row_bytes, mr, row_bytes, panel, op.is_gated, S::TYPE);
-      // As in gemm.inl: the next slice with the first two groups, what follows of the rows then.
+      // As in gemm.inl, the next slice of weights comes with the first two groups, by way of L2
+      // where there are many.
       const bool is_many = groups > 4;
       const int half = g < 2 ? g : is_many && g >= groups - 2 ? g - groups + 2 : -1;
-      const uint8_t* next = half < 0 ? reinterpret_cast<const uint8_t*>(xs + (m + mr) * S::ROW_BYTES)
-                                     : slice + SLICE_STEPS * (128 + 64 * half);
-      const MicroPlainTable& micro = is_many && g < 2 ? MICRO_PLAIN<S, 1, 2> : MICRO_PLAIN<S, 1, 3>;
-      micro.at[mr - 1](slice, xs + m * S::ROW_BYTES, c + m * PANEL, some, s == 0, next);
+      const char* next_rows = xs + (m + mr) * S::ROW_BYTES;
+      const void* next = half < 0 ? static_cast<const void*>(next_rows) : slice + SLICE_STEPS * (128 + 64 * half);
+      const MicroPlainTable& micro = is_many && g < 2 ? MICRO_PLAIN<S, false, 2> : MICRO_PLAIN<S, false, 3>;
+      micro.at[mr - 1](slice, xs + m * S::ROW_BYTES, c + m * PANEL, some, s == 0, next, next_rows);
       m += mr;
     }
   }
