@@ -12,8 +12,27 @@
 namespace MS_ISA {
 namespace {
 
-constexpr int PLAIN_GROUP = HAS_32_REGISTERS ? 12 : 3;  // rows of the micro kernel, two sums each
+constexpr int PLAIN_GROUP = HAS_32_REGISTERS ? 12 : 3;  // rows of the micro kernel
 constexpr int SLICE_STEPS = 128;  // 16 KiB of weights
+
+// One register of outputs. Sixteen lanes in two registers would be kept in memory by gcc.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+typedef float Part __attribute__((vector_size(32)));
+typedef uint32_t PartBits __attribute__((vector_size(32)));
+MS_INLINE Part fma_part(Part a, Part b, Part c) { return (Part)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+#else
+typedef f32x16 Part;
+typedef u32x16 PartBits;
+MS_INLINE Part fma_part(Part a, Part b, Part c) { return fma(a, b, c); }
+#endif
+constexpr int PARTS = PANEL * 4 / sizeof(Part), LANES_OF_PART = PANEL / PARTS;
+MS_INLINE PartBits splat_part(const char* four) {
+  uint32_t x;
+  std::memcpy(&x, four, 4);
+  return PartBits{} + x;
+}
+template <class V>
+MS_INLINE V part_of(const void* panel, int p) { return load<V>(static_cast<const char*>(panel) + p * sizeof(V)); }
 
 // How one step is multiplied, and how rows are kept for it: a slice of a row after the other.
 struct StepF32 {
@@ -21,12 +40,14 @@ struct StepF32 {
   static constexpr DType TYPE = DType::f32;
   static constexpr int INPUTS = 1;
   static constexpr int ROW_BYTES = SLICE_STEPS * 4;
-  struct Weights { f32x16 at[2]; };
-  static MS_INLINE Weights weights(const uint8_t* w) { return {{load<f32x16>(w), load<f32x16>(w + 64)}}; }
-  static MS_INLINE void add(f32x16* sum, const Weights& w, const char* x) {
-    const f32x16 xs = (f32x16)splat_bytes(x);
-    sum[0] = fma(w.at[0], xs, sum[0]);
-    sum[1] = fma(w.at[1], xs, sum[1]);
+  template <int MR>
+  static MS_INLINE void add(Part (&sum)[MR][PARTS], const uint8_t* w, const char* x) {
+    Part ws[PARTS];
+    unroll<PARTS>([&](auto p) MS_LAMBDA { ws[p] = part_of<Part>(w, p); });
+    unroll<MR>([&](auto m) MS_LAMBDA {
+      const Part xs = (Part)splat_part(x + m * ROW_BYTES);
+      unroll<PARTS>([&](auto p) MS_LAMBDA { sum[m][p] = fma_part(ws[p], xs, sum[m][p]); });
+    });
   }
   static MS_INLINE void put(Input* to, f32x16 x) { store(to, x); }
 };
@@ -37,14 +58,17 @@ struct StepWide {
   static constexpr DType TYPE = DType::bf16;
   static constexpr int INPUTS = 2;
   static constexpr int ROW_BYTES = SLICE_STEPS * 8;
-  struct Weights { f32x16 even[2], odd[2]; };
-  static MS_INLINE Weights weights(const uint8_t* w) {
-    const u32x16 a = load<u32x16>(w), b = load<u32x16>(w + 64);
-    return {{(f32x16)(a << 16), (f32x16)(b << 16)}, {(f32x16)(a & 0xffff0000u), (f32x16)(b & 0xffff0000u)}};
-  }
-  static MS_INLINE void add(f32x16* sum, const Weights& w, const char* x) {
-    const f32x16 even = (f32x16)splat_bytes(x), odd = (f32x16)splat_bytes(x + 4);
-    for (int h = 0; h < 2; h++) sum[h] = fma(w.odd[h], odd, fma(w.even[h], even, sum[h]));
+  template <int MR>
+  static MS_INLINE void add(Part (&sum)[MR][PARTS], const uint8_t* w, const char* x) {
+    unroll<PARTS>([&](auto p) MS_LAMBDA {
+      const PartBits both = part_of<PartBits>(w, p);
+      const Part even = (Part)(both << 16), odd = (Part)(both & 0xffff0000u);
+      unroll<MR>([&](auto m) MS_LAMBDA {
+        const char* at = x + m * ROW_BYTES;
+        sum[m][p] = fma_part(even, (Part)splat_part(at), sum[m][p]);
+        sum[m][p] = fma_part(odd, (Part)splat_part(at + 4), sum[m][p]);
+      });
+    });
   }
   static MS_INLINE void put(Input* to, f32x16 x) { store(to, round_bf16(x)); }
 };
@@ -55,11 +79,14 @@ struct StepPairs {
   static constexpr DType TYPE = DType::bf16;
   static constexpr int INPUTS = 2;
   static constexpr int ROW_BYTES = SLICE_STEPS * 4;
-  struct Weights { i32x16 at[2]; };
-  static MS_INLINE Weights weights(const uint8_t* w) { return {{load<i32x16>(w), load<i32x16>(w + 64)}}; }
-  static MS_INLINE void add(f32x16* sum, const Weights& w, const char* x) {
-    const __m512bh xs = (__m512bh)splat_bytes(x);
-    for (int h = 0; h < 2; h++) sum[h] = (f32x16)_mm512_dpbf16_ps((__m512)sum[h], (__m512bh)w.at[h], xs);
+  template <int MR>
+  static MS_INLINE void add(Part (&sum)[MR][PARTS], const uint8_t* w, const char* x) {
+    const __m512bh w0 = (__m512bh)part_of<Part>(w, 0), w1 = (__m512bh)part_of<Part>(w, 1);
+    unroll<MR>([&](auto m) MS_LAMBDA {
+      const __m512bh xs = (__m512bh)splat_part(x + m * ROW_BYTES);
+      sum[m][0] = (Part)_mm512_dpbf16_ps((__m512)sum[m][0], w0, xs);
+      sum[m][1] = (Part)_mm512_dpbf16_ps((__m512)sum[m][1], w1, xs);
+    });
   }
   static MS_INLINE void put(Input* to, f32x16 x) { to_bf16(to, x); }
 };
@@ -70,15 +97,13 @@ struct StepPairs {
 template <class S, int MR, bool IS_STREAM, int CACHE>
 __attribute__((noinline)) void micro_plain(const uint8_t* w, const char* x, float* c, int steps,
                                            bool is_first, const void* next, const char* next_rows) {
-  f32x16 sum[MR][2];
-  unroll<MR>([&](auto m) MS_LAMBDA {
-    sum[m][0] = is_first ? f32x16{} : load<f32x16>(c + m * PANEL);
-    sum[m][1] = is_first ? f32x16{} : load<f32x16>(c + m * PANEL + 16);
+  Part sum[MR][PARTS];
+  unroll<MR * PARTS>([&](auto i) MS_LAMBDA {
+    sum[i / PARTS][i % PARTS] = is_first ? Part{} : load<Part>(c + i * LANES_OF_PART);
   });
   const char* ahead = static_cast<const char*>(next);
   for (int s = 0; s < steps; s++) {
-    const typename S::Weights both = S::weights(w);
-    unroll<MR>([&](auto m) MS_LAMBDA { S::add(sum[m], both, x + m * S::ROW_BYTES); });
+    S::template add<MR>(sum, w, x);
     w += 128;
     x += S::ROW_BYTES / SLICE_STEPS;
     __builtin_prefetch(ahead, 0, CACHE);
@@ -86,10 +111,7 @@ __attribute__((noinline)) void micro_plain(const uint8_t* w, const char* x, floa
     ahead += IS_STREAM ? 128 : 64;
     next_rows += 64;
   }
-  unroll<MR>([&](auto m) MS_LAMBDA {
-    store(c + m * PANEL, sum[m][0]);
-    store(c + m * PANEL + 16, sum[m][1]);
-  });
+  unroll<MR * PARTS>([&](auto i) MS_LAMBDA { store(c + i * LANES_OF_PART, sum[i / PARTS][i % PARTS]); });
 }
 
 using MicroPlain = void (*)(const uint8_t*, const char*, float*, int, bool, const void*, const char*);
