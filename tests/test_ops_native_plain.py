@@ -90,8 +90,9 @@ def test_a_row_does_not_depend_on_the_others(isa, dtype, edges):
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_activation_and_bias_are_fused(isa, dtype, kind, is_gated):
-    x = whole(14, 70, dtype=dtype, largest=3)
-    weight, bias = whole(90, 70, dtype=dtype, largest=3) / 16, whole(90, dtype=dtype)
+    # about 10 bits before the rounding, of a size that activations bend
+    x, weight = whole(14, 70, dtype=dtype), whole(90, 70, dtype=dtype, largest=31) / 256
+    bias = whole(90, dtype=dtype)
     edges = Edges(None, kind, is_gated)
     got = PlainLinear(weight, bias, edges)(x)
     # as separate operators: the product is rounded, then the activation, then what it multiplies
