@@ -1,9 +1,9 @@
 """The CPU kernels against what the machine can do: `serve bench ops [--quick]`.
 
 Every run of a kernel is preceded by a reading of the ceiling that binds it (reading memory, int8 or
-bf16 multiply-adds on registers, moving the same bytes), so that the ratio holds although the
-machine's speed drifts. Operands rotate through more memory than the caches hold. Reported: medians,
-the ratio's own included. The last line is one JSON object.
+bf16 multiply-adds on registers, moving the same bytes) and followed by what torch has for it, so
+that the ratios hold although the machine's speed drifts. Operands rotate through more memory than
+the caches hold. Reported: medians, the ratio's own included. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -25,40 +25,18 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
+from bench.ops_linear import FAR, Case, Run, int4_cases, linear_cases, plain_cases
 from bench.ops_plain import plain_prefills
-from ops import Edges, LinearOp, Norm, native
+from ops import Edges, Norm, native
 from ops.heap import keep_freed_memory
-from ops.native import Ceilings, Int4Linear, Int8Attention, Int8AttentionStep, Int8Linear
+from ops.native import Ceilings, Int8Attention, Int8AttentionStep, Int8Linear
 from ops.sampling import argmax
 from quant.kv import Int8KVFormat
 
 HEADS, KV_HEADS = 32, 8
-LINEAR_SHAPE = (2048, 8192)
-INT4_KINDS = ("int4", "int4 zeros", "nf4")
-_FAR = 400 << 20  # bytes of operands that no cache holds
 _READ = 256 << 20
 _ROUNDS = 300_000
 _PEER_ROUNDS = 3
-Run = Callable[[], object]
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One kernel at one shape. work: bytes or operations that it must move or do.
-
-    ceiling: read, i8, bf16, or moved, which is what `beside` does with the same bytes.
-    peer: what a user would call otherwise; its work is peer_work.
-    """
-
-    name: str
-    shape: str
-    ceiling: str
-    work: float
-    target: float
-    run: Run
-    beside: Run | None = None
-    peer: Run | None = None
-    peer_work: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,90 +82,35 @@ def _seconds(run: Run) -> float:
 
 
 def measure(case: Case, limits: Limits, rounds: int) -> Reading:
-    """`rounds` pairs of a ceiling and the kernel, one after the other; the peer after the first."""
+    """`rounds` times a ceiling and the kernel, one after the other; the first times a peer too."""
     case.run()
     rates, tops, speedups = [], [], []
     for i in range(rounds):
         tops.append(limits.read(case))
         rates.append(case.work / _seconds(case.run) / 1e9)
         if case.peer is not None and i < _PEER_ROUNDS:
-            speedups.append(rates[-1] / _peer_rate(case.peer, case.peer_work, warm=i == 0))
+            seconds = _peer_seconds(case.peer, warm=i == 0)
+            speedups.append(rates[-1] / (case.peer_work / seconds / 1e9))
     share = statistics.median(rate / top for rate, top in zip(rates, tops, strict=True))
     rate, top = statistics.median(rates), statistics.median(tops)
     speedup = statistics.median(speedups) if speedups else None
     return Reading(case.name, case.shape, case.ceiling, rate, top, share, case.target, speedup)
 
 
-def _peer_rate(peer: Run, work: float, *, warm: bool) -> float:
-    """G/s of the peer with as many threads as we have; they are gone again afterwards."""
+def _peer_seconds(peer: Run, *, warm: bool) -> float:
+    """With torch's own threads, which spin for a while after they are done."""
     torch.set_num_threads(native.num_threads())
     if warm:
         peer()
-    rate = work / _seconds(peer) / 1e9
+    seconds = _seconds(peer)
     torch.set_num_threads(1)
-    return rate
-
-
-def linear_cases(quick: bool) -> Iterator[Case]:
-    """Weights out of cache: bound by their bytes up to M=8, by the multiply-adds from 16 on."""
-    num_in, num_out = LINEAR_SHAPE
-    copies = 2 if quick else _FAR // (num_in * num_out)
-    layers = [Int8Linear(torch.randn(num_out, num_in), None) for _ in range(copies)]
-    targets = {1: 0.88, 4: 0.88, 8: 0.85, 16: 0.65, 32: 0.75, 64: 0.8, 512: 0.9}
-    for rows in [1, 16] if quick else list(targets):
-        x = torch.randn(rows, num_in)
-        is_read = rows <= 8
-        yield Case(
-            "int8 linear",
-            f"M={rows} K={num_in} N={num_out}",
-            "read" if is_read else "i8",
-            num_in * num_out * copies * (1 if is_read else 2 * rows),
-            targets[rows],
-            partial(_apply_all, layers, x),
-        )
-
-
-def _apply_all(layers: Sequence[LinearOp], x: Tensor) -> None:
-    for layer in layers:
-        layer(x)
+    time.sleep(0.02)
+    return seconds
 
 
 def _attend_all(kv: KV, step: Int8AttentionStep, q: Tensor) -> None:
     for op in kv.ops:
         op.attend(step, q)
-
-
-def _int4_layers(kind: str, quick: bool) -> list[Int4Linear]:
-    """Random codes, as many layers as fill _FAR."""
-    num_in, num_out, group = LINEAR_SHAPE[0], LINEAR_SHAPE[1], 64
-    shape = (num_out, num_in // group)
-    codes = torch.randint(0, 16, (num_out, num_in), dtype=torch.uint8)
-    scales = torch.rand(shape) + 0.1
-    zeros = torch.randint(0, 16, shape, dtype=torch.uint8) if kind == "int4 zeros" else None
-    count = 2 if quick else _FAR // (num_in * num_out // 2)
-    return [
-        Int4Linear(codes, scales, zeros, None, group=group, is_nf4=kind == "nf4")
-        for _ in range(count)
-    ]
-
-
-def int4_cases(quick: bool) -> Iterator[Case]:
-    """Bound by their bytes at few rows, by the multiply-adds from 16 on."""
-    num_in, num_out = LINEAR_SHAPE
-    for kind in INT4_KINDS:
-        ops = _int4_layers(kind, quick)
-        size_bytes = sum(op.size_bytes for op in ops)
-        for rows in (1, 16) if quick else (1, 4, 8, 16, 64, 512):
-            x = torch.randn(rows, num_in)
-            is_read = rows <= 8
-            yield Case(
-                f"{kind} linear",
-                f"M={rows} K={num_in} N={num_out}",
-                "read" if is_read else "i8",
-                size_bytes if is_read else 2.0 * rows * num_in * num_out * len(ops),
-                0.8 if is_read else 0.6,
-                partial(_apply_all, ops, x),
-            )
 
 
 class KV:
@@ -233,7 +156,7 @@ def decode_cases(quick: bool) -> Iterator[Case]:
     shapes = [(d, b, n) for d in (64, 128) for b in (1, 8, 32) for n in (512, 4096)]
     for dim, batch, context in [(64, 1, 512)] if quick else shapes:
         layer_bytes = Int8KVFormat(KV_HEADS, dim, 64).token_bytes * context * batch
-        kv = KV(batch, context, dim, 1 if quick else max(1, min(32, _FAR // layer_bytes)))
+        kv = KV(batch, context, dim, 1 if quick else max(1, min(32, FAR // layer_bytes)))
         step, q = kv.step(1), torch.randn(batch, HEADS, dim)
         keys = torch.randn(batch, KV_HEADS, context, dim).bfloat16()
         query = q.bfloat16()[:, :, None]
@@ -286,7 +209,7 @@ def fused_cases(quick: bool) -> Iterator[Case]:
         torch.randn(32, hidden), None, Edges(Norm("rms", torch.ones(hidden), None, 1e-5))
     )
     plain = Int8Linear(torch.randn(32, inner), None)
-    far = 8 << 20 if quick else _FAR
+    far = 8 << 20 if quick else FAR
     for rows in (1, 32) if quick else (1, 8, 32, 512):
         x = torch.ones(far // (4 * rows * hidden), rows, hidden)
         yield _moving("norm + quantize", rows, 5 * hidden, x, normed.only_quantize)
@@ -352,8 +275,8 @@ def _moving(
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    makers = (linear_cases, int4_cases, decode_cases, prefill_cases, plain_prefill_cases)
-    for make in (*makers, fused_cases):
+    makers = (linear_cases, plain_cases, int4_cases, decode_cases)
+    for make in (*makers, prefill_cases, plain_prefill_cases, fused_cases):
         for case in make(quick):
             # without an instruction for bf16 the other ceiling has to do
             is_bound = case.ceiling != "bf16" or Ceilings.multiply_bf16(1) > 0
@@ -361,7 +284,7 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def report(readings: list[Reading], console: Console) -> None:
-    table = Table("kernel", "shape", "rate", "ceiling", "share", "target", "torch SDPA")
+    table = Table("kernel", "shape", "rate", "ceiling", "share", "target", "to torch")
     units = {"read": "GB/s", "moved": "GB/s", "i8": "GOP/s", "bf16": "GFLOP/s"}
     for r in readings:
         colour = "green" if r.share >= r.target else "yellow"
@@ -372,7 +295,7 @@ def report(readings: list[Reading], console: Console) -> None:
             f"{r.limit:,.1f} {r.ceiling}",
             f"[{colour}]{r.share:.0%}[/{colour}]",
             f"{r.target:.0%}",
-            "" if r.speedup is None else f"{r.speedup:.0f}x",
+            "" if r.speedup is None else f"{r.speedup:.3g}x",
         )
     console.print(table)
 

@@ -76,6 +76,24 @@ class Int8Linear(_Linear):
         is_gated: bool,
     ) -> None: ...
 
+class PlainLinear:
+    bytes: int
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        weight: int,
+        stride: int,
+        dtype: int,
+        bias: int,
+        activation: int,
+        is_gated: bool,
+    ) -> None: ...
+    def set_norm(self, kind: int, weight: int, bias: int, eps: float) -> None: ...
+    def run(
+        self, x: int, x_stride: int, rows: int, out: int, out_stride: int, add: bool
+    ) -> None: ...
+
 class Int4Linear(_Linear):
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """The CPU back end for bf16 and fp32: torch's best paths, and our own kernels where they win.
 
-Linears run on oneDNN's packed weights (about twice F.linear at small M here); attention and fp32
-rotation are ours (ops/native.py) where the library was built and has the shape. Else attention
-runs on torch's CPU flash kernel, which takes strided K/V and returns the log-sum-exp. What is
+Linear layers, attention and fp32 rotation are ours (ops/native*.py) where the library was built and
+has the shape. Else linears run on oneDNN's packed weights (about twice F.linear at small M here),
+attention on torch's CPU flash kernel, which takes strided K/V and returns the log-sum-exp. What is
 internal to torch is tried at start-up, and falls back to public operators.
 """
 
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops import native, native_attention
+from ops import native, native_attention, native_plain
 from ops.backend import PLAIN, Edges, KeyValues, LinearOp, Partial
 from ops.linear import PlainLinear
 from ops.reference import ReferenceBackend
@@ -50,6 +50,8 @@ class CpuBackend:
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, edges: Edges = PLAIN
     ) -> LinearOp:
+        if self._has_native and weight.dtype in native_plain.TYPES:
+            return native_plain.PlainLinear(weight, bias, edges)
         return PlainLinear(self, self._product(weight, bias), edges)
 
     def _product(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:

@@ -22,8 +22,8 @@ except ImportError as error:  # a source tree that was never built
     _why = str(error)
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
-_ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
-_NORMS = {"rms": 1, "layer": 2}
+ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
+NORMS = {"rms": 1, "layer": 2}
 GROUPS4 = (32, 64, 128)
 # Beyond it a sum of products of int8 may not fit 32 bits: 2^31 / (127 * 128).
 MAX_INT8_INPUTS = 132_104
@@ -82,7 +82,7 @@ class NativeLinear:
             self._norm_weight = norm.weight.float().contiguous()
             self._norm_bias = None if norm.bias is None else norm.bias.float().contiguous()
             at = 0 if self._norm_bias is None else self._norm_bias.data_ptr()
-            op.set_norm(_NORMS[norm.kind], self._norm_weight.data_ptr(), at, norm.eps)
+            op.set_norm(NORMS[norm.kind], self._norm_weight.data_ptr(), at, norm.eps)
 
     @property
     def size_bytes(self) -> int:
@@ -136,7 +136,7 @@ class Int8Linear(NativeLinear):
         num_out, num_in = _sizes(weight, edges)
         if num_in > MAX_INT8_INPUTS:
             raise ValueError(f"{num_in:,} inputs: int8 products sum at most {MAX_INT8_INPUTS:,}")
-        bias, kind = _bias(bias, num_out, edges), _ACTIVATIONS[edges.activation]
+        bias, kind = _bias(bias, num_out, edges), ACTIVATIONS[edges.activation]
         args: tuple[object, ...]
         if scales is not None:
             assert weight.dtype == torch.int8 and scales.shape == weight.shape[:1]
@@ -194,7 +194,7 @@ class Int4Linear(NativeLinear):
             group,
             is_nf4,
             _address(bias),
-            _ACTIVATIONS[edges.activation],
+            ACTIVATIONS[edges.activation],
             edges.is_gated,
         )
         super().__init__(op, num_in, num_out, edges)

@@ -211,7 +211,7 @@ constexpr TileBlock tile_block_for(int vecs, bool masked, std::index_sequence<C.
 struct PrefillCall {
   const PlainSequence& seq;
   const PlainLayer& layer;
-  const PlainRows& rows;
+  const PrefillRows& rows;
   int per_kv;  // query heads of a K/V head
 
   int item() const { return layer.type == DType::f32 ? 4 : 2; }
@@ -363,7 +363,7 @@ bool multiplies_bf16() {
 #endif
 }
 
-void prefill_plain(const PlainSequence& seq, const PlainLayer& layer, const PlainRows& rows) {
+void prefill_plain(const PlainSequence& seq, const PlainLayer& layer, const PrefillRows& rows) {
   ms::Team& team = ms::Team::get();
   const PrefillCall call{seq, layer, rows, layer.num_heads / layer.num_kv_heads};
   const int all = rows.count * call.per_kv, share = rows_of_a_task(call, team.size());

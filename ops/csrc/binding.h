@@ -10,7 +10,7 @@ namespace ms {
 template <class T>
 T* pointer(uintptr_t address) { return reinterpret_cast<T*>(address); }
 
-// Int8Linear and Int4Linear, in linear.cpp.
+// Int8Linear, Int4Linear and PlainLinear, in linear.cpp.
 void bind_linear(nanobind::module_& m);
 
 }  // namespace ms

@@ -65,7 +65,7 @@ MS_INLINE f32x16 activate(f32x16 x, Activation kind) {
     case Activation::gelu: return 0.5f * x * (1.0f + erf(x * 0.70710678f));
     case Activation::gelu_tanh:
       return 0.5f * x * (1.0f + tanh(0.79788456f * fma(x * x * x, splat(0.044715f), x)));
-    case Activation::relu: return max(x, splat(0.0f));
+    case Activation::relu: return max(splat(0.0f), x);  // in this order NaN stays NaN
     default: return x;
   }
 }
@@ -128,14 +128,19 @@ void finish_panel(const LinearInt8& op, const Sum* c, int rows, int first_row, i
 }
 
 // Asks for the lines that finish_panel will write: they lie far apart and are seldom in cache.
-MS_INLINE void touch_output(const LinearInt8& op, int panel, int row, int rows, void* out,
-                            size_t out_stride, DType type) {
-  const size_t size = type == DType::f32 ? 4 : 2, width = (op.is_gated ? 16 : 32) * size;
-  const char* at = static_cast<char*>(out) + (row * out_stride) * size + panel * width;
-  for (int m = 0; m < rows; m++, at += out_stride * size) {
+MS_INLINE void touch_rows(const char* at, int rows, size_t row_bytes, int panel, bool is_gated,
+                          DType type) {
+  const size_t width = (is_gated ? 16 : 32) * (type == DType::f32 ? 4 : 2);
+  at += panel * width;
+  for (int m = 0; m < rows; m++, at += row_bytes) {
     __builtin_prefetch(at, 1, 3);
     __builtin_prefetch(at + width - 1, 1, 3);
   }
+}
+MS_INLINE void touch_output(const LinearInt8& op, int panel, int row, int rows, void* out,
+                            size_t out_stride, DType type) {
+  const size_t row_bytes = out_stride * (type == DType::f32 ? 4 : 2);
+  touch_rows(static_cast<char*>(out) + row * row_bytes, rows, row_bytes, panel, op.is_gated, type);
 }
 
 void panel_rows(const LinearInt8& op, int panel, int first_row, int rows, const Quantized& x,

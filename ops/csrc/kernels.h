@@ -52,6 +52,18 @@ struct LinearInt8 {
   Activation activation;
 };
 
+// Weights in bf16 or fp32 (see gemm_plain.inl); rows and results are of the same type.
+struct LinearPlain {
+  const uint8_t* packed;
+  const float* bias;  // or null
+  int num_in;
+  int num_out;  // after gating
+  int num_panels;
+  bool is_gated;
+  Activation activation;
+  DType type;
+};
+
 // What a 4-bit code stands for: code - 8, code - zero point of its group, or a value of NF4.
 enum class Codes : int { centred, with_zeros, nf4 };
 
@@ -102,7 +114,7 @@ struct PlainLayer {
 };
 // Rows of queries, [count][heads][dim] with dense heads, at the end of a sequence. window: keys a
 // row sees, itself included; 0: all. out is dense and of the queries' type; lse: [count][heads].
-struct PlainRows {
+struct PrefillRows {
   const void* q;
   size_t q_stride;
   DType type;
@@ -168,7 +180,8 @@ struct Kernels {
                       DType, bool add);
   void (*decode_plain)(const PlainSequence*, int count, const PlainLayer&, const void* q, size_t q_stride, DType q_type,
                        float* out, float* lse);
-  void (*prefill_plain)(const PlainSequence&, const PlainLayer&, const PlainRows&);
+  void (*prefill_plain)(const PlainSequence&, const PlainLayer&, const PrefillRows&);
+  void (*linear_plain)(const LinearPlain&, const Rows&, int rows, const Norm&, void* out, size_t out_stride, bool add);
 };
 
 const Kernels* portable_kernels();

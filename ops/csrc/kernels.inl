@@ -14,6 +14,7 @@ using namespace ms;
 #include "rows.inl"
 #include "gemm.inl"
 #include "gemm4.inl"
+#include "gemm_plain.inl"
 #include "kv_tiles.inl"
 #include "attention.inl"
 #include "attention_plain.inl"
@@ -28,7 +29,7 @@ const Kernels* MS_KERNELS() {
                               MS_ISA::attend,  MS_ISA::read_bytes, MS_ISA::copy_bytes,
                               MS_ISA::multiply_i8, MS_ISA::multiply_bf16,
                               MS_ISA::argmax,  MS_ISA::sample,  MS_ISA::linear_int4,
-                              MS_ISA::decode_plain, MS_ISA::prefill_plain};
+                              MS_ISA::decode_plain, MS_ISA::prefill_plain, MS_ISA::linear_plain};
   return &all;
 }
 }  // namespace ms

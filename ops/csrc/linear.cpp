@@ -60,19 +60,52 @@ Quantized scratch(int rows, int num_in_padded) {
 // What the layers have in common: the norm, the bias, where a channel lies.
 class Linear {
  public:
-  Linear(int num_in, int num_out, int align, size_t panel_bytes, uintptr_t bias, int activation, bool is_gated)
-      : packed_(count_panels(num_out, is_gated) * panel_bytes),
-        scales_(count_panels(num_out, is_gated) * size_t{PANEL} * 4),
-        bias_(count_panels(num_out, is_gated) * size_t{PANEL} * 4) {
-    op_ = {packed_.as<uint8_t>(), scales_.as<float>(), nullptr, num_in, round_up(num_in, align), num_out,
-           count_panels(num_out, is_gated), is_gated, static_cast<Activation>(activation)};
-    if (!bias) return;
-    spread(pointer<float>(bias), bias_.as<float>());
-    op_.bias = bias_.as<float>();
+  Linear(int num_out, size_t panel_bytes, uintptr_t bias, bool is_gated)
+      : num_out_(num_out),
+        num_panels_(count_panels(num_out, is_gated)),
+        is_gated_(is_gated),
+        packed_(num_panels_ * panel_bytes),
+        bias_(num_panels_ * size_t{PANEL} * 4),
+        has_bias_(bias != 0) {
+    if (bias) spread(pointer<float>(bias), bias_.as<float>());
   }
 
   void set_norm(int kind, uintptr_t weight, uintptr_t bias, float eps) {
     norm_ = {static_cast<NormKind>(kind), pointer<float>(weight), pointer<float>(bias), eps};
+  }
+
+ protected:
+  // The row of the weight that is lane c of a panel, or -1. Gated: 16 gates, then their factors.
+  int channel(int panel, int c) const {
+    const int n = is_gated_ ? panel * 16 + c % 16 : panel * PANEL + c;
+    if (n >= num_out_) return -1;
+    return is_gated_ && c >= 16 ? n + num_out_ : n;
+  }
+
+  // One number for each channel to its place among the panels.
+  void spread(const float* from, float* to) const {
+    for (int i = 0; i < num_panels_ * PANEL; i++) {
+      const int n = channel(i / PANEL, i % PANEL);
+      to[i] = n < 0 ? 0.0f : from[n];
+    }
+  }
+
+  const float* bias() const { return has_bias_ ? bias_.as<float>() : nullptr; }
+
+  int num_out_, num_panels_;
+  bool is_gated_;
+  Buffer packed_, bias_;
+  bool has_bias_;
+  Norm norm_{NormKind::none, nullptr, nullptr, 0.0f};
+};
+
+class QuantizedLinear : public Linear {
+ public:
+  QuantizedLinear(int num_in, int num_out, int align, size_t panel_bytes, uintptr_t bias, int activation,
+                  bool is_gated)
+      : Linear(num_out, panel_bytes, bias, is_gated), scales_(num_panels_ * size_t{PANEL} * 4) {
+    op_ = {packed_.as<uint8_t>(), scales_.as<float>(), this->bias(), num_in, round_up(num_in, align), num_out,
+           num_panels_, is_gated, static_cast<Activation>(activation)};
   }
 
   size_t bytes() const { return packed_.bytes() + scales_.bytes(); }
@@ -86,27 +119,11 @@ class Linear {
   }
 
  protected:
-  // The row of the weight that is lane c of a panel, or -1. Gated: 16 gates, then their factors.
-  int channel(int panel, int c) const {
-    const int n = op_.is_gated ? panel * 16 + c % 16 : panel * PANEL + c;
-    if (n >= op_.num_out) return -1;
-    return op_.is_gated && c >= 16 ? n + op_.num_out : n;
-  }
-
-  // One number for each channel to its place among the panels.
-  void spread(const float* from, float* to) const {
-    for (int i = 0; i < op_.num_panels * PANEL; i++) {
-      const int n = channel(i / PANEL, i % PANEL);
-      to[i] = n < 0 ? 0.0f : from[n];
-    }
-  }
-
-  Buffer packed_, scales_, bias_;
+  Buffer scales_;
   LinearInt8 op_;
-  Norm norm_{NormKind::none, nullptr, nullptr, 0.0f};
 };
 
-class Int8Linear : public Linear {
+class Int8Linear : public QuantizedLinear {
  public:
   Int8Linear(int num_in, int num_out, uintptr_t weight, size_t stride, int dtype, uintptr_t bias,
              int activation, bool is_gated)
@@ -142,17 +159,17 @@ class Int8Linear : public Linear {
 
  private:
   Int8Linear(int num_in, int num_out, uintptr_t bias, int activation, bool is_gated)
-      : Linear(num_in, num_out, 64, size_t{PANEL} * round_up(num_in, 64), bias, activation, is_gated) {}
+      : QuantizedLinear(num_in, num_out, 64, size_t{PANEL} * round_up(num_in, 64), bias, activation, is_gated) {}
 };
 
-class Int4Linear : public Linear {
+class Int4Linear : public QuantizedLinear {
  public:
   // codes: [channels][num_in] bytes below 16; scales: [channels][groups] fp16; zeros: the same in
   // bytes, or 0; channel_scales: [channels].
   Int4Linear(int num_in, int num_out, uintptr_t codes, uintptr_t scales, uintptr_t zeros,
              uintptr_t channel_scales, int group, bool is_nf4, uintptr_t bias, int activation, bool is_gated)
-      : Linear(num_in, num_out, padding(group), panel_bytes(num_in, group, kind(zeros, is_nf4)), bias,
-               activation, is_gated),
+      : QuantizedLinear(num_in, num_out, padding(group), panel_bytes(num_in, group, kind(zeros, is_nf4)),
+                        bias, activation, is_gated),
         op4_{op_, group, kind(zeros, is_nf4)} {
     nb::gil_scoped_release release;
     spread(pointer<float>(channel_scales), scales_.as<float>());
@@ -200,10 +217,60 @@ class Int4Linear : public Linear {
   LinearInt4 op4_;
 };
 
+class PlainLinear : public Linear {
+ public:
+  // weight: [channels][num_in] of type `type`, rows `stride` apart; bias: fp32, or 0.
+  PlainLinear(int num_in, int num_out, uintptr_t weight, size_t stride, int type, uintptr_t bias, int activation,
+              bool is_gated)
+      : Linear(num_out, steps(num_in, type) * STEP_BYTES, bias, is_gated) {
+    op_ = {packed_.as<uint8_t>(), this->bias(), num_in, num_out, num_panels_, is_gated,
+           static_cast<Activation>(activation), static_cast<DType>(type)};
+    nb::gil_scoped_release release;
+    Team::get().parallel(num_panels_, [&](int panel) { pack(panel, pointer<uint8_t>(weight), stride); });
+  }
+
+  size_t bytes() const { return packed_.bytes(); }
+
+  void run(uintptr_t x, size_t x_stride, int rows, uintptr_t out, size_t out_stride, bool add) const {
+    kernels().linear_plain(op_, {pointer<void>(x), x_stride, op_.type}, rows, norm_, pointer<void>(out), out_stride,
+                           add);
+  }
+
+ private:
+  static constexpr size_t STEP_BYTES = 4 * PANEL;  // four bytes of every output
+  static size_t steps(int num_in, int type) {
+    return static_cast<DType>(type) == DType::f32 ? num_in : (num_in + 1) / 2;
+  }
+
+  void pack(int panel, const uint8_t* weight, size_t stride) {
+    const size_t item = op_.type == DType::f32 ? 4 : 2, row_bytes = op_.num_in * item;
+    const size_t all = steps(op_.num_in, static_cast<int>(op_.type)), some = 64;
+    uint8_t* to = packed_.as<uint8_t>() + panel * all * STEP_BYTES;
+    std::memset(to, 0, all * STEP_BYTES);
+    for (size_t first = 0; first < all; first += some)  // few enough to stay in cache
+      for (int c = 0; c < PANEL; c++) {
+        if (channel(panel, c) < 0) continue;
+        const uint8_t* row = weight + channel(panel, c) * stride * item;
+        for (size_t s = first; s < all && s < first + some; s++) {
+          const size_t left = row_bytes - 4 * s;
+          std::memcpy(to + s * STEP_BYTES + 4 * c, row + 4 * s, left < 4 ? left : 4);
+        }
+      }
+  }
+
+  LinearPlain op_;
+};
+
 template <class T>
 nb::class_<T>& with_common(nb::class_<T>& c) {
   return c.def("set_norm", [](T& self, int kind, uintptr_t weight, uintptr_t bias,
                               float eps) { self.set_norm(kind, weight, bias, eps); })
+      .def_prop_ro("bytes", [](const T& self) { return self.bytes(); });
+}
+
+template <class T>
+nb::class_<T>& with_quantized(nb::class_<T>& c) {
+  return with_common(c)
       .def("run", [](const T& self, uintptr_t x, size_t x_stride, int x_type, int rows, uintptr_t out,
                      size_t out_stride, int out_type, bool add) {
         nb::gil_scoped_release release;
@@ -213,8 +280,7 @@ nb::class_<T>& with_common(nb::class_<T>& c) {
       .def("only_quantize", [](const T& self, uintptr_t x, size_t stride, int type, int rows) {
         nb::gil_scoped_release release;
         self.quantize(x, stride, type, rows);
-      })
-      .def_prop_ro("bytes", [](const T& self) { return self.bytes(); });
+      });
 }
 
 }  // namespace
@@ -223,8 +289,11 @@ void ms::bind_linear(nb::module_& m) {
   nb::class_<Int8Linear> int8(m, "Int8Linear");
   int8.def(nb::init<int, int, uintptr_t, size_t, int, uintptr_t, int, bool>())
       .def(nb::init<int, int, uintptr_t, uintptr_t, uintptr_t, int, bool>());
-  with_common(int8);
+  with_quantized(int8);
   nb::class_<Int4Linear> int4(m, "Int4Linear");
   int4.def(nb::init<int, int, uintptr_t, uintptr_t, uintptr_t, uintptr_t, int, bool, uintptr_t, int, bool>());
-  with_common(int4);
+  with_quantized(int4);
+  nb::class_<PlainLinear> plain(m, "PlainLinear");
+  plain.def(nb::init<int, int, uintptr_t, size_t, int, uintptr_t, int, bool>());
+  with_common(plain).def("run", &PlainLinear::run, nb::call_guard<nb::gil_scoped_release>());
 }

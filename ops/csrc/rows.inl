@@ -51,6 +51,18 @@ MS_INLINE void moments(const void* row, int n, float eps, float& mean, float& in
   inverse = 1.0f / __builtin_sqrtf(reduce_add(sum[0] + sum[1]) / static_cast<float>(n) + eps);
 }
 
+// Sixteen values of a row after its norm.
+template <NormKind KIND>
+MS_INLINE f32x16 normed(f32x16 x, int k, int n, const Norm& norm, float mean, float inverse) {
+  if (KIND == NormKind::none) return x;
+  if (KIND == NormKind::layer) x -= mean;
+  const bool is_full = k + 16 <= n;
+  x = x * inverse * (is_full ? load<f32x16>(norm.weight + k) : some_of(norm.weight, k, n - k));
+  if (KIND == NormKind::layer && norm.bias)
+    x += is_full ? load<f32x16>(norm.bias + k) : some_of(norm.bias, k, n - k);
+  return x;
+}
+
 // next_row: bytes to the row that will follow, which is fetched meanwhile. A row with a NaN or an
 // infinity gets such a scale: its products are not finite either.
 template <DType TYPE, NormKind KIND>
@@ -58,15 +70,7 @@ __attribute__((noinline)) void quantize_row(const void* row, size_t next_row, in
                                             const Norm& norm, const Quantized& out, int m) {
   float mean = 0.0f, inverse = 1.0f;
   if (KIND != NormKind::none) moments<TYPE, KIND>(row, n, norm.eps, mean, inverse);
-  auto value = [&](int k, f32x16 x) MS_LAMBDA {
-    if (KIND == NormKind::none) return x;
-    if (KIND == NormKind::layer) x -= mean;
-    const bool is_full = k + 16 <= n;
-    x = x * inverse * (is_full ? load<f32x16>(norm.weight + k) : some_of(norm.weight, k, n - k));
-    if (KIND == NormKind::layer && norm.bias)
-      x += is_full ? load<f32x16>(norm.bias + k) : some_of(norm.bias, k, n - k);
-    return x;
-  };
+  auto value = [&](int k, f32x16 x) MS_LAMBDA { return normed<KIND>(x, k, n, norm, mean, inverse); };
   f32x16 largest[2] = {};
   const char* next = static_cast<const char*>(row) + next_row;
   for_row<TYPE>(row, n, [&](int k, f32x16 x, auto i) MS_LAMBDA {

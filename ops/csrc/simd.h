@@ -221,7 +221,12 @@ MS_INLINE i32x16 to_int_nearest(f32x16 v) {  // ties to even
 MS_INLINE f32x16 from_bf16(const uint16_t* p) {
   return (f32x16)(__builtin_convertvector(load<u16x16>(p), u32x16) << 16);
 }
-MS_INLINE void to_bf16(uint16_t* p, f32x16 v) {  // nearest, ties to even
+MS_INLINE f32x16 round_bf16(f32x16 v) {  // nearest, ties to even
+  u32x16 bits = (u32x16)v;
+  bits += 0x7fff + ((bits >> 16) & 1);
+  return (f32x16)(bits & 0xffff0000u);
+}
+MS_INLINE void to_bf16(uint16_t* p, f32x16 v) {  // the same
   u32x16 bits = (u32x16)v;
   bits += 0x7fff + ((bits >> 16) & 1);
   store(p, __builtin_convertvector(bits >> 16, u16x16));
