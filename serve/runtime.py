@@ -63,8 +63,8 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
     except ValueError as error:
         raise ConfigError(f"backend: {error}") from error
     model = _load_model(config.model_path, precision, backend, progress)
-    _leave_cores_to_native(precision)
     layers = model.attention_layers()
+    _leave_cores_to_native(precision, layers)
     layout = _kv_layout(config, precision, layers)
     sizes = size_kv(config, spec, layout.token_bytes, layout.tile_tokens)
     memory = LinuxMemory(sizes.page_bytes, sizes.num_pages)
@@ -105,9 +105,12 @@ def _set_threads(config: EngineConfig, precision: Precision) -> None:
     logger.info("native kernels: %s, %d threads", native.instruction_set(), native.num_threads())
 
 
-def _leave_cores_to_native(precision: Precision) -> None:
+def _leave_cores_to_native(precision: Precision, layers: list[AttentionLayer]) -> None:
     """What is left to torch in a step is small; its team would only stand in the way of ours."""
-    if precision.is_int8 and precision.kv == "int8":
+    if not native.is_available() or precision.compute == torch.float16:
+        return
+    has_attention = native.instruction_set() != "portable" and layers[0].head_dim % 16 == 0
+    if precision.kv == "int8" or has_attention:
         torch.set_num_threads(1)
 
 

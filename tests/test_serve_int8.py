@@ -1,4 +1,4 @@
-"""The engine in int8: the same tokens in any company, and close to what it would say in fp32."""
+"""The engine in int8: the same tokens in any company (in bf16 and fp32 too), close to fp32."""
 
 from __future__ import annotations
 
@@ -53,10 +53,11 @@ def _said(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> l
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
-def test_tokens_do_not_depend_on_the_batch_or_the_chunks(family):
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32"])
+def test_tokens_do_not_depend_on_the_batch_or_the_chunks(family, dtype):
     path = str(checkpoint(family, "base"))
     prompts, params = _requests(320, 5, 12)
-    settings = {"dtype": "int8", "max_model_len": 140}
+    settings = {"dtype": dtype, "max_model_len": 140}
     with LLM(path, max_num_seqs=12, **settings) as llm:
         together = _said(llm, prompts, params)
         alone = [_said(llm, [p], [s])[0] for p, s in zip(prompts, params, strict=True)]
