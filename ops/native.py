@@ -122,7 +122,7 @@ class Int8Linear(NativeLinear):
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Tensor | Sequence[Tensor],
         bias: Tensor | None,
         edges: Edges = PLAIN,
         *,
@@ -130,26 +130,35 @@ class Int8Linear(NativeLinear):
     ) -> None:
         """weight: [out, in] fp32 or bf16 (any other float is converted); copied and packed.
 
-        With scales, [out], it is int8 already and taken as it is: weight * scales. ValueError for
-        more than MAX_INT8_INPUTS inputs.
+        It may be given as parts that stand one under the other. With scales, [out], it is int8
+        already and taken as it is: weight * scales. ValueError for more than MAX_INT8_INPUTS
+        inputs.
         """
-        num_out, num_in = _sizes(weight, edges)
+        parts = [weight] if isinstance(weight, Tensor) else list(weight)
+        num_out, num_in = _sizes(sum(len(part) for part in parts), parts[0].shape[1], edges)
         if num_in > MAX_INT8_INPUTS:
             raise ValueError(f"{num_in:,} inputs: int8 products sum at most {MAX_INT8_INPUTS:,}")
         bias, kind = _bias(bias, num_out, edges), ACTIVATIONS[edges.activation]
         args: tuple[object, ...]
         if scales is not None:
-            assert weight.dtype == torch.int8 and scales.shape == weight.shape[:1]
-            weight, scales = weight.contiguous(), scales.float().contiguous()
-            args = (weight.data_ptr(), scales.data_ptr())
+            whole, scales = torch.cat(parts).contiguous(), scales.float().contiguous()
+            assert whole.dtype == torch.int8 and scales.shape == whole.shape[:1]
+            args = (whole.data_ptr(), scales.data_ptr())
         else:
-            if weight.dtype not in TYPES:
-                weight = weight.float()
-            if weight.stride(1) != 1:
-                weight = weight.contiguous()
-            args = (weight.data_ptr(), weight.stride(0), TYPES[weight.dtype])
+            parts = _packable(parts)
+            flat = [x for part in parts for x in (part.data_ptr(), part.stride(0), len(part))]
+            args = (flat, TYPES[parts[0].dtype])
         op = library().Int8Linear(num_in, num_out, *args, _address(bias), kind, edges.is_gated)
         super().__init__(op, num_in, num_out, edges)
+
+
+def _packable(parts: list[Tensor]) -> list[Tensor]:
+    """As many parts as the kernel takes, alike in type, their rows dense."""
+    if len(parts) > library().MAX_PARTS or any(part.dtype != parts[0].dtype for part in parts):
+        parts = [torch.cat(parts)]
+    if parts[0].dtype not in TYPES:
+        parts = [part.float() for part in parts]
+    return [part if part.stride(1) == 1 else part.contiguous() for part in parts]
 
 
 class Int4Linear(NativeLinear):
@@ -172,7 +181,7 @@ class Int4Linear(NativeLinear):
         one of GROUPS4; the last one may be cut short. Scales are kept as fp16 times a power of
         two of the channel: fp16 and bf16 scales exactly, if within 1 : 2^14 of its largest.
         """
-        num_out, num_in = _sizes(codes, edges)
+        num_out, num_in = _sizes(codes.shape[0], codes.shape[1], edges)
         shape = (codes.shape[0], -(-num_in // group))
         assert group in GROUPS4 and codes.dtype == torch.uint8
         assert not (is_nf4 and zeros is not None)
@@ -208,9 +217,8 @@ def split_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
     return (scales.float() / channels[:, None]).half().contiguous(), channels.contiguous()
 
 
-def _sizes(weight: Tensor, edges: Edges) -> tuple[int, int]:
+def _sizes(rows: int, num_in: int, edges: Edges) -> tuple[int, int]:
     """(out after gating, in)"""
-    rows, num_in = weight.shape
     if not edges.is_gated:
         return rows, num_in
     assert rows % 2 == 0 and edges.activation is not None, "gates, as many factors, an activation"

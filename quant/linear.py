@@ -6,12 +6,14 @@ largest; activations per token at run time (LLM.int8 without its outliers, ZeroQ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ops import native
 from ops.backend import PLAIN, Edges, LinearOp
 
 
-def int8_linear(weight: Tensor, bias: Tensor | None, edges: Edges = PLAIN) -> LinearOp:
-    """weight: [out, in] in any float type. What load_model takes as make_linear."""
-    return native.Int8Linear(weight, bias, edges)
+def int8_linear(parts: Sequence[Tensor], bias: Tensor | None, edges: Edges = PLAIN) -> LinearOp:
+    """parts: [out_i, in], one under the other, any float. What load_model takes as make_linear."""
+    return native.Int8Linear(parts, bias, edges)

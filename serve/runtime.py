@@ -26,6 +26,7 @@ from quant.linear import int8_linear
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.models import Decoder, ModelSpec, load_model, read_spec
+from serve.models.weights import joining
 from serve.precision import Precision, resolve_precision
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ _MAX_PAGE_BYTES = 2 * _MIB
 # Linux allows 65,530 mappings in a process; every page can become one of them.
 _MAX_PAGES = 30_000
 _KV_SHARE_OF_FREE_MEMORY = 0.4
-_LINEARS = {"int8": int8_linear, "int4": int4_linear, "nf4": nf4_linear}
+_LINEARS = {"int8": int8_linear, "int4": joining(int4_linear), "nf4": joining(nf4_linear)}
 
 
 @dataclass(slots=True)

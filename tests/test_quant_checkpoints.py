@@ -18,6 +18,7 @@ from serve import LLM, SamplingParams
 from serve.config import EngineConfig
 from serve.errors import ConfigError, ModelLoadError
 from serve.models import load_model, read_spec
+from serve.models.weights import joining
 from serve.precision import resolve_precision
 from tests.checkpoints import checkpoint, edit_json
 from tests.quantized import (
@@ -86,7 +87,9 @@ def test_logits_are_those_of_the_numbers_it_stands_for(case, variant, tmp_path):
     ids, backend = token_ids(40), get_backend("cpu")
     settings = {"dtype": torch.float32, "backend": backend}
     got = run(load_model(packed, make_linear=int8_linear, **settings), ids)
-    rounded = load_model(plain, make_linear=rounding_linear, make_head=int8_linear, **settings)
+    rounded = load_model(
+        plain, make_linear=joining(rounding_linear), make_head=int8_linear, **settings
+    )
     rounded_logits, plain_logits = run(rounded, ids), run(load_model(plain, **settings), ids)
     # apart from values so near to a half that the order of a sum decides where they go
     assert relative(got, rounded_logits) < 0.02

@@ -7,7 +7,7 @@ import logging
 import shutil
 import struct
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -217,12 +217,11 @@ def test_loading_holds_one_product_at_a_time() -> None:
     alive: list[weakref.ref[Tensor]] = []
     shapes: list[tuple[int, ...]] = []
 
-    def make_linear(weight: Tensor, bias: Tensor | None, edges: Edges) -> LinearOp:
-        assert weight.dtype == torch.bfloat16
-        assert weight.is_contiguous()
+    def make_linear(parts: Sequence[Tensor], bias: Tensor | None, edges: Edges) -> LinearOp:
+        assert all(part.dtype == torch.bfloat16 for part in parts)
         assert all(item() is None for item in alive)
-        alive.append(weakref.ref(weight))
-        shapes.append(tuple(weight.shape))
+        alive.extend(weakref.ref(part) for part in parts)
+        shapes.append((sum(len(part) for part in parts), parts[0].shape[1]))
         return lambda x, residual=None: x
 
     load_model(

@@ -209,7 +209,7 @@ void linear_int8(const LinearInt8& op, const Quantized& x, int rows, void* out, 
   });
 }
 
-// weight: [channels, K] of type `type`; quantizes each row to its largest magnitude and packs it.
+// Quantizes each row to its largest magnitude and packs it.
 void pack_int8(const PackSource& source, const LinearInt8& op, uint8_t* packed, float* scales) {
   const int quads = op.num_in_padded / 4;
   ms::Team::get().parallel(op.num_panels, [&](int panel) {
@@ -225,26 +225,8 @@ void pack_int8(const PackSource& source, const LinearInt8& op, uint8_t* packed, 
       }
       scales[panel * PANEL + c] = 0.0f;
       if (channel < 0) continue;
-      alignas(64) float buffer[16];
-      auto get = [&](int k) MS_LAMBDA {
-        const int left = op.num_in - k;
-        const size_t at = static_cast<size_t>(channel) * source.stride + k;
-        const char* data = static_cast<const char*>(source.weight);
-        if (left >= 16) {
-          if (source.type == DType::f32) return load<f32x16>(data + at * 4);
-          return from_bf16(reinterpret_cast<const uint16_t*>(data) + at);
-        }
-        std::memset(buffer, 0, sizeof buffer);
-        for (int i = 0; i < left; i++) {
-          if (source.type == DType::f32) {
-            std::memcpy(buffer + i, data + (at + i) * 4, 4);
-          } else {
-            const uint32_t bits = static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(data)[at + i]) << 16;
-            std::memcpy(buffer + i, &bits, 4);
-          }
-        }
-        return load<f32x16>(buffer);
-      };
+      const char* row = source.row(channel);
+      auto get = [&](int k) MS_LAMBDA { return row_at(row, source.type, k, op.num_in - k); };
       f32x16 largest = splat(0.0f);
       for (int k = 0; k < op.num_in; k += 16) largest = max_magnitude(largest, get(k));
       const float top = reduce_magnitude(largest);

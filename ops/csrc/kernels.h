@@ -35,10 +35,20 @@ struct Quantized {
   int32_t* sums;
 };
 
+// Weights [channels, K] as up to three parts, one under the other; part i ends before row ends[i].
+constexpr int MAX_PARTS = 3;
 struct PackSource {
-  const void* weight;
-  size_t stride;
+  const void* parts[MAX_PARTS];
+  size_t strides[MAX_PARTS];
+  int ends[MAX_PARTS];
   DType type;
+
+  const char* row(int channel) const {
+    int part = 0;
+    while (channel >= ends[part]) part++;
+    const size_t at = (channel - (part ? ends[part - 1] : 0)) * strides[part];
+    return static_cast<const char*>(parts[part]) + at * (type == DType::f32 ? 4 : 2);
+  }
 };
 
 struct LinearInt8 {

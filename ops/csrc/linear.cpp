@@ -1,5 +1,6 @@
 // The linear layers as Python sees them: own their packed weights, quantize the rows, multiply.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -125,10 +126,16 @@ class QuantizedLinear : public Linear {
 
 class Int8Linear : public QuantizedLinear {
  public:
-  Int8Linear(int num_in, int num_out, uintptr_t weight, size_t stride, int dtype, uintptr_t bias,
+  // parts: for each its address, the distance of its rows and their number.
+  Int8Linear(int num_in, int num_out, const std::vector<size_t>& parts, int dtype, uintptr_t bias,
              int activation, bool is_gated)
       : Int8Linear(num_in, num_out, bias, activation, is_gated) {
-    const PackSource source{pointer<void>(weight), stride, static_cast<DType>(dtype)};
+    PackSource source{{}, {}, {}, static_cast<DType>(dtype)};
+    for (size_t i = 0, rows = 0; i < MAX_PARTS && 3 * i + 3 <= parts.size(); i++) {
+      source.parts[i] = pointer<void>(parts[3 * i]);
+      source.strides[i] = parts[3 * i + 1];
+      source.ends[i] = static_cast<int>(rows += parts[3 * i + 2]);
+    }
     nb::gil_scoped_release release;
     kernels().pack_int8(source, op_, packed_.as<uint8_t>(), scales_.as<float>());
   }
@@ -287,7 +294,7 @@ nb::class_<T>& with_quantized(nb::class_<T>& c) {
 
 void ms::bind_linear(nb::module_& m) {
   nb::class_<Int8Linear> int8(m, "Int8Linear");
-  int8.def(nb::init<int, int, uintptr_t, size_t, int, uintptr_t, int, bool>())
+  int8.def(nb::init<int, int, const std::vector<size_t>&, int, uintptr_t, int, bool>())
       .def(nb::init<int, int, uintptr_t, uintptr_t, uintptr_t, int, bool>());
   with_quantized(int8);
   nb::class_<Int4Linear> int4(m, "Int4Linear");

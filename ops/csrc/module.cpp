@@ -103,6 +103,7 @@ std::vector<std::string> instruction_sets() {
 NB_MODULE(_native, m) {
   m.attr("TILE") = TILE;
   m.attr("MAX_HEAD_DIM") = MAX_HEAD_DIM;
+  m.attr("MAX_PARTS") = MAX_PARTS;
   m.def("instruction_sets", &instruction_sets, "Those that run here, the best first.");
   m.def("instruction_set", [] { return std::string(kernels().name); });
   m.def("choose_instruction_set", [](const std::string& name) { return choose(name.c_str()); });

@@ -8,7 +8,7 @@ there is never more than one product unpacked in memory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from serve.models.spec import ModelSpec, read_spec
 
 logger = logging.getLogger(__name__)
 
-MakeLinear = Callable[[Tensor, Tensor | None, Edges], LinearOp]
+MakeLinear = Callable[[Sequence[Tensor], Tensor | None, Edges], LinearOp]
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -41,7 +41,8 @@ def load_model(
     """The model of a Hugging Face directory, computing in `dtype`.
 
     make_linear packs each product (default: the backend's own), make_head the last one (default:
-    like the others) from weights in `dtype`, or in the file's with keep_weight_dtype. Products
+    like the others) from the parts of its weight, one under the other as [out, in], in `dtype`,
+    or in the file's with keep_weight_dtype. Products
     that the checkpoint has quantized are taken as they are, which needs the native kernels.
     ModelLoadError names what is wrong with the checkpoint.
     """
@@ -51,7 +52,7 @@ def load_model(
         spec,
         checkpoint,
         dtype,
-        make_linear or backend.pack_linear,
+        make_linear or joining(backend.pack_linear),
         _device(backend),
         make_head=make_head,
         keep_weight_dtype=keep_weight_dtype,
@@ -60,6 +61,16 @@ def load_model(
     weights = loader.load(progress=progress)
     checkpoint.release()
     return Decoder(spec, weights, backend, dtype, loader.device)
+
+
+def join(parts: Sequence[Tensor]) -> Tensor:
+    """One under the other."""
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts))
+
+
+def joining(pack: Callable[[Tensor, Tensor | None, Edges], LinearOp]) -> MakeLinear:
+    """For what packs a whole weight."""
+    return lambda parts, bias, edges: pack(join(parts), bias, edges)
 
 
 def _device(backend: Backend) -> torch.device:
@@ -259,10 +270,10 @@ class _Loader:
         return layer
 
     def _linear(self, parts: list[str], has_bias: bool, edges: Edges = PLAIN) -> LinearOp:
-        bias = self._joined([f"{part}.bias" for part in parts]) if has_bias else None
+        bias = join(self._parts([f"{part}.bias" for part in parts])) if has_bias else None
         if self._is_packed(parts):
             return self._packed_linear(parts, bias, edges)
-        return self.make_linear(self._joined([f"{part}.weight" for part in parts]), bias, edges)
+        return self.make_linear(self._parts([f"{part}.weight" for part in parts]), bias, edges)
 
     def _packed_linear(self, parts: list[str], bias: Tensor | None, edges: Edges) -> LinearOp:
         assert self.spec.packed is not None
@@ -271,13 +282,12 @@ class _Loader:
         except ValueError as error:
             raise ModelLoadError(f"{self.checkpoint.path}: {error}") from error
 
-    def _joined(self, names: list[str]) -> Tensor:
-        """Parts one under the other as [out, in] (or [out])."""
+    def _parts(self, names: list[str]) -> list[Tensor]:
+        """Each as [out, in] (or [out])."""
         parts = [self.checkpoint.fetch(name) for name in names]
         if self.names.is_transposed:
             parts = [part.t() for part in parts]
-        cast = [self._cast(part) for part in parts]
-        return cast[0].contiguous() if len(cast) == 1 else torch.cat(cast)
+        return [self._cast(part) for part in parts]
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self.weight_dtype or tensor.dtype)
@@ -286,7 +296,7 @@ class _Loader:
         if self._is_packed([self.names.head]):
             return self._packed_linear([self.names.head], None, Edges(norm))
         weight = self._cast(self.checkpoint.fetch(self._head_name))
-        return self.make_head(weight, None, Edges(norm))
+        return self.make_head([weight], None, Edges(norm))
 
     def _norm(self, name: str) -> Norm:
         spec = self.spec
