@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from ops import native
 from tests.checkpoints import checkpoint
 
 
@@ -33,19 +34,32 @@ def test_engine_overhead(tmp_path):
     assert result["paced_between_ms_p50"] > 0
 
 
-def test_ops_quick():
-    """Every kernel is measured against the ceiling that binds it."""
+def ops_readings(*command):
     done = subprocess.run(
-        [sys.executable, "-m", "serve", "bench", "ops", "--quick"],
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [sys.executable, "-m", *command, "--quick"], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    readings = json.loads(done.stdout.strip().splitlines()[-1])["readings"]
+    return json.loads(done.stdout.strip().splitlines()[-1])["readings"]
+
+
+def test_ops_quick():
+    """Every kernel is measured against the ceiling that binds it."""
+    readings = ops_readings("serve", "bench", "ops")
     names = {reading["name"] for reading in readings}
     assert {"int8 linear", "decode attention", "prefill attention", "RoPE + append"} <= names
-    assert all(0 < reading["share"] < 20 for reading in readings)
+    assert all(0 < r["share"] < 20 for r in readings if r["ceiling"] != "bf16")
+    assert all(r["speedup"] > 0 for r in readings if r["name"] == "decode attention")
+
+
+@pytest.mark.parametrize("name", ["avx2", "portable"])
+def test_ops_without_a_bf16_product(name):
+    """Once a division by zero: there is no such ceiling, and so no share."""
+    if name not in native.library().instruction_sets():
+        pytest.skip(f"no {name} here")
+    readings = ops_readings("bench.ops", "--isa", name)
+    bf16 = [reading for reading in readings if reading["ceiling"] == "bf16"]
+    assert bf16 and all(r["limit"] is r["share"] is None and r["rate"] > 0 for r in bf16)
+    assert all(0 < r["share"] < 20 for r in readings if r["ceiling"] != "bf16")
 
 
 def test_model_beside_a_peer(tmp_path):
