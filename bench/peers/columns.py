@@ -20,7 +20,6 @@ from typing import Protocol
 
 CONTEXT, NUM_DECODED, NUM_PREFILLS = 256, 32, 3
 _COLUMNS = "prefill_512,decode_1,decode_8,decode_16,decode_32,mixed_16"
-_LARGEST_TOKEN = 100_000
 
 Prompt = list[int]
 Request = tuple[Prompt, int]  # a prompt and how many tokens to answer
@@ -30,6 +29,7 @@ class Peer(Protocol):
     """Greedy, without stopping at an end token."""
 
     name: str
+    vocab_size: int
 
     def first_token_s(self, prompt: Prompt) -> float:
         """Seconds from the prompt to its first token."""
@@ -60,7 +60,7 @@ def measure(args: argparse.Namespace, load: Callable[[argparse.Namespace], Peer]
     began = time.perf_counter()
     peer = load(args)
     found: dict[str, object] = {"peer": peer.name, "load_s": time.perf_counter() - began}
-    rng = random.Random(1)
+    prompts = _Prompts(peer.vocab_size)
     for column in args.columns.split(","):
         name, _, number = column.partition("_")
         if name == "mixed":
@@ -68,26 +68,37 @@ def measure(args: argparse.Namespace, load: Callable[[argparse.Namespace], Peer]
                 sys.exit("mixed requests: --requests FILE, or leave the column out")
             found[column] = _mixed(peer, json.loads(args.requests.read_text()))
         elif name == "prefill":
-            found[column] = _prefill(peer, rng, int(number))
+            found[column] = _prefill(peer, prompts, int(number))
         else:
-            found[column] = _decode(peer, rng, int(number))
+            found[column] = _decode(peer, prompts, int(number))
     sys.stdout.flush()
     print(json.dumps(found), flush=True)
 
 
-def _prompt(rng: random.Random, length: int) -> Prompt:
-    return [rng.randrange(_LARGEST_TOKEN) for _ in range(length)]
+def vocab_size(folder: Path) -> int:
+    """From config.json."""
+    return int(json.loads((folder / "config.json").read_text())["vocab_size"])
 
 
-def _prefill(peer: Peer, rng: random.Random, length: int) -> float:
-    peer.first_token_s(_prompt(rng, length))
-    taken = [peer.first_token_s(_prompt(rng, length)) for _ in range(NUM_PREFILLS)]
+class _Prompts:
+    """Random ones, always the same."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._rng, self._size = random.Random(1), vocab_size
+
+    def take(self, length: int) -> Prompt:
+        return [self._rng.randrange(self._size) for _ in range(length)]
+
+
+def _prefill(peer: Peer, prompts: _Prompts, length: int) -> float:
+    peer.first_token_s(prompts.take(length))
+    taken = [peer.first_token_s(prompts.take(length)) for _ in range(NUM_PREFILLS)]
     return length / statistics.median(taken)
 
 
-def _decode(peer: Peer, rng: random.Random, batch: int) -> float:
-    peer.decode([_prompt(rng, 16) for _ in range(batch)], 2)
-    return peer.decode([_prompt(rng, CONTEXT) for _ in range(batch)], NUM_DECODED)
+def _decode(peer: Peer, prompts: _Prompts, batch: int) -> float:
+    peer.decode([prompts.take(16) for _ in range(batch)], 2)
+    return peer.decode([prompts.take(CONTEXT) for _ in range(batch)], NUM_DECODED)
 
 
 def _mixed(peer: Peer, requests: list[Request]) -> float:

@@ -35,7 +35,7 @@ class LlamaCpp:
         self._context = llama.llama_init_from_model(self._model, settings)
         assert self._context, "no context"
         vocab = llama.llama_model_get_vocab(self._model)
-        self._vocab_size = llama.llama_vocab_n_tokens(vocab)
+        self.vocab_size = llama.llama_vocab_n_tokens(vocab)
         self._batch = llama.llama_batch_init(MAX_BATCHED_TOKENS, 0, 1)
 
     def first_token_s(self, prompt: Prompt) -> float:
@@ -88,7 +88,7 @@ class LlamaCpp:
     def _likeliest(self, row: int) -> int:
         logits = llama.llama_get_logits_ith(self._context, row)
         address = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float))
-        return int(np.ctypeslib.as_array(address, (self._vocab_size,)).argmax())
+        return int(np.ctypeslib.as_array(address, (self.vocab_size,)).argmax())
 
 
 if __name__ == "__main__":

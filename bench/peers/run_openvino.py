@@ -21,6 +21,7 @@ from columns import Prompt, Request
 class OpenVino:
     def __init__(self, args: argparse.Namespace) -> None:
         self.name = f"OpenVINO GenAI {genai.__version__}, int8 weights"
+        self.vocab_size = columns.vocab_size(args.model)
         self._path = str(args.model)
         self._properties = {
             "INFERENCE_NUM_THREADS": args.threads,

@@ -36,6 +36,7 @@ class Vllm:
         import vllm
 
         self.name = f"vLLM CPU {vllm.__version__}, W8A8"
+        self.vocab_size = columns.vocab_size(args.model)
         self._params = vllm.SamplingParams
         self._llm = vllm.LLM(
             model=str(args.model),
