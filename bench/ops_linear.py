@@ -20,6 +20,14 @@ Run = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
+class Timed:
+    """Calls, and as many of the same functions with nothing to do, whose time is subtracted."""
+
+    run: Run
+    idle: Run | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
     """One kernel at one shape. work: bytes or operations that it must move or do.
 
@@ -32,8 +40,8 @@ class Case:
     ceiling: str
     work: float
     target: float
-    run: Run
-    beside: Run | None = None
+    timed: Timed
+    beside: Timed | None = None
     peer: Run | None = None
     peer_work: float = 0.0
 
@@ -53,7 +61,7 @@ def linear_cases(quick: bool) -> Iterator[Case]:
             "read" if is_read else "i8",
             num_in * num_out * copies * (1 if is_read else 2 * rows),
             targets[rows],
-            partial(_apply_all, layers, x),
+            Timed(partial(_apply_all, layers, x)),
         )
 
 
@@ -86,7 +94,7 @@ def plain_cases(quick: bool) -> Iterator[Case]:
                 "read" if is_read else "bf16",
                 work,
                 targets[rows],
-                partial(_apply_all, layers, x),
+                Timed(partial(_apply_all, layers, x)),
                 peer=partial(_apply_all, peers, x),
                 peer_work=work,
             )
@@ -128,5 +136,5 @@ def int4_cases(quick: bool) -> Iterator[Case]:
                 "read" if is_read else "i8",
                 size_bytes if is_read else 2.0 * rows * num_in * num_out * len(ops),
                 0.8 if is_read else 0.6,
-                partial(_apply_all, ops, x),
+                Timed(partial(_apply_all, ops, x)),
             )

