@@ -51,8 +51,7 @@ __attribute__((noinline)) void micro4(const uint8_t* w, const int8_t* x, const i
     w += 64;
     i32x16 sum[MR][2];
     if (CODES == Codes::with_zeros) {
-      const int16_t* zeros = reinterpret_cast<const int16_t*>(w);
-      const i32x16 zero[2] = {widen<i32x16>(zeros), widen<i32x16>(zeros + 16)};
+      const i32x16 zero[2] = {MS_WIDEN(i32x16, i16x16, w), MS_WIDEN(i32x16, i16x16, w + 32)};
       w += 64;
       unroll<MR>([&](auto m) MS_LAMBDA {
         const i32x16 xs = splat_i32(-sums[m * sums_stride + g]);
@@ -65,14 +64,20 @@ __attribute__((noinline)) void micro4(const uint8_t* w, const int8_t* x, const i
       });
     }
     for (int q = 0; q < quads; q++) {
-      const i32x16 both = load<i32x16>(w);
-      const i32x16 w0 = factors<CODES>(both & low);
-      const i32x16 w1 = factors<CODES>((i32x16)((u32x16)both >> 4) & low);
-      unroll<MR>([&](auto m) MS_LAMBDA {
-        const i32x16 xs = splat_bytes(x + m * SLICE);
-        sum[m][0] = dot_u8_i8(sum[m][0], w0, xs);
-        sum[m][1] = dot_u8_i8(sum[m][1], w1, xs);
-      });
+      if constexpr (IS_AVX_VNNI) {
+        add_quad(sum, x, [&](auto h) MS_LAMBDA {
+          return factors<CODES>((i32x16)((u32x16)load<i32x16>(w) >> 4 * h) & low);
+        });
+      } else {
+        const i32x16 both = load<i32x16>(w);
+        const i32x16 w0 = factors<CODES>(both & low);
+        const i32x16 w1 = factors<CODES>((i32x16)((u32x16)both >> 4) & low);
+        unroll<MR>([&](auto m) MS_LAMBDA {
+          const i32x16 xs = splat_bytes(x + m * SLICE);
+          sum[m][0] = dot_u8_i8(sum[m][0], w0, xs);
+          sum[m][1] = dot_u8_i8(sum[m][1], w1, xs);
+        });
+      }
       w += 64;
       x += 4;
       prefetch(next);
@@ -141,7 +146,7 @@ void sum_groups(const LinearInt4& op, const Quantized& x, int rows, int32_t* sum
         const int8_t* at = x.values + k / SLICE * x.slice_stride + m * SLICE + k % SLICE;
         i32x16 sum = {};
         for (int i = 0; i < op.group; i += 16)
-          sum += widen<i32x16>(at + i);
+          sum += MS_WIDEN(i32x16, i8x16, at + i);
         sums[static_cast<size_t>(m) * all + g] = reduce_add(sum);
       }
   });

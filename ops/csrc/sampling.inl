@@ -27,7 +27,7 @@ MS_INLINE f64x8 eight_of(f32x16 v) {
 #else
   float half[16];
   store(half, v);
-  return widen<f64x8>(half + 8 * I);
+  return MS_WIDEN(f64x8, f32x8, half + 8 * I);
 #endif
 }
 

@@ -31,6 +31,11 @@ constexpr bool HAS_32_REGISTERS = true;
 #else
 constexpr bool HAS_32_REGISTERS = false;
 #endif
+#if defined(__AVXVNNI__) && !defined(__AVX512F__)
+constexpr bool IS_AVX_VNNI = true;  // 16 registers of 32 bytes, and products of bytes in one instruction
+#else
+constexpr bool IS_AVX_VNNI = false;
+#endif
 
 template <class F, size_t... I>
 MS_INLINE void unroll_each(F&& f, std::index_sequence<I...>) {
@@ -258,7 +263,9 @@ MS_INLINE V swapped(V v, std::index_sequence<I...>) {
 }
 template <int BY>
 MS_INLINE f32x16 swap_lanes(f32x16 v) {
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && !defined(__clang__)
+  return __builtin_shuffle(v, LANES ^ BY);
+#elif defined(__AVX512F__)
   return swapped<BY>(v, std::make_index_sequence<16>{});
 #else
   constexpr int EACH = f32x16::EACH;
@@ -309,28 +316,30 @@ MS_INLINE i32x16 to_int_nearest(f32x16 v) {  // ties to even
 #endif
 }
 
-// As many numbers of type T as V has lanes, widened.
-template <class V, class T>
-MS_INLINE V widen(const T* p) {
-#if defined(__AVX512F__)
-  typedef T Narrow __attribute__((vector_size(64 / sizeof(V{}[0]) * sizeof(T))));
-  return __builtin_convertvector(load<Narrow>(p), V);
-#else
-  typedef T Narrow __attribute__((vector_size(V::EACH * sizeof(T))));
-  V v;
-  unroll<V::COUNT>([&](auto i) MS_LAMBDA {
-    v.piece[i] = __builtin_convertvector(load<Narrow>(p + i * V::EACH), typename V::Piece);
-  });
-  return v;
-#endif
-}
-
-#if defined(__AVX512F__)
 typedef int16_t i16x16 __attribute__((vector_size(32)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
 typedef int8_t i8x16 __attribute__((vector_size(16)));
 typedef int8_t i8x32 __attribute__((vector_size(32)));
 typedef int16_t i16x32 __attribute__((vector_size(64)));
+typedef float f32x8 __attribute__((vector_size(32)));
+// The vector of type N at p, widened to V.
+#if defined(__AVX512F__)
+#define MS_WIDEN(V, N, p) __builtin_convertvector(load<N>(p), V)
+#else
+#define MS_WIDEN(V, N, p) widen<V, N>(p)
+template <class V, class N>
+MS_INLINE V widen(const void* p) {
+  using T = std::decay_t<decltype(N{}[0])>;
+  typedef T Narrow __attribute__((vector_size(V::EACH * sizeof(T))));
+  V v;
+  unroll<V::COUNT>([&](auto i) MS_LAMBDA {
+    v.piece[i] = __builtin_convertvector(load<Narrow>(static_cast<const T*>(p) + i * V::EACH), typename V::Piece);
+  });
+  return v;
+}
+#endif
+
+#if defined(__AVX512F__)
 MS_INLINE void store_i8(int8_t* p, i32x16 v) { store(p, __builtin_convertvector(v, i8x16)); }
 MS_INLINE void store_i16(int16_t* p, i32x16 v) { store(p, __builtin_convertvector(v, i16x16)); }
 MS_INLINE void store_u16(uint16_t* p, u32x16 v) { store(p, __builtin_convertvector(v, u16x16)); }
@@ -346,7 +355,6 @@ MS_INLINE void store_i8(int8_t* p, i32x16 v) {
 }
 #else
 typedef int16_t i16x8 __attribute__((vector_size(16)));
-typedef int8_t i8x16 __attribute__((vector_size(16)));
 template <class V, size_t... I>
 MS_INLINE V evens(V a, V b, std::index_sequence<I...>) {
   return shuffle(a, b, std::index_sequence<2 * I...>{});
@@ -362,7 +370,7 @@ MS_INLINE void store_i8(int8_t* p, i32x16 v) {
 }
 #endif
 
-MS_INLINE f32x16 from_bf16(const uint16_t* p) { return (f32x16)(widen<u32x16>(p) << 16); }
+MS_INLINE f32x16 from_bf16(const uint16_t* p) { return (f32x16)(MS_WIDEN(u32x16, u16x16, p) << 16); }
 MS_INLINE void to_bf16(uint16_t* p, f32x16 v) {  // nearest, ties to even
   u32x16 bits = (u32x16)v;
   bits += 0x7fff + ((bits >> 16) & 1);
@@ -530,6 +538,9 @@ MS_INLINE i32x16 widen_i8(const int8_t* p) {
   return v;
 #endif
 }
+
+// What was loaded before is loaded again: where registers are few, a load costs less than keeping.
+MS_INLINE void forget_loads() { asm volatile("" ::: "memory"); }
 
 MS_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
