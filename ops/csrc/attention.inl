@@ -14,7 +14,7 @@ namespace {
 
 constexpr int STRETCH_TILES = 4, STRETCH = STRETCH_TILES * TILE, SPLIT = 512;
 constexpr int MAX_ROWS = HAS_32_REGISTERS ? 6 : IS_AVX_VNNI ? 4 : 2;  // of the micro kernels, AT_MOST sums each
-constexpr int AT_MOST = IS_AVX_VNNI ? 1 : 4;
+constexpr int AT_MOST = IS_AVX_VNNI ? 1 : STRETCH_TILES;
 constexpr float NOTHING = -1e30f;
 
 // Buffers of one thread, grown as needed.
@@ -79,7 +79,7 @@ struct Stretch {
 
 // scores[R][TILES] = q.k of R rows with 16 tokens of each tile from FIRST on, K's scales applied.
 template <int R, int FIRST, int TILES>
-MS_INLINE void query_key_of(const HeadShape& shape, const Scratch& s, int row, const Stretch& at,
+MS_INLINE void query_key(const HeadShape& shape, const Scratch& s, int row, const Stretch& at,
                          f32x16 (&scores)[MAX_ROWS][STRETCH_TILES]) {
   const int8_t* hi = s.hi + row * shape.dim;
   const int8_t* lo = s.lo + row * shape.dim;
@@ -106,19 +106,10 @@ MS_INLINE void query_key_of(const HeadShape& shape, const Scratch& s, int row, c
       const f32x16 scale = from_half(reinterpret_cast<const uint16_t*>(at.tile[FIRST + t] + shape.k_scales) + g * TILE);
       unroll<R>([&](auto r) MS_LAMBDA {
         const f32x16 part = to_float(sum[r][t] - s.offsets[(row + r) * shape.num_groups + g]);
-        f32x16& score = scores[r][FIRST + t];
-        score = g == 0 ? part * scale : fma(part, scale, score);
+        scores[r][FIRST + t] = g == 0 ? part * scale : fma(part, scale, scores[r][FIRST + t]);
       });
     });
   }
-}
-template <int R, int TILES>
-MS_INLINE void query_key(const HeadShape& shape, const Scratch& s, int row, const Stretch& at,
-                         f32x16 (&scores)[MAX_ROWS][STRETCH_TILES]) {
-  unroll<(TILES + AT_MOST - 1) / AT_MOST>([&](auto i) MS_LAMBDA {
-    constexpr int FIRST = i * AT_MOST;
-    query_key_of<R, FIRST, (TILES - FIRST < AT_MOST ? TILES - FIRST : AT_MOST)>(shape, s, row, at, scores);
-  });
 }
 
 // What a few models do to scores before the softmax; scores are in base 2 here.
@@ -252,7 +243,11 @@ __attribute__((noinline)) void stretch_rows(const HeadShape& shape, const Attent
   f32x16 scores[MAX_ROWS][STRETCH_TILES];
   alignas(64) int16_t p[MAX_GROUPS][MAX_ROWS][STRETCH];
   float unit[MAX_GROUPS][MAX_ROWS], shrink[MAX_ROWS];
-  query_key<R, TILES>(shape, s, row, at, scores);
+#if defined(MS_AVX_VNNI)
+  unroll<TILES>([&](auto t) MS_LAMBDA { query_key<R, t, 1>(shape, s, row, at, scores); });
+#else
+  query_key<R, 0, TILES>(shape, s, row, at, scores);
+#endif
   bool is_whole = true;
   for (int r = row; r < row + R; r++) is_whole &= at.first >= s.low[r] && at.first + TILES * TILE <= s.high[r];
   if (is_whole) soften<R, TILES, false>(shape, layer, s, row, at, scores, p, unit, shrink);

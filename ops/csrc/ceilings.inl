@@ -31,21 +31,26 @@ void copy_bytes(void* to, const void* from, size_t bytes) {
 }
 
 constexpr int CHAINS = HAS_32_REGISTERS ? 24 : IS_AVX_VNNI ? 6 : 8;
-// Where a product is several instructions, those of a round must differ: compilers would compute
-// it once for all chains.
-constexpr int FACTORS[2] = {HAS_32_REGISTERS || IS_AVX_VNNI ? 1 : 2, HAS_32_REGISTERS || IS_AVX_VNNI ? 1 : 4};
 
 // Multiply-adds of `rounds` rounds on every thread, counted as two operations each.
 double multiply_i8(int64_t rounds) {
   const int threads = ms::Team::get().size();
   List<int32_t> results(threads * 16);
   ms::Team::get().parallel(threads, [&](int task) {
-    i32x16 sum[CHAINS], a[FACTORS[0]], b[FACTORS[1]];
-    unroll<FACTORS[0]>([&](auto i) MS_LAMBDA { a[i] = splat_i32(task + 3 + i); });
-    unroll<FACTORS[1]>([&](auto i) MS_LAMBDA { b[i] = splat_i32(task + 7 + i); });
+#if defined(__AVX512F__) || defined(MS_AVX_VNNI)
+    i32x16 sum[CHAINS], a = splat_i32(task + 3), b = splat_i32(task + 7);
+#else  // a product is several instructions: of two with the same factors one would be left out
+    i32x16 sum[CHAINS], a[2], b[4];
+    unroll<2>([&](auto i) MS_LAMBDA { a[i] = splat_i32(task + 3 + i); });
+    unroll<4>([&](auto i) MS_LAMBDA { b[i] = splat_i32(task + 7 + i); });
+#endif
     unroll<CHAINS>([&](auto i) MS_LAMBDA { sum[i] = splat_i32(i); });
     for (int64_t r = 0; r < rounds; r++) {
-      unroll<CHAINS>([&](auto i) MS_LAMBDA { sum[i] = dot_u8_i8(sum[i], a[i % FACTORS[0]], b[i % FACTORS[1]]); });
+#if defined(__AVX512F__) || defined(MS_AVX_VNNI)
+      unroll<CHAINS>([&](auto i) MS_LAMBDA { sum[i] = dot_u8_i8(sum[i], a, b); });
+#else
+      unroll<CHAINS>([&](auto i) MS_LAMBDA { sum[i] = dot_u8_i8(sum[i], a[i % 2], b[i / 2]); });
+#endif
       asm volatile("" : "+m"(a), "+m"(b));
     }
     unroll<CHAINS>([&](auto i) MS_LAMBDA { results[task * 16] += reduce_add(sum[i]); });

@@ -64,20 +64,20 @@ __attribute__((noinline)) void micro4(const uint8_t* w, const int8_t* x, const i
       });
     }
     for (int q = 0; q < quads; q++) {
-      if constexpr (IS_AVX_VNNI) {
-        add_quad(sum, x, [&](auto h) MS_LAMBDA {
-          return factors<CODES>((i32x16)((u32x16)load<i32x16>(w) >> 4 * h) & low);
-        });
-      } else {
-        const i32x16 both = load<i32x16>(w);
-        const i32x16 w0 = factors<CODES>(both & low);
-        const i32x16 w1 = factors<CODES>((i32x16)((u32x16)both >> 4) & low);
-        unroll<MR>([&](auto m) MS_LAMBDA {
-          const i32x16 xs = splat_bytes(x + m * SLICE);
-          sum[m][0] = dot_u8_i8(sum[m][0], w0, xs);
-          sum[m][1] = dot_u8_i8(sum[m][1], w1, xs);
-        });
-      }
+#if defined(MS_AVX_VNNI)
+      add_quad(sum, x, [&](auto h) MS_LAMBDA {
+        return factors<CODES>((i32x16)((u32x16)load<i32x16>(w) >> 4 * h) & low);
+      });
+#else
+      const i32x16 both = load<i32x16>(w);
+      const i32x16 w0 = factors<CODES>(both & low);
+      const i32x16 w1 = factors<CODES>((i32x16)((u32x16)both >> 4) & low);
+      unroll<MR>([&](auto m) MS_LAMBDA {
+        const i32x16 xs = splat_bytes(x + m * SLICE);
+        sum[m][0] = dot_u8_i8(sum[m][0], w0, xs);
+        sum[m][1] = dot_u8_i8(sum[m][1], w1, xs);
+      });
+#endif
       w += 64;
       x += 4;
       prefetch(next);

@@ -82,7 +82,7 @@ void decode_plain(const std::vector<size_t>& sequences, int num_heads, int num_k
 
 std::vector<std::string> instruction_sets() {
   std::vector<std::string> names;
-  for (const Kernels* set : {avx512_kernels(), avx2_kernels(), portable_kernels()})
+  for (const Kernels* set : {avx512_kernels(), avxvnni_kernels(), avx2_kernels(), portable_kernels()})
     if (set && is_usable(set)) names.emplace_back(set->name);
   return names;
 }

@@ -32,7 +32,8 @@ constexpr bool HAS_32_REGISTERS = true;
 constexpr bool HAS_32_REGISTERS = false;
 #endif
 #if defined(__AVXVNNI__) && !defined(__AVX512F__)
-constexpr bool IS_AVX_VNNI = true;  // 16 registers of 32 bytes, and products of bytes in one instruction
+#define MS_AVX_VNNI  // 16 registers of 32 bytes, and products of bytes in one instruction
+constexpr bool IS_AVX_VNNI = true;
 #else
 constexpr bool IS_AVX_VNNI = false;
 #endif
