@@ -48,7 +48,7 @@ def library() -> ModuleType:
 
 
 def instruction_set() -> str:
-    """The kernels in use: avx512, avx2 or portable."""
+    """The kernels in use: avx512, avxvnni, avx2 or portable."""
     return str(library().instruction_set())
 
 

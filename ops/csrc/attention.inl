@@ -13,7 +13,8 @@ namespace MS_ISA {
 namespace {
 
 constexpr int STRETCH_TILES = 4, STRETCH = STRETCH_TILES * TILE, SPLIT = 512;
-constexpr int MAX_ROWS = HAS_32_REGISTERS ? 6 : 2;  // of the micro kernels, four sums each
+constexpr int MAX_ROWS = HAS_32_REGISTERS ? 6 : IS_AVX_VNNI ? 4 : 2;  // of the micro kernels, AT_MOST sums each
+constexpr int AT_MOST = IS_AVX_VNNI ? 1 : STRETCH_TILES;
 constexpr float NOTHING = -1e30f;
 
 // Buffers of one thread, grown as needed.
@@ -76,8 +77,8 @@ struct Stretch {
   int first;                           // position of the first token
 };
 
-// scores[R][TILES] = q.k of R rows with 16 tokens of each tile, K's scales applied.
-template <int R, int TILES>
+// scores[R][TILES] = q.k of R rows with 16 tokens of each tile from FIRST on, K's scales applied.
+template <int R, int FIRST, int TILES>
 MS_INLINE void query_key(const HeadShape& shape, const Scratch& s, int row, const Stretch& at,
                          f32x16 (&scores)[MAX_ROWS][STRETCH_TILES]) {
   const int8_t* hi = s.hi + row * shape.dim;
@@ -89,23 +90,23 @@ MS_INLINE void query_key(const HeadShape& shape, const Scratch& s, int row, cons
     auto pass = [&](const int8_t* q, const uint8_t* next) MS_LAMBDA {
       for (int i = g * quads; i < (g + 1) * quads; i++) {
         i32x16 k[TILES];
-        unroll<TILES>([&](auto t) MS_LAMBDA { k[t] = load<i32x16>(at.tile[t] + shape.k + i * 64); });
-        prefetch(next + i * 128), prefetch(next + i * 128 + 64);
+        unroll<TILES>([&](auto t) MS_LAMBDA { k[t] = load<i32x16>(at.tile[FIRST + t] + shape.k + i * 64); });
+        if (FIRST == 0) prefetch(next + i * 128), prefetch(next + i * 128 + 64);
         unroll<R>([&](auto r) MS_LAMBDA {
           const i32x16 x = splat_bytes(q + r * shape.dim + 4 * i);
           unroll<TILES>([&](auto t) MS_LAMBDA { sum[r][t] = dot_u8_i8(sum[r][t], k[t], x); });
         });
       }
     };
-    for (int t = 0; t < STRETCH_TILES; t++) prefetch(at.next[t] + 32 * shape.dim + 64 * g);
+    for (int t = 0; t < STRETCH_TILES && FIRST == 0; t++) prefetch(at.next[t] + 32 * shape.dim + 64 * g);
     pass(hi, at.next[0]);
     unroll<R>([&](auto r) MS_LAMBDA { unroll<TILES>([&](auto t) MS_LAMBDA { sum[r][t] <<= 7; }); });
     pass(lo, at.next[1]);
     unroll<TILES>([&](auto t) MS_LAMBDA {
-      const f32x16 scale = from_half(reinterpret_cast<const uint16_t*>(at.tile[t] + shape.k_scales) + g * TILE);
+      const f32x16 scale = from_half(reinterpret_cast<const uint16_t*>(at.tile[FIRST + t] + shape.k_scales) + g * TILE);
       unroll<R>([&](auto r) MS_LAMBDA {
         const f32x16 part = to_float(sum[r][t] - s.offsets[(row + r) * shape.num_groups + g]);
-        scores[r][t] = g == 0 ? part * scale : fma(part, scale, scores[r][t]);
+        scores[r][FIRST + t] = g == 0 ? part * scale : fma(part, scale, scores[r][FIRST + t]);
       });
     });
   }
@@ -242,7 +243,11 @@ __attribute__((noinline)) void stretch_rows(const HeadShape& shape, const Attent
   f32x16 scores[MAX_ROWS][STRETCH_TILES];
   alignas(64) int16_t p[MAX_GROUPS][MAX_ROWS][STRETCH];
   float unit[MAX_GROUPS][MAX_ROWS], shrink[MAX_ROWS];
-  query_key<R, TILES>(shape, s, row, at, scores);
+#if defined(MS_AVX_VNNI)
+  unroll<TILES>([&](auto t) MS_LAMBDA { query_key<R, t, 1>(shape, s, row, at, scores); });
+#else
+  query_key<R, 0, TILES>(shape, s, row, at, scores);
+#endif
   bool is_whole = true;
   for (int r = row; r < row + R; r++) is_whole &= at.first >= s.low[r] && at.first + TILES * TILE <= s.high[r];
   if (is_whole) soften<R, TILES, false>(shape, layer, s, row, at, scores, p, unit, shrink);
@@ -254,8 +259,8 @@ __attribute__((noinline)) void stretch_rows(const HeadShape& shape, const Attent
   }
   for (int d = 0; d < shape.dim;) {
     const int g = d / shape.group, left = (g + 1) * shape.group - d;
-    if (left >= 64) add_values<R, 4, TILES>(shape, s, row, at, d, g, p, unit, shrink), d += 64;
-    else if (left >= 32) add_values<R, 2, TILES>(shape, s, row, at, d, g, p, unit, shrink), d += 32;
+    if (AT_MOST >= 4 && left >= 64) add_values<R, 4, TILES>(shape, s, row, at, d, g, p, unit, shrink), d += 64;
+    else if (AT_MOST >= 2 && left >= 32) add_values<R, 2, TILES>(shape, s, row, at, d, g, p, unit, shrink), d += 32;
     else add_values<R, 1, TILES>(shape, s, row, at, d, g, p, unit, shrink), d += 16;
   }
 }

@@ -30,17 +30,27 @@ void copy_bytes(void* to, const void* from, size_t bytes) {
   });
 }
 
-constexpr int CHAINS = HAS_32_REGISTERS ? 24 : 8;
+constexpr int CHAINS = HAS_32_REGISTERS ? 24 : IS_AVX_VNNI ? 6 : 8;
 
 // Multiply-adds of `rounds` rounds on every thread, counted as two operations each.
 double multiply_i8(int64_t rounds) {
   const int threads = ms::Team::get().size();
   List<int32_t> results(threads * 16);
   ms::Team::get().parallel(threads, [&](int task) {
+#if defined(__AVX512F__) || defined(MS_AVX_VNNI)
     i32x16 sum[CHAINS], a = splat_i32(task + 3), b = splat_i32(task + 7);
+#else  // a product is several instructions: of two with the same factors one would be left out
+    i32x16 sum[CHAINS], a[2], b[4];
+    unroll<2>([&](auto i) MS_LAMBDA { a[i] = splat_i32(task + 3 + i); });
+    unroll<4>([&](auto i) MS_LAMBDA { b[i] = splat_i32(task + 7 + i); });
+#endif
     unroll<CHAINS>([&](auto i) MS_LAMBDA { sum[i] = splat_i32(i); });
     for (int64_t r = 0; r < rounds; r++) {
+#if defined(__AVX512F__) || defined(MS_AVX_VNNI)
       unroll<CHAINS>([&](auto i) MS_LAMBDA { sum[i] = dot_u8_i8(sum[i], a, b); });
+#else
+      unroll<CHAINS>([&](auto i) MS_LAMBDA { sum[i] = dot_u8_i8(sum[i], a[i % 2], b[i / 2]); });
+#endif
       asm volatile("" : "+m"(a), "+m"(b));
     }
     unroll<CHAINS>([&](auto i) MS_LAMBDA { results[task * 16] += reduce_add(sum[i]); });

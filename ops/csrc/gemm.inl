@@ -15,10 +15,23 @@ namespace MS_ISA {
 namespace {
 
 constexpr int PANEL = 32;
-constexpr int MAX_GROUP = HAS_32_REGISTERS ? 12 : 4;  // rows of the micro kernel, two sums each
+constexpr int MAX_GROUP = HAS_32_REGISTERS ? 12 : IS_AVX_VNNI ? 3 : 4;  // rows of the micro kernel, two sums each
 constexpr int SLICE_QUADS = SLICE / 4;  // 16 KiB of weights
 constexpr int MAX_BLOCK_ROWS = 128;  // rows of x that are kept in L2
 constexpr size_t AHEAD = 4096;      // bytes between reading and prefetching a stream
+
+#if defined(MS_AVX_VNNI)
+// sum[m][h] += weights(h) * x[m], half a panel after the other: 12 sums, 2 weights and an input are
+// 15 registers.
+template <int MR, class F>
+MS_INLINE void add_quad(i32x16 (&sum)[MR][2], const int8_t* x, F&& weights) {
+  unroll<2>([&](auto h) MS_LAMBDA {
+    const i32x16 w = weights(h);
+    unroll<MR>([&](auto m) MS_LAMBDA { sum[m][h] = dot_u8_i8(sum[m][h], w, splat_bytes(x + m * SLICE)); });
+    forget_loads();
+  });
+}
+#endif
 
 // c[MR][32] (+)= x[MR][SLICE] * w[quads][32][4]. LINES cache lines a
 // quad are prefetched, to L1 (CACHE 3) or to L2 (2).
@@ -31,12 +44,16 @@ __attribute__((noinline)) void micro(const uint8_t* w, const int8_t* x, int32_t*
     sum[m][1] = is_first ? i32x16{} : load<i32x16>(c + m * PANEL + 16);
   });
   for (int q = 0; q < quads; q++) {
+#if defined(MS_AVX_VNNI)
+    add_quad(sum, x, [&](auto h) MS_LAMBDA { return load<i32x16>(w + 64 * h); });
+#else
     const i32x16 w0 = load<i32x16>(w), w1 = load<i32x16>(w + 64);
     unroll<MR>([&](auto m) MS_LAMBDA {
       const i32x16 xs = splat_bytes(x + m * SLICE);
       sum[m][0] = dot_u8_i8(sum[m][0], w0, xs);
       sum[m][1] = dot_u8_i8(sum[m][1], w1, xs);
     });
+#endif
     w += 128;
     x += 4;
     __builtin_prefetch(next, 0, CACHE);

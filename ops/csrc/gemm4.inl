@@ -28,14 +28,9 @@ MS_INLINE i32x16 factors(i32x16 codes) {
   return (i32x16)_mm512_shuffle_epi8(table, (__m512i)codes);
 #elif defined(__AVX2__)
   const __m256i table = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)NF4_BYTES));
-  struct Halves { __m256i lo, hi; } v;
-  std::memcpy(&v, &codes, 64);
-  v.lo = _mm256_shuffle_epi8(table, v.lo), v.hi = _mm256_shuffle_epi8(table, v.hi);
-  return load<i32x16>(&v);
+  return by_pieces<i32x16>([=](auto v) MS_LAMBDA { return _mm256_shuffle_epi8(table, (__m256i)v); }, codes);
 #elif defined(__aarch64__)
-  return by_quarters([](int32x4_t v) MS_LAMBDA {
-    return (int32x4_t)vqtbl1q_u8(load<uint8x16_t>(NF4_BYTES), (uint8x16_t)v);
-  }, codes);
+  return by_pieces<i32x16>([](auto v) MS_LAMBDA { return vqtbl1q_u8(load<uint8x16_t>(NF4_BYTES), (uint8x16_t)v); }, codes);
 #else
   uint8_t bytes[64];
   store(bytes, codes);
@@ -56,8 +51,7 @@ __attribute__((noinline)) void micro4(const uint8_t* w, const int8_t* x, const i
     w += 64;
     i32x16 sum[MR][2];
     if (CODES == Codes::with_zeros) {
-      const i32x16 zero[2] = {__builtin_convertvector(load<i16x16>(w), i32x16),
-                              __builtin_convertvector(load<i16x16>(w + 32), i32x16)};
+      const i32x16 zero[2] = {MS_WIDEN(i32x16, i16x16, w), MS_WIDEN(i32x16, i16x16, w + 32)};
       w += 64;
       unroll<MR>([&](auto m) MS_LAMBDA {
         const i32x16 xs = splat_i32(-sums[m * sums_stride + g]);
@@ -70,6 +64,11 @@ __attribute__((noinline)) void micro4(const uint8_t* w, const int8_t* x, const i
       });
     }
     for (int q = 0; q < quads; q++) {
+#if defined(MS_AVX_VNNI)
+      add_quad(sum, x, [&](auto h) MS_LAMBDA {
+        return factors<CODES>((i32x16)((u32x16)load<i32x16>(w) >> 4 * h) & low);
+      });
+#else
       const i32x16 both = load<i32x16>(w);
       const i32x16 w0 = factors<CODES>(both & low);
       const i32x16 w1 = factors<CODES>((i32x16)((u32x16)both >> 4) & low);
@@ -78,6 +77,7 @@ __attribute__((noinline)) void micro4(const uint8_t* w, const int8_t* x, const i
         sum[m][0] = dot_u8_i8(sum[m][0], w0, xs);
         sum[m][1] = dot_u8_i8(sum[m][1], w1, xs);
       });
+#endif
       w += 64;
       x += 4;
       prefetch(next);
@@ -146,7 +146,7 @@ void sum_groups(const LinearInt4& op, const Quantized& x, int rows, int32_t* sum
         const int8_t* at = x.values + k / SLICE * x.slice_stride + m * SLICE + k % SLICE;
         i32x16 sum = {};
         for (int i = 0; i < op.group; i += 16)
-          sum += __builtin_convertvector(load<i8x16>(at + i), i32x16);
+          sum += MS_WIDEN(i32x16, i8x16, at + i);
         sums[static_cast<size_t>(m) * all + g] = reduce_add(sum);
       }
   });

@@ -4,22 +4,44 @@
 #include <cstring>
 #include <initializer_list>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace ms {
 namespace {
 
 const Kernels* by_name(const char* name) {
-  for (const Kernels* set : {avx512_kernels(), avx2_kernels(), portable_kernels()})
+  for (const Kernels* set : {avx512_kernels(), avxvnni_kernels(), avx2_kernels(), portable_kernels()})
     if (set && is_usable(set) && std::strcmp(set->name, name) == 0) return set;
   return nullptr;
 }
 
 const Kernels* best() {
-  for (const Kernels* set : {avx512_kernels(), avx2_kernels()})
+  for (const Kernels* set : {avx512_kernels(), avxvnni_kernels(), avx2_kernels()})
     if (set && is_usable(set)) return set;
   return portable_kernels();
 }
 
 const Kernels* chosen = nullptr;
+
+#if defined(__x86_64__)
+bool has_leaf(unsigned leaf, unsigned part, unsigned (&r)[4]) {
+  return __get_cpuid_count(leaf, part, &r[0], &r[1], &r[2], &r[3]);
+}
+
+// What compilers do not know by name: not every one that builds the kernels asks for these.
+bool has_f16c() {
+  unsigned r[4];
+  return has_leaf(1, 0, r) && (r[2] >> 29 & 1);
+}
+bool has_avxvnni() {
+  unsigned r[4];
+  return has_leaf(7, 0, r) && r[0] >= 1 && has_leaf(7, 1, r) && (r[0] >> 4 & 1);
+}
+// The operating system's saving of the registers is part of what avx2 asks for.
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c(); }
+#endif
 
 }  // namespace
 
@@ -29,7 +51,8 @@ bool is_usable(const Kernels* set) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512vnni");
-  if (set == avx2_kernels()) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (set == avxvnni_kernels()) return has_avx2() && has_avxvnni();
+  if (set == avx2_kernels()) return has_avx2();
 #endif
   return set == portable_kernels();
 }

@@ -196,6 +196,7 @@ struct Kernels {
 
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();    // null where it was not built
+const Kernels* avxvnni_kernels();
 const Kernels* avx512_kernels();
 
 }  // namespace ms

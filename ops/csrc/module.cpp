@@ -93,7 +93,7 @@ void prefill_plain(uintptr_t k, uintptr_t v, size_t token_stride, size_t head_st
 
 std::vector<std::string> instruction_sets() {
   std::vector<std::string> names;
-  for (const Kernels* set : {avx512_kernels(), avx2_kernels(), portable_kernels()})
+  for (const Kernels* set : {avx512_kernels(), avxvnni_kernels(), avx2_kernels(), portable_kernels()})
     if (set && is_usable(set)) names.emplace_back(set->name);
   return names;
 }

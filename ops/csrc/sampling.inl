@@ -14,24 +14,6 @@
 
 namespace MS_ISA {
 
-typedef double f64x8 __attribute__((vector_size(64)));
-typedef int64_t i64x8 __attribute__((vector_size(64)));
-typedef float f32x8 __attribute__((vector_size(32)));
-
-MS_INLINE f64x8 fma(f64x8 a, f64x8 b, f64x8 c) {
-#if defined(__AVX512F__)
-  return (f64x8)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
-#elif defined(__FMA__)
-  struct Halves { __m256d lo, hi; } x, y, z;
-  std::memcpy(&x, &a, 64), std::memcpy(&y, &b, 64), std::memcpy(&z, &c, 64);
-  z.lo = _mm256_fmadd_pd(x.lo, y.lo, z.lo);
-  z.hi = _mm256_fmadd_pd(x.hi, y.hi, z.hi);
-  return load<f64x8>(&z);
-#else
-  return a * b + c;
-#endif
-}
-
 namespace {
 
 constexpr int GROUP = 64, GROUPS = 16, BLOCK = GROUP * GROUPS, SHARE = 16 * BLOCK;
@@ -43,9 +25,9 @@ MS_INLINE f64x8 eight_of(f32x16 v) {
 #if defined(__AVX512DQ__)
   return (f64x8)_mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)v, I));
 #else
-  f32x8 half;
-  std::memcpy(&half, reinterpret_cast<const char*>(&v) + 32 * I, 32);
-  return __builtin_convertvector(half, f64x8);
+  float half[16];
+  store(half, v);
+  return MS_WIDEN(f64x8, f32x8, half + 8 * I);
 #endif
 }
 

@@ -1,4 +1,5 @@
-// Sixteen lanes on any machine: GCC's vector types, with intrinsics where they matter.
+// Sixteen lanes on any machine: GCC's vector types, with intrinsics where they matter. Where no
+// register is that wide, sixteen lanes are some registers side by side.
 //
 // Every kernel is written once on these types and compiled once per instruction set, each time
 // in a namespace of its own (MS_ISA), so that the linker can never mix the copies up. Sums are
@@ -10,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <new>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -29,26 +31,12 @@ constexpr bool HAS_32_REGISTERS = true;
 #else
 constexpr bool HAS_32_REGISTERS = false;
 #endif
-
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef int16_t i16x32 __attribute__((vector_size(64)));
-typedef int16_t i16x16 __attribute__((vector_size(32)));
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
-typedef int8_t i8x16 __attribute__((vector_size(16)));
-typedef int8_t i8x32 __attribute__((vector_size(32)));
-
-template <class V>
-MS_INLINE V load(const void* from) {
-  V v;
-  std::memcpy(&v, from, sizeof(V));
-  return v;
-}
-template <class V>
-MS_INLINE void store(void* to, V v) {
-  std::memcpy(to, &v, sizeof(V));
-}
+#if defined(__AVXVNNI__) && !defined(__AVX512F__)
+#define MS_AVX_VNNI  // 16 registers of 32 bytes, and products of bytes in one instruction
+constexpr bool IS_AVX_VNNI = true;
+#else
+constexpr bool IS_AVX_VNNI = false;
+#endif
 
 template <class F, size_t... I>
 MS_INLINE void unroll_each(F&& f, std::index_sequence<I...>) {
@@ -60,23 +48,145 @@ MS_INLINE void unroll(F&& f) {
   unroll_each(f, std::make_index_sequence<N>{});
 }
 
-#if defined(__aarch64__)
-// f on each quarter of the vectors; left to itself, gcc 12 moves them through memory.
-template <class F, class... V>
-MS_INLINE i32x16 by_quarters(F&& f, const V&... all) {
-  int32x4_t result[4];
-  for (int i = 0; i < 4; i++) result[i] = f(load<int32x4_t>(reinterpret_cast<const char*>(&all) + 16 * i)...);
-  return load<i32x16>(result);
-}
-MS_INLINE i32x16 splat_i32(int32_t x) {
-  return by_quarters([&]() MS_LAMBDA { return vdupq_n_s32(x); });
-}
-MS_INLINE f32x16 splat(float x) {
-  return (f32x16)by_quarters([&]() MS_LAMBDA { return vreinterpretq_s32_f32(vdupq_n_f32(x)); });
-}
+#if defined(__AVX512F__)
+template <class T>
+struct WideOf { typedef T type __attribute__((vector_size(64))); };
+template <class T>
+using Wide = typename WideOf<T>::type;
 #else
+#if defined(__AVX2__)
+constexpr size_t REGISTER = 32;
+#else
+constexpr size_t REGISTER = 16;
+#endif
+
+template <size_t I, class F, class... V>
+MS_INLINE auto with_piece(F&& f, const V&... v) { return f(v.piece[I]...); }
+template <class R, class F, size_t... I, class... V>
+MS_INLINE R with_pieces(F&& f, std::index_sequence<I...>, const V&... v) {
+  return {{(typename R::Piece)with_piece<I>(f, v...)...}};
+}
+// f on each register of the vectors; what it returns is cast.
+template <class R, class F, class... V>
+MS_INLINE R by_pieces(F&& f, const V&... v) {
+  return with_pieces<R>(f, std::make_index_sequence<R::COUNT>{}, v...);
+}
+
+template <class T>
+struct IntOf { using type = T; };
+template <>
+struct IntOf<float> { using type = int32_t; };
+template <>
+struct IntOf<uint32_t> { using type = int32_t; };
+template <>
+struct IntOf<double> { using type = int64_t; };
+
+// 64 bytes. A vector type of that size would do as well, but gcc keeps one that no register can
+// hold in memory.
+template <class T>
+struct Wide {
+  typedef T Piece __attribute__((vector_size(REGISTER)));
+  using Mask = Wide<typename IntOf<T>::type>;
+  static constexpr int COUNT = 64 / REGISTER, EACH = REGISTER / sizeof(T);
+  Piece piece[COUNT];
+
+  // A lane to be read or written. A piece is copied first: elements of one whose address is taken
+  // would keep all of it in memory.
+  struct Lane {
+    Wide& of;
+    int i;
+    MS_INLINE operator T() const { return static_cast<const Wide&>(of)[i]; }
+    MS_INLINE Lane& operator=(T x) {
+      Piece p = of.piece[i / EACH];
+      p[i % EACH] = x;
+      of.piece[i / EACH] = p;
+      return *this;
+    }
+  };
+  MS_INLINE T operator[](int i) const {
+    const Piece p = piece[i / EACH];
+    return p[i % EACH];
+  }
+  MS_INLINE Lane operator[](int i) { return {*this, i}; }
+
+  static MS_INLINE Wide all(T x) {
+    Wide v;
+    unroll<COUNT>([&](auto i) MS_LAMBDA { v.piece[i] = x - Piece{}; });
+    return v;
+  }
+  template <class U>
+  MS_INLINE explicit operator Wide<U>() const {  // the same bits
+    return by_pieces<Wide<U>>([](auto x) MS_LAMBDA { return x; }, *this);
+  }
+
+#define MS_OPERATOR(R, op)                                                              \
+  friend MS_INLINE R operator op(const Wide& a, const Wide& b) {                        \
+    return by_pieces<R>([](auto x, auto y) MS_LAMBDA { return x op y; }, a, b);         \
+  }                                                                                     \
+  friend MS_INLINE R operator op(const Wide& a, T b) { return a op all(b); }            \
+  friend MS_INLINE R operator op(T a, const Wide& b) { return all(a) op b; }
+#define MS_ASSIGNMENT(op)                                                               \
+  MS_OPERATOR(Wide, op)                                                                 \
+  friend MS_INLINE Wide& operator op##=(Wide& a, const Wide& b) { return a = a op b; }  \
+  friend MS_INLINE Wide& operator op##=(Wide& a, T b) { return a = a op b; }
+#define MS_SHIFT(op)                                                                    \
+  friend MS_INLINE Wide operator op(const Wide& a, int n) {                             \
+    return by_pieces<Wide>([=](auto x) MS_LAMBDA { return x op n; }, a);                \
+  }                                                                                     \
+  friend MS_INLINE Wide& operator op##=(Wide& a, int n) { return a = a op n; }
+  MS_ASSIGNMENT(+) MS_ASSIGNMENT(-) MS_ASSIGNMENT(*) MS_ASSIGNMENT(/)
+  MS_ASSIGNMENT(&) MS_ASSIGNMENT(|) MS_ASSIGNMENT(^)
+  MS_SHIFT(<<) MS_SHIFT(>>)
+  MS_OPERATOR(Mask, <) MS_OPERATOR(Mask, <=) MS_OPERATOR(Mask, >) MS_OPERATOR(Mask, >=)
+  MS_OPERATOR(Mask, ==) MS_OPERATOR(Mask, !=)
+#undef MS_OPERATOR
+#undef MS_ASSIGNMENT
+#undef MS_SHIFT
+  friend MS_INLINE Wide operator-(const Wide& a) {
+    return by_pieces<Wide>([](auto x) MS_LAMBDA { return -x; }, a);
+  }
+  friend MS_INLINE Wide operator~(const Wide& a) {
+    return by_pieces<Wide>([](auto x) MS_LAMBDA { return ~x; }, a);
+  }
+};
+#endif
+
+using f32x16 = Wide<float>;
+using i32x16 = Wide<int32_t>;
+using u32x16 = Wide<uint32_t>;
+using f64x8 = Wide<double>;
+using i64x8 = Wide<int64_t>;
+
+template <class V>
+MS_INLINE V load(const void* from) {
+  V v;
+#if !defined(__AVX512F__)
+  if constexpr (std::is_class_v<V>) {
+    unroll<V::COUNT>([&](auto i) MS_LAMBDA {
+      v.piece[i] = load<typename V::Piece>(static_cast<const char*>(from) + i * REGISTER);
+    });
+    return v;
+  } else
+#endif
+  std::memcpy(&v, from, sizeof(V));
+  return v;
+}
+template <class V>
+MS_INLINE void store(void* to, V v) {
+#if !defined(__AVX512F__)
+  if constexpr (std::is_class_v<V>)
+    unroll<V::COUNT>([&](auto i) MS_LAMBDA { store(static_cast<char*>(to) + i * REGISTER, v.piece[i]); });
+  else
+#endif
+  std::memcpy(to, &v, sizeof(V));
+}
+
+#if defined(__AVX512F__)
 MS_INLINE f32x16 splat(float x) { return f32x16{} + x; }
 MS_INLINE i32x16 splat_i32(int32_t x) { return i32x16{} + x; }
+#else
+MS_INLINE f32x16 splat(float x) { return f32x16::all(x); }
+MS_INLINE i32x16 splat_i32(int32_t x) { return i32x16::all(x); }
 #endif
 MS_INLINE i32x16 splat_bytes(const void* four) {
   int32_t x;
@@ -88,14 +198,23 @@ MS_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 #if defined(__AVX512F__)
   return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
-  struct Halves { __m256 lo, hi; } x, y, z;
-  std::memcpy(&x, &a, 64), std::memcpy(&y, &b, 64), std::memcpy(&z, &c, 64);
-  z.lo = _mm256_fmadd_ps(x.lo, y.lo, z.lo);
-  z.hi = _mm256_fmadd_ps(x.hi, y.hi, z.hi);
-  return load<f32x16>(&z);
+  return by_pieces<f32x16>([](auto x, auto y, auto z) MS_LAMBDA {
+    return _mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z);
+  }, a, b, c);
 #elif defined(__aarch64__)
-  return (f32x16)by_quarters([](int32x4_t x, int32x4_t y, int32x4_t z) MS_LAMBDA {
-    return (int32x4_t)vfmaq_f32((float32x4_t)z, (float32x4_t)x, (float32x4_t)y);
+  return by_pieces<f32x16>([](auto x, auto y, auto z) MS_LAMBDA {
+    return vfmaq_f32((float32x4_t)z, (float32x4_t)x, (float32x4_t)y);
+  }, a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+MS_INLINE f64x8 fma(f64x8 a, f64x8 b, f64x8 c) {
+#if defined(__AVX512F__)
+  return (f64x8)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif defined(__FMA__)
+  return by_pieces<f64x8>([](auto x, auto y, auto z) MS_LAMBDA {
+    return _mm256_fmadd_pd((__m256d)x, (__m256d)y, (__m256d)z);
   }, a, b, c);
 #else
   return a * b + c;
@@ -105,27 +224,12 @@ MS_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 MS_INLINE f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) {
   return (f32x16)(((i32x16)yes & mask) | ((i32x16)no & ~mask));
 }
-#if defined(__AVX2__)
-// f(a, b) of each half: gcc compares vectors wider than a register lane by lane.
-template <class F>
-MS_INLINE f32x16 by_halves(f32x16 a, f32x16 b, F&& f) {
-  struct Halves { __m256 lo, hi; } x, y;
-  std::memcpy(&x, &a, 64), std::memcpy(&y, &b, 64);
-  x.lo = f(x.lo, y.lo);
-  x.hi = f(x.hi, y.hi);
-  return load<f32x16>(&x);
-}
-#endif
 // Of max and min: b where one of them is NaN.
 MS_INLINE f32x16 max(f32x16 a, f32x16 b) {
 #if defined(__AVX512F__)
   return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
 #elif defined(__AVX2__)
-  return by_halves(a, b, [](__m256 x, __m256 y) MS_LAMBDA { return _mm256_max_ps(x, y); });
-#elif defined(__aarch64__)
-  return (f32x16)by_quarters([](int32x4_t x, int32x4_t y) MS_LAMBDA {
-    return vbslq_s32(vcgtq_f32((float32x4_t)x, (float32x4_t)y), x, y);
-  }, a, b);
+  return by_pieces<f32x16>([](auto x, auto y) MS_LAMBDA { return _mm256_max_ps((__m256)x, (__m256)y); }, a, b);
 #else
   return select(a > b, a, b);
 #endif
@@ -134,11 +238,7 @@ MS_INLINE f32x16 min(f32x16 a, f32x16 b) {
 #if defined(__AVX512F__)
   return (f32x16)_mm512_min_ps((__m512)a, (__m512)b);
 #elif defined(__AVX2__)
-  return by_halves(a, b, [](__m256 x, __m256 y) MS_LAMBDA { return _mm256_min_ps(x, y); });
-#elif defined(__aarch64__)
-  return (f32x16)by_quarters([](int32x4_t x, int32x4_t y) MS_LAMBDA {
-    return vbslq_s32(vcltq_f32((float32x4_t)x, (float32x4_t)y), x, y);
-  }, a, b);
+  return by_pieces<f32x16>([](auto x, auto y) MS_LAMBDA { return _mm256_min_ps((__m256)x, (__m256)y); }, a, b);
 #else
   return select(a < b, a, b);
 #endif
@@ -148,21 +248,35 @@ MS_INLINE f32x16 absolute(f32x16 a) { return (f32x16)((i32x16)a & 0x7fffffff); }
 // The sum or the largest of all lanes, in every lane. Lanes are folded in halves, in one fixed
 // order whatever the machine.
 constexpr i32x16 LANES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+// The lanes I of a and b, one after the other.
+template <class V, size_t... I>
+MS_INLINE V shuffle(V a, V b, std::index_sequence<I...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, I...);
+#else
+  using Index = std::conditional_t<sizeof a[0] == 4, int32_t, std::conditional_t<sizeof a[0] == 2, int16_t, int8_t>>;
+  typedef Index Lanes __attribute__((vector_size(sizeof(V))));
+  return __builtin_shuffle(a, b, Lanes{static_cast<Index>(I)...});
+#endif
+}
+template <int BY, class V, size_t... I>
+MS_INLINE V swapped(V v, std::index_sequence<I...>) {
+  return shuffle(v, v, std::index_sequence<(I ^ BY)...>{});
+}
 template <int BY>
 MS_INLINE f32x16 swap_lanes(f32x16 v) {
-#if defined(__clang__)
-  return __builtin_shufflevector(v, v, BY, 1 ^ BY, 2 ^ BY, 3 ^ BY, 4 ^ BY, 5 ^ BY, 6 ^ BY, 7 ^ BY, 8 ^ BY,
-                                 9 ^ BY, 10 ^ BY, 11 ^ BY, 12 ^ BY, 13 ^ BY, 14 ^ BY, 15 ^ BY);
-#elif defined(__aarch64__)
-  float32x4_t x[4], y[4];
-  std::memcpy(x, &v, 64);
-  for (int i = 0; i < 4; i++) {
-    const float32x4_t q = x[i ^ BY / 4];
-    y[i] = BY == 1 ? vrev64q_f32(q) : BY == 2 ? vextq_f32(q, q, 2) : q;
-  }
-  return load<f32x16>(y);
-#else
+#if defined(__AVX512F__) && !defined(__clang__)
   return __builtin_shuffle(v, LANES ^ BY);
+#elif defined(__AVX512F__)
+  return swapped<BY>(v, std::make_index_sequence<16>{});
+#else
+  constexpr int EACH = f32x16::EACH;
+  f32x16 result;
+  unroll<f32x16::COUNT>([&](auto i) MS_LAMBDA {
+    if constexpr (BY >= EACH) result.piece[i] = v.piece[i ^ BY / EACH];
+    else result.piece[i] = swapped<BY>(v.piece[i], std::make_index_sequence<EACH>{});
+  });
+  return result;
 #endif
 }
 MS_INLINE f32x16 sum_all(f32x16 v) {
@@ -204,23 +318,78 @@ MS_INLINE int32_t reduce_add(i32x16 v) {
 }
 
 MS_INLINE f32x16 to_float(i32x16 v) {
-#if defined(__aarch64__)
-  return (f32x16)by_quarters([](int32x4_t x) MS_LAMBDA { return (int32x4_t)vcvtq_f32_s32(x); }, v);
-#else
+#if defined(__AVX512F__)
   return __builtin_convertvector(v, f32x16);
+#else
+  return by_pieces<f32x16>([](auto x) MS_LAMBDA { return __builtin_convertvector(x, f32x16::Piece); }, v);
 #endif
 }
 MS_INLINE i32x16 to_int_nearest(f32x16 v) {  // ties to even
 #if defined(__AVX512F__)
   return (i32x16)_mm512_cvtps_epi32((__m512)v);
+#elif defined(__AVX2__)
+  return by_pieces<i32x16>([](auto x) MS_LAMBDA { return _mm256_cvtps_epi32((__m256)x); }, v);
 #else
   const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: the sum keeps the integer in its low bits
   return (i32x16)(v + magic) - (i32x16)magic;
 #endif
 }
-MS_INLINE f32x16 from_bf16(const uint16_t* p) {
-  return (f32x16)(__builtin_convertvector(load<u16x16>(p), u32x16) << 16);
+
+typedef int16_t i16x16 __attribute__((vector_size(32)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef int8_t i8x16 __attribute__((vector_size(16)));
+typedef int8_t i8x32 __attribute__((vector_size(32)));
+typedef int16_t i16x32 __attribute__((vector_size(64)));
+typedef float f32x8 __attribute__((vector_size(32)));
+// The vector of type N at p, widened to V.
+#if defined(__AVX512F__)
+#define MS_WIDEN(V, N, p) __builtin_convertvector(load<N>(p), V)
+#else
+#define MS_WIDEN(V, N, p) widen<V, N>(p)
+template <class V, class N>
+MS_INLINE V widen(const void* p) {
+  using T = std::decay_t<decltype(N{}[0])>;
+  typedef T Narrow __attribute__((vector_size(V::EACH * sizeof(T))));
+  V v;
+  unroll<V::COUNT>([&](auto i) MS_LAMBDA {
+    v.piece[i] = __builtin_convertvector(load<Narrow>(static_cast<const T*>(p) + i * V::EACH), typename V::Piece);
+  });
+  return v;
 }
+#endif
+
+#if defined(__AVX512F__)
+MS_INLINE void store_i8(int8_t* p, i32x16 v) { store(p, __builtin_convertvector(v, i8x16)); }
+MS_INLINE void store_i16(int16_t* p, i32x16 v) { store(p, __builtin_convertvector(v, i16x16)); }
+MS_INLINE void store_u16(uint16_t* p, u32x16 v) { store(p, __builtin_convertvector(v, u16x16)); }
+#elif defined(__AVX2__)
+MS_INLINE __m256i words_of(i32x16 v) {  // each from 0 to 65535
+  return _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)v.piece[0], (__m256i)v.piece[1]), 0xd8);
+}
+MS_INLINE void store_u16(uint16_t* p, u32x16 v) { store(p, words_of((i32x16)v)); }
+MS_INLINE void store_i16(int16_t* p, i32x16 v) { store(p, words_of(v & 0xffff)); }
+MS_INLINE void store_i8(int8_t* p, i32x16 v) {
+  const __m256i words = words_of(v & 0xff);
+  store(p, _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+#else
+typedef int16_t i16x8 __attribute__((vector_size(16)));
+template <class V, size_t... I>
+MS_INLINE V evens(V a, V b, std::index_sequence<I...>) {
+  return shuffle(a, b, std::index_sequence<2 * I...>{});
+}
+template <int I>
+MS_INLINE i16x8 words_of(i32x16 v) {  // the low halves of eight lanes
+  return evens((i16x8)v.piece[2 * I], (i16x8)v.piece[2 * I + 1], std::make_index_sequence<8>{});
+}
+MS_INLINE void store_i16(int16_t* p, i32x16 v) { store(p, words_of<0>(v)), store(p + 8, words_of<1>(v)); }
+MS_INLINE void store_u16(uint16_t* p, u32x16 v) { store_i16(reinterpret_cast<int16_t*>(p), (i32x16)v); }
+MS_INLINE void store_i8(int8_t* p, i32x16 v) {
+  store(p, evens((i8x16)words_of<0>(v), (i8x16)words_of<1>(v), std::make_index_sequence<16>{}));
+}
+#endif
+
+MS_INLINE f32x16 from_bf16(const uint16_t* p) { return (f32x16)(MS_WIDEN(u32x16, u16x16, p) << 16); }
 MS_INLINE f32x16 round_bf16(f32x16 v) {  // nearest, ties to even
   u32x16 bits = (u32x16)v;
   bits += 0x7fff + ((bits >> 16) & 1);
@@ -229,7 +398,7 @@ MS_INLINE f32x16 round_bf16(f32x16 v) {  // nearest, ties to even
 MS_INLINE void to_bf16(uint16_t* p, f32x16 v) {  // the same
   u32x16 bits = (u32x16)v;
   bits += 0x7fff + ((bits >> 16) & 1);
-  store(p, __builtin_convertvector(bits >> 16, u16x16));
+  store_u16(p, bits >> 16);
 }
 
 MS_INLINE float half_to_float(uint16_t h) {
@@ -264,6 +433,11 @@ MS_INLINE void scales_to_half(uint16_t* to, f32x16 x) {
 #if defined(__AVX512F__)
   const f32x16 finite = min(splat(65504.0f), x);
   store(to, (u16x16)_mm512_cvtps_ph((__m512)finite, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC));
+#elif defined(__F16C__)
+  const f32x16 finite = min(splat(65504.0f), x);
+  unroll<2>([&](auto i) MS_LAMBDA {
+    store(to + 8 * i, _mm256_cvtps_ph((__m256)finite.piece[i], _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC));
+  });
 #else
   for (int i = 0; i < 16; i++) to[i] = scale_to_half(x[i]);
 #endif
@@ -272,12 +446,11 @@ MS_INLINE f32x16 from_half(const uint16_t* p) {
 #if defined(__AVX512F__)
   return (f32x16)_mm512_cvtph_ps((__m256i)load<u16x16>(p));
 #elif defined(__F16C__)
-  struct Halves { __m256 lo, hi; } x = {_mm256_cvtph_ps(load<__m128i>(p)), _mm256_cvtph_ps(load<__m128i>(p + 8))};
-  return load<f32x16>(&x);
+  return {{(f32x16::Piece)_mm256_cvtph_ps(load<__m128i>(p)), (f32x16::Piece)_mm256_cvtph_ps(load<__m128i>(p + 8))}};
 #elif defined(__aarch64__)
-  float32x4_t x[4];
-  for (int i = 0; i < 4; i++) x[i] = vcvt_f32_f16(load<float16x4_t>(p + 4 * i));
-  return load<f32x16>(x);
+  f32x16 x;
+  unroll<4>([&](auto i) MS_LAMBDA { x.piece[i] = (f32x16::Piece)vcvt_f32_f16(load<float16x4_t>(p + 4 * i)); });
+  return x;
 #else
   float x[16];
   for (int i = 0; i < 16; i++) x[i] = half_to_float(p[i]);
@@ -318,40 +491,34 @@ MS_INLINE f32x16 erf(f32x16 x) {
   return select(x < 0, -y, y);
 }
 
-#if defined(__AVX2__)
-// acc + f(a, b), which works on half a vector at a time.
-template <class F>
-MS_INLINE i32x16 add_halves(i32x16 acc, i32x16 a, i32x16 b, F&& f) {
-  struct Halves { __m256i v[2]; } x, y, z;
-  std::memcpy(&x, &acc, 64), std::memcpy(&y, &a, 64), std::memcpy(&z, &b, 64);
-  for (int i = 0; i < 2; i++) x.v[i] = _mm256_add_epi32(x.v[i], f(y.v[i], z.v[i]));
-  return load<i32x16>(&x);
-}
-#endif
-
 // acc[i] += sum over j < 4 of unsigned byte w[4i + j] * signed byte x[4i + j].
 MS_INLINE i32x16 dot_u8_i8(i32x16 acc, i32x16 w, i32x16 x) {
 #if defined(__AVX512VNNI__)
   return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
+#elif defined(__AVXVNNI__)
+  return by_pieces<i32x16>([](auto sum, auto u, auto s) MS_LAMBDA {
+    return _mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)u, (__m256i)s);
+  }, acc, w, x);
 #elif defined(__AVX2__)
-  return add_halves(acc, w, x, [](__m256i u, __m256i s) MS_LAMBDA {
+  return by_pieces<i32x16>([](auto sum, auto unsigned_bytes, auto signed_bytes) MS_LAMBDA {
+    const __m256i u = (__m256i)unsigned_bytes, s = (__m256i)signed_bytes;
     const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(0xff)),
                                            _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
     const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
-    return _mm256_add_epi32(even, odd);
-  });
+    return _mm256_add_epi32((__m256i)sum, _mm256_add_epi32(even, odd));
+  }, acc, w, x);
 #elif defined(__aarch64__)
-  return by_quarters([](int32x4_t sum, int32x4_t u, int32x4_t s) MS_LAMBDA {
+  return by_pieces<i32x16>([](auto sum, auto u, auto s) MS_LAMBDA {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-    return vusdotq_s32(sum, (uint8x16_t)u, (int8x16_t)s);
+    return vusdotq_s32((int32x4_t)sum, (uint8x16_t)u, (int8x16_t)s);
 #elif defined(__ARM_FEATURE_DOTPROD)  // (u - 128) * s - (-128 * s)
     const int8x16_t offset = vdupq_n_s8(-128);
     const int32x4_t added = vdotq_s32(vdupq_n_s32(0), (int8x16_t)s, offset);
-    return vdotq_s32(sum, (int8x16_t)u ^ offset, (int8x16_t)s) - added;
+    return vdotq_s32((int32x4_t)sum, (int8x16_t)u ^ offset, (int8x16_t)s) - added;
 #else  // 255 * -128 still is an int16
     const int16x8_t even = ((int16x8_t)u & 255) * (((int16x8_t)s << 8) >> 8);
     const int16x8_t odd = (int16x8_t)((uint16x8_t)u >> 8) * ((int16x8_t)s >> 8);
-    return vpadalq_s16(vpadalq_s16(sum, even), odd);
+    return vpadalq_s16(vpadalq_s16((int32x4_t)sum, even), odd);
 #endif
   }, acc, w, x);
 #else
@@ -364,12 +531,18 @@ MS_INLINE i32x16 dot_u8_i8(i32x16 acc, i32x16 w, i32x16 x) {
 MS_INLINE i32x16 dot_i16(i32x16 acc, i32x16 v, i32x16 p) {
 #if defined(__AVX512VNNI__)
   return (i32x16)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)v, (__m512i)p);
+#elif defined(__AVXVNNI__)
+  return by_pieces<i32x16>([](auto sum, auto a, auto b) MS_LAMBDA {
+    return _mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
+  }, acc, v, p);
 #elif defined(__AVX2__)
-  return add_halves(acc, v, p, [](__m256i a, __m256i b) MS_LAMBDA { return _mm256_madd_epi16(a, b); });
+  return by_pieces<i32x16>([](auto sum, auto a, auto b) MS_LAMBDA {
+    return _mm256_add_epi32((__m256i)sum, _mm256_madd_epi16((__m256i)a, (__m256i)b));
+  }, acc, v, p);
 #elif defined(__aarch64__)
-  return by_quarters([](int32x4_t sum, int32x4_t a, int32x4_t b) MS_LAMBDA {
+  return by_pieces<i32x16>([](auto sum, auto a, auto b) MS_LAMBDA {
     const int16x8_t x = (int16x8_t)a, y = (int16x8_t)b;
-    return sum + vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y));
+    return (int32x4_t)sum + vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y));
   }, acc, v, p);
 #else
   const i32x16 low = ((i32x16)((u32x16)v << 16) >> 16) * ((i32x16)((u32x16)p << 16) >> 16);
@@ -380,16 +553,19 @@ MS_INLINE i32x16 dot_i16(i32x16 acc, i32x16 v, i32x16 p) {
 MS_INLINE i32x16 widen_i8(const int8_t* p) {
 #if defined(__AVX512BW__)
   return (i32x16)_mm512_cvtepi8_epi16((__m256i)load<i8x32>(p));
-#elif defined(__aarch64__)
-  int16x8_t x[4];
-  for (int i = 0; i < 4; i++) x[i] = vmovl_s8(load<int8x8_t>(p + 8 * i));
-  return load<i32x16>(x);
 #else
-  return (i32x16) __builtin_convertvector(load<i8x32>(p), i16x32);
+  typedef int8_t Narrow __attribute__((vector_size(REGISTER / 2)));
+  typedef int16_t Words __attribute__((vector_size(REGISTER)));
+  i32x16 v;
+  unroll<i32x16::COUNT>([&](auto i) MS_LAMBDA {
+    v.piece[i] = (i32x16::Piece) __builtin_convertvector(load<Narrow>(p + i * REGISTER / 2), Words);
+  });
+  return v;
 #endif
 }
-MS_INLINE void store_i8(int8_t* p, i32x16 v) { store(p, __builtin_convertvector(v, i8x16)); }
-MS_INLINE void store_i16(int16_t* p, i32x16 v) { store(p, __builtin_convertvector(v, i16x16)); }
+
+// What was loaded before is loaded again: where registers are few, a load costs less than keeping.
+MS_INLINE void forget_loads() { asm volatile("" ::: "memory"); }
 
 MS_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
