@@ -289,6 +289,34 @@ def test_damaged_tensors_are_named(case, damage, named, tmp_path):
     assert named in str(caught.value)
 
 
+# Tensors that writers put everywhere, as zeros where they mean nothing.
+OTHERS: list[tuple[str, str, Tensor]] = [
+    ("gptq", f"{OUT}.bias", torch.ones(64, dtype=torch.float16)),
+    ("gptq", f"{Q}.bias", torch.ones(64, dtype=torch.float16)),
+    ("awq", f"{DOWN}.g_idx", torch.ones(96, dtype=torch.int32)),
+    ("w8a8", f"{OUT}.weight_zero_point", torch.ones(64, 1, dtype=torch.int8)),
+    ("w8a8", f"{DOWN}.input_scale", torch.full((1,), 0.02, dtype=torch.bfloat16)),
+    ("w8a8", f"{DOWN}.input_scale", torch.ones(1).to(torch.float8_e4m3fn)),
+    ("w8a8", f"{Q}.lora_A.weight", torch.ones(2, 64)),
+    ("w8a8", "lm_head.bias", torch.ones(320)),
+    ("w8a8", "model.norm.bias", torch.ones(64)),
+]
+
+
+@pytest.mark.parametrize(("case", "name", "value"), OTHERS)
+def test_a_tensor_that_would_change_the_numbers_is_not_dropped(case, name, value, tmp_path, caplog):
+    """It was, with a line in the log; one of zeros changes nothing and needs no line."""
+    packed, _ = write(tmp_path, *CASES[case])
+    tensors = load_file(packed / "model.safetensors")
+    settings = {"dtype": torch.float32, "backend": get_backend("cpu")}
+    save_file(tensors | {name: torch.zeros_like(value)}, packed / "model.safetensors")
+    load_model(packed, **settings)
+    assert "not used" not in caplog.text
+    save_file(tensors | {name: value}, packed / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=f"{name} is not zero"):
+        load_model(packed, **settings)
+
+
 def test_groups_that_do_not_divide_a_layer_are_refused(tmp_path):
     packed, _ = write(tmp_path, GPTQ, four_bits(GPTQ))
     config = GPTQ | {"group_size": 64}  # the MLP has 96 inputs

@@ -96,11 +96,12 @@ class _Loader:
         num_parts = 2 if spec.is_gated else 1
         self.up_sizes = _sizes_of_parts(self.names.up, [spec.intermediate_size] * num_parts)
         self.packed_rules: dict[str, TensorRule] = {}
+        self.modules: set[str] = set()  # what tensors of the model belong to
 
     # -- what must be there
 
     def check(self) -> None:
-        """Every needed tensor is there with the right shape; others are named in the log."""
+        """Every needed tensor is there with the right shape; others change nothing."""
         expected = self._expected()
         for name, shape in expected.items():
             entry = self.checkpoint.entries.get(name)
@@ -118,6 +119,12 @@ class _Loader:
                 )
         for name, rule in self.packed_rules.items():
             check_rule(self.checkpoint, name, rule)
+        self._check_others(expected)
+
+    def _check_others(self, expected: Shapes) -> None:
+        """Tensors without a use: of the model's own modules only zeros, which change nothing (a
+        bias or a zero point that the writer puts everywhere); others are named in the log."""
+        self.modules.update(name.rpartition(".")[0] for name in expected)
         unused = sorted(
             name
             for name in self.checkpoint.entries
@@ -125,8 +132,19 @@ class _Loader:
             and name not in self.packed_rules
             and not name.endswith(self.names.ignored)
         )
+        for name in [name for name in unused if self._is_of_a_module(name)]:
+            if not self.checkpoint.is_zero(name):
+                raise ModelLoadError(
+                    f"{self.checkpoint.entries[name].file}: tensor {name} is not zero, but this "
+                    "model has no use for it; config.json does not fit the tensors"
+                )
+            unused.remove(name)
         if unused:
             logger.warning("%d tensors are not used, such as %s", len(unused), unused[0])
+
+    def _is_of_a_module(self, name: str) -> bool:
+        ends = (at for at, letter in enumerate(name) if letter == ".")
+        return any(name[:end] in self.modules for end in ends)
 
     def _hint(self, name: str, shape: tuple[int, ...]) -> str:
         rows = shape[0] if shape else 0
@@ -192,6 +210,7 @@ class _Loader:
         packed = self.spec.packed
         if packed is None or not self._is_packed(parts):
             return False
+        self.modules.update(parts)
         for part, out_size in zip(parts, out_sizes, strict=True):
             try:
                 rules = packed.tensors(in_size, out_size)
