@@ -193,11 +193,12 @@ class GroupedWeight:
 @dataclass(frozen=True, slots=True)
 class GroupedInt4:
     """group_size: inputs that share a scale; -1 means all. zero_offset: what is to be added to
-    every stored zero point."""
+    every stored zero point. has_order: inputs are in groups by g_idx, which then must be there."""
 
     method: str
     group_size: int
     zero_offset: int = 0
+    has_order: bool = False
     marker: str = "qweight"
 
     def tensors(self, num_in: int, num_out: int) -> dict[str, TensorRule]:
@@ -213,7 +214,8 @@ class GroupedInt4:
             "scales": TensorRule(((groups, num_out),), FLOATS),
         }
         if self.method == "gptq":
-            rules["g_idx"] = TensorRule(((num_in,),), ("I32",), is_optional=True)
+            is_optional = not self.has_order or groups == 1
+            rules["g_idx"] = TensorRule(((num_in,),), ("I32",), is_optional)
         return rules
 
     def load(self, fetch: Fetch, parts: Sequence[str]) -> GroupedWeight:
@@ -274,7 +276,9 @@ def read_gptq(config: Config) -> GroupedInt4:
         raise _wrong("checkpoint_format", layout, "'gptq' or 'gptq_v2'")
     if config.get("dynamic"):  # layers with settings of their own
         raise _wrong("dynamic", config["dynamic"], "none")
-    return GroupedInt4("gptq", config["group_size"], 1 if layout == "gptq" else 0)
+    _expect(config, "desc_act", (True, False, None))
+    offset = 1 if layout == "gptq" else 0
+    return GroupedInt4("gptq", config["group_size"], offset, has_order=bool(config.get("desc_act")))
 
 
 def read_awq(config: Config) -> GroupedInt4:

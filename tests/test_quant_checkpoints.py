@@ -217,6 +217,7 @@ REFUSED: list[tuple[Json, str, object]] = [
     (GPTQ, "checkpoint_format", "marlin"),
     (GPTQ, "dynamic", {"-:.*down.*": {}}),
     (GPTQ, "pack_dtype", "int16"),
+    (GPTQ, "desc_act", "true"),
     (AWQ, "bits", 8),
     (AWQ, "version", "gemv"),
     (AWQ, "version", "marlin"),
@@ -270,6 +271,7 @@ DAMAGES: list[tuple[str, Callable[[Tensors], object], str]] = [
     ("gptq", lambda t: t[f"{OUT}.g_idx"].fill_(0), f"{OUT}.g_idx does not give"),
     ("gptq", lambda t: t[f"{OUT}.g_idx"].fill_(-1), f"{OUT}.g_idx does not give"),
     ("gptq", lambda t: _shuffle(t, K), f"{K}.g_idx differs"),
+    ("gptq-order", lambda t: t.pop(f"{OUT}.g_idx"), f"{OUT}.g_idx is missing"),
     ("awq", lambda t: t.pop(f"{DOWN}.qzeros"), f"{DOWN}.qzeros is missing"),
     ("awq", lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"].int()}), "type I32"),
     ("w8a8", lambda t: t.update({f"{OUT}.weight": t[f"{OUT}.weight"].int()}), "type I32"),
@@ -315,6 +317,17 @@ def test_a_tensor_that_would_change_the_numbers_is_not_dropped(case, name, value
     save_file(tensors | {name: value}, packed / "model.safetensors")
     with pytest.raises(ModelLoadError, match=f"{name} is not zero"):
         load_model(packed, **settings)
+
+
+def test_an_order_is_needed_only_where_config_asks_for_one(tmp_path):
+    """And where all inputs share a group, it says nothing."""
+    channel = GPTQ | {"group_size": -1}
+    for config, shown in ((GPTQ, GPTQ), (channel, channel | {"desc_act": True})):
+        packed, _ = write(tmp_path / str(shown["group_size"]), shown, four_bits(config))
+        tensors = load_file(packed / "model.safetensors")
+        without = {name: t for name, t in tensors.items() if not name.endswith("g_idx")}
+        save_file(without, packed / "model.safetensors")
+        load_model(packed, dtype=torch.float32, backend=get_backend("cpu"))
 
 
 def test_groups_that_do_not_divide_a_layer_are_refused(tmp_path):
