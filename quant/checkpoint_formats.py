@@ -29,6 +29,7 @@ Fetch = Callable[[str], Tensor]  # KeyError for a tensor that is not there
 # AutoAWQ puts output AWQ_ORDER[i] of eight into the i-th four bits.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 FLOATS = ("F32", "BF16", "F16")
+MAX_SCALE = 65504.0  # of fp16, in which they are made
 
 
 class TensorRule(NamedTuple):
@@ -114,7 +115,7 @@ class CompressedInt8:
     def load(self, fetch: Fetch, parts: Sequence[str]) -> Int8Weight:
         weights = [fetch(f"{part}.weight") for part in parts]
         scales = [
-            fetch(f"{part}.weight_scale").float().reshape(-1).expand(len(weight))
+            _scales(fetch, f"{part}.weight_scale").reshape(-1).expand(len(weight))
             for part, weight in zip(parts, weights, strict=True)
         ]
         return Int8Weight(torch.cat(weights), torch.cat(scales))
@@ -236,7 +237,7 @@ class GroupedInt4:
 
     def _read(self, fetch: Fetch, part: str) -> tuple[Int4Weight, Tensor | None]:
         words, zeros = fetch(f"{part}.qweight"), fetch(f"{part}.qzeros")
-        scales = fetch(f"{part}.scales").float().t()
+        scales = _scales(fetch, f"{part}.scales").t()
         if self.method == "gptq":
             codes = nibbles(words.t().contiguous())
             # added to whole words, as GPTQModel does: the carry of a 15 undoes its borrow
@@ -309,6 +310,17 @@ def awq_nibbles(words: Tensor) -> Tensor:
     """[n, m] int32 -> [n, 8 m] uint8 below 16, outputs in their own order."""
     places = torch.tensor(AWQ_ORDER).argsort()
     return nibbles(words).reshape(len(words), -1, 8)[..., places].flatten(1)
+
+
+def _scales(fetch: Fetch, name: str) -> Tensor:
+    """In fp32. ValueError for what no quantizer writes."""
+    scales = fetch(name).float()
+    largest = float(scales.abs().max())
+    if not largest <= MAX_SCALE:  # NaN is not
+        raise ValueError(f"tensor {name} holds a scale of {largest:.4g}; {MAX_SCALE:g} is the most")
+    if largest == 0.0:
+        raise ValueError(f"tensor {name} holds only zeros; a product of such scales would be zero")
+    return scales
 
 
 def _is_same(a: Tensor | None, b: Tensor | None) -> bool:

@@ -256,6 +256,12 @@ def _shuffle(tensors: Tensors, name: str) -> None:
     tensors[f"{name}.g_idx"] = tensors[f"{name}.g_idx"][torch.randperm(size)]
 
 
+def _scale(tensors: Tensors, name: str, value: float) -> None:
+    """One of a tensor's scales, which are made fp32 to hold it."""
+    tensors[name] = tensors[name].float()
+    tensors[name][0, 0] = value
+
+
 Q, K, OUT, DOWN = LAYERS[0], LAYERS[1], LAYERS[3], LAYERS[6]
 DAMAGES: list[tuple[str, Callable[[Tensors], object], str]] = [
     ("gptq", lambda t: t.pop(f"{OUT}.scales"), f"{OUT}.scales is missing"),
@@ -268,6 +274,11 @@ DAMAGES: list[tuple[str, Callable[[Tensors], object], str]] = [
     ),
     ("gptq", lambda t: t.update({f"{OUT}.qweight": t[f"{OUT}.qweight"].long()}), "type I64"),
     ("gptq", lambda t: t[f"{OUT}.scales"].fill_(float("nan")), f"{OUT}.scales holds NaN"),
+    ("gptq", lambda t: t[f"{OUT}.scales"].zero_(), f"{OUT}.scales holds only zeros"),
+    ("gptq", lambda t: _scale(t, f"{OUT}.scales", 3e38), f"{OUT}.scales holds a scale of 3e+38"),
+    ("awq", lambda t: _scale(t, f"{K}.scales", -65505.0), f"{K}.scales holds a scale of 6.55e+04"),
+    ("w8a8", lambda t: t[f"{OUT}.weight_scale"].zero_(), "weight_scale holds only zeros"),
+    ("w8a8", lambda t: _scale(t, f"{K}.weight_scale", 3e38), f"{K}.weight_scale holds a scale"),
     ("gptq", lambda t: t[f"{OUT}.g_idx"].fill_(0), f"{OUT}.g_idx does not give"),
     ("gptq", lambda t: t[f"{OUT}.g_idx"].fill_(-1), f"{OUT}.g_idx does not give"),
     ("gptq", lambda t: _shuffle(t, K), f"{K}.g_idx differs"),
