@@ -118,7 +118,7 @@ class CompressedInt8:
             _scales(fetch, f"{part}.weight_scale").reshape(-1).expand(len(weight))
             for part, weight in zip(parts, weights, strict=True)
         ]
-        return Int8Weight(torch.cat(weights), torch.cat(scales))
+        return Int8Weight(_joined(weights), torch.cat(scales))
 
 
 def read_compressed_tensors(config: Config) -> CompressedInt8:
@@ -226,10 +226,10 @@ class GroupedInt4:
             if not _is_same(order, orders[0]):
                 raise ValueError(f"{part}.g_idx differs from that of {parts[0]}")
         weights = [weight for weight, _ in read]
-        zeros = torch.cat([_given(weight.zeros) for weight in weights])
+        zeros = _joined([_given(weight.zeros) for weight in weights])
         joined = Int4Weight(
-            torch.cat([weight.codes for weight in weights]),
-            torch.cat([weight.scales for weight in weights]),
+            _joined([weight.codes for weight in weights]),
+            _joined([weight.scales for weight in weights]),
             None if bool((zeros == 8).all()) else zeros,
             weights[0].group,
         )
@@ -244,7 +244,8 @@ class GroupedInt4:
             zeros = nibbles(zeros + 0x11111111 * self.zero_offset).t()
             order = self._order(fetch, part, codes.shape[1])
         else:
-            codes, zeros, order = awq_nibbles(words).t(), awq_nibbles(zeros).t(), None
+            codes, zeros = nibbles(words, AWQ_ORDER).t(), nibbles(zeros, AWQ_ORDER).t()
+            order = None
         if order is not None:
             codes = codes[:, order]
         group = self.group_size
@@ -300,16 +301,15 @@ def _expect_int4(config: Config, bits: str, group_size: str) -> None:
     _expect(config, "pack_dtype", ("int32", None))
 
 
-def nibbles(words: Tensor) -> Tensor:
-    """[n, m] int32 -> [n, 8 m] uint8 below 16, the lowest four bits first."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
-    return ((words[..., None] >> shifts) & 15).to(torch.uint8).flatten(1)
-
-
-def awq_nibbles(words: Tensor) -> Tensor:
-    """[n, m] int32 -> [n, 8 m] uint8 below 16, outputs in their own order."""
-    places = torch.tensor(AWQ_ORDER).argsort()
-    return nibbles(words).reshape(len(words), -1, 8)[..., places].flatten(1)
+def nibbles(words: Tensor, order: Sequence[int] = range(8)) -> Tensor:
+    """[n, m] int32 -> [n, 8 m] uint8 below 16. The i-th four bits from the lowest are value
+    order[i] of eight."""
+    out = torch.empty(words.shape[0], words.shape[1], 8, dtype=torch.uint8)
+    parts = words.contiguous().view(torch.uint8).view(*words.shape, 4)
+    for i, place in enumerate(order):
+        part = parts[..., i // 2]
+        out[..., place] = part >> 4 if i % 2 else part & 15
+    return out.flatten(1)
 
 
 def _scales(fetch: Fetch, name: str) -> Tensor:
@@ -321,6 +321,11 @@ def _scales(fetch: Fetch, name: str) -> Tensor:
     if largest == 0.0:
         raise ValueError(f"tensor {name} holds only zeros; a product of such scales would be zero")
     return scales
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """One under the other; a single one without a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _is_same(a: Tensor | None, b: Tensor | None) -> bool:

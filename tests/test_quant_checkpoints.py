@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops import Edges, LinearOp, get_backend, native
 from ops.reference import ReferenceBackend
@@ -172,6 +174,39 @@ def test_plain_checkpoints_are_rounded_to_four_bits(dtype):
         together = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
         alone = [llm.generate([p], params)[0].outputs[0].token_ids for p in prompts]
     assert together == alone
+
+
+class Allocations(TorchDispatchMode):
+    """The most bytes of tensors made under it that were alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._alive: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and not func._schema.returns[0].alias_info:
+            number, size = id(out), out.numel() * out.element_size()
+            self._alive[number] = size
+            weakref.finalize(out, self._alive.pop, number)
+            self.most = max(self.most, sum(self._alive.values()))
+        return out
+
+
+@pytest.mark.parametrize("case", ["gptq", "gptq-order", "awq"])
+def test_unpacking_takes_two_bytes_a_weight(case, tmp_path):
+    """It took eight: shifts of all words at once, in 32 bits."""
+    config, quantize = CASES[case]
+    name = "model.layers.0.mlp.down_proj"
+    tensors, _ = quantize(name, torch.randn(512, 1024))
+    path, _ = write(tmp_path, config, quantize)
+    form = read_spec(path).packed
+    assert form is not None
+    with Allocations() as allocations:
+        form.load(tensors.__getitem__, [name])
+    # scales and zero points of groups of 32 are a few tenths more
+    assert 512 * 1024 < allocations.most < 2.5 * 512 * 1024
 
 
 # -- what is refused
