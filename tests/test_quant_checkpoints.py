@@ -273,6 +273,7 @@ def test_unsupported_settings_are_named(packed_path, config, key, value):
     with pytest.raises(ModelLoadError) as caught:
         read_spec(packed_path)
     assert key in str(caught.value)
+    assert str(caught.value).count("quant_method") == 1
     assert "quantization_config" in str(caught.value)
 
 
@@ -300,7 +301,7 @@ def _scale(tensors: Tensors, name: str, value: float) -> None:
 Q, K, OUT, DOWN = LAYERS[0], LAYERS[1], LAYERS[3], LAYERS[6]
 DAMAGES: list[tuple[str, Callable[[Tensors], object], str]] = [
     ("gptq", lambda t: t.pop(f"{OUT}.scales"), f"{OUT}.scales is missing"),
-    ("gptq", lambda t: t.pop(f"{OUT}.qweight"), f"{OUT}.weight is missing"),
+    ("gptq", lambda t: t.pop(f"{OUT}.qweight"), f"(or {OUT}.qweight) is missing"),
     ("gptq", lambda t: t.pop(f"{Q}.qweight"), f"{Q} is not quantized"),
     (
         "gptq",

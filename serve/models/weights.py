@@ -96,6 +96,7 @@ class _Loader:
         num_parts = 2 if spec.is_gated else 1
         self.up_sizes = _sizes_of_parts(self.names.up, [spec.intermediate_size] * num_parts)
         self.packed_rules: dict[str, TensorRule] = {}
+        self.products: set[str] = set()
         self.modules: set[str] = set()  # what tensors of the model belong to
 
     # -- what must be there
@@ -106,7 +107,9 @@ class _Loader:
         for name, shape in expected.items():
             entry = self.checkpoint.entries.get(name)
             if entry is None:
-                raise ModelLoadError(f"{self.checkpoint.path}: tensor {name} is missing")
+                raise ModelLoadError(
+                    f"{self.checkpoint.path}: tensor {name}{self._or_packed(name)} is missing"
+                )
             if entry.shape != shape:
                 raise ModelLoadError(
                     f"{entry.file}: tensor {name} has shape {list(entry.shape)}, but config.json "
@@ -124,7 +127,7 @@ class _Loader:
     def _check_others(self, expected: Shapes) -> None:
         """Tensors without a use: of the model's own modules only zeros, which change nothing (a
         bias or a zero point that the writer puts everywhere); others are named in the log."""
-        self.modules.update(name.rpartition(".")[0] for name in expected)
+        self.modules = self.products | {name.rpartition(".")[0] for name in expected}
         unused = sorted(
             name
             for name in self.checkpoint.entries
@@ -141,6 +144,14 @@ class _Loader:
             unused.remove(name)
         if unused:
             logger.warning("%d tensors are not used, such as %s", len(unused), unused[0])
+
+    def _or_packed(self, name: str) -> str:
+        """The tensor that could stand for a missing weight in a quantized checkpoint."""
+        module, _, ending = name.rpartition(".")
+        packed = self.spec.packed
+        if packed is None or ending != "weight" or module not in self.products:
+            return ""
+        return f" (or {module}.{packed.marker})"
 
     def _is_of_a_module(self, name: str) -> bool:
         ends = (at for at, letter in enumerate(name) if letter == ".")
@@ -208,9 +219,9 @@ class _Loader:
     def _expect_packed(self, parts: list[str], out_sizes: list[int], in_size: int) -> bool:
         """Whether the checkpoint has quantized this product; notes its tensors if so."""
         packed = self.spec.packed
+        self.products.update(parts)
         if packed is None or not self._is_packed(parts):
             return False
-        self.modules.update(parts)
         for part, out_size in zip(parts, out_sizes, strict=True):
             try:
                 rules = packed.tensors(in_size, out_size)
