@@ -45,6 +45,9 @@ class PackedWeight(Protocol):
 
     def linear(self, bias: Tensor | None, edges: Edges = PLAIN) -> LinearOp: ...
 
+    def plain(self) -> Tensor:
+        """[out, in] fp32, for products that are not to be in integers."""
+
 
 class CheckpointFormat(Protocol):
     """How a checkpoint stores its quantized products. method: its quant_method."""
@@ -99,6 +102,9 @@ class Int8Weight:
 
     def linear(self, bias: Tensor | None, edges: Edges = PLAIN) -> LinearOp:
         return native.Int8Linear(self.weight, bias, edges, scales=self.scales)
+
+    def plain(self) -> Tensor:
+        return self.weight.float().mul_(self.scales[:, None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +195,10 @@ class GroupedWeight:
             norm_bias = None if norm.bias is None else norm.bias[self.order]
             norm = norm._replace(weight=norm.weight[self.order], bias=norm_bias)
         return Reordered(self.weight.linear(bias, edges._replace(norm=norm)), self.order)
+
+    def plain(self) -> Tensor:
+        weight = self.weight.plain()
+        return weight if self.order is None else weight[:, self.order.argsort()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,18 @@ class Int4Weight(NamedTuple):
         codes, scales, zeros, group, is_nf4 = self
         return native.Int4Linear(codes, scales, zeros, bias, edges, group=group, is_nf4=is_nf4)
 
+    def plain(self) -> Tensor:
+        """[out, in] fp32."""
+        out = self.codes.float()
+        if self.is_nf4:
+            out = torch.tensor(native.NF4_VALUES)[self.codes.int()]
+        for group, scales in enumerate(self.scales.unbind(1)):
+            part = out[:, group * self.group : (group + 1) * self.group]
+            if not self.is_nf4:
+                part -= 8 if self.zeros is None else self.zeros[:, group, None]
+            part *= scales[:, None]
+        return out
+
 
 def quantize_int4(weight: Tensor, group: int = GROUP) -> Int4Weight:
     """[out, in] in any float type, rounded to the nearest of 16 steps per group."""

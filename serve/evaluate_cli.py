@@ -16,7 +16,7 @@ from serve.evaluate import Evaluation, evaluate
 from serve.models import read_spec
 
 PLAIN_PRECISIONS = ("float32", "bfloat16", "int8/float32", "float32/int8", "int8")
-PACKED_PRECISIONS = ("int8/float32", "int8")
+PACKED_PRECISIONS = ("bfloat16", "int8/bfloat16", "int8")
 _HELDOUT = Path(__file__).parents[1] / "bench" / "data" / "heldout.txt"
 MAX_TEXT_BYTES = 64 << 20
 

@@ -113,7 +113,9 @@ def _leave_cores_to_native(precision: Precision) -> None:
 
 def _load_model(path: Path, precision: Precision, backend: Backend, progress: bool) -> Decoder:
     if not precision.is_int8:
-        return load_model(path, dtype=precision.compute, backend=backend, progress=progress)
+        return load_model(
+            path, dtype=precision.compute, backend=backend, unpack=True, progress=progress
+        )
     return load_model(
         path,
         dtype=precision.compute,

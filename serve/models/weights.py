@@ -36,14 +36,16 @@ def load_model(
     make_linear: MakeLinear | None = None,
     make_head: MakeLinear | None = None,
     keep_weight_dtype: bool = False,
+    unpack: bool = False,
     progress: bool = False,
 ) -> Decoder:
     """The model of a Hugging Face directory, computing in `dtype`.
 
     make_linear packs each product (default: the backend's own), make_head the last one (default:
     like the others) from weights in `dtype`, or in the file's with keep_weight_dtype. Products
-    that the checkpoint has quantized are taken as they are, which needs the native kernels.
-    ModelLoadError names what is wrong with the checkpoint.
+    that the checkpoint has quantized are taken as they are, which needs the native kernels, or
+    with `unpack` as the plain weights that they stand for. ModelLoadError names what is wrong
+    with the checkpoint.
     """
     spec = read_spec(path)
     checkpoint = Checkpoint(path)
@@ -55,6 +57,7 @@ def load_model(
         _device(backend),
         make_head=make_head,
         keep_weight_dtype=keep_weight_dtype,
+        unpack=unpack,
     )
     loader.check()
     weights = loader.load(progress=progress)
@@ -81,6 +84,7 @@ class _Loader:
         *,
         make_head: MakeLinear | None,
         keep_weight_dtype: bool,
+        unpack: bool,
     ) -> None:
         self.spec = spec
         self.checkpoint = checkpoint
@@ -89,6 +93,7 @@ class _Loader:
         self.make_head = make_head or make_linear
         self.device = device
         self.weight_dtype = None if keep_weight_dtype else dtype
+        self.unpack = unpack
         self.names = FAMILIES[spec.model_type].names
         self.prefix = _find_prefix(self.names, checkpoint)
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -291,15 +296,21 @@ class _Loader:
     def _linear(self, parts: list[str], has_bias: bool, edges: Edges = PLAIN) -> LinearOp:
         bias = self._joined([f"{part}.bias" for part in parts]) if has_bias else None
         if self._is_packed(parts):
-            return self._packed_linear(parts, bias, edges)
+            return self._packed_linear(parts, bias, edges, self.make_linear)
         return self.make_linear(self._joined([f"{part}.weight" for part in parts]), bias, edges)
 
-    def _packed_linear(self, parts: list[str], bias: Tensor | None, edges: Edges) -> LinearOp:
+    def _packed_linear(
+        self, parts: list[str], bias: Tensor | None, edges: Edges, make_linear: MakeLinear
+    ) -> LinearOp:
+        """make_linear: what takes the weights if they are to be unpacked."""
         assert self.spec.packed is not None
         try:
-            return self.spec.packed.load(self.checkpoint.fetch, parts).linear(bias, edges)
+            packed = self.spec.packed.load(self.checkpoint.fetch, parts)
         except ValueError as error:
             raise ModelLoadError(f"{self.checkpoint.path}: {error}") from error
+        if self.unpack:
+            return make_linear(self._cast(packed.plain()), bias, edges)
+        return packed.linear(bias, edges)
 
     def _joined(self, names: list[str]) -> Tensor:
         """Parts one under the other as [out, in] (or [out])."""
@@ -314,7 +325,7 @@ class _Loader:
 
     def _head(self, norm: Norm | None) -> LinearOp:
         if self._is_packed([self.names.head]):
-            return self._packed_linear([self.names.head], None, Edges(norm))
+            return self._packed_linear([self.names.head], None, Edges(norm), self.make_head)
         weight = self._cast(self.checkpoint.fetch(self._head_name))
         return self.make_head(weight, None, Edges(norm))
 
