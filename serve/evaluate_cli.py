@@ -34,6 +34,8 @@ def run(
     """Print the table; None takes what the checkpoint can be had in. Errors go to the caller."""
     if max_tokens < 2 or window < 2:
         raise ConfigError("max_tokens and window must be at least 2")
+    if json_file is not None:
+        _check_writable(json_file)
     file = text_file or _HELDOUT
     if file.stat().st_size > MAX_TEXT_BYTES:
         raise ConfigError(f"{file} is larger than {MAX_TEXT_BYTES >> 20} MiB")
@@ -58,6 +60,17 @@ def run(
     console.print(_table(results))
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(r) for r in results], indent=2) + "\n")
+
+
+def _check_writable(json_file: Path) -> None:
+    """Said before the work, and not after it."""
+    is_new = not json_file.exists()
+    try:
+        json_file.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"--json {json_file} cannot be written: {error.strerror}") from error
+    if is_new:
+        json_file.unlink()
 
 
 def parse_precision(text: str) -> tuple[str, str]:
