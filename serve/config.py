@@ -31,7 +31,8 @@ class EngineConfig:
     dtype: "int8" multiplies int8 by int8 (weights per channel, activations per token); "auto"
         takes it for 16-bit checkpoints of families that bear it, and logs why. "int4" and "nf4"
         round the weights to 4 bits, in groups of 64 inputs.
-    kv_dtype: how K/V is stored; "auto" takes int8 with int8 products, else the compute type.
+    kv_dtype: how K/V is stored; "auto" takes int8 with int8 products (bfloat16 where head_dim is
+        no multiple of 16), else the compute type.
     kv_group: values of a head that share one scale in int8 K/V, at most.
     max_model_len: longest sequence (prompt + output) in tokens; None takes the model's.
     max_num_seqs: sequences that run at once.

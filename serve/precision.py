@@ -72,6 +72,9 @@ def resolve_precision(config: EngineConfig, spec: ModelSpec) -> Precision:
     can_int8 = Int8KVLayout.supports(spec.attention_layers)
     if kv == "auto":
         kv = "int8" if is_int8 and can_int8 else _name(compute)
+        if is_int8 and not can_int8:
+            kv = "bfloat16"  # the compute type is fp32, twice the bytes
+            logger.info("kv_dtype auto: bfloat16 (int8 K/V has no heads of %d)", spec.head_dim)
     if kv == "int8":
         _require_native(config, "kv_dtype", kv)
         if not can_int8:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from ops import native
 from serve import LLM
 from serve.config import EngineConfig
 from serve.errors import ConfigError, ModelLoadError
@@ -97,9 +98,20 @@ def test_auto_takes_int8_for_16_bit_checkpoints_that_bear_it(spec, monkeypatch):
     monkeypatch.setattr("ops.native.instruction_set", lambda: "avx2")
     assert _precision(half) == ("int8", "int8")
     assert _precision(replace(half, bears_int8=False))[0] != "int8"
-    assert _precision(replace(half, head_dim=20)) == ("int8", "float32")
+    assert _precision(replace(half, head_dim=20)) == ("int8", "bfloat16")
     monkeypatch.setattr("ops.native.instruction_set", lambda: "portable")
     assert _precision(half)[0] != "int8"
+
+
+def test_heads_that_int8_kv_does_not_fit_generate(caplog):
+    """K/V was fp32, twice the bytes of bfloat16."""
+    if not native.is_available():
+        pytest.skip("native kernels not built")
+    path = str(checkpoint("llama", "head-dim"))
+    with caplog.at_level("INFO"), LLM(path, dtype="int8", max_model_len=64) as llm:
+        (output,) = llm.generate([[5, 6, 7]], use_tqdm=False)
+    assert len(output.outputs[0].token_ids) in range(1, 17)
+    assert "kv_dtype auto: bfloat16" in caplog.text
 
 
 def test_int8_that_cannot_be_had_is_refused(spec, monkeypatch):
