@@ -57,7 +57,7 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
     keep_freed_memory()
     spec = read_spec(config.model_path)
     precision = resolve_precision(config, spec)
-    _set_threads(config, precision)
+    _set_threads(config)
     try:
         backend = get_backend(config.backend)
     except ValueError as error:
@@ -68,15 +68,15 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
     layout = _kv_layout(config, precision, layers)
     sizes = size_kv(config, spec, layout.token_bytes, layout.tile_tokens)
     memory = LinuxMemory(sizes.page_bytes, sizes.num_pages)
-    kv = KVManager(
-        memory,
-        num_pages=sizes.num_pages,
-        num_ranges=config.max_num_seqs,
-        max_model_len=sizes.max_model_len,
-        token_bytes=layout.token_bytes,
-        tile_tokens=layout.tile_tokens,
-    )
     try:
+        kv = KVManager(
+            memory,
+            num_pages=sizes.num_pages,
+            num_ranges=config.max_num_seqs,
+            max_model_len=sizes.max_model_len,
+            token_bytes=layout.token_bytes,
+            tile_tokens=layout.tile_tokens,
+        )
         attention = _attention(layout, memory.reserve(kv.total_bytes), kv.total_bytes, backend)
     except BaseException:
         memory.close()
@@ -93,15 +93,16 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
     return Runtime(spec, precision, model, attention, kv, memory)
 
 
-def _set_threads(config: EngineConfig, precision: Precision) -> None:
+def _set_threads(config: EngineConfig) -> None:
     """Two teams of threads on the same cores would wait for each other: one has to be alone."""
     # not torch's own count: an engine that was started before may have lowered it
-    count = config.compute_threads or len(os.sched_getaffinity(0))
+    processors = usable_processors()
+    count = min(config.compute_threads or processors, processors)
     torch.set_num_threads(count)
     if not native.is_available():
         return
     # one team serves all engines of the process; only an explicit setting makes it smaller
-    native.set_num_threads(count if config.compute_threads else max(count, native.num_threads()))
+    native.set_num_threads(count)
     logger.info("native kernels: %s, %d threads", native.instruction_set(), native.num_threads())
 
 
@@ -206,6 +207,22 @@ def available_memory() -> int:
         if limit.isdigit() and usage.isdigit():
             available = min(available, max(0, int(limit) - int(usage)))
     return available
+
+
+def usable_processors() -> int:
+    """Those this process may run on, capped by the cgroup's quota of their time."""
+    processors = len(os.sched_getaffinity(0))
+    v1 = "/sys/fs/cgroup/cpu/cpu.cfs_"
+    for text in (
+        _read("/sys/fs/cgroup/cpu.max"),
+        f"{_read(f'{v1}quota_us')} {_read(f'{v1}period_us')}",
+    ):
+        numbers = text.split()  # "max" or -1 is no limit
+        if len(numbers) == 2 and all(number.isdigit() for number in numbers):
+            quota, period = map(int, numbers)
+            if quota and period:
+                processors = min(processors, -(-quota // period))
+    return processors
 
 
 def _read(path: str) -> str:

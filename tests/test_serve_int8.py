@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from serve.config import EngineConfig
 from serve.evaluate import evaluate
 from serve.evaluate_cli import parse_precision
 from serve.models import read_spec
-from serve.runtime import load_runtime
+from serve.runtime import load_runtime, usable_processors
 from tests.checkpoints import checkpoint
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="native kernels not built")
@@ -147,7 +146,7 @@ def test_the_default_model_runs_in_int8_by_itself(caplog):
 
 def test_a_second_engine_leaves_the_threads_alone():
     """The first one lowered torch's count, and the second took that for the machine's."""
-    count = len(os.sched_getaffinity(0))
+    count = usable_processors()
     with LLM(dtype="int8") as first, LLM(dtype="int8") as second:
         assert native.num_threads() == count
         assert first.generate(["a"], use_tqdm=False) and second.generate(["b"], use_tqdm=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,7 @@ from serve.config import EngineConfig
 from serve.errors import ConfigError, ModelLoadError
 from serve.models import read_spec
 from serve.precision import resolve_precision
-from serve.runtime import available_memory, size_kv
+from serve.runtime import _set_threads, available_memory, load_runtime, size_kv, usable_processors
 from tests.checkpoints import checkpoint
 
 MIB = 1 << 20
@@ -125,6 +126,61 @@ def test_int8_that_cannot_be_had_is_refused(spec, monkeypatch):
 
 def test_available_memory_is_plausible():
     assert 100 * MIB < available_memory() < 1 << 46
+
+
+QUOTAS: list[tuple[dict[str, str], int]] = [
+    ({}, 64),
+    ({"cpu.max": "max 100000\n"}, 64),
+    ({"cpu.max": "200000 100000\n"}, 2),
+    ({"cpu.max": "150000 100000\n"}, 2),
+    ({"cpu.max": "5000 100000\n"}, 1),
+    ({"cpu.max": "12800000 100000\n"}, 64),
+    ({"cpu.max": "200000 0\n"}, 64),
+    ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64),
+    ({"cpu/cpu.cfs_quota_us": "250000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+]
+
+
+@pytest.mark.parametrize(("files", "count"), QUOTAS)
+def test_a_quota_of_processor_time_bounds_the_threads(files, count, monkeypatch):
+    """docker --cpus=2 on 64 cores gave 64 threads, which waited spinning for each other."""
+    under = "/sys/fs/cgroup/"
+    monkeypatch.setattr("serve.runtime._read", lambda path: files.get(path.removeprefix(under), ""))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
+    assert usable_processors() == count
+
+
+@pytest.mark.parametrize(("wanted", "taken"), [(None, 2), (1, 1), (8, 2)])
+def test_the_team_is_no_larger_than_the_quota(wanted, taken, monkeypatch):
+    """Even where the team stands already with a thread for every core."""
+    team: list[int] = []
+    monkeypatch.setattr("serve.runtime.usable_processors", lambda: 2)
+    monkeypatch.setattr("torch.set_num_threads", team.append)
+    monkeypatch.setattr("ops.native.is_available", lambda: True)
+    monkeypatch.setattr("ops.native.set_num_threads", team.append)
+    monkeypatch.setattr("ops.native.num_threads", lambda: 64)
+    monkeypatch.setattr("ops.native.instruction_set", lambda: "avx2")
+    _set_threads(EngineConfig(compute_threads=wanted))
+    assert team == [taken, taken]
+
+
+def test_memory_goes_back_when_the_kv_cannot_be_made(monkeypatch):
+    """The memfd stayed open."""
+
+    def fail(*args: object, **settings: object) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr("serve.runtime.KVManager", fail)
+    before = _num_reservations()
+    with pytest.raises(RuntimeError, match="no"):
+        load_runtime(EngineConfig(model=str(checkpoint("llama"))))
+    assert _num_reservations() == before
+
+
+def _num_reservations() -> int:
+    return Path("/proc/self/maps").read_text().count("mergestep-kv") + sum(
+        "mergestep-kv" in str(file.resolve()) for file in Path("/proc/self/fd").iterdir()
+    )
 
 
 def test_bf16_generates():
