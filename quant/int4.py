@@ -66,14 +66,18 @@ def quantize_nf4(weight: Tensor, group: int = GROUP) -> Int4Weight:
     return Int4Weight(_rows(codes.to(torch.uint8), weight), scales, None, group, is_nf4=True)
 
 
-def int4_linear(weight: Tensor, bias: Tensor | None, edges: Edges = PLAIN) -> LinearOp:
+def int4_linear(
+    weight: Tensor, bias: Tensor | None, edges: Edges = PLAIN, *, group: int = GROUP
+) -> LinearOp:
     """What load_model takes as make_linear."""
-    return quantize_int4(weight).linear(bias, edges)
+    return quantize_int4(weight, group).linear(bias, edges)
 
 
-def nf4_linear(weight: Tensor, bias: Tensor | None, edges: Edges = PLAIN) -> LinearOp:
+def nf4_linear(
+    weight: Tensor, bias: Tensor | None, edges: Edges = PLAIN, *, group: int = GROUP
+) -> LinearOp:
     """What load_model takes as make_linear."""
-    return quantize_nf4(weight).linear(bias, edges)
+    return quantize_nf4(weight, group).linear(bias, edges)
 
 
 def _groups(weight: Tensor, group: int) -> Tensor:

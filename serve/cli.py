@@ -53,6 +53,9 @@ Model = Annotated[
     str, typer.Argument(help="A Hugging Face directory, or the embedded model.", metavar="[MODEL]")
 ]
 DType = Annotated[str, typer.Option(help="auto, int8, int4, nf4, bfloat16 or float32.")]
+WeightGroup = Annotated[
+    int, typer.Option(help="Inputs that share a scale in int4 and nf4: 32, 64 or 128.")
+]
 KVDType = Annotated[str, typer.Option(help="K/V: auto, int8, bfloat16 or float32.")]
 KVGroup = Annotated[int, typer.Option(help="Values that share a scale in int8 K/V.")]
 MaxModelLen = Annotated[
@@ -77,6 +80,7 @@ def run(
         str | None, typer.Option(help="The name clients use; the directory's by default.")
     ] = None,
     dtype: DType = "auto",
+    weight_group: WeightGroup = 64,
     kv_dtype: KVDType = "auto",
     kv_group: KVGroup = 64,
     max_model_len: MaxModelLen = None,
@@ -213,6 +217,7 @@ def evaluate(
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="How much of the text is read.")] = 4096,
     window: Annotated[int, typer.Option(help="Tokens read from an empty context.")] = 512,
+    weight_group: WeightGroup = 64,
     kv_group: KVGroup = 64,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the table here.")] = None,
 ) -> None:
@@ -227,6 +232,7 @@ def evaluate(
             precision,
             max_tokens=max_tokens,
             window=window,
+            weight_group=weight_group,
             kv_group=kv_group,
             json_file=json_file,
         )

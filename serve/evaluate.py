@@ -58,6 +58,7 @@ def evaluate(
     *,
     max_tokens: int = 4096,
     window: int = 512,
+    weight_group: int = 64,
     kv_group: int = 64,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[Evaluation]:
@@ -65,7 +66,7 @@ def evaluate(
 
     The reference's distributions wait in a temporary file: max_tokens * vocabulary * 4 bytes.
     """
-    config = EngineConfig(model=model, max_num_seqs=1, kv_group=kv_group)
+    config = EngineConfig(model=model, max_num_seqs=1, weight_group=weight_group, kv_group=kv_group)
     windows = _windows(Tokenizer.load(config.model_path), text, max_tokens, window)
     if not windows:
         raise ConfigError("the text has fewer than two tokens; nothing can be predicted")

@@ -28,6 +28,7 @@ def run(
     *,
     max_tokens: int,
     window: int,
+    weight_group: int,
     kv_group: int,
     json_file: Path | None,
 ) -> None:
@@ -54,6 +55,7 @@ def run(
             [parse_precision(item) for item in precisions],
             max_tokens=max_tokens,
             window=window,
+            weight_group=weight_group,
             kv_group=kv_group,
             report=lambda line: status.update(f"reading in {line}"),
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from quant.linear import int8_linear
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.models import Decoder, ModelSpec, load_model, read_spec
+from serve.models.weights import MakeLinear
 from serve.precision import Precision, resolve_precision
 
 logger = logging.getLogger(__name__)
@@ -37,7 +39,7 @@ _MAX_PAGE_BYTES = 2 * _MIB
 # Linux allows 65,530 mappings in a process; every page can become one of them.
 _MAX_PAGES = 30_000
 _KV_SHARE_OF_FREE_MEMORY = 0.4
-_LINEARS = {"int8": int8_linear, "int4": int4_linear, "nf4": nf4_linear}
+_LINEARS4 = {"int4": int4_linear, "nf4": nf4_linear}
 
 
 @dataclass(slots=True)
@@ -62,7 +64,7 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
         backend = get_backend(config.backend)
     except ValueError as error:
         raise ConfigError(f"backend: {error}") from error
-    model = _load_model(config.model_path, precision, backend, progress)
+    model = _load_model(config, precision, backend, progress)
     _leave_cores_to_native(precision)
     layers = model.attention_layers()
     layout = _kv_layout(config, precision, layers)
@@ -112,16 +114,22 @@ def _leave_cores_to_native(precision: Precision) -> None:
         torch.set_num_threads(1)
 
 
-def _load_model(path: Path, precision: Precision, backend: Backend, progress: bool) -> Decoder:
+def _load_model(
+    config: EngineConfig, precision: Precision, backend: Backend, progress: bool
+) -> Decoder:
+    path = config.model_path
     if not precision.is_int8:
         return load_model(
             path, dtype=precision.compute, backend=backend, unpack=True, progress=progress
         )
+    make_linear: MakeLinear = int8_linear
+    if precision.weights in _LINEARS4:
+        make_linear = partial(_LINEARS4[precision.weights], group=config.weight_group)
     return load_model(
         path,
         dtype=precision.compute,
         backend=backend,
-        make_linear=_LINEARS[precision.weights],
+        make_linear=make_linear,
         make_head=int8_linear,
         keep_weight_dtype=True,
         progress=progress,

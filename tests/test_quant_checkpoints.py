@@ -16,8 +16,9 @@ from ops.reference import ReferenceBackend
 from quant.int4 import quantize_int4, quantize_nf4
 from quant.linear import int8_linear
 from serve import LLM, SamplingParams
-from serve.config import EngineConfig
+from serve.config import WEIGHT_GROUPS, EngineConfig
 from serve.errors import ConfigError
+from serve.evaluate import evaluate
 from serve.models import load_model, read_spec
 from serve.precision import resolve_precision
 from tests.checkpoints import checkpoint, edit_json
@@ -190,6 +191,19 @@ def test_plain_checkpoints_are_rounded_to_four_bits(dtype):
         together = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
         alone = [llm.generate([p], params)[0].outputs[0].token_ids for p in prompts]
     assert together == alone
+
+
+@pytest.mark.parametrize("dtype", ["int4", "nf4"])
+def test_the_group_of_four_bit_weights_is_a_setting(dtype):
+    kl = {}
+    for group in WEIGHT_GROUPS:
+        precisions = [("float32", "float32"), (dtype, "float32")]
+        path = str(checkpoint("llama"))
+        text = "Seven sailors saw the sea. " * 8
+        results = evaluate(path, text, precisions, max_tokens=80, weight_group=group)
+        kl[group] = results[1].kl
+    assert len(set(kl.values())) == 3 and max(kl.values()) < 1.0
+    assert WEIGHT_GROUPS == native.GROUPS4
 
 
 class Allocations(TorchDispatchMode):

@@ -60,6 +60,8 @@ def test_the_context_must_fit(spec):
         ({"dtype": "float8"}, "dtype"),
         ({"kv_dtype": "int4"}, "kv_dtype"),
         ({"kv_group": 12}, "kv_group"),
+        ({"weight_group": 16}, "weight_group"),
+        ({"weight_group": 64.0}, "weight_group"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"max_model_len": -1}, "max_model_len"),
         ({"kv_page_bytes": 5000}, "kv_page_bytes"),
