@@ -151,6 +151,7 @@ def chat(
 
 @app.command()
 def bench(
+    context: typer.Context,
     model: Model = DEFAULT_MODEL,
     qps: Annotated[str, typer.Option(help="Offered requests per second, or inf.")] = "1",
     url: Annotated[
@@ -177,12 +178,12 @@ def bench(
     from bench import load
 
     _set_up_logging("warning")
-    if model == "ops":  # a model directory of that name is ./ops
-        from bench import ops
-
-        ops.run_and_report(quick=quick)
-        return
     with _reported():
+        if model == "ops":  # a model directory of that name is ./ops
+            _bench_ops(context, quick)
+            return
+        if quick:
+            raise ConfigError("--quick goes with `serve bench ops` only")
         plan = load.LoadPlan(
             qps=load.parse_qps(qps),
             num_requests=load.count_requests(load.parse_qps(qps), requests, duration),
@@ -203,6 +204,23 @@ def bench(
         )
     if not is_valid:
         raise typer.Exit(3)
+
+
+def _bench_ops(context: typer.Context, quick: bool) -> None:
+    from bench import ops
+    from ops import native
+
+    given = []
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        is_given = source is not None and source.name == "COMMANDLINE"
+        if is_given and parameter.name not in ("model", "quick"):
+            given.append(max(parameter.opts, key=len))
+    if given:
+        raise ConfigError(f"{', '.join(given)}: `serve bench ops` takes --quick only")
+    if not native.is_available():
+        raise ConfigError("`serve bench ops` needs the native kernels, which are not built")
+    ops.run_and_report(quick=quick)
 
 
 @app.command("eval")
