@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from ops import native
+from ops import native, sampling
+from quant.kv import MAX_HEAD_DIM, TILE_TOKENS
 from serve import LLM, SamplingParams
 from serve.config import EngineConfig
 from serve.evaluate import evaluate
 from serve.evaluate_cli import parse_precision
+from serve.http.schema import MAX_TOP_LOGPROBS
 from serve.models import read_spec
+from serve.request import MAX_LOGPROBS
 from serve.runtime import load_runtime, usable_processors
 from tests.checkpoints import checkpoint
 
@@ -152,3 +155,11 @@ def test_a_second_engine_leaves_the_threads_alone():
         assert first.generate(["a"], use_tqdm=False) and second.generate(["b"], use_tqdm=False)
     with LLM(dtype="bfloat16"):
         assert native.num_threads() == count
+
+
+def test_numbers_that_are_written_down_twice_agree():
+    """Callers that must not import the library have copies of its limits."""
+    library = native.library()
+    assert library.TILE == TILE_TOKENS
+    assert library.MAX_HEAD_DIM == MAX_HEAD_DIM
+    assert library.MAX_TOP == sampling._TOP == MAX_LOGPROBS == MAX_TOP_LOGPROBS
