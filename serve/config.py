@@ -44,7 +44,8 @@ class EngineConfig:
     max_num_waiting: requests that may wait before new ones are refused.
     kv_cache_bytes: bound on physical K/V memory; None takes 40 % of what is free.
     kv_page_bytes: physical unit mapped on demand; None picks about 16 tokens.
-    tokenize_threads: size of pool 1. compute_threads: cores of pool 2; None takes all.
+    tokenize_threads: size of pool 1. compute_threads: cores of pool 2; None takes
+        all that affinity and the cgroup's quota leave.
     backend: name in ops.BACKENDS, or "auto".
     seed: base for requests that bring no seed; None draws one.
     """
