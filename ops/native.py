@@ -213,7 +213,7 @@ def split_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
     """[out, groups] as fp16 [out, groups] times fp32 powers of two [out]."""
     largest = scales.float().abs().amax(1)
     _, exponent = torch.frexp(largest)
-    channels = torch.ldexp(torch.ones_like(largest), exponent)
+    channels = torch.ldexp(torch.ones_like(largest), exponent.clamp(-126, 127))  # of fp32
     return (scales.float() / channels[:, None]).half().contiguous(), channels.contiguous()
 
 

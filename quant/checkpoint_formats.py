@@ -29,6 +29,7 @@ Fetch = Callable[[str], Tensor]  # KeyError for a tensor that is not there
 # AutoAWQ puts output AWQ_ORDER[i] of eight into the i-th four bits.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 FLOATS = ("F32", "BF16", "F16")
+MAX_SCALE = 65504.0  # of fp16, in which they are made
 
 
 class TensorRule(NamedTuple):
@@ -43,6 +44,9 @@ class PackedWeight(Protocol):
     """Quantized weights of one product, ready to be packed for the kernels."""
 
     def linear(self, bias: Tensor | None, edges: Edges = PLAIN) -> LinearOp: ...
+
+    def plain(self) -> Tensor:
+        """[out, in] fp32, for products that are not to be in integers."""
 
 
 class CheckpointFormat(Protocol):
@@ -99,6 +103,9 @@ class Int8Weight:
     def linear(self, bias: Tensor | None, edges: Edges = PLAIN) -> LinearOp:
         return native.Int8Linear(self.weight, bias, edges, scales=self.scales)
 
+    def plain(self) -> Tensor:
+        return self.weight.float().mul_(self.scales[:, None])
+
 
 @dataclass(frozen=True, slots=True)
 class CompressedInt8:
@@ -114,10 +121,10 @@ class CompressedInt8:
     def load(self, fetch: Fetch, parts: Sequence[str]) -> Int8Weight:
         weights = [fetch(f"{part}.weight") for part in parts]
         scales = [
-            fetch(f"{part}.weight_scale").float().reshape(-1).expand(len(weight))
+            _scales(fetch, f"{part}.weight_scale").reshape(-1).expand(len(weight))
             for part, weight in zip(parts, weights, strict=True)
         ]
-        return Int8Weight(torch.cat(weights), torch.cat(scales))
+        return Int8Weight(_joined(weights), torch.cat(scales))
 
 
 def read_compressed_tensors(config: Config) -> CompressedInt8:
@@ -189,15 +196,20 @@ class GroupedWeight:
             norm = norm._replace(weight=norm.weight[self.order], bias=norm_bias)
         return Reordered(self.weight.linear(bias, edges._replace(norm=norm)), self.order)
 
+    def plain(self) -> Tensor:
+        weight = self.weight.plain()
+        return weight if self.order is None else weight[:, self.order.argsort()]
+
 
 @dataclass(frozen=True, slots=True)
 class GroupedInt4:
     """group_size: inputs that share a scale; -1 means all. zero_offset: what is to be added to
-    every stored zero point."""
+    every stored zero point. has_order: inputs are in groups by g_idx, which then must be there."""
 
     method: str
     group_size: int
     zero_offset: int = 0
+    has_order: bool = False
     marker: str = "qweight"
 
     def tensors(self, num_in: int, num_out: int) -> dict[str, TensorRule]:
@@ -213,7 +225,8 @@ class GroupedInt4:
             "scales": TensorRule(((groups, num_out),), FLOATS),
         }
         if self.method == "gptq":
-            rules["g_idx"] = TensorRule(((num_in,),), ("I32",), is_optional=True)
+            is_optional = not self.has_order or groups == 1
+            rules["g_idx"] = TensorRule(((num_in,),), ("I32",), is_optional)
         return rules
 
     def load(self, fetch: Fetch, parts: Sequence[str]) -> GroupedWeight:
@@ -223,10 +236,10 @@ class GroupedInt4:
             if not _is_same(order, orders[0]):
                 raise ValueError(f"{part}.g_idx differs from that of {parts[0]}")
         weights = [weight for weight, _ in read]
-        zeros = torch.cat([_given(weight.zeros) for weight in weights])
+        zeros = _joined([_given(weight.zeros) for weight in weights])
         joined = Int4Weight(
-            torch.cat([weight.codes for weight in weights]),
-            torch.cat([weight.scales for weight in weights]),
+            _joined([weight.codes for weight in weights]),
+            _joined([weight.scales for weight in weights]),
             None if bool((zeros == 8).all()) else zeros,
             weights[0].group,
         )
@@ -234,14 +247,15 @@ class GroupedInt4:
 
     def _read(self, fetch: Fetch, part: str) -> tuple[Int4Weight, Tensor | None]:
         words, zeros = fetch(f"{part}.qweight"), fetch(f"{part}.qzeros")
-        scales = fetch(f"{part}.scales").float().t()
+        scales = _scales(fetch, f"{part}.scales").t()
         if self.method == "gptq":
             codes = nibbles(words.t().contiguous())
             # added to whole words, as GPTQModel does: the carry of a 15 undoes its borrow
             zeros = nibbles(zeros + 0x11111111 * self.zero_offset).t()
             order = self._order(fetch, part, codes.shape[1])
         else:
-            codes, zeros, order = awq_nibbles(words).t(), awq_nibbles(zeros).t(), None
+            codes, zeros = nibbles(words, AWQ_ORDER).t(), nibbles(zeros, AWQ_ORDER).t()
+            order = None
         if order is not None:
             codes = codes[:, order]
         group = self.group_size
@@ -274,7 +288,9 @@ def read_gptq(config: Config) -> GroupedInt4:
         raise _wrong("checkpoint_format", layout, "'gptq' or 'gptq_v2'")
     if config.get("dynamic"):  # layers with settings of their own
         raise _wrong("dynamic", config["dynamic"], "none")
-    return GroupedInt4("gptq", config["group_size"], 1 if layout == "gptq" else 0)
+    _expect(config, "desc_act", (True, False, None))
+    offset = 1 if layout == "gptq" else 0
+    return GroupedInt4("gptq", config["group_size"], offset, has_order=bool(config.get("desc_act")))
 
 
 def read_awq(config: Config) -> GroupedInt4:
@@ -295,16 +311,31 @@ def _expect_int4(config: Config, bits: str, group_size: str) -> None:
     _expect(config, "pack_dtype", ("int32", None))
 
 
-def nibbles(words: Tensor) -> Tensor:
-    """[n, m] int32 -> [n, 8 m] uint8 below 16, the lowest four bits first."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
-    return ((words[..., None] >> shifts) & 15).to(torch.uint8).flatten(1)
+def nibbles(words: Tensor, order: Sequence[int] = range(8)) -> Tensor:
+    """[n, m] int32 -> [n, 8 m] uint8 below 16. The i-th four bits from the lowest are value
+    order[i] of eight."""
+    out = torch.empty(words.shape[0], words.shape[1], 8, dtype=torch.uint8)
+    parts = words.contiguous().view(torch.uint8).view(*words.shape, 4)
+    for i, place in enumerate(order):
+        part = parts[..., i // 2]
+        out[..., place] = part >> 4 if i % 2 else part & 15
+    return out.flatten(1)
 
 
-def awq_nibbles(words: Tensor) -> Tensor:
-    """[n, m] int32 -> [n, 8 m] uint8 below 16, outputs in their own order."""
-    places = torch.tensor(AWQ_ORDER).argsort()
-    return nibbles(words).reshape(len(words), -1, 8)[..., places].flatten(1)
+def _scales(fetch: Fetch, name: str) -> Tensor:
+    """In fp32. ValueError for what no quantizer writes."""
+    scales = fetch(name).float()
+    largest = float(scales.abs().max())
+    if not largest <= MAX_SCALE:  # NaN is not
+        raise ValueError(f"tensor {name} holds a scale of {largest:.4g}; {MAX_SCALE:g} is the most")
+    if largest == 0.0:
+        raise ValueError(f"tensor {name} holds only zeros; a product of such scales would be zero")
+    return scales
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """One under the other; a single one without a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _is_same(a: Tensor | None, b: Tensor | None) -> bool:

@@ -34,6 +34,18 @@ class Int4Weight(NamedTuple):
         codes, scales, zeros, group, is_nf4 = self
         return native.Int4Linear(codes, scales, zeros, bias, edges, group=group, is_nf4=is_nf4)
 
+    def plain(self) -> Tensor:
+        """[out, in] fp32."""
+        out = self.codes.float()
+        if self.is_nf4:
+            out = torch.tensor(native.NF4_VALUES)[self.codes.int()]
+        for group, scales in enumerate(self.scales.unbind(1)):
+            part = out[:, group * self.group : (group + 1) * self.group]
+            if not self.is_nf4:
+                part -= 8 if self.zeros is None else self.zeros[:, group, None]
+            part *= scales[:, None]
+        return out
+
 
 def quantize_int4(weight: Tensor, group: int = GROUP) -> Int4Weight:
     """[out, in] in any float type, rounded to the nearest of 16 steps per group."""
@@ -54,14 +66,18 @@ def quantize_nf4(weight: Tensor, group: int = GROUP) -> Int4Weight:
     return Int4Weight(_rows(codes.to(torch.uint8), weight), scales, None, group, is_nf4=True)
 
 
-def int4_linear(weight: Tensor, bias: Tensor | None, edges: Edges = PLAIN) -> LinearOp:
+def int4_linear(
+    weight: Tensor, bias: Tensor | None, edges: Edges = PLAIN, *, group: int = GROUP
+) -> LinearOp:
     """What load_model takes as make_linear."""
-    return quantize_int4(weight).linear(bias, edges)
+    return quantize_int4(weight, group).linear(bias, edges)
 
 
-def nf4_linear(weight: Tensor, bias: Tensor | None, edges: Edges = PLAIN) -> LinearOp:
+def nf4_linear(
+    weight: Tensor, bias: Tensor | None, edges: Edges = PLAIN, *, group: int = GROUP
+) -> LinearOp:
     """What load_model takes as make_linear."""
-    return quantize_nf4(weight).linear(bias, edges)
+    return quantize_nf4(weight, group).linear(bias, edges)
 
 
 def _groups(weight: Tensor, group: int) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 TILE_TOKENS = 16
 GROUPS = (8, 16, 32, 64, 128, 256)
-DEFAULT_GROUP = 64
+MAX_HEAD_DIM = 512
 _SCALE_BYTES = 2
 
 
@@ -35,6 +35,6 @@ class Int8KVFormat:
 
 def fitting_group(head_dim: int, wanted: int) -> int | None:
     """The largest group up to `wanted` that divides head_dim; None if none does."""
-    if head_dim % 16 or head_dim > 512:
+    if head_dim % 16 or head_dim > MAX_HEAD_DIM:
         return None
     return max((g for g in GROUPS if g <= wanted and head_dim % g == 0), default=None)

@@ -53,6 +53,9 @@ Model = Annotated[
     str, typer.Argument(help="A Hugging Face directory, or the embedded model.", metavar="[MODEL]")
 ]
 DType = Annotated[str, typer.Option(help="auto, int8, int4, nf4, bfloat16 or float32.")]
+WeightGroup = Annotated[
+    int, typer.Option(help="Inputs that share a scale in int4 and nf4: 32, 64 or 128.")
+]
 KVDType = Annotated[str, typer.Option(help="K/V: auto, int8, bfloat16 or float32.")]
 KVGroup = Annotated[int, typer.Option(help="Values that share a scale in int8 K/V.")]
 MaxModelLen = Annotated[
@@ -77,6 +80,7 @@ def run(
         str | None, typer.Option(help="The name clients use; the directory's by default.")
     ] = None,
     dtype: DType = "auto",
+    weight_group: WeightGroup = 64,
     kv_dtype: KVDType = "auto",
     kv_group: KVGroup = 64,
     max_model_len: MaxModelLen = None,
@@ -147,6 +151,7 @@ def chat(
 
 @app.command()
 def bench(
+    context: typer.Context,
     model: Model = DEFAULT_MODEL,
     qps: Annotated[str, typer.Option(help="Offered requests per second, or inf.")] = "1",
     url: Annotated[
@@ -173,12 +178,12 @@ def bench(
     from bench import load
 
     _set_up_logging("warning")
-    if model == "ops":  # a model directory of that name is ./ops
-        from bench import ops
-
-        ops.run_and_report(quick=quick)
-        return
     with _reported():
+        if model == "ops":  # a model directory of that name is ./ops
+            _bench_ops(context, quick)
+            return
+        if quick:
+            raise ConfigError("--quick goes with `serve bench ops` only")
         plan = load.LoadPlan(
             qps=load.parse_qps(qps),
             num_requests=load.count_requests(load.parse_qps(qps), requests, duration),
@@ -201,6 +206,23 @@ def bench(
         raise typer.Exit(3)
 
 
+def _bench_ops(context: typer.Context, quick: bool) -> None:
+    from bench import ops
+    from ops import native
+
+    given = []
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        is_given = source is not None and source.name == "COMMANDLINE"
+        if is_given and parameter.name not in ("model", "quick"):
+            given.append(max(parameter.opts, key=len))
+    if given:
+        raise ConfigError(f"{', '.join(given)}: `serve bench ops` takes --quick only")
+    if not native.is_available():
+        raise ConfigError("`serve bench ops` needs the native kernels, which are not built")
+    ops.run_and_report(quick=quick)
+
+
 @app.command("eval")
 def evaluate(
     model: Model = DEFAULT_MODEL,
@@ -213,6 +235,7 @@ def evaluate(
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="How much of the text is read.")] = 4096,
     window: Annotated[int, typer.Option(help="Tokens read from an empty context.")] = 512,
+    weight_group: WeightGroup = 64,
     kv_group: KVGroup = 64,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the table here.")] = None,
 ) -> None:
@@ -227,6 +250,7 @@ def evaluate(
             precision,
             max_tokens=max_tokens,
             window=window,
+            weight_group=weight_group,
             kv_group=kv_group,
             json_file=json_file,
         )

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from quant.kv import GROUPS as KV_GROUPS
 from serve.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "nf4")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
-KV_GROUPS = (8, 16, 32, 64, 128, 256)
+WEIGHT_GROUPS = (32, 64, 128)  # those of the kernels, whose module is slow to import
 DEFAULT_MODEL = "default"
 
 
@@ -30,8 +31,10 @@ class EngineConfig:
     served_model_name: the name clients use; None takes the directory's name.
     dtype: "int8" multiplies int8 by int8 (weights per channel, activations per token); "auto"
         takes it for 16-bit checkpoints of families that bear it, and logs why. "int4" and "nf4"
-        round the weights to 4 bits, in groups of 64 inputs.
-    kv_dtype: how K/V is stored; "auto" takes int8 with int8 products, else the compute type.
+        round the weights to 4 bits.
+    weight_group: inputs of an output that share one scale in int4 and nf4: 32, 64 or 128.
+    kv_dtype: how K/V is stored; "auto" takes int8 with int8 products (bfloat16 where head_dim is
+        no multiple of 16), else the compute type.
     kv_group: values of a head that share one scale in int8 K/V, at most.
     max_model_len: longest sequence (prompt + output) in tokens; None takes the model's.
     max_num_seqs: sequences that run at once.
@@ -41,7 +44,8 @@ class EngineConfig:
     max_num_waiting: requests that may wait before new ones are refused.
     kv_cache_bytes: bound on physical K/V memory; None takes 40 % of what is free.
     kv_page_bytes: physical unit mapped on demand; None picks about 16 tokens.
-    tokenize_threads: size of pool 1. compute_threads: cores of pool 2; None takes all.
+    tokenize_threads: size of pool 1. compute_threads: cores of pool 2; None takes
+        all that affinity and the cgroup's quota leave.
     backend: name in ops.BACKENDS, or "auto".
     seed: base for requests that bring no seed; None draws one.
     """
@@ -49,6 +53,7 @@ class EngineConfig:
     model: str = DEFAULT_MODEL
     served_model_name: str | None = None
     dtype: str = "auto"
+    weight_group: int = 64
     kv_dtype: str = "auto"
     kv_group: int = 64
     max_model_len: int | None = None
@@ -70,9 +75,11 @@ class EngineConfig:
                 raise ConfigError(
                     f"{setting} must be one of {names}, not {getattr(self, setting)!r}"
                 )
-        if self.kv_group not in KV_GROUPS:
-            groups = ", ".join(map(str, KV_GROUPS))
-            raise ConfigError(f"kv_group must be one of {groups}, not {self.kv_group!r}")
+        for setting, groups in (("weight_group", WEIGHT_GROUPS), ("kv_group", KV_GROUPS)):
+            group = getattr(self, setting)
+            if type(group) is not int or group not in groups:
+                names = ", ".join(map(str, groups))
+                raise ConfigError(f"{setting} must be one of {names}, not {group!r}")
         for name in (
             "max_model_len",
             "max_num_seqs",

@@ -6,7 +6,9 @@ attention as in serving. The first precision is the reference of the others.
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +23,8 @@ from memory.attention import AttentionStep
 from serve.compute_thread import ComputeThread
 from serve.config import EngineConfig
 from serve.errors import ConfigError
+from serve.models import read_spec
+from serve.precision import resolve_precision
 from serve.runtime import Runtime, load_runtime
 from serve.tokenizer import Tokenizer
 
@@ -54,6 +58,7 @@ def evaluate(
     *,
     max_tokens: int = 4096,
     window: int = 512,
+    weight_group: int = 64,
     kv_group: int = 64,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[Evaluation]:
@@ -61,16 +66,16 @@ def evaluate(
 
     The reference's distributions wait in a temporary file: max_tokens * vocabulary * 4 bytes.
     """
-    config = EngineConfig(model=model, max_num_seqs=1, kv_group=kv_group)
+    config = EngineConfig(model=model, max_num_seqs=1, weight_group=weight_group, kv_group=kv_group)
     windows = _windows(Tokenizer.load(config.model_path), text, max_tokens, window)
     if not windows:
         raise ConfigError("the text has fewer than two tokens; nothing can be predicted")
+    configs = _configs(config, precisions)
     results: list[Evaluation] = []
     with tempfile.TemporaryDirectory(prefix="mergestep-eval-") as folder:
         store = _Store(Path(folder) / "reference.f32", sum(len(w) - 1 for w in windows))
-        for dtype, kv_dtype in precisions:
-            one = replace(config, dtype=dtype, kv_dtype=kv_dtype, max_model_len=None)
-            report(f"{dtype}, K/V {kv_dtype}")
+        for one in configs:
+            report(f"{one.dtype}, K/V {one.kv_dtype}")
             compute = ComputeThread()
             try:
                 job = compute.submit(lambda c=one: _evaluate(c, windows, store))  # type: ignore[misc]
@@ -79,6 +84,15 @@ def evaluate(
                 compute.stop()
             store.is_written = True
     return results
+
+
+def _configs(config: EngineConfig, precisions: Sequence[tuple[str, str]]) -> list[EngineConfig]:
+    """One for each precision. ConfigError for one that cannot be had, before any is loaded."""
+    spec = read_spec(config.model_path)
+    configs = [replace(config, dtype=dtype, kv_dtype=kv) for dtype, kv in precisions]
+    for one in configs:
+        resolve_precision(one, spec)
+    return configs
 
 
 class _Store:
@@ -93,8 +107,23 @@ class _Store:
     def rows(self, vocab_size: int) -> Floats:
         if self._table is None:
             shape = (self._num_tokens, vocab_size)
-            self._table = np.memmap(self._path, np.float32, "w+", shape=shape)
+            self._take(4 * self._num_tokens * vocab_size)
+            self._table = np.memmap(self._path, np.float32, "r+", shape=shape)
         return self._table
+
+    def _take(self, size_bytes: int) -> None:
+        """Space on the disk, before it is written through memory: without it, SIGBUS ends all."""
+        with self._path.open("wb") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, size_bytes)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise
+                raise ConfigError(
+                    f"max_tokens {self._num_tokens} needs {size_bytes >> 20} MiB for the "
+                    f"reference in {self._path.parent.parent}, which has no room for them; "
+                    "lower max_tokens or set TMPDIR to another directory"
+                ) from error
 
 
 def _windows(tokenizer: Tokenizer, text: str, max_tokens: int, window: int) -> list[list[int]]:

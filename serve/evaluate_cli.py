@@ -16,7 +16,7 @@ from serve.evaluate import Evaluation, evaluate
 from serve.models import read_spec
 
 PLAIN_PRECISIONS = ("float32", "bfloat16", "int8/float32", "float32/int8", "int8")
-PACKED_PRECISIONS = ("int8/float32", "int8")
+PACKED_PRECISIONS = ("bfloat16", "int8/bfloat16", "int8")
 _HELDOUT = Path(__file__).parents[1] / "bench" / "data" / "heldout.txt"
 MAX_TEXT_BYTES = 64 << 20
 
@@ -28,12 +28,15 @@ def run(
     *,
     max_tokens: int,
     window: int,
+    weight_group: int,
     kv_group: int,
     json_file: Path | None,
 ) -> None:
     """Print the table; None takes what the checkpoint can be had in. Errors go to the caller."""
     if max_tokens < 2 or window < 2:
         raise ConfigError("max_tokens and window must be at least 2")
+    if json_file is not None:
+        _check_writable(json_file)
     file = text_file or _HELDOUT
     if file.stat().st_size > MAX_TEXT_BYTES:
         raise ConfigError(f"{file} is larger than {MAX_TEXT_BYTES >> 20} MiB")
@@ -52,12 +55,24 @@ def run(
             [parse_precision(item) for item in precisions],
             max_tokens=max_tokens,
             window=window,
+            weight_group=weight_group,
             kv_group=kv_group,
             report=lambda line: status.update(f"reading in {line}"),
         )
     console.print(_table(results))
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(r) for r in results], indent=2) + "\n")
+
+
+def _check_writable(json_file: Path) -> None:
+    """Said before the work, and not after it."""
+    is_new = not json_file.exists()
+    try:
+        json_file.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"--json {json_file} cannot be written: {error.strerror}") from error
+    if is_new:
+        json_file.unlink()
 
 
 def parse_precision(text: str) -> tuple[str, str]:

@@ -3,7 +3,8 @@
 "int8" means int8 x int8 products (W8A8) on an fp32 residual stream. "auto" takes it for 16-bit
 checkpoints of families that bear it, where the processor has fast kernels for it. "int4" and "nf4"
 are 4-bit weights on int8 rows, the last product in int8; only taken when asked for. A checkpoint
-that is quantized already keeps its weights; what it left plain becomes int8.
+that is quantized already keeps its weights on int8 rows, and what it left plain becomes int8;
+with bfloat16 or float32, or where int8 rows are not for it, its weights are unpacked at load.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _NATIVE_BACKENDS = ("auto", "cpu")
 @dataclass(frozen=True, slots=True)
 class Precision:
     """compute: type of activations. weights: plain (in compute's type), int8, int4 or nf4. kv: type
-    of K/V in memory. packed: the checkpoint's own way to quantize weights, which then stay so.
+    of K/V in memory. packed: the checkpoint's own way to quantize weights, which stay so unless
+    weights is plain.
     """
 
     compute: torch.dtype
@@ -45,16 +47,18 @@ class Precision:
 
     def __str__(self) -> str:
         name = self.weights if self.is_int8 else _name(self.compute)
-        return f"{self.packed or name}, K/V {self.kv}"
+        if self.packed:
+            name = self.packed if self.is_int8 else f"{self.packed} as {name}"
+        return f"{name}, K/V {self.kv}"
 
 
 def resolve_precision(config: EngineConfig, spec: ModelSpec) -> Precision:
     """From the settings dtype and kv_dtype. ConfigError where one cannot be had here."""
     dtype, packed = config.dtype, spec.packed.method if spec.packed else None
-    if packed and dtype not in ("auto", "int8"):
+    if packed and dtype in ("int4", "nf4"):
         raise ConfigError(
             f"dtype {dtype} cannot be had: the checkpoint is quantized already ({packed}); "
-            "use auto or int8"
+            "use auto, int8, bfloat16 or float32"
         )
     if dtype == "auto":
         dtype, reason = _best_dtype(config, spec)
@@ -68,6 +72,9 @@ def resolve_precision(config: EngineConfig, spec: ModelSpec) -> Precision:
     can_int8 = Int8KVLayout.supports(spec.attention_layers)
     if kv == "auto":
         kv = "int8" if is_int8 and can_int8 else _name(compute)
+        if is_int8 and not can_int8:
+            kv = "bfloat16"  # the compute type is fp32, twice the bytes
+            logger.info("kv_dtype auto: bfloat16 (int8 K/V has no heads of %d)", spec.head_dim)
     if kv == "int8":
         _require_native(config, "kv_dtype", kv)
         if not can_int8:
@@ -78,19 +85,20 @@ def resolve_precision(config: EngineConfig, spec: ModelSpec) -> Precision:
 
 
 def _best_dtype(config: EngineConfig, spec: ModelSpec) -> tuple[str, str]:
-    if spec.packed is not None:
-        return "int8", f"the checkpoint is quantized ({spec.packed.method})"
-    if spec.torch_dtype == "float32":
+    if spec.packed is None and spec.torch_dtype == "float32":
         return "float32", "the checkpoint is float32"
     plain = "bfloat16" if _has_bf16() else "float32"
+    unpacked = f"; its {spec.packed.method} weights are unpacked" if spec.packed else ""
     if config.backend not in _NATIVE_BACKENDS:
-        return plain, f"the {config.backend} back end has no int8 products"
+        return plain, f"the {config.backend} back end has no int8 products{unpacked}"
     if not native.is_available():
-        return plain, "the native kernels are not built"
+        return plain, f"the native kernels are not built{unpacked}"
+    if not spec.bears_int8:
+        return plain, f"{spec.model_type} is known to lose accuracy in int8{unpacked}"
+    if spec.packed is not None:
+        return "int8", f"the checkpoint is quantized ({spec.packed.method})"
     if native.instruction_set() == "portable":
         return plain, "no int8 instructions that the kernels know"
-    if not spec.bears_int8:
-        return plain, f"{spec.model_type} is known to lose accuracy in int8"
     return "int8", f"{spec.torch_dtype} checkpoint, {native.instruction_set()} kernels"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from quant.linear import int8_linear
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.models import Decoder, ModelSpec, load_model, read_spec
-from serve.models.weights import joining
+from serve.models.weights import MakeLinear, joining
 from serve.precision import Precision, resolve_precision
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ _MAX_PAGE_BYTES = 2 * _MIB
 # Linux allows 65,530 mappings in a process; every page can become one of them.
 _MAX_PAGES = 30_000
 _KV_SHARE_OF_FREE_MEMORY = 0.4
-_LINEARS = {"int8": int8_linear, "int4": joining(int4_linear), "nf4": joining(nf4_linear)}
+_LINEARS4 = {"int4": int4_linear, "nf4": nf4_linear}
 
 
 @dataclass(slots=True)
@@ -58,26 +59,26 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
     keep_freed_memory()
     spec = read_spec(config.model_path)
     precision = resolve_precision(config, spec)
-    _set_threads(config, precision)
+    _set_threads(config)
     try:
         backend = get_backend(config.backend)
     except ValueError as error:
         raise ConfigError(f"backend: {error}") from error
-    model = _load_model(config.model_path, precision, backend, progress)
+    model = _load_model(config, precision, backend, progress)
     layers = model.attention_layers()
     _leave_cores_to_native(precision, layers)
     layout = _kv_layout(config, precision, layers)
     sizes = size_kv(config, spec, layout.token_bytes, layout.tile_tokens)
     memory = LinuxMemory(sizes.page_bytes, sizes.num_pages)
-    kv = KVManager(
-        memory,
-        num_pages=sizes.num_pages,
-        num_ranges=config.max_num_seqs,
-        max_model_len=sizes.max_model_len,
-        token_bytes=layout.token_bytes,
-        tile_tokens=layout.tile_tokens,
-    )
     try:
+        kv = KVManager(
+            memory,
+            num_pages=sizes.num_pages,
+            num_ranges=config.max_num_seqs,
+            max_model_len=sizes.max_model_len,
+            token_bytes=layout.token_bytes,
+            tile_tokens=layout.tile_tokens,
+        )
         attention = _attention(layout, memory.reserve(kv.total_bytes), kv.total_bytes, backend)
     except BaseException:
         memory.close()
@@ -94,15 +95,16 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
     return Runtime(spec, precision, model, attention, kv, memory)
 
 
-def _set_threads(config: EngineConfig, precision: Precision) -> None:
+def _set_threads(config: EngineConfig) -> None:
     """Two teams of threads on the same cores would wait for each other: one has to be alone."""
     # not torch's own count: an engine that was started before may have lowered it
-    count = config.compute_threads or len(os.sched_getaffinity(0))
+    processors = usable_processors()
+    count = min(config.compute_threads or processors, processors)
     torch.set_num_threads(count)
     if not native.is_available():
         return
     # one team serves all engines of the process; only an explicit setting makes it smaller
-    native.set_num_threads(count if config.compute_threads else max(count, native.num_threads()))
+    native.set_num_threads(count)
     logger.info("native kernels: %s, %d threads", native.instruction_set(), native.num_threads())
 
 
@@ -115,14 +117,22 @@ def _leave_cores_to_native(precision: Precision, layers: list[AttentionLayer]) -
         torch.set_num_threads(1)
 
 
-def _load_model(path: Path, precision: Precision, backend: Backend, progress: bool) -> Decoder:
+def _load_model(
+    config: EngineConfig, precision: Precision, backend: Backend, progress: bool
+) -> Decoder:
+    path = config.model_path
     if not precision.is_int8:
-        return load_model(path, dtype=precision.compute, backend=backend, progress=progress)
+        return load_model(
+            path, dtype=precision.compute, backend=backend, unpack=True, progress=progress
+        )
+    make_linear: MakeLinear = int8_linear
+    if precision.weights in _LINEARS4:
+        make_linear = joining(partial(_LINEARS4[precision.weights], group=config.weight_group))
     return load_model(
         path,
         dtype=precision.compute,
         backend=backend,
-        make_linear=_LINEARS[precision.weights],
+        make_linear=make_linear,
         make_head=int8_linear,
         keep_weight_dtype=True,
         progress=progress,
@@ -208,6 +218,22 @@ def available_memory() -> int:
         if limit.isdigit() and usage.isdigit():
             available = min(available, max(0, int(limit) - int(usage)))
     return available
+
+
+def usable_processors() -> int:
+    """Those this process may run on, capped by the cgroup's quota of their time."""
+    processors = len(os.sched_getaffinity(0))
+    v1 = "/sys/fs/cgroup/cpu/cpu.cfs_"
+    for text in (
+        _read("/sys/fs/cgroup/cpu.max"),
+        f"{_read(f'{v1}quota_us')} {_read(f'{v1}period_us')}",
+    ):
+        numbers = text.split()  # "max" or -1 is no limit
+        if len(numbers) == 2 and all(number.isdigit() for number in numbers):
+            quota, period = map(int, numbers)
+            if quota and period:
+                processors = min(processors, -(-quota // period))
+    return processors
 
 
 def _read(path: str) -> str:

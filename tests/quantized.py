@@ -173,6 +173,26 @@ def four_bits(config: Json, *, has_order: bool = False) -> Quantize:
     return quantize
 
 
+CASES: dict[str, tuple[Json, Quantize]] = {
+    "w8a8": (W8A8, int8_tensors),
+    "w8a8-flat": (W8A8, lambda n, w: int8_tensors(n, w, (-1,))),
+    "gptq": (GPTQ, four_bits(GPTQ)),
+    "gptq-asym": (GPTQ | {"sym": False}, four_bits(GPTQ | {"sym": False})),
+    "gptq-v2": (
+        GPTQ | {"checkpoint_format": "gptq_v2", "sym": False},
+        four_bits(GPTQ | {"checkpoint_format": "gptq_v2", "sym": False}),
+    ),
+    "gptq-channel": (GPTQ | {"group_size": -1}, four_bits(GPTQ | {"group_size": -1})),
+    "gptq-order": (GPTQ | {"desc_act": True}, four_bits(GPTQ, has_order=True)),
+    "awq": (AWQ, four_bits(AWQ)),
+    "awq-channel": (AWQ | {"group_size": -1}, four_bits(AWQ | {"group_size": -1})),
+    "awq-own-keys": (
+        {"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "version": "GEMM"},
+        four_bits(AWQ),
+    ),
+}
+
+
 def write(
     path: Path, config: Json, quantize: Quantize, *, variant: str = "base", head: bool = False
 ) -> tuple[Path, Path]:

@@ -158,6 +158,12 @@ def test_16_bit_scales_are_kept_exactly(dtype):
     assert float(halves.abs().max()) <= 1.0
     halves, channels = split_scales(torch.zeros(2, 3))
     assert torch.equal(halves.float() * channels[:, None], torch.zeros(2, 3))
+    for extreme in (3e38, 1e-44):  # their next power of two is no number of fp32, or no normal one
+        halves, channels = split_scales(torch.tensor([[extreme, 0.0]]))
+        assert torch.isfinite(channels).all() and torch.isfinite(halves).all()
+        assert float(halves[0, 0]) * float(channels[0]) == pytest.approx(
+            extreme, rel=1e-3, abs=1e-41
+        )
 
 
 @pytest.mark.parametrize("size", [64, 100, 256])

@@ -74,6 +74,8 @@ def test_bad_sizes(text: str) -> None:
         (("run", "--max-num-seqs", "0"), "max_num_seqs"),
         (("bench", "--qps", "0"), "qps"),
         (("bench", "--requests", "1", "--duration", "1"), "duration"),
+        (("bench", "ops", "--json", "x.json", "--qps", "2"), "--qps, --json: `serve bench ops`"),
+        (("bench", "--quick"), "--quick"),
         (("bench", "--url", "http://127.0.0.1:9"), "connection_failed"),
         (("chat", "--url", "http://127.0.0.1:9", "-m", "hi"), "connection_failed"),
         (("chat", "/nonexistent/model", "-m", "hi"), "/nonexistent/model"),
@@ -84,6 +86,15 @@ def test_mistakes_are_one_line(arguments: tuple[str, ...], said: str) -> None:
     assert result.exit_code == 1
     assert said in result.output.replace("\n", "")
     assert "Traceback" not in result.output
+
+
+def test_measuring_kernels_that_are_not_built_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ops.native._native", None)
+    monkeypatch.setattr("ops.native._why", "no such module", raising=False)
+    result = invoke("bench", "ops", "--quick")
+    assert result.exit_code == 1
+    assert "needs the native kernels" in result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
 
 
 def test_a_taken_port_is_one_line() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from ops import native
+from ops import native, sampling
+from quant.kv import MAX_HEAD_DIM, TILE_TOKENS
 from serve import LLM, SamplingParams
 from serve.config import EngineConfig
 from serve.evaluate import evaluate
 from serve.evaluate_cli import parse_precision
+from serve.http.schema import MAX_TOP_LOGPROBS
 from serve.models import read_spec
-from serve.runtime import load_runtime
+from serve.request import MAX_LOGPROBS
+from serve.runtime import load_runtime, usable_processors
 from tests.checkpoints import checkpoint
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="native kernels not built")
@@ -148,9 +150,17 @@ def test_the_default_model_runs_in_int8_by_itself(caplog):
 
 def test_a_second_engine_leaves_the_threads_alone():
     """The first one lowered torch's count, and the second took that for the machine's."""
-    count = len(os.sched_getaffinity(0))
+    count = usable_processors()
     with LLM(dtype="int8") as first, LLM(dtype="int8") as second:
         assert native.num_threads() == count
         assert first.generate(["a"], use_tqdm=False) and second.generate(["b"], use_tqdm=False)
     with LLM(dtype="bfloat16"):
         assert native.num_threads() == count
+
+
+def test_numbers_that_are_written_down_twice_agree():
+    """Callers that must not import the library have copies of its limits."""
+    library = native.library()
+    assert library.TILE == TILE_TOKENS
+    assert library.MAX_HEAD_DIM == MAX_HEAD_DIM
+    assert library.MAX_TOP == sampling._TOP == MAX_LOGPROBS == MAX_TOP_LOGPROBS

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from ops import native
 from serve import LLM
 from serve.config import EngineConfig
 from serve.errors import ConfigError, ModelLoadError
 from serve.models import read_spec
 from serve.precision import resolve_precision
-from serve.runtime import available_memory, size_kv
+from serve.runtime import _set_threads, available_memory, load_runtime, size_kv, usable_processors
 from tests.checkpoints import checkpoint
 
 MIB = 1 << 20
@@ -58,6 +60,8 @@ def test_the_context_must_fit(spec):
         ({"dtype": "float8"}, "dtype"),
         ({"kv_dtype": "int4"}, "kv_dtype"),
         ({"kv_group": 12}, "kv_group"),
+        ({"weight_group": 16}, "weight_group"),
+        ({"weight_group": 64.0}, "weight_group"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"max_model_len": -1}, "max_model_len"),
         ({"kv_page_bytes": 5000}, "kv_page_bytes"),
@@ -97,9 +101,20 @@ def test_auto_takes_int8_for_16_bit_checkpoints_that_bear_it(spec, monkeypatch):
     monkeypatch.setattr("ops.native.instruction_set", lambda: "avx2")
     assert _precision(half) == ("int8", "int8")
     assert _precision(replace(half, bears_int8=False))[0] != "int8"
-    assert _precision(replace(half, head_dim=20)) == ("int8", "float32")
+    assert _precision(replace(half, head_dim=20)) == ("int8", "bfloat16")
     monkeypatch.setattr("ops.native.instruction_set", lambda: "portable")
     assert _precision(half)[0] != "int8"
+
+
+def test_heads_that_int8_kv_does_not_fit_generate(caplog):
+    """K/V was fp32, twice the bytes of bfloat16."""
+    if not native.is_available():
+        pytest.skip("native kernels not built")
+    path = str(checkpoint("llama", "head-dim"))
+    with caplog.at_level("INFO"), LLM(path, dtype="int8", max_model_len=64) as llm:
+        (output,) = llm.generate([[5, 6, 7]], use_tqdm=False)
+    assert len(output.outputs[0].token_ids) in range(1, 17)
+    assert "kv_dtype auto: bfloat16" in caplog.text
 
 
 def test_int8_that_cannot_be_had_is_refused(spec, monkeypatch):
@@ -113,6 +128,61 @@ def test_int8_that_cannot_be_had_is_refused(spec, monkeypatch):
 
 def test_available_memory_is_plausible():
     assert 100 * MIB < available_memory() < 1 << 46
+
+
+QUOTAS: list[tuple[dict[str, str], int]] = [
+    ({}, 64),
+    ({"cpu.max": "max 100000\n"}, 64),
+    ({"cpu.max": "200000 100000\n"}, 2),
+    ({"cpu.max": "150000 100000\n"}, 2),
+    ({"cpu.max": "5000 100000\n"}, 1),
+    ({"cpu.max": "12800000 100000\n"}, 64),
+    ({"cpu.max": "200000 0\n"}, 64),
+    ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64),
+    ({"cpu/cpu.cfs_quota_us": "250000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+]
+
+
+@pytest.mark.parametrize(("files", "count"), QUOTAS)
+def test_a_quota_of_processor_time_bounds_the_threads(files, count, monkeypatch):
+    """docker --cpus=2 on 64 cores gave 64 threads, which waited spinning for each other."""
+    under = "/sys/fs/cgroup/"
+    monkeypatch.setattr("serve.runtime._read", lambda path: files.get(path.removeprefix(under), ""))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
+    assert usable_processors() == count
+
+
+@pytest.mark.parametrize(("wanted", "taken"), [(None, 2), (1, 1), (8, 2)])
+def test_the_team_is_no_larger_than_the_quota(wanted, taken, monkeypatch):
+    """Even where the team stands already with a thread for every core."""
+    team: list[int] = []
+    monkeypatch.setattr("serve.runtime.usable_processors", lambda: 2)
+    monkeypatch.setattr("torch.set_num_threads", team.append)
+    monkeypatch.setattr("ops.native.is_available", lambda: True)
+    monkeypatch.setattr("ops.native.set_num_threads", team.append)
+    monkeypatch.setattr("ops.native.num_threads", lambda: 64)
+    monkeypatch.setattr("ops.native.instruction_set", lambda: "avx2")
+    _set_threads(EngineConfig(compute_threads=wanted))
+    assert team == [taken, taken]
+
+
+def test_memory_goes_back_when_the_kv_cannot_be_made(monkeypatch):
+    """The memfd stayed open."""
+
+    def fail(*args: object, **settings: object) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr("serve.runtime.KVManager", fail)
+    before = _num_reservations()
+    with pytest.raises(RuntimeError, match="no"):
+        load_runtime(EngineConfig(model=str(checkpoint("llama"))))
+    assert _num_reservations() == before
+
+
+def _num_reservations() -> int:
+    return Path("/proc/self/maps").read_text().count("mergestep-kv") + sum(
+        "mergestep-kv" in str(file.resolve()) for file in Path("/proc/self/fd").iterdir()
+    )
 
 
 def test_bf16_generates():

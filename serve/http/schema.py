@@ -15,13 +15,13 @@ from serve.errors import RequestError
 from serve.http.errors import quoted
 from serve.http.fields import Fields
 from serve.http.messages import parse_messages
-from serve.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, Prompt, SamplingParams
+from serve.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, Prompt, SamplingParams
 
 COMPLETION_MAX_TOKENS = 16
 MAX_PROMPTS = 1024
 MAX_SEQUENCES = 1024
 MAX_COMPLETION_LOGPROBS = 5
-MAX_TOP_LOGPROBS = 20
+MAX_TOP_LOGPROBS = MAX_LOGPROBS
 MAX_TOKEN_ID = 1 << 31
 MAX_METADATA = 16
 

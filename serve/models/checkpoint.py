@@ -48,13 +48,21 @@ class Checkpoint:
 
     def fetch(self, name: str) -> Tensor:
         """The tensor, still on the file's pages, checked to be finite."""
-        entry = self.entries[name]
-        with _naming(entry.file):
-            if entry.file not in self._open:
-                self._open[entry.file] = safe_open(entry.file, framework="pt", device="cpu")
-            tensor: Tensor = self._open[entry.file].get_tensor(name)
+        tensor = self._read(name)
         if tensor.numel() and not all(torch.isfinite(end) for end in torch.aminmax(tensor)):
-            raise ModelLoadError(f"{entry.file}: tensor {name} holds NaN or infinity")
+            raise ModelLoadError(f"{self.entries[name].file}: tensor {name} holds NaN or infinity")
+        return tensor
+
+    def is_zero(self, name: str) -> bool:
+        """Of any type, those that cannot be loaded included."""
+        return not bool(self._read(name).float().any())
+
+    def _read(self, name: str) -> Tensor:
+        file = self.entries[name].file
+        with _naming(file):
+            if file not in self._open:
+                self._open[file] = safe_open(file, framework="pt", device="cpu")
+            tensor: Tensor = self._open[file].get_tensor(name)
         return tensor
 
     def release(self) -> None:

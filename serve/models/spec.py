@@ -135,7 +135,10 @@ def _read_packed(config: ConfigReader, family: Family) -> CheckpointFormat | Non
     try:
         return read_format(quantization)
     except ValueError as error:
-        raise config.fail(f"quantization_config (quant_method {method!r}):", str(error)) from error
+        at = "quantization_config"
+        if "quant_method" not in str(error):
+            at += f" (quant_method {method!r})"
+        raise config.fail(f"{at}:", str(error)) from error
 
 
 def read_generation_defaults(path: Path) -> dict[str, Any]:

@@ -36,15 +36,16 @@ def load_model(
     make_linear: MakeLinear | None = None,
     make_head: MakeLinear | None = None,
     keep_weight_dtype: bool = False,
+    unpack: bool = False,
     progress: bool = False,
 ) -> Decoder:
     """The model of a Hugging Face directory, computing in `dtype`.
 
     make_linear packs each product (default: the backend's own), make_head the last one (default:
     like the others) from the parts of its weight, one under the other as [out, in], in `dtype`,
-    or in the file's with keep_weight_dtype. Products
-    that the checkpoint has quantized are taken as they are, which needs the native kernels.
-    ModelLoadError names what is wrong with the checkpoint.
+    or in the file's with keep_weight_dtype. Products that the checkpoint has quantized are taken
+    as they are, which needs the native kernels, or with `unpack` as the plain weights that they
+    stand for. ModelLoadError names what is wrong with the checkpoint.
     """
     spec = read_spec(path)
     checkpoint = Checkpoint(path)
@@ -56,6 +57,7 @@ def load_model(
         _device(backend),
         make_head=make_head,
         keep_weight_dtype=keep_weight_dtype,
+        unpack=unpack,
     )
     loader.check()
     weights = loader.load(progress=progress)
@@ -92,6 +94,7 @@ class _Loader:
         *,
         make_head: MakeLinear | None,
         keep_weight_dtype: bool,
+        unpack: bool,
     ) -> None:
         self.spec = spec
         self.checkpoint = checkpoint
@@ -100,6 +103,7 @@ class _Loader:
         self.make_head = make_head or make_linear
         self.device = device
         self.weight_dtype = None if keep_weight_dtype else dtype
+        self.unpack = unpack
         self.names = FAMILIES[spec.model_type].names
         self.prefix = _find_prefix(self.names, checkpoint)
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -107,16 +111,20 @@ class _Loader:
         num_parts = 2 if spec.is_gated else 1
         self.up_sizes = _sizes_of_parts(self.names.up, [spec.intermediate_size] * num_parts)
         self.packed_rules: dict[str, TensorRule] = {}
+        self.products: set[str] = set()
+        self.modules: set[str] = set()  # what tensors of the model belong to
 
     # -- what must be there
 
     def check(self) -> None:
-        """Every needed tensor is there with the right shape; others are named in the log."""
+        """Every needed tensor is there with the right shape; others change nothing."""
         expected = self._expected()
         for name, shape in expected.items():
             entry = self.checkpoint.entries.get(name)
             if entry is None:
-                raise ModelLoadError(f"{self.checkpoint.path}: tensor {name} is missing")
+                raise ModelLoadError(
+                    f"{self.checkpoint.path}: tensor {name}{self._or_packed(name)} is missing"
+                )
             if entry.shape != shape:
                 raise ModelLoadError(
                     f"{entry.file}: tensor {name} has shape {list(entry.shape)}, but config.json "
@@ -129,6 +137,12 @@ class _Loader:
                 )
         for name, rule in self.packed_rules.items():
             check_rule(self.checkpoint, name, rule)
+        self._check_others(expected)
+
+    def _check_others(self, expected: Shapes) -> None:
+        """Tensors without a use: of the model's own modules only zeros, which change nothing (a
+        bias or a zero point that the writer puts everywhere); others are named in the log."""
+        self.modules = self.products | {name.rpartition(".")[0] for name in expected}
         unused = sorted(
             name
             for name in self.checkpoint.entries
@@ -136,8 +150,27 @@ class _Loader:
             and name not in self.packed_rules
             and not name.endswith(self.names.ignored)
         )
+        for name in [name for name in unused if self._is_of_a_module(name)]:
+            if not self.checkpoint.is_zero(name):
+                raise ModelLoadError(
+                    f"{self.checkpoint.entries[name].file}: tensor {name} is not zero, but this "
+                    "model has no use for it; config.json does not fit the tensors"
+                )
+            unused.remove(name)
         if unused:
             logger.warning("%d tensors are not used, such as %s", len(unused), unused[0])
+
+    def _or_packed(self, name: str) -> str:
+        """The tensor that could stand for a missing weight in a quantized checkpoint."""
+        module, _, ending = name.rpartition(".")
+        packed = self.spec.packed
+        if packed is None or ending != "weight" or module not in self.products:
+            return ""
+        return f" (or {module}.{packed.marker})"
+
+    def _is_of_a_module(self, name: str) -> bool:
+        ends = (at for at, letter in enumerate(name) if letter == ".")
+        return any(name[:end] in self.modules for end in ends)
 
     def _hint(self, name: str, shape: tuple[int, ...]) -> str:
         rows = shape[0] if shape else 0
@@ -201,6 +234,7 @@ class _Loader:
     def _expect_packed(self, parts: list[str], out_sizes: list[int], in_size: int) -> bool:
         """Whether the checkpoint has quantized this product; notes its tensors if so."""
         packed = self.spec.packed
+        self.products.update(parts)
         if packed is None or not self._is_packed(parts):
             return False
         for part, out_size in zip(parts, out_sizes, strict=True):
@@ -272,15 +306,21 @@ class _Loader:
     def _linear(self, parts: list[str], has_bias: bool, edges: Edges = PLAIN) -> LinearOp:
         bias = join(self._parts([f"{part}.bias" for part in parts])) if has_bias else None
         if self._is_packed(parts):
-            return self._packed_linear(parts, bias, edges)
+            return self._packed_linear(parts, bias, edges, self.make_linear)
         return self.make_linear(self._parts([f"{part}.weight" for part in parts]), bias, edges)
 
-    def _packed_linear(self, parts: list[str], bias: Tensor | None, edges: Edges) -> LinearOp:
+    def _packed_linear(
+        self, parts: list[str], bias: Tensor | None, edges: Edges, make_linear: MakeLinear
+    ) -> LinearOp:
+        """make_linear: what takes the weights if they are to be unpacked."""
         assert self.spec.packed is not None
         try:
-            return self.spec.packed.load(self.checkpoint.fetch, parts).linear(bias, edges)
+            packed = self.spec.packed.load(self.checkpoint.fetch, parts)
         except ValueError as error:
             raise ModelLoadError(f"{self.checkpoint.path}: {error}") from error
+        if self.unpack:
+            return make_linear([self._cast(packed.plain())], bias, edges)
+        return packed.linear(bias, edges)
 
     def _parts(self, names: list[str]) -> list[Tensor]:
         """Each as [out, in] (or [out])."""
@@ -294,7 +334,7 @@ class _Loader:
 
     def _head(self, norm: Norm | None) -> LinearOp:
         if self._is_packed([self.names.head]):
-            return self._packed_linear([self.names.head], None, Edges(norm))
+            return self._packed_linear([self.names.head], None, Edges(norm), self.make_head)
         weight = self._cast(self.checkpoint.fetch(self._head_name))
         return self.make_head([weight], None, Edges(norm))
 
