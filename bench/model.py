@@ -130,7 +130,7 @@ class Ours:
     async def _decode_rate(self, batch: int) -> float:
         prompts = [_prompt(self.rng, self.vocab_size, CONTEXT) for _ in range(batch)]
         # those that come first have a lead of the prompts' steps
-        lead = batch * CONTEXT // 512 + 4
+        lead = batch * CONTEXT // 256 + 4
         events = await self._run(prompts, [_params(1 + NUM_DECODED + lead)] * batch)
         tokens, seconds = _while_all_decode(events, batch)
         return tokens / seconds

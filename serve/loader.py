@@ -25,7 +25,7 @@ from serve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_BATCHED_TOKENS = 512
+_DEFAULT_BATCHED_TOKENS = 256
 
 
 @dataclass(slots=True)
