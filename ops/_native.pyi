@@ -2,6 +2,7 @@ from collections.abc import Sequence
 from typing import overload
 
 TILE: int
+MAX_PARTS: int
 MAX_HEAD_DIM: int
 DRAW_BYTES: int
 DRAWN_BYTES: int
@@ -57,8 +58,7 @@ class Int8Linear(_Linear):
         self,
         num_in: int,
         num_out: int,
-        weight: int,
-        stride: int,
+        parts: list[int],
         dtype: int,
         bias: int,
         activation: int,

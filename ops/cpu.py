@@ -50,7 +50,7 @@ class CpuBackend:
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, edges: Edges = PLAIN
     ) -> LinearOp:
-        if self._has_native and weight.dtype in native_plain.TYPES:
+        if self._has_native and weight.dtype in native.TYPES:
             return native_plain.PlainLinear(weight, bias, edges)
         return PlainLinear(self, self._product(weight, bias), edges)
 

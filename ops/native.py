@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.backend import PLAIN, Edges
+from ops.backend import PLAIN, Edges, Norm
 
 try:
     from ops import _native
@@ -74,15 +74,7 @@ class NativeLinear:
         self._op, self.num_in, self.num_out = op, num_in, num_out
         self._out_dtype = torch.float32 if edges.activation is None else torch.bfloat16
         self._is_gated = edges.is_gated
-        norm = edges.norm
-        if norm is not None:
-            assert norm.weight.shape == (num_in,), f"{norm.weight.shape} for {num_in} inputs"
-            assert norm.bias is None or norm.bias.shape == (num_in,), f"{num_in} inputs"
-            # kept: the kernel holds their addresses
-            self._norm_weight = norm.weight.float().contiguous()
-            self._norm_bias = None if norm.bias is None else norm.bias.float().contiguous()
-            at = 0 if self._norm_bias is None else self._norm_bias.data_ptr()
-            op.set_norm(NORMS[norm.kind], self._norm_weight.data_ptr(), at, norm.eps)
+        self._norm = set_norm(op, edges.norm, num_in)
 
     @property
     def size_bytes(self) -> int:
@@ -135,10 +127,10 @@ class Int8Linear(NativeLinear):
         inputs.
         """
         parts = [weight] if isinstance(weight, Tensor) else list(weight)
-        num_out, num_in = _sizes(sum(len(part) for part in parts), parts[0].shape[1], edges)
+        num_out, num_in = sizes(sum(len(part) for part in parts), parts[0].shape[1], edges)
         if num_in > MAX_INT8_INPUTS:
             raise ValueError(f"{num_in:,} inputs: int8 products sum at most {MAX_INT8_INPUTS:,}")
-        bias, kind = _bias(bias, num_out, edges), ACTIVATIONS[edges.activation]
+        bias, kind = checked_bias(bias, num_out, edges), ACTIVATIONS[edges.activation]
         args: tuple[object, ...]
         if scales is not None:
             whole, scales = torch.cat(parts).contiguous(), scales.float().contiguous()
@@ -148,7 +140,7 @@ class Int8Linear(NativeLinear):
             parts = _packable(parts)
             flat = [x for part in parts for x in (part.data_ptr(), part.stride(0), len(part))]
             args = (flat, TYPES[parts[0].dtype])
-        op = library().Int8Linear(num_in, num_out, *args, _address(bias), kind, edges.is_gated)
+        op = library().Int8Linear(num_in, num_out, *args, address(bias), kind, edges.is_gated)
         super().__init__(op, num_in, num_out, edges)
 
 
@@ -181,12 +173,12 @@ class Int4Linear(NativeLinear):
         one of GROUPS4; the last one may be cut short. Scales are kept as fp16 times a power of
         two of the channel: fp16 and bf16 scales exactly, if within 1 : 2^14 of its largest.
         """
-        num_out, num_in = _sizes(codes.shape[0], codes.shape[1], edges)
+        num_out, num_in = sizes(codes.shape[0], codes.shape[1], edges)
         shape = (codes.shape[0], -(-num_in // group))
         assert group in GROUPS4 and codes.dtype == torch.uint8
         assert not (is_nf4 and zeros is not None)
         assert scales.shape == shape and (zeros is None or zeros.shape == shape), f"{scales.shape}"
-        codes, bias = codes.contiguous(), _bias(bias, num_out, edges)
+        codes, bias = codes.contiguous(), checked_bias(bias, num_out, edges)
         assert int(codes.max()) < 16, "codes of 4 bits"
         halves, channels = split_scales(scales)
         if is_nf4:  # the kernel's values are whole 127ths
@@ -198,11 +190,11 @@ class Int4Linear(NativeLinear):
             num_out,
             codes.data_ptr(),
             halves.data_ptr(),
-            _address(zeros),
+            address(zeros),
             channels.data_ptr(),
             group,
             is_nf4,
-            _address(bias),
+            address(bias),
             ACTIVATIONS[edges.activation],
             edges.is_gated,
         )
@@ -217,7 +209,19 @@ def split_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
     return (scales.float() / channels[:, None]).half().contiguous(), channels.contiguous()
 
 
-def _sizes(rows: int, num_in: int, edges: Edges) -> tuple[int, int]:
+def set_norm(op: Any, norm: Norm | None, num_in: int) -> tuple[Tensor, Tensor | None] | None:
+    """The kernel takes the norm's addresses, [num_in] each: keep what this returns."""
+    if norm is None:
+        return None
+    weight = norm.weight.float().contiguous()
+    bias = None if norm.bias is None else norm.bias.float().contiguous()
+    assert weight.shape == (num_in,), f"{weight.shape} for {num_in} inputs"
+    assert bias is None or bias.shape == (num_in,), f"{bias.shape} for {num_in} inputs"
+    op.set_norm(NORMS[norm.kind], weight.data_ptr(), address(bias), norm.eps)
+    return weight, bias
+
+
+def sizes(rows: int, num_in: int, edges: Edges) -> tuple[int, int]:
     """(out after gating, in)"""
     if not edges.is_gated:
         return rows, num_in
@@ -225,14 +229,14 @@ def _sizes(rows: int, num_in: int, edges: Edges) -> tuple[int, int]:
     return rows // 2, num_in
 
 
-def _bias(bias: Tensor | None, num_out: int, edges: Edges) -> Tensor | None:
+def checked_bias(bias: Tensor | None, num_out: int, edges: Edges) -> Tensor | None:
     if bias is None:
         return None
     assert bias.shape == ((2 if edges.is_gated else 1) * num_out,), f"{bias.shape} for {num_out}"
     return bias.float().contiguous()
 
 
-def _address(tensor: Tensor | None) -> int:
+def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 

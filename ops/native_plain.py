@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from ops.backend import PLAIN, Edges
-from ops.native import ACTIVATIONS, NORMS, library
-
-TYPES = {torch.float32: 0, torch.bfloat16: 1}
+from ops.native import ACTIVATIONS, TYPES, address, checked_bias, library, set_norm, sizes
 
 
 class PlainLinear:
@@ -21,29 +19,22 @@ class PlainLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, edges: Edges = PLAIN) -> None:
         """weight: [out, in] bf16 or fp32, which is the type of rows and results; copied."""
-        num_out, self.num_in = weight.shape
-        self.num_out = num_out // 2 if edges.is_gated else num_out
+        self.num_out, self.num_in = sizes(weight.shape[0], weight.shape[1], edges)
         self.dtype = weight.dtype
         if weight.stride(1) != 1:
             weight = weight.contiguous()
-        bias = None if bias is None else bias.float().contiguous()
+        bias = checked_bias(bias, self.num_out, edges)
         self._op = library().PlainLinear(
             self.num_in,
             self.num_out,
             weight.data_ptr(),
             weight.stride(0),
             TYPES[self.dtype],
-            0 if bias is None else bias.data_ptr(),
+            address(bias),
             ACTIVATIONS[edges.activation],
             edges.is_gated,
         )
-        if edges.norm is not None:
-            kind, norm_weight, norm_bias, eps = edges.norm
-            # kept: the kernel holds their addresses
-            self._norm_weight = norm_weight.float().contiguous()
-            self._norm_bias = None if norm_bias is None else norm_bias.float().contiguous()
-            at = 0 if self._norm_bias is None else self._norm_bias.data_ptr()
-            self._op.set_norm(NORMS[kind], self._norm_weight.data_ptr(), at, eps)
+        self._norm = set_norm(self._op, edges.norm, self.num_in)
 
     @property
     def size_bytes(self) -> int:

@@ -44,7 +44,7 @@ MS_INLINE void store_k(const HeadShape& shape, const Lane& lane, int d, i32x16 x
   unroll<N / 4>([&](auto i) MS_LAMBDA { std::memcpy(to + i * 4 * TILE, bytes + 4 * i, 4); });
 }
 
-// The same of V, every other byte of a pair of tokens; the byte between may be another thread's.
+// The same of V, every other byte of a pair of tokens; the byte between is the other token's.
 template <int N>
 MS_INLINE void store_v(const HeadShape& shape, const Lane& lane, int d, i32x16 x) {
   uint8_t* to = lane.at + shape.v + 2 * ((lane.t / 2) * shape.dim + d);
