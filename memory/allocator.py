@@ -1,40 +1,75 @@
-"""The pool of physical pages, as integers: take, give back, count, check.
+"""The pool of physical pages, as integers: take, share, give back, count, check.
 
-A page is free or has one or more owners (`share` adds one: the seam for prefix sharing).
-Pages with consecutive numbers that land at consecutive addresses merge into one mapping, so
-`take` continues after a given page whenever that neighbour is free.
+A page is free or has one or more owners: a sequence's range, or the prefix cache. Free pages
+that have been used before are taken again first, the one that has been free longest before the
+others: the memory in use stays small, and a page that a range still shows after its sequence
+ended is left alone for as long as possible, because the next sequence there then needs no
+system call.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 
 class PageAllocator:
-    """Reference-counted pages 0..num_pages-1."""
+    """Reference-counted pages 0..num_pages-1. Everything is O(1)."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self.num_free = num_pages
         self._refs = [0] * num_pages
+        self._warm: OrderedDict[int, None] = OrderedDict()  # free, with memory behind them
+        self._num_cold = num_pages  # free, without
         # A stack of candidates: it may hold pages taken meanwhile by their number, which are
         # skipped when met. _listed says which pages are on the stack.
-        self._stack = list(range(num_pages - 1, -1, -1))
+        self._cold = list(range(num_pages - 1, -1, -1))
+        self._is_cold = bytearray(b"\x01") * num_pages
         self._listed = bytearray(b"\x01") * num_pages
 
-    def take(self, after: int | None = None) -> int:
-        """A free page, the one following `after` if possible. The caller has checked num_free."""
+    @property
+    def num_free(self) -> int:
+        return len(self._warm) + self._num_cold
+
+    @property
+    def num_warm(self) -> int:
+        """Free pages that still have memory behind them."""
+        return len(self._warm)
+
+    def num_references(self, page: int) -> int:
+        return self._refs[page]
+
+    def is_free(self, page: int) -> bool:
+        return self._refs[page] == 0
+
+    def take(self, preferred: int | None = None, after: int | None = None) -> int:
+        """A free page: `preferred` if that is free, else the warm one following `after` (they
+        merge into one mapping), else the one free for longest, else one never used.
+
+        The caller has checked num_free.
+        """
         assert self.num_free > 0, "no free page"
-        page = -1 if after is None else after + 1
-        if not (0 <= page < self.num_pages and self._refs[page] == 0):
-            page = self._pop()
+        page = self._choose(preferred, after)
+        if self._is_cold[page]:
+            self._is_cold[page] = 0
+            self._num_cold -= 1
+        else:
+            del self._warm[page]
         self._refs[page] = 1
-        self.num_free -= 1
         return page
 
-    def _pop(self) -> int:
+    def _choose(self, preferred: int | None, after: int | None) -> int:
+        if preferred is not None and self._refs[preferred] == 0:
+            return preferred
+        if after is not None and after + 1 < self.num_pages and self._refs[after + 1] == 0:
+            page = after + 1
+            if not self._warm or not self._is_cold[page]:
+                return page
+        if self._warm:
+            return next(iter(self._warm))
         while True:
-            page = self._stack.pop()
+            page = self._cold.pop()
             self._listed[page] = 0
-            if self._refs[page] == 0:
+            if self._is_cold[page]:
                 return page
 
     def share(self, page: int) -> None:
@@ -48,17 +83,30 @@ class PageAllocator:
         self._refs[page] -= 1
         if self._refs[page]:
             return False
-        self.num_free += 1
-        if not self._listed[page]:
-            self._stack.append(page)
-            self._listed[page] = 1
+        self._warm[page] = None
         return True
 
+    def cool(self) -> list[int]:
+        """All free pages have lost their memory; returns those that had some, sorted."""
+        pages = sorted(self._warm)
+        self._warm.clear()
+        for page in pages:
+            self._is_cold[page] = 1
+            if not self._listed[page]:
+                self._cold.append(page)
+                self._listed[page] = 1
+        self._num_cold += len(pages)
+        return pages
+
     def check_integrity(self, owners: dict[int, int]) -> None:
-        """owners: page -> how many ranges hold it. AssertionError tells what is off."""
+        """owners: page -> how many hold it. AssertionError tells what is off."""
+        num_cold = 0
         for page, refs in enumerate(self._refs):
             held = owners.get(page, 0)
             assert refs == held, f"page {page}: {refs} references, {held} owners"
-            assert refs or self._listed[page], f"free page {page} is lost"
-        free = sum(refs == 0 for refs in self._refs)
-        assert free == self.num_free, f"{free} free pages, counted {self.num_free}"
+            is_cold = bool(self._is_cold[page])
+            assert not (is_cold and refs), f"page {page} is in use and has no memory"
+            assert (page in self._warm) == (not refs and not is_cold), f"page {page} is lost"
+            assert not is_cold or self._listed[page], f"page {page} is lost"
+            num_cold += is_cold
+        assert num_cold == self._num_cold, f"{num_cold} cold pages, counted {self._num_cold}"

@@ -1,51 +1,76 @@
 """Sequences' ranges and the pages mapped into them: the scheduler's only view of memory.
 
-Integers only. A *range* is max_model_len token places of contiguous virtual memory; its pages
-are mapped as the sequence grows (`grow`) and stay mapped when it ends (`close`) until another
-needs them or `trim` is called. Growing only records what must change; `commit` edits the
-address space, at the step boundary, before anything may touch the new positions.
+Integers only. A *range* is max_model_len token places of contiguous virtual memory that gets
+pages as its sequence grows (`grow`). Growing only changes the books; `commit` edits the address
+space, at the step boundary, before anything may touch the new positions. `look_ahead` lets a
+thread map what the next steps will need. Pages whose tokens are computed can be remembered
+(`remember`) and mapped into other ranges that begin with the same tokens (`match`, `open`):
+prefix sharing without a copy.
 
 +--------------------------------------------------------------------------------------+
-| invariants: a page is free or in as many ranges as it has references; after commit the |
-| pages of a range, and no others, are mapped in it, in order; the first `granted` belong|
-| to its sequence (none in an idle range), the rest are spare: anyone who grows may take |
-| them from the end.                                                                     |
+| invariants: a page is free, or has as many references as ranges hold it, plus one if the|
+| prefix cache knows it, plus one while a copy of it is due; after commit the first       |
+| len(pages) places of a range show its pages; a sequence writes only pages that no other |
+| range and not the cache holds.                                                          |
 +--------------------------------------------------------------------------------------+
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import lcm
 
+from memory.address_space import AddressSpace, runs_of
 from memory.allocator import PageAllocator
+from memory.prefix_index import PrefixIndex
 from memory.vmm import VirtualMemory
 
 logger = logging.getLogger(__name__)
 
+# Linux allows 65,530 mappings in a process, and others need some too.
+MAX_MAPPINGS = 48_000
+# What is mapped in an idle range for whoever comes next: a first chunk.
+_EAGER_TOKENS = 256
+
 
 @dataclass(slots=True)
 class Range:
-    """One range. granted: pages its sequence may use; capacity: tokens that fit in those.
+    """One range. capacity: tokens that fit in its pages; promised: pages it was opened for and
+    has not been granted yet; valid: leading pages that the address space is known to show.
 
-    mapped: pages the address space shows since the last commit; the first `valid` of them are
-    still the right ones. promised: pages it was opened for and has not been granted yet.
+    copies: (source page, place) that are due at the next commit. num_known: leading pages that
+    have been offered to the prefix cache.
     """
 
     index: int
     pages: list[int] = field(default_factory=list)
-    granted: int = 0
     capacity: int = 0
-    mapped: int = 0
     valid: int = 0
     promised: int = 0
     is_open: bool = False
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    num_known: int = 0
 
-    @property
-    def num_spare(self) -> int:
-        return len(self.pages) - self.granted
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """num_tokens whose K/V is at hand: `shared` pages to map, then `copied` ones to copy, because
+    the sequence's next tokens are written into them."""
+
+    num_tokens: int
+    shared: list[int]
+    copied: list[int]
+
+
+@dataclass(slots=True)
+class PrefixStats:
+    """Tokens asked for, and found, since the start; pages forgotten for want of memory."""
+
+    num_asked_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_evicted: int = 0
 
 
 class KVManager:
@@ -60,12 +85,14 @@ class KVManager:
         max_model_len: int,
         token_bytes: int,
         tile_tokens: int = 1,
+        in_background: bool = True,
     ) -> None:
-        """tile_tokens: tokens that are stored interleaved and need their memory together."""
+        """tile_tokens: tokens that are stored interleaved and need their memory together.
+        in_background: map ahead of need in a thread."""
         self.page_bytes = memory.page_bytes
         self.token_bytes = token_bytes
         self.max_model_len = max_model_len
-        self._tile_tokens = tile_tokens
+        self.tile_tokens = tile_tokens
         self._tile_bytes = token_bytes * tile_tokens
         # A range starts on a page and holds a whole number of tiles, so that a tile's address
         # is simply (range start + position) // tile_tokens * tile_bytes.
@@ -73,12 +100,23 @@ class KVManager:
         self.range_bytes = -(-self._bytes_for(max_model_len) // unit) * unit
         self.range_tokens = self.range_bytes // token_bytes
         self.allocator = PageAllocator(num_pages)
+        self.prefixes = PrefixIndex()
+        self.prefix_stats = PrefixStats()
         self.ranges = [Range(i) for i in range(num_ranges)]
-        self._idle = set(range(num_ranges))
-        self._spare = 0
-        self._promised = 0
+        self.space = AddressSpace(
+            memory,
+            num_ranges=num_ranges,
+            range_pages=self.range_bytes // self.page_bytes,
+            max_mappings=MAX_MAPPINGS,
+            in_background=in_background,
+        )
         self._memory = memory
+        self._idle = set(range(num_ranges))
+        self._promised = 0
+        self._num_evictable = 0  # pages that only the prefix cache holds
         self._dirty: set[int] = set()
+
+    # ---- sizes
 
     @property
     def total_bytes(self) -> int:
@@ -91,189 +129,299 @@ class KVManager:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be had: free, or spare in some range."""
-        return self.allocator.num_free + self._spare
+        """Pages that can be had: free, or held by the prefix cache alone."""
+        return self.allocator.num_free + self._num_evictable
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that only the prefix cache holds."""
+        return self._num_evictable
 
     @property
     def num_in_use(self) -> int:
-        """Pages granted to sequences."""
+        """Pages of sequences."""
         return self.num_pages - self.num_available
 
     @property
     def num_mapped(self) -> int:
-        """Pages in any range, spare ones included."""
-        return self.num_pages - self.allocator.num_free
+        """Pages with memory behind them."""
+        return self.num_pages - self.allocator.num_free + self.allocator.num_warm
 
     def _bytes_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._tile_tokens) * self._tile_bytes
+        return -(-num_tokens // self.tile_tokens) * self._tile_bytes
 
     def _tokens_in(self, num_pages: int) -> int:
-        return num_pages * self.page_bytes // self._tile_bytes * self._tile_tokens
+        return num_pages * self.page_bytes // self._tile_bytes * self.tile_tokens
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-self._bytes_for(num_tokens) // self.page_bytes)
 
-    def can_fit(self, num_tokens: int, spare_pages: int = 0) -> bool:
-        """Whether a new range could be opened and grown to that many tokens, and leave some.
-
-        Pages promised to ranges that still grow into their prompt are not counted as free.
-        """
-        unpromised = self.num_available - self._promised - spare_pages
-        return bool(self._idle) and self.pages_for(num_tokens) <= unpromised
+    def page_end(self, page: int) -> int:
+        """Tokens from the range's start on that give the page its whole content."""
+        return -(-(page + 1) * self.page_bytes // self._tile_bytes) * self.tile_tokens
 
     def start_of(self, index: int) -> int:
         """Where the range begins, in tokens from the start of the reservation."""
         return index * self.range_tokens
 
-    def open(self, num_tokens: int) -> Range:
+    def can_fit(self, num_tokens: int, spare_pages: int = 0, hit: PrefixHit | None = None) -> bool:
+        """Whether a new range could be opened and grown to that many tokens, and leave some.
+
+        Pages promised to ranges that still grow into their prompt are not counted as free.
+        """
+        need = self.pages_for(num_tokens)
+        if hit is not None:  # what others hold already costs nothing
+            need -= sum(self.allocator.num_references(page) > 1 for page in hit.shared)
+            need += sum(self.allocator.num_references(page) == 1 for page in hit.copied)
+        unpromised = self.num_available - self._promised - spare_pages
+        return bool(self._idle) and need <= unpromised and not self._has_too_many_mappings()
+
+    def _has_too_many_mappings(self) -> bool:
+        is_anyone_open = len(self._idle) < len(self.ranges)
+        return is_anyone_open and self.space.num_mappings > self.space.max_mappings
+
+    # ---- prefix cache
+
+    def match(self, keys: Sequence[bytes], max_tokens: int) -> PrefixHit | None:
+        """The longest cached beginning of a sequence with these page keys, at most max_tokens
+        (something must be left to compute)."""
+        pages = self.prefixes.match(keys)
+        num_tokens = min(self._tokens_in(len(pages)), max_tokens)
+        if num_tokens <= 0:
+            return None
+        self.prefixes.touch(keys[len(pages) - 1])
+        first_written = num_tokens // self.tile_tokens * self._tile_bytes // self.page_bytes
+        end = self.pages_for(num_tokens)
+        return PrefixHit(num_tokens, pages[:first_written], pages[first_written:end])
+
+    def remember(self, target: Range, keys: Sequence[bytes], num_computed: int) -> None:
+        """Let the prefix cache know the range's pages that are complete by now.
+
+        keys: of its pages, as far as they are known.
+        """
+        place = target.num_known
+        while place < len(keys) and self.page_end(place) <= num_computed:
+            parent = keys[place - 1] if place else None
+            page = target.pages[place]
+            if page not in self.prefixes and self.prefixes.insert(keys[place], parent, page):
+                self.allocator.share(page)
+            place += 1
+        target.num_known = place
+
+    def _evict(self) -> None:
+        """Forget something so that at least one page becomes free."""
+        found = self.prefixes.forget_oldest(lambda p: self.allocator.num_references(p) == 1)
+        if found is not None:
+            forgotten = [found[1]]
+        else:  # a page that nobody uses, continued by one that somebody does
+            pages = self.prefixes.pages
+            page = next(p for p in pages if self.allocator.num_references(p) == 1)
+            forgotten = self.prefixes.forget_tree(page)
+        for page in forgotten:
+            self._num_evictable -= self.allocator.give_back(page)
+        self.prefix_stats.num_evicted += len(forgotten)
+
+    def drop_cache(self) -> None:
+        """Forget every prefix."""
+        for page in self.prefixes.pages:
+            if page in self.prefixes:
+                for gone in self.prefixes.forget_tree(page):
+                    self._num_evictable -= self.allocator.give_back(gone)
+
+    # ---- pages of ranges
+
+    def _hold(self, page: int) -> None:
+        """One more range, or due copy, needs a page that the prefix cache knows."""
+        self._num_evictable -= self.allocator.num_references(page) == 1
+        self.allocator.share(page)
+
+    def _let_go(self, page: int) -> None:
+        if not self.allocator.give_back(page) and page in self.prefixes:
+            self._num_evictable += self.allocator.num_references(page) == 1
+
+    def open(self, num_tokens: int, hit: PrefixHit | None = None) -> Range:
         """A range that num_tokens are promised to; `grow` maps them as they are needed.
 
-        Best fit: the idle range with the fewest mapped pages that suffice, else the fullest.
+        With a hit, its tokens are there at once. The range is the idle one that shows the hit's
+        pages already, else the best fit: the fewest mapped pages that suffice, else the fullest.
         The caller has checked can_fit.
         """
         need = self.pages_for(num_tokens)
-        sizes = {i: len(self.ranges[i].pages) for i in self._idle}
-        enough = [i for i, size in sizes.items() if size >= need]
-        index = min(enough, key=sizes.__getitem__) if enough else max(sizes, key=sizes.__getitem__)
-        found = self.ranges[index]
-        self._idle.discard(index)
+        found = self.ranges[self._choose(need, hit.shared if hit else [])]
+        self._idle.discard(found.index)
         found.is_open = True
-        self._promise(found, need)
+        if hit is not None:
+            for page in (*hit.shared, *hit.copied):
+                self._hold(page)
+            found.pages.extend(hit.shared)
+            found.num_known = len(hit.shared)
+            for source in hit.copied:
+                found.copies.append((source, len(found.pages)))
+                found.pages.append(self._take(found))
+            found.capacity = self._tokens_in(len(found.pages))
+            self._dirty.add(found.index)
+        self._promise(found, max(0, need - len(found.pages)))
         return found
+
+    def _choose(self, need: int, shared: Sequence[int]) -> int:
+        sizes: dict[int, int] = {}
+        for index in self._idle:
+            shown = self.space.shown(index)
+            if shared and shown and shown[0] == shared[0] and self.space.shows(index, shared):
+                return index
+            sizes[index] = len(shown)
+        enough = [index for index, size in sizes.items() if size >= need]
+        return min(enough, key=sizes.__getitem__) if enough else max(sizes, key=sizes.__getitem__)
 
     def _promise(self, target: Range, num_pages: int) -> None:
         self._promised += num_pages - target.promised
         target.promised = num_pages
+
+    def _take(self, target: Range) -> int:
+        """A free page for the range's next place, the one that is shown there if possible."""
+        if not self.allocator.num_free:
+            self._evict()
+        place = len(target.pages)
+        shown = self.space.shown(target.index)
+        there = shown[place] if place < len(shown) and shown[place] >= 0 else None
+        return self.allocator.take(there, target.pages[-1] if target.pages else None)
 
     def grow(self, target: Range, num_tokens: int) -> bool:
         """Grant the range pages for num_tokens in all; False (and no change) if there are none."""
         if num_tokens <= target.capacity:
             return True
         assert num_tokens <= self.max_model_len, f"{num_tokens} > {self.max_model_len}"
-        missing = self.pages_for(num_tokens) - target.granted
+        missing = self.pages_for(num_tokens) - len(target.pages)
         if missing > self.num_available:
             return False
-        own = min(missing, target.num_spare)
-        self._grant(target, own)
-        while missing - own > self.allocator.num_free:
-            self._reclaim(missing - own - self.allocator.num_free)
-        for _ in range(missing - own):
-            target.pages.append(self.allocator.take(target.pages[-1] if target.pages else None))
-            self._spare += 1
-        self._grant(target, missing - own)
+        self.space.collect()
+        for _ in range(missing):
+            target.pages.append(self._take(target))
+        target.capacity = self._tokens_in(len(target.pages))
         self._promise(target, max(0, target.promised - missing))
-        if missing > own:
-            self._dirty.add(target.index)
+        self._dirty.add(target.index)
         return True
 
-    def _grant(self, target: Range, num_pages: int) -> None:
-        """Spare pages of the range become its sequence's (or, negative, the reverse)."""
-        target.granted += num_pages
-        target.capacity = self._tokens_in(target.granted)
-        self._spare -= num_pages
-
     def close(self, target: Range) -> None:
-        """The sequence is gone. Its pages stay mapped, spare for the next one."""
+        """The sequence is gone. Its places go on showing its pages until others are due there."""
         assert target.is_open, f"range {target.index} is not open"
         target.is_open = False
         self._promise(target, 0)
-        self._grant(target, -target.granted)
+        for page in (*target.pages, *(source for source, _ in target.copies)):
+            self._let_go(page)
+        target.pages.clear()
+        target.copies.clear()
+        target.capacity = target.valid = target.num_known = 0
+        self._dirty.discard(target.index)
         self._idle.add(target.index)
 
-    def _reclaim(self, num_pages: int) -> None:
-        """Take spare pages from the end of one range: an idle one if any has some."""
-        victim = max(self.ranges, key=lambda r: (not r.is_open and r.num_spare > 0, r.num_spare))
-        self._shrink(victim, max(victim.granted, len(victim.pages) - num_pages))
-
-    def _shrink(self, victim: Range, keep: int) -> list[int]:
-        """Take the pages after the first `keep`; returns those that nobody else holds."""
-        freed = [page for page in victim.pages[keep:] if self.allocator.give_back(page)]
-        self._spare -= len(victim.pages) - keep
-        del victim.pages[keep:]
-        victim.valid = min(victim.valid, keep)
-        self._dirty.add(victim.index)
-        return freed
+    # ---- the address space
 
     def commit(self, targets: Iterable[Range] | None = None) -> None:
         """Edit the address space so that it shows what was decided since the last commit.
 
         Only the given ranges are mapped (all, if None), so that one whose mapping fails with an
-        OSError does not stop the others; it stays due. Unmapping goes first: a page may have
-        moved from one range to another.
+        OSError does not stop the others; it stays due.
         """
         if not self._dirty:
             return
-        for index in self._dirty:
-            self._unmap_stale(self.ranges[index])
         wanted = self._dirty if targets is None else {item.index for item in targets}
         for index in sorted(wanted & self._dirty):
-            self._map_new(self.ranges[index])
-        self._dirty = {i for i in self._dirty if not self._is_settled(self.ranges[i])}
+            item = self.ranges[index]
+            self.space.show(index, item.pages, item.valid)
+            while item.copies:
+                source, place = item.copies[-1]
+                self._memory.copy_page(source, item.pages[place])
+                item.copies.pop()
+                self._let_go(source)
+            item.valid = len(item.pages)
+            self._dirty.discard(index)
+        if self.space.num_mappings > self.space.max_mappings:
+            self._unmap_idle()
 
-    @staticmethod
-    def _is_settled(item: Range) -> bool:
-        return item.mapped == item.valid == len(item.pages)
+    def _unmap_idle(self) -> None:
+        """Stale mappings give way when there are too many in all."""
+        stale = sorted(self._idle, key=lambda i: -len(self.space.shown(i)))
+        for index in stale:
+            if self.space.num_mappings < self.space.max_mappings * 3 // 4:
+                return
+            self._cut(index)
 
-    def _unmap_stale(self, item: Range) -> None:
-        if item.valid == item.mapped:
-            return
-        start = item.index * self.range_bytes + item.valid * self.page_bytes
+    def _cut(self, index: int) -> None:
         try:
-            self._memory.unmap(start, item.mapped - item.valid)
-        except OSError as error:
-            # Nobody reads beyond the valid pages, and mapping replaces what is there.
-            logger.warning("unmapping %d pages failed: %s", item.mapped - item.valid, error)
-            return
-        item.mapped = item.valid
+            self.space.cut(index, self.ranges[index].valid)
+        except OSError as error:  # nobody looks there, and mapping replaces what is there
+            logger.warning("unmapping failed: %s", error)
 
-    def _map_new(self, item: Range) -> None:
-        """One call per run of consecutive pages."""
-        while item.valid < len(item.pages):
-            first = item.pages[item.valid]
-            length = 1
-            end = len(item.pages) - item.valid
-            while length < end and item.pages[item.valid + length] == first + length:
-                length += 1
-            offset = item.index * self.range_bytes + item.valid * self.page_bytes
-            self._memory.map(offset, first, length)
-            item.valid += length
-            item.mapped = max(item.mapped, item.valid)
+    def look_ahead(self, wanted: Iterable[tuple[Range, int]]) -> None:
+        """Let the thread map what the ranges need for that many tokens, and a little for the
+        next one to come. Nothing is granted: whoever is in need may still take those pages."""
+        self.space.collect()
+        if self.space.is_busy:
+            return
+        taken: list[int] = []
+        for target, num_tokens in wanted:
+            num_tokens = min(num_tokens, self.max_model_len)
+            if num_tokens > target.capacity:
+                self._map_ahead(target, self.pages_for(num_tokens), taken)
+        if self._idle:
+            need = self.pages_for(min(_EAGER_TOKENS, self.max_model_len))
+            self._map_ahead(self.ranges[self._choose(need, [])], need, taken)
+        for page in taken:
+            self.allocator.give_back(page)
+
+    def _map_ahead(self, target: Range, num_pages: int, taken: list[int]) -> None:
+        shown = self.space.shown(target.index)
+        first = len(target.pages)
+        pages: list[int] = []
+        for place in range(first, num_pages):
+            if not self.num_available:
+                break
+            if not self.allocator.num_free:
+                self._evict()
+            there = shown[place] if place < len(shown) and shown[place] >= 0 else None
+            pages.append(self.allocator.take(there, pages[-1] if pages else None))
+        taken += pages
+        self.space.ahead(target.index, first, pages)
 
     def trim(self) -> None:
-        """Unmap all spare pages and give their memory back to the system."""
-        freed: list[int] = []
+        """Unmap what no sequence needs and give free pages' memory back to the system."""
+        self.space.settle()
         for item in self.ranges:
-            if item.num_spare:
-                freed.extend(self._shrink(item, item.granted))
+            if len(self.space.shown(item.index)) > item.valid:
+                self._cut(item.index)
         try:
-            self.commit()
-            for first, length in _runs(sorted(freed)):
+            for first, length in runs_of(self.allocator.cool()):
                 self._memory.release(first, length)
         except OSError as error:  # the pages are free all the same; only the system waits
             logger.warning("giving memory back failed: %s", error)
+
+    def close_all(self) -> None:
+        """Forget the prefixes, give all memory back, end the thread."""
+        self.drop_cache()
+        self.trim()
+        self.space.close()
 
     def check_integrity(self) -> None:
         """AssertionError tells which invariant does not hold. For tests and idle moments."""
         owners: dict[int, int] = {}
         for item in self.ranges:
             assert item.is_open != (item.index in self._idle), f"range {item.index}"
-            assert 0 <= item.granted <= len(item.pages), f"range {item.index}"
-            assert item.is_open or not (item.granted or item.promised), f"range {item.index}"
-            assert item.capacity == self._tokens_in(item.granted)
-            assert item.index in self._dirty or self._is_settled(item), f"range {item.index}"
-            for page in item.pages:
+            assert item.is_open or not (item.pages or item.promised), f"range {item.index}"
+            assert item.capacity == self._tokens_in(len(item.pages))
+            is_settled = item.valid == len(item.pages) and not item.copies
+            assert is_settled != (item.index in self._dirty), f"range {item.index}"
+            assert self.space.shows(item.index, item.pages[: item.valid]), f"range {item.index}"
+            for page in (*item.pages, *(source for source, _ in item.copies)):
                 owners[page] = owners.get(page, 0) + 1
-        spare = sum(item.num_spare for item in self.ranges)
-        assert spare == self._spare, f"{spare} spare pages, counted {self._spare}"
+            for place in range(item.num_known, len(item.pages)):
+                assert owners[item.pages[place]] == 1, f"page {item.pages[place]} is written"
         promised = sum(item.promised for item in self.ranges)
         assert promised == self._promised, f"{promised} promised, counted {self._promised}"
+        evictable = 0
+        for page in self.prefixes.pages:
+            evictable += page not in owners
+            owners[page] = owners.get(page, 0) + 1
+        assert evictable == self._num_evictable, f"{evictable}, counted {self._num_evictable}"
+        self.prefixes.check_integrity()
         self.allocator.check_integrity(owners)
-
-
-def _runs(pages: list[int]) -> Iterable[tuple[int, int]]:
-    """(first, length) of the runs of consecutive numbers in a sorted list."""
-    first = 0
-    for i in range(1, len(pages) + 1):
-        if i == len(pages) or pages[i] != pages[i - 1] + 1:
-            yield pages[first], i - first
-            first = i

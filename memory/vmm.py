@@ -40,12 +40,27 @@ class VirtualMemory(Protocol):
     """One reservation and a pool of physical pages. Sizes in bytes, page numbers in the pool."""
 
     page_bytes: int
+    maps_beside_kernels: bool
+    """Whether `map` may run while kernels read and write other places of the reservation."""
 
     def reserve(self, size_bytes: int) -> int:
         """Address of a fresh reservation that nothing is mapped into. Once per object."""
 
+    def prepare(self, first_page: int, num_pages: int) -> None:
+        """Make the pages physically present, so that mapping them later does not wait for that.
+
+        Keeps the content of pages that are. From any thread, but not once `close` has begun.
+        OSError if there is no memory; mapping a page that was not prepared works too.
+        """
+
     def map(self, offset: int, first_page: int, num_pages: int) -> None:
-        """Pages first_page.. appear at `offset` of the reservation, readable and writable."""
+        """Pages first_page.. appear at `offset` of the reservation, readable and writable.
+
+        They replace what was mapped there. OSError if they cannot.
+        """
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy a page's content to another one. Both are present; nobody writes them."""
 
     def unmap(self, offset: int, num_pages: int) -> None:
         """What was mapped there is gone; the addresses stay reserved."""
@@ -60,6 +75,8 @@ class VirtualMemory(Protocol):
 class LinuxMemory:
     """memfd pages in a PROT_NONE reservation."""
 
+    maps_beside_kernels = True
+
     def __init__(self, page_bytes: int, num_pages: int) -> None:
         assert page_bytes % mmap.PAGESIZE == 0, f"{page_bytes=}"
         self.page_bytes = page_bytes
@@ -67,6 +84,11 @@ class LinuxMemory:
         self._size = 0
         self._fd = os.memfd_create("mergestep-kv", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, page_bytes * num_pages)
+        # All pages in a row, one mapping: for what is done to a page wherever it is mapped.
+        self._pool_size = page_bytes * num_pages
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        flags = mmap.MAP_SHARED | _MAP_NORESERVE
+        self._pool = _mmap(0, self._pool_size, protection, flags, self._fd, 0)
 
     def reserve(self, size_bytes: int) -> int:
         assert not self._address, "one reservation per object"
@@ -74,6 +96,12 @@ class LinuxMemory:
         self._address = _mmap(0, size_bytes, _PROT_NONE, flags, -1, 0)
         self._size = size_bytes
         return self._address
+
+    def prepare(self, first_page: int, num_pages: int) -> None:
+        # Linux allocates at the first call and zeroes only at the second one (mm/shmem.c), or
+        # at the first touch. 64 KiB: 18 + 6 us here take 34 of 49 us off `map`.
+        for _ in range(2):
+            self._fallocate(0, first_page, num_pages)
 
     def map(self, offset: int, first_page: int, num_pages: int) -> None:
         size = num_pages * self.page_bytes
@@ -84,6 +112,13 @@ class LinuxMemory:
         file_offset = first_page * self.page_bytes
         _mmap(self._address + offset, size, protection, flags, self._fd, file_offset)
 
+    def copy_page(self, source: int, target: int) -> None:
+        ctypes.memmove(self.page_address(target), self.page_address(source), self.page_bytes)
+
+    def page_address(self, page: int) -> int:
+        """Where a page can be read and written, whatever range it is in."""
+        return self._pool + page * self.page_bytes
+
     def unmap(self, offset: int, num_pages: int) -> None:
         size = num_pages * self.page_bytes
         assert 0 <= offset <= self._size - size, f"{offset=} {size=}"
@@ -91,15 +126,21 @@ class LinuxMemory:
         _mmap(self._address + offset, size, _PROT_NONE, flags, -1, 0)
 
     def release(self, first_page: int, num_pages: int) -> None:
+        self._fallocate(_FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, first_page, num_pages)
+
+    def _fallocate(self, mode: int, first_page: int, num_pages: int) -> None:
         start, size = first_page * self.page_bytes, num_pages * self.page_bytes
-        mode = _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE
-        if _libc.fallocate(self._fd, mode, start, size) != 0:
-            raise _os_error("fallocate")
+        while _libc.fallocate(self._fd, mode, start, size) != 0:
+            if ctypes.get_errno() != errno.EINTR:
+                raise _os_error("fallocate")
 
     def close(self) -> None:
         if self._address:
             _libc.munmap(self._address, self._size)
             self._address = 0
+        if self._pool:
+            _libc.munmap(self._pool, self._pool_size)
+            self._pool = 0
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -92,6 +92,9 @@ def run(
     max_num_waiting: Annotated[int, typer.Option(help="Requests that may wait.")] = 4096,
     kv_cache_bytes: Size = None,
     kv_page_bytes: Size = None,
+    prefix_cache: Annotated[
+        bool, typer.Option(help="Share K/V between requests that begin alike.")
+    ] = True,
     tokenize_threads: Annotated[int, typer.Option(help="Threads that tokenize.")] = 2,
     compute_threads: ComputeThreads = None,
     backend: Backend = "auto",

@@ -44,6 +44,7 @@ class EngineConfig:
     max_num_waiting: requests that may wait before new ones are refused.
     kv_cache_bytes: bound on physical K/V memory; None takes 40 % of what is free.
     kv_page_bytes: physical unit mapped on demand; None picks about 16 tokens.
+    prefix_cache: keep what is computed and share it between requests that begin alike.
     tokenize_threads: size of pool 1. compute_threads: cores of pool 2; None takes
         all that affinity and the cgroup's quota leave.
     backend: name in ops.BACKENDS, or "auto".
@@ -63,6 +64,7 @@ class EngineConfig:
     max_num_waiting: int = 4096
     kv_cache_bytes: int | None = None
     kv_page_bytes: int | None = None
+    prefix_cache: bool = True
     tokenize_threads: int = 2
     compute_threads: int | None = None
     backend: str = "auto"

@@ -168,6 +168,10 @@ class EngineCore:
             pages_in_use=self._kv.num_in_use,
             pages_mapped=self._kv.num_mapped,
             pages_total=self._kv.num_pages,
+            pages_cached=self._kv.num_cached,
+            prefix_asked_tokens=self._kv.prefix_stats.num_asked_tokens,
+            prefix_hit_tokens=self._kv.prefix_stats.num_hit_tokens,
+            prefix_evicted_pages=self._kv.prefix_stats.num_evicted,
             kv_bytes_per_token=self._kv.token_bytes,
             last_step_age_s=None if last is None else self._clock() - last,
         )
@@ -220,7 +224,18 @@ class EngineCore:
             self._refuse(state, RequestError(message, param="prompt", code="invalid_prompt"))
         else:
             self._tell(state, lambda: state.sink.accept(request))
-            self._inbox.put(lambda: self._guarded(state, lambda: self._enqueue(state, request)))
+            keys = self._page_keys(request)
+            self._inbox.put(
+                lambda: self._guarded(state, lambda: self._enqueue(state, request, keys))
+            )
+
+    def _page_keys(self, request: Request) -> list[bytes]:
+        """Those of the prompt, here and not between two steps."""
+        keys: list[bytes] = []
+        if self._scheduler.hasher is not None:
+            salt = request.params.cache_salt
+            self._scheduler.hasher.extend(keys, request.prompt_token_ids, salt)
+        return keys
 
     def _token_ids(self, prompt: Prompt | Encode) -> SequenceOf[int]:
         if callable(prompt):
@@ -269,7 +284,7 @@ class EngineCore:
         finally:
             self._answer_all(FinishReason.ABORT)
             self._answer_rest()
-            self._kv.trim()
+            self._kv.close_all()
             self._runner.close()
 
     def _answer_failed(self) -> None:
@@ -384,8 +399,8 @@ class EngineCore:
 
     # ---- pool 2: messages
 
-    def _enqueue(self, state: RequestState, request: Request) -> None:
-        sequences = make_sequences(request, self._eos)
+    def _enqueue(self, state: RequestState, request: Request, page_keys: list[bytes]) -> None:
+        sequences = make_sequences(request, self._eos, page_keys)
         for sequence in sequences:  # before any of them is known to the scheduler
             sequence.output = OutputState(
                 request, sequence.index, self._detokenizers, state.sink, state.times

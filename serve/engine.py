@@ -90,6 +90,7 @@ class RequestStream:
             times.first_token_s,
             times.finished_s,
             times.num_preemptions,
+            times.num_cached_tokens,
         )
 
     async def accepted(self) -> Request:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memory.prefix_index import PrefixHasher
 from serve.admission import RequestLimits
 from serve.compute_thread import ComputeThread
 from serve.config import EngineConfig
@@ -69,7 +70,7 @@ def _load(config: EngineConfig, compute: ComputeThread, progress: bool) -> Loade
     )
     core = EngineCore(
         runner=runner,
-        scheduler=Scheduler(limits, kv),
+        scheduler=Scheduler(limits, kv, PrefixHasher(kv.page_end) if config.prefix_cache else None),
         kv=kv,
         tokenizer=tokenizer,
         eos_token_ids=frozenset(_eos(defaults, spec, tokenizer)),

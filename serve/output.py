@@ -56,6 +56,7 @@ class RequestTimes:
     first_token_s: float | None = None
     finished_s: float | None = None
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
 
 
 class OutputState:
@@ -230,6 +231,7 @@ class OutputProcessor:
     def _note_first(sequence: Sequence, times: RequestTimes, now_s: float) -> None:
         times.first_token_s = now_s
         times.first_scheduled_s = sequence.first_scheduled_s
+        times.num_cached_tokens = sequence.num_cached_tokens
 
     @staticmethod
     def _note_end(sequence: Sequence, times: RequestTimes, now_s: float) -> None:

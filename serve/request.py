@@ -7,6 +7,7 @@ once, at the edge: everything behind it may trust the values. Nothing here knows
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -22,6 +23,7 @@ MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-5
 MAX_LOGIT_BIAS = 1024
 SEED_LIMIT = 1 << 63
+_SALT = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 class TokensPrompt(TypedDict):
@@ -58,7 +60,8 @@ class SamplingParams:
     max_tokens: None means up to the model's context. temperature 0 is greedy. top_k 0 or -1
     means off. logprobs: number of alternatives per token (0: only the chosen one, None: off).
     seed: with the same seed and prompt the same tokens come out in any batch; None draws one.
-    logit_bias: token id -> value added to its logit.
+    logit_bias: token id -> value added to its logit. cache_salt: prefixes are shared only
+    between requests with the same salt.
     """
 
     n: int = 1
@@ -79,6 +82,7 @@ class SamplingParams:
     logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
     skip_special_tokens: bool = True
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         stop = self.stop
@@ -109,6 +113,7 @@ class SamplingParams:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         self._check_stops()
         self._check_logit_bias()
+        self._check_cache_salt()
 
     def _check_stops(self) -> None:
         if len(self.stop_strings) > MAX_STOP_STRINGS:
@@ -147,6 +152,13 @@ class SamplingParams:
         for token, value in self.logit_bias.items():
             _check_int("logit_bias", token, 0, 1 << 31)
             _check_float("logit_bias", value, -100.0, 100.0)
+
+    def _check_cache_salt(self) -> None:
+        salt = self.cache_salt
+        if salt is not None and not (isinstance(salt, str) and _SALT.fullmatch(salt)):
+            raise RequestError(
+                "cache_salt must be 1 to 128 letters, digits, - or _", param="cache_salt"
+            )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -250,13 +262,15 @@ class TokenDelta(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times on the engine's monotonic clock, in seconds."""
+    """Times on the engine's monotonic clock, in seconds. num_cached_tokens: of the prompt, taken
+    from the prefix cache by the sequence that answered first."""
 
     arrival_s: float
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
 
 
 class Logprob(NamedTuple):

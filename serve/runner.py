@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from memory.attention import PlannedAttention
-from memory.kv_manager import KVManager
+from memory.kv_manager import KVManager, Range
 from memory.vmm import VirtualMemory
 from serve.batch import make_batch
 from serve.models import Decoder
@@ -28,6 +28,20 @@ class StepResult(NamedTuple):
     sampled: list[Sequence]
     tokens: list[int]
     logprobs: list[TokenLogprobs | None] | None
+
+
+def next_needs(plan: StepPlan) -> list[tuple[Range, int]]:
+    """Tokens that the plan's sequences are about to need places for after it: a prompt its next
+    chunk, everyone else two more."""
+    needs: list[tuple[Range, int]] = []
+    for sequence, rows in zip(plan.sequences, plan.num_rows, strict=True):
+        target = sequence.kv_range
+        assert target is not None
+        end = sequence.num_computed_tokens + rows
+        need = max(end + 2, min(len(sequence.token_ids), end + rows))
+        if need > target.capacity and end < sequence.max_tokens_total:
+            needs.append((target, need))
+    return needs
 
 
 class Runner(Protocol):
@@ -62,6 +76,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan, launched: Callable[[], None]) -> StepResult:
         self._kv.commit(s.kv_range for s in plan.sequences if s.kv_range is not None)
+        self._kv.look_ahead(next_needs(plan))
         batch = make_batch(plan, self._kv)
         self._attention.plan(batch.attention)
         launched()

@@ -3,7 +3,8 @@
 There is no prefill or decode phase. Each sequence gets min(num_tokens - num_computed_tokens,
 what is left of the budget) rows, running ones first, then waiting ones in order of arrival.
 When memory runs out the youngest running sequence is preempted: it gives back its pages, goes
-to the front of the waiting queue and is recomputed later.
+to the front of the waiting queue and is recomputed later, except for what the prefix cache
+still knows of it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from memory.kv_manager import KVManager
+from memory.kv_manager import KVManager, PrefixHit
+from memory.prefix_index import PrefixHasher
 from serve.request import FinishReason
 from serve.sequence import Sequence, SequenceStatus
 
@@ -44,9 +46,13 @@ class SchedulerLimits:
 class Scheduler:
     """Waiting and running sequences."""
 
-    def __init__(self, limits: SchedulerLimits, kv: KVManager) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, kv: KVManager, hasher: PrefixHasher | None = None
+    ) -> None:
+        """hasher: names pages for the prefix cache; None: there is none."""
         self.limits = limits
         self.kv = kv
+        self.hasher = hasher
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -119,7 +125,7 @@ class Scheduler:
         self.running.remove(sequence)
         self.kv.close(sequence.kv_range)
         sequence.kv_range = None
-        sequence.num_computed_tokens = 0
+        sequence.num_computed_tokens = sequence.remember_at = 0
         sequence.num_preemptions += 1
         sequence.status = SequenceStatus.WAITING
         self.waiting.appendleft(sequence)
@@ -137,15 +143,42 @@ class Scheduler:
             sequence = self.waiting[0]
             # A spare page for everyone who runs: who is admitted into the last page would be
             # preempted by the next token of another, again and again.
-            if not self.kv.can_fit(sequence.num_tokens, spare_pages=len(self.running)):
+            hit = self._match(sequence)
+            if not self.kv.can_fit(sequence.num_tokens, len(self.running), hit):
                 break
             self.waiting.popleft()
-            sequence.kv_range = self.kv.open(sequence.num_tokens)
+            self._open(sequence, hit)
             sequence.status = SequenceStatus.RUNNING
             if sequence.first_scheduled_s is None:
                 sequence.first_scheduled_s = now_s
             self.running.append(sequence)
             budget -= self._add_chunk(sequence, budget, chunks, decodes)
+
+    def _match(self, sequence: Sequence) -> PrefixHit | None:
+        if self.hasher is None:
+            return None
+        self.hasher.extend(
+            sequence.page_keys, sequence.token_ids, sequence.request.params.cache_salt
+        )
+        return self.kv.match(sequence.page_keys, sequence.num_tokens - 1)
+
+    def _open(self, sequence: Sequence, hit: PrefixHit | None) -> None:
+        sequence.kv_range = self.kv.open(sequence.num_tokens, hit)
+        sequence.num_computed_tokens = num_hit = hit.num_tokens if hit is not None else 0
+        stats = self.kv.prefix_stats
+        stats.num_asked_tokens += sequence.num_tokens
+        stats.num_hit_tokens += num_hit
+        if sequence.first_scheduled_s is None:
+            sequence.num_cached_tokens = num_hit
+
+    def _remember(self, sequence: Sequence) -> None:
+        """Offer the pages that are complete now to the prefix cache."""
+        if self.hasher is None or sequence.kv_range is None:
+            return
+        keys = sequence.page_keys
+        self.hasher.extend(keys, sequence.token_ids, sequence.request.params.cache_salt)
+        self.kv.remember(sequence.kv_range, keys, sequence.num_computed_tokens)
+        sequence.remember_at = self.kv.page_end(sequence.kv_range.num_known)
 
     def _plan(self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]]) -> StepPlan | None:
         # A sequence planned early in the loop may have been preempted by a later one.
@@ -176,6 +209,8 @@ class Scheduler:
             plan.sequences, plan.num_rows, plan.samples, strict=True
         ):
             sequence.num_computed_tokens += rows
+            if sequence.num_computed_tokens >= sequence.remember_at:
+                self._remember(sequence)
             if not sampled:
                 continue
             token = next(next_token)

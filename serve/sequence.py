@@ -5,7 +5,8 @@ Only the compute loop touches a Sequence after it has been queued. No torch, no 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,9 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     kv_range: Range | None = None
+    page_keys: list[bytes] = field(default_factory=list)  # of its pages, for the prefix cache
+    remember_at: int = 0  # computed tokens at which its next page is complete
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     num_preemptions: int = 0
     first_scheduled_s: float | None = None
     finish_reason: FinishReason | None = None
@@ -61,7 +65,9 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
 
-def make_sequences(request: Request, eos_token_ids: frozenset[int]) -> list[Sequence]:
+def make_sequences(
+    request: Request, eos_token_ids: frozenset[int], page_keys: SequenceOf[bytes] = ()
+) -> list[Sequence]:
     """The n sequences of a request; output i samples with its own seed."""
     params = request.params
     assert params.max_tokens is not None and params.seed is not None, "resolved by the engine"
@@ -79,6 +85,7 @@ def make_sequences(request: Request, eos_token_ids: frozenset[int]) -> list[Sequ
             max_tokens_total=num_prompt + params.max_tokens,
             min_tokens_total=num_prompt + params.min_tokens,
             stop_ids=stops,
+            page_keys=list(page_keys),
         )
         for index in range(params.n)
     ]

@@ -11,7 +11,9 @@ from serve.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot of counters. Pages of idle ranges count as mapped but not as in use."""
+    """A snapshot of counters. pages_mapped have memory behind them; pages_in_use belong to
+    sequences, pages_cached only to the prefix cache. prefix_*: tokens of admitted sequences, those
+    of them that were found, pages forgotten for want of memory."""
 
     num_unfinished: int
     num_running: int
@@ -23,6 +25,10 @@ class EngineStats:
     pages_in_use: int
     pages_mapped: int
     pages_total: int
+    pages_cached: int
+    prefix_asked_tokens: int
+    prefix_hit_tokens: int
+    prefix_evicted_pages: int
     kv_bytes_per_token: int
     last_step_age_s: float | None
 

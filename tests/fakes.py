@@ -12,16 +12,29 @@ from serve.sequence import Sequence, make_sequences
 
 
 class FakeMemory:
-    """VirtualMemory as a dictionary: page number at each mapped page-sized offset."""
+    """VirtualMemory as a dictionary: page number at each mapped page-sized offset.
+
+    content: what copying or a test has written to a page, by position.
+    """
+
+    maps_beside_kernels = True
 
     def __init__(self, page_bytes: int) -> None:
         self.page_bytes = page_bytes
         self.mapped: dict[int, int] = {}
+        self.content: dict[int, dict[int, int]] = {}
         self.num_calls = 0
         self.fail_next: str | None = None
 
     def reserve(self, size_bytes: int) -> int:
         return 0
+
+    def prepare(self, first_page: int, num_pages: int) -> None:
+        self._maybe_fail("prepare")
+
+    def copy_page(self, source: int, target: int) -> None:
+        self._maybe_fail("copy_page")
+        self.content[target] = dict(self.content.get(source, {}))
 
     def map(self, offset: int, first_page: int, num_pages: int) -> None:
         self._maybe_fail("map")
@@ -49,27 +62,45 @@ class FakeMemory:
 
 
 def make_kv(
-    num_pages: int = 64, num_ranges: int = 8, max_model_len: int = 128, tokens_per_page: int = 4
+    num_pages: int = 64,
+    num_ranges: int = 8,
+    max_model_len: int = 128,
+    tokens_per_page: int = 4,
+    *,
+    tile_tokens: int = 1,
+    page_bytes: int | None = None,
+    in_background: bool = False,
 ) -> tuple[KVManager, FakeMemory]:
-    memory = FakeMemory(page_bytes=64 * tokens_per_page)
+    memory = FakeMemory(page_bytes or 64 * tokens_per_page)
     kv = KVManager(
         memory,
         num_pages=num_pages,
         num_ranges=num_ranges,
         max_model_len=max_model_len,
         token_bytes=64,
+        tile_tokens=tile_tokens,
+        in_background=in_background,
     )
     return kv, memory
 
 
 def check_mapping(kv: KVManager, memory: FakeMemory) -> None:
-    """What the address space shows is what the manager believes."""
+    """What the address space shows is what the manager believes, sequences' pages at least."""
+    for item in kv.ranges:
+        assert kv.space.shows(item.index, item.pages[: item.valid]), f"range {item.index}"
     expected = {
         item.index * kv.range_bytes + i * kv.page_bytes: page
         for item in kv.ranges
-        for i, page in enumerate(item.pages)
+        for i, page in enumerate(kv.space.shown(item.index))
+        if page >= 0
     }
     assert memory.mapped == expected
+    # neighbours in memory and in the file are one mapping
+    num_mappings = sum(
+        offset % kv.range_bytes == 0 or expected.get(offset - kv.page_bytes, -2) + 1 != page
+        for offset, page in expected.items()
+    )
+    assert kv.space.num_mappings == num_mappings
 
 
 def make_request(

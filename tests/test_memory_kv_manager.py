@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import random
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from tests.fakes import check_mapping, make_kv
+from tests.kv_model import KVModel
+
+PROMPTS = [[(i * i * k) % 3 for i in range(40)] for k in (1, 2)]
+# tiles within pages, across pages, tokens across pages; the last one maps in a thread
+LAYOUTS = [
+    {"tokens_per_page": 4},
+    {"tile_tokens": 4, "page_bytes": 64 * 6},
+    {"tile_tokens": 4, "page_bytes": 64 * 3, "num_pages": 40},
+    {"page_bytes": 96, "num_pages": 40, "in_background": True},
+]
 
 
 def test_grow_maps_only_at_commit():
@@ -31,7 +48,7 @@ def test_consecutive_pages_are_one_call():
     assert memory.num_calls == 1
 
 
-def test_closed_ranges_keep_their_pages_until_needed():
+def test_a_closed_range_is_used_again_without_a_call():
     kv, memory = make_kv(num_pages=10, num_ranges=2)
     first = kv.open(40)
     assert kv.grow(first, 40)
@@ -40,15 +57,14 @@ def test_closed_ranges_keep_their_pages_until_needed():
     kv.close(first)
     assert (kv.num_in_use, kv.num_mapped, kv.num_available) == (0, 10, 10)
     again = kv.open(8)
-    assert again is first, "best fit takes the range that has pages"
+    assert again is first, "best fit takes the range that shows pages"
     assert kv.grow(again, 8)
     kv.commit()
     assert memory.num_calls == calls, "nothing had to be mapped"
     assert (kv.num_in_use, kv.num_available) == (2, 8)
 
 
-def test_spare_pages_of_an_open_range_can_be_had():
-    """A small sequence in a range full of pages does not lock them away."""
+def test_pages_that_a_range_only_shows_can_be_had():
     kv, memory = make_kv(num_pages=10, num_ranges=2)
     first = kv.open(40)
     kv.grow(first, 40)
@@ -67,22 +83,32 @@ def test_spare_pages_of_an_open_range_can_be_had():
     kv.check_integrity()
 
 
-def test_shrunk_and_grown_between_commits_shows_no_stale_page():
+def test_pages_that_moved_elsewhere_are_replaced():
     kv, memory = make_kv(num_pages=6, num_ranges=2)
     first = kv.open(24)
     kv.grow(first, 24)
     kv.commit()
     kv.close(first)
-    again = kv.open(4)
-    other = kv.open(16)
+    again, other = kv.open(4), kv.open(16)
     assert again is first
     assert kv.grow(again, 4)
-    assert kv.grow(other, 16)  # takes spare pages from the end of `again`
+    assert kv.grow(other, 16)  # takes what `again` still shows
+    kv.commit([other])
     kv.close(other)
-    assert kv.grow(again, 20)  # and `again` takes them back in another order
+    assert kv.grow(again, 20)
     kv.commit()
     check_mapping(kv, memory)
     kv.check_integrity()
+
+
+def test_growth_prefers_used_pages_to_fresh_ones():
+    kv, _ = make_kv(num_pages=64)
+    for _ in range(5):
+        for item in [kv.open(8), kv.open(20)]:
+            kv.grow(item, 8)
+            kv.commit()
+            kv.close(item)
+    assert kv.num_mapped == 2, "the pages of the first sequence served all others"
 
 
 def test_promised_pages_are_not_given_to_the_next():
@@ -127,7 +153,7 @@ def test_one_range_that_cannot_be_mapped_stops_no_other():
     with pytest.raises(OSError, match="no memory"):
         kv.commit(items[:1])
     kv.commit(items[1:])
-    assert [item.mapped for item in items] == [0, 2, 2, 2]
+    assert [len(kv.space.shown(item.index)) for item in items] == [0, 2, 2, 2]
     kv.check_integrity()
     for item in items:
         kv.close(item)
@@ -146,7 +172,7 @@ def test_trim_unmaps_everything_idle():
     kv.commit()
     kv.close(drop)
     kv.trim()
-    assert kv.num_mapped == 2
+    assert (kv.num_mapped, len(memory.mapped)) == (2, 2)
     check_mapping(kv, memory)
 
 
@@ -157,73 +183,146 @@ def test_token_addresses_are_range_start_plus_position():
     assert kv.start_of(2) == 2 * kv.range_tokens
 
 
+def test_mapping_ahead_leaves_nothing_to_do_at_the_step():
+    kv, memory = make_kv(in_background=True)
+    item = kv.open(4)
+    kv.grow(item, 4)
+    kv.commit()
+    kv.look_ahead([(item, 6)])
+    kv.space.settle()
+    calls, at_steps = memory.num_calls, kv.space.stats.num_calls
+    assert kv.grow(item, 6)
+    kv.commit()
+    assert (memory.num_calls, kv.space.stats.num_calls) == (calls, at_steps)
+    eager = kv.open(8)
+    assert kv.grow(eager, 8)
+    kv.commit()
+    assert kv.space.stats.num_calls == at_steps, "the next arrival finds its pages"
+    check_mapping(kv, memory)
+    kv.close(item)
+    kv.close(eager)
+    kv.close_all()
+    assert not memory.mapped
+
+
+def test_what_cannot_be_mapped_ahead_is_mapped_at_the_step():
+    kv, memory = make_kv(in_background=True, num_ranges=1)
+    item = kv.open(4)
+    kv.grow(item, 4)
+    kv.commit()
+    memory.fail_next = "prepare"
+    kv.look_ahead([(item, 6)])
+    kv.space.settle()
+    assert kv.grow(item, 6)
+    kv.commit()
+    check_mapping(kv, memory)
+    kv.close_all()
+
+
+def test_too_many_mappings_make_idle_ranges_give_theirs_up():
+    kv, memory = make_kv(num_pages=64, num_ranges=4, max_model_len=64)
+    kv.space.max_mappings = 12
+    scattered = [kv.open(4) for _ in range(2)]
+    for length in range(4, 44, 4):  # pages alternate, so none merge
+        for item in scattered:
+            assert kv.grow(item, length)
+    kv.commit()
+    assert kv.space.num_mappings == 20
+    assert not kv.can_fit(4)
+    for item in scattered:
+        kv.close(item)
+    assert kv.can_fit(4)
+    again = kv.open(4)
+    kv.grow(again, 4)
+    kv.grow(again, 64)
+    kv.commit()
+    assert [bool(kv.space.shown(item.index)) for item in scattered] == [True, False]
+    check_mapping(kv, memory)
+    kv.check_integrity()
+
+
 class KVMachine(RuleBasedStateMachine):
-    """Open, grow, close, commit and trim in any order."""
+    """Share, append, free, evict, trim and failures in any order; contents are checked."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.kv, self.memory = make_kv(num_pages=20, num_ranges=5, max_model_len=40)
-        self.open: dict[int, int] = {}
+        self.model: KVModel | None = None
 
-    @rule(num_tokens=st.integers(1, 40))
-    def open_range(self, num_tokens: int) -> None:
-        if self.kv.can_fit(num_tokens):
-            item = self.kv.open(num_tokens)
-            assert item.index not in self.open
-            self.open[item.index] = 0
+    @initialize(layout=st.sampled_from(LAYOUTS))
+    def start(self, layout: dict[str, int]) -> None:
+        self.model = KVModel(**layout)
 
-    @precondition(lambda self: self.open)
+    @rule(prompt=st.sampled_from(PROMPTS), length=st.integers(1, 40), salt=st.sampled_from("ab"))
+    def open(self, prompt: list[int], length: int, salt: str) -> None:
+        self.model.open(prompt[:length], salt)
+
+    @precondition(lambda self: self.model and self.model.running)
     @rule(data=st.data(), num_tokens=st.integers(1, 40))
-    def grow(self, data: st.DataObject, num_tokens: int) -> None:
-        index = data.draw(st.sampled_from(sorted(self.open)))
-        before = self.kv.num_available
-        item = self.kv.ranges[index]
-        missing = self.kv.pages_for(num_tokens) - item.granted
-        grown = self.kv.grow(item, num_tokens)
-        assert grown == (missing <= before)
-        if grown:
-            assert item.capacity >= num_tokens
-            self.open[index] = max(self.open[index], num_tokens)
+    def advance(self, data: st.DataObject, num_tokens: int) -> None:
+        sequence = data.draw(st.sampled_from(self.model.running))
+        available = self.model.kv.num_available
+        end = min(len(sequence.tokens), sequence.num_computed + num_tokens)
+        missing = self.model.kv.pages_for(end) - len(sequence.kv_range.pages)
+        if not self.model.advance(sequence, num_tokens) and len(sequence.tokens) < 40:
+            assert missing > available or sequence.num_computed + 1 == len(sequence.tokens)
 
-    @precondition(lambda self: self.open)
+    @precondition(lambda self: self.model and self.model.running)
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
-        index = data.draw(st.sampled_from(sorted(self.open)))
-        self.kv.close(self.kv.ranges[index])
-        del self.open[index]
+        self.model.close(data.draw(st.sampled_from(self.model.running)))
 
-    @rule()
-    def commit(self) -> None:
-        self.kv.commit()
-        check_mapping(self.kv, self.memory)
-
-    @rule(fail=st.sampled_from(["map", "unmap"]))
+    @rule(fail=st.sampled_from(["map", "copy_page"]))
     def commit_with_a_failure(self, fail: str) -> None:
         """Whatever fails stays due: the next commit puts everything right."""
-        self.memory.fail_next = fail
+        self.model.memory.fail_next = fail
         with contextlib.suppress(OSError):
-            self.kv.commit()
-        self.memory.fail_next = None
+            self.model.kv.commit()
+        self.model.memory.fail_next = None
+
+    @rule()
+    def look_ahead(self) -> None:
+        self.model.look_ahead()
 
     @rule()
     def trim(self) -> None:
-        self.kv.trim()
-        check_mapping(self.kv, self.memory)
-        assert self.kv.num_mapped == self.kv.num_in_use
+        self.model.kv.trim()
+        check_mapping(self.model.kv, self.model.memory)
+        assert self.model.kv.num_mapped == self.model.kv.num_in_use + self.model.kv.num_cached
 
     @invariant()
     def consistent(self) -> None:
-        self.kv.check_integrity()
-        for index, num_tokens in self.open.items():
-            assert self.kv.ranges[index].capacity >= num_tokens
+        if self.model:
+            self.model.check()
 
     def teardown(self) -> None:
-        for index in self.open:
-            self.kv.close(self.kv.ranges[index])
-        self.kv.trim()
-        assert self.kv.num_mapped == 0
-        assert not self.memory.mapped
+        if self.model:
+            self.model.finish()
 
 
 TestKVMachine = KVMachine.TestCase
-TestKVMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestKVMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_25_000_random_operations(layout):
+    """Many more than hypothesis has time for; hits and evictions must really happen."""
+    rng = random.Random(5)
+    model = KVModel(**layout)
+    for number in range(25_000):
+        operation = rng.random()
+        if operation < 0.15:
+            prompt = rng.choice(PROMPTS)[: rng.randint(1, 40)]
+            model.open([*prompt[:-1], rng.randrange(3)], rng.choice("ab"))
+        elif operation < 0.8 and model.running:
+            model.advance(rng.choice(model.running), rng.choice([1, 1, 2, 8, 40]))
+        elif operation < 0.92 and model.running:
+            model.close(rng.choice(model.running))
+        elif operation < 0.97:
+            model.look_ahead()
+        elif operation < 0.975:
+            model.kv.trim()
+        if number % 20 == 0:
+            model.check()
+    assert model.num_hit_tokens > 3_000
+    assert model.kv.prefix_stats.num_evicted > 500
+    model.finish()

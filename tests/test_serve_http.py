@@ -17,6 +17,14 @@ HARD_TEXT = 'a\n\ndata: [DONE]\r\n"\\ \u2028 naïve 👍🏽 日本語 \x00 </s>
 USAGE = {"stream_options": {"include_usage": True}}
 
 
+USAGE_OF_2_AND_11 = {
+    "prompt_tokens": 2,
+    "completion_tokens": 11,
+    "total_tokens": 13,
+    "prompt_tokens_details": {"cached_tokens": 0},
+}
+
+
 def test_completion_shape() -> None:
     async def check(served: Served) -> None:
         status, answer = await served.post(COMPLETIONS, COMPLETION_BODY)
@@ -28,7 +36,7 @@ def test_completion_shape() -> None:
             "object": "text_completion",
             "model": "fake",
             "choices": [choice],
-            "usage": {"prompt_tokens": 2, "completion_tokens": 11, "total_tokens": 13},
+            "usage": USAGE_OF_2_AND_11,
         }
 
     run_with_server(FakeEngine(), check)
@@ -63,6 +71,7 @@ def test_many_prompts_and_n() -> None:
             "prompt_tokens": 6,
             "completion_tokens": 66,
             "total_tokens": 72,
+            "prompt_tokens_details": {"cached_tokens": 0},
         }
         events = await served.events(COMPLETIONS, {**body, **USAGE})
         texts = [""] * 6
@@ -107,7 +116,7 @@ def test_include_usage(path: str) -> None:
         *chunks, usage, done = await served.events(path, {**body, **USAGE})
         assert done == "[DONE]"
         assert usage["choices"] == []
-        assert usage["usage"] == {"prompt_tokens": 2, "completion_tokens": 11, "total_tokens": 13}
+        assert usage["usage"] == USAGE_OF_2_AND_11
         assert all(chunk["usage"] is None for chunk in chunks)
 
     run_with_server(FakeEngine(), check)

@@ -66,6 +66,11 @@ class Generation:
             stream.abort()
 
     @property
+    def cached_tokens(self) -> int:
+        """Of the prompts, taken from the prefix cache. Known with the first tokens."""
+        return sum(stream.metrics.num_cached_tokens for stream in self._streams)
+
+    @property
     def num_choices(self) -> int:
         return len(self._streams) * self._n
 
@@ -143,7 +148,9 @@ async def collect(
         "choices": [
             head.kind.choice(index, output, tokenizer) for index, output in enumerate(outputs)
         ],
-        "usage": shapes.usage(generation.prompt_tokens, completion_tokens),
+        "usage": shapes.usage(
+            generation.prompt_tokens, completion_tokens, generation.cached_tokens
+        ),
     }
 
 
@@ -218,5 +225,8 @@ class Streaming:
     def _ending(self) -> bytes:
         if not self._include_usage:
             return DONE
-        counts = shapes.usage(self._generation.prompt_tokens, self._completion_tokens)
+        generation = self._generation
+        counts = shapes.usage(
+            generation.prompt_tokens, self._completion_tokens, generation.cached_tokens
+        )
         return self._format.usage(counts) + DONE

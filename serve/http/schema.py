@@ -36,7 +36,7 @@ _NUMBERS = (
 )
 _BOOLEANS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 _SAMPLING = {*_INTEGERS, *_NUMBERS, *_BOOLEANS, "stop", "stop_token_ids", "logit_bias"}
-_COMMON = {"model", "stream", "stream_options", "max_tokens", "logprobs"}
+_COMMON = {"model", "stream", "stream_options", "max_tokens", "logprobs", "cache_salt"}
 # Accepted because clients send them and ignoring them harms nobody.
 _IGNORED = {
     "user",
@@ -178,6 +178,7 @@ def _sampling_params(
         stop=_stop(fields.get("stop")),
         stop_token_ids=_stop_token_ids(fields.get("stop_token_ids")),
         logit_bias=_logit_bias(fields.mapping("logit_bias")),
+        cache_salt=fields.string("cache_salt"),
     )
 
 

@@ -1,0 +1,265 @@
+"""What the ranges show: which page is mapped at which place, and the edits that change it.
+
+Apart from the books (`memory.kv_manager`): a range may go on showing pages that it does not own
+any more. Nobody looks there, and when the next sequence in the range gets the same pages again,
+nothing has to be mapped. Edits are made at the step boundary (`show`), except that places beyond
+the end of a range may be mapped ahead of need by a thread of their own (`ahead`; vAttention,
+arXiv 2405.04437, section 6): a step then waits for no system call.
+
+Linux limits the mappings of a process (vm.max_map_count, 65,530 by default). Consecutive pages
+at consecutive places are one mapping; `num_mappings` counts them, and stale ones are unmapped
+when they come near the limit.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from memory.vmm import VirtualMemory
+
+logger = logging.getLogger(__name__)
+
+_HOLE = -1
+
+
+@dataclass(slots=True)
+class MappingStats:
+    """num_calls at step boundaries took seconds; num_ahead were made by the thread."""
+
+    num_calls: int = 0
+    seconds: float = 0.0
+    num_ahead: int = 0
+    num_waits: int = 0
+
+
+class AddressSpace:
+    """The places of num_ranges ranges of range_pages pages each."""
+
+    def __init__(
+        self,
+        memory: VirtualMemory,
+        *,
+        num_ranges: int,
+        range_pages: int,
+        max_mappings: int,
+        in_background: bool = True,
+    ) -> None:
+        self.stats = MappingStats()
+        self.max_mappings = max_mappings
+        self.num_mappings = 0
+        self._memory = memory
+        self._range_bytes = range_pages * memory.page_bytes
+        self._shown: list[list[int]] = [[] for _ in range(num_ranges)]
+        self._num_runs = [0] * num_ranges
+        self._worker = _Worker(memory) if in_background else None
+
+    def shown(self, index: int) -> Sequence[int]:
+        """Pages at the places of a range from its first one on; -1 where nothing is mapped."""
+        return self._shown[index]
+
+    def shows(self, index: int, pages: Sequence[int]) -> bool:
+        return self._shown[index][: len(pages)] == pages
+
+    def show(self, index: int, pages: Sequence[int], first: int = 0) -> None:
+        """Map what differs in the first len(pages) places, from `first` on; the rest stays.
+
+        One call per run of consecutive pages. OSError: what was mapped until then is kept, the
+        call can be repeated.
+        """
+        self.settle()
+        shown = self._shown[index]
+        began = time.perf_counter()
+        try:
+            for place, length in _differing(shown, pages, first):
+                self._map(index, place, pages[place], length)
+        finally:
+            self.stats.seconds += time.perf_counter() - began
+
+    def _map(self, index: int, place: int, first_page: int, length: int) -> None:
+        self._memory.map(self._offset(index, place), first_page, length)
+        self._note(index, place, range(first_page, first_page + length))
+        self.stats.num_calls += 1
+
+    def _offset(self, index: int, place: int) -> int:
+        return index * self._range_bytes + place * self._memory.page_bytes
+
+    def _note(self, index: int, place: int, pages: Iterable[int]) -> None:
+        """These pages are at these places now."""
+        shown = self._shown[index]
+        new = list(pages)
+        if place == len(shown):  # the usual case: the range grows at its end
+            runs = _num_runs(new)
+            if shown and new and new[0] == shown[-1] + 1 and shown[-1] != _HOLE:
+                runs -= 1
+            shown += new
+            self._count(index, self._num_runs[index] + runs)
+            return
+        if place > len(shown):
+            shown += [_HOLE] * (place - len(shown))
+        shown[place : place + len(new)] = new
+        while shown and shown[-1] == _HOLE:
+            shown.pop()
+        self._count(index, _num_runs(shown))
+
+    def _count(self, index: int, num_runs: int) -> None:
+        self.num_mappings += num_runs - self._num_runs[index]
+        self._num_runs[index] = num_runs
+
+    # ---- mapping ahead
+
+    def ahead(self, index: int, place: int, pages: Sequence[int]) -> None:
+        """Let these pages appear there soon; nobody looks at those places before `settle`."""
+        if self._worker is None:
+            return
+        for start, length in _differing(self._shown[index], pages, 0, place):
+            offset = self._offset(index, place + start)
+            self._worker.put(_Job(index, place + start, offset, pages[start], length))
+
+    @property
+    def is_busy(self) -> bool:
+        """The thread still has something to map."""
+        return self._worker is not None and self._worker.is_busy
+
+    def settle(self) -> None:
+        """Wait for the thread and take in what it has mapped."""
+        if self._worker is None:
+            return
+        if self._worker.is_busy:
+            self.stats.num_waits += 1
+            self._worker.wait()
+        self.collect()
+
+    def collect(self) -> None:
+        """Take in what the thread has mapped so far."""
+        if self._worker is None:
+            return
+        while self._worker.done:
+            job = self._worker.done.popleft()
+            self._note(job.index, job.place, range(job.first_page, job.first_page + job.length))
+            self.stats.num_ahead += 1
+
+    # ---- unmapping
+
+    def cut(self, index: int, keep: int) -> None:
+        """Unmap what the range shows beyond its first `keep` places."""
+        self.settle()
+        shown = self._shown[index]
+        mapped = [i for i in range(keep, len(shown)) if shown[i] != _HOLE]
+        for place, length in runs_of(mapped):
+            self._memory.unmap(self._offset(index, place), length)
+            self._note(index, place, [_HOLE] * length)
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._worker is not None:
+            self._worker.stop()
+            self.collect()
+            self._worker = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    index: int
+    place: int
+    offset: int
+    first_page: int
+    length: int
+
+
+class _Worker:
+    """The thread that maps ahead. Started with the first job."""
+
+    def __init__(self, memory: VirtualMemory) -> None:
+        self.done: deque[_Job] = deque()
+        self._memory = memory
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._num_put = 0
+        self._num_done = 0
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return self._num_done < self._num_put
+
+    def put(self, job: _Job) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="mergestep-map", daemon=True)
+            self._thread.start()
+        self._num_put += 1
+        self._jobs.put(job)
+
+    def wait(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self.is_busy)
+
+    def stop(self) -> None:
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._memory.prepare(job.first_page, job.length)
+                if self._memory.maps_beside_kernels:
+                    self._memory.map(job.offset, job.first_page, job.length)
+                    self.done.append(job)
+            except OSError as error:  # the step that needs the page maps it, or fails, itself
+                logger.warning("mapping ahead failed: %s", error)
+            with self._changed:
+                self._num_done += 1
+                self._changed.notify_all()
+
+
+def _differing(
+    shown: Sequence[int], pages: Sequence[int], first: int, place: int = 0
+) -> Iterable[tuple[int, int]]:
+    """(start, length) in `pages`, from `first` on, of runs of consecutive pages that are not
+    shown at start + place yet."""
+    start = first
+    end = len(pages)
+    known = len(shown)
+    while start < end:
+        at = start + place
+        if at < known and shown[at] == pages[start]:
+            start += 1
+            continue
+        length = 1
+        while (
+            start + length < end
+            and pages[start + length] == pages[start] + length
+            and not (at + length < known and shown[at + length] == pages[start + length])
+        ):
+            length += 1
+        yield start, length
+        start += length
+
+
+def _num_runs(pages: Sequence[int]) -> int:
+    """Mappings that the kernel needs for pages at consecutive places."""
+    runs = 0
+    previous = _HOLE
+    for page in pages:
+        if page != _HOLE and (previous == _HOLE or page != previous + 1):
+            runs += 1
+        previous = page
+    return runs
+
+
+def runs_of(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """(first, length) of the runs of consecutive numbers in a sorted list."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and number == sum(found[-1]):
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+        else:
+            found.append((number, 1))
+    return found

@@ -1,0 +1,149 @@
+"""Which pages hold the K/V of which tokens: the books of the prefix cache.
+
+A page is known by a key that stands for all tokens from the beginning to its end: a keyed
+BLAKE2b chain, key(i) = H(key(i-1), tokens of page i), begun with a salt. Keys are 128 bits and
+secret-keyed, so nobody can construct two prompts that collide, and a hit needs the same salt.
+Pages are remembered as a tree; the least recently used leaf is forgotten first. Integers and
+bytes only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+KEY_BYTES = 16
+
+
+class PrefixHasher:
+    """Keys of the pages of a token sequence."""
+
+    def __init__(self, page_end: Callable[[int], int], secret: bytes | None = None) -> None:
+        """page_end(i): tokens that must be computed for page i to be complete."""
+        self._page_end = page_end
+        self._secret = secrets.token_bytes(32) if secret is None else secret
+
+    def extend(self, keys: list[bytes], token_ids: Sequence[int], salt: str | None = None) -> None:
+        """Append the keys of the pages that token_ids fill and `keys` does not have yet."""
+        key = keys[-1] if keys else self._hash(b"", (salt or "").encode())
+        start = self._page_end(len(keys) - 1) if keys else 0
+        while (end := self._page_end(len(keys))) <= len(token_ids):
+            key = self._hash(key, array("i", token_ids[start:end]).tobytes())
+            keys.append(key)
+            start = end
+
+    def _hash(self, previous: bytes, data: bytes) -> bytes:
+        return hashlib.blake2b(previous + data, digest_size=KEY_BYTES, key=self._secret).digest()
+
+
+@dataclass(slots=True)
+class _Node:
+    page: int
+    parent: bytes | None
+    num_children: int = 0
+
+
+class PrefixIndex:
+    """Keys to pages, and the order in which they are forgotten. O(1) per page."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[bytes, _Node] = {}
+        self._keys: dict[int, bytes] = {}
+        self._leaves: OrderedDict[bytes, None] = OrderedDict()  # oldest first
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._keys
+
+    @property
+    def pages(self) -> Sequence[int]:
+        return list(self._keys)
+
+    def match(self, keys: Sequence[bytes]) -> list[int]:
+        """Pages of the longest known beginning of a chain."""
+        found: list[int] = []
+        for key in keys:
+            node = self._nodes.get(key)
+            if node is None:
+                break
+            found.append(node.page)
+        return found
+
+    def insert(self, key: bytes, parent: bytes | None, page: int) -> bool:
+        """Remember a page under its parent's key (None for a first page). False when the key is
+        known already or the parent is not."""
+        if key in self._nodes or (parent is not None and parent not in self._nodes):
+            return False
+        assert page not in self._keys, f"page {page} is known"
+        self._nodes[key] = _Node(page, parent)
+        self._keys[page] = key
+        self._leaves[key] = None
+        if parent is not None:
+            self._nodes[parent].num_children += 1
+            self._leaves.pop(parent, None)
+        return True
+
+    def touch(self, key: bytes) -> None:
+        """The chain that ends with `key` has been used."""
+        if key in self._leaves:
+            self._leaves.move_to_end(key)
+
+    def forget_oldest(self, may_forget: Callable[[int], bool]) -> tuple[bytes, int] | None:
+        """Forget the leaf that was used longest ago among those whose page may go; key and page.
+
+        Those that may not are in use, so they count as used just now.
+        """
+        for _ in range(len(self._leaves)):
+            key = next(iter(self._leaves))
+            page = self._nodes[key].page
+            if may_forget(page):
+                self._forget(key)
+                return key, page
+            self._leaves.move_to_end(key)
+        return None
+
+    def forget_tree(self, page: int) -> list[int]:
+        """Forget a page and all that continue it; their pages. Looks at every node."""
+        root = self._keys[page]
+        doomed = {root}
+        order = [root]
+        for key in order:
+            children = [k for k, n in self._nodes.items() if n.parent == key and k not in doomed]
+            doomed.update(children)
+            order += children
+        pages = [self._nodes[key].page for key in order]
+        for key in reversed(order):
+            self._forget(key)
+        return pages
+
+    def _forget(self, key: bytes) -> None:
+        node = self._nodes.pop(key)
+        assert not node.num_children, "only leaves are forgotten"
+        del self._keys[node.page], self._leaves[key]
+        if node.parent is None:
+            return
+        parent = self._nodes[node.parent]
+        parent.num_children -= 1
+        if not parent.num_children:
+            self._leaves[node.parent] = None
+            self._leaves.move_to_end(node.parent, last=False)
+
+    def check_integrity(self) -> None:
+        """AssertionError tells what is off."""
+        children: dict[bytes, int] = {}
+        for key, node in self._nodes.items():
+            assert self._keys[node.page] == key, f"page {node.page}"
+            if node.parent is not None:
+                assert node.parent in self._nodes, "an orphan"
+                children[node.parent] = children.get(node.parent, 0) + 1
+        assert len(self._keys) == len(self._nodes)
+        for key, node in self._nodes.items():
+            assert node.num_children == children.get(key, 0), f"page {node.page}"
+            assert (key in self._leaves) == (not node.num_children), f"page {node.page}"
+        assert len(self._leaves) <= len(self._nodes)

@@ -1,0 +1,102 @@
+"""A model of sequences on the KV manager that knows what every page must hold.
+
+Each computed token writes a value that stands for all tokens up to it, as real K/V does. Whoever
+gets a page it must not have, or loses one, has a wrong value somewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from memory.kv_manager import Range
+from memory.prefix_index import PrefixHasher
+from tests.fakes import check_mapping, make_kv
+
+
+@dataclass
+class ModelSequence:
+    tokens: list[int]
+    salt: str
+    kv_range: Range
+    num_computed: int
+    keys: list[bytes] = field(default_factory=list)
+
+
+class KVModel:
+    """Sequences of token ids on a small pool."""
+
+    def __init__(self, **settings) -> None:
+        defaults = {"num_pages": 20, "num_ranges": 5, "max_model_len": 40}
+        self.kv, self.memory = make_kv(**(defaults | settings))
+        self.hasher = PrefixHasher(self.kv.page_end, b"secret")
+        self.running: list[ModelSequence] = []
+        self.num_hit_tokens = 0
+
+    def open(self, tokens: list[int], salt: str) -> bool:
+        keys: list[bytes] = []
+        self.hasher.extend(keys, tokens, salt)
+        hit = self.kv.match(keys, len(tokens) - 1)
+        if not self.kv.can_fit(len(tokens), hit=hit):
+            return False
+        item = self.kv.open(len(tokens), hit)
+        num_computed = hit.num_tokens if hit else 0
+        self.num_hit_tokens += num_computed
+        self.running.append(ModelSequence(list(tokens), salt, item, num_computed, keys))
+        return True
+
+    def advance(self, sequence: ModelSequence, num_tokens: int) -> bool:
+        """Compute up to num_tokens more; a finished prompt gets one more token."""
+        if sequence.num_computed == len(sequence.tokens):
+            if len(sequence.tokens) == self.kv.max_model_len:
+                return False
+            sequence.tokens.append(len(sequence.tokens) % 3)
+        end = min(len(sequence.tokens), sequence.num_computed + num_tokens)
+        if not self.kv.grow(sequence.kv_range, end):
+            return False
+        self.kv.commit([sequence.kv_range])
+        for position in range(sequence.num_computed, end):
+            for page in self._pages(sequence, position):
+                page[position] = self._value(sequence, position)
+        sequence.num_computed = end
+        self.hasher.extend(sequence.keys, sequence.tokens, sequence.salt)
+        self.kv.remember(sequence.kv_range, sequence.keys, end)
+        return True
+
+    def look_ahead(self) -> None:
+        self.kv.look_ahead([(s.kv_range, s.num_computed + 3) for s in self.running])
+
+    def close(self, sequence: ModelSequence) -> None:
+        self.kv.close(sequence.kv_range)
+        self.running.remove(sequence)
+
+    def _pages(self, sequence: ModelSequence, position: int) -> list[dict[int, int]]:
+        """Those that hold bytes of the position's tile."""
+        kv, tile = self.kv, self.kv.tile_tokens
+        begin = position // tile * tile * kv.token_bytes
+        last = (begin + tile * kv.token_bytes - 1) // kv.page_bytes
+        pages = sequence.kv_range.pages[begin // kv.page_bytes : last + 1]
+        return [self.memory.content.setdefault(page, {}) for page in pages]
+
+    @staticmethod
+    def _value(sequence: ModelSequence, position: int) -> int:
+        return hash((sequence.salt, *sequence.tokens[: position + 1]))
+
+    def check(self) -> None:
+        self.kv.check_integrity()
+        for sequence in self.running:
+            if sequence.kv_range.copies:
+                continue  # not committed yet
+            for position in range(sequence.num_computed):
+                for page in self._pages(sequence, position):
+                    assert page.get(position) == self._value(sequence, position), position
+
+    def finish(self) -> None:
+        for sequence in list(self.running):
+            self.close(sequence)
+        self.kv.check_integrity()
+        assert self.kv.num_in_use == 0
+        self.kv.close_all()
+        check_mapping(self.kv, self.memory)
+        assert not self.memory.mapped
+        assert self.kv.num_mapped == 0
+        self.kv.check_integrity()
