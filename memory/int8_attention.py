@@ -34,6 +34,11 @@ class Int8KVLayout:
             offset += self.formats[-1].tile_bytes
         self.tile_bytes = offset
 
+    def pad(self, tile_bytes: int) -> None:
+        """Leave room behind each tile, so that a page holds a whole number of them."""
+        assert tile_bytes >= self.tile_bytes and tile_bytes % TILE_TOKENS == 0, f"{tile_bytes=}"
+        self.tile_bytes = tile_bytes
+
     @property
     def token_bytes(self) -> int:
         return self.tile_bytes // TILE_TOKENS

@@ -33,6 +33,11 @@ class KVLayout:
             offset += 2 * layer.num_kv_heads * layer.head_dim
         self.token_elements = offset
 
+    def pad(self, token_bytes: int) -> None:
+        """Leave room behind each token, so that a page holds a whole number of them."""
+        assert token_bytes >= self.token_bytes, f"{token_bytes=}"
+        self.token_elements = token_bytes // self.dtype.itemsize
+
     @property
     def token_bytes(self) -> int:
         return self.token_elements * self.dtype.itemsize

@@ -34,8 +34,10 @@ logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
 _TOKENS_PER_PAGE = 16
-_MIN_PAGE_BYTES = 64 << 10
+_MIN_PAGE_BYTES = 16 << 10
 _MAX_PAGE_BYTES = 2 * _MIB
+_SYSTEM_PAGE_BYTES = 4096
+_LINE_BYTES = 64
 # Linux allows 65,530 mappings in a process; every page can become one of them.
 _MAX_PAGES = 30_000
 _KV_SHARE_OF_FREE_MEMORY = 0.4
@@ -69,6 +71,7 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
     _leave_cores_to_native(precision, layers)
     layout = _kv_layout(config, precision, layers)
     sizes = size_kv(config, spec, layout.token_bytes, layout.tile_tokens)
+    layout.pad(sizes.tile_bytes)
     memory = LinuxMemory(sizes.page_bytes, sizes.num_pages)
     try:
         kv = KVManager(
@@ -157,7 +160,10 @@ def _attention(
 
 @dataclass(frozen=True, slots=True)
 class KVSizes:
+    """tile_bytes: from one tile to the next, padding included."""
+
     page_bytes: int
+    tile_bytes: int
     num_pages: int
     max_model_len: int
 
@@ -177,19 +183,16 @@ def size_kv(
     # More than every sequence at its longest is of no use.
     most = config.max_num_seqs * (max_len * token_bytes + _MAX_PAGE_BYTES)
     budget = min(budget, most)
+    tile = token_bytes * tile_tokens
     page = config.kv_page_bytes
     if page is None:
-        page = _MIN_PAGE_BYTES
-        while page < _MAX_PAGE_BYTES and page < _TOKENS_PER_PAGE * token_bytes:
-            page *= 2
-        while budget // page > _MAX_PAGES:
-            page *= 2
+        page, tile = _page_of_tiles(tile, tile_tokens, budget)
     elif budget // page > _MAX_PAGES:
         raise ConfigError(
             f"kv_page_bytes {page} gives more than {_MAX_PAGES} pages; use a larger page"
         )
     num_pages = budget // page
-    fits = num_pages * page // (token_bytes * tile_tokens) * tile_tokens
+    fits = num_pages * page // tile * tile_tokens
     if fits < max_len:
         if config.kv_cache_bytes is not None or config.max_model_len is not None or fits < 1:
             raise ConfigError(
@@ -198,7 +201,23 @@ def size_kv(
             )
         logger.warning("memory holds %d tokens; max_model_len is lowered from %d", fits, max_len)
         max_len = fits
-    return KVSizes(page, num_pages, max_len)
+    return KVSizes(page, tile, num_pages, max_len)
+
+
+def _page_of_tiles(tile_bytes: int, tile_tokens: int, budget: int) -> tuple[int, int]:
+    """Bytes of a page that holds a whole number of tiles, and of such a tile, a little padded.
+
+    Then a page can be shared the moment its tokens are computed, and nothing but the last tile's
+    places is mapped in vain.
+    """
+    tiles = 1
+    while tiles * tile_tokens < _TOKENS_PER_PAGE and 2 * tiles * tile_bytes <= _MAX_PAGE_BYTES:
+        tiles *= 2
+    while tiles * tile_bytes < _MIN_PAGE_BYTES or budget // (tiles * tile_bytes) > _MAX_PAGES:
+        tiles *= 2
+    unit = max(_LINE_BYTES, _SYSTEM_PAGE_BYTES // tiles)
+    padded = -(-tile_bytes // unit) * unit
+    return tiles * padded, padded
 
 
 def available_memory() -> int:

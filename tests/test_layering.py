@@ -20,8 +20,10 @@ PURE = [
     "serve/scheduler.py",
     "serve/sequence.py",
     "serve/request.py",
+    "memory/address_space.py",
     "memory/allocator.py",
     "memory/kv_manager.py",
+    "memory/prefix_index.py",
     "memory/vmm.py",
 ]
 FORBIDDEN_EVERYWHERE = {"pickle", "dill", "marshal", "shelve"}

@@ -29,9 +29,18 @@ def sizes(spec, token_bytes, **settings):
 
 
 def test_pages_hold_about_sixteen_tokens(spec):
-    assert sizes(spec, 512, kv_cache_bytes=64 * MIB).page_bytes == 64 << 10
+    assert sizes(spec, 512, kv_cache_bytes=64 * MIB).page_bytes == 16 << 10
     assert sizes(spec, 32 << 10, kv_cache_bytes=64 * MIB).page_bytes == 512 << 10
     assert sizes(spec, 1 << 20, kv_cache_bytes=2048 * MIB).page_bytes == 2 * MIB
+
+
+@pytest.mark.parametrize(("token_bytes", "tile_tokens"), [(1056, 16), (16_896, 16), (640, 1)])
+def test_a_page_holds_whole_tiles(spec, token_bytes, tile_tokens):
+    found = size_kv(EngineConfig(kv_cache_bytes=64 * MIB), spec, token_bytes, tile_tokens)
+    assert found.page_bytes % 4096 == 0
+    assert found.page_bytes % found.tile_bytes == 0
+    tile = token_bytes * tile_tokens
+    assert tile <= found.tile_bytes <= tile * 1.25
 
 
 def test_there_are_never_more_pages_than_mappings(spec):
