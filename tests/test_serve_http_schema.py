@@ -142,7 +142,7 @@ BOTH_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "strnig"}}, "response_format", "unsupported_parameter"),
     ({"modalities": ["audio"]}, "modalities", "unsupported_parameter"),
     ({"priority": 1}, "priority", "unknown_parameter"),
-    ({"cache_salt": "x"}, "cache_salt", "unknown_parameter"),
+    ({"cache_salt": "a b"}, "cache_salt", "invalid_value"),
 ]
 COMPLETION_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": None}, "prompt", "missing_required_parameter"),
