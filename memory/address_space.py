@@ -72,8 +72,11 @@ class AddressSpace:
         One call per run of consecutive pages. OSError: what was mapped until then is kept, the
         call can be repeated.
         """
-        self.settle()
+        self.collect()
         shown = self._shown[index]
+        if not any(_differing(shown, pages, first)):
+            return
+        self.settle()
         began = time.perf_counter()
         try:
             for place, length in _differing(shown, pages, first):
@@ -113,13 +116,23 @@ class AddressSpace:
 
     # ---- mapping ahead
 
-    def ahead(self, index: int, place: int, pages: Sequence[int]) -> None:
-        """Let these pages appear there soon; nobody looks at those places before `settle`."""
+    def ahead(self, wanted: Iterable[tuple[int, int, Sequence[int]]]) -> None:
+        """(range, place, pages): let these pages appear there soon. Nobody may look at those
+        places before `collect` has said that they do. One call for many: waking the thread, and
+        what it takes from the interpreter, costs more than the mapping."""
         if self._worker is None:
             return
-        for start, length in _differing(self._shown[index], pages, 0, place):
-            offset = self._offset(index, place + start)
-            self._worker.put(_Job(index, place + start, offset, pages[start], length))
+        jobs = [
+            _Job(index, place + start, self._offset(index, place + start), pages[start], length)
+            for index, place, pages in wanted
+            for start, length in _differing(self._shown[index], pages, 0, place)
+        ]
+        for job in jobs:  # whatever is there now is about to go
+            stale = len(self._shown[job.index]) - job.place
+            if stale > 0:
+                self._note(job.index, job.place, [_HOLE] * min(stale, job.length))
+        if jobs:
+            self._worker.put(jobs)
 
     @property
     def is_busy(self) -> bool:
@@ -173,12 +186,12 @@ class _Job:
 
 
 class _Worker:
-    """The thread that maps ahead. Started with the first job."""
+    """The thread that maps ahead. Started with the first jobs."""
 
     def __init__(self, memory: VirtualMemory) -> None:
         self.done: deque[_Job] = deque()
         self._memory = memory
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[list[_Job] | None] = queue.SimpleQueue()
         self._num_put = 0
         self._num_done = 0
         self._changed = threading.Condition()
@@ -188,12 +201,12 @@ class _Worker:
     def is_busy(self) -> bool:
         return self._num_done < self._num_put
 
-    def put(self, job: _Job) -> None:
+    def put(self, jobs: list[_Job]) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="mergestep-map", daemon=True)
             self._thread.start()
         self._num_put += 1
-        self._jobs.put(job)
+        self._jobs.put(jobs)
 
     def wait(self) -> None:
         with self._changed:
@@ -206,17 +219,22 @@ class _Worker:
             self._thread = None
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (jobs := self._jobs.get()) is not None:
             try:
-                self._memory.prepare(job.first_page, job.length)
-                if self._memory.maps_beside_kernels:
-                    self._memory.map(job.offset, job.first_page, job.length)
-                    self.done.append(job)
+                for job in jobs:
+                    self._do(job)
             except OSError as error:  # the step that needs the page maps it, or fails, itself
                 logger.warning("mapping ahead failed: %s", error)
             with self._changed:
                 self._num_done += 1
                 self._changed.notify_all()
+
+    def _do(self, job: _Job) -> None:
+        if self._memory.maps_beside_kernels:
+            self._memory.map(job.offset, job.first_page, job.length)
+            self.done.append(job)
+        else:
+            self._memory.prepare(job.first_page, job.length)
 
 
 def _differing(

@@ -359,18 +359,22 @@ class KVManager:
         self.space.collect()
         if self.space.is_busy:
             return
-        taken: list[int] = []
+        places: list[tuple[int, int, list[int]]] = []
         for target, num_tokens in wanted:
             num_tokens = min(num_tokens, self.max_model_len)
             if num_tokens > target.capacity:
-                self._map_ahead(target, self.pages_for(num_tokens), taken)
+                places.append(self._ahead_of(target, self.pages_for(num_tokens)))
         if self._idle:
             need = self.pages_for(min(_EAGER_TOKENS, self.max_model_len))
-            self._map_ahead(self.ranges[self._choose(need, [])], need, taken)
-        for page in taken:
+            places.append(self._ahead_of(self.ranges[self._choose(need, [])], need))
+        self.space.ahead(places)
+        ahead = [page for _, _, pages in places for page in pages]
+        for page in ahead:
             self.allocator.give_back(page)
+        self.allocator.keep(ahead)
 
-    def _map_ahead(self, target: Range, num_pages: int, taken: list[int]) -> None:
+    def _ahead_of(self, target: Range, num_pages: int) -> tuple[int, int, list[int]]:
+        """(range, place, pages) that it would get next. The pages are taken."""
         shown = self.space.shown(target.index)
         first = len(target.pages)
         pages: list[int] = []
@@ -380,9 +384,9 @@ class KVManager:
             if not self.allocator.num_free:
                 self._evict()
             there = shown[place] if place < len(shown) and shown[place] >= 0 else None
-            pages.append(self.allocator.take(there, pages[-1] if pages else None))
-        taken += pages
-        self.space.ahead(target.index, first, pages)
+            before = pages or target.pages
+            pages.append(self.allocator.take(there, before[-1] if before else None))
+        return target.index, first, pages
 
     def trim(self) -> None:
         """Unmap what no sequence needs and give free pages' memory back to the system."""

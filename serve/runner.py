@@ -21,6 +21,11 @@ from serve.sampler import sample
 from serve.scheduler import StepPlan
 from serve.sequence import Sequence
 
+# Decoding, pages are mapped ahead for so many steps, and so often: waking the thread costs more
+# than what it does.
+_STEPS_AHEAD = 12
+_LOOK_EVERY = 6
+
 
 class StepResult(NamedTuple):
     """tokens[i] for sampled[i], in the plan's order."""
@@ -31,16 +36,16 @@ class StepResult(NamedTuple):
 
 
 def next_needs(plan: StepPlan) -> list[tuple[Range, int]]:
-    """Tokens that the plan's sequences are about to need places for after it: a prompt its next
-    chunk, everyone else two more."""
+    """Tokens that the plan's sequences will need places for in the next steps: a prompt its next
+    chunk, everyone a few more."""
     needs: list[tuple[Range, int]] = []
     for sequence, rows in zip(plan.sequences, plan.num_rows, strict=True):
         target = sequence.kv_range
         assert target is not None
         end = sequence.num_computed_tokens + rows
-        need = max(end + 2, min(len(sequence.token_ids), end + rows))
-        if need > target.capacity and end < sequence.max_tokens_total:
-            needs.append((target, need))
+        need = max(end + _STEPS_AHEAD, min(len(sequence.token_ids), end + rows))
+        if need > target.capacity:
+            needs.append((target, min(need, sequence.max_tokens_total)))
     return needs
 
 
@@ -72,11 +77,14 @@ class ModelRunner:
         self._kv = kv
         self._attention = attention
         self._memory = memory
+        self._num_steps = 0
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, launched: Callable[[], None]) -> StepResult:
         self._kv.commit(s.kv_range for s in plan.sequences if s.kv_range is not None)
-        self._kv.look_ahead(next_needs(plan))
+        self._num_steps += 1
+        if self._num_steps % _LOOK_EVERY == 0 or len(plan.num_rows) > plan.num_decodes:
+            self._kv.look_ahead(next_needs(plan))
         batch = make_batch(plan, self._kv)
         self._attention.plan(batch.attention)
         launched()

@@ -215,9 +215,16 @@ def _page_of_tiles(tile_bytes: int, tile_tokens: int, budget: int) -> tuple[int,
         tiles *= 2
     while tiles * tile_bytes < _MIN_PAGE_BYTES or budget // (tiles * tile_bytes) > _MAX_PAGES:
         tiles *= 2
-    unit = max(_LINE_BYTES, _SYSTEM_PAGE_BYTES // tiles)
-    padded = -(-tile_bytes // unit) * unit
+    if _padded(tile_bytes, tiles) > 1.02 * tile_bytes:  # worth half a page more in vain
+        tiles *= 2
+    padded = _padded(tile_bytes, tiles)
     return tiles * padded, padded
+
+
+def _padded(tile_bytes: int, tiles: int) -> int:
+    """Bytes from tile to tile, so that `tiles` of them fill whole pages of the system."""
+    unit = max(_LINE_BYTES, _SYSTEM_PAGE_BYTES // tiles)
+    return -(-tile_bytes // unit) * unit
 
 
 def available_memory() -> int:
