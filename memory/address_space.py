@@ -14,7 +14,6 @@ when they come near the limit.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections import deque
@@ -140,12 +139,10 @@ class AddressSpace:
         return self._worker is not None and self._worker.is_busy
 
     def settle(self) -> None:
-        """Wait for the thread and take in what it has mapped."""
+        """From now on the thread changes nothing; take in what it has mapped."""
         if self._worker is None:
             return
-        if self._worker.is_busy:
-            self.stats.num_waits += 1
-            self._worker.wait()
+        self.stats.num_waits += self._worker.settle()
         self.collect()
 
     def collect(self) -> None:
@@ -191,43 +188,59 @@ class _Worker:
     def __init__(self, memory: VirtualMemory) -> None:
         self.done: deque[_Job] = deque()
         self._memory = memory
-        self._jobs: queue.SimpleQueue[list[_Job] | None] = queue.SimpleQueue()
-        self._num_put = 0
-        self._num_done = 0
+        self._pending: deque[_Job] = deque()
+        self._current: _Job | None = None
+        self._is_stopping = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     @property
     def is_busy(self) -> bool:
-        return self._num_done < self._num_put
+        return bool(self._pending) or self._current is not None
 
     def put(self, jobs: list[_Job]) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="mergestep-map", daemon=True)
             self._thread.start()
-        self._num_put += 1
-        self._jobs.put(jobs)
-
-    def wait(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not self.is_busy)
+            self._pending.extend(jobs)
+            self._changed.notify_all()
+
+    def settle(self) -> bool:
+        """Drop what has not begun, wait for what has; whether there was something to wait for.
+
+        Where all cores compute, the thread may get its turn late: whoever needs a page now maps
+        it faster than it would wait.
+        """
+        if not self.is_busy:
+            return False
+        with self._changed:
+            self._pending.clear()
+            has_begun = self._current is not None
+            self._changed.wait_for(lambda: self._current is None)
+        return has_begun
 
     def stop(self) -> None:
         if self._thread is not None:
-            self._jobs.put(None)
+            with self._changed:
+                self._is_stopping = True
+                self._changed.notify_all()
             self._thread.join()
             self._thread = None
 
     def _run(self) -> None:
-        while (jobs := self._jobs.get()) is not None:
+        while True:
+            with self._changed:
+                self._current = None
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._pending or self._is_stopping)
+                if self._is_stopping:
+                    return
+                job = self._current = self._pending.popleft()
             try:
-                for job in jobs:
-                    self._do(job)
+                self._do(job)
             except OSError as error:  # the step that needs the page maps it, or fails, itself
                 logger.warning("mapping ahead failed: %s", error)
-            with self._changed:
-                self._num_done += 1
-                self._changed.notify_all()
 
     def _do(self, job: _Job) -> None:
         if self._memory.maps_beside_kernels:

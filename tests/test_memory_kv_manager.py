@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 
 import pytest
 from hypothesis import settings
@@ -183,13 +184,19 @@ def test_token_addresses_are_range_start_plus_position():
     assert kv.start_of(2) == 2 * kv.range_tokens
 
 
+def wait_for_thread(kv) -> None:
+    while kv.space.is_busy:
+        time.sleep(0.001)
+    kv.space.collect()
+
+
 def test_mapping_ahead_leaves_nothing_to_do_at_the_step():
     kv, memory = make_kv(in_background=True)
     item = kv.open(4)
     kv.grow(item, 4)
     kv.commit()
     kv.look_ahead([(item, 6)])
-    kv.space.settle()
+    wait_for_thread(kv)
     calls, at_steps = memory.num_calls, kv.space.stats.num_calls
     assert kv.grow(item, 6)
     kv.commit()
@@ -212,7 +219,7 @@ def test_what_cannot_be_mapped_ahead_is_mapped_at_the_step():
     kv.commit()
     memory.fail_next = "prepare"
     kv.look_ahead([(item, 6)])
-    kv.space.settle()
+    wait_for_thread(kv)
     assert kv.grow(item, 6)
     kv.commit()
     check_mapping(kv, memory)
