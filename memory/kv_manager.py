@@ -394,11 +394,11 @@ class KVManager:
         for item in self.ranges:
             if len(self.space.shown(item.index)) > item.valid:
                 self._cut(item.index)
-        try:
-            for first, length in runs_of(self.allocator.cool()):
+        for first, length in runs_of(self.allocator.cool()):
+            try:
                 self._memory.release(first, length)
-        except OSError as error:  # the pages are free all the same; only the system waits
-            logger.warning("giving memory back failed: %s", error)
+            except OSError as error:  # the pages are free all the same; only the system waits
+                logger.warning("giving memory back failed: %s", error)
 
     def close_all(self) -> None:
         """Forget the prefixes, give all memory back, end the thread."""

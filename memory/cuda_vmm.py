@@ -1,0 +1,350 @@
+"""Virtual ranges and physical pages on a CUDA device: `VirtualMemory` on the driver's calls.
+
+A physical page is one allocation handle of cuMemCreate; mapping one is cuMemMap, and a run of
+pages gets its access rights in one cuMemSetAccess. Like `LinuxMemory` it decides nothing. The
+driver is a module of calls that return (error, value...), as `cuda.bindings.driver` is one;
+tests pass another. Nothing here needs torch, except `torch_view` when it is called.
+
++--------------------------------------------------------------------------------------+
+| invariants: a page has at most one handle, and one while it is mapped anywhere;        |
+| `_shown` is what the driver has mapped, one cuMemMap for each entry.                   |
++--------------------------------------------------------------------------------------+
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+_COPY_SLOTS = 2  # behind the reservation's end
+
+
+class CudaUnavailableError(RuntimeError):
+    """No package, no driver, no such device, or one that cannot do what was asked."""
+
+
+class CudaError(OSError):
+    """A driver call failed. errno is ENOMEM if memory ran out, EBADF after close, else EIO."""
+
+
+class CudaMemory:
+    """Pages of device memory in a reservation of device addresses.
+
+    `map`, `unmap`, `release` and `close` are for one thread at a time; `prepare` for any.
+    A thread's current CUDA context becomes the device's primary one, which torch uses too.
+    """
+
+    maps_beside_kernels = False  # kvcached issue 465: editing beside kernels can fault
+
+    def __init__(
+        self,
+        page_bytes: int,
+        num_pages: int,
+        *,
+        device: int = 0,
+        driver: Any = None,
+        synchronize: Callable[[], None] | None = None,
+        for_rdma: bool = False,
+    ) -> None:
+        """synchronize: waits for every kernel that may touch the reservation (cuCtxSynchronize).
+
+        for_rdma: network cards may read and write the pages. CudaUnavailableError if the device
+        cannot be used, ValueError for a page size it does not have.
+        """
+        self.page_bytes = page_bytes
+        self.device = device
+        self._device = _Device(_import_driver() if driver is None else driver, device, for_rdma)
+        if page_bytes <= 0 or page_bytes % self._device.granularity:
+            self._device.close()
+            raise ValueError(
+                f"kv_page_bytes: {page_bytes} is not a multiple of {self._device.granularity} "
+                f"(2 MiB on most), the unit in which CUDA device {device} maps memory"
+            )
+        self._synchronize = synchronize or self._device.synchronize
+        self._address = 0
+        self._num_slots = 0
+        self._shown: dict[int, int] = {}  # page number by place in the reservation
+        self._uses = [0] * num_pages  # how often each page is in _shown
+        self._changed = threading.Condition()  # guards the three below
+        self._handles: dict[int, Any] = {}
+        self._creating: set[int] = set()
+        self._is_closed = False
+
+    @property
+    def size_bytes(self) -> int:
+        return self._num_slots * self.page_bytes
+
+    def reserve(self, size_bytes: int) -> int:
+        assert not self._address, "one reservation per object"
+        self._device.enter()
+        num_slots = -(-size_bytes // self.page_bytes)
+        size = (num_slots + _COPY_SLOTS) * self.page_bytes
+        self._address = int(self._device.call("cuMemAddressReserve", size, 0, 0, 0))
+        self._num_slots = num_slots
+        return self._address
+
+    def prepare(self, first_page: int, num_pages: int) -> None:
+        self._device.enter()
+        for page in range(first_page, first_page + num_pages):
+            self._create(page)
+
+    def _create(self, page: int) -> Any:
+        """The page's handle. The lock is not held meanwhile: `map` never waits for other pages."""
+        assert 0 <= page < len(self._uses), f"{page=}"
+        with self._changed:
+            while page in self._creating:
+                self._changed.wait()
+            if self._is_closed:
+                raise CudaError(errno.EBADF, "the device memory is closed")
+            if page in self._handles:
+                return self._handles[page]
+            self._creating.add(page)
+        handle = None
+        try:
+            handle = self._device.create(self.page_bytes)
+        finally:
+            with self._changed:
+                self._creating.discard(page)
+                if handle is not None:
+                    self._handles[page] = handle
+                self._changed.notify_all()
+        return handle
+
+    def map(self, offset: int, first_page: int, num_pages: int) -> None:
+        self._map(self._slot(offset, num_pages), first_page, num_pages)
+
+    def _map(self, slot: int, first_page: int, num_pages: int) -> None:
+        self._device.enter()
+        pages = range(first_page, first_page + num_pages)
+        handles = [self._create(page) for page in pages]
+        self._clear(slot, num_pages)  # the driver, unlike mmap, replaces nothing
+        done: list[int] = []
+        try:
+            for i, (page, handle) in enumerate(zip(pages, handles, strict=True)):
+                place = self._place(slot + i)
+                self._device.call("cuMemMap", place, self.page_bytes, 0, handle, 0)
+                self._shown[slot + i] = page
+                self._uses[page] += 1
+                done.append(slot + i)
+            self._device.allow(self._place(slot), num_pages * self.page_bytes)
+        except BaseException:
+            # If this fails too the pages stay in _shown, and the next `map` there tries again.
+            with contextlib.suppress(CudaError):
+                self._hide(done)
+            raise
+
+    def unmap(self, offset: int, num_pages: int) -> None:
+        slot = self._slot(offset, num_pages)
+        self._device.enter()
+        self._clear(slot, num_pages)
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Through two places of its own: neither page need be in a range."""
+        slots = (self._num_slots, self._num_slots + 1)
+        try:
+            self._map(slots[0], source, 1)
+            self._map(slots[1], target, 1)
+            places = (self._place(slots[1]), self._place(slots[0]))
+            self._synchronize()  # aliases: whoever wrote the source has ended
+            self._device.call("cuMemcpyDtoD", *places, self.page_bytes)
+        finally:
+            self._clear(slots[0], len(slots))
+
+    def is_mapped(self, offset: int) -> bool:
+        return offset // self.page_bytes in self._shown
+
+    def _slot(self, offset: int, num_pages: int) -> int:
+        slot, rest = divmod(offset, self.page_bytes)
+        assert not rest and 0 <= slot <= self._num_slots - num_pages, f"{offset=} {num_pages=}"
+        return slot
+
+    def _place(self, slot: int) -> int:
+        return self._address + slot * self.page_bytes
+
+    def _clear(self, slot: int, num_pages: int) -> None:
+        """Unmap what is there, holes or not, once no queued kernel can touch it."""
+        slots = [s for s in range(slot, slot + num_pages) if s in self._shown]
+        if slots:
+            self._synchronize()
+            self._hide(slots)
+
+    def _hide(self, slots: list[int]) -> None:
+        """slots: mapped ones, ascending. One call per run: it takes adjacent mappings, no holes."""
+        start = 0
+        for end in range(1, len(slots) + 1):
+            if end < len(slots) and slots[end] == slots[end - 1] + 1:
+                continue
+            size = (end - start) * self.page_bytes
+            self._device.call("cuMemUnmap", self._place(slots[start]), size)
+            for slot in slots[start:end]:
+                self._uses[self._shown.pop(slot)] -= 1
+            start = end
+
+    def release(self, first_page: int, num_pages: int) -> None:
+        """Their content is lost, and what the pages hold when they are mapped again is undefined.
+
+        CudaError (EBUSY) after the others if some are still mapped: those stay as they are.
+        """
+        self._device.enter()
+        pages = range(first_page, first_page + num_pages)
+        self._release([page for page in pages if not self._uses[page]])
+        busy = [page for page in pages if self._uses[page]]
+        if busy:
+            raise CudaError(errno.EBUSY, f"pages {busy} are mapped and were not released")
+
+    def _release(self, pages: list[int]) -> None:
+        for page in pages:
+            handle = self._handles.get(page)
+            if handle is not None:
+                self._device.call("cuMemRelease", handle)
+                with self._changed:
+                    del self._handles[page]
+
+    def close(self) -> None:
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            while self._creating:
+                self._changed.wait()
+        with contextlib.ExitStack() as last_to_first:  # all of them, whichever fails
+            last_to_first.callback(self._device.close)
+            last_to_first.callback(self._free_addresses)
+            last_to_first.callback(lambda: self._release(list(self._handles)))
+            last_to_first.callback(lambda: self._hide(sorted(self._shown)))
+            last_to_first.callback(self._synchronize)
+            self._device.enter()
+
+    def _free_addresses(self) -> None:
+        if self._address:
+            size = (self._num_slots + _COPY_SLOTS) * self.page_bytes
+            self._device.call("cuMemAddressFree", self._address, size)
+            self._address = self._num_slots = 0
+
+    def view(self) -> DeviceBytes:
+        """The reservation for libraries that read __cuda_array_interface__."""
+        return DeviceBytes(self, self._address, self.size_bytes)
+
+
+class DeviceBytes:
+    """Device addresses as an array of bytes. Keeps the memory object, not its mappings."""
+
+    def __init__(self, memory: CudaMemory, address: int, size_bytes: int) -> None:
+        self.memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def torch_view(memory: CudaMemory) -> Tensor:
+    """uint8 [size_bytes]: the whole reservation without a copy; other dtypes by `.view`.
+
+    Only what is mapped may be touched; so never print, clone or fill the whole tensor.
+    """
+    import torch
+
+    # torch asks the driver whose memory the first address is: something must be mapped there.
+    is_hole = not memory.is_mapped(0)
+    if is_hole:
+        memory.map(0, 0, 1)
+    try:
+        return torch.as_tensor(memory.view(), device=f"cuda:{memory.device}")
+    finally:
+        if is_hole:
+            memory.unmap(0, 1)
+
+
+class _Device:
+    """One device's primary context, and the driver's calls with errors as exceptions."""
+
+    def __init__(self, driver: Any, index: int, for_rdma: bool) -> None:
+        self._driver = driver
+        self._success = driver.CUresult.CUDA_SUCCESS
+        self._context: Any = None
+        try:
+            self._open(index, for_rdma)
+        except (CudaError, RuntimeError) as error:  # the bindings' own error: no libcuda
+            self.close()
+            reason = error.strerror if isinstance(error, CudaError) else error
+            raise CudaUnavailableError(f"CUDA device {index}: {reason}") from error
+
+    def _open(self, index: int, for_rdma: bool) -> None:
+        self.call("cuInit", 0)
+        self._handle = self.call("cuDeviceGet", index)
+        self._require("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED")
+        if for_rdma:
+            self._require("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED")
+        self._context = self.call("cuDevicePrimaryCtxRetain", self._handle)
+        self.enter()
+        self._kind = self._allocation_kind(index, for_rdma)
+        self._access = self._driver.CUmemAccessDesc()
+        self._access.location = self._kind.location
+        self._access.flags = self._driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        smallest = self._driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        self.granularity = int(self.call("cuMemGetAllocationGranularity", self._kind, smallest))
+
+    def _require(self, what: str) -> None:
+        attribute = getattr(self._driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{what}")
+        if not self.call("cuDeviceGetAttribute", attribute, self._handle):
+            raise CudaUnavailableError(f"the device lacks {what}")
+
+    def _allocation_kind(self, index: int, for_rdma: bool) -> Any:
+        driver = self._driver
+        kind = driver.CUmemAllocationProp()
+        kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        kind.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        kind.location.id = index
+        kind.requestedHandleTypes = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_NONE
+        kind.win32HandleMetaData = 0
+        kind.allocFlags.gpuDirectRDMACapable = int(for_rdma)
+        return kind
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """The call's value, if it has one. CudaError names the call and the driver's error."""
+        error, *values = getattr(self._driver, name)(*arguments)
+        if error != self._success:
+            is_full = error == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+            raise CudaError(errno.ENOMEM if is_full else errno.EIO, f"{name}: {error.name}")
+        return values[0] if values else None
+
+    def enter(self) -> None:
+        """Make the context current on this thread; after the first time that is one look."""
+        if self._context is None:
+            raise CudaError(errno.EBADF, "the device memory is closed")
+        if int(self.call("cuCtxGetCurrent")) != int(self._context):
+            self.call("cuCtxSetCurrent", self._context)
+
+    def synchronize(self) -> None:
+        self.call("cuCtxSynchronize")
+
+    def create(self, size_bytes: int) -> Any:
+        return self.call("cuMemCreate", size_bytes, self._kind, 0)
+
+    def allow(self, address: int, size_bytes: int) -> None:
+        self.call("cuMemSetAccess", address, size_bytes, [self._access], 1)
+
+    def close(self) -> None:
+        if self._context is not None:
+            self._context = None
+            self.call("cuDevicePrimaryCtxRelease", self._handle)
+
+
+def _import_driver() -> Any:
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise CudaUnavailableError(
+            f"cuda-bindings cannot be imported ({error}): pip install 'mergestep[cuda]'"
+        ) from error

@@ -1,0 +1,399 @@
+"""Device memory on a fake driver that is as strict as the real one: what each call does."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import threading
+
+import pytest
+import torch
+
+from memory.cuda_vmm import CudaError, CudaMemory, CudaUnavailableError, torch_view
+from tests.fakes_cuda import CUdevice_attribute, CUresult, FakeDriver, IllegalAddress
+
+PAGE = 4096
+EMPTY = (0, 0, 0, 0)
+NO_MEMORY = CUresult.CUDA_ERROR_OUT_OF_MEMORY
+UNKNOWN = CUresult.CUDA_ERROR_UNKNOWN
+
+
+@pytest.fixture
+def driver():
+    return FakeDriver(granularity=PAGE)
+
+
+@pytest.fixture
+def memory(driver):
+    """Whatever a test did, nothing is left behind."""
+    memory = CudaMemory(PAGE, 16, driver=driver)
+    yield memory
+    memory.close()
+    assert driver.num_live == EMPTY
+    assert driver.used_bytes == 0
+
+
+def test_one_map_for_each_page_and_one_access_for_all(driver, memory):
+    base = memory.reserve(16 * PAGE)
+    memory.prepare(0, 8)
+    memory.map(2 * PAGE, 0, 8)
+    assert driver.calls["cuMemCreate"] == driver.calls["cuMemMap"] == 8
+    assert driver.calls["cuMemSetAccess"] == 1
+    driver.write(base + 2 * PAGE, bytes(8 * PAGE))
+    memory.map(0, 0, 2)
+    memory.unmap(0, 10)
+    assert driver.calls["cuMemUnmap"] == 1, "adjacent mappings go in one call"
+    assert driver.num_live == (8, 0, 1, 1)
+
+
+def test_a_hole_is_no_memory(driver, memory):
+    base = memory.reserve(4 * PAGE)
+    memory.map(PAGE, 0, 1)
+    driver.write(base + PAGE, bytes(PAGE))
+    with pytest.raises(IllegalAddress):
+        driver.write(base + 2 * PAGE - 1, b"xx")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "number"),
+    [
+        ("cuMemCreate", NO_MEMORY, errno.ENOMEM),
+        ("cuMemMap", NO_MEMORY, errno.ENOMEM),
+        ("cuMemMap", UNKNOWN, errno.EIO),
+    ],
+)
+def test_a_partial_mapping_is_unwound(driver, memory, call, error, number):
+    base = memory.reserve(16 * PAGE)
+    memory.map(0, 8, 1)
+    driver.fail(call, error, after=2)
+    with pytest.raises(CudaError, match=f"{call}: {error.name}") as caught:
+        memory.map(PAGE, 0, 4)
+    assert caught.value.errno == number
+    assert list(driver.mappings) == [base]
+    memory.map(PAGE, 0, 4)
+    driver.write(base, bytes(5 * PAGE))
+
+
+def test_no_access_no_mapping(driver, memory):
+    """The driver says this once a context has about 520,000 mappings."""
+    memory.reserve(16 * PAGE)
+    driver.fail("cuMemSetAccess", NO_MEMORY)
+    with pytest.raises(OSError, match="cuMemSetAccess: CUDA_ERROR_OUT_OF_MEMORY"):
+        memory.map(PAGE, 0, 4)
+    assert not driver.mappings
+
+
+def test_what_could_not_be_unwound_is_replaced(driver, memory):
+    base = memory.reserve(16 * PAGE)
+    driver.fail("cuMemMap", NO_MEMORY, after=2)
+    driver.fail("cuMemUnmap", UNKNOWN)
+    with pytest.raises(CudaError, match="cuMemMap: CUDA_ERROR_OUT_OF_MEMORY"):
+        memory.map(0, 0, 4)
+    assert len(driver.mappings) == 2
+    memory.map(0, 4, 4)
+    driver.write(base, bytes(4 * PAGE))
+
+
+def test_memory_runs_out_while_preparing(driver, memory):
+    memory.reserve(16 * PAGE)
+    driver.memory_bytes = 3 * PAGE
+    with pytest.raises(CudaError, match="cuMemCreate") as caught:
+        memory.prepare(0, 4)
+    assert caught.value.errno == errno.ENOMEM
+    memory.map(0, 0, 3)
+    memory.unmap(0, 3)
+    memory.release(0, 3)
+    memory.map(0, 8, 3)
+
+
+def test_kernels_end_before_their_addresses_go(driver, memory):
+    base = memory.reserve(8 * PAGE)
+    memory.map(0, 0, 2)
+    driver.launch(base + PAGE, b"written")
+    memory.unmap(0, 2)
+    memory.map(4 * PAGE, 1, 1)
+    driver.launch(base + 4 * PAGE + 7, b" twice")
+    memory.map(4 * PAGE, 0, 1)  # replaces
+    memory.map(0, 1, 1)
+    assert driver.read(base, 13) == b"written twice"
+    driver.launch(base, b"late")
+    memory.close()
+    memory.close()
+    assert driver.num_live == EMPTY
+
+
+def test_nothing_is_unmapped_if_waiting_fails(driver, memory):
+    memory.reserve(4 * PAGE)
+    memory.map(0, 0, 2)
+    driver.fail("cuCtxSynchronize", UNKNOWN)
+    with pytest.raises(CudaError, match="cuCtxSynchronize"):
+        memory.unmap(0, 2)
+    assert len(driver.mappings) == 2
+
+
+def test_the_engine_can_wait_in_its_own_way(driver):
+    waits = []
+    memory = CudaMemory(PAGE, 4, driver=driver, synchronize=lambda: waits.append(1))
+    memory.reserve(4 * PAGE)
+    memory.map(0, 0, 2)
+    memory.unmap(2 * PAGE, 2)
+    assert not waits, "nothing is mapped there"
+    memory.unmap(0, 2)
+    memory.close()
+    assert len(waits) == 2
+    assert not driver.calls["cuCtxSynchronize"]
+
+
+def test_release_gives_memory_back(driver, memory):
+    memory.reserve(8 * PAGE)
+    memory.map(0, 0, 3)
+    memory.map(4 * PAGE, 1, 1)
+    memory.unmap(0, 3)
+    with pytest.raises(CudaError, match=r"pages \[1\] are mapped") as caught:
+        memory.release(0, 4)
+    assert caught.value.errno == errno.EBUSY
+    assert driver.used_bytes == PAGE
+    memory.unmap(4 * PAGE, 1)
+    driver.fail("cuMemRelease", UNKNOWN)
+    with pytest.raises(CudaError, match="cuMemRelease"):
+        memory.release(1, 1)
+    memory.release(1, 1)
+    memory.release(1, 1)
+    assert driver.used_bytes == 0
+
+
+def test_every_thread_gets_the_context_once(driver, memory):
+    memory.reserve(16 * PAGE)
+
+    def work(page: int) -> None:
+        memory.prepare(page, 2)
+        memory.map(page * PAGE, page, 2)
+
+    for page in range(0, 16, 2):
+        thread = threading.Thread(target=work, args=(page,))
+        thread.start()
+        thread.join()
+    memory.unmap(0, 16)
+    assert driver.calls["cuCtxSetCurrent"] == 9
+    thread = threading.Thread(target=memory.close)
+    thread.start()
+    thread.join()
+    assert driver.num_live == EMPTY
+
+
+def test_another_library_may_use_the_context_too(driver):
+    first, second = (CudaMemory(PAGE, 2, driver=driver) for _ in range(2))
+    first.reserve(PAGE)
+    first.close()
+    second.reserve(PAGE)
+    second.map(0, 0, 1)
+    second.close()
+    assert driver.num_live == EMPTY
+
+
+def test_a_page_is_created_once(driver, memory):
+    """By as many threads as want it; `map` takes the handle that another is creating."""
+    memory.reserve(16 * PAGE)
+    barrier = threading.Barrier(8)
+
+    def work() -> None:
+        barrier.wait()
+        memory.prepare(0, 16)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    memory.map(0, 0, 16)
+    for thread in threads:
+        thread.join()
+    assert driver.calls["cuMemCreate"] == 16
+
+
+def test_a_failed_create_wakes_who_waited_for_it(driver, memory, monkeypatch):
+    """The second thread waits for the first one's page and then creates it itself."""
+    memory.reserve(PAGE)
+    begun, may_end = threading.Event(), threading.Event()
+    create = driver.cuMemCreate
+
+    def slow(*arguments: object) -> tuple[object, ...]:
+        begun.set()
+        assert may_end.wait(10)
+        monkeypatch.setattr(driver, "cuMemCreate", create)
+        return NO_MEMORY, None
+
+    monkeypatch.setattr(driver, "cuMemCreate", slow)
+    failed = []
+
+    def prepare() -> None:
+        try:
+            memory.prepare(0, 1)
+        except CudaError as error:
+            failed.append(error.errno)
+
+    first = threading.Thread(target=prepare)
+    first.start()
+    assert begun.wait(10)
+    second = threading.Thread(target=prepare)
+    second.start()
+    may_end.set()
+    first.join()
+    second.join()
+    assert failed == [errno.ENOMEM]
+    assert len(driver.handles) == 1
+
+
+def test_closing_waits_for_a_page_that_is_being_created(driver, memory, monkeypatch):
+    memory.reserve(4 * PAGE)
+    begun, may_end = threading.Event(), threading.Event()
+    create = driver.cuMemCreate
+
+    def slow(*arguments: object) -> tuple[object, ...]:
+        begun.set()
+        assert may_end.wait(10)
+        return create(*arguments)
+
+    monkeypatch.setattr(driver, "cuMemCreate", slow)
+    numbers = []
+
+    def prepare() -> None:
+        try:
+            memory.prepare(0, 4)
+        except CudaError as error:
+            numbers.append(error.errno)
+
+    preparing = threading.Thread(target=prepare)
+    preparing.start()
+    assert begun.wait(10)
+    closing = threading.Thread(target=memory.close)
+    closing.start()
+    while not memory._is_closed:
+        pass
+    may_end.set()
+    preparing.join()
+    closing.join()
+    assert numbers == [errno.EBADF]
+    assert driver.num_live == EMPTY
+    with pytest.raises(CudaError, match="closed"):
+        memory.prepare(0, 1)
+
+
+def test_closing_goes_on_after_a_failure(driver):
+    memory = CudaMemory(PAGE, 4, driver=driver)
+    memory.reserve(4 * PAGE)
+    memory.map(0, 0, 4)
+    driver.fail("cuCtxSynchronize", UNKNOWN)
+    with pytest.raises(CudaError, match="cuCtxSynchronize"):
+        memory.close()
+    assert driver.num_live == EMPTY
+
+
+def test_page_size_must_fit_the_device(driver):
+    with pytest.raises(ValueError, match=f"kv_page_bytes: 6144 is not a multiple of {PAGE}"):
+        CudaMemory(6144, 4, driver=driver)
+    assert driver.num_live == EMPTY
+    memory = CudaMemory(2 * PAGE, 4, driver=driver)
+    base = memory.reserve(3 * PAGE)
+    assert memory.size_bytes == 4 * PAGE
+    memory.map(2 * PAGE, 0, 1)
+    driver.write(base + 2 * PAGE, bytes(2 * PAGE))
+    with pytest.raises(AssertionError, match="offset"):
+        memory.map(PAGE, 1, 1)
+    memory.close()
+    assert driver.num_live == EMPTY
+
+
+def test_pages_for_network_cards(driver, memory):
+    memory.prepare(0, 1)
+    with contextlib.closing(CudaMemory(PAGE, 1, driver=driver, for_rdma=True)) as other:
+        other.prepare(0, 1)
+        assert [a.is_for_rdma for a in driver.handles.values()] == [False, True]
+    driver.lacks = {CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED}
+    with pytest.raises(CudaUnavailableError, match="lacks GPU_DIRECT_RDMA"):
+        CudaMemory(PAGE, 1, driver=driver, for_rdma=True)
+
+
+def test_no_device(driver):
+    with pytest.raises(CudaUnavailableError, match=r"CUDA device 3: cuDeviceGet: .*_DEVICE"):
+        CudaMemory(PAGE, 1, driver=driver, device=3)
+    driver.fail("cuInit", CUresult.CUDA_ERROR_NO_DEVICE)
+    with pytest.raises(CudaUnavailableError, match="CUDA_ERROR_NO_DEVICE"):
+        CudaMemory(PAGE, 1, driver=driver)
+    driver.fail("cuMemGetAllocationGranularity", UNKNOWN)
+    with pytest.raises(CudaUnavailableError, match="Granularity: CUDA_ERROR_UNKNOWN"):
+        CudaMemory(PAGE, 1, driver=driver)
+    driver.lacks = {CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED}
+    with pytest.raises(CudaUnavailableError, match="lacks VIRTUAL_MEMORY_MANAGEMENT"):
+        CudaMemory(PAGE, 1, driver=driver)
+    assert driver.num_live == EMPTY
+
+
+def test_no_package_and_no_driver(driver, monkeypatch):
+    def missing(name: str) -> object:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(CudaUnavailableError, match=r"pip install 'mergestep\[cuda\]'"):
+        CudaMemory(PAGE, 1)
+
+    def no_library(flags: int) -> object:
+        raise RuntimeError("libcuda.so.1 was not found")
+
+    monkeypatch.setattr(importlib, "import_module", lambda name: driver)
+    monkeypatch.setattr(driver, "cuInit", no_library)
+    with pytest.raises(CudaUnavailableError, match=r"device 0: libcuda.so.1 was not found"):
+        CudaMemory(PAGE, 1)
+
+
+@pytest.mark.parametrize("mapped", [[], [0], [3]])
+def test_torch_sees_the_reservation(driver, memory, monkeypatch, mapped):
+    """torch asks the driver about the first address, which may be a hole."""
+    base = memory.reserve(4 * PAGE)
+    for slot in mapped:
+        memory.map(slot * PAGE, slot, 1)
+
+    def as_tensor(data: object, device: str) -> str:
+        interface = data.__cuda_array_interface__
+        assert (interface["typestr"], interface["version"]) == ("|u1", 3)
+        assert (interface["shape"], interface["data"]) == ((4 * PAGE,), (base, False))
+        driver.read(base, 1)
+        return device
+
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    assert torch_view(memory) == "cuda:0"
+    assert sorted(driver.mappings) == [base + slot * PAGE for slot in mapped]
+
+
+def test_the_fake_driver_is_strict():
+    """Each of these is refused by a real driver, or undefined."""
+    driver = FakeDriver(granularity=PAGE)
+    invalid, no_context = (CUresult.CUDA_ERROR_INVALID_VALUE,), CUresult.CUDA_ERROR_INVALID_CONTEXT
+    assert driver.cuMemAddressReserve(PAGE, 0, 0, 0)[0] == CUresult.CUDA_ERROR_NOT_INITIALIZED
+    driver.cuInit(0)
+    assert driver.cuMemAddressReserve(PAGE, 0, 0, 0) == (no_context, None)
+    driver.cuCtxSetCurrent(driver.cuDevicePrimaryCtxRetain(0)[1])
+    memory = CudaMemory(2 * PAGE, 4, driver=driver)
+    base = memory.reserve(8 * PAGE)
+    memory.map(0, 0, 2)
+    handle = min(driver.handles)
+    assert driver.cuMemMap(base + PAGE, PAGE, 0, handle, 0) == invalid, "overlaps"
+    assert driver.cuMemMap(base + 5 * PAGE - 1, PAGE, 0, handle, 0) == invalid, "not aligned"
+    assert driver.cuMemMap(base + 7 * PAGE, 2 * PAGE, 0, handle, 0) == invalid, "outside"
+    assert driver.cuMemMap(base + 4 * PAGE, 3 * PAGE, 0, handle, 0) == invalid, "no such bytes"
+    assert driver.cuMemUnmap(base, PAGE) == invalid, "half a mapping"
+    assert driver.cuMemUnmap(base + PAGE, 3 * PAGE) == invalid, "half a mapping"
+    assert driver.cuMemUnmap(base, 6 * PAGE) == invalid, "a hole"
+    assert driver.cuMemAddressFree(base, 8 * PAGE) == invalid, "something is mapped"
+    assert driver.cuMemMap(base + 4 * PAGE, 2 * PAGE, 0, handle, 0) == (CUresult.CUDA_SUCCESS,)
+    with pytest.raises(IllegalAddress):
+        driver.read(base + 4 * PAGE, 1)  # no access yet
+    driver.cuMemRelease(handle)
+    assert driver.used_bytes == 4 * PAGE, "mapped memory lives on"
+    driver.read(base, 1)
+    with pytest.raises(AssertionError, match="undefined"):
+        driver.cuMemMap(base + 6 * PAGE, 2 * PAGE, 0, handle, 0)
+    assert driver.cuMemUnmap(base, 6 * PAGE) == (CUresult.CUDA_SUCCESS,)
+    assert driver.used_bytes == 2 * PAGE
+    driver.launch(base, b"x")
+    assert driver.cuCtxSynchronize() == (CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,)
+    assert driver.cuMemUnmap(base, PAGE) == (CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,), "it is dead"
