@@ -13,6 +13,7 @@ when they come near the limit.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -122,16 +123,18 @@ class AddressSpace:
         if self._worker is None:
             return
         jobs = [
-            _Job(index, place + start, self._offset(index, place + start), pages[start], length)
+            self._job(index, place + start, pages[start], length)
             for index, place, pages in wanted
-            for start, length in _differing(self._shown[index], pages, 0, place)
+            for start, length in list(_differing(self._shown[index], pages, 0, place))
         ]
-        for job in jobs:  # whatever is there now is about to go
-            stale = len(self._shown[job.index]) - job.place
-            if stale > 0:
-                self._note(job.index, job.place, [_HOLE] * min(stale, job.length))
         if jobs:
             self._worker.put(jobs)
+
+    def _job(self, index: int, place: int, first_page: int, length: int) -> _Job:
+        stale = self._shown[index][place : place + length]
+        if stale:  # about to go: nobody may count on it any more
+            self._note(index, place, [_HOLE] * len(stale))
+        return _Job(index, place, self._offset(index, place), first_page, length, stale)
 
     @property
     def is_busy(self) -> bool:
@@ -142,7 +145,11 @@ class AddressSpace:
         """From now on the thread changes nothing; take in what it has mapped."""
         if self._worker is None:
             return
-        self.stats.num_waits += self._worker.settle()
+        has_waited, dropped = self._worker.settle()
+        self.stats.num_waits += has_waited
+        for job in dropped:
+            if job.stale:
+                self._note(job.index, job.place, job.stale)
         self.collect()
 
     def collect(self) -> None:
@@ -167,9 +174,9 @@ class AddressSpace:
 
     def close(self) -> None:
         """End the thread."""
+        self.settle()
         if self._worker is not None:
             self._worker.stop()
-            self.collect()
             self._worker = None
 
 
@@ -180,6 +187,7 @@ class _Job:
     offset: int
     first_page: int
     length: int
+    stale: list[int]  # what is there until the job is done
 
 
 class _Worker:
@@ -206,19 +214,21 @@ class _Worker:
             self._pending.extend(jobs)
             self._changed.notify_all()
 
-    def settle(self) -> bool:
-        """Drop what has not begun, wait for what has; whether there was something to wait for.
+    def settle(self) -> tuple[bool, list[_Job]]:
+        """Drop what has not begun, wait for what has. Whether there was something to wait for,
+        and what was dropped.
 
         Where all cores compute, the thread may get its turn late: whoever needs a page now maps
         it faster than it would wait.
         """
         if not self.is_busy:
-            return False
+            return False, []
         with self._changed:
+            dropped = list(self._pending)
             self._pending.clear()
             has_begun = self._current is not None
             self._changed.wait_for(lambda: self._current is None)
-        return has_begun
+        return has_begun, dropped
 
     def stop(self) -> None:
         if self._thread is not None:
@@ -241,6 +251,8 @@ class _Worker:
                 self._do(job)
             except OSError as error:  # the step that needs the page maps it, or fails, itself
                 logger.warning("mapping ahead failed: %s", error)
+                with contextlib.suppress(OSError):
+                    self._memory.unmap(job.offset, job.length)
 
     def _do(self, job: _Job) -> None:
         if self._memory.maps_beside_kernels:

@@ -51,7 +51,7 @@ class FakeMemory:
         self._maybe_fail("unmap")
         self.num_calls += 1
         for i in range(num_pages):
-            del self.mapped[offset + i * self.page_bytes]
+            self.mapped.pop(offset + i * self.page_bytes, None)
 
     def release(self, first_page: int, num_pages: int) -> None:
         held = set(self.mapped.values())
