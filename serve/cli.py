@@ -92,6 +92,9 @@ def run(
     max_num_waiting: Annotated[int, typer.Option(help="Requests that may wait.")] = 4096,
     kv_cache_bytes: Size = None,
     kv_page_bytes: Size = None,
+    memory_policy: Annotated[
+        str, typer.Option(help="Admission: predicted, worst_case or prompt_only.")
+    ] = "predicted",
     tokenize_threads: Annotated[int, typer.Option(help="Threads that tokenize.")] = 2,
     compute_threads: ComputeThreads = None,
     backend: Backend = "auto",

@@ -16,6 +16,7 @@ from serve.compute_thread import ComputeThread
 from serve.config import EngineConfig
 from serve.core import EngineCore
 from serve.errors import ModelLoadError, RequestError
+from serve.memory_policy import make_policy
 from serve.models import ModelSpec, read_generation_defaults, read_spec
 from serve.request import SamplingParams
 from serve.runner import ModelRunner
@@ -69,7 +70,7 @@ def _load(config: EngineConfig, compute: ComputeThread, progress: bool) -> Loade
     )
     core = EngineCore(
         runner=runner,
-        scheduler=Scheduler(limits, kv),
+        scheduler=Scheduler(limits, kv, make_policy(config.memory_policy, kv, batched)),
         kv=kv,
         tokenizer=tokenizer,
         eos_token_ids=frozenset(_eos(defaults, spec, tokenizer)),
