@@ -163,6 +163,7 @@ class FuturePeak(MemoryPolicy):
         self._keys: dict[Sequence, int] = {}
         self._num_keys = 0
         self._prefilling: list[int] = []
+        self._missing_rows = 0  # of those
         self._asked: tuple[Sequence, list[int]] | None = None
         self._refused: Sequence | None = None
 
@@ -179,7 +180,7 @@ class FuturePeak(MemoryPolicy):
         # Its lengths are drawn once: asking again must not mean trying one's luck again.
         if self._asked is None or self._asked[0] is not sequence:
             self._asked = sequence, self._lengths(sequence)
-        first = step + self._steps_for(sequence)
+        first = self._first_step(sequence, step)
         capacity, total = self.capacity_pages, 0
         for future, length in zip(futures, self._asked[1], strict=False):
             entry = _entry(sequence, length, first, 0)
@@ -197,12 +198,13 @@ class FuturePeak(MemoryPolicy):
         lengths = asked[1] if asked and asked[0] is sequence else self._lengths(sequence)
         self._num_keys += 1
         key = self._keys[sequence] = self._num_keys
-        first = step + self._steps_for(sequence)
+        first = self._first_step(sequence, step)
         entries = [_entry(sequence, length, first, key) for length in lengths]
         self._members[key] = _Member(sequence, lengths, entries)
         for future, entry in zip(self._futures, entries, strict=True):
             future.add(entry)
         self._prefilling.append(key)
+        self._missing_rows += sequence.num_tokens - sequence.num_computed_tokens
 
     def stopped(self, sequence: Sequence) -> None:
         member = self._members.pop(self._keys.pop(sequence))
@@ -219,26 +221,30 @@ class FuturePeak(MemoryPolicy):
     def _lengths(self, sequence: Sequence) -> list[int]:
         return [self._draw(sequence, k) for k in range(len(self._futures))]
 
-    def _steps_for(self, sequence: Sequence) -> int:
-        """Steps before the one that computes its first output token."""
-        return (sequence.num_tokens - sequence.num_computed_tokens - 1) // self._rows
+    def _first_step(self, sequence: Sequence, step: int) -> int:
+        """The one that computes its next output token, after prompts that came before."""
+        missing = sequence.num_tokens - sequence.num_computed_tokens
+        return step + (self._missing_rows + missing - 1) // self._rows_for_prompts()
+
+    def _rows_for_prompts(self) -> int:
+        return max(1, self._rows - len(self._members))
 
     def _settle(self, futures: list[Future], step: int) -> None:
         """Bring futures up to now: prompts that are not computed yet, and sequences that
         have become longer than they were drawn."""
-        waiting_rows = 0
-        rows = max(1, self._rows - len(self._members))
+        self._missing_rows = 0
         still = []
         for key in self._prefilling:
             member = self._members.get(key)
             if member is None:
                 continue
-            missing = member.sequence.num_tokens - member.sequence.num_computed_tokens
-            waiting_rows += missing
+            first = self._first_step(member.sequence, step)
             for k in range(len(futures)):
-                self._place(k, key, step + (waiting_rows - 1) // rows)
+                self._place(k, key, first)
+            missing = member.sequence.num_tokens - member.sequence.num_computed_tokens
             if missing > 1:
                 still.append(key)
+                self._missing_rows += missing
         self._prefilling = still
         for k, future in enumerate(futures):
             for _, _, key in future.overdue(step):
