@@ -18,6 +18,7 @@ from serve.compute_thread import ComputeThread
 from serve.config import EngineConfig
 from serve.core import EngineCore
 from serve.loader import LoadedEngine
+from serve.memory_policy import make_policy
 from serve.models import ModelSpec, read_spec
 from serve.runner import Runner, StepResult
 from serve.scheduler import Scheduler, SchedulerLimits, StepPlan
@@ -100,7 +101,7 @@ def load_instant(
     )
     core = EngineCore(
         runner=runner,
-        scheduler=Scheduler(limits, kv),
+        scheduler=Scheduler(limits, kv, make_policy(config.memory_policy, kv, batched)),
         kv=kv,
         tokenizer=tokenizer,
         eos_token_ids=frozenset(spec.eos_token_ids),

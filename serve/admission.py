@@ -34,6 +34,7 @@ def check_request(
     params: SamplingParams,
     limits: RequestLimits,
     arrival_s: float,
+    client: str | None = None,
 ) -> Request:
     """The request with max_tokens resolved. RequestError or ContextLengthError."""
     vocab_size = limits.vocab_size
@@ -47,7 +48,7 @@ def check_request(
         raise RequestError(f"token ids must be integers from 0 to {vocab_size - 1}", param="prompt")
     if params.max_tokens is None:
         params = params.with_max_tokens(room)
-    return Request(request_id, prompt, tuple(token_ids), params, arrival_s)
+    return Request(request_id, prompt, tuple(token_ids), params, arrival_s, client)
 
 
 def check_text(text: str, tokenizer: Tokenizer, limits: RequestLimits) -> None:

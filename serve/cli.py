@@ -95,6 +95,9 @@ def run(
     prefix_cache: Annotated[
         bool, typer.Option(help="Share K/V between requests that begin alike.")
     ] = True,
+    memory_policy: Annotated[
+        str, typer.Option(help="Admission: predicted, worst_case or prompt_only.")
+    ] = "predicted",
     tokenize_threads: Annotated[int, typer.Option(help="Threads that tokenize.")] = 2,
     compute_threads: ComputeThreads = None,
     backend: Backend = "auto",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from quant.kv import GROUPS as KV_GROUPS
 from serve.errors import ConfigError
+from serve.memory_policy import POLICIES as MEMORY_POLICIES
 
 DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "nf4")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
@@ -45,6 +46,9 @@ class EngineConfig:
     kv_cache_bytes: bound on physical K/V memory; None takes 40 % of what is free.
     kv_page_bytes: physical unit mapped on demand; None picks about 16 tokens.
     prefix_cache: keep what is computed and share it between requests that begin alike.
+    memory_policy: whom K/V memory lets in: "predicted" (the predicted peak fits), "worst_case"
+        (max_tokens of everyone fits: no preemption, few sequences) or "prompt_only" (grow
+        greedily).
     tokenize_threads: size of pool 1. compute_threads: cores of pool 2; None takes
         all that affinity and the cgroup's quota leave.
     backend: name in ops.BACKENDS, or "auto".
@@ -65,13 +69,18 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     kv_page_bytes: int | None = None
     prefix_cache: bool = True
+    memory_policy: str = "predicted"
     tokenize_threads: int = 2
     compute_threads: int | None = None
     backend: str = "auto"
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for setting, known in (("dtype", DTYPES), ("kv_dtype", KV_DTYPES)):
+        for setting, known in (
+            ("dtype", DTYPES),
+            ("kv_dtype", KV_DTYPES),
+            ("memory_policy", MEMORY_POLICIES),
+        ):
             if getattr(self, setting) not in known:
                 names = ", ".join(known)
                 raise ConfigError(

@@ -119,6 +119,7 @@ class EngineCore:
         params: SamplingParams,
         sink: Sink,
         request_id: str | None = None,
+        client: str | None = None,
     ) -> RequestState:
         """Queue a request; its fate is told to the sink. `prompt` may be a function to run in
         pool 1 that returns token ids. Raises OverloadedError or EngineStoppedError."""
@@ -126,7 +127,8 @@ class EngineCore:
         number = next(self._counter)
         if params.seed is None:
             params = replace(params, seed=(self._seed + number * _SEED_STEP) & _SEED_MASK)
-        state = RequestState(request_id or f"req-{number}", text, params, sink, self._clock())
+        name = request_id or f"req-{number}"
+        state = RequestState(name, text, params, sink, self._clock(), client)
         with self._lock:
             if self._is_stopping or self._failure is not None:
                 raise EngineStoppedError("the engine has stopped")
@@ -157,14 +159,23 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         last = self._last_step_s
+        scheduler = self._scheduler
+        coverage_p50, coverage_p90 = scheduler.policy.coverage()
+        page_steps = max(1, scheduler.num_steps) * self._kv.num_pages
         return EngineStats(
             num_unfinished=len(self._unfinished),
-            num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting),
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
             num_steps=self._num_steps,
             num_prefill_rows=self._num_prefill_rows,
             num_decode_rows=self._num_decode_rows,
-            num_preemptions=self._scheduler.num_preemptions,
+            num_finished=scheduler.num_finished,
+            num_preemptions=scheduler.num_preemptions,
+            preemptions_per_1000=1000 * scheduler.num_preemptions / max(1, scheduler.num_finished),
+            memory_utilisation=scheduler.num_page_steps / page_steps,
+            predicted_peak_pages=scheduler.policy.predicted_peak_pages,
+            coverage_p50=coverage_p50,
+            coverage_p90=coverage_p90,
             pages_in_use=self._kv.num_in_use,
             pages_mapped=self._kv.num_mapped,
             pages_total=self._kv.num_pages,
@@ -215,6 +226,7 @@ class EngineCore:
                     state.params,
                     self._limits,
                     state.times.arrival_s,
+                    state.client,
                 )
         except MergestepError as error:
             self._refuse(state, error)

@@ -273,11 +273,17 @@ class Engine:
         return self.loaded.core.stats()
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        client: str | None = None,
     ) -> RequestStream:
         """Queue a prompt. Raises OverloadedError or EngineStoppedError at once; what is wrong
-        with the prompt itself is raised by the stream."""
-        return self._submit(prompt, params, request_id)
+        with the prompt itself is raised by the stream. client: any name of who or which
+        application asks; lengths of answers are predicted per client."""
+        return self._submit(prompt, params, request_id, client)
 
     def submit_chat(
         self,
@@ -285,6 +291,7 @@ class Engine:
         params: SamplingParams,
         *,
         request_id: str | None = None,
+        client: str | None = None,
         add_generation_prompt: bool = True,
     ) -> RequestStream:
         """Queue a conversation, rendered with the model's chat template in pool 1."""
@@ -296,15 +303,17 @@ class Engine:
         def encode() -> list[int]:
             return encode_chat(template, tokenizer, messages, limits, add_generation_prompt)
 
-        return self._submit(encode, params, request_id)
+        return self._submit(encode, params, request_id, client)
 
-    def _submit(self, prompt: Any, params: SamplingParams, request_id: str | None) -> RequestStream:
+    def _submit(
+        self, prompt: Any, params: SamplingParams, request_id: str | None, client: str | None
+    ) -> RequestStream:
         loaded, hub = self.loaded, self._hub
         assert hub is not None
         if self._is_draining:
             raise EngineStoppedError("the engine is shutting down")
         stream = RequestStream(hub, params.n)
-        stream.attach(loaded.core, loaded.core.submit(prompt, params, stream, request_id))
+        stream.attach(loaded.core, loaded.core.submit(prompt, params, stream, request_id, client))
         return stream
 
     async def stream(self, prompt: Prompt, params: SamplingParams) -> AsyncIterator[TokenDelta]:

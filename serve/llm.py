@@ -102,13 +102,15 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        client: str | None = None,
     ) -> list[RequestOutput]:
         """Outputs in the order of the prompts. A prompt is text, a list of token ids or
         {"prompt_token_ids": [...]}. RequestError when one of them cannot be served (the others
-        are aborted). use_tqdm: show a progress bar."""
+        are aborted). use_tqdm: show a progress bar. client: any name of the application that
+        asks; lengths of answers are predicted per client."""
         one = isinstance(prompts, (str, dict)) or _is_token_list(prompts)
         many: Any = [prompts] if one else prompts
-        return self._run(many, sampling_params, use_tqdm)
+        return self._run(many, sampling_params, use_tqdm, client)
 
     def chat(
         self,
@@ -116,6 +118,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        client: str | None = None,
         add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
         """Like generate, for one conversation or a list of them."""
@@ -133,13 +136,14 @@ class LLM:
             }
             for item in conversations
         ]
-        return self._run(prompts, sampling_params, use_tqdm)
+        return self._run(prompts, sampling_params, use_tqdm, client)
 
     def _run(
         self,
         prompts: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         show_progress: bool,
+        client: str | None,
     ) -> list[RequestOutput]:
         params = _params_for(sampling_params, len(prompts))
         done: queue.SimpleQueue[_Collector] = queue.SimpleQueue()
@@ -154,7 +158,9 @@ class LLM:
                 for finished in range(len(prompts)):
                     while error is None and len(states) < min(len(prompts), finished + window):
                         i = len(states)
-                        states.append(core.submit(prompts[i], params[i], collectors[i]))
+                        states.append(
+                            core.submit(prompts[i], params[i], collectors[i], client=client)
+                        )
                     if finished >= len(states):
                         break
                     collector = done.get()

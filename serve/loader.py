@@ -17,6 +17,7 @@ from serve.compute_thread import ComputeThread
 from serve.config import EngineConfig
 from serve.core import EngineCore
 from serve.errors import ModelLoadError, RequestError
+from serve.memory_policy import make_policy
 from serve.models import ModelSpec, read_generation_defaults, read_spec
 from serve.request import SamplingParams
 from serve.runner import ModelRunner
@@ -70,7 +71,12 @@ def _load(config: EngineConfig, compute: ComputeThread, progress: bool) -> Loade
     )
     core = EngineCore(
         runner=runner,
-        scheduler=Scheduler(limits, kv, PrefixHasher(kv.page_end) if config.prefix_cache else None),
+        scheduler=Scheduler(
+            limits,
+            kv,
+            make_policy(config.memory_policy, kv, batched),
+            PrefixHasher(kv.page_end) if config.prefix_cache else None,
+        ),
         kv=kv,
         tokenizer=tokenizer,
         eos_token_ids=frozenset(_eos(defaults, spec, tokenizer)),

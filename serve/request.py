@@ -218,7 +218,8 @@ class Request:
     """One prompt on its way through the engine, tokenized and checked.
 
     params.max_tokens is resolved (never None) and params.seed is set. arrival_s is the
-    engine's monotonic clock when the request was submitted.
+    engine's monotonic clock when the request was submitted. client: who or which application
+    asks, if it is known; the lengths of answers are predicted per client.
     """
 
     request_id: str
@@ -226,6 +227,7 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     arrival_s: float
+    client: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

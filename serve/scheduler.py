@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from memory.kv_manager import KVManager, PrefixHit
 from memory.prefix_index import PrefixHasher
+from serve.memory_policy import MemoryPolicy, PromptOnly
 from serve.request import FinishReason
 from serve.sequence import Sequence, SequenceStatus
 
@@ -44,21 +45,30 @@ class SchedulerLimits:
 
 
 class Scheduler:
-    """Waiting and running sequences."""
+    """Waiting and running sequences. policy: whom memory lets in; PromptOnly by default."""
 
     def __init__(
-        self, limits: SchedulerLimits, kv: KVManager, hasher: PrefixHasher | None = None
+        self,
+        limits: SchedulerLimits,
+        kv: KVManager,
+        policy: MemoryPolicy | None = None,
+        hasher: PrefixHasher | None = None,
     ) -> None:
         """hasher: names pages for the prefix cache; None: there is none."""
         self.limits = limits
         self.kv = kv
+        self.policy = PromptOnly(kv) if policy is None else policy
         self.hasher = hasher
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.num_finished = 0
+        self.num_steps = 0
+        self.num_page_steps = 0  # pages in use, summed over the steps
         self._preempted = False
 
     def add(self, sequence: Sequence) -> None:
+        self.policy.arrived(sequence)
         self.waiting.append(sequence)
 
     def has_work(self) -> bool:
@@ -86,6 +96,8 @@ class Scheduler:
         if not self._preempted:
             self._admit(budget, now_s, chunks, decodes)
         self._preempted = False
+        self.num_steps += 1
+        self.num_page_steps += self.kv.num_in_use
         return self._plan(decodes, chunks)
 
     def _add_chunk(
@@ -128,6 +140,7 @@ class Scheduler:
         sequence.num_computed_tokens = sequence.remember_at = 0
         sequence.num_preemptions += 1
         sequence.status = SequenceStatus.WAITING
+        self.policy.stopped(sequence)
         self.waiting.appendleft(sequence)
         self.num_preemptions += 1
         self._preempted = True
@@ -141,10 +154,10 @@ class Scheduler:
     ) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
             sequence = self.waiting[0]
-            # A spare page for everyone who runs: who is admitted into the last page would be
-            # preempted by the next token of another, again and again.
             hit = self._match(sequence)
-            if not self.kv.can_fit(sequence.num_tokens, len(self.running), hit):
+            if not self.kv.can_fit(sequence.num_tokens, hit=hit):
+                break
+            if self.running and not self.policy.admits(sequence, self.running, self.num_steps):
                 break
             self.waiting.popleft()
             self._open(sequence, hit)
@@ -152,6 +165,7 @@ class Scheduler:
             if sequence.first_scheduled_s is None:
                 sequence.first_scheduled_s = now_s
             self.running.append(sequence)
+            self.policy.started(sequence, self.num_steps)
             budget -= self._add_chunk(sequence, budget, chunks, decodes)
 
     def _match(self, sequence: Sequence) -> PrefixHit | None:
@@ -242,6 +256,9 @@ class Scheduler:
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
+        self.num_finished += 1
         if sequence.kv_range is not None:
             self.kv.close(sequence.kv_range)
             sequence.kv_range = None
+            self.policy.stopped(sequence)
+        self.policy.ended(sequence)

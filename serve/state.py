@@ -11,9 +11,15 @@ from serve.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot of counters. pages_mapped have memory behind them; pages_in_use belong to
+    """A snapshot of counters.
+
+    memory_utilisation: pages in use over all pages, mean over the steps. predicted_peak_pages:
+    of running sequences and the one that asked, at the last time one did. coverage_p50, _p90:
+    share of answers within the quantile predicted when they arrived. None: nothing to tell yet,
+    or the policy does not predict. pages_mapped have memory behind them; pages_in_use belong to
     sequences, pages_cached only to the prefix cache. prefix_*: tokens of admitted sequences, those
-    of them that were found, pages forgotten for want of memory."""
+    of them that were found, pages forgotten for want of memory.
+    """
 
     num_unfinished: int
     num_running: int
@@ -21,7 +27,13 @@ class EngineStats:
     num_steps: int
     num_prefill_rows: int
     num_decode_rows: int
+    num_finished: int
     num_preemptions: int
+    preemptions_per_1000: float
+    memory_utilisation: float
+    predicted_peak_pages: int | None
+    coverage_p50: float | None
+    coverage_p90: float | None
     pages_in_use: int
     pages_mapped: int
     pages_total: int
@@ -36,13 +48,29 @@ class EngineStats:
 class RequestState:
     """One submitted request inside the core. `sequences` is filled once it is tokenized."""
 
-    __slots__ = ("is_aborted", "params", "prompt", "request_id", "sequences", "sink", "times")
+    __slots__ = (
+        "client",
+        "is_aborted",
+        "params",
+        "prompt",
+        "request_id",
+        "sequences",
+        "sink",
+        "times",
+    )
 
     def __init__(
-        self, request_id: str, prompt: str | None, params: SamplingParams, sink: Sink, now_s: float
+        self,
+        request_id: str,
+        prompt: str | None,
+        params: SamplingParams,
+        sink: Sink,
+        now_s: float,
+        client: str | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
+        self.client = client
         self.params = params
         self.sink = sink
         self.times = RequestTimes(now_s)

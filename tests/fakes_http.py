@@ -75,7 +75,12 @@ class FakeEngine:
             stream.stop()
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        client: str | None = None,
     ) -> FakeStream:
         if isinstance(prompt, dict):
             tokens = list(prompt["prompt_token_ids"])
@@ -89,6 +94,7 @@ class FakeEngine:
         params: SamplingParams,
         *,
         request_id: str | None = None,
+        client: str | None = None,
         add_generation_prompt: bool = True,
     ) -> FakeStream:
         tokens = [ord(char) for message in messages for char in message["content"]]

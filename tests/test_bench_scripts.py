@@ -62,6 +62,23 @@ def test_ops_quick():
     assert all(r["speedup"] > 0 for r in readings if r["name"] == "decode attention")
 
 
+def test_memory_policy_quick():
+    """Real scheduler, simulated time: more requests than by reserving the maximum."""
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.memory_policy", "--quick"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    for results in json.loads(done.stdout.strip().splitlines()[-1]).values():
+        qps = {policy: result["qps"] for policy, result in results.items()}
+        assert qps["predicted"] > 2 * qps["worst_case"] > 0
+        assert 0.8 * qps["oracle"] < qps["predicted"] < 1.1 * qps["unlimited"]
+        assert results["worst_case"]["preempted"] == 0
+        assert results["predicted"]["coverage_p90"] > 0.7
+
+
 @pytest.mark.parametrize("name", ["avx2", "portable"])
 def test_ops_without_a_bf16_product(name):
     """Once a division by zero: there is no such ceiling, and so no share."""

@@ -18,6 +18,8 @@ ALLOWED = {
 OURS = {*ALLOWED, "bench", "examples", "tests"}
 PURE = [
     "serve/scheduler.py",
+    "serve/memory_policy.py",
+    "serve/length_predictor.py",
     "serve/sequence.py",
     "serve/request.py",
     "memory/address_space.py",

@@ -14,6 +14,7 @@ import pytest
 from bench.instant import load_instant
 from serve import LLM, Engine, FinishReason, SamplingParams
 from serve.errors import (
+    ConfigError,
     ContextLengthError,
     EngineStoppedError,
     GenerationError,
@@ -48,7 +49,9 @@ class Rig:
     """An engine on a ScriptedRunner, and the runner."""
 
     def __init__(self, num_pages=256, **kwargs):
-        settings = {k: kwargs.pop(k) for k in list(kwargs) if k.startswith(("max_", "kv_"))}
+        settings = {
+            k: kwargs.pop(k) for k in list(kwargs) if k.startswith(("max_", "kv_", "memory_"))
+        }
         self.runner: ScriptedRunner | None = None
 
         def make(kv):
@@ -583,3 +586,45 @@ def test_a_forgotten_llm_is_collected():
             return
         time.sleep(0.02)
     raise AssertionError("threads still run")
+
+
+def test_lengths_are_learned_per_client_and_told_in_the_stats():
+    """A client's name reaches the predictor; prompts and lengths become calibration."""
+
+    async def main():
+        script = text_script("abcdef")
+        async with Rig(num_pages=64, script=script) as rig:
+            wanted = params(max_tokens=250, ignore_eos=False, stop="f")
+            for _ in range(60):
+                stream = rig.engine.submit(PROMPT, wanted, client="an app")
+                await rig.engine.collect(stream)
+            policy = rig.engine.loaded.core._scheduler.policy
+            assert ("an app", -1) in policy.predictor._histories
+            while (stats := rig.engine.stats()).num_unfinished:
+                await asyncio.sleep(0.005)  # a stop string ends the last one a moment later
+            assert stats.num_finished == 60
+            assert stats.preemptions_per_1000 == 0
+            assert 0 < stats.memory_utilisation < 0.1
+            assert stats.coverage_p90 is not None and stats.coverage_p90 > 0.9
+
+    go(main())
+
+
+@pytest.mark.parametrize("policy", ["predicted", "worst_case", "prompt_only"])
+def test_memory_policies_by_name(policy):
+    async def main():
+        async with Rig(num_pages=80, memory_policy=policy) as rig:
+            outputs = await asyncio.gather(
+                *(rig.engine.generate(PROMPT, params(max_tokens=20)) for _ in range(12))
+            )
+            assert all(len(o.outputs[0].token_ids) == 20 for o in outputs)
+            stats = rig.engine.stats()
+            assert stats.num_finished == 12
+            assert (stats.coverage_p50 is None) == (stats.coverage_p90 is None)
+
+    go(main())
+
+
+def test_an_unknown_memory_policy_is_refused():
+    with pytest.raises(ConfigError, match="memory_policy must be one of predicted"):
+        Rig(memory_policy="hope")

@@ -104,6 +104,7 @@ def test_tokens_are_the_same_after_preemption(family):
         max_num_seqs=16,
         max_model_len=140,
         kv_page_bytes=4096,
+        memory_policy="prompt_only",
         kv_cache_bytes=pages * 4096,
     ) as llm:
         tight = llm.generate(targets, greedy, use_tqdm=False)

@@ -406,3 +406,23 @@ def test_any_json_is_parsed_or_refused(change: dict[str, Any]) -> None:
     for parse, good in ((parse_completion, COMPLETION), (parse_chat, CHAT)):
         with contextlib.suppress(RequestError):
             parse({**good, **change}, {})
+
+
+@pytest.mark.parametrize(
+    ("names", "client"),
+    [
+        ({}, None),
+        ({"user": "u"}, "u"),
+        ({"user": "u", "safety_identifier": "s"}, "s"),
+        ({"user": "u", "prompt_cache_key": "k", "safety_identifier": ""}, "k"),
+    ],
+)
+def test_who_the_client_is(names, client):
+    assert parse_chat(CHAT | names, {}).client == client
+    assert parse_completion(COMPLETION | names, {}).client == client
+
+
+def test_every_name_of_the_client_is_checked():
+    with pytest.raises(RequestError) as error:
+        parse_chat(CHAT | {"prompt_cache_key": "k", "user": 5}, {})
+    assert error.value.param == "user"

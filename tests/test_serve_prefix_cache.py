@@ -82,6 +82,7 @@ def test_little_memory_forgets_old_prefixes_and_stays_right():
     path = str(checkpoint("llama"))
     prompts = [{"prompt_token_ids": [k, *PREFIX[: 20 + 7 * k]]} for k in range(3, 13)]
     small = SETTINGS | {"kv_cache_bytes": 120 << 10, "max_model_len": 200}
+    small["memory_policy"] = "prompt_only"
     with LLM(path, dtype="int8", prefix_cache=False, **SETTINGS) as llm:
         expected = answers(llm.generate(prompts, greedy(70)))
     with LLM(path, dtype="int8", **small) as llm:

@@ -154,7 +154,10 @@ class HttpApp:
             try:
                 for position, prompt in enumerate(call.prompts):
                     name = request_id if position == 0 else f"{request_id}-{position}"
-                    streams.append(self._engine.submit(prompt, call.params, request_id=name))
+                    stream = self._engine.submit(
+                        prompt, call.params, request_id=name, client=call.client
+                    )
+                    streams.append(stream)
             except Exception:
                 for stream in streams:
                     stream.abort()
@@ -173,7 +176,10 @@ class HttpApp:
         self._check_ready()
 
         def submit() -> list[RequestStream]:
-            return [self._engine.submit_chat(call.messages, call.params, request_id=request_id)]
+            stream = self._engine.submit_chat(
+                call.messages, call.params, request_id=request_id, client=call.client
+            )
+            return [stream]
 
         return await self._answer(request, request_id, CHAT, submit, call)
 

@@ -37,16 +37,10 @@ _NUMBERS = (
 _BOOLEANS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 _SAMPLING = {*_INTEGERS, *_NUMBERS, *_BOOLEANS, "stop", "stop_token_ids", "logit_bias"}
 _COMMON = {"model", "stream", "stream_options", "max_tokens", "logprobs", "cache_salt"}
+# Who or what asks, the most telling first: answers' lengths are predicted per client.
+_CLIENT = ("prompt_cache_key", "safety_identifier", "user")
 # Accepted because clients send them and ignoring them harms nobody.
-_IGNORED = {
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-}
+_IGNORED = {*_CLIENT, "metadata", "store", "service_tier", "prompt_cache_retention"}
 COMPLETION_FIELDS = frozenset(_COMMON | _SAMPLING | _IGNORED | {"prompt"})
 CHAT_FIELDS = frozenset(
     _COMMON | _SAMPLING | _IGNORED | {"messages", "max_completion_tokens", "top_logprobs"}
@@ -63,6 +57,7 @@ class CompletionCall:
     params: SamplingParams
     stream: bool
     include_usage: bool
+    client: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +69,7 @@ class ChatCall:
     params: SamplingParams
     stream: bool
     include_usage: bool
+    client: str | None = None
 
 
 def parse_completion(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> CompletionCall:
@@ -99,7 +95,7 @@ def parse_completion(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Co
             code="array_above_max_length",
         )
     stream, include_usage = _streaming(fields)
-    return CompletionCall(_model(fields), prompts, params, stream, include_usage)
+    return CompletionCall(_model(fields), prompts, params, stream, include_usage, _client(fields))
 
 
 def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatCall:
@@ -110,7 +106,12 @@ def parse_chat(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatCall
         fields, defaults, max_tokens=_chat_max_tokens(fields), logprobs=_chat_logprobs(fields)
     )
     stream, include_usage = _streaming(fields)
-    return ChatCall(_model(fields), messages, params, stream, include_usage)
+    return ChatCall(_model(fields), messages, params, stream, include_usage, _client(fields))
+
+
+def _client(fields: Fields) -> str | None:
+    names = [fields.string(name) for name in _CLIENT]  # each is checked
+    return next((name for name in names if name), None)
 
 
 def _model(fields: Fields) -> str:
@@ -124,8 +125,7 @@ def _model(fields: Fields) -> str:
 
 def _check_ignored(fields: Fields) -> None:
     """Nothing is done with them, but their shape is promised by the API."""
-    for name in ("user", "safety_identifier", "prompt_cache_key", "service_tier"):
-        fields.string(name)
+    fields.string("service_tier")
     fields.boolean("store")
     metadata = fields.mapping("metadata") or {}
     if len(metadata) > MAX_METADATA:

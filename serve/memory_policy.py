@@ -1,0 +1,378 @@
+"""Who may enter, judged by memory: integers only, no torch, no asyncio.
+
+The scheduler asks `admits` for the sequence at the head of the queue when others run; whatever
+fits memory alone enters an empty engine without being asked for. A policy that admits too much
+costs a preemption, never an error.
+
+    prompt_only   what it has now fits, with a page to grow for everyone who runs
+    worst_case    everyone could grow to max_tokens
+    predicted     the peak of everyone's predicted future fits
+    oracle        the same with the real lengths: the bound that a simulation compares with
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memory.kv_manager import KVManager
+from serve.length_predictor import HistoryPredictor, LengthPredictor
+from serve.request import FinishReason
+from serve.sequence import Sequence
+
+_NUM_FUTURES = 4
+# Sequences in all futures together that a check looks at: many sequences average out in one.
+_MAX_ENTRIES = 256
+_RECHECK_STEPS = 16
+
+Entry = tuple[int, int, int]
+"""(end, start, key): see Future."""
+
+
+class MemoryPolicy:
+    """The base of all: admits everything, learns nothing. `step` counts the scheduler's steps."""
+
+    predicted_peak_pages: int | None = None
+    """At the last question."""
+
+    def admits(self, sequence: Sequence, running: list[Sequence], step: int) -> bool:
+        """Whether it may run beside the running ones. Its tokens of now fit."""
+        return True
+
+    def arrived(self, sequence: Sequence) -> None:
+        """It was queued."""
+
+    def started(self, sequence: Sequence, step: int) -> None:
+        """It was admitted."""
+
+    def stopped(self, sequence: Sequence) -> None:
+        """It ran and gave its pages back: finished or preempted, as its status says."""
+
+    def ended(self, sequence: Sequence) -> None:
+        """It is finished, wherever it was; its finish_reason says how."""
+
+    def coverage(self) -> tuple[float | None, float | None]:
+        """How often answers were within their P50 and P90 of arrival; None: not predicted."""
+        return None, None
+
+
+class PromptOnly(MemoryPolicy):
+    """Grow greedily."""
+
+    def __init__(self, kv: KVManager) -> None:
+        self._kv = kv
+
+    def admits(self, sequence: Sequence, running: list[Sequence], step: int) -> bool:
+        # A spare page for everyone who runs: who is admitted into the last page would be
+        # preempted by the next token of another, again and again.
+        return self._kv.can_fit(sequence.num_tokens, spare_pages=len(running))
+
+
+class WorstCase(MemoryPolicy):
+    """Nobody is ever preempted: prompt and max_tokens of everyone fit."""
+
+    def __init__(self, kv: KVManager) -> None:
+        self._kv = kv
+        self._reserved = 0
+
+    def _pages(self, sequence: Sequence) -> int:
+        return self._kv.pages_for(sequence.max_tokens_total)
+
+    def admits(self, sequence: Sequence, running: list[Sequence], step: int) -> bool:
+        self.predicted_peak_pages = self._reserved + self._pages(sequence)
+        return self.predicted_peak_pages <= self._kv.num_pages
+
+    def started(self, sequence: Sequence, step: int) -> None:
+        self._reserved += self._pages(sequence)
+
+    def stopped(self, sequence: Sequence) -> None:
+        self._reserved -= self._pages(sequence)
+
+
+class Future:
+    """One future of the running sequences: when each ends, and so what memory all need.
+
+    An entry (end, start, key): the sequence has start + t tokens at step t, up to and including
+    t = end. The highest need of all is at somebody's end: sorted by end, the i that end last
+    need the sum of their starts and i times the end of the first of them (LightLLM's
+    "future required memory"). An entry stays true while its sequence grows by a token a step.
+    """
+
+    __slots__ = ("entries",)
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+
+    def add(self, entry: Entry) -> None:
+        insort(self.entries, entry)
+
+    def remove(self, entry: Entry) -> None:
+        del self.entries[bisect_left(self.entries, entry)]
+
+    def overdue(self, step: int) -> list[Entry]:
+        """Those that should have ended before `step`."""
+        return self.entries[: bisect_left(self.entries, (step,))]
+
+    def peak_pages(self, kv: KVManager, capacity: int) -> int:
+        """Pages at the peak, exact where that decides whether they are more than `capacity`.
+
+        The peak is found in tokens and half a page for each sequence. Where rounding to pages
+        could decide, they are counted. 20 us for 256 sequences, 50 us with counting.
+        """
+        half_page = kv.page_bytes // kv.token_bytes // 2
+        most = total = at = 0
+        for number, (end, start, _) in enumerate(reversed(self.entries), 1):
+            total += start
+            need = total + number * (end + half_page)
+            if need > most:
+                most, at = need, number
+        pages = most * kv.token_bytes // kv.page_bytes
+        if not at or abs(pages - capacity) > at:
+            return pages
+        alive = self.entries[-at:]
+        last = alive[0][0]
+        return sum([kv.pages_for(start + last) for _, start, _ in alive])
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A running sequence: its output tokens and its entry in each future."""
+
+    sequence: Sequence
+    lengths: list[int]
+    entries: list[Entry]
+
+
+class FuturePeak(MemoryPolicy):
+    """The peaks of some futures fit, on average, into what the reserve leaves.
+
+    draw(sequence, k): the number of output tokens in future k, more than it has.
+    rows: of a step; prompts that are computed one after the other share them.
+    """
+
+    def __init__(
+        self, kv: KVManager, draw: Callable[[Sequence, int], int], num_futures: int, rows: int
+    ) -> None:
+        self._kv = kv
+        self._draw = draw
+        self._rows = rows
+        self._futures = [Future() for _ in range(num_futures)]
+        self._members: dict[int, _Member] = {}
+        self._keys: dict[Sequence, int] = {}
+        self._num_keys = 0
+        self._prefilling: list[int] = []
+        self._missing_rows = 0  # of those
+        self._asked: tuple[Sequence, list[int]] | None = None
+        self._refused: Sequence | None = None
+
+    @property
+    def capacity_pages(self) -> int:
+        return self._kv.num_pages
+
+    def admits(self, sequence: Sequence, running: list[Sequence], step: int) -> bool:
+        # Nobody has ended since it was refused: the others have only grown.
+        if self._refused is sequence and step % _RECHECK_STEPS:
+            return False
+        futures = self._futures[: max(1, _MAX_ENTRIES // (len(self._members) + 1))]
+        self._settle(futures, step)
+        # Its lengths are drawn once: asking again must not mean trying one's luck again.
+        if self._asked is None or self._asked[0] is not sequence:
+            self._asked = sequence, self._lengths(sequence)
+        first = self._first_step(sequence, step)
+        capacity, total = self.capacity_pages, 0
+        for future, length in zip(futures, self._asked[1], strict=False):
+            entry = _entry(sequence, length, first, 0)
+            future.add(entry)
+            total += future.peak_pages(self._kv, capacity)
+            future.remove(entry)
+        self.predicted_peak_pages = total // len(futures)
+        is_admitted = self.predicted_peak_pages <= capacity
+        self._refused = None if is_admitted else sequence
+        return is_admitted
+
+    def started(self, sequence: Sequence, step: int) -> None:
+        asked = self._asked
+        self._asked = None
+        lengths = asked[1] if asked and asked[0] is sequence else self._lengths(sequence)
+        self._num_keys += 1
+        key = self._keys[sequence] = self._num_keys
+        first = self._first_step(sequence, step)
+        entries = [_entry(sequence, length, first, key) for length in lengths]
+        self._members[key] = _Member(sequence, lengths, entries)
+        for future, entry in zip(self._futures, entries, strict=True):
+            future.add(entry)
+        self._prefilling.append(key)
+        self._missing_rows += sequence.num_tokens - sequence.num_computed_tokens
+
+    def stopped(self, sequence: Sequence) -> None:
+        member = self._members.pop(self._keys.pop(sequence))
+        for future, entry in zip(self._futures, member.entries, strict=True):
+            future.remove(entry)
+        self._refused = None
+
+    def ended(self, sequence: Sequence) -> None:
+        if self._asked is not None and self._asked[0] is sequence:
+            self._asked = None
+        if self._refused is sequence:
+            self._refused = None
+
+    def _lengths(self, sequence: Sequence) -> list[int]:
+        return [self._draw(sequence, k) for k in range(len(self._futures))]
+
+    def _first_step(self, sequence: Sequence, step: int) -> int:
+        """The one that computes its next output token, after prompts that came before."""
+        missing = sequence.num_tokens - sequence.num_computed_tokens
+        return step + (self._missing_rows + missing - 1) // self._rows_for_prompts()
+
+    def _rows_for_prompts(self) -> int:
+        return max(1, self._rows - len(self._members))
+
+    def _settle(self, futures: list[Future], step: int) -> None:
+        """Bring futures up to now: prompts that are not computed yet, and sequences that
+        have become longer than they were drawn."""
+        self._missing_rows = 0
+        still = []
+        for key in self._prefilling:
+            member = self._members.get(key)
+            if member is None:
+                continue
+            first = self._first_step(member.sequence, step)
+            for k in range(len(futures)):
+                self._place(k, key, first)
+            missing = member.sequence.num_tokens - member.sequence.num_computed_tokens
+            if missing > 1:
+                still.append(key)
+                self._missing_rows += missing
+        self._prefilling = still
+        for k, future in enumerate(futures):
+            for _, _, key in future.overdue(step):
+                member = self._members[key]
+                # A sequence that had to wait for its rows can be late without being longer.
+                if member.lengths[k] <= member.sequence.num_output_tokens:
+                    member.lengths[k] = self._draw(member.sequence, k)
+                self._place(k, key, step)
+
+    def _place(self, k: int, key: int, first: int) -> None:
+        """Replace the sequence's entry in future k: its next token comes in step `first`."""
+        member = self._members[key]
+        self._futures[k].remove(member.entries[k])
+        member.entries[k] = _entry(member.sequence, member.lengths[k], first, key)
+        self._futures[k].add(member.entries[k])
+
+
+def _entry(sequence: Sequence, length: int, first: int, key: int) -> Entry:
+    """It ends with `length` output tokens, of which the last one is never written."""
+    start = sequence.num_tokens - first
+    return first + length - sequence.num_output_tokens - 1, start, key
+
+
+class Oracle(FuturePeak):
+    """Knows how long every answer will be. Only for simulation."""
+
+    def __init__(self, kv: KVManager, length: Callable[[Sequence], int], rows: int) -> None:
+        super().__init__(kv, lambda sequence, k: length(sequence), 1, rows)
+
+
+class Coverage:
+    """Running calibration: how often an answer was within its predicted quantile.
+
+    Where the quantile is max_tokens itself nothing was predicted, and answers that were aborted
+    have no length: neither counts.
+    """
+
+    __slots__ = ("level", "num_answers", "num_within")
+
+    def __init__(self, level: float) -> None:
+        self.level = level
+        self.num_answers = 0
+        self.num_within = 0
+
+    @property
+    def share(self) -> float | None:
+        return self.num_within / self.num_answers if self.num_answers else None
+
+    def add(self, predicted: int, length: int) -> None:
+        self.num_answers += 1
+        self.num_within += length <= predicted
+
+
+class PredictedPeak(FuturePeak):
+    """Admission by predicted peak.
+
+    Every sequence has a length drawn for each future from the predictor's law (stratified over
+    the futures) and keeps it until it has grown beyond it; then the rest is drawn from what is
+    left of the law. So the futures are samples of what can happen given everything known
+    (Past-Future), at the cost of a draw now and then instead of one a step.
+
+    The reserve is learned: a preemption raises it by a hundredth of memory, a sequence that
+    ends without one lowers it so far that at TARGET preempted sequences it stands still.
+    """
+
+    TARGET = 0.004
+    STEP = 0.01
+    MAX_RESERVE = 0.3
+
+    def __init__(self, kv: KVManager, rows: int, predictor: LengthPredictor | None = None) -> None:
+        super().__init__(kv, self._draw_length, _NUM_FUTURES, rows)
+        self.predictor = HistoryPredictor() if predictor is None else predictor
+        self.reserve = 0.05
+        self.coverages = (Coverage(0.5), Coverage(0.9))
+        self._random = random.Random(0)
+        self._offset = 0.0
+        self._arrivals: dict[Sequence, list[int]] = {}
+
+    @property
+    def capacity_pages(self) -> int:
+        return int(self._kv.num_pages * (1.0 - self.reserve))
+
+    def _draw_length(self, sequence: Sequence, k: int) -> int:
+        if k == 0:
+            self._offset = self._random.random()
+        level = (self._offset + k / _NUM_FUTURES) % 1.0
+        return self.predictor.quantile(sequence.request, sequence.num_output_tokens, level)
+
+    def arrived(self, sequence: Sequence) -> None:
+        request = sequence.request
+        self._arrivals[sequence] = [
+            self.predictor.quantile(request, 0, coverage.level) for coverage in self.coverages
+        ]
+
+    def stopped(self, sequence: Sequence) -> None:
+        super().stopped(sequence)
+        if not sequence.is_finished:
+            self.reserve = min(self.MAX_RESERVE, self.reserve + self.STEP)
+
+    def ended(self, sequence: Sequence) -> None:
+        super().ended(sequence)
+        if not sequence.num_preemptions:
+            self.reserve = max(0.0, self.reserve - self.STEP * self.TARGET)
+        length = sequence.num_output_tokens
+        predicted = self._arrivals.pop(sequence)
+        if sequence.finish_reason is FinishReason.STOP:
+            self.predictor.observe(sequence.request, length)
+        elif length:
+            self.predictor.observe_cut(sequence.request, length)
+        if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            longest = sequence.request.params.max_tokens
+            for coverage, quantile in zip(self.coverages, predicted, strict=True):
+                if quantile != longest:
+                    coverage.add(quantile, length)
+
+    def coverage(self) -> tuple[float | None, float | None]:
+        p50, p90 = (coverage.share for coverage in self.coverages)
+        return p50, p90
+
+
+POLICIES = ("predicted", "worst_case", "prompt_only")
+
+
+def make_policy(name: str, kv: KVManager, max_num_batched_tokens: int) -> MemoryPolicy:
+    """One of POLICIES (config.py checks the name)."""
+    if name == "worst_case":
+        return WorstCase(kv)
+    if name == "prompt_only":
+        return PromptOnly(kv)
+    assert name == "predicted", name
+    return PredictedPeak(kv, max_num_batched_tokens)
