@@ -150,13 +150,15 @@ MS_INLINE void weigh_rows(const HeadShape& shape, const RowTile& tile, const Wid
     unroll<C>([&](auto c) MS_LAMBDA { even[c] = odd[c] = f32x16{}; });
     for (int key = from / TILE * TILE + j; key < to; key += TILE) {
       const float* x = room.scores + key * C * 16;
+      const int position = at.first + key;
+      const bool masks = !IS_WHOLE && (position < tile.max_low || position + 2 > tile.min_high);
       f32x16 a[C], b[C];
       unroll<C>([&](auto c) MS_LAMBDA {
         a[c] = exp2_neg(load<f32x16>(x + c * 16) - top[c]);
         b[c] = exp2_neg(load<f32x16>(x + (C + c) * 16) - top[c]);
-        if (!IS_WHOLE) {
-          a[c] = select(sees<C>(tile, c, at.first + key), a[c], f32x16{});
-          b[c] = select(sees<C>(tile, c, at.first + key + 1), b[c], f32x16{});
+        if (masks) {
+          a[c] = select(sees<C>(tile, c, position), a[c], f32x16{});
+          b[c] = select(sees<C>(tile, c, position + 1), b[c], f32x16{});
         }
         even[c] += a[c], odd[c] += b[c];
       });
@@ -170,9 +172,9 @@ MS_INLINE void weigh_rows(const HeadShape& shape, const RowTile& tile, const Wid
             low = low * step, high = high * step;
           }
           low = a[c] * low, high = b[c] * high;
-          if (!IS_WHOLE) {
-            low = select(sees<C>(tile, c, at.first + key), low, f32x16{});
-            high = select(sees<C>(tile, c, at.first + key + 1), high, f32x16{});
+          if (masks) {
+            low = select(sees<C>(tile, c, position), low, f32x16{});
+            high = select(sees<C>(tile, c, position + 1), high, f32x16{});
           }
           store(p + c * 16, (to_int_nearest(low) & 0xffff) | to_int_nearest(high) << 16);
         });
@@ -303,7 +305,7 @@ class RowTask {
           show(tiles()[i]);
         }
       }
-      for (RowTile& tile : tiles()) end_split(tile, split + SPLIT < high);
+      for (RowTile& tile : tiles()) end_split(tile, split <= low, split + SPLIT < high);
     }
     for (int i = 0; i < count; i++) finish(tiles()[i], first_of(i), end_of(i));
   }
@@ -327,6 +329,8 @@ class RowTask {
   int end_of(int tile) const { return first_of(tile + 1) < to_ ? first_of(tile + 1) : to_; }
   int head_of(int row) const { return kv_head_ * call_.per_kv + row % call_.per_kv; }
   size_t step_row(int row) const { return seq_.first_row + row / call_.per_kv; }
+  const float* query(int row) const { return call_.q + step_row(row) * call_.q_stride + head_of(row) * dim_; }
+  float* result(int row) const { return call_.out + step_row(row) * call_.out_stride + head_of(row) * dim_; }
 
   // Rows [from, to). Lanes beyond are copies of the last row.
   void begin(RowTile& tile, int from, int to) {
@@ -338,10 +342,11 @@ class RowTask {
     for (int c = 0; c < tile.vecs; c++) {
       for (int i = 0; i < 16; i++) {
         const int lane = c * 16 + i, row = from + lane < to ? from + lane : to - 1, head = head_of(row);
-        const int position = past + row / call_.per_kv;
+        const int position = past + row / call_.per_kv, later = row + 16 < to_ ? row + 16 : row;
+        for (int d = 0; d < dim_; d += 16) prefetch(query(later) + d);
         tile.low[lane] = call_.low_of(position), tile.high[lane] = position + 1;
         tile.slope[lane] = call_.layer.slopes ? call_.layer.slopes[head] : 0.0f;
-        const float worth = round_row(call_.q + step_row(row) * call_.q_stride + head * dim_, dim_, rounded[i]);
+        const float worth = round_row(query(row), dim_, rounded[i]);
         tile.q_scale[lane] = worth * (call_.layer.scale * LOG2E);
       }
       for (int pair = 0; pair < dim_ / 2; pair += 16) {
@@ -355,8 +360,6 @@ class RowTask {
     tile.min_low = tile.low[0], tile.max_low = tile.low[last];
     tile.min_high = tile.high[0], tile.max_high = tile.high[last];
     clear_tile(tile, dim_);
-    for (int i = 0; i <= last; i++) tile.total_m[i] = NOTHING, tile.total_l[i] = 0.0f;
-    std::memset(tile.total, 0, sizeof(float) * dim_ * tile.vecs * 16);
   }
 
   // The tokens from position `first` on, before `high`, for all tiles.
@@ -412,8 +415,9 @@ class RowTask {
     run_tile(call_.shape, call_.layer, tile, stretch_, from, to, room_);
   }
 
-  void end_split(RowTile& tile, bool is_more) {
-    merge_tile(tile, dim_);
+  void end_split(RowTile& tile, bool is_first, bool is_more) {
+    if (is_first) std::swap(tile.m, tile.total_m), std::swap(tile.l, tile.total_l), std::swap(tile.acc, tile.total);
+    else merge_tile(tile, dim_);
     if (is_more) clear_tile(tile, dim_);
   }
 
@@ -422,7 +426,8 @@ class RowTask {
       const int first = from + c * 16, count = to - first < 16 ? to - first : 16;
       alignas(64) float inverse[16] = {};
       for (int i = 0; i < count; i++) {
-        const int head = head_of(first + i), lane = c * 16 + i;
+        const int head = head_of(first + i), lane = c * 16 + i, later = first + i + 16;
+        for (int d = 0; d < dim_ && later < to_; d += 16) __builtin_prefetch(result(later) + d, 1, 3);
         float* lse = call_.lse ? call_.lse + step_row(first + i) * call_.layer.num_heads + head : nullptr;
         inverse[i] = finish_row(call_.layer, head, tile.total_m[lane], tile.total_l[lane], lse);
       }
@@ -431,8 +436,7 @@ class RowTask {
         for (int i = 0; i < 16; i++)
           x[i] = load<f32x16>(tile.total + ((d + i) * tile.vecs + c) * 16) * load<f32x16>(inverse);
         transpose(x);
-        for (int i = 0; i < count; i++)
-          store(call_.out + step_row(first + i) * call_.out_stride + head_of(first + i) * dim_ + d, x[i]);
+        for (int i = 0; i < count; i++) store(result(first + i) + d, x[i]);
       }
     }
   }
