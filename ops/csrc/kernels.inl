@@ -19,6 +19,7 @@ using namespace ms;
 #include "attention_common.inl"
 #include "attention_decode.inl"
 #include "attention_prefill.inl"
+#include "attention_rows.inl"
 #include "attention_call.inl"
 #include "attention_plain.inl"
 #include "attention_plain_prefill.inl"
