@@ -2,7 +2,7 @@
 
 Symmetric, one fp16 scale for `group` neighbouring dimensions of a head, kept beside the values.
 Tokens are stored in tiles of 16, so that a register holds 16 tokens of K; the exact order of
-the bytes is the kernel's (ops/csrc/attention.inl).
+the bytes is the kernel's (ops/csrc/attention_decode.inl).
 """
 
 from __future__ import annotations

@@ -18,8 +18,6 @@ namespace MS_ISA {
 namespace {
 
 constexpr int KEY_BLOCK = 128;
-constexpr int TILE_VECS = HAS_32_REGISTERS ? 3 : 1, TILE_ROWS = TILE_VECS * 16;
-constexpr int AT_ONCE = HAS_32_REGISTERS ? 8 : 4;  // keys, or dimensions, summed at a time
 static_assert(KEY_BLOCK % AT_ONCE == 0 && 16 % AT_ONCE == 0 && AT_ONCE % 2 == 0);
 
 // ---- units
@@ -65,30 +63,6 @@ struct Pairs {
   }
 };
 #endif
-
-// x[i][j] to x[j][i].
-MS_INLINE void transpose(f32x16 (&x)[16]) {
-#if defined(__AVX512F__)
-  unroll<4>([&](auto stage) MS_LAMBDA {
-    constexpr int S = 8 >> stage;
-    const i32x16 upper = (LANES & S) != 0;
-    const i32x16 first = LANES ^ (upper & (16 | S)), second = (LANES | (upper & 16)) ^ (~upper & S);
-    unroll<16>([&](auto i) MS_LAMBDA {
-      if constexpr ((i & S) == 0) {
-        const f32x16 a = x[i], b = x[i | S];
-        x[i] = __builtin_shuffle(a, b, first);
-        x[i | S] = __builtin_shuffle(a, b, second);
-      }
-    });
-  });
-#else
-  float from[16][16], to[16][16];
-  std::memcpy(from, x, sizeof(from));
-  for (int i = 0; i < 16; i++)
-    for (int j = 0; j < 16; j++) to[j][i] = from[i][j];
-  std::memcpy(x, to, sizeof(to));
-#endif
-}
 
 // ---- a tile of rows and a block of keys
 
@@ -345,16 +319,6 @@ struct PrefillCall {
   }
 };
 
-// Rows of a task: so many that packing a block is cheap beside its use, as the caches allow, and
-// so few that all threads have work.
-int rows_of_a_task(const PrefillCall& call, int threads) {
-  const int all = call.rows.count * call.per_kv, wanted = 4 * threads;
-  const int fair = static_cast<int>(static_cast<int64_t>(all) * call.layer.num_kv_heads / wanted);
-  const int most = 64 * 1024 / call.layer.head_dim < 512 ? 64 * 1024 / call.layer.head_dim : 512;
-  const int tiles = ((fair < most ? fair : most) + TILE_ROWS - 1) / TILE_ROWS;
-  return (tiles > 0 ? tiles : 1) * TILE_ROWS;
-}
-
 bool multiplies_bf16() {
 #if defined(__AVX512BF16__)
   return __builtin_cpu_supports("avx512bf16");
@@ -366,7 +330,7 @@ bool multiplies_bf16() {
 void prefill_plain(const PlainSequence& seq, const PlainLayer& layer, const PrefillRows& rows) {
   ms::Team& team = ms::Team::get();
   const PrefillCall call{seq, layer, rows, layer.num_heads / layer.num_kv_heads};
-  const int all = rows.count * call.per_kv, share = rows_of_a_task(call, team.size());
+  const int all = rows.count * call.per_kv, share = rows_of_a_task(all, layer.num_kv_heads, layer.head_dim, team.size());
   const bool pairs = layer.type == DType::bf16 && rows.type == DType::bf16 && multiplies_bf16();
   team.parallel((all + share - 1) / share * layer.num_kv_heads, [&](int task) {
     // the last rows see the most: they go first

@@ -1,0 +1,91 @@
+// What the attention kernels share. Included once per instruction set.
+
+namespace MS_ISA {
+namespace {
+
+constexpr float NOTHING = -1e30f;  // a masked score
+constexpr int SPLIT = 512;         // positions after which sums start afresh; the parts are merged in order
+
+// Of prefill kernels, which have a query row in each lane: registers beside each other, and keys or
+// dimensions that are summed at a time.
+constexpr int TILE_VECS = HAS_32_REGISTERS ? 3 : 1, TILE_ROWS = TILE_VECS * 16;
+constexpr int AT_ONCE = HAS_32_REGISTERS ? 8 : 4;
+
+// x[i][j] to x[j][i].
+MS_INLINE void transpose(f32x16 (&x)[16]) {
+#if defined(__AVX512F__)
+  unroll<4>([&](auto stage) MS_LAMBDA {
+    constexpr int S = 8 >> stage;
+    const i32x16 upper = (LANES & S) != 0;
+    const i32x16 first = LANES ^ (upper & (16 | S)), second = (LANES | (upper & 16)) ^ (~upper & S);
+    unroll<16>([&](auto i) MS_LAMBDA {
+      if constexpr ((i & S) == 0) {
+        const f32x16 a = x[i], b = x[i | S];
+        x[i] = __builtin_shuffle(a, b, first);
+        x[i | S] = __builtin_shuffle(a, b, second);
+      }
+    });
+  });
+#else
+  float from[16][16], to[16][16];
+  std::memcpy(from, x, sizeof(from));
+  for (int i = 0; i < 16; i++)
+    for (int j = 0; j < 16; j++) to[j][i] = from[i][j];
+  std::memcpy(x, to, sizeof(to));
+#endif
+}
+
+// What a few models do to scores before the softmax; scores are in base 2 here.
+MS_INLINE f32x16 soft_capped(const AttentionLayer& layer, f32x16 score) {
+  const float cap = layer.soft_cap * LOG2E;
+  return cap * tanh(score / cap);
+}
+MS_INLINE f32x16 alibi(f32x16 score, i32x16 distance, f32x16 slope) {
+  return score + to_float(distance) * (slope * LOG2E);
+}
+MS_INLINE bool bends(const AttentionLayer& layer) { return layer.soft_cap > 0.0f || layer.slopes; }
+
+// What a row's sums are to be multiplied by at the end, its sink included; writes lse unless null.
+MS_INLINE float finish_row(const AttentionLayer& layer, int head, float m, float l, float* lse) {
+  float keep = 1.0f;
+  if (layer.sinks) {
+    const float sink = layer.sinks[head] * LOG2E, now = m > sink ? m : sink;
+    keep = exp2_neg(splat(m - now))[0];
+    l = l * keep + exp2_neg(splat(sink - now))[0];
+    m = now;
+  }
+  if (lse) *lse = l == 0.0f ? NOTHING : (m + __builtin_log2f(l)) * LN2;
+  return l == 0.0f ? 0.0f : keep / l;
+}
+
+// Rows of a prefill task, of `all` rows of each K/V head: so many that preparing K/V is cheap beside
+// their use, as the caches allow, and so few that all threads have work.
+MS_INLINE int rows_of_a_task(int all, int kv_heads, int dim, int threads) {
+  const int fair = static_cast<int>(static_cast<int64_t>(all) * kv_heads / (4 * threads));
+  const int most = 64 * 1024 / dim < 512 ? 64 * 1024 / dim : 512;
+  const int tiles = ((fair < most ? fair : most) + TILE_ROWS - 1) / TILE_ROWS;
+  return (tiles > 0 ? tiles : 1) * TILE_ROWS;
+}
+
+// Attention of one layer over int8 K/V.
+struct AttendCall {
+  const Step& step;
+  const AttentionLayer& layer;
+  const float* q;
+  size_t q_stride;
+  float* out;
+  size_t out_stride;
+  float* lse;  // or null: [rows][heads]
+  HeadShape shape;
+  int per_kv;  // query heads of a K/V head
+
+  const uint8_t* head_at(const SequenceRows& seq, int tile, int kv_head) const {
+    return seq.base + static_cast<size_t>(tile) * step.tile_bytes + layer.cache.offset_bytes + kv_head * shape.bytes;
+  }
+  int low_of(int position) const {
+    return layer.window > 0 && position + 1 > layer.window ? position + 1 - layer.window : 0;
+  }
+};
+
+}  // namespace
+}  // namespace MS_ISA

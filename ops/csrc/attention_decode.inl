@@ -1,0 +1,338 @@
+// Decode attention over int8 K/V (kv_tiles.inl): one query row of a sequence. Included once per
+// instruction set.
+//
+// Arithmetic, for every query row by itself (flash attention, Dao et al. 2022, in base 2):
+//   q is rounded to 15 bits, as hi * 128 + lo, so that q.k is two exact integer dot products;
+//   tokens go 64 at a time (a stretch): p = exp2(s - the stretch's largest s), then p * v_scale is
+//   rounded to 15 bits of the stretch's largest v_scale and summed against V in integers;
+//   each run of SPLIT positions starts afresh, and the parts are merged in order.
+// Nothing of this depends on which rows are computed together, on how a prompt was cut into
+// chunks, or on the number of threads: a row has the same bits in any batch. attention_prefill.inl
+// does the same for many rows of a sequence, to the same bits.
+
+namespace MS_ISA {
+namespace {
+
+constexpr int STRETCH_TILES = 4, STRETCH = STRETCH_TILES * TILE;
+constexpr int MAX_ROWS = HAS_32_REGISTERS ? 6 : IS_AVX_VNNI ? 4 : 2;  // of the micro kernels, AT_MOST sums each
+constexpr int AT_MOST = IS_AVX_VNNI ? 1 : STRETCH_TILES;
+constexpr float WEIGHT_STEPS = 32767.0f, QUERY_STEPS = 16256.0f;
+
+// The query heads of one token, some rows of them. Buffers of one thread, grown as needed.
+struct Scratch {
+  int8_t *hi, *lo;     // [rows][dim]
+  int32_t* offsets;    // [rows][groups]: 128 * sum of q over the group
+  float* q_scale;      // [rows]
+  float *m, *l, *acc;  // of a split: [rows], [rows], [rows][dim]
+  int low, high;       // visible positions
+  int head;            // query head of the first row
+};
+
+MS_INLINE Scratch scratch_for(int rows, int dim, int groups) {
+  static thread_local List<char> memory;
+  auto round = [](size_t n) { return (n + 63) / 64 * 64; };
+  const size_t r = rows, bytes[] = {r * dim, r * dim, r * groups * 4, r * 4, r * 4, r * 4, r * dim * 4};
+  size_t need = 64;
+  for (size_t b : bytes) need += round(b);
+  if (memory.size() < need) memory.resize(need);
+  char* at = memory.data() + -reinterpret_cast<uintptr_t>(memory.data()) % 64;
+  void* part[7];
+  for (int i = 0; i < 7; i++) part[i] = at, at += round(bytes[i]);
+  auto f = [&](int i) { return static_cast<float*>(part[i]); };
+  return {static_cast<int8_t*>(part[0]), static_cast<int8_t*>(part[1]), static_cast<int32_t*>(part[2]),
+          f(3), f(4), f(5), f(6), 0, 0, 0};
+}
+
+void round_query(const float* q, const HeadShape& shape, float scale, Scratch& s, int row) {
+  f32x16 largest = {};
+  for (int d = 0; d < shape.dim; d += 16) largest = max_magnitude(largest, load<f32x16>(q + d));
+  const float top = reduce_magnitude(largest), step = top > 0.0f ? QUERY_STEPS / top : 0.0f;
+  int32_t* offsets = s.offsets + row * shape.num_groups;
+  i32x16 sum = {};
+  for (int d = 0; d < shape.dim; d += 16) {
+    const i32x16 x = to_int_nearest(load<f32x16>(q + d) * step);
+    store_i8(s.hi + row * shape.dim + d, x >> 7);
+    store_i8(s.lo + row * shape.dim + d, x & 127);
+    if (shape.group == 8) {  // two groups
+      offsets[d / 8] = 128 * reduce_add(x & (LANES < 8));
+      offsets[d / 8 + 1] = 128 * reduce_add(x & (LANES >= 8));
+      continue;
+    }
+    sum += x;
+    if ((d + 16) % shape.group == 0) {
+      offsets[d / shape.group] = 128 * reduce_add(sum);
+      sum = i32x16{};
+    }
+  }
+  s.q_scale[row] = top / QUERY_STEPS * scale;
+}
+
+struct Stretch {
+  const uint8_t* tile[STRETCH_TILES];  // this head's part of each tile
+  // Of the head or stretch that follows, to prefetch. Line after line: two tiles while K is read,
+  // two while V is, so that the processor's own prefetching sees streams.
+  const uint8_t* next[STRETCH_TILES];
+  int first;                           // position of the first token
+};
+
+// scores[R][TILES] = q.k of R rows with 16 tokens of each tile from FIRST on, K's scales applied.
+template <int R, int FIRST, int TILES>
+MS_INLINE void query_key(const HeadShape& shape, const Scratch& s, int row, const Stretch& at,
+                         f32x16 (&scores)[MAX_ROWS][STRETCH_TILES]) {
+  const int8_t* hi = s.hi + row * shape.dim;
+  const int8_t* lo = s.lo + row * shape.dim;
+  const int quads = shape.group / 4;
+  for (int g = 0; g < shape.num_groups; g++) {
+    i32x16 sum[R][TILES];
+    unroll<R>([&](auto r) MS_LAMBDA { unroll<TILES>([&](auto t) MS_LAMBDA { sum[r][t] = i32x16{}; }); });
+    auto pass = [&](const int8_t* q, const uint8_t* next) MS_LAMBDA {
+      for (int i = g * quads; i < (g + 1) * quads; i++) {
+        i32x16 k[TILES];
+        unroll<TILES>([&](auto t) MS_LAMBDA { k[t] = load<i32x16>(at.tile[FIRST + t] + shape.k + i * 64); });
+        if (FIRST == 0) prefetch(next + i * 128), prefetch(next + i * 128 + 64);
+        unroll<R>([&](auto r) MS_LAMBDA {
+          const i32x16 x = splat_bytes(q + r * shape.dim + 4 * i);
+          unroll<TILES>([&](auto t) MS_LAMBDA { sum[r][t] = dot_u8_i8(sum[r][t], k[t], x); });
+        });
+      }
+    };
+    for (int t = 0; t < STRETCH_TILES && FIRST == 0; t++) prefetch(at.next[t] + 32 * shape.dim + 64 * g);
+    pass(hi, at.next[0]);
+    unroll<R>([&](auto r) MS_LAMBDA { unroll<TILES>([&](auto t) MS_LAMBDA { sum[r][t] <<= 7; }); });
+    pass(lo, at.next[1]);
+    unroll<TILES>([&](auto t) MS_LAMBDA {
+      const f32x16 scale = from_half(reinterpret_cast<const uint16_t*>(at.tile[FIRST + t] + shape.k_scales) + g * TILE);
+      unroll<R>([&](auto r) MS_LAMBDA {
+        const f32x16 part = to_float(sum[r][t] - s.offsets[(row + r) * shape.num_groups + g]);
+        scores[r][FIRST + t] = g == 0 ? part * scale : fma(part, scale, scores[r][FIRST + t]);
+      });
+    });
+  }
+}
+
+__attribute__((noinline)) void bend_scores(const AttentionLayer& layer, const Scratch& s, int row, int first,
+                                           f32x16* score, int tiles) {
+  for (int t = 0; t < tiles; t++) {
+    if (layer.soft_cap > 0.0f) score[t] = soft_capped(layer, score[t]);
+    if (layer.slopes)
+      score[t] = alibi(score[t], LANES + (first + t * TILE - (s.high - 1)), splat(layer.slopes[s.head + row]));
+  }
+}
+
+// What a stretch adds to R rows.
+struct Weights {
+  alignas(64) int16_t p[MAX_GROUPS][MAX_ROWS][STRETCH];  // 15-bit integers, for each group
+  float unit[MAX_GROUPS][MAX_ROWS];                      // what one of them is worth
+  float shrink[MAX_ROWS];                                // to be multiplied by it: the rows' earlier sums
+};
+
+// Softmax of R rows' scores x over a stretch.
+template <int R, int TILES, bool MASKED>
+MS_INLINE void soften(const HeadShape& shape, const AttentionLayer& layer, const Scratch& s, int row,
+                      const Stretch& at, f32x16 (&x)[MAX_ROWS][STRETCH_TILES], Weights& w) {
+  i32x16 seen[TILES];
+  f32x16 top[R], sum[R];
+  float worth[R];
+  unroll<R>([&](auto r) MS_LAMBDA {
+    unroll<TILES>([&](auto t) MS_LAMBDA { x[r][t] = x[r][t] * s.q_scale[row + r]; });
+  });
+  if (bends(layer))
+    for (int r = 0; r < R; r++) bend_scores(layer, s, row + r, at.first, x[r], TILES);
+  unroll<TILES>([&](auto t) MS_LAMBDA {
+    const i32x16 position = LANES + (at.first + t * TILE);
+    if (MASKED) seen[t] = (position >= s.low) & (position < s.high);
+  });
+  unroll<R>([&](auto r) MS_LAMBDA {
+    top[r] = splat(NOTHING);
+    unroll<TILES>([&](auto t) MS_LAMBDA {
+      if (MASKED) x[r][t] = select(seen[t], x[r][t], splat(NOTHING));
+      top[r] = max(top[r], x[r][t]);
+    });
+  });
+  unroll<R>([&](auto r) MS_LAMBDA { top[r] = max_all(top[r]); });
+  unroll<R>([&](auto r) MS_LAMBDA {
+    sum[r] = splat(0.0f);
+    unroll<TILES>([&](auto t) MS_LAMBDA {
+      x[r][t] = exp2_neg(x[r][t] - top[r]);
+      if (MASKED) x[r][t] = select(seen[t], x[r][t], splat(0.0f));
+      sum[r] += x[r][t];
+    });
+  });
+  unroll<R>([&](auto r) MS_LAMBDA {
+    const f32x16 before = splat(s.m[row + r]), now = max(before, top[r]);
+    const float less = exp2_neg(before - now)[0];
+    worth[r] = exp2_neg(top[r] - now)[0];
+    w.shrink[r] = less;
+    s.m[row + r] = now[0];
+    s.l[row + r] = s.l[row + r] * less + reduce_add(sum[r]) * worth[r];
+  });
+  for (int g = 0; g < shape.num_groups; g++) {
+    f32x16 scale[TILES], largest = {};
+    unroll<TILES>([&](auto t) MS_LAMBDA {
+      scale[t] = from_half(reinterpret_cast<const uint16_t*>(at.tile[t] + shape.v_scales) + g * TILE);
+      if (MASKED) scale[t] = select(seen[t], scale[t], splat(0.0f));
+      largest = max_magnitude(largest, scale[t]);
+    });
+    largest = max_magnitude_all(largest);
+    const f32x16 step = WEIGHT_STEPS / max(largest, splat(1e-30f));
+    unroll<TILES>([&](auto t) MS_LAMBDA { scale[t] = scale[t] * step; });
+    unroll<R>([&](auto r) MS_LAMBDA {
+      unroll<TILES>([&](auto t) MS_LAMBDA { store_i16(w.p[g][r] + t * TILE, to_int_nearest(x[r][t] * scale[t])); });
+      w.unit[g][r] = largest[0] * (1.0f / WEIGHT_STEPS) * worth[r];
+    });
+  }
+}
+
+// sums[R][VECS] = p . V over 16 * VECS dimensions from d on.
+template <int R, int VECS, int TILES>
+MS_INLINE void weigh(const HeadShape& shape, const Stretch& at, int d, const int16_t (*p)[STRETCH],
+                     i32x16 (&sum)[R][VECS]) {
+  unroll<R>([&](auto r) MS_LAMBDA { unroll<VECS>([&](auto i) MS_LAMBDA { sum[r][i] = i32x16{}; }); });
+  for (int t = 0; t < TILES; t++) {
+    const int8_t* v = reinterpret_cast<const int8_t*>(at.tile[t] + shape.v) + 2 * d;
+    // the other half of what follows: tile 2 meanwhile, then tile 3
+    const uint8_t* next = at.next[2 + t / 2] + (d / (16 * VECS) * 16 + t % 2 * 8) * (32 * VECS);
+    for (int pair = 0; pair < TILE / 2; pair++, v += 2 * shape.dim, next += 32 * VECS) {
+      i32x16 wide[VECS];
+      unroll<VECS>([&](auto i) MS_LAMBDA { wide[i] = widen_i8(v + 32 * i); });
+      unroll<(VECS + 1) / 2>([&](auto i) MS_LAMBDA { prefetch(next + 64 * i); });
+      unroll<R>([&](auto r) MS_LAMBDA {
+        const i32x16 x = splat_bytes(p[r] + t * TILE + 2 * pair);
+        unroll<VECS>([&](auto i) MS_LAMBDA { sum[r][i] = dot_i16(sum[r][i], wide[i], x); });
+      });
+    }
+  }
+}
+
+template <int R, int VECS, int TILES>
+MS_INLINE void add_values(const HeadShape& shape, const Scratch& s, int row, const Stretch& at, int d, int g,
+                          const Weights& w) {
+  i32x16 sum[R][VECS];
+  weigh<R, VECS, TILES>(shape, at, d, w.p[g], sum);
+  unroll<R>([&](auto r) MS_LAMBDA {
+    float* acc = s.acc + (row + r) * shape.dim + d;
+    unroll<VECS>([&](auto i) MS_LAMBDA {
+      const f32x16 old = load<f32x16>(acc + 16 * i) * w.shrink[r];
+      store(acc + 16 * i, fma(to_float(sum[r][i]), splat(w.unit[g][r]), old));
+    });
+  });
+}
+
+// Two groups of 8 share a register: both sums are taken, and half of each is kept.
+template <int R, int TILES>
+MS_INLINE void add_values_by_8(const HeadShape& shape, const Scratch& s, int row, const Stretch& at, int d, int g,
+                               const Weights& w) {
+  const i32x16 first = {-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0};
+  i32x16 a[R][1], b[R][1];
+  weigh<R, 1, TILES>(shape, at, d, w.p[g], a);
+  weigh<R, 1, TILES>(shape, at, d, w.p[g + 1], b);
+  unroll<R>([&](auto r) MS_LAMBDA {
+    float* acc = s.acc + (row + r) * shape.dim + d;
+    const f32x16 x = to_float(a[r][0]), y = to_float(b[r][0]);
+    const f32x16 unit = select(first, splat(w.unit[g][r]), splat(w.unit[g + 1][r]));
+    store(acc, fma(select(first, x, y), unit, load<f32x16>(acc) * w.shrink[r]));
+  });
+}
+
+template <int R, int TILES>
+__attribute__((noinline)) void stretch_rows(const HeadShape& shape, const AttentionLayer& layer,
+                                            const Scratch& s, int row, const Stretch& at) {
+  f32x16 scores[MAX_ROWS][STRETCH_TILES];
+  Weights w;
+#if defined(MS_AVX_VNNI)
+  unroll<TILES>([&](auto t) MS_LAMBDA { query_key<R, t, 1>(shape, s, row, at, scores); });
+#else
+  query_key<R, 0, TILES>(shape, s, row, at, scores);
+#endif
+  const bool is_whole = at.first >= s.low && at.first + TILES * TILE <= s.high;
+  if (is_whole) soften<R, TILES, false>(shape, layer, s, row, at, scores, w);
+  else soften<R, TILES, true>(shape, layer, s, row, at, scores, w);
+  if (shape.group == 8) {
+    for (int d = 0; d < shape.dim; d += 16)
+      add_values_by_8<R, TILES>(shape, s, row, at, d, d / 8, w);
+    return;
+  }
+  for (int d = 0; d < shape.dim;) {
+    const int g = d / shape.group, left = (g + 1) * shape.group - d;
+    if (AT_MOST >= 4 && left >= 64) add_values<R, 4, TILES>(shape, s, row, at, d, g, w), d += 64;
+    else if (AT_MOST >= 2 && left >= 32) add_values<R, 2, TILES>(shape, s, row, at, d, g, w), d += 32;
+    else add_values<R, 1, TILES>(shape, s, row, at, d, g, w), d += 16;
+  }
+}
+
+using StretchRows = void (*)(const HeadShape&, const AttentionLayer&, const Scratch&, int, const Stretch&);
+template <int R, size_t... T>
+constexpr void fill_tiles(StretchRows* to, std::index_sequence<T...>) {
+  ((to[T] = stretch_rows<R, static_cast<int>(T) + 1>), ...);
+}
+struct StretchTable { StretchRows at[MAX_ROWS][STRETCH_TILES]; };
+template <size_t... R>
+constexpr StretchTable stretch_table(std::index_sequence<R...>) {
+  StretchTable table{};
+  (fill_tiles<static_cast<int>(R) + 1>(table.at[R], std::make_index_sequence<STRETCH_TILES>{}), ...);
+  return table;
+}
+constexpr StretchTable STRETCH_ROWS = stretch_table(std::make_index_sequence<MAX_ROWS>{});
+
+MS_INLINE void clear(Scratch& s, int rows, int dim) {
+  for (int r = 0; r < rows; r++) s.m[r] = NOTHING, s.l[r] = 0.0f;
+  std::memset(s.acc, 0, sizeof(float) * rows * dim);
+}
+
+// Rows of K/V head h in the tiles from `first` on; what follows next is prefetched.
+void attend_stretch(const AttendCall& call, const Scratch& s, int rows, const SequenceRows& seq, int kv_head, int first,
+                    int next_first, int next_head) {
+  Stretch at;
+  at.first = first;
+  const int last_tile = (s.high - 1) / TILE;
+  for (int t = 0; t < STRETCH_TILES; t++) {
+    const int tile = first / TILE + t, ahead = next_first / TILE + t;
+    at.tile[t] = call.head_at(seq, tile <= last_tile ? tile : last_tile, kv_head);
+    at.next[t] = call.head_at(seq, ahead <= last_tile ? ahead : last_tile, next_head);
+  }
+  const int left = last_tile - first / TILE + 1, tiles = left < STRETCH_TILES ? left : STRETCH_TILES;
+  for (int row = 0; row < rows; row += MAX_ROWS) {
+    const int r = rows - row < MAX_ROWS ? rows - row : MAX_ROWS;
+    STRETCH_ROWS.at[r - 1][tiles - 1](call.shape, call.layer, s, row, at);
+  }
+}
+
+// One split of a single row, for K/V heads [from, to): (m, l, acc) of each query head.
+void attend_part(const AttendCall& call, const SequenceRows& seq, int split, int from, int to, float* parts) {
+  const int per_kv = call.per_kv, heads = (to - from) * per_kv, dim = call.shape.dim, groups = call.shape.num_groups;
+  Scratch s = scratch_for(heads, dim, groups);
+  s.low = call.low_of(seq.kv_len - 1), s.high = seq.kv_len;
+  const float* rows = call.q + seq.first_row * call.q_stride + from * per_kv * dim;
+  for (int h = 0; h < heads; h++) round_query(rows + h * dim, call.shape, call.layer.scale * LOG2E, s, h);
+  clear(s, heads, dim);
+  const int end = split + SPLIT < s.high ? split + SPLIT : s.high;
+  int first = split;
+  if (s.low > first) first = s.low / STRETCH * STRETCH;
+  for (; first < end; first += STRETCH)
+    for (int h = from; h < to; h++) {
+      Scratch one = s;  // the rows of this K/V head
+      const int r = (h - from) * per_kv;
+      one.hi += r * dim, one.lo += r * dim, one.offsets += r * groups, one.q_scale += r;
+      one.m += r, one.l += r, one.acc += r * dim, one.head = h * per_kv;
+      const int ahead = h - from + 1, count = to - from;
+      attend_stretch(call, one, per_kv, seq, h, first, first + ahead / count * STRETCH, from + ahead % count);
+    }
+  for (int h = 0; h < heads; h++) {
+    float* to_part = parts + (from * per_kv + h) * (dim + 2);
+    to_part[0] = s.m[h], to_part[1] = s.l[h];
+    std::memcpy(to_part + 2, s.acc + h * dim, sizeof(float) * dim);
+  }
+}
+
+// A later split's part of one row joins what the earlier ones gave.
+MS_INLINE void merge(float& total_m, float& total_l, float* total, float m, float l, const float* acc, int dim) {
+  const float now = total_m > m ? total_m : m;
+  const f32x16 a = exp2_neg(splat(total_m - now)), b = exp2_neg(splat(m - now));
+  total_l = total_l * a[0] + l * b[0];
+  total_m = now;
+  for (int d = 0; d < dim; d += 16)
+    store(total + d, fma(load<f32x16>(acc + d), b, load<f32x16>(total + d) * a));
+}
+
+}  // namespace
+}  // namespace MS_ISA

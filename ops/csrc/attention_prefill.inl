@@ -1,0 +1,246 @@
+// Prefill attention over int8 K/V (kv_tiles.inl): many rows of one sequence. Included once per
+// instruction set.
+//
+// The arithmetic is that of attention_decode.inl, to the bit, with a query row in each lane: scores,
+// weights and sums are all [.][rows], so that softmax needs no sum across lanes, and all query
+// heads of a K/V head are rows alike. A task has some rows of one K/V head, in tiles of up to
+// TILE_ROWS. It widens each stretch of tokens to 16 bits once, as pairs of dimensions of K and of
+// tokens of V, and shows it to its tiles. Runs of AT_ONCE tokens that no row of a tile sees are not
+// computed; masks are for the runs at the edge.
+
+namespace MS_ISA {
+namespace {
+
+// Up to TILE_ROWS rows of one K/V head, row after row: [token][query head of the K/V head].
+struct RowTile {
+  int vecs;                            // of 16 rows
+  int32_t* q;                          // [dim / 2][vecs][16] pairs of 16 bits
+  float *q_scale, *slope;              // [vecs][16]
+  float *m, *l, *acc;                  // of the current split: [vecs][16], [vecs][16], [dim][vecs][16]
+  float *total_m, *total_l, *total;    // of all splits before
+  int *low, *high;                     // of each row the positions it sees, from low to before high
+  int min_low, max_low, min_high, max_high;
+};
+
+// A stretch of tokens from position `first` on.
+struct WideStretch {
+  int32_t* k;                          // [tile][dim / 4][token][2] pairs of 16 bits
+  int32_t* v;                          // [dim / 16][STRETCH / 2][16] pairs of tokens
+  float *k_scale, *v_scale, *v_weight; // [groups][STRETCH]; v_weight: steps of a weight, v_scale / v_step
+  float* v_top;                        // [groups]: the largest v_scale
+  int first, tiles;
+};
+
+// Room for a tile's scores and weights.
+struct WeightRoom {
+  float* scores;  // [STRETCH][vecs][16]
+  int32_t* p;     // [groups][STRETCH / 2][vecs][16] pairs of 15-bit weights
+  float* v_step;  // [groups][vecs][16]: what the edge rows' weights are divided by, then
+  float* unit;    // [groups][vecs][16]: what one of the integers is worth
+};
+
+MS_INLINE float steps_of(float largest) { return WEIGHT_STEPS / (largest < 1e-30f ? 1e-30f : largest); }
+
+// sum[r] += lanes * x[r] over pairs, whose x lie x_step apart; those of r R_STEP.
+template <int C, int R_STEP>
+MS_INLINE void multiply_pairs(i32x16 (&sum)[AT_ONCE][C], const int32_t* lanes, const int32_t* x) {
+  i32x16 lane[C];
+  unroll<C>([&](auto c) MS_LAMBDA { lane[c] = load<i32x16>(lanes + c * 16); });
+  unroll<AT_ONCE>([&](auto r) MS_LAMBDA {
+    const i32x16 one = splat_bytes(x + r * R_STEP);
+    unroll<C>([&](auto c) MS_LAMBDA { sum[r][c] = dot_i16(sum[r][c], lane[c], one); });
+  });
+}
+
+template <int C>
+MS_INLINE i32x16 sees(const RowTile& tile, int c, int position) {
+  return (load<i32x16>(tile.low + 16 * c) <= position) & (load<i32x16>(tile.high + 16 * c) > position);
+}
+
+// Scores of AT_ONCE tokens: what a few models do to them, and masks.
+template <int C>
+__attribute__((noinline)) void bend_and_mask(const AttentionLayer& layer, const RowTile& tile, float* scores,
+                                             int position) {
+  for (int r = 0; r < AT_ONCE; r++)
+    for (int c = 0; c < C; c++) {
+      float* at = scores + (r * C + c) * 16;
+      f32x16 x = load<f32x16>(at);
+      if (layer.soft_cap > 0.0f) x = soft_capped(layer, x);
+      if (layer.slopes) {
+        const i32x16 last = load<i32x16>(tile.high + 16 * c) - 1;
+        x = alibi(x, (position + r) - last, load<f32x16>(tile.slope + 16 * c));
+      }
+      store(at, select(sees<C>(tile, c, position + r), x, splat(NOTHING)));
+    }
+}
+
+// scores = q.k of tokens [from, to) of the stretch; top: the largest of each row.
+template <int C>
+MS_INLINE void score_rows(const HeadShape& shape, const AttentionLayer& layer, const RowTile& tile,
+                          const WideStretch& at, int from, int to, float* scores, f32x16 (&top)[C]) {
+  const bool has_bends = bends(layer);
+  for (int key = from; key < to; key += AT_ONCE) {
+    float* run = scores + key * C * 16;
+    const int32_t* k = at.k + key / TILE * (TILE * shape.dim / 2) + key % TILE * 2;
+    const int position = at.first + key;
+    const bool is_rough = has_bends || position < tile.max_low || position + AT_ONCE > tile.min_high;
+    const int32_t* q = tile.q;
+    for (int g = 0; g < shape.num_groups; g++) {
+      i32x16 sum[AT_ONCE][C];
+      unroll<AT_ONCE>([&](auto r) MS_LAMBDA { unroll<C>([&](auto c) MS_LAMBDA { sum[r][c] = i32x16{}; }); });
+      for (int quad = 0; quad < shape.group / 4; quad++, q += 32 * C, k += 2 * TILE) {
+        multiply_pairs<C, 2>(sum, q, k);
+        multiply_pairs<C, 2>(sum, q + 16 * C, k + 1);
+      }
+      const float* scale = at.k_scale + g * STRETCH + key;
+      const bool is_last = g == shape.num_groups - 1;
+      unroll<AT_ONCE>([&](auto r) MS_LAMBDA {
+        unroll<C>([&](auto c) MS_LAMBDA {
+          float* to_score = run + (r * C + c) * 16;
+          f32x16 x = to_float(sum[r][c]);
+          if (g == 0) x = x * scale[r];
+          else x = fma(x, splat(scale[r]), load<f32x16>(to_score));
+          if (is_last) {
+            x = x * load<f32x16>(tile.q_scale + 16 * c);
+            if (!is_rough) top[c] = max(top[c], x);
+          }
+          store(to_score, x);
+        });
+      });
+    }
+    if (!is_rough) continue;
+    bend_and_mask<C>(layer, tile, run, position);
+    unroll<AT_ONCE>([&](auto r) MS_LAMBDA {
+      unroll<C>([&](auto c) MS_LAMBDA { top[c] = max(top[c], load<f32x16>(run + (r * C + c) * 16)); });
+    });
+  }
+}
+
+// The largest scale of V among the tokens that each row sees: v_step and, without its factor, unit.
+template <int C>
+__attribute__((noinline)) void edge_scales(const HeadShape& shape, const RowTile& tile, const WideStretch& at,
+                                           const WeightRoom& room) {
+  for (int g = 0; g < shape.num_groups; g++)
+    for (int i = 0; i < C * 16; i++) {
+      const int to = g * C * 16 + i;
+      if (i && tile.low[i] == tile.low[i - 1] && tile.high[i] == tile.high[i - 1]) {
+        room.unit[to] = room.unit[to - 1], room.v_step[to] = room.v_step[to - 1];
+        continue;
+      }
+      f32x16 largest = {};
+      for (int t = 0; t < at.tiles; t++) {
+        const i32x16 position = LANES + (at.first + t * TILE);
+        const i32x16 seen = (position >= tile.low[i]) & (position < tile.high[i]);
+        const f32x16 scale = load<f32x16>(at.v_scale + g * STRETCH + t * TILE);
+        largest = max_magnitude(largest, select(seen, scale, f32x16{}));
+      }
+      room.unit[to] = reduce_magnitude(largest);
+      room.v_step[to] = steps_of(room.unit[to]);
+    }
+}
+
+// Scores of the tiles that hold tokens [from, to) to weights; sum: of each row before V's scales, in the order of
+// the decode kernel. IS_WHOLE: all rows see all tokens of the stretch.
+template <int C, bool IS_WHOLE>
+MS_INLINE void weigh_rows(const HeadShape& shape, const RowTile& tile, const WideStretch& at, int from, int to,
+                          const WeightRoom& room, const f32x16 (&top)[C], f32x16 (&sum)[C]) {
+  alignas(64) float sums[TILE * C * 16];
+  for (int j = 0; j < TILE; j += 2) {
+    f32x16 even[C], odd[C];
+    unroll<C>([&](auto c) MS_LAMBDA { even[c] = odd[c] = f32x16{}; });
+    for (int key = from / TILE * TILE + j; key < to; key += TILE) {
+      const float* x = room.scores + key * C * 16;
+      const int position = at.first + key;
+      const bool masks = !IS_WHOLE && (position < tile.max_low || position + 2 > tile.min_high);
+      f32x16 a[C], b[C];
+      unroll<C>([&](auto c) MS_LAMBDA {
+        a[c] = exp2_neg(load<f32x16>(x + c * 16) - top[c]);
+        b[c] = exp2_neg(load<f32x16>(x + (C + c) * 16) - top[c]);
+        if (masks) {
+          a[c] = select(sees<C>(tile, c, position), a[c], f32x16{});
+          b[c] = select(sees<C>(tile, c, position + 1), b[c], f32x16{});
+        }
+        even[c] += a[c], odd[c] += b[c];
+      });
+      for (int g = 0; g < shape.num_groups; g++) {
+        const float* scale = (IS_WHOLE ? at.v_weight : at.v_scale) + g * STRETCH + key;
+        int32_t* p = room.p + (g * (STRETCH / 2) + key / 2) * C * 16;
+        unroll<C>([&](auto c) MS_LAMBDA {
+          f32x16 low = splat(scale[0]), high = splat(scale[1]);
+          if (!IS_WHOLE) {
+            const f32x16 step = load<f32x16>(room.v_step + (g * C + c) * 16);
+            low = low * step, high = high * step;
+          }
+          low = a[c] * low, high = b[c] * high;
+          if (masks) {
+            low = select(sees<C>(tile, c, position), low, f32x16{});
+            high = select(sees<C>(tile, c, position + 1), high, f32x16{});
+          }
+          store(p + c * 16, (to_int_nearest(low) & 0xffff) | to_int_nearest(high) << 16);
+        });
+      }
+    }
+    unroll<C>([&](auto c) MS_LAMBDA {
+      store(sums + (j * C + c) * 16, even[c]), store(sums + ((j + 1) * C + c) * 16, odd[c]);
+    });
+  }
+  for (int half = TILE / 2; half; half /= 2)
+    for (int i = 0; i < half * C * 16; i += 16)
+      store(sums + i, load<f32x16>(sums + i) + load<f32x16>(sums + half * C * 16 + i));
+  unroll<C>([&](auto c) MS_LAMBDA { sum[c] = load<f32x16>(sums + c * 16); });
+}
+
+// What C * 16 rows see of tokens [from, to) of a stretch.
+template <int C>
+__attribute__((noinline)) void show_stretch(const HeadShape& shape, const AttentionLayer& layer, const RowTile& tile,
+                                            const WideStretch& at, int from, int to, const WeightRoom& room) {
+  f32x16 top[C], sum[C], shrink[C], worth[C];
+  unroll<C>([&](auto c) MS_LAMBDA { top[c] = splat(NOTHING); });
+  score_rows<C>(shape, layer, tile, at, from, to, room.scores, top);
+  const bool is_whole = tile.max_low <= at.first && tile.min_high >= at.first + at.tiles * TILE;
+  if (is_whole) {
+    for (int i = 0; i < shape.num_groups * C * 16; i += 16) store(room.unit + i, splat(at.v_top[i / (C * 16)]));
+    weigh_rows<C, true>(shape, tile, at, from, to, room, top, sum);
+  } else {
+    edge_scales<C>(shape, tile, at, room);
+    weigh_rows<C, false>(shape, tile, at, from, to, room, top, sum);
+  }
+  unroll<C>([&](auto c) MS_LAMBDA {
+    const f32x16 before = load<f32x16>(tile.m + 16 * c), now = max(before, top[c]);
+    shrink[c] = exp2_neg(before - now), worth[c] = exp2_neg(top[c] - now);
+    store(tile.m + 16 * c, now);
+    store(tile.l + 16 * c, load<f32x16>(tile.l + 16 * c) * shrink[c] + sum[c] * worth[c]);
+  });
+  for (int g = 0; g < shape.num_groups; g++)
+    unroll<C>([&](auto c) MS_LAMBDA {
+      float* unit = room.unit + (g * C + c) * 16;
+      store(unit, load<f32x16>(unit) * (1.0f / WEIGHT_STEPS) * worth[c]);
+    });
+  for (int d = 0; d < shape.dim; d += AT_ONCE) {
+    const int g = d / shape.group;
+    const int32_t* v = at.v + (d / 16 * (STRETCH / 2) + from / 2) * 16 + d % 16;
+    const int32_t* p = room.p + (g * (STRETCH / 2) + from / 2) * C * 16;
+    i32x16 total[AT_ONCE][C];
+    unroll<AT_ONCE>([&](auto r) MS_LAMBDA { unroll<C>([&](auto c) MS_LAMBDA { total[r][c] = i32x16{}; }); });
+    for (int pair = from / 2; pair < to / 2; pair++, p += C * 16, v += 16) multiply_pairs<C, 1>(total, p, v);
+    float* acc = tile.acc + d * C * 16;
+    unroll<AT_ONCE>([&](auto r) MS_LAMBDA {
+      unroll<C>([&](auto c) MS_LAMBDA {
+        const f32x16 old = load<f32x16>(acc + (r * C + c) * 16) * shrink[c];
+        const f32x16 unit = load<f32x16>(room.unit + (g * C + c) * 16);
+        store(acc + (r * C + c) * 16, fma(to_float(total[r][c]), unit, old));
+      });
+    });
+  }
+}
+
+using ShowStretch = void (*)(const HeadShape&, const AttentionLayer&, const RowTile&, const WideStretch&, int, int,
+                             const WeightRoom&);
+template <size_t... C>
+constexpr ShowStretch show_stretch_for(int vecs, std::index_sequence<C...>) {
+  constexpr ShowStretch all[] = {show_stretch<C + 1>...};
+  return all[vecs - 1];
+}
+
+}  // namespace
+}  // namespace MS_ISA

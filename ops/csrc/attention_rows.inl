@@ -1,0 +1,217 @@
+// Tasks of prefill attention over int8 K/V: some rows of one sequence and one K/V head. Included
+// once per instruction set.
+
+namespace MS_ISA {
+namespace {
+
+// Rows start afresh.
+MS_INLINE void clear_tile(const RowTile& tile, int dim) {
+  for (int i = 0; i < tile.vecs * 16; i++) tile.m[i] = NOTHING, tile.l[i] = 0.0f;
+  std::memset(tile.acc, 0, sizeof(float) * dim * tile.vecs * 16);
+}
+
+// What the rows saw in a split joins what they saw in those before.
+MS_INLINE void merge_tile(const RowTile& tile, int dim) {
+  for (int c = 0; c < tile.vecs; c++) {
+    const f32x16 m = load<f32x16>(tile.m + 16 * c), total_m = load<f32x16>(tile.total_m + 16 * c);
+    const f32x16 now = max(total_m, m), a = exp2_neg(total_m - now), b = exp2_neg(m - now);
+    float* l = tile.total_l + 16 * c;
+    store(l, load<f32x16>(l) * a + load<f32x16>(tile.l + 16 * c) * b);
+    store(tile.total_m + 16 * c, now);
+    for (int d = 0; d < dim; d++) {
+      const int at = (d * tile.vecs + c) * 16;
+      store(tile.total + at, fma(load<f32x16>(tile.acc + at), b, load<f32x16>(tile.total + at) * a));
+    }
+  }
+}
+
+// A query row of `dim` to 16 bits; returns what a step is worth.
+MS_INLINE float round_row(const float* q, int dim, int16_t* to) {
+  f32x16 largest = {};
+  for (int d = 0; d < dim; d += 16) largest = max_magnitude(largest, load<f32x16>(q + d));
+  const float top = reduce_magnitude(largest), step = top > 0.0f ? QUERY_STEPS / top : 0.0f;
+  for (int d = 0; d < dim; d += 16) store_i16(to + d, to_int_nearest(load<f32x16>(q + d) * step));
+  return top / QUERY_STEPS;
+}
+
+// A task: rows [from, to) of a sequence with the query heads of one K/V head.
+class RowTask {
+ public:
+  RowTask(const AttendCall& call, const SequenceRows& seq, int kv_head, int from, int to)
+      : call_(call), seq_(seq), kv_head_(kv_head), from_(from), to_(to), dim_(call.shape.dim) {
+    const HeadShape& shape = call.shape;
+    const int count = (to - from + TILE_ROWS - 1) / TILE_ROWS, groups = shape.num_groups;
+    const size_t tile_size = static_cast<size_t>(dim_ / 2 + 2 * dim_ + 8) * TILE_ROWS;
+    const size_t need = STRETCH * (dim_ + groups * 3) + MAX_GROUPS + count * tile_size +
+                        TILE_ROWS * (STRETCH + groups * (STRETCH / 2 + 2)) + 16;
+    if (memory().size() < need) memory().resize(need);
+    at_ = memory().data() + -reinterpret_cast<uintptr_t>(memory().data()) % 64 / 4;
+    stretch_ = {ints(STRETCH * dim_ / 2), ints(STRETCH * dim_ / 2), take(STRETCH * groups), take(STRETCH * groups),
+                take(STRETCH * groups), take(MAX_GROUPS), 0, 0};
+    room_ = {take(STRETCH * TILE_ROWS), ints(groups * (STRETCH / 2) * TILE_ROWS), take(groups * TILE_ROWS),
+             take(groups * TILE_ROWS)};
+    tiles().resize(count);
+    for (int i = 0; i < count; i++) begin(tiles()[i], first_of(i), end_of(i));
+  }
+
+  void run() {
+    const int count = static_cast<int>(tiles().size()), low = tiles()[0].min_low, high = tiles()[count - 1].max_high;
+    for (int split = low / SPLIT * SPLIT; split < high; split += SPLIT) {
+      const int end = split + SPLIT < high ? split + SPLIT : high;
+      for (int first = low > split ? low / STRETCH * STRETCH : split; first < end; first += STRETCH) {
+        widen(first, high);
+        for (int i = 0; i < count; i++) {
+          prefetch_next(first + STRETCH, high, i, count);
+          show(tiles()[i]);
+        }
+      }
+      for (RowTile& tile : tiles()) end_split(tile, split <= low, split + SPLIT < high);
+    }
+    for (int i = 0; i < count; i++) finish(tiles()[i], first_of(i), end_of(i));
+  }
+
+ private:
+  static List<float>& memory() {
+    static thread_local List<float> all;
+    return all;
+  }
+  static List<RowTile>& tiles() {
+    static thread_local List<RowTile> all;
+    return all;
+  }
+  float* take(size_t size) {
+    float* taken = at_;
+    at_ += size;
+    return taken;
+  }
+  int32_t* ints(size_t size) { return reinterpret_cast<int32_t*>(take(size)); }
+  int first_of(int tile) const { return from_ + tile * TILE_ROWS; }
+  int end_of(int tile) const { return first_of(tile + 1) < to_ ? first_of(tile + 1) : to_; }
+  int head_of(int row) const { return kv_head_ * call_.per_kv + row % call_.per_kv; }
+  size_t step_row(int row) const { return seq_.first_row + row / call_.per_kv; }
+  const float* query(int row) const { return call_.q + step_row(row) * call_.q_stride + head_of(row) * dim_; }
+  float* result(int row) const { return call_.out + step_row(row) * call_.out_stride + head_of(row) * dim_; }
+
+  // Rows [from, to). Lanes beyond are copies of the last row.
+  void begin(RowTile& tile, int from, int to) {
+    const int past = seq_.kv_len - seq_.num_rows;
+    tile = {(to - from + 15) / 16, ints(dim_ / 2 * TILE_ROWS), take(TILE_ROWS), take(TILE_ROWS), take(TILE_ROWS),
+            take(TILE_ROWS), take(dim_ * TILE_ROWS), take(TILE_ROWS), take(TILE_ROWS), take(dim_ * TILE_ROWS),
+            ints(TILE_ROWS), ints(TILE_ROWS), 0, 0, 0, 0};
+    alignas(64) int16_t rounded[16][MAX_HEAD_DIM];
+    for (int c = 0; c < tile.vecs; c++) {
+      for (int i = 0; i < 16; i++) {
+        const int lane = c * 16 + i, row = from + lane < to ? from + lane : to - 1, head = head_of(row);
+        const int position = past + row / call_.per_kv, later = row + 16 < to_ ? row + 16 : row;
+        for (int d = 0; d < dim_; d += 16) prefetch(query(later) + d);
+        tile.low[lane] = call_.low_of(position), tile.high[lane] = position + 1;
+        tile.slope[lane] = call_.layer.slopes ? call_.layer.slopes[head] : 0.0f;
+        const float worth = round_row(query(row), dim_, rounded[i]);
+        tile.q_scale[lane] = worth * (call_.layer.scale * LOG2E);
+      }
+      for (int pair = 0; pair < dim_ / 2; pair += 16) {
+        f32x16 x[16];
+        for (int i = 0; i < 16; i++) x[i] = load<f32x16>(rounded[i] + 2 * pair);
+        transpose(x);
+        for (int i = 0; i < 16 && pair + i < dim_ / 2; i++) store(tile.q + ((pair + i) * tile.vecs + c) * 16, x[i]);
+      }
+    }
+    const int last = tile.vecs * 16 - 1;
+    tile.min_low = tile.low[0], tile.max_low = tile.low[last];
+    tile.min_high = tile.high[0], tile.max_high = tile.high[last];
+    clear_tile(tile, dim_);
+  }
+
+  // The tokens from position `first` on, before `high`, for all tiles.
+  void widen(int first, int high) {
+    const HeadShape& shape = call_.shape;
+    const int left = (high - first + TILE - 1) / TILE, half = TILE / 2;
+    stretch_.first = first, stretch_.tiles = left < STRETCH_TILES ? left : STRETCH_TILES;
+    for (int t = 0; t < stretch_.tiles; t++) {
+      const uint8_t* from = call_.head_at(seq_, first / TILE + t, kv_head_);
+      alignas(64) int8_t bytes[64];
+      for (int i = 0; i < TILE * dim_; i += 64) {
+        store(bytes, load<i32x16>(from + shape.k + i) ^ splat_i32(static_cast<int32_t>(0x80808080u)));
+        int32_t* to = stretch_.k + t * TILE * dim_ / 2 + i / 2;
+        store(to, widen_i8(bytes)), store(to + 16, widen_i8(bytes + 32));
+      }
+      const int8_t* v = reinterpret_cast<const int8_t*>(from + shape.v);
+      for (int pair = 0; pair < half; pair++, v += 2 * dim_)
+        for (int d = 0; d < dim_; d += 16)
+          store(stretch_.v + (d / 16 * (STRETCH / 2) + t * half + pair) * 16, widen_i8(v + 2 * d));
+      for (int g = 0; g < shape.num_groups; g++) {
+        const int at = g * STRETCH + t * TILE;
+        store(stretch_.k_scale + at, from_half(reinterpret_cast<const uint16_t*>(from + shape.k_scales) + g * TILE));
+        store(stretch_.v_scale + at, from_half(reinterpret_cast<const uint16_t*>(from + shape.v_scales) + g * TILE));
+      }
+    }
+    for (int g = 0; g < shape.num_groups; g++) {
+      f32x16 largest = {};
+      const float* scale = stretch_.v_scale + g * STRETCH;
+      for (int t = 0; t < stretch_.tiles; t++) largest = max_magnitude(largest, load<f32x16>(scale + t * TILE));
+      stretch_.v_top[g] = reduce_magnitude(largest);
+      const float step = steps_of(stretch_.v_top[g]);
+      for (int t = 0; t < stretch_.tiles; t++)
+        store(stretch_.v_weight + g * STRETCH + t * TILE, load<f32x16>(scale + t * TILE) * step);
+    }
+  }
+
+  // One of `count` shares of the stretch that follows, into the second-level cache.
+  void prefetch_next(int first, int high, int share, int count) const {
+    const int lines = static_cast<int>((call_.shape.bytes + 63) / 64);
+    for (int t = share; t < STRETCH_TILES && first + t * TILE < high; t += count) {
+      const uint8_t* at = call_.head_at(seq_, first / TILE + t, kv_head_);
+      for (int i = 0; i < lines; i++) __builtin_prefetch(at + i * 64, 0, 2);
+    }
+  }
+
+  void show(const RowTile& tile) const {
+    int from = tile.min_low - stretch_.first, to = tile.max_high - stretch_.first;
+    const int end = stretch_.tiles * TILE;
+    from = from > 0 ? from / AT_ONCE * AT_ONCE : 0;
+    to = ((to < end ? to : end) + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
+    if (from >= to) return;
+    const ShowStretch run_tile = show_stretch_for(tile.vecs, std::make_index_sequence<TILE_VECS>{});
+    run_tile(call_.shape, call_.layer, tile, stretch_, from, to, room_);
+  }
+
+  void end_split(RowTile& tile, bool is_first, bool is_more) {
+    if (is_first) std::swap(tile.m, tile.total_m), std::swap(tile.l, tile.total_l), std::swap(tile.acc, tile.total);
+    else merge_tile(tile, dim_);
+    if (is_more) clear_tile(tile, dim_);
+  }
+
+  void finish(const RowTile& tile, int from, int to) const {
+    for (int c = 0; c < tile.vecs; c++) {
+      const int first = from + c * 16, count = to - first < 16 ? to - first : 16;
+      alignas(64) float inverse[16] = {};
+      for (int i = 0; i < count; i++) {
+        const int head = head_of(first + i), lane = c * 16 + i, later = first + i + 16;
+        for (int d = 0; d < dim_ && later < to_; d += 16) __builtin_prefetch(result(later) + d, 1, 3);
+        float* lse = call_.lse ? call_.lse + step_row(first + i) * call_.layer.num_heads + head : nullptr;
+        inverse[i] = finish_row(call_.layer, head, tile.total_m[lane], tile.total_l[lane], lse);
+      }
+      for (int d = 0; d < dim_; d += 16) {
+        f32x16 x[16];
+        for (int i = 0; i < 16; i++)
+          x[i] = load<f32x16>(tile.total + ((d + i) * tile.vecs + c) * 16) * load<f32x16>(inverse);
+        transpose(x);
+        for (int i = 0; i < count; i++) store(result(first + i) + d, x[i]);
+      }
+    }
+  }
+
+  const AttendCall& call_;
+  const SequenceRows& seq_;
+  const int kv_head_, from_, to_, dim_;
+  float* at_;
+  WideStretch stretch_;
+  WeightRoom room_;
+};
+
+void attend_rows(const AttendCall& call, const SequenceRows& seq, int kv_head, int from, int to) {
+  RowTask(call, seq, kv_head, from, to).run();
+}
+
+}  // namespace
+}  // namespace MS_ISA
