@@ -13,6 +13,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -221,15 +222,13 @@ class RingFile(_File):
             batch.append(operation)
         if not batch:
             return
+        tags = fields[::5]
         try:
             taken = self._ring.submit(fields)
         except OSError as error:
-            taken = 0
             self._failed += [(operation, error) for operation in batch]
-            batch = []
-            for tag in fields[::5]:
-                del self._under_way[tag]
-        for operation, tag in zip(batch[taken:], fields[5 * taken :: 5], strict=True):
+            batch, taken = [], 0
+        for tag in tags[taken:]:
             del self._under_way[tag]
         self._waiting.extendleft(reversed(batch[taken:]))
 
@@ -241,7 +240,7 @@ class RingFile(_File):
                         return
                     self._change.wait()
                 has_some = bool(self._under_way)
-            events = self._ring.reap(1, _REAP_S) if has_some else []
+            events = self._wait_for_events() if has_some else []
             with self._change:
                 finished, self._failed = self._failed, []
                 for tag, result in events:
@@ -254,6 +253,16 @@ class RingFile(_File):
                 self._submit()
             for operation, error in finished:
                 operation.deliver(error)
+
+
+    def _wait_for_events(self) -> list[tuple[int, int]]:
+        try:
+            events: list[tuple[int, int]] = self._ring.reap(1, _REAP_S)
+        except OSError:  # transfers may still be under way, so nothing can be called ended
+            logger.exception("waiting for the kernel failed; trying again")
+            time.sleep(0.1)
+            return []
+        return events
 
 
 # (descriptor, one buffer, offset) -> bytes; pread and pwrite, or a test's.

@@ -64,7 +64,7 @@ def choose_io(directory: str | Path, io: str = "auto", *, depth: int = 64) -> st
         "sqpoll": ("sqpoll", "io_uring"),
         "iopoll": ("iopoll", "io_uring"),
     }.get(io, (io,))
-    refusals = []
+    refusals: list[tuple[str, OSError]] = []
     for candidate in candidates:
         refusal = _try_out(directory, candidate, depth)
         if refusal is None:
