@@ -254,7 +254,6 @@ class RingFile(_File):
             for operation, error in finished:
                 operation.deliver(error)
 
-
     def _wait_for_events(self) -> list[tuple[int, int]]:
         try:
             events: list[tuple[int, int]] = self._ring.reap(1, _REAP_S)
