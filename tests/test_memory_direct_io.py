@@ -186,7 +186,7 @@ def test_what_does_not_go_away_is_an_error(tmp_path, pages, make, fault, number)
     if make is ring_with and not has_ring(tmp_path):
         pytest.skip("no io_uring here")
     file = make(tmp_path / "f", lambda _: fault)
-    with pytest.raises(OSError) as raised:
+    with pytest.raises(OSError, match=os.strerror(number)) as raised:
         wait_for(file.write, [(pages.at(0), BLOCK, 0)])
     assert raised.value.errno == number
     file.close()
@@ -230,7 +230,7 @@ def test_a_kernel_without_io_uring(tmp_path, monkeypatch, caplog):
 
     class Forbidden:
         @staticmethod
-        def IoRing(*_):  # noqa: N802
+        def IoRing(*_):
             raise PermissionError(errno.EPERM, "io_uring_setup: not permitted")
 
     monkeypatch.setattr(native, "_native", Forbidden)
