@@ -7,6 +7,7 @@ back is the page that was stored, for its checksum is compared on every load.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import logging
 import os
@@ -106,6 +107,7 @@ class SpillStore:
         self.io = self._file.io
         self._writer = SpillWriter(self._file, log, self._live)
         self._want_room()
+        atexit.register(self.close)  # for one that nobody closed
         free = shutil.disk_usage(path).free
         if free < capacity_bytes - self._slots.num_begun * page_bytes:
             logger.warning("K/V on disk: %s has only %d MiB free", path, free >> 20)
@@ -358,6 +360,7 @@ class SpillStore:
                 return
             self._is_closed = True
             self._idle.wait_for(lambda: self._requests == 0)
+        atexit.unregister(self.close)
         self._writer.close()
         self._file.close()
         os.close(self._claim)

@@ -370,6 +370,22 @@ def test_an_index_that_cannot_be_written_costs_only_the_restart(tmp_path, pages,
     store.close()
 
 
+def test_leaving_without_a_close(tmp_path, pages):
+    """What is under way ends, the index is written, and nothing complains."""
+    code = (
+        "import sys\n"
+        "from tests.test_memory_spill import *\n"
+        "store, pages = open_store(sys.argv[1], persistent=True, io='auto'), Pages(PAGE, 64)\n"
+        "futures = [store.store(b'%d' % i, pages.fill(i, b'%d' % i)) for i in range(6)]\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    store = open_store(tmp_path, persistent=True)
+    assert all(found(store, pages, b"%d" % i) for i in range(6))
+    store.close()
+
+
 def test_one_process_at_a_time(tmp_path, pages):
     store = open_store(tmp_path, persistent=True)
     put(store, pages, b"a")
