@@ -354,7 +354,7 @@ class SpillStore:
         return self._writer.flush(timeout_s)
 
     def close(self) -> None:
-        """After all that is under way. Later requests are misses."""
+        """After all that is under way; not from a future's callback. Later requests are misses."""
         with self._lock:
             if self._is_closed:
                 return

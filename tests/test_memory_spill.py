@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -129,6 +130,46 @@ def test_a_slot_that_is_read_is_not_reused(tmp_path, pages):
     assert load.result() and pages.holds(9, b"a")
     assert put(store, pages, b"d") == [True] and store.contains(b"c")
     store._slots.check_integrity()
+    store.close()
+
+
+@pytest.mark.parametrize("io", ["auto", "threads"])
+def test_several_threads_at_once(tmp_path, io):
+    """Few slots, the same keys: what is found is right, and the books agree in the end."""
+    store = open_store(tmp_path, slots=12, io=io, persistent=True)
+    failures = []
+
+    def work(seed):
+        rng = random.Random(seed)
+        pages = Pages(PAGE, 64)
+        try:
+            for _ in range(250):
+                key = b"key %d " % rng.randrange(24)
+                kind = rng.randrange(5)
+                if kind < 2:
+                    store.store(key, pages.fill(0, key), pinned=kind == 0).result()
+                    if kind == 0:
+                        store.discard(key)
+                elif kind < 4:
+                    found(store, pages, key)
+                else:
+                    store.discard(key)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+    assert store.flush() and store.stats().corrupt == 0 and store.stats().hits > 50
+    store._slots.check_integrity()
+    keys = list(store._slots.entries)
+    store.close()
+    store = open_store(tmp_path, slots=12, persistent=True)
+    assert list(store._slots.entries) and set(store._slots.entries) <= set(keys)
+    assert all(found(store, Pages(PAGE, 64), key) for key in list(store._slots.entries))
     store.close()
 
 
