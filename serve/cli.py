@@ -174,13 +174,19 @@ def bench(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write settings, summary and every request.")
     ] = None,
-    quick: Annotated[bool, typer.Option(help="With `ops`: a few small shapes.")] = False,
+    quick: Annotated[bool, typer.Option(help="With `ops` and `io`: a few seconds.")] = False,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="With `io`: where; here by default.")
+    ] = None,
     dtype: DType = "auto",
     max_model_len: MaxModelLen = None,
     compute_threads: ComputeThreads = None,
     backend: Backend = "auto",
 ) -> None:
-    """Measure latency under an open-loop Poisson load; `serve bench ops`: the kernels alone."""
+    """Measure latency under an open-loop Poisson load.
+
+    `serve bench ops`: the kernels alone. `serve bench io`: the way to the disk.
+    """
     from bench import load
 
     _set_up_logging("warning")
@@ -188,8 +194,11 @@ def bench(
         if model == "ops":  # a model directory of that name is ./ops
             _bench_ops(context, quick)
             return
-        if quick:
-            raise ConfigError("--quick goes with `serve bench ops` only")
+        if model == "io":
+            _bench_io(context, directory or Path.cwd(), quick)
+            return
+        if quick or directory is not None:
+            raise ConfigError("--quick and --dir go with `serve bench ops` and `serve bench io`")
         plan = load.LoadPlan(
             qps=load.parse_qps(qps),
             num_requests=load.count_requests(load.parse_qps(qps), requests, duration),
@@ -214,19 +223,36 @@ def bench(
 
 def _bench_ops(context: typer.Context, quick: bool) -> None:
     from bench import ops
+
+    _check_alone(context, "ops", {"quick"})
+    ops.run_and_report(quick=quick)
+
+
+def _bench_io(context: typer.Context, directory: Path, quick: bool) -> None:
+    from bench import io
+
+    _check_alone(context, "io", {"quick", "directory"})
+    io.run_and_report(directory, quick=quick)
+
+
+def _check_alone(context: typer.Context, what: str, taken: set[str]) -> None:
+    """These measure one thing: options of the load test are mistakes."""
     from ops import native
 
-    given = []
+    given, known = [], []
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
-        is_given = source is not None and source.name == "COMMANDLINE"
-        if is_given and parameter.name not in ("model", "quick"):
-            given.append(max(parameter.opts, key=len))
+        option = max(parameter.opts, key=len)
+        if parameter.name in taken:
+            known.append(option)
+        elif source is not None and source.name == "COMMANDLINE" and parameter.name != "model":
+            given.append(option)
     if given:
-        raise ConfigError(f"{', '.join(given)}: `serve bench ops` takes --quick only")
+        raise ConfigError(
+            f"{', '.join(given)}: `serve bench {what}` takes {' and '.join(known)} only"
+        )
     if not native.is_available():
-        raise ConfigError("`serve bench ops` needs the native kernels, which are not built")
-    ops.run_and_report(quick=quick)
+        raise ConfigError(f"`serve bench {what}` needs the native kernels, which are not built")
 
 
 @app.command("eval")

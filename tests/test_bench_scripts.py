@@ -148,3 +148,22 @@ def test_vs_transformers(tmp_path):
         "transformers, padded batch",
         "transformers, one by one",
     }
+
+
+def test_io_quick(tmp_path):
+    """Every way to the disk gives figures, and nothing is left in the folder."""
+    done = subprocess.run(
+        [sys.executable, "-m", "serve", "bench", "io", "--quick", "--dir", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    assert {"threads"} < {cell["way"] for cell in result["cells"]}
+    assert {cell["depth"] for cell in result["cells"]} == {1, 16}
+    for cell in result["cells"]:
+        assert cell["iops"] > 0 and 0 < cell["p50_us"] <= cell["p99_us"], cell
+    assert {row["what"] for row in result["store"]} == {"store", "load"}
+    assert all(row["share"] > 0 for row in result["store"])
+    assert list(tmp_path.iterdir()) == []

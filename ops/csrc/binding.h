@@ -13,4 +13,7 @@ T* pointer(uintptr_t address) { return reinterpret_cast<T*>(address); }
 // Int8Linear, Int4Linear and PlainLinear, in linear.cpp.
 void bind_linear(nanobind::module_& m);
 
+// IoRing and checksum, in storage.cpp.
+void bind_storage(nanobind::module_& m);
+
 }  // namespace ms

@@ -135,6 +135,7 @@ NB_MODULE(_native, m) {
     return kernels().sample(pointer<float>(logits), stride, rows, size, pointer<Draw>(draws), pointer<Drawn>(out));
   });
   bind_linear(m);
+  bind_storage(m);
   nb::class_<StepPlan>(m, "StepPlan")
       .def(nb::init<uintptr_t, size_t, const std::vector<size_t>&, const std::vector<int>&,
                     const std::vector<int>&>());

@@ -1,0 +1,69 @@
+"""The directory of the disk tier: private (K/V tells what was asked), and one process at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import time
+from pathlib import Path
+
+_OURS = ("lock", "index", "pages-", ".probe-")
+_HANDOVER_S = 5.0
+
+
+class SpillDirectoryError(OSError):
+    """A directory that cannot hold the disk tier. The message says what to change."""
+
+
+class SpillDirectoryInUse(SpillDirectoryError):
+    """Another process has it."""
+
+
+def claim_directory(directory: str | Path) -> tuple[Path, int]:
+    """Its path and a lock to be closed. Made with mode 0700, or tightened when only ours."""
+    path = Path(directory).absolute()
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.stat()
+    if status.st_uid != os.geteuid():
+        raise SpillDirectoryError(f"{path} belongs to another user; choose another directory")
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        others = [name for name in os.listdir(path) if not name.startswith(_OURS)]
+        if others:
+            raise SpillDirectoryError(
+                f"{path} is open to other users and holds other files; "
+                "choose a directory of its own, or make it private (chmod 700)"
+            )
+        path.chmod(0o700)
+    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise SpillDirectoryInUse(f"{path} is in use by another process") from error
+    return path, lock
+
+
+def claim_pages(fd: int) -> None:
+    """Wait for the transfers of a killed process.
+
+    A ring outlives its process until its last transfer has ended, and with it the open file
+    and the lock on that.
+    """
+    end = time.monotonic() + _HANDOVER_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > end:
+                raise SpillDirectoryInUse("transfers of another process do not end") from error
+            time.sleep(0.01)
+        else:
+            return
+
+
+def remove_pages(directory: Path, *, but: str = "") -> None:
+    """Unlink files of pages that no index speaks of."""
+    for path in directory.glob("pages-*.kv"):
+        if path.name != but and not path.is_dir():
+            path.unlink(missing_ok=True)

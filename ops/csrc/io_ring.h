@@ -1,0 +1,71 @@
+// Reads and writes of one file by io_uring: raw system calls, no library. Without the kernel's
+// header (or one older than Linux 5.11) the class is there and its constructor fails with ENOSYS.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+struct io_uring_sqe;
+struct io_uring_cqe;
+
+namespace ms {
+
+struct Region {
+  uintptr_t address;
+  size_t size;
+};
+
+struct Operation {
+  uint64_t tag;
+  bool is_write;
+  uintptr_t address;
+  uint32_t length;
+  uint64_t offset;
+};
+
+struct Event {
+  uint64_t tag;
+  int32_t result;  // bytes, or -errno
+};
+
+// submit() and reap() may be called from different threads at once. Failures are thrown as
+// std::system_error. Whoever destroys a ring has reaped everything before.
+class IoRing {
+ public:
+  IoRing(int fd, unsigned depth, bool sqpoll, bool iopoll);
+  ~IoRing();
+  IoRing(const IoRing&) = delete;
+
+  // Pins this memory; operations inside one region skip the kernel's page look-up. Replaces
+  // earlier ones. At most 1 GiB each.
+  void register_buffers(std::vector<Region> regions);
+  // How many were taken: fewer than given when `depth` are in flight or the kernel is short.
+  size_t submit(const std::vector<Operation>& operations);
+  // Waits for at least so many, no longer than timeout_s.
+  std::vector<Event> reap(unsigned at_least, double timeout_s);
+
+ private:
+  void map_queues(const void* params);
+  void unmap_queues();
+  void fill(io_uring_sqe& entry, const Operation& operation) const;
+  unsigned hand_over(unsigned count);
+  void drain(std::vector<Event>& events);
+
+  int ring_ = -1, fd_ = -1;
+  unsigned depth_ = 0;
+  bool sqpoll_ = false, iopoll_ = false, has_fixed_file_ = false;
+  void *sq_ = nullptr, *cq_ = nullptr, *sqes_ = nullptr;
+  size_t sq_bytes_ = 0, cq_bytes_ = 0, sqe_bytes_ = 0;
+  unsigned *sq_head_ = nullptr, *sq_tail_ = nullptr, *sq_flags_ = nullptr, *sq_array_ = nullptr;
+  unsigned *cq_head_ = nullptr, *cq_tail_ = nullptr;
+  unsigned sq_mask_ = 0, cq_mask_ = 0;
+  io_uring_cqe* cqes_ = nullptr;
+  std::atomic<unsigned> in_flight_{0};
+  std::vector<Region> regions_;  // by address; written while nothing is submitted
+  std::mutex submit_mutex_, reap_mutex_;
+};
+
+}  // namespace ms

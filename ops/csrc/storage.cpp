@@ -1,0 +1,67 @@
+// Python's view of the storage path: IoRing and the checksum of a page. A std::system_error
+// arrives as the OSError of its number.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
+
+#include <system_error>
+
+#include "binding.h"
+#include "checksum.h"
+#include "io_ring.h"
+
+namespace nb = nanobind;
+
+namespace ms {
+namespace {
+
+constexpr size_t FIELDS = 5;
+
+size_t submit(IoRing& ring, const std::vector<uint64_t>& fields) {
+  std::vector<Operation> operations;
+  for (size_t i = 0; i + FIELDS <= fields.size(); i += FIELDS)
+    operations.push_back({fields[i], fields[i + 1] != 0, fields[i + 2], static_cast<uint32_t>(fields[i + 3]), fields[i + 4]});
+  nb::gil_scoped_release release;
+  return ring.submit(operations);
+}
+
+std::vector<std::pair<uint64_t, int>> reap(IoRing& ring, unsigned at_least, double timeout_s) {
+  std::vector<std::pair<uint64_t, int>> found;
+  nb::gil_scoped_release release;
+  for (const Event& event : ring.reap(at_least, timeout_s)) found.emplace_back(event.tag, event.result);
+  return found;
+}
+
+void register_buffers(IoRing& ring, const std::vector<std::pair<uintptr_t, size_t>>& regions) {
+  std::vector<Region> all;
+  for (const auto& [address, size] : regions) all.push_back({address, size});
+  nb::gil_scoped_release release;
+  ring.register_buffers(std::move(all));
+}
+
+void as_os_error(const std::exception_ptr& thrown, void*) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const std::system_error& error) {
+    const nb::object value = nb::borrow(PyExc_OSError)(error.code().value(), error.what());
+    PyErr_SetObject(PyExc_OSError, value.ptr());
+  }
+}
+
+}  // namespace
+
+void bind_storage(nb::module_& m) {
+  nb::register_exception_translator(as_os_error);
+  nb::class_<IoRing>(m, "IoRing")
+      .def(nb::init<int, unsigned, bool, bool>())
+      .def("register_buffers", &register_buffers)
+      .def("submit", &submit)
+      .def("reap", &reap);
+  m.def("checksum", [](uintptr_t address, size_t size) {
+    if (size <= 240) throw nb::value_error("the checksum is of more than 240 bytes");
+    nb::gil_scoped_release release;
+    return checksum(pointer<uint8_t>(address), size);
+  });
+}
+
+}  // namespace ms
