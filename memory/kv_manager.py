@@ -24,7 +24,7 @@ from math import lcm
 
 from memory.address_space import AddressSpace, runs_of
 from memory.allocator import PageAllocator
-from memory.prefix_index import PrefixIndex
+from memory.prefix_cache import PrefixCache
 from memory.vmm import VirtualMemory
 
 logger = logging.getLogger(__name__)
@@ -64,15 +64,6 @@ class PrefixHit:
     copied: list[int]
 
 
-@dataclass(slots=True)
-class PrefixStats:
-    """Tokens asked for, and found, since the start; pages forgotten for want of memory."""
-
-    num_asked_tokens: int = 0
-    num_hit_tokens: int = 0
-    num_evicted: int = 0
-
-
 class KVManager:
     """Ranges, pages and the edits that are due at the next commit."""
 
@@ -100,8 +91,7 @@ class KVManager:
         self.range_bytes = -(-self._bytes_for(max_model_len) // unit) * unit
         self.range_tokens = self.range_bytes // token_bytes
         self.allocator = PageAllocator(num_pages)
-        self.prefixes = PrefixIndex()
-        self.prefix_stats = PrefixStats()
+        self.prefixes = PrefixCache(self.allocator)
         self.ranges = [Range(i) for i in range(num_ranges)]
         self.space = AddressSpace(
             memory,
@@ -113,7 +103,6 @@ class KVManager:
         self._memory = memory
         self._idle = set(range(num_ranges))
         self._promised = 0
-        self._num_evictable = 0  # pages that only the prefix cache holds
         self._dirty: set[int] = set()
 
     # ---- sizes
@@ -130,12 +119,12 @@ class KVManager:
     @property
     def num_available(self) -> int:
         """Pages that can be had: free, or held by the prefix cache alone."""
-        return self.allocator.num_free + self._num_evictable
+        return self.allocator.num_free + self.prefixes.num_evictable
 
     @property
     def num_cached(self) -> int:
         """Pages that only the prefix cache holds."""
-        return self._num_evictable
+        return self.prefixes.num_evictable
 
     @property
     def num_in_use(self) -> int:
@@ -185,14 +174,19 @@ class KVManager:
     def match(self, keys: Sequence[bytes], max_tokens: int) -> PrefixHit | None:
         """The longest cached beginning of a sequence with these page keys, at most max_tokens
         (something must be left to compute)."""
-        pages = self.prefixes.match(keys)
+        pages = self.prefixes.index.match(keys)
         num_tokens = min(self._tokens_in(len(pages)), max_tokens)
         if num_tokens <= 0:
             return None
-        self.prefixes.touch(keys[len(pages) - 1])
+        self.prefixes.index.touch(keys[len(pages) - 1])
         first_written = num_tokens // self.tile_tokens * self._tile_bytes // self.page_bytes
         end = self.pages_for(num_tokens)
         return PrefixHit(num_tokens, pages[:first_written], pages[first_written:end])
+
+    def fetch(self, keys: Sequence[bytes]) -> bool:
+        """Begin to bring back from the store what memory has forgotten of a sequence with these
+        page keys; whether something is on its way."""
+        return self.prefixes.fetch(keys, self.num_available - self._promised)
 
     def remember(self, target: Range, keys: Sequence[bytes], num_computed: int) -> None:
         """Let the prefix cache know the range's pages that are complete by now.
@@ -202,42 +196,11 @@ class KVManager:
         place = target.num_known
         while place < len(keys) and self.page_end(place) <= num_computed:
             parent = keys[place - 1] if place else None
-            page = target.pages[place]
-            if page not in self.prefixes and self.prefixes.insert(keys[place], parent, page):
-                self.allocator.share(page)
+            self.prefixes.remember(keys[place], parent, target.pages[place])
             place += 1
         target.num_known = place
 
-    def _evict(self) -> None:
-        """Forget something so that at least one page becomes free."""
-        found = self.prefixes.forget_oldest(lambda p: self.allocator.num_references(p) == 1)
-        if found is not None:
-            forgotten = [found[1]]
-        else:  # a page that nobody uses, continued by one that somebody does
-            pages = self.prefixes.pages
-            page = next(p for p in pages if self.allocator.num_references(p) == 1)
-            forgotten = self.prefixes.forget_tree(page)
-        for page in forgotten:
-            self._num_evictable -= self.allocator.give_back(page)
-        self.prefix_stats.num_evicted += len(forgotten)
-
-    def drop_cache(self) -> None:
-        """Forget every prefix."""
-        for page in self.prefixes.pages:
-            if page in self.prefixes:
-                for gone in self.prefixes.forget_tree(page):
-                    self._num_evictable -= self.allocator.give_back(gone)
-
     # ---- pages of ranges
-
-    def _hold(self, page: int) -> None:
-        """One more range, or due copy, needs a page that the prefix cache knows."""
-        self._num_evictable -= self.allocator.num_references(page) == 1
-        self.allocator.share(page)
-
-    def _let_go(self, page: int) -> None:
-        if not self.allocator.give_back(page) and page in self.prefixes:
-            self._num_evictable += self.allocator.num_references(page) == 1
 
     def open(self, num_tokens: int, hit: PrefixHit | None = None) -> Range:
         """A range that num_tokens are promised to; `grow` maps them as they are needed.
@@ -252,7 +215,7 @@ class KVManager:
         found.is_open = True
         if hit is not None:
             for page in (*hit.shared, *hit.copied):
-                self._hold(page)
+                self.prefixes.hold(page)
             found.pages.extend(hit.shared)
             found.num_known = len(hit.shared)
             for source in hit.copied:
@@ -280,7 +243,7 @@ class KVManager:
     def _take(self, target: Range) -> int:
         """A free page for the range's next place, the one that is shown there if possible."""
         if not self.allocator.num_free:
-            self._evict()
+            self.prefixes.evict()
         place = len(target.pages)
         shown = self.space.shown(target.index)
         there = shown[place] if place < len(shown) and shown[place] >= 0 else None
@@ -308,7 +271,7 @@ class KVManager:
         target.is_open = False
         self._promise(target, 0)
         for page in (*target.pages, *(source for source, _ in target.copies)):
-            self._let_go(page)
+            self.prefixes.let_go(page)
         target.pages.clear()
         target.copies.clear()
         target.capacity = target.valid = target.num_known = 0
@@ -333,7 +296,7 @@ class KVManager:
                 source, place = item.copies[-1]
                 self._memory.copy_page(source, item.pages[place])
                 item.copies.pop()
-                self._let_go(source)
+                self.prefixes.let_go(source)
             item.valid = len(item.pages)
             self._dirty.discard(index)
         if self.space.num_mappings > self.space.max_mappings:
@@ -382,7 +345,7 @@ class KVManager:
             if not self.num_available:
                 break
             if not self.allocator.num_free:
-                self._evict()
+                self.prefixes.evict()
             there = shown[place] if place < len(shown) and shown[place] >= 0 else None
             before = pages or target.pages
             pages.append(self.allocator.take(there, before[-1] if before else None))
@@ -401,8 +364,8 @@ class KVManager:
                 logger.warning("giving memory back failed: %s", error)
 
     def close_all(self) -> None:
-        """Forget the prefixes, give all memory back, end the thread."""
-        self.drop_cache()
+        """Forget the prefixes, give all memory back, end the threads."""
+        self.prefixes.close()
         self.trim()
         self.space.close()
 
@@ -422,10 +385,5 @@ class KVManager:
                 assert owners[item.pages[place]] == 1, f"page {item.pages[place]} is written"
         promised = sum(item.promised for item in self.ranges)
         assert promised == self._promised, f"{promised} promised, counted {self._promised}"
-        evictable = 0
-        for page in self.prefixes.pages:
-            evictable += page not in owners
-            owners[page] = owners.get(page, 0) + 1
-        assert evictable == self._num_evictable, f"{evictable}, counted {self._num_evictable}"
-        self.prefixes.check_integrity()
+        self.prefixes.check_integrity(owners)
         self.allocator.check_integrity(owners)

@@ -8,7 +8,7 @@ import stat
 import time
 from pathlib import Path
 
-_OURS = ("lock", "index", "pages-", ".probe-")
+_OURS = ("lock", "index", "pages-", ".probe-", "secret")
 _HANDOVER_S = 5.0
 
 

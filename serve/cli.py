@@ -95,6 +95,10 @@ def run(
     prefix_cache: Annotated[
         bool, typer.Option(help="Share K/V between requests that begin alike.")
     ] = True,
+    kv_cache_dir: Annotated[
+        Path | None, typer.Option(help="K/V that memory has no room for goes here, and stays.")
+    ] = None,
+    kv_disk_bytes: Annotated[int, typer.Option(help="Most bytes there.")] = 16 << 30,
     memory_policy: Annotated[
         str, typer.Option(help="Admission: predicted, worst_case or prompt_only.")
     ] = "predicted",

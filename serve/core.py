@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 # Steps that pool 3 may be behind before the loop waits for it.
 _MAX_RECORDS_BEHIND = 8
 _IDLE_TRIM_S = 0.5
+_FETCH_WAIT_S = 0.02  # with nothing to compute; messages are looked at in between
 # How long a thread may hold the interpreter before another that waits gets it. The default of
 # 5 ms would let pool 3 and HTTP stand in the way of the compute thread after every operator.
 _SWITCH_INTERVAL_S = 2e-4
@@ -180,9 +181,12 @@ class EngineCore:
             pages_mapped=self._kv.num_mapped,
             pages_total=self._kv.num_pages,
             pages_cached=self._kv.num_cached,
-            prefix_asked_tokens=self._kv.prefix_stats.num_asked_tokens,
-            prefix_hit_tokens=self._kv.prefix_stats.num_hit_tokens,
-            prefix_evicted_pages=self._kv.prefix_stats.num_evicted,
+            prefix_asked_tokens=self._kv.prefixes.stats.num_asked_tokens,
+            prefix_hit_tokens=self._kv.prefixes.stats.num_hit_tokens,
+            prefix_evicted_pages=self._kv.prefixes.stats.num_evicted,
+            disk_stored_pages=self._kv.prefixes.stats.num_stored,
+            disk_loaded_pages=self._kv.prefixes.stats.num_loaded,
+            disk_lost_pages=self._kv.prefixes.stats.num_lost,
             kv_bytes_per_token=self._kv.token_bytes,
             last_step_age_s=None if last is None else self._clock() - last,
         )
@@ -354,6 +358,9 @@ class EngineCore:
 
     def _step(self) -> None:
         plan = self._scheduler.schedule(self._clock())
+        if plan is None and self._kv.prefixes.is_fetching:
+            self._kv.prefixes.wait(_FETCH_WAIT_S)
+            return
         if plan is None:
             # Waiting sequences that fit nowhere although nothing runs: cannot happen, because
             # one sequence of max_model_len always fits (checked at start-up).

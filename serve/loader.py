@@ -75,7 +75,7 @@ def _load(config: EngineConfig, compute: ComputeThread, progress: bool) -> Loade
             limits,
             kv,
             make_policy(config.memory_policy, kv, batched),
-            PrefixHasher(kv.page_end) if config.prefix_cache else None,
+            PrefixHasher(kv.page_end, runtime.prefix_secret) if config.prefix_cache else None,
         ),
         kv=kv,
         tokenizer=tokenizer,

@@ -26,6 +26,7 @@ from quant.int4 import int4_linear, nf4_linear
 from quant.linear import int8_linear
 from serve.config import EngineConfig
 from serve.errors import ConfigError
+from serve.kv_store import open_kv_store
 from serve.models import Decoder, ModelSpec, load_model, read_spec
 from serve.models.weights import MakeLinear, joining
 from serve.precision import Precision, resolve_precision
@@ -54,6 +55,7 @@ class Runtime:
     attention: PlannedAttention
     kv: KVManager
     memory: LinuxMemory
+    prefix_secret: bytes | None = None  # of the pages on disk, if there are any
 
 
 def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
@@ -83,6 +85,12 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
             tile_tokens=layout.tile_tokens,
         )
         attention = _attention(layout, memory.reserve(kv.total_bytes), kv.total_bytes, backend)
+        secret = None
+        if config.kv_cache_dir is not None:
+            store, secret = open_kv_store(
+                config, precision, token_bytes=layout.token_bytes, page_bytes=sizes.page_bytes
+            )
+            kv.prefixes.use_store(store, memory.page_address)
     except BaseException:
         memory.close()
         raise
@@ -95,7 +103,7 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
         sizes.page_bytes >> 10,
         layout.token_bytes,
     )
-    return Runtime(spec, precision, model, attention, kv, memory)
+    return Runtime(spec, precision, model, attention, kv, memory, secret)
 
 
 def _set_threads(config: EngineConfig) -> None:

@@ -76,6 +76,7 @@ class Scheduler:
 
     def schedule(self, now_s: float) -> StepPlan | None:
         """The next step, or None when nothing can run. Records page growth; does not commit."""
+        self.kv.prefixes.poll()
         decodes: list[Sequence] = []
         chunks: list[tuple[Sequence, int]] = []
         budget = self.limits.max_num_batched_tokens
@@ -138,6 +139,7 @@ class Scheduler:
         self.kv.close(sequence.kv_range)
         sequence.kv_range = None
         sequence.num_computed_tokens = sequence.remember_at = 0
+        sequence.has_fetched = False
         sequence.num_preemptions += 1
         sequence.status = SequenceStatus.WAITING
         self.policy.stopped(sequence)
@@ -154,6 +156,8 @@ class Scheduler:
     ) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
             sequence = self.waiting[0]
+            if self._is_fetching(sequence):
+                break
             hit = self._match(sequence)
             if not self.kv.can_fit(sequence.num_tokens, hit=hit):
                 break
@@ -168,6 +172,16 @@ class Scheduler:
             self.policy.started(sequence, self.num_steps)
             budget -= self._add_chunk(sequence, budget, chunks, decodes)
 
+    def _is_fetching(self, sequence: Sequence) -> bool:
+        """Whether pages of the sequence are coming back from the store; asks for them once."""
+        if self.hasher is not None and not sequence.has_fetched:
+            sequence.has_fetched = True
+            self.hasher.extend(
+                sequence.page_keys, sequence.token_ids, sequence.request.params.cache_salt
+            )
+            self.kv.fetch(sequence.page_keys)
+        return self.kv.prefixes.is_fetching
+
     def _match(self, sequence: Sequence) -> PrefixHit | None:
         if self.hasher is None:
             return None
@@ -179,7 +193,7 @@ class Scheduler:
     def _open(self, sequence: Sequence, hit: PrefixHit | None) -> None:
         sequence.kv_range = self.kv.open(sequence.num_tokens, hit)
         sequence.num_computed_tokens = num_hit = hit.num_tokens if hit is not None else 0
-        stats = self.kv.prefix_stats
+        stats = self.kv.prefixes.stats
         stats.num_asked_tokens += sequence.num_tokens
         stats.num_hit_tokens += num_hit
         if sequence.first_scheduled_s is None:

@@ -44,6 +44,7 @@ class Sequence:
     kv_range: Range | None = None
     page_keys: list[bytes] = field(default_factory=list)  # of its pages, for the prefix cache
     remember_at: int = 0  # computed tokens at which its next page is complete
+    has_fetched: bool = False  # what the store knows of it is in memory, or on its way
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     num_preemptions: int = 0
     first_scheduled_s: float | None = None

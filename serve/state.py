@@ -19,6 +19,7 @@ class EngineStats:
     or the policy does not predict. pages_mapped have memory behind them; pages_in_use belong to
     sequences, pages_cached only to the prefix cache. prefix_*: tokens of admitted sequences, those
     of them that were found, pages forgotten for want of memory.
+    disk_*: pages written there, read back, and not read back although they should have been.
     """
 
     num_unfinished: int
@@ -41,6 +42,9 @@ class EngineStats:
     prefix_asked_tokens: int
     prefix_hit_tokens: int
     prefix_evicted_pages: int
+    disk_stored_pages: int
+    disk_loaded_pages: int
+    disk_lost_pages: int
     kv_bytes_per_token: int
     last_step_age_s: float | None
 

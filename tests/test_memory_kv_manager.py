@@ -331,5 +331,5 @@ def test_25_000_random_operations(layout):
         if number % 20 == 0:
             model.check()
     assert model.num_hit_tokens > 3_000
-    assert model.kv.prefix_stats.num_evicted > 500
+    assert model.kv.prefixes.stats.num_evicted > 500
     model.finish()

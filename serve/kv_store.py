@@ -1,0 +1,92 @@
+"""The K/V on disk of one model: where it lies, whose it is, and the secret of its keys.
+
+kv_cache_dir holds a private folder for each model and layout of K/V, so that several share it.
+In each: what `memory.spill` keeps, and a secret from which pages are named, because names of the
+last process would mean nothing otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from pathlib import Path
+
+from memory.spill import SpillStore
+from memory.spill_directory import SpillDirectoryError
+from ops import native
+from serve.config import EngineConfig
+from serve.errors import ConfigError
+from serve.precision import Precision
+
+_SECRET_BYTES = 32
+_NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
+_FORMAT = "mergestep K/V 1"  # raise it when kernels or layouts give other bytes
+
+
+def open_kv_store(
+    config: EngineConfig, precision: Precision, *, token_bytes: int, page_bytes: int
+) -> tuple[SpillStore, bytes]:
+    """The store and the secret for PrefixHasher. ConfigError names kv_cache_dir."""
+    assert config.kv_cache_dir is not None, "only with a directory"
+    isa = native.instruction_set() if native.is_available() else "torch"
+    layout = f"{precision} {isa} {config.weight_group} {config.kv_group} {token_bytes} {page_bytes}"
+    identity = hashlib.sha256(
+        f"{_FORMAT} {layout} {checkpoint_fingerprint(config.model_path)}".encode()
+    )
+    try:
+        root = Path(config.kv_cache_dir)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = root / f"{config.model_name[:64].replace('/', '-')}-{identity.hexdigest()[:16]}"
+        store = SpillStore(
+            folder,
+            page_bytes,
+            max(config.kv_disk_bytes, page_bytes),
+            identity.digest(),
+            persistent=True,
+        )
+        try:
+            return store, _secret(folder / "secret")
+        except BaseException:
+            store.close()
+            raise
+    except SpillDirectoryError as error:
+        raise ConfigError(f"kv_cache_dir: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"kv_cache_dir {config.kv_cache_dir}: {error.strerror}") from error
+
+
+def _secret(path: Path) -> bytes:
+    """Read it, or make it: then nothing that an older process stored is found any more."""
+    flags = os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        fd = os.open(path, os.O_RDONLY | flags)
+        with os.fdopen(fd, "rb") as file:
+            found = file.read(_SECRET_BYTES + 1)
+        if len(found) == _SECRET_BYTES:
+            return found
+        path.unlink()
+    except FileNotFoundError:
+        pass
+    made = secrets.token_bytes(_SECRET_BYTES)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(made)
+    return made
+
+
+def checkpoint_fingerprint(path: Path) -> str:
+    """Of config.json, and of the weight files' sizes and samples all over them.
+
+    Reading gigabytes to start would cost more than the cache saves; another fine-tuning differs
+    almost everywhere.
+    """
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    for file in sorted(path.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as data:
+            for number in range(_NUM_SAMPLES):
+                data.seek(size * number // _NUM_SAMPLES)
+                digest.update(data.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
