@@ -167,3 +167,36 @@ def test_io_quick(tmp_path):
     assert {row["what"] for row in result["store"]} == {"store", "load"}
     assert all(row["share"] > 0 for row in result["store"])
     assert list(tmp_path.iterdir()) == []
+
+
+def printed(module: str, tmp_path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--quick"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path), "COLUMNS": "160"},
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(not native.is_available(), reason="needs the compiled library")
+def test_kv_memory_quick(tmp_path):
+    text = printed("bench.kv_memory", tmp_path)
+    for row in ("ahead, in the thread", "reserving 1 TiB", "pages of all layers, shuffled"):
+        assert row in text
+    unused = [line.split("│")[4] for line in text.splitlines() if "│ embedded" in line]
+    assert all(float(share.strip().rstrip("%")) < 4 for share in unused) and unused
+
+
+def test_prefix_cache_quick(tmp_path):
+    rows = [line for line in printed("bench.prefix_cache", tmp_path).splitlines() if "│" in line]
+    assert [row.split("│")[1].strip() for row in rows] == [
+        "computed",
+        "in memory",
+        "on disk, new process",
+    ]
+    cached = [int(row.split("│")[4]) for row in rows]
+    assert cached[0] == 0 and min(cached[1:]) > 400
+    assert all("True" in row for row in rows)
