@@ -128,7 +128,7 @@ class KVManager:
 
     @property
     def num_in_use(self) -> int:
-        """Pages of sequences."""
+        """Pages of sequences, and those on their way to or from the disk."""
         return self.num_pages - self.num_available
 
     @property
@@ -354,6 +354,7 @@ class KVManager:
     def trim(self) -> None:
         """Unmap what no sequence needs and give free pages' memory back to the system."""
         self.space.settle()
+        self.prefixes.poll()
         for item in self.ranges:
             if len(self.space.shown(item.index)) > item.valid:
                 self._cut(item.index)
