@@ -119,9 +119,11 @@ class AddressSpace:
     def ahead(self, wanted: Iterable[tuple[int, int, Sequence[int]]]) -> None:
         """(range, place, pages): let these pages appear there soon. Nobody may look at those
         places before `collect` has said that they do. One call for many: waking the thread, and
-        what it takes from the interpreter, costs more than the mapping."""
+        what it takes from the interpreter, costs more than the mapping. Only when the thread is
+        not busy and everything is collected: two jobs for one place would lie about it."""
         if self._worker is None:
             return
+        assert not self._worker.is_busy and not self._worker.done, "collect first"
         jobs = [
             self._job(index, place + start, pages[start], length)
             for index, place, pages in wanted
@@ -204,7 +206,8 @@ class _Worker:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._pending) or self._current is not None
+        with self._changed:  # a job is never between the two
+            return bool(self._pending) or self._current is not None
 
     def put(self, jobs: list[_Job]) -> None:
         if self._thread is None:

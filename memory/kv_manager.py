@@ -319,9 +319,9 @@ class KVManager:
     def look_ahead(self, wanted: Iterable[tuple[Range, int]]) -> None:
         """Let the thread map what the ranges need for that many tokens, and a little for the
         next one to come. Nothing is granted: whoever is in need may still take those pages."""
-        self.space.collect()
         if self.space.is_busy:
             return
+        self.space.collect()  # after that question: now nothing is on its way
         places: list[tuple[int, int, list[int]]] = []
         for target, num_tokens in wanted:
             num_tokens = min(num_tokens, self.max_model_len)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -187,10 +187,16 @@ class PrefixCache:
     def is_fetching(self) -> bool:
         return bool(self._loads)
 
+    @property
+    def is_transferring(self) -> bool:
+        """Pages are on their way to or from the store; nobody else can have them meanwhile."""
+        return bool(self._loads or self._writes)
+
     def wait(self, timeout_s: float) -> None:
-        """Until something that is on its way from the store has come, or the time is over."""
-        if self._loads:
-            wait([self._loads[0].future], timeout_s)
+        """Until something on its way to or from the store has come, or the time is over."""
+        futures = [load.future for load in self._loads] + [future for _, future in self._writes]
+        if futures:
+            wait(futures, timeout_s, return_when=FIRST_COMPLETED)
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Write what is not written yet, forget everything, close the store."""

@@ -358,7 +358,8 @@ class EngineCore:
 
     def _step(self) -> None:
         plan = self._scheduler.schedule(self._clock())
-        if plan is None and self._kv.prefixes.is_fetching:
+        if plan is None and self._kv.prefixes.is_transferring:
+            # The head waits for its pages, or the pages it needs are still being written.
             self._kv.prefixes.wait(_FETCH_WAIT_S)
             return
         if plan is None:

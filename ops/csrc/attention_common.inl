@@ -35,6 +35,17 @@ MS_INLINE void transpose(f32x16 (&x)[16]) {
 #endif
 }
 
+// The integer above log2(x), for scales of V. Weights and V's scales are rounded as one product, in
+// steps of the largest weight times the largest scale. So that a token with much weight and tiny
+// values (an attention sink) does not take the steps from the others, the order of its scale moves
+// into its score: 2^(score + order) times scale * 2^-order is the same product, and the latter is
+// between 1/2 and 1 for every token.
+MS_INLINE f32x16 binary_order(f32x16 x) {
+  const i32x16 exponent = ((i32x16)x >> 23) & 255;
+  return min(max(to_float(exponent - 126), splat(-24.0f)), splat(24.0f));  // fp16 has -23 to 16
+}
+MS_INLINE f32x16 power_of_two(f32x16 order) { return (f32x16)((to_int_nearest(order) + 127) << 23); }
+
 // What a few models do to scores before the softmax; scores are in base 2 here.
 MS_INLINE f32x16 soft_capped(const AttentionLayer& layer, f32x16 score) {
   const float cap = layer.soft_cap * LOG2E;

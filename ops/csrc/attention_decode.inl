@@ -142,9 +142,18 @@ MS_INLINE void soften(const HeadShape& shape, const AttentionLayer& layer, const
     const i32x16 position = LANES + (at.first + t * TILE);
     if (MASKED) seen[t] = (position >= s.low) & (position < s.high);
   });
+  f32x16 more[TILES], less_by[TILES];
+  unroll<TILES>([&](auto t) MS_LAMBDA {
+    f32x16 largest = {};
+    for (int g = 0; g < shape.num_groups; g++)
+      largest = max_magnitude(
+          largest, from_half(reinterpret_cast<const uint16_t*>(at.tile[t] + shape.v_scales) + g * TILE));
+    more[t] = binary_order(largest), less_by[t] = power_of_two(-more[t]);
+  });
   unroll<R>([&](auto r) MS_LAMBDA {
     top[r] = splat(NOTHING);
     unroll<TILES>([&](auto t) MS_LAMBDA {
+      x[r][t] = x[r][t] + more[t];
       if (MASKED) x[r][t] = select(seen[t], x[r][t], splat(NOTHING));
       top[r] = max(top[r], x[r][t]);
     });
@@ -155,7 +164,7 @@ MS_INLINE void soften(const HeadShape& shape, const AttentionLayer& layer, const
     unroll<TILES>([&](auto t) MS_LAMBDA {
       x[r][t] = exp2_neg(x[r][t] - top[r]);
       if (MASKED) x[r][t] = select(seen[t], x[r][t], splat(0.0f));
-      sum[r] += x[r][t];
+      sum[r] += x[r][t] * less_by[t];
     });
   });
   unroll<R>([&](auto r) MS_LAMBDA {
@@ -170,6 +179,7 @@ MS_INLINE void soften(const HeadShape& shape, const AttentionLayer& layer, const
     f32x16 scale[TILES], largest = {};
     unroll<TILES>([&](auto t) MS_LAMBDA {
       scale[t] = from_half(reinterpret_cast<const uint16_t*>(at.tile[t] + shape.v_scales) + g * TILE);
+      scale[t] = scale[t] * less_by[t];
       if (MASKED) scale[t] = select(seen[t], scale[t], splat(0.0f));
       largest = max_magnitude(largest, scale[t]);
     });

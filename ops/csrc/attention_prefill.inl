@@ -28,6 +28,7 @@ struct WideStretch {
   int32_t* v;                          // [dim / 16][STRETCH / 2][16] pairs of tokens
   float *k_scale, *v_scale, *v_weight; // [groups][STRETCH]; v_weight: steps of a weight, v_scale / v_step
   float* v_top;                        // [groups]: the largest v_scale
+  float *more, *less_by;               // [STRETCH]: binary order of V's scales, moved into the scores; 2^-more
   int first, tiles;
 };
 
@@ -60,7 +61,7 @@ MS_INLINE i32x16 sees(const RowTile& tile, int c, int position) {
 // Scores of AT_ONCE tokens: what a few models do to them, and masks.
 template <int C>
 __attribute__((noinline)) void bend_and_mask(const AttentionLayer& layer, const RowTile& tile, float* scores,
-                                             int position) {
+                                             const float* more, int position) {
   for (int r = 0; r < AT_ONCE; r++)
     for (int c = 0; c < C; c++) {
       float* at = scores + (r * C + c) * 16;
@@ -70,7 +71,7 @@ __attribute__((noinline)) void bend_and_mask(const AttentionLayer& layer, const 
         const i32x16 last = load<i32x16>(tile.high + 16 * c) - 1;
         x = alibi(x, (position + r) - last, load<f32x16>(tile.slope + 16 * c));
       }
-      store(at, select(sees<C>(tile, c, position + r), x, splat(NOTHING)));
+      store(at, select(sees<C>(tile, c, position + r), x + more[r], splat(NOTHING)));
     }
 }
 
@@ -102,14 +103,14 @@ MS_INLINE void score_rows(const HeadShape& shape, const AttentionLayer& layer, c
           else x = fma(x, splat(scale[r]), load<f32x16>(to_score));
           if (is_last) {
             x = x * load<f32x16>(tile.q_scale + 16 * c);
-            if (!is_rough) top[c] = max(top[c], x);
+            if (!is_rough) x = x + at.more[key + r], top[c] = max(top[c], x);
           }
           store(to_score, x);
         });
       });
     }
     if (!is_rough) continue;
-    bend_and_mask<C>(layer, tile, run, position);
+    bend_and_mask<C>(layer, tile, run, at.more + key, position);
     unroll<AT_ONCE>([&](auto r) MS_LAMBDA {
       unroll<C>([&](auto c) MS_LAMBDA { top[c] = max(top[c], load<f32x16>(run + (r * C + c) * 16)); });
     });
@@ -160,7 +161,7 @@ MS_INLINE void weigh_rows(const HeadShape& shape, const RowTile& tile, const Wid
           a[c] = select(sees<C>(tile, c, position), a[c], f32x16{});
           b[c] = select(sees<C>(tile, c, position + 1), b[c], f32x16{});
         }
-        even[c] += a[c], odd[c] += b[c];
+        even[c] += a[c] * at.less_by[key], odd[c] += b[c] * at.less_by[key + 1];
       });
       for (int g = 0; g < shape.num_groups; g++) {
         const float* scale = (IS_WHOLE ? at.v_weight : at.v_scale) + g * STRETCH + key;

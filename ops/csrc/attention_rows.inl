@@ -42,12 +42,12 @@ class RowTask {
     const HeadShape& shape = call.shape;
     const int count = (to - from + TILE_ROWS - 1) / TILE_ROWS, groups = shape.num_groups;
     const size_t tile_size = static_cast<size_t>(dim_ / 2 + 2 * dim_ + 8) * TILE_ROWS;
-    const size_t need = STRETCH * (dim_ + groups * 3) + MAX_GROUPS + count * tile_size +
+    const size_t need = STRETCH * (dim_ + groups * 3 + 2) + MAX_GROUPS + count * tile_size +
                         TILE_ROWS * (STRETCH + groups * (STRETCH / 2 + 2)) + 16;
     if (memory().size() < need) memory().resize(need);
     at_ = memory().data() + -reinterpret_cast<uintptr_t>(memory().data()) % 64 / 4;
     stretch_ = {ints(STRETCH * dim_ / 2), ints(STRETCH * dim_ / 2), take(STRETCH * groups), take(STRETCH * groups),
-                take(STRETCH * groups), take(MAX_GROUPS), 0, 0};
+                take(STRETCH * groups), take(MAX_GROUPS), take(STRETCH), take(STRETCH), 0, 0};
     room_ = {take(STRETCH * TILE_ROWS), ints(groups * (STRETCH / 2) * TILE_ROWS), take(groups * TILE_ROWS),
              take(groups * TILE_ROWS)};
     tiles().resize(count);
@@ -143,6 +143,17 @@ class RowTask {
         const int at = g * STRETCH + t * TILE;
         store(stretch_.k_scale + at, from_half(reinterpret_cast<const uint16_t*>(from + shape.k_scales) + g * TILE));
         store(stretch_.v_scale + at, from_half(reinterpret_cast<const uint16_t*>(from + shape.v_scales) + g * TILE));
+      }
+    }
+    for (int t = 0; t < stretch_.tiles * TILE; t += TILE) {
+      f32x16 largest = {};
+      for (int g = 0; g < shape.num_groups; g++)
+        largest = max_magnitude(largest, load<f32x16>(stretch_.v_scale + g * STRETCH + t));
+      const f32x16 more = binary_order(largest), less_by = power_of_two(-more);
+      store(stretch_.more + t, more), store(stretch_.less_by + t, less_by);
+      for (int g = 0; g < shape.num_groups; g++) {
+        float* scale = stretch_.v_scale + g * STRETCH + t;
+        store(scale, load<f32x16>(scale) * less_by);
       }
     }
     for (int g = 0; g < shape.num_groups; g++) {
