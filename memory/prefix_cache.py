@@ -24,7 +24,8 @@ from memory.prefix_index import PrefixIndex
 
 # Pages that can be had without losing something, as a share of all: below it old ones are written.
 _CLEAN_SHARE = 0.25
-_MAX_WRITES = 64  # under way at once
+# Under way at once, and not more than an eighth of the pages: nobody can have them meanwhile.
+_MAX_WRITES = 64
 
 
 class PageStore(Protocol):
@@ -80,6 +81,7 @@ class PrefixCache:
         self._unwritten: OrderedDict[int, bytes] = OrderedDict()  # oldest first
         self._writes: deque[tuple[int, Future[bool]]] = deque()
         self._loads: deque[_Load] = deque()
+        self._max_writes = max(1, min(_MAX_WRITES, allocator.num_pages // 8))
 
     def use_store(self, store: PageStore, address_of: Callable[[int], int]) -> None:
         """address_of: where a page's bytes are, whatever range it is in."""
@@ -135,7 +137,15 @@ class PrefixCache:
             self._take_in(self._loads.popleft())
         clean = self._allocator.num_free + self.num_evictable - len(self._unwritten)
         if self._unwritten and clean < _CLEAN_SHARE * self._allocator.num_pages:
-            self._write(min(len(self._unwritten), _MAX_WRITES - len(self._writes)))
+            self._write(min(len(self._unwritten), self._max_writes - len(self._writes)))
+
+    def write_some(self) -> bool:
+        """With nothing else to do, begin to write what is not on the disk yet; False: all is."""
+        if self._store is None:
+            return False
+        self.poll()
+        self._write(min(len(self._unwritten), self._max_writes - len(self._writes)))
+        return bool(self._unwritten or self._writes)
 
     def _write(self, count: int) -> None:
         assert self._store is not None
@@ -205,7 +215,7 @@ class PrefixCache:
                 load.future.result()
             self.poll()
             while self._unwritten:
-                self._write(min(len(self._unwritten), _MAX_WRITES))
+                self._write(min(len(self._unwritten), self._max_writes))
                 for _, future in self._writes:
                     future.result()
                 self.poll()
@@ -213,9 +223,7 @@ class PrefixCache:
             self._store.close()
             self.poll()
             self._store = None
-        for page in self.index.pages:
-            if page in self.index:
-                self._forget(self.index.forget_tree(page))
+        self._forget(self.index.forget_all())
 
     def check_integrity(self, owners: dict[int, int]) -> None:
         """Adds what is held here to `owners` (page -> how many). AssertionError: what is off."""

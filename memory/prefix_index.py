@@ -14,7 +14,7 @@ import secrets
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 KEY_BYTES = 16
 
@@ -44,7 +44,7 @@ class PrefixHasher:
 class _Node:
     page: int
     parent: bytes | None
-    num_children: int = 0
+    children: set[bytes] = field(default_factory=set)
 
 
 class PrefixIndex:
@@ -62,7 +62,7 @@ class PrefixIndex:
         return page in self._keys
 
     @property
-    def pages(self) -> Sequence[int]:
+    def pages(self) -> list[int]:
         return list(self._keys)
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
@@ -85,7 +85,7 @@ class PrefixIndex:
         self._keys[page] = key
         self._leaves[key] = None
         if parent is not None:
-            self._nodes[parent].num_children += 1
+            self._nodes[parent].children.add(key)
             self._leaves.pop(parent, None)
         return True
 
@@ -109,41 +109,45 @@ class PrefixIndex:
         return None
 
     def forget_tree(self, page: int) -> list[int]:
-        """Forget a page and all that continue it; their pages. Looks at every node."""
-        root = self._keys[page]
-        doomed = {root}
-        order = [root]
+        """Forget a page and all that continue it; their pages."""
+        order = [self._keys[page]]
         for key in order:
-            children = [k for k, n in self._nodes.items() if n.parent == key and k not in doomed]
-            doomed.update(children)
-            order += children
+            order += self._nodes[key].children
         pages = [self._nodes[key].page for key in order]
         for key in reversed(order):
             self._forget(key)
         return pages
 
+    def forget_all(self) -> list[int]:
+        """Forget everything; the pages."""
+        pages = self.pages
+        self._nodes.clear()
+        self._keys.clear()
+        self._leaves.clear()
+        return pages
+
     def _forget(self, key: bytes) -> None:
         node = self._nodes.pop(key)
-        assert not node.num_children, "only leaves are forgotten"
+        assert not node.children, "only leaves are forgotten"
         del self._keys[node.page], self._leaves[key]
         if node.parent is None:
             return
         parent = self._nodes[node.parent]
-        parent.num_children -= 1
-        if not parent.num_children:
+        parent.children.discard(key)
+        if not parent.children:
             self._leaves[node.parent] = None
             self._leaves.move_to_end(node.parent, last=False)
 
     def check_integrity(self) -> None:
         """AssertionError tells what is off."""
-        children: dict[bytes, int] = {}
+        children: dict[bytes, set[bytes]] = {}
         for key, node in self._nodes.items():
             assert self._keys[node.page] == key, f"page {node.page}"
             if node.parent is not None:
                 assert node.parent in self._nodes, "an orphan"
-                children[node.parent] = children.get(node.parent, 0) + 1
+                children.setdefault(node.parent, set()).add(key)
         assert len(self._keys) == len(self._nodes)
         for key, node in self._nodes.items():
-            assert node.num_children == children.get(key, 0), f"page {node.page}"
-            assert (key in self._leaves) == (not node.num_children), f"page {node.page}"
+            assert node.children == children.get(key, set()), f"page {node.page}"
+            assert (key in self._leaves) == (not node.children), f"page {node.page}"
         assert len(self._leaves) <= len(self._nodes)

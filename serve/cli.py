@@ -96,9 +96,9 @@ def run(
         bool, typer.Option(help="Share K/V between requests that begin alike.")
     ] = True,
     kv_cache_dir: Annotated[
-        Path | None, typer.Option(help="K/V that memory has no room for goes here, and stays.")
+        str | None, typer.Option(help="K/V that memory has no room for goes here, and stays.")
     ] = None,
-    kv_disk_bytes: Annotated[int, typer.Option(help="Most bytes there.")] = 16 << 30,
+    kv_disk_bytes: Size = None,
     memory_policy: Annotated[
         str, typer.Option(help="Admission: predicted, worst_case or prompt_only.")
     ] = "predicted",

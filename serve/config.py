@@ -47,7 +47,7 @@ class EngineConfig:
     kv_page_bytes: physical unit mapped on demand; None picks about 16 tokens.
     prefix_cache: keep what is computed and share it between requests that begin alike.
     kv_cache_dir: a directory for prefixes and preempted sequences that memory has no room for;
-        prefixes survive a restart. kv_disk_bytes: how much of it is used for one model.
+        prefixes survive a restart. kv_disk_bytes: used for one model at most; None: 16 GiB.
     memory_policy: whom K/V memory lets in: "predicted" (the predicted peak fits), "worst_case"
         (max_tokens of everyone fits: no preemption, few sequences) or "prompt_only" (grow
         greedily).
@@ -71,8 +71,8 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     kv_page_bytes: int | None = None
     prefix_cache: bool = True
-    kv_cache_dir: str | None = None
-    kv_disk_bytes: int = 16 << 30
+    kv_cache_dir: str | Path | None = None
+    kv_disk_bytes: int | None = None
     memory_policy: str = "predicted"
     tokenize_threads: int = 2
     compute_threads: int | None = None
@@ -112,6 +112,10 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be a positive integer, not {value!r}")
         if self.seed is not None and type(self.seed) is not int:
             raise ConfigError(f"seed must be an integer, not {self.seed!r}")
+        if self.kv_cache_dir is not None and (
+            not isinstance(self.kv_cache_dir, str | Path) or not str(self.kv_cache_dir)
+        ):
+            raise ConfigError(f"kv_cache_dir must be a path, not {self.kv_cache_dir!r}")
         if self.kv_cache_dir is not None and not self.prefix_cache:
             raise ConfigError("kv_cache_dir needs prefix_cache")
         page = self.kv_page_bytes

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 # Steps that pool 3 may be behind before the loop waits for it.
 _MAX_RECORDS_BEHIND = 8
 _IDLE_TRIM_S = 0.5
+_WRITE_WAIT_S = 0.05  # between batches of pages that are written to the disk in idle moments
 _FETCH_WAIT_S = 0.02  # with nothing to compute; messages are looked at in between
 # How long a thread may hold the interpreter before another that waits gets it. The default of
 # 5 ms would let pool 3 and HTTP stand in the way of the compute thread after every operator.
@@ -210,9 +211,13 @@ class EngineCore:
             self._post.join()
             self._loop_job = None
         elif self._compute.is_alive():  # loaded, but never started
-            self._compute.submit(self._runner.close)
+            self._compute.submit(self._close_unused)
         if self._compute.is_alive():
             self._compute.stop()
+
+    def _close_unused(self) -> None:
+        self._kv.close_all()
+        self._runner.close()
 
     # ---- pool 1
 
@@ -334,7 +339,7 @@ class EngineCore:
 
     def _take_messages(self) -> bool:
         """Handle what has arrived; wait for something when there is nothing to compute."""
-        trimmed = False
+        trimmed = is_writing = False
         while True:
             idle = not self._scheduler.has_work()
             if idle:
@@ -342,14 +347,15 @@ class EngineCore:
             try:
                 if not idle:
                     message = self._inbox.get_nowait()
-                elif trimmed:
+                elif trimmed and not is_writing:
                     message = self._inbox.get()
                 else:
-                    message = self._inbox.get(timeout=_IDLE_TRIM_S)
+                    message = self._inbox.get(timeout=_WRITE_WAIT_S if trimmed else _IDLE_TRIM_S)
             except queue.Empty:
                 if not idle:
                     return True
                 self._kv.trim()
+                is_writing = self._kv.prefixes.write_some()
                 trimmed = True
                 continue
             if message is None:
@@ -360,6 +366,7 @@ class EngineCore:
         plan = self._scheduler.schedule(self._clock())
         if plan is None and self._kv.prefixes.is_transferring:
             # The head waits for its pages, or the pages it needs are still being written.
+            self._flush_records()
             self._kv.prefixes.wait(_FETCH_WAIT_S)
             return
         if plan is None:

@@ -19,6 +19,7 @@ from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.precision import Precision
 
+_DEFAULT_BYTES = 16 << 30
 _SECRET_BYTES = 32
 _NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
 _FORMAT = "mergestep K/V 1"  # raise it when kernels or layouts give other bytes
@@ -41,7 +42,7 @@ def open_kv_store(
         store = SpillStore(
             folder,
             page_bytes,
-            max(config.kv_disk_bytes, page_bytes),
+            max(config.kv_disk_bytes or _DEFAULT_BYTES, page_bytes),
             identity.digest(),
             persistent=True,
         )
@@ -76,15 +77,16 @@ def _secret(path: Path) -> bytes:
 
 
 def checkpoint_fingerprint(path: Path) -> str:
-    """Of config.json, and of the weight files' sizes and samples all over them.
+    """Of config.json, and of the weight files' sizes, times and samples all over them.
 
-    Reading gigabytes to start would cost more than the cache saves; another fine-tuning differs
-    almost everywhere.
+    Reading gigabytes to start would cost more than the cache saves. A file that was written
+    again counts as another one.
     """
     digest = hashlib.sha256((path / "config.json").read_bytes())
     for file in sorted(path.glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size} ".encode())
+        status = file.stat()
+        size = status.st_size
+        digest.update(f"{file.name} {size} {status.st_mtime_ns} ".encode())
         with file.open("rb") as data:
             for number in range(_NUM_SAMPLES):
                 data.seek(size * number // _NUM_SAMPLES)

@@ -18,6 +18,8 @@ from serve.memory_policy import MemoryPolicy, PromptOnly
 from serve.request import FinishReason
 from serve.sequence import Sequence, SequenceStatus
 
+_FETCH_LIMIT_S = 2.0
+
 
 @dataclass(slots=True)
 class StepPlan:
@@ -66,6 +68,7 @@ class Scheduler:
         self.num_steps = 0
         self.num_page_steps = 0  # pages in use, summed over the steps
         self._preempted = False
+        self._fetch_until_s = 0.0
 
     def add(self, sequence: Sequence) -> None:
         self.policy.arrived(sequence)
@@ -156,9 +159,11 @@ class Scheduler:
     ) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
             sequence = self.waiting[0]
-            if self._is_fetching(sequence):
+            if self._is_fetching(sequence, now_s):
                 break
             hit = self._match(sequence)
+            if not self.running and not self.kv.can_fit(sequence.num_tokens, hit=hit):
+                hit = None  # alone it always fits, but maybe not beside pages to be copied
             if not self.kv.can_fit(sequence.num_tokens, hit=hit):
                 break
             if self.running and not self.policy.admits(sequence, self.running, self.num_steps):
@@ -172,14 +177,20 @@ class Scheduler:
             self.policy.started(sequence, self.num_steps)
             budget -= self._add_chunk(sequence, budget, chunks, decodes)
 
-    def _is_fetching(self, sequence: Sequence) -> bool:
-        """Whether pages of the sequence are coming back from the store; asks for them once."""
-        if self.hasher is not None and not sequence.has_fetched:
+    def _is_fetching(self, sequence: Sequence, now_s: float) -> bool:
+        """Whether pages of the sequence are coming back from the store; asks for them once, and
+        waits only so long for a disk that does not answer."""
+        if self.hasher is None:
+            return False
+        if self.kv.prefixes.is_fetching:
+            return now_s < self._fetch_until_s
+        if not sequence.has_fetched:
             sequence.has_fetched = True
             self.hasher.extend(
                 sequence.page_keys, sequence.token_ids, sequence.request.params.cache_salt
             )
-            self.kv.fetch(sequence.page_keys)
+            self.kv.fetch(sequence.page_keys, spare_pages=2 * len(self.running))
+            self._fetch_until_s = now_s + _FETCH_LIMIT_S
         return self.kv.prefixes.is_fetching
 
     def _match(self, sequence: Sequence) -> PrefixHit | None:

@@ -241,6 +241,27 @@ def test_attention(isa, case):
         assert torch.equal(cache.attend(q[last - 1 : last], last), whole[last - 1 : last])
 
 
+@pytest.mark.parametrize("rest", [0.1, 0.01, 0.001])
+def test_a_sink_with_small_values_leaves_the_others_their_precision(isa, rest):
+    """One token has nearly all the weight and a hundredth of the others' values."""
+    length, dim = 256, 64
+    cache = Cache(heads=1, kv_heads=1, dim=dim, group=64, tokens=length)
+    k = torch.full((length, 1, dim), 1e-7)
+    k[0, 0, 0] += math.log((1 - rest) / rest * (length - 1))
+    q = torch.zeros(length, 1, dim)
+    q[:, 0, 0] = dim**0.5
+    v = torch.randn(length, 1, dim) + 0.3
+    v[0] *= 0.01
+    cache.fill(k, v)
+    found = cache.attend(q, length)
+    stored_k, stored_v = rounded_kv(k, 64), rounded_kv(v, 64)
+    expected, _ = attention64(q, stored_k, stored_v, dim**-0.5)
+    for row in (63, 200, length - 1):
+        error = (found[row] - expected[row]).norm() / expected[row].norm()
+        assert float(error) < 1e-3, f"row {row}"
+        assert torch.equal(cache.attend(q[row : row + 1], row + 1), found[row : row + 1])
+
+
 def test_rows_of_other_sequences_change_nothing(isa):
     lengths = [1, 5, 17, 64, 300, 513, 700]
     cache = Cache(heads=4, kv_heads=2, dim=32, tokens=700, sequences=len(lengths))
