@@ -93,6 +93,10 @@ class Order:
         rank = self.rank(sequence) + self.margin
         return sorted([s for s in running if self.rank(s) > rank], key=self.rank)
 
+    def is_worth_a_swap(self, sequence: Sequence) -> bool:
+        """Whether a running one may give way although its tokens must be computed again."""
+        return True
+
     def __iter__(self) -> Iterator[Sequence]:
         return (sequence for _, _, sequence in self._waiting)
 
@@ -130,13 +134,14 @@ class Priority(Order):
 class _Job:
     """A sequence's level, how long it may stay there, and since when it has waited or run.
 
+    earned: the level without starving, with which it outranks others while it waits.
     until_s: while it runs, when it is demoted; while it waits, when it starves.
     """
 
-    __slots__ = ("left_s", "level", "since_s", "until_s")
+    __slots__ = ("earned", "left_s", "level", "since_s", "until_s")
 
     def __init__(self, level: int, left_s: float) -> None:
-        self.level = level
+        self.level = self.earned = level
         self.left_s = left_s
         self.since_s = self.until_s = 0.0
 
@@ -144,16 +149,19 @@ class _Job:
 class MultiLevelFeedback(Order):
     """Level p lasts BASE_S * 2^p seconds of running; the level is the rank.
 
-    A request joins the first level that lasts for its prompt. Whoever has waited for STARVING_S
-    and what computing its tokens again may take goes to level 0, for as long as it has waited:
-    so two that can never be in memory together share the time, whatever a swap costs.
-    Giving way costs a swap: it takes somebody who has run for more than 2^margin times as long.
+    A request joins the first level that lasts for its prompt. Giving way costs a swap: it takes
+    somebody who has run for more than 2^margin times as long, and where memory cannot keep what
+    is set aside, for SWAP_SHARE times what computing it again costs. Whoever has waited for
+    STARVING_S and STARVING_SHARE times what computing its tokens takes is next, before all who
+    do not starve, and keeps level 0 for as long as it has waited.
     """
 
     preempts = True
     margin = 2
     BASE_S = 0.01
     STARVING_S = 3.0
+    STARVING_SHARE = 30.0
+    SWAP_SHARE = 10.0
     MAX_LEVEL = 24  # two days: there, everybody runs to the end
 
     def __init__(self, throughput: Throughput | None = None) -> None:
@@ -211,12 +219,14 @@ class MultiLevelFeedback(Order):
         job = self._jobs[sequence]
         # the last step may have begun long before it arrived
         job.since_s = max(self.now_s, sequence.request.arrival_s)
-        job.until_s = job.since_s + self.STARVING_S + self.throughput.seconds(sequence.num_tokens)
+        again_s = self.throughput.seconds(sequence.num_tokens)
+        job.until_s = job.since_s + self.STARVING_S + self.STARVING_SHARE * again_s
         heappush(self._starving, (job.until_s, self._numbers[sequence], sequence))
 
     def put_back(self, sequence: Sequence) -> None:
         self._running.discard(sequence)
         job = self._jobs[sequence]
+        job.earned = job.level
         job.left_s = max(0.0, job.until_s - self.now_s)
         super().put_back(sequence)
 
@@ -228,9 +238,19 @@ class MultiLevelFeedback(Order):
         missing = sequence.num_tokens - sequence.num_computed_tokens
         if sequence.num_preemptions:
             job.left_s += self.throughput.seconds(missing)
+        job.since_s = self.now_s
         job.until_s = self.now_s + job.left_s
         if job.level < self.MAX_LEVEL:
             heappush(self._demotions, (job.until_s, self._numbers[sequence], sequence))
+
+    def outranked(self, sequence: Sequence, running: list[Sequence]) -> list[Sequence]:
+        # Where everybody starves, throwing each other out would serve nobody.
+        rank = self._jobs[sequence].earned + self.margin
+        return sorted([s for s in running if self.rank(s) > rank], key=self.rank)
+
+    def is_worth_a_swap(self, sequence: Sequence) -> bool:
+        ran_s = self.now_s - self._jobs[sequence].since_s
+        return ran_s >= self.SWAP_SHARE * self.throughput.seconds(sequence.num_tokens)
 
     def ended(self, sequence: Sequence) -> None:
         super().ended(sequence)

@@ -22,6 +22,8 @@ from serve.sequence import Sequence, SequenceStatus
 
 # Waiting sequences that are looked at for one whose beginning nobody else is computing.
 _LOOK_THROUGH = 16
+# Steps in a row for which others may take the rows of a prompt.
+_MAX_PAUSES = 16
 
 
 @dataclass(slots=True)
@@ -73,6 +75,8 @@ class Scheduler:
         self.num_finished = 0
         self.num_steps = 0
         self.num_page_steps = 0  # pages in use, summed over the steps
+        self._num_aside_pages = 0  # of the preempted that wait
+        self._pauses: dict[Sequence, int] = {}  # prompts without rows, for how many steps
         self._preempted = False
 
     def add(self, sequence: Sequence) -> None:
@@ -111,10 +115,13 @@ class Scheduler:
             elif budget and self._grow(sequence, sequence.num_computed_tokens + 1):
                 decodes.append(sequence)
                 budget -= 1
-        for sequence in prefilling:
+        for sequence in self._by_rank(prefilling):
             budget -= self._add_chunk(sequence, budget, chunks, decodes)
         if not self._preempted:
             self._admit(budget, now_s, chunks, decodes)
+        if self.waiting.preempts:
+            given = {s for s, _ in chunks}
+            self._pauses = {s: self._pauses.get(s, 0) + 1 for s in prefilling if s not in given}
         self._preempted = False
         self.num_steps += 1
         self.num_page_steps += self.kv.num_in_use
@@ -165,6 +172,7 @@ class Scheduler:
         sequence.num_preemptions += 1
         sequence.status = SequenceStatus.WAITING
         self.waiting.put_back(sequence)
+        self._num_aside_pages += self._pages_aside(sequence)
         self.num_preemptions += 1
 
     def _admit(
@@ -174,25 +182,51 @@ class Scheduler:
         chunks: list[tuple[Sequence, int]],
         decodes: list[Sequence],
     ) -> None:
+        paused: list[Sequence] = []
         while self.waiting:
-            has_slot = budget > 0 and len(self.running) < self.limits.max_num_seqs
-            if not (has_slot or self.waiting.preempts):
+            has_slot = len(self.running) < self.limits.max_num_seqs
+            if not (self.waiting.preempts or (has_slot and budget > 0)):
                 break
             sequence = self._next(chunks)
             if sequence is None or self._is_fetching(sequence):
                 break
             hit = self._match(sequence)
             if not (has_slot and self._fits(sequence, hit)):
-                victim = self._gives_way(sequence, budget, chunks)
+                victim = self._gives_way(sequence)
                 if victim is None:
                     break
                 budget += _withdraw(victim, chunks, decodes)
-                self._preempt(victim)
-                self.num_given_way += 1
-                self.policy.gave_way(victim)
+                self._give_way(victim)
                 continue
+            if budget <= 0:
+                budget += self._pause(sequence, chunks, paused)
+            if budget <= 0:
+                break
             self._start(sequence, hit, now_s)
             budget -= self._add_chunk(sequence, budget, chunks, decodes)
+        for sequence in reversed(paused):
+            budget -= self._add_chunk(sequence, budget, chunks, decodes)
+
+    def _is_overdue(self, sequence: Sequence) -> bool:
+        return self._pauses.get(sequence, 0) >= _MAX_PAUSES
+
+    def _by_rank(self, prompts: list[Sequence]) -> list[Sequence]:
+        """Running prompts in the order in which they get rows."""
+        if not self.waiting.preempts:
+            return prompts
+        rank = self.waiting.rank
+        return sorted(prompts, key=lambda s: (not self._is_overdue(s), rank(s)))
+
+    def _pause(
+        self, sequence: Sequence, chunks: list[tuple[Sequence, int]], paused: list[Sequence]
+    ) -> int:
+        """Rows that prompts give to a waiting one of a higher rank; they get what it leaves."""
+        prompts = [s for s, _ in chunks if not self._is_overdue(s)]
+        victims = self.waiting.outranked(sequence, prompts)
+        if not victims:
+            return 0
+        paused.append(victims[-1])
+        return _withdraw(victims[-1], chunks, [])
 
     def _next(self, chunks: list[tuple[Sequence, int]]) -> Sequence | None:
         """The first waiting one of whose beginning nobody is just computing what is missing: to
@@ -222,26 +256,35 @@ class Scheduler:
             return False
         return not self.running or self.policy.admits(sequence, self.running, self.num_steps)
 
-    def _gives_way(
-        self, sequence: Sequence, budget: int, chunks: list[tuple[Sequence, int]]
-    ) -> Sequence | None:
+    def _gives_way(self, sequence: Sequence) -> Sequence | None:
         """A running one to preempt so that a waiting one of a higher rank can run."""
-        if not self.waiting.preempts:
-            return None
-        if budget > 0:
-            victims = self.waiting.outranked(sequence, self.running)
-        elif self.hasher is not None:  # else rows would be lost to gain rows
-            victims = self.waiting.outranked(sequence, [s for s, _ in chunks])
-        else:
-            return None
+        victims = self.waiting.outranked(sequence, self.running)
+        if victims and not self._keeps_all(sequence):
+            victims = [s for s in victims if self.waiting.is_worth_a_swap(s)]
         pages = sum([len(s.kv_range.pages) for s in victims if s.kv_range is not None])
         if self.kv.pages_for(sequence.num_tokens) > self.kv.num_available + pages:
             return None  # not even if all of them went
         return victims[-1] if victims else None
 
+    def _give_way(self, victim: Sequence) -> None:
+        self._preempt(victim)
+        self.num_given_way += 1
+        self.policy.gave_way(victim)
+
+    def _keeps_all(self, sequence: Sequence) -> bool:
+        """Whether memory has room for a waiting one and all that is and would be set aside."""
+        if self.hasher is None or self.kv.prefixes.has_store:
+            return self.hasher is not None
+        need = self.kv.pages_for(sequence.num_tokens) - self._pages_aside(sequence)
+        return self.kv.num_in_use + self._num_aside_pages + need <= self.kv.num_pages
+
+    def _pages_aside(self, sequence: Sequence) -> int:
+        return self.kv.pages_for(sequence.num_tokens) if sequence.num_preemptions else 0
+
     def _start(self, sequence: Sequence, hit: PrefixHit | None, now_s: float) -> None:
         self._open(sequence, hit)
         self.waiting.take(sequence)
+        self._num_aside_pages -= self._pages_aside(sequence)
         sequence.status = SequenceStatus.RUNNING
         if sequence.first_scheduled_s is None:
             sequence.first_scheduled_s = now_s
@@ -340,6 +383,7 @@ class Scheduler:
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
+            self._num_aside_pages -= self._pages_aside(sequence)
         self._finish(sequence, reason)
         return True
 
