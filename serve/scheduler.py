@@ -190,12 +190,13 @@ class Scheduler:
             sequence = self._next(chunks)
             if sequence is None or self._is_fetching(sequence):
                 break
-            hit = self._match(sequence)
+            hit = self._match(sequence) if has_slot else None
             if not (has_slot and self._fits(sequence, hit)):
                 victim = self._gives_way(sequence)
                 if victim is None:
                     break
                 budget += _withdraw(victim, chunks, decodes)
+                paused = [s for s in paused if s is not victim]  # it may be admitted again
                 self._give_way(victim)
                 continue
             if budget <= 0:
