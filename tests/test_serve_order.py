@@ -392,6 +392,20 @@ def test_a_long_prompt_gives_its_rows_to_a_request_of_a_higher_rank():
         assert rig.num_rows == 200 + 3 + 6 + 3
 
 
+def test_who_gave_way_goes_on_with_what_it_had():
+    """Only the page that was not complete is computed again."""
+    rig = Rig("priority", max_num_seqs=1)
+    low = rig.add("a", num_prompt=61, num_tokens=20, priority=1)
+    for _ in range(10):
+        rig.step()
+    computed = low.num_computed_tokens
+    assert computed == 67
+    rig.add("b", num_prompt=9, num_tokens=3, priority=0)
+    rig.run()
+    assert low.num_preemptions == 1
+    assert rig.num_rows == 61 + 19 + computed % 4 + 9 + 2
+
+
 def test_rows_are_not_taken_for_ever():
     """Every seventeenth step at least is the prompt's own."""
     rig = Rig("priority", num_pages=1000, max_num_seqs=64, budget=16)
