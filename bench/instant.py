@@ -20,6 +20,7 @@ from serve.core import EngineCore
 from serve.loader import LoadedEngine
 from serve.memory_policy import make_policy
 from serve.models import ModelSpec, read_spec
+from serve.order import make_order
 from serve.runner import Runner, StepResult
 from serve.scheduler import Scheduler, SchedulerLimits, StepPlan
 from serve.sequence import Sequence
@@ -97,11 +98,20 @@ def load_instant(
     limits = SchedulerLimits(config.max_num_seqs, batched, config.max_chunk_tokens or batched)
     runner = make_runner(kv) if make_runner is not None else InstantRunner(kv, script)
     request_limits = RequestLimits(
-        max_len, spec.vocab_size, config.max_num_waiting, config.max_num_seqs
+        max_len,
+        spec.vocab_size,
+        config.max_num_waiting,
+        config.max_num_seqs,
+        config.ttft_slo,
     )
     core = EngineCore(
         runner=runner,
-        scheduler=Scheduler(limits, kv, make_policy(config.memory_policy, kv, batched)),
+        scheduler=Scheduler(
+            limits,
+            kv,
+            make_policy(config.memory_policy, kv, batched),
+            order=make_order(config.order),
+        ),
         kv=kv,
         tokenizer=tokenizer,
         eos_token_ids=frozenset(spec.eos_token_ids),

@@ -87,6 +87,10 @@ class PrefixCache:
         """address_of: where a page's bytes are, whatever range it is in."""
         self._store, self._address_of = store, address_of
 
+    @property
+    def has_store(self) -> bool:
+        return self._store is not None
+
     # ---- references
 
     def hold(self, page: int) -> None:

@@ -18,13 +18,15 @@ from serve.tokenizer import Tokenizer
 class RequestLimits:
     """max_model_len: tokens of prompt and output together. vocab_size: width of the logits.
 
-    max_num_waiting requests beside the max_num_seqs running ones are taken in.
+    max_num_waiting requests beside the max_num_seqs running ones are taken in, and with
+    ttft_slo_s only those whose first token is predicted to come by then.
     """
 
     max_model_len: int
     vocab_size: int
     max_num_waiting: int
     max_num_seqs: int
+    ttft_slo_s: float | None = None
 
 
 def check_request(

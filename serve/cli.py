@@ -102,6 +102,10 @@ def run(
     memory_policy: Annotated[
         str, typer.Option(help="Admission: predicted, worst_case or prompt_only.")
     ] = "predicted",
+    order: Annotated[str, typer.Option(help="Who is next: fcfs, priority, mlfq or fair.")] = "fcfs",
+    ttft_slo: Annotated[
+        float | None, typer.Option(help="Refuse whose first token would come after that many s.")
+    ] = None,
     tokenize_threads: Annotated[int, typer.Option(help="Threads that tokenize.")] = 2,
     compute_threads: ComputeThreads = None,
     backend: Backend = "auto",

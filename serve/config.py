@@ -6,12 +6,14 @@ from the model and the machine" (the engine logs what it decided).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from quant.kv import GROUPS as KV_GROUPS
 from serve.errors import ConfigError
 from serve.memory_policy import POLICIES as MEMORY_POLICIES
+from serve.order import ORDERS
 
 DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "nf4")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
@@ -51,6 +53,10 @@ class EngineConfig:
     memory_policy: whom K/V memory lets in: "predicted" (the predicted peak fits), "worst_case"
         (max_tokens of everyone fits: no preemption, few sequences) or "prompt_only" (grow
         greedily).
+    order: who is next and who gives way: "fcfs" (first come, first served), "priority" (the
+        request's, a lower one first), "mlfq" (short requests do not wait for long ones) or
+        "fair" (every client gets its share).
+    ttft_slo: seconds; a request whose first token is predicted to come later is refused at once.
     tokenize_threads: size of pool 1. compute_threads: cores of pool 2; None takes
         all that affinity and the cgroup's quota leave.
     backend: name in ops.BACKENDS, or "auto".
@@ -74,6 +80,8 @@ class EngineConfig:
     kv_cache_dir: str | Path | None = None
     kv_disk_bytes: int | None = None
     memory_policy: str = "predicted"
+    order: str = "fcfs"
+    ttft_slo: float | None = None
     tokenize_threads: int = 2
     compute_threads: int | None = None
     backend: str = "auto"
@@ -84,6 +92,7 @@ class EngineConfig:
             ("dtype", DTYPES),
             ("kv_dtype", KV_DTYPES),
             ("memory_policy", MEMORY_POLICIES),
+            ("order", ORDERS),
         ):
             if getattr(self, setting) not in known:
                 names = ", ".join(known)
@@ -116,6 +125,9 @@ class EngineConfig:
             not isinstance(self.kv_cache_dir, str | Path) or not str(self.kv_cache_dir)
         ):
             raise ConfigError(f"kv_cache_dir must be a path, not {self.kv_cache_dir!r}")
+        slo = self.ttft_slo
+        if slo is not None and (type(slo) not in (int, float) or not 0 < slo < math.inf):
+            raise ConfigError(f"ttft_slo must be a positive number of seconds, not {slo!r}")
         if self.kv_cache_dir is not None and not self.prefix_cache:
             raise ConfigError("kv_cache_dir needs prefix_cache")
         page = self.kv_page_bytes

@@ -32,6 +32,7 @@ from serve.errors import (
     RequestError,
 )
 from serve.output import OutputProcessor, OutputState, Sink, StepRecord
+from serve.overload import EarlyRejection
 from serve.request import FinishReason, Prompt, Request, SamplingParams
 from serve.runner import Runner, StepResult
 from serve.scheduler import Scheduler, StepPlan
@@ -83,6 +84,8 @@ class EngineCore:
         self._limits = limits
         self._seed = seed
         self._clock = clock
+        slo_s = limits.ttft_slo_s
+        self._rejection = None if slo_s is None else EarlyRejection(scheduler, slo_s)
         self._counter = itertools.count()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._records: queue.Queue[StepRecord | None] = queue.Queue(_MAX_RECORDS_BEHIND)
@@ -173,6 +176,9 @@ class EngineCore:
             num_decode_rows=self._num_decode_rows,
             num_finished=scheduler.num_finished,
             num_preemptions=scheduler.num_preemptions,
+            num_given_way=scheduler.num_given_way,
+            num_refused=self._rejection.num_refused if self._rejection else 0,
+            predicted_ttft_s=self._rejection.predicted_s if self._rejection else None,
             preemptions_per_1000=1000 * scheduler.num_preemptions / max(1, scheduler.num_finished),
             memory_utilisation=scheduler.num_page_steps / page_steps,
             predicted_peak_pages=scheduler.policy.predicted_peak_pages,
@@ -237,6 +243,10 @@ class EngineCore:
                     state.times.arrival_s,
                     state.client,
                 )
+            keys = self._page_keys(request)
+            num_rows = self._scheduler.num_missing_rows(request, keys)
+            if self._rejection is not None:
+                self._rejection.admit(request, num_rows)
         except MergestepError as error:
             self._refuse(state, error)
         except Exception as error:
@@ -245,9 +255,8 @@ class EngineCore:
             self._refuse(state, RequestError(message, param="prompt", code="invalid_prompt"))
         else:
             self._tell(state, lambda: state.sink.accept(request))
-            keys = self._page_keys(request)
             self._inbox.put(
-                lambda: self._guarded(state, lambda: self._enqueue(state, request, keys))
+                lambda: self._guarded(state, lambda: self._enqueue(state, request, keys, num_rows))
             )
 
     def _page_keys(self, request: Request) -> list[bytes]:
@@ -377,20 +386,23 @@ class EngineCore:
         self._run(plan)
 
     def _run(self, plan: StepPlan) -> None:
+        began_s = self._clock()
         try:
             result = self._runner.run(plan, self._flush_records)
         except Exception as error:
             self._isolate(plan, error)
             return
-        self._finish_step(plan, result)
+        self._finish_step(plan, result, began_s)
 
-    def _finish_step(self, plan: StepPlan, result: StepResult) -> None:
+    def _finish_step(self, plan: StepPlan, result: StepResult, began_s: float) -> None:
         finished = self._scheduler.update(plan, result.tokens)
         now_s = self._clock()
         self._num_steps += 1
         self._num_decode_rows += plan.num_decodes
         self._num_prefill_rows += plan.num_total_rows - plan.num_decodes
         self._last_step_s = now_s
+        throughput = self._scheduler.waiting.throughput
+        throughput.observe(plan.num_total_rows, plan.num_decodes, now_s - began_s)
         if result.sampled:
             self._pending_records.append(
                 StepRecord(result.sampled, result.tokens, result.logprobs, finished, now_s)
@@ -426,9 +438,16 @@ class EngineCore:
 
     # ---- pool 2: messages
 
-    def _enqueue(self, state: RequestState, request: Request, page_keys: list[bytes]) -> None:
+    def _enqueue(
+        self, state: RequestState, request: Request, page_keys: list[bytes], num_rows: int
+    ) -> None:
+        if self._rejection is not None:
+            self._rejection.queued(num_rows)
         sequences = make_sequences(request, self._eos, page_keys)
         for sequence in sequences:  # before any of them is known to the scheduler
+            # of several that begin alike the first one computes
+            is_alone = sequence.index == 0 or self._scheduler.hasher is None
+            sequence.num_expected_rows = num_rows if is_alone else 1
             sequence.output = OutputState(
                 request, sequence.index, self._detokenizers, state.sink, state.times
             )

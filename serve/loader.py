@@ -19,6 +19,7 @@ from serve.core import EngineCore
 from serve.errors import ModelLoadError, RequestError
 from serve.memory_policy import make_policy
 from serve.models import ModelSpec, read_generation_defaults, read_spec
+from serve.order import make_order
 from serve.request import SamplingParams
 from serve.runner import ModelRunner
 from serve.runtime import load_runtime
@@ -67,7 +68,11 @@ def _load(config: EngineConfig, compute: ComputeThread, progress: bool) -> Loade
     limits = SchedulerLimits(config.max_num_seqs, batched, config.max_chunk_tokens or batched)
     runner = ModelRunner(runtime.model, kv, runtime.attention, memory=runtime.memory)
     request_limits = RequestLimits(
-        max_model_len, spec.vocab_size, config.max_num_waiting, config.max_num_seqs
+        max_model_len,
+        spec.vocab_size,
+        config.max_num_waiting,
+        config.max_num_seqs,
+        config.ttft_slo,
     )
     core = EngineCore(
         runner=runner,
@@ -76,6 +81,7 @@ def _load(config: EngineConfig, compute: ComputeThread, progress: bool) -> Loade
             kv,
             make_policy(config.memory_policy, kv, batched),
             PrefixHasher(kv.page_end, runtime.prefix_secret) if config.prefix_cache else None,
+            make_order(config.order),
         ),
         kv=kv,
         tokenizer=tokenizer,

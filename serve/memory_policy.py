@@ -50,6 +50,10 @@ class MemoryPolicy:
     def stopped(self, sequence: Sequence) -> None:
         """It ran and gave its pages back: finished or preempted, as its status says."""
 
+    def gave_way(self, sequence: Sequence) -> None:
+        """It was preempted for one that goes first, not because memory ran out."""
+        self.stopped(sequence)
+
     def ended(self, sequence: Sequence) -> None:
         """It is finished, wherever it was; its finish_reason says how."""
 
@@ -343,6 +347,9 @@ class PredictedPeak(FuturePeak):
         super().stopped(sequence)
         if not sequence.is_finished:
             self.reserve = min(self.MAX_RESERVE, self.reserve + self.STEP)
+
+    def gave_way(self, sequence: Sequence) -> None:
+        super().stopped(sequence)  # no prediction was wrong: the reserve stays
 
     def ended(self, sequence: Sequence) -> None:
         super().ended(sequence)

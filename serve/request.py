@@ -23,6 +23,7 @@ MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-5
 MAX_LOGIT_BIAS = 1024
 SEED_LIMIT = 1 << 63
+PRIORITY_LIMIT = 1 << 31
 _SALT = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
@@ -61,7 +62,8 @@ class SamplingParams:
     means off. logprobs: number of alternatives per token (0: only the chosen one, None: off).
     seed: with the same seed and prompt the same tokens come out in any batch; None draws one.
     logit_bias: token id -> value added to its logit. cache_salt: prefixes are shared only
-    between requests with the same salt.
+    between requests with the same salt. priority: a lower one goes first, where the engine's
+    order is "priority".
     """
 
     n: int = 1
@@ -83,6 +85,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     skip_special_tokens: bool = True
     cache_salt: str | None = None
+    priority: int = 0
 
     def __post_init__(self) -> None:
         stop = self.stop
@@ -111,6 +114,7 @@ class SamplingParams:
             _check_int("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _check_int("priority", self.priority, -PRIORITY_LIMIT, PRIORITY_LIMIT - 1)
         self._check_stops()
         self._check_logit_bias()
         self._check_cache_salt()

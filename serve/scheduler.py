@@ -1,24 +1,30 @@
 """Which tokens run in the next step: integers only, clock passed in, no torch, no asyncio.
 
 There is no prefill or decode phase. Each sequence gets min(num_tokens - num_computed_tokens,
-what is left of the budget) rows, running ones first, then waiting ones in order of arrival.
-When memory runs out the youngest running sequence is preempted: it gives back its pages, goes
-to the front of the waiting queue and is recomputed later, except for what the prefix cache
-still knows of it.
+what is left of the budget) rows, running ones first, then waiting ones as their order has it
+(serve/order.py). When memory runs out a running sequence is preempted: it gives back its pages,
+waits again and is recomputed later, except for what the prefix cache still knows of it. Where
+the order has ranks, running sequences also give way to a waiting one of a higher rank that
+cannot run otherwise.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 
 from memory.kv_manager import KVManager, PrefixHit
 from memory.prefix_index import PrefixHasher
 from serve.memory_policy import MemoryPolicy, PromptOnly
-from serve.request import FinishReason
+from serve.order import Order
+from serve.request import FinishReason, Request
 from serve.sequence import Sequence, SequenceStatus
 
 _FETCH_LIMIT_S = 2.0
+# Waiting sequences that are looked at for one whose beginning nobody else is computing.
+_LOOK_THROUGH = 16
+# Steps in a row for which others may take the rows of a prompt.
+_MAX_PAUSES = 16
 
 
 @dataclass(slots=True)
@@ -47,7 +53,8 @@ class SchedulerLimits:
 
 
 class Scheduler:
-    """Waiting and running sequences. policy: whom memory lets in; PromptOnly by default."""
+    """Waiting and running sequences. policy: whom memory lets in; PromptOnly by default. order:
+    who is next; first come, first served by default."""
 
     def __init__(
         self,
@@ -55,50 +62,68 @@ class Scheduler:
         kv: KVManager,
         policy: MemoryPolicy | None = None,
         hasher: PrefixHasher | None = None,
+        order: Order | None = None,
     ) -> None:
         """hasher: names pages for the prefix cache; None: there is none."""
         self.limits = limits
         self.kv = kv
         self.policy = PromptOnly(kv) if policy is None else policy
         self.hasher = hasher
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = Order() if order is None else order
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.num_given_way = 0  # of those, not for want of memory
         self.num_finished = 0
         self.num_steps = 0
         self.num_page_steps = 0  # pages in use, summed over the steps
+        self._num_aside_pages = 0  # of the preempted that wait
+        self._pauses: dict[Sequence, int] = {}  # prompts without rows, for how many steps
         self._preempted = False
         self._fetch_until_s = 0.0
 
     def add(self, sequence: Sequence) -> None:
         self.policy.arrived(sequence)
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
+    def num_missing_rows(self, request: Request, page_keys: list[bytes]) -> int:
+        """Of a prompt with these keys, those that the prefix cache does not know; at least one,
+        but for an empty prompt. From any thread."""
+        num_pages = len(self.kv.prefixes.index.match(page_keys))
+        num_known = self.kv.page_end(num_pages - 1) if num_pages else 0
+        num_tokens = len(request.prompt_token_ids)
+        return max(num_tokens - num_known, min(1, num_tokens))
+
+    def rows_before(self, request: Request, num_rows: int) -> int:
+        """Prompt rows to be computed before a request of num_rows that arrives now. From any
+        thread."""
+        missing = [len(s.token_ids) - s.num_computed_tokens for s in list(self.running)]
+        return self.waiting.rows_before(request, num_rows) + sum([n for n in missing if n > 1])
+
     def schedule(self, now_s: float) -> StepPlan | None:
         """The next step, or None when nothing can run. Records page growth; does not commit."""
+        self.waiting.tick(now_s)
         self.kv.prefixes.poll()
         decodes: list[Sequence] = []
         chunks: list[tuple[Sequence, int]] = []
         budget = self.limits.max_num_batched_tokens
         prefilling: list[Sequence] = []
-        index = 0
-        # Sequences may leave the end of `running` inside this loop (preemption), never its front.
-        while index < len(self.running):
-            sequence = self.running[index]
+        for sequence in list(self.running):  # any of them may be preempted meanwhile
             missing = len(sequence.token_ids) - sequence.num_computed_tokens
-            index += 1
             if missing > 1:
                 prefilling.append(sequence)
             elif budget and self._grow(sequence, sequence.num_computed_tokens + 1):
                 decodes.append(sequence)
                 budget -= 1
-        for sequence in prefilling:
+        for sequence in self._by_rank(prefilling):
             budget -= self._add_chunk(sequence, budget, chunks, decodes)
         if not self._preempted:
             self._admit(budget, now_s, chunks, decodes)
+        if self.waiting.preempts:
+            given = {s for s, _ in chunks}
+            self._pauses = {s: self._pauses.get(s, 0) + 1 for s in prefilling if s not in given}
         self._preempted = False
         self.num_steps += 1
         self.num_page_steps += self.kv.num_in_use
@@ -125,14 +150,17 @@ class Scheduler:
         return rows
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Pages for the sequence's next rows, preempting younger ones; False if it had to go."""
-        assert sequence.kv_range is not None
+        """Pages for the sequence's next rows, preempting others; False if it had (or has) to go."""
+        if sequence.kv_range is None:
+            return False
         if num_tokens <= sequence.kv_range.capacity:
             return True
         while not self.kv.grow(sequence.kv_range, num_tokens):
-            youngest = self.running[-1]
-            self._preempt(youngest)
-            if youngest is sequence:
+            victim = self.waiting.victim(self.running)
+            self._preempt(victim)
+            self.policy.stopped(victim)
+            self._preempted = True
+            if victim is sequence:
                 return False
         return True
 
@@ -145,10 +173,9 @@ class Scheduler:
         sequence.has_fetched = False
         sequence.num_preemptions += 1
         sequence.status = SequenceStatus.WAITING
-        self.policy.stopped(sequence)
-        self.waiting.appendleft(sequence)
+        self.waiting.put_back(sequence)
+        self._num_aside_pages += self._pages_aside(sequence)
         self.num_preemptions += 1
-        self._preempted = True
 
     def _admit(
         self,
@@ -157,25 +184,117 @@ class Scheduler:
         chunks: list[tuple[Sequence, int]],
         decodes: list[Sequence],
     ) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
-            sequence = self.waiting[0]
-            if self._is_fetching(sequence, now_s):
+        paused: list[Sequence] = []
+        while self.waiting:
+            has_slot = len(self.running) < self.limits.max_num_seqs
+            if not (self.waiting.preempts or (has_slot and budget > 0)):
                 break
-            hit = self._match(sequence)
+            sequence = self._next(chunks)
+            if sequence is None or self._is_fetching(sequence, now_s):
+                break
+            hit = self._match(sequence) if has_slot else None
             if not self.running and not self.kv.can_fit(sequence.num_tokens, hit=hit):
                 hit = None  # alone it always fits, but maybe not beside pages to be copied
-            if not self.kv.can_fit(sequence.num_tokens, hit=hit):
+            if not (has_slot and self._fits(sequence, hit)):
+                victim = self._gives_way(sequence)
+                if victim is None:
+                    break
+                budget += _withdraw(victim, chunks, decodes)
+                paused = [s for s in paused if s is not victim]  # it may be admitted again
+                self._give_way(victim)
+                continue
+            if budget <= 0:
+                budget += self._pause(sequence, chunks, paused)
+            if budget <= 0:
                 break
-            if self.running and not self.policy.admits(sequence, self.running, self.num_steps):
-                break
-            self.waiting.popleft()
-            self._open(sequence, hit)
-            sequence.status = SequenceStatus.RUNNING
-            if sequence.first_scheduled_s is None:
-                sequence.first_scheduled_s = now_s
-            self.running.append(sequence)
-            self.policy.started(sequence, self.num_steps)
+            self._start(sequence, hit, now_s)
             budget -= self._add_chunk(sequence, budget, chunks, decodes)
+        for sequence in reversed(paused):
+            budget -= self._add_chunk(sequence, budget, chunks, decodes)
+
+    def _is_overdue(self, sequence: Sequence) -> bool:
+        return self._pauses.get(sequence, 0) >= _MAX_PAUSES
+
+    def _by_rank(self, prompts: list[Sequence]) -> list[Sequence]:
+        """Running prompts in the order in which they get rows."""
+        if not self.waiting.preempts:
+            return prompts
+        rank = self.waiting.rank
+        return sorted(prompts, key=lambda s: (not self._is_overdue(s), rank(s)))
+
+    def _pause(
+        self, sequence: Sequence, chunks: list[tuple[Sequence, int]], paused: list[Sequence]
+    ) -> int:
+        """Rows that prompts give to a waiting one of a higher rank; they get what it leaves."""
+        prompts = [s for s, _ in chunks if not self._is_overdue(s)]
+        victims = self.waiting.outranked(sequence, prompts)
+        if not victims:
+            return 0
+        paused.append(victims[-1])
+        return _withdraw(victims[-1], chunks, [])
+
+    def _next(self, chunks: list[tuple[Sequence, int]]) -> Sequence | None:
+        """The first waiting one of whose beginning nobody is just computing what is missing: to
+        wait for that costs less than to compute it twice."""
+        for sequence in islice(self.waiting, _LOOK_THROUGH):
+            if not self._is_under_way(sequence, chunks):
+                return sequence
+        return None
+
+    def _is_under_way(self, sequence: Sequence, chunks: list[tuple[Sequence, int]]) -> bool:
+        if self.hasher is None or not chunks:
+            return False
+        self._extend_keys(sequence)
+        keys = sequence.page_keys
+        for other, _ in chunks:
+            assert other.kv_range is not None
+            # A key stands for everything before it: where these are equal, so is all of it.
+            page = other.kv_range.num_known
+            key = keys[page : page + 1]
+            is_shared = key and key == other.page_keys[page : page + 1]
+            if is_shared and not self.kv.prefixes.index.match(key):
+                return True
+        return False
+
+    def _fits(self, sequence: Sequence, hit: PrefixHit | None) -> bool:
+        if not self.kv.can_fit(sequence.num_tokens, hit=hit):
+            return False
+        return not self.running or self.policy.admits(sequence, self.running, self.num_steps)
+
+    def _gives_way(self, sequence: Sequence) -> Sequence | None:
+        """A running one to preempt so that a waiting one of a higher rank can run."""
+        victims = self.waiting.outranked(sequence, self.running)
+        if victims and not self._keeps_all(sequence):
+            victims = [s for s in victims if self.waiting.is_worth_a_swap(s)]
+        pages = sum([len(s.kv_range.pages) for s in victims if s.kv_range is not None])
+        if self.kv.pages_for(sequence.num_tokens) > self.kv.num_available + pages:
+            return None  # not even if all of them went
+        return victims[-1] if victims else None
+
+    def _give_way(self, victim: Sequence) -> None:
+        self._preempt(victim)
+        self.num_given_way += 1
+        self.policy.gave_way(victim)
+
+    def _keeps_all(self, sequence: Sequence) -> bool:
+        """Whether memory has room for a waiting one and all that is and would be set aside."""
+        if self.hasher is None or self.kv.prefixes.has_store:
+            return self.hasher is not None
+        need = self.kv.pages_for(sequence.num_tokens) - self._pages_aside(sequence)
+        return self.kv.num_in_use + self._num_aside_pages + need <= self.kv.num_pages
+
+    def _pages_aside(self, sequence: Sequence) -> int:
+        return self.kv.pages_for(sequence.num_tokens) if sequence.num_preemptions else 0
+
+    def _start(self, sequence: Sequence, hit: PrefixHit | None, now_s: float) -> None:
+        self._open(sequence, hit)
+        self.waiting.take(sequence)
+        self._num_aside_pages -= self._pages_aside(sequence)
+        sequence.status = SequenceStatus.RUNNING
+        if sequence.first_scheduled_s is None:
+            sequence.first_scheduled_s = now_s
+        self.running.append(sequence)
+        self.policy.started(sequence, self.num_steps)
 
     def _is_fetching(self, sequence: Sequence, now_s: float) -> bool:
         """Whether pages of the sequence are coming back from the store; asks for them once, and
@@ -186,9 +305,7 @@ class Scheduler:
             return now_s < self._fetch_until_s
         if not sequence.has_fetched:
             sequence.has_fetched = True
-            self.hasher.extend(
-                sequence.page_keys, sequence.token_ids, sequence.request.params.cache_salt
-            )
+            self._extend_keys(sequence)
             self.kv.fetch(sequence.page_keys, spare_pages=2 * len(self.running))
             self._fetch_until_s = now_s + _FETCH_LIMIT_S
         return self.kv.prefixes.is_fetching
@@ -196,10 +313,13 @@ class Scheduler:
     def _match(self, sequence: Sequence) -> PrefixHit | None:
         if self.hasher is None:
             return None
-        self.hasher.extend(
-            sequence.page_keys, sequence.token_ids, sequence.request.params.cache_salt
-        )
+        self._extend_keys(sequence)
         return self.kv.match(sequence.page_keys, sequence.num_tokens - 1)
+
+    def _extend_keys(self, sequence: Sequence) -> None:
+        assert self.hasher is not None
+        salt = sequence.request.params.cache_salt
+        self.hasher.extend(sequence.page_keys, sequence.token_ids, salt)
 
     def _open(self, sequence: Sequence, hit: PrefixHit | None) -> None:
         sequence.kv_range = self.kv.open(sequence.num_tokens, hit)
@@ -214,9 +334,8 @@ class Scheduler:
         """Offer the pages that are complete now to the prefix cache."""
         if self.hasher is None or sequence.kv_range is None:
             return
-        keys = sequence.page_keys
-        self.hasher.extend(keys, sequence.token_ids, sequence.request.params.cache_salt)
-        self.kv.remember(sequence.kv_range, keys, sequence.num_computed_tokens)
+        self._extend_keys(sequence)
+        self.kv.remember(sequence.kv_range, sequence.page_keys, sequence.num_computed_tokens)
         sequence.remember_at = self.kv.page_end(sequence.kv_range.num_known)
 
     def _plan(self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]]) -> StepPlan | None:
@@ -275,6 +394,7 @@ class Scheduler:
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
+            self._num_aside_pages -= self._pages_aside(sequence)
         self._finish(sequence, reason)
         return True
 
@@ -287,3 +407,18 @@ class Scheduler:
             sequence.kv_range = None
             self.policy.stopped(sequence)
         self.policy.ended(sequence)
+        self.waiting.ended(sequence)
+
+
+def _withdraw(
+    sequence: Sequence, chunks: list[tuple[Sequence, int]], decodes: list[Sequence]
+) -> int:
+    """Take back the rows that a sequence was given in this step; how many."""
+    if sequence in decodes:
+        decodes.remove(sequence)
+        return 1
+    for place, (other, rows) in enumerate(chunks):
+        if other is sequence:
+            del chunks[place]
+            return rows
+    return 0

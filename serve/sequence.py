@@ -27,7 +27,8 @@ class Sequence:
     """One output in the making.
 
     token_ids: prompt and output so far. num_computed_tokens: those whose K/V is written.
-    max_tokens_total: prompt plus output limit. stop_ids: tokens that end it once it has
+    num_expected_rows: those that its prompt was expected to take on arrival; queues are predicted
+    with it. max_tokens_total: prompt plus output limit. stop_ids: tokens that end it once it has
     min_tokens_total tokens.
     """
 
@@ -39,6 +40,7 @@ class Sequence:
     max_tokens_total: int
     min_tokens_total: int
     stop_ids: frozenset[int]
+    num_expected_rows: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     kv_range: Range | None = None
@@ -86,6 +88,7 @@ def make_sequences(
             max_tokens_total=num_prompt + params.max_tokens,
             min_tokens_total=num_prompt + params.min_tokens,
             stop_ids=stops,
+            num_expected_rows=num_prompt,
             page_keys=list(page_keys),
         )
         for index in range(params.n)

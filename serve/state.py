@@ -19,6 +19,8 @@ class EngineStats:
     or the policy does not predict. pages_mapped have memory behind them; pages_in_use belong to
     sequences, pages_cached only to the prefix cache. prefix_*: tokens of admitted sequences, those
     of them that were found, pages forgotten for want of memory.
+    predicted_ttft_s: of the last request that was asked whether it meets ttft_slo; num_refused:
+    those that did not. num_given_way: preemptions for one that goes first, not for want of memory.
     disk_*: pages written there, read back, and not read back although they should have been.
     """
 
@@ -30,6 +32,9 @@ class EngineStats:
     num_decode_rows: int
     num_finished: int
     num_preemptions: int
+    num_given_way: int
+    num_refused: int
+    predicted_ttft_s: float | None
     preemptions_per_1000: float
     memory_utilisation: float
     predicted_peak_pages: int | None

@@ -45,6 +45,22 @@ def test_engine_overhead(tmp_path):
     assert result["paced_between_ms_p50"] > 0
 
 
+def test_order_quick():
+    """Every order on both memories; the one that is made for it is best at it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.order", "--quick"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    for results in json.loads(done.stdout.strip().splitlines()[-1]).values():
+        assert list(results) == ["fcfs", "priority", "mlfq", "fair"]
+        p99 = {order: result["short_ttft_p99_s"] for order, result in results.items()}
+        assert p99["mlfq"] < 0.5 * p99["fcfs"] and p99["priority"] < 0.5 * p99["fcfs"]
+        assert 0.7 < results["fair"]["fairness"] < 1.4 and results["fcfs"]["fairness"] > 6
+
+
 def ops_readings(*command):
     done = subprocess.run(
         [sys.executable, "-m", *command, "--quick"], capture_output=True, text=True, timeout=120

@@ -19,6 +19,8 @@ OURS = {*ALLOWED, "bench", "examples", "tests"}
 PURE = [
     "serve/scheduler.py",
     "serve/memory_policy.py",
+    "serve/order.py",
+    "serve/throughput.py",
     "serve/length_predictor.py",
     "serve/sequence.py",
     "serve/request.py",

@@ -141,7 +141,9 @@ BOTH_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
     ({"response_format": {"type": "strnig"}}, "response_format", "unsupported_parameter"),
     ({"modalities": ["audio"]}, "modalities", "unsupported_parameter"),
-    ({"priority": 1}, "priority", "unknown_parameter"),
+    ({"priority": 1.5}, "priority", "invalid_type"),
+    ({"priority": 2**31}, "priority", "invalid_value"),
+    ({"priority": -(2**31) - 1}, "priority", "invalid_value"),
     ({"cache_salt": "a b"}, "cache_salt", "invalid_value"),
 ]
 COMPLETION_REFUSED: list[tuple[dict[str, Any], str, str]] = [
@@ -291,6 +293,7 @@ def test_every_parameter_arrives() -> None:
         "presence_penalty": -2.0,
         "frequency_penalty": 2,
         "seed": -5,
+        "priority": -7,
         "stop_token_ids": [1, 2],
         "include_stop_str_in_output": True,
         "ignore_eos": True,

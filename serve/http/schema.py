@@ -25,7 +25,7 @@ MAX_TOP_LOGPROBS = MAX_LOGPROBS
 MAX_TOKEN_ID = 1 << 31
 MAX_METADATA = 16
 
-_INTEGERS = ("n", "min_tokens", "top_k", "seed")
+_INTEGERS = ("n", "min_tokens", "top_k", "seed", "priority")
 _NUMBERS = (
     "temperature",
     "top_p",
