@@ -177,6 +177,8 @@ class EngineCore:
             predicted_peak_pages=scheduler.policy.predicted_peak_pages,
             coverage_p50=coverage_p50,
             coverage_p90=coverage_p90,
+            step_time_error=scheduler.chunks.model.median_error(),
+            chunk_limit_rows=scheduler.chunks.limit,
             pages_in_use=self._kv.num_in_use,
             pages_mapped=self._kv.num_mapped,
             pages_total=self._kv.num_pages,
@@ -357,7 +359,8 @@ class EngineCore:
             message()
 
     def _step(self) -> None:
-        plan = self._scheduler.schedule(self._clock())
+        began_s = self._clock()
+        plan = self._scheduler.schedule(began_s)
         if plan is None and self._kv.prefixes.is_fetching:
             self._kv.prefixes.wait(_FETCH_WAIT_S)
             return
@@ -366,14 +369,17 @@ class EngineCore:
             # one sequence of max_model_len always fits (checked at start-up).
             assert self._scheduler.running, "work, but nothing can be scheduled"
             return
-        self._run(plan)
+        self._run(plan, began_s)
 
-    def _run(self, plan: StepPlan) -> None:
+    def _run(self, plan: StepPlan, began_s: float | None = None) -> None:
+        """began_s: when its step began; None: a part of a step, whose time says nothing."""
         try:
             result = self._runner.run(plan, self._flush_records)
         except Exception as error:
             self._isolate(plan, error)
             return
+        if began_s is not None:
+            self._scheduler.observe(plan, self._clock() - began_s)
         self._finish_step(plan, result)
 
     def _finish_step(self, plan: StepPlan, result: StepResult) -> None:

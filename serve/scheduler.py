@@ -1,7 +1,8 @@
 """Which tokens run in the next step: integers only, clock passed in, no torch, no asyncio.
 
 There is no prefill or decode phase. Each sequence gets min(num_tokens - num_computed_tokens,
-what is left of the budget) rows, running ones first, then waiting ones in order of arrival.
+what is left of the budget) rows, running ones first, then waiting ones in order of arrival; how
+many prompt rows a step has and how prompts share them is the chunk policy's matter (chunking.py).
 When memory runs out the youngest running sequence is preempted: it gives back its pages, goes
 to the front of the waiting queue and is recomputed later, except for what the prefix cache
 still knows of it.
@@ -14,9 +15,11 @@ from dataclasses import dataclass
 
 from memory.kv_manager import KVManager, PrefixHit
 from memory.prefix_index import PrefixHasher
+from serve.chunking import ChunkPolicy, StepBudget
 from serve.memory_policy import MemoryPolicy, PromptOnly
 from serve.request import FinishReason
 from serve.sequence import Sequence, SequenceStatus
+from serve.step_time import StepWork
 
 
 @dataclass(slots=True)
@@ -37,11 +40,13 @@ class StepPlan:
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """max_num_seqs run at once; a step has at most max_num_batched_tokens rows, of which one
-    sequence gets at most max_chunk_tokens."""
+    sequence gets at most max_chunk_tokens. While somebody decodes, prompt rows are as many as
+    keep the step within inter_token_slo_s."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_chunk_tokens: int
+    inter_token_slo_s: float | None = None
 
 
 class Scheduler:
@@ -59,6 +64,9 @@ class Scheduler:
         self.kv = kv
         self.policy = PromptOnly(kv) if policy is None else policy
         self.hasher = hasher
+        self.chunks = ChunkPolicy(
+            min(limits.max_num_batched_tokens, limits.max_chunk_tokens), limits.inter_token_slo_s
+        )
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -79,7 +87,7 @@ class Scheduler:
         self.kv.prefixes.poll()
         decodes: list[Sequence] = []
         chunks: list[tuple[Sequence, int]] = []
-        budget = self.limits.max_num_batched_tokens
+        rows = self.limits.max_num_batched_tokens
         prefilling: list[Sequence] = []
         index = 0
         # Sequences may leave the end of `running` inside this loop (preemption), never its front.
@@ -89,13 +97,17 @@ class Scheduler:
             index += 1
             if missing > 1:
                 prefilling.append(sequence)
-            elif budget and self._grow(sequence, sequence.num_computed_tokens + 1):
+            elif rows and self._grow(sequence, sequence.num_computed_tokens + 1):
                 decodes.append(sequence)
-                budget -= 1
-        for sequence in prefilling:
-            budget -= self._add_chunk(sequence, budget, chunks, decodes)
+                rows -= 1
+        budget = self.chunks.begin(prefilling, decodes, rows, now_s)
+        for sequence in budget.shorts:
+            self._add_chunk(sequence, budget, chunks, decodes)
         if not self._preempted:
             self._admit(budget, now_s, chunks, decodes)
+        budget.release()
+        for sequence in budget.longs:
+            self._add_chunk(sequence, budget, chunks, decodes)
         self._preempted = False
         self.num_steps += 1
         self.num_page_steps += self.kv.num_in_use
@@ -104,22 +116,23 @@ class Scheduler:
     def _add_chunk(
         self,
         sequence: Sequence,
-        budget: int,
+        budget: StepBudget,
         chunks: list[tuple[Sequence, int]],
         decodes: list[Sequence],
-    ) -> int:
-        """Rows given to a sequence that has more than one to compute (or is new)."""
-        missing = len(sequence.token_ids) - sequence.num_computed_tokens
-        rows = min(missing, budget, self.limits.max_chunk_tokens)
-        if rows <= 0 or sequence.status is not SequenceStatus.RUNNING:
-            return 0
-        if not self._grow(sequence, sequence.num_computed_tokens + rows):
-            return 0
+    ) -> None:
+        """Rows for a sequence that has more than one to compute (or is new)."""
+        if sequence.status is not SequenceStatus.RUNNING:
+            return
+        context = sequence.num_computed_tokens
+        missing = len(sequence.token_ids) - context
+        rows = budget.rows_for(context, min(missing, self.limits.max_chunk_tokens))
+        if rows and not self._grow(sequence, context + rows):
+            return
+        budget.take(rows, context)
         if rows == 1:
             decodes.append(sequence)
-        else:
+        elif rows:
             chunks.append((sequence, rows))
-        return rows
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Pages for the sequence's next rows, preempting younger ones; False if it had to go."""
@@ -149,12 +162,12 @@ class Scheduler:
 
     def _admit(
         self,
-        budget: int,
+        budget: StepBudget,
         now_s: float,
         chunks: list[tuple[Sequence, int]],
         decodes: list[Sequence],
     ) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
+        while self.waiting and budget.has_room and len(self.running) < self.limits.max_num_seqs:
             sequence = self.waiting[0]
             if self._is_fetching(sequence):
                 break
@@ -170,7 +183,8 @@ class Scheduler:
                 sequence.first_scheduled_s = now_s
             self.running.append(sequence)
             self.policy.started(sequence, self.num_steps)
-            budget -= self._add_chunk(sequence, budget, chunks, decodes)
+            if not self.chunks.defer(sequence, budget):
+                self._add_chunk(sequence, budget, chunks, decodes)
 
     def _is_fetching(self, sequence: Sequence) -> bool:
         """Whether pages of the sequence are coming back from the store; asks for them once."""
@@ -225,6 +239,10 @@ class Scheduler:
             for s, rows in zip(sequences, num_rows, strict=True)
         ]
         return StepPlan(sequences, num_rows, num_decodes, samples, sum(num_rows))
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """A step ran through in that time; call it before update()."""
+        self.chunks.model.learn(StepWork.of(plan), seconds)
 
     def update(self, plan: StepPlan, tokens: list[int]) -> list[Sequence]:
         """Take in a step's result: tokens[j] is for the j-th sampling sequence of the plan.

@@ -18,6 +18,8 @@ ALLOWED = {
 OURS = {*ALLOWED, "bench", "examples", "tests"}
 PURE = [
     "serve/scheduler.py",
+    "serve/chunking.py",
+    "serve/step_time.py",
     "serve/memory_policy.py",
     "serve/length_predictor.py",
     "serve/sequence.py",

@@ -1,0 +1,157 @@
+"""How many rows of which prompt go into a step: by time and by slack. No torch, no asyncio.
+
+Time: while somebody decodes, the prompt rows of a step are the most whose predicted step keeps
+the inter-token SLO (Mnemosyne's adaptive chunking); without an SLO, or with nobody to wait, the
+row budget is the only bound. Slack: prompts go in order of (time until the deadline - time to
+compute) / time to compute, smallest first (LARS). A long prompt comes after the short ones and
+has a share of the step that they cannot take, at most a half, the more the later it is. So
+short prompts have half of the step at worst, and a crowd of them cannot stop a long one.
+"""
+
+from __future__ import annotations
+
+from serve.sequence import Sequence
+from serve.step_time import GRANULARITY, StepTimeModel, StepWork
+
+# A prompt is long if it takes more than so many steps. They are let in beside each other, so that
+# the second one does not keep the short ones behind it waiting, but not without end.
+_LONG_STEPS = 4
+_MOST_LONGS = 4
+# A prompt should be computed in so many times what it takes alone, or in so many seconds.
+_DEADLINE_FACTOR = 1.5
+_LEAST_DEADLINE_S = 0.5
+_LEAST_SHARE, _MOST_SHARE = 0.1, 0.5
+# Rows that a step has for the first short and for the first long prompt, whatever the SLO says.
+_LEAST_ROWS = GRANULARITY
+
+
+class StepBudget:
+    """The prompt rows of one step, and the prompts in their order.
+
+    shorts come first, longs last; between them release() frees what is held for the longs.
+    limit_s: the step's time at most; None: rows alone count.
+    """
+
+    __slots__ = (
+        "_held_rows",
+        "_held_s",
+        "_is_full",
+        "_least",
+        "_limit_s",
+        "_model",
+        "_rows",
+        "_work",
+        "longs",
+        "rows_for_one",
+        "shorts",
+    )
+
+    def __init__(
+        self, model: StepTimeModel, decodes: list[Sequence], rows: int, limit_s: float | None
+    ) -> None:
+        """decodes: those of the step; without them there is no time to keep."""
+        self.shorts: list[Sequence] = []
+        self.longs: list[Sequence] = []
+        self._model = model
+        self._rows = rows
+        self._limit_s = limit_s if decodes else None
+        self._held_rows = 0
+        self._held_s = 0.0
+        self._least = _LEAST_ROWS
+        self._is_full = False
+        self._work = StepWork()
+        if self._limit_s is not None:
+            context = sum([s.num_computed_tokens for s in decodes])
+            self._work = StepWork(len(decodes), context, len(decodes))
+        # of a prompt that starts now and has the step for itself
+        self.rows_for_one = self.rows_for(0, rows)
+
+    @property
+    def has_room(self) -> bool:
+        is_full = self._is_full or len(self.longs) >= _MOST_LONGS
+        return not is_full and self._rows > self._held_rows
+
+    def hold(self, share: float) -> None:
+        """Keep a share of what is left from the short prompts."""
+        self._held_rows = int(share * self._rows)
+        if self._limit_s is not None:
+            self._held_s = share * max(0.0, self._limit_s - self._model.predict(self._work))
+
+    def release(self) -> None:
+        self._held_rows = 0
+        self._held_s = 0.0
+        self._least = _LEAST_ROWS
+        self._is_full = False
+
+    def rows_for(self, context: int, missing: int) -> int:
+        """Rows for a prompt that has so many missing after `context` tokens."""
+        rows = max(0, min(missing, self._rows - self._held_rows))
+        if self._limit_s is None:
+            return rows
+        most = self._model.most_rows(self._work, context, rows, self._limit_s - self._held_s)
+        return max(most, min(rows, self._least))
+
+    def take(self, rows: int, context: int) -> None:
+        """Rows that rows_for gave, or fewer."""
+        self._rows -= rows
+        self._is_full = not rows
+        self._least = 0
+        if rows and self._limit_s is not None:
+            self._work.add_chunk(rows, context)
+
+
+class ChunkPolicy:
+    """Shares steps among prompts; its model learns from every step that ran.
+
+    max_rows: of one sequence in a step. inter_token_slo_s: what a step may take while somebody
+    decodes; None: no matter.
+    """
+
+    def __init__(self, max_rows: int, inter_token_slo_s: float | None = None) -> None:
+        self.inter_token_slo_s = inter_token_slo_s
+        self.model = StepTimeModel(max_rows)
+        self.limit: int | None = None  # prompt rows that the last step had room for
+        self._max_rows = max_rows
+        self._now_s = 0.0
+
+    def begin(
+        self, prompts: list[Sequence], decodes: list[Sequence], rows: int, now_s: float
+    ) -> StepBudget:
+        """A step with `rows` left beside the decodes. prompts: running, and not yet computed."""
+        limit_s = self.inter_token_slo_s
+        if limit_s is not None:
+            limit_s /= 1.0 + self.model.margin
+        budget = StepBudget(self.model, decodes, rows, limit_s)
+        self.limit = budget.rows_for_one
+        self._now_s = now_s
+        if len(prompts) > 1:
+            prompts = sorted(prompts, key=self._slack_at_start)
+        for sequence in prompts:
+            if not self.defer(sequence, budget):
+                budget.shorts.append(sequence)
+        return budget
+
+    def defer(self, sequence: Sequence, budget: StepBudget) -> bool:
+        """If the prompt is long, put it with the others of its kind."""
+        rows = sequence.num_tokens - sequence.num_cached_tokens
+        step_rows = min(budget.rows_for_one, self._max_rows)
+        if rows <= _LONG_STEPS * max(step_rows, _LEAST_ROWS):
+            return False
+        if not budget.longs:
+            slack = self._slack(sequence, sequence.num_computed_tokens)
+            budget.hold(min(_MOST_SHARE, max(_LEAST_SHARE, _MOST_SHARE - slack)))
+        budget.longs.append(sequence)
+        return True
+
+    def _slack(self, sequence: Sequence, num_computed: int) -> float:
+        """Time that is to spare, relative to what the whole prompt takes."""
+        whole_s = self.model.prefill_seconds(sequence.num_tokens, sequence.num_cached_tokens)
+        rest_s = self.model.prefill_seconds(sequence.num_tokens, num_computed)
+        deadline_s = sequence.request.arrival_s + max(_DEADLINE_FACTOR * whole_s, _LEAST_DEADLINE_S)
+        return (deadline_s - self._now_s - rest_s) / max(whole_s, 1e-6)
+
+    def _slack_at_start(self, sequence: Sequence) -> float:
+        """As if nothing had been computed yet: what is done must not count as time to spare, or
+        prompts that are alike would overtake each other in turn instead of being first come,
+        first served."""
+        return self._slack(sequence, sequence.num_cached_tokens)
