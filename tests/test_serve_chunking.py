@@ -234,7 +234,7 @@ def test_a_failed_step_teaches_nothing():
         runner=ScriptedRunner(kv, fails=lambda sequence: sequence in bad),
         scheduler=scheduler,
         kv=kv,
-        tokenizer=SimpleNamespace(),
+        tokenizer=Tokenizer.load(checkpoint("llama")),
         eos_token_ids=frozenset(),
         limits=SimpleNamespace(),
         compute=compute,
