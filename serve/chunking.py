@@ -4,8 +4,10 @@ Time: while somebody decodes, the prompt rows of a step are the most whose predi
 the inter-token SLO (Mnemosyne's adaptive chunking); without an SLO, or with nobody to wait, the
 row budget is the only bound. Slack: prompts go in order of (time until the deadline - time to
 compute) / time to compute, smallest first (LARS). A long prompt comes after the short ones and
-has a share of the step that they cannot take, at most a half, the more the later it is. So
-short prompts have half of the step at worst, and a crowd of them cannot stop a long one.
+has a share of the step that they cannot take, at most a half, the more the later it is. In a step
+with short prompts it also gets no more time than that share, counted over such steps (deficit
+round robin). So a short prompt is computed at half its speed at worst, whatever is beside it,
+and a crowd of short prompts cannot stop a long one.
 """
 
 from __future__ import annotations
@@ -29,40 +31,50 @@ class StepBudget:
     """The prompt rows of one step, and the prompts in their order.
 
     shorts come first, longs last; between them release() frees what is held for the longs.
-    limit_s: the step's time at most; None: rows alone count.
+    limit_s: the step's time at most; None: rows alone count. owed_s: time that the first long
+    prompt has not had yet of its share of steps with short ones.
     """
 
     __slots__ = (
         "_held_rows",
         "_held_s",
         "_is_full",
+        "_is_shared",
         "_least",
         "_limit_s",
         "_model",
         "_rows",
+        "_share",
         "_work",
         "longs",
+        "owed_s",
         "rows_for_one",
         "shorts",
     )
 
     def __init__(
-        self, model: StepTimeModel, decodes: list[Sequence], rows: int, limit_s: float | None
+        self,
+        model: StepTimeModel,
+        decodes: list[Sequence],
+        rows: int,
+        limit_s: float | None,
+        owed_s: float = 0.0,
     ) -> None:
         """decodes: those of the step; without them there is no time to keep."""
         self.shorts: list[Sequence] = []
         self.longs: list[Sequence] = []
+        self.owed_s = owed_s
         self._model = model
         self._rows = rows
         self._limit_s = limit_s if decodes else None
+        self._share = 0.0
         self._held_rows = 0
         self._held_s = 0.0
         self._least = _LEAST_ROWS
         self._is_full = False
-        self._work = StepWork()
-        if self._limit_s is not None:
-            context = sum([s.num_computed_tokens for s in decodes])
-            self._work = StepWork(len(decodes), context, len(decodes))
+        self._is_shared = False
+        context = sum([s.num_computed_tokens for s in decodes])
+        self._work = StepWork(len(decodes), context, len(decodes), samples=bool(decodes))
         # of a prompt that starts now and has the step for itself
         self.rows_for_one = self.rows_for(0, rows)
 
@@ -73,15 +85,26 @@ class StepBudget:
 
     def hold(self, share: float) -> None:
         """Keep a share of what is left from the short prompts."""
+        self._share = share
         self._held_rows = int(share * self._rows)
         if self._limit_s is not None:
             self._held_s = share * max(0.0, self._limit_s - self._model.predict(self._work))
 
     def release(self) -> None:
+        """The short prompts have theirs; now the long ones."""
         self._held_rows = 0
         self._held_s = 0.0
-        self._least = _LEAST_ROWS
         self._is_full = False
+        self._is_shared = bool(self.longs) and self._work.num_chunks > 0
+        if not self._is_shared:
+            self.owed_s = 0.0
+            self._least = _LEAST_ROWS
+            return
+        step_s = self._model.predict(self._work)
+        self.owed_s += step_s * self._share / (1.0 - self._share)
+        context, limit_s = self.longs[0].num_computed_tokens, step_s + self.owed_s
+        self._least = self._model.most_rows(self._work, context, _LEAST_ROWS, limit_s)
+        self._limit_s = limit_s if self._limit_s is None else min(limit_s, self._limit_s)
 
     def rows_for(self, context: int, missing: int) -> int:
         """Rows for a prompt that has so many missing after `context` tokens."""
@@ -96,8 +119,11 @@ class StepBudget:
         self._rows -= rows
         self._is_full = not rows
         self._least = 0
-        if rows and self._limit_s is not None:
+        if rows:
+            before_s = self._model.predict(self._work) if self._is_shared else 0.0
             self._work.add_chunk(rows, context)
+            if self._is_shared:
+                self.owed_s -= self._model.predict(self._work) - before_s
 
 
 class ChunkPolicy:
@@ -110,9 +136,10 @@ class ChunkPolicy:
     def __init__(self, max_rows: int, inter_token_slo_s: float | None = None) -> None:
         self.inter_token_slo_s = inter_token_slo_s
         self.model = StepTimeModel(max_rows)
-        self.limit: int | None = None  # prompt rows that the last step had room for
+        self.limit: int | None = None  # prompt rows for which the last step had room
         self._max_rows = max_rows
         self._now_s = 0.0
+        self._owed_s = 0.0
 
     def begin(
         self, prompts: list[Sequence], decodes: list[Sequence], rows: int, now_s: float
@@ -121,7 +148,7 @@ class ChunkPolicy:
         limit_s = self.inter_token_slo_s
         if limit_s is not None:
             limit_s /= 1.0 + self.model.margin
-        budget = StepBudget(self.model, decodes, rows, limit_s)
+        budget = StepBudget(self.model, decodes, rows, limit_s, self._owed_s)
         self.limit = budget.rows_for_one
         self._now_s = now_s
         if len(prompts) > 1:
@@ -130,6 +157,10 @@ class ChunkPolicy:
             if not self.defer(sequence, budget):
                 budget.shorts.append(sequence)
         return budget
+
+    def end(self, budget: StepBudget) -> None:
+        """All have their rows."""
+        self._owed_s = budget.owed_s
 
     def defer(self, sequence: Sequence, budget: StepBudget) -> bool:
         """If the prompt is long, put it with the others of its kind."""

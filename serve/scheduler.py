@@ -100,14 +100,16 @@ class Scheduler:
             elif rows and self._grow(sequence, sequence.num_computed_tokens + 1):
                 decodes.append(sequence)
                 rows -= 1
-        budget = self.chunks.begin(prefilling, decodes, rows, now_s)
-        for sequence in budget.shorts:
-            self._add_chunk(sequence, budget, chunks, decodes)
-        if not self._preempted:
-            self._admit(budget, now_s, chunks, decodes)
-        budget.release()
-        for sequence in budget.longs:
-            self._add_chunk(sequence, budget, chunks, decodes)
+        if prefilling or self.waiting:
+            budget = self.chunks.begin(prefilling, decodes, rows, now_s)
+            for sequence in budget.shorts:
+                self._add_chunk(sequence, budget, chunks, decodes)
+            if not self._preempted:
+                self._admit(budget, now_s, chunks, decodes)
+            budget.release()
+            for sequence in budget.longs:
+                self._add_chunk(sequence, budget, chunks, decodes)
+            self.chunks.end(budget)
         self._preempted = False
         self.num_steps += 1
         self.num_page_steps += self.kv.num_in_use

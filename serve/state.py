@@ -17,7 +17,7 @@ class EngineStats:
     of running sequences and the one that asked, at the last time one did. coverage_p50, _p90:
     share of answers within the quantile predicted when they arrived. None: nothing to tell yet,
     or the policy does not predict. step_time_error: |predicted - real| / real, median of the
-    last steps. chunk_limit_rows: prompt rows that the last step had room for.
+    last steps. chunk_limit_rows: prompt rows for which the last step with a prompt had room.
     pages_mapped have memory behind them; pages_in_use belong to sequences, pages_cached only to
     the prefix cache. prefix_*: tokens of admitted sequences, those of them that were found, pages
     forgotten for want of memory.

@@ -31,10 +31,10 @@ GRANULARITY = 16
 
 # The share of steps that may take longer than predicted and the margin together, and how fast
 # the margin follows. A step of twice the time was stalled: no margin is made for that.
-_LATE_SHARE = 0.005
+_LATE_SHARE = 0.006
 _MOST_MARGIN = 1.0
 _MARGIN_STEP = 0.05
-_FIRST_MARGIN = 0.1
+_FIRST_MARGIN = 0.2
 
 
 @dataclass(slots=True)
