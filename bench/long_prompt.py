@@ -205,7 +205,7 @@ def verdicts(result: Result, statics: list[Result]) -> dict[str, tuple[float | N
 def show(results: list[Result]) -> None:
     print(
         f"{'':14} {'streams p50':>11} {'p99':>8} {'short alone':>11} {'streams':>8} {'long':>8}"
-        f" {'(p99)':>6} {'long':>8} {'error':>7}"
+        f" {'count':>6} {'long':>8} {'error':>7}"
     )
     for r in results:
         shorts = [
@@ -213,10 +213,10 @@ def show(results: list[Result]) -> None:
             for values in (r.alone_s, r.beside_streams_s, r.beside_long_s)
         ]
         error = "" if r.error is None else f"{100 * r.error:.1f} %"
+        gaps = f"{1e3 * r.gap_p50_s:8.1f} ms {1e3 * r.gap_p99_s:5.0f} ms"
         print(
-            f"{r.name:14} {1e3 * r.gap_p50_s:8.1f} ms {1e3 * r.gap_p99_s:5.0f} ms {shorts[0]:8.0f} ms"
-            f" {shorts[1]:5.0f} ms {shorts[2]:5.0f} ms {len(r.beside_long_s):6} {r.long_s:6.2f} s"
-            f" {error:>7}"
+            f"{r.name:14} {gaps} {shorts[0]:8.0f} ms {shorts[1]:5.0f} ms {shorts[2]:5.0f} ms"
+            f" {len(r.beside_long_s):6} {r.long_s:6.2f} s {error:>7}"
         )
 
 

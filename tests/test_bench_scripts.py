@@ -93,7 +93,7 @@ def test_long_prompt_quick(tmp_path):
     assert found.keys() == {"static 128", "SLO 100 ms"}
     for result in found.values():
         assert 0 < result["gap_p50_s"] <= result["gap_p99_s"] < result["long_s"]
-        assert 0 < result["alone_p99_s"] and 0 < result["beside_long_p99_s"]
+        assert result["alone_p99_s"] > 0 and result["beside_long_p99_s"] > 0
         assert 0 < result["error"] < 1
     assert len(found["SLO 100 ms"]["verdicts"]) == 6
 
