@@ -98,6 +98,8 @@ class EngineCore:
         self._num_prefill_rows = 0
         self._num_decode_rows = 0
         self._last_step_s: float | None = None
+        # Since when the loop has been busy with the next step; None: it was idle.
+        self._busy_since_s: float | None = None
         self._output = OutputProcessor(
             eos_token_ids,
             lambda s: self._inbox.put(lambda: self._end(s, FinishReason.STOP)),
@@ -340,6 +342,7 @@ class EngineCore:
         while True:
             idle = not self._scheduler.has_work()
             if idle:
+                self._busy_since_s = None
                 self._flush_records()
             try:
                 if not idle:
@@ -359,10 +362,13 @@ class EngineCore:
             message()
 
     def _step(self) -> None:
-        began_s = self._clock()
-        plan = self._scheduler.schedule(began_s)
+        now_s = self._clock()
+        # From token to token: what lies between two steps counts too.
+        began_s = now_s if self._busy_since_s is None else self._busy_since_s
+        plan = self._scheduler.schedule(now_s)
         if plan is None and self._kv.prefixes.is_fetching:
             self._kv.prefixes.wait(_FETCH_WAIT_S)
+            self._busy_since_s = None
             return
         if plan is None:
             # Waiting sequences that fit nowhere although nothing runs: cannot happen, because
@@ -378,8 +384,10 @@ class EngineCore:
         except Exception as error:
             self._isolate(plan, error)
             return
+        now_s = self._clock()
         if began_s is not None:
-            self._scheduler.observe(plan, self._clock() - began_s)
+            self._scheduler.observe(plan, now_s - began_s)
+        self._busy_since_s = now_s
         self._finish_step(plan, result)
 
     def _finish_step(self, plan: StepPlan, result: StepResult) -> None:

@@ -27,11 +27,12 @@ _WINDOW = 128
 _SWEEPS = 2
 _LARGEST_WEIGHT = 1e60
 _NUM_ERRORS = 256
+_PACE_STEPS = 5
 GRANULARITY = 16
 
 # The share of steps that may take longer than predicted and the margin together, and how fast
 # the margin follows. A step of twice the time was stalled: no margin is made for that.
-_LATE_SHARE = 0.006
+_LATE_SHARE = 0.005
 _MOST_MARGIN = 1.0
 _MARGIN_STEP = 0.05
 _FIRST_MARGIN = 0.2
@@ -92,8 +93,11 @@ class StepWork:
 
 
 class Law:
-    """Seconds = coefficients x features, with coefficients that are not negative.
+    """Seconds = pace x coefficients x features, with coefficients that are not negative.
 
+    The coefficients learn slowly, from all steps of the window. The pace is how much longer than
+    that the last steps took (their median): it follows within three steps when somebody else
+    takes a core, and is 1 again when the coefficients or the machine have caught up.
     What comes first among the features takes what the data leave open: put rows there, and a
     law that has seen one size of step expects twice the rows to take twice the time.
     """
@@ -101,19 +105,28 @@ class Law:
     def __init__(self, num_features: int, window: int = _WINDOW) -> None:
         self.coefficients = [0.0] * num_features
         self.num_learned = 0
+        self._pace = 1.0
+        self._ratios: list[float] = []
         self._products = [[0.0] * num_features for _ in range(num_features)]
         self._targets = [0.0] * num_features
         self._weight = 1.0
         self._growth = 1.0 + 1.0 / window
 
     def predict(self, features: SequenceOf[float]) -> float:
+        return self._pace * self._at_pace_1(features)
+
+    def _at_pace_1(self, features: SequenceOf[float]) -> float:
         seconds: float = sum(map(mul, self.coefficients, features))
         return seconds
 
     def learn(self, features: SequenceOf[float], seconds: float) -> None:
         """seconds > 0."""
+        predicted = self._at_pace_1(features)
+        if predicted > 0.0:
+            self._ratios = [*self._ratios[1 - _PACE_STEPS :], seconds / predicted]
+            self._pace = sorted(self._ratios)[len(self._ratios) // 2]
         self._weight *= self._growth
-        weight = self._weight / max(self.predict(features), seconds) ** 2
+        weight = self._weight / max(predicted, seconds) ** 2
         products, targets = self._products, self._targets
         for i, value in enumerate(features):
             if value:

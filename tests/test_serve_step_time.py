@@ -100,6 +100,19 @@ def test_a_machine_that_slows_down_is_followed():
     assert found[len(found) // 2] < 0.05
 
 
+def test_a_core_that_somebody_else_takes_is_noticed_at_once():
+    """Once a change of the machine was followed by the window alone, in hundreds of steps."""
+    rng = random.Random(8)
+    model = taught(cpu, rng)
+    for factor in (2.0, 1.0):
+        for _ in range(6):
+            for work in (make_work(8, 500, 64, 2000), make_work(8, 500)):
+                model.learn(work, factor * cpu(work))
+        for rows in (0, 16, 200):
+            work = make_work(8, 500, rows, 3000)
+            assert model.predict(work) == pytest.approx(factor * cpu(work), rel=0.1)
+
+
 def test_the_error_is_that_of_predictions_before_learning():
     model = StepTimeModel(256)
     assert model.median_error() is None
@@ -109,10 +122,10 @@ def test_the_error_is_that_of_predictions_before_learning():
     for _ in range(3):
         model.learn(work, 0.1)
     assert model.median_error() == pytest.approx(0.0, abs=1e-9)
+    rng = random.Random(9)
     for _ in range(600):
-        model.learn(work, 0.1)
-        model.learn(work, 0.2)
-    assert 0.2 < model.median_error() < 0.6
+        model.learn(work, 0.1 * rng.lognormvariate(0.0, 0.3))
+    assert 0.15 < model.median_error() < 0.3
 
 
 def test_before_and_soon_after_the_first_step():
