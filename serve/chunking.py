@@ -80,8 +80,7 @@ class StepBudget:
 
     @property
     def has_room(self) -> bool:
-        is_full = self._is_full or len(self.longs) >= _MOST_LONGS
-        return not is_full and self._rows > self._held_rows
+        return not self._is_full and self._rows > self._held_rows
 
     def hold(self, share: float) -> None:
         """Keep a share of what is left from the short prompts."""
@@ -162,11 +161,18 @@ class ChunkPolicy:
         """All have their rows."""
         self._owed_s = budget.owed_s
 
-    def defer(self, sequence: Sequence, budget: StepBudget) -> bool:
-        """If the prompt is long, put it with the others of its kind."""
+    def must_wait(self, sequence: Sequence, budget: StepBudget) -> bool:
+        """Whether it is one long prompt too many beside those that run."""
+        return len(budget.longs) >= _MOST_LONGS and self._is_long(sequence, budget)
+
+    def _is_long(self, sequence: Sequence, budget: StepBudget) -> bool:
         rows = sequence.num_tokens - sequence.num_cached_tokens
         step_rows = min(budget.rows_for_one, self._max_rows)
-        if rows <= _LONG_STEPS * max(step_rows, _LEAST_ROWS):
+        return rows > _LONG_STEPS * max(step_rows, _LEAST_ROWS)
+
+    def defer(self, sequence: Sequence, budget: StepBudget) -> bool:
+        """If the prompt is long, put it with the others of its kind."""
+        if not self._is_long(sequence, budget):
             return False
         if not budget.longs:
             slack = self._slack(sequence, sequence.num_computed_tokens)

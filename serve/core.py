@@ -382,6 +382,7 @@ class EngineCore:
         try:
             result = self._runner.run(plan, self._flush_records)
         except Exception as error:
+            self._busy_since_s = None
             self._isolate(plan, error)
             return
         now_s = self._clock()

@@ -171,7 +171,7 @@ class Scheduler:
     ) -> None:
         while self.waiting and budget.has_room and len(self.running) < self.limits.max_num_seqs:
             sequence = self.waiting[0]
-            if self._is_fetching(sequence):
+            if self.chunks.must_wait(sequence, budget) or self._is_fetching(sequence):
                 break
             hit = self._match(sequence)
             if not self.kv.can_fit(sequence.num_tokens, hit=hit):
