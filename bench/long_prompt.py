@@ -13,6 +13,7 @@ them, in the event loop of this process.
     long             time to first token of the long prompt, and against static chunk sizes: the
                      quickest of all, and the quickest of those that keep the same SLO
     error            of the step-time model, median relative, as the engine reports it
+    others           cores that other processes took meanwhile: more than 0.1 spoils the figures
 
 A static chunk size is the prompt rows of every step; its model learns, but decides nothing.
 
@@ -25,6 +26,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
 import platform
 import random
 import statistics
@@ -68,6 +70,7 @@ class Result:
     beside_long_s: list[float] = field(default_factory=list)
     long_s: float = 0.0
     error: float | None = None
+    other_cores: float = 0.0
 
     @property
     def name(self) -> str:
@@ -85,6 +88,17 @@ class Result:
         """p99 of the short requests over their bound."""
         bound_s = 2 * quantile(unloaded_s, 0.99) + self.gap_p99_s
         return quantile(self.beside_long_s, 0.99) / bound_s
+
+
+def other_cpu_s() -> float:
+    """Seconds of processors that others than this process have used; 0 where /proc is missing."""
+    try:
+        fields = Path("/proc/stat").read_text().split()[1:9]
+    except OSError:
+        return 0.0
+    user, nice, system, _, _, irq, softirq, steal = map(int, fields)
+    own = time.process_time()
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK") - own
 
 
 def quantile(values: list[float], level: float) -> float:
@@ -163,10 +177,11 @@ async def measure(path: Path, load: Load, slo_ms: float | None, chunk: int | Non
         for _ in range(load.num_alone):
             result.beside_streams_s.append(await client.ttft(load.short_tokens, 4))
         done = asyncio.Event()
-        began = time.perf_counter()
+        began, others_s = time.perf_counter(), other_cpu_s()
         shorts = asyncio.create_task(client.shorts_until(done))
         result.long_s = await client.ttft(load.long_tokens)
         ended = began + result.long_s
+        result.other_cores = (other_cpu_s() - others_s) / result.long_s
         result.error = engine.stats().step_time_error
         done.set()
         result.beside_long_s = await shorts
@@ -205,7 +220,7 @@ def verdicts(result: Result, statics: list[Result]) -> dict[str, tuple[float | N
 def show(results: list[Result]) -> None:
     print(
         f"{'':14} {'streams p50':>11} {'p99':>8} {'short alone':>11} {'streams':>8} {'long':>8}"
-        f" {'count':>6} {'long':>8} {'error':>7}"
+        f" {'count':>6} {'long':>8} {'error':>7} {'others':>6}"
     )
     for r in results:
         shorts = [
@@ -216,7 +231,7 @@ def show(results: list[Result]) -> None:
         gaps = f"{1e3 * r.gap_p50_s:8.1f} ms {1e3 * r.gap_p99_s:5.0f} ms"
         print(
             f"{r.name:14} {gaps} {shorts[0]:8.0f} ms {shorts[1]:5.0f} ms {shorts[2]:5.0f} ms"
-            f" {len(r.beside_long_s):6} {r.long_s:6.2f} s {error:>7}"
+            f" {len(r.beside_long_s):6} {r.long_s:6.2f} s {error:>7} {r.other_cores:6.2f}"
         )
 
 
