@@ -3,16 +3,16 @@
 A page is known by a key that stands for all tokens from the beginning to its end: a keyed
 BLAKE2b chain, key(i) = H(key(i-1), tokens of page i), begun with a salt. Keys are 128 bits and
 secret-keyed, so nobody can construct two prompts that collide, and a hit needs the same salt.
-Pages are remembered as a tree; the least recently used leaf is forgotten first. Integers and
-bytes only.
+Pages are remembered as a tree; the leaf that was used longest ago is forgotten first, and use of
+a page is use of everything before it. Integers and bytes only.
 """
 
 from __future__ import annotations
 
 import hashlib
+import heapq
 import secrets
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -44,16 +44,19 @@ class PrefixHasher:
 class _Node:
     page: int
     parent: bytes | None
+    used: int = 0  # when; of what a forgotten continuation has left, if that was later
     children: set[bytes] = field(default_factory=set)
 
 
 class PrefixIndex:
-    """Keys to pages, and the order in which they are forgotten. O(1) per page."""
+    """Keys to pages, and the order in which they are forgotten. O(log n) per page."""
 
     def __init__(self) -> None:
         self._nodes: dict[bytes, _Node] = {}
         self._keys: dict[int, bytes] = {}
-        self._leaves: OrderedDict[bytes, None] = OrderedDict()  # oldest first
+        self._clock = 0
+        # (used, key) of leaves; entries that are not true any more are skipped when met
+        self._leaves: list[tuple[int, bytes]] = []
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -83,16 +86,23 @@ class PrefixIndex:
         assert page not in self._keys, f"page {page} is known"
         self._nodes[key] = _Node(page, parent)
         self._keys[page] = key
-        self._leaves[key] = None
         if parent is not None:
             self._nodes[parent].children.add(key)
-            self._leaves.pop(parent, None)
+        self.touch(key)
         return True
 
     def touch(self, key: bytes) -> None:
         """The chain that ends with `key` has been used."""
-        if key in self._leaves:
-            self._leaves.move_to_end(key)
+        self._clock += 1
+        node = self._nodes[key]
+        node.used = self._clock
+        if not node.children:
+            heapq.heappush(self._leaves, (node.used, key))
+        if len(self._leaves) > 2 * len(self._nodes) + 64:
+            self._leaves = [
+                (node.used, key) for key, node in self._nodes.items() if not node.children
+            ]
+            heapq.heapify(self._leaves)
 
     def forget_oldest(self, may_forget: Callable[[int], bool]) -> tuple[bytes, int] | None:
         """Forget the leaf that was used longest ago among those whose page may go; key and page.
@@ -100,12 +110,14 @@ class PrefixIndex:
         Those that may not are in use, so they count as used just now.
         """
         for _ in range(len(self._leaves)):
-            key = next(iter(self._leaves))
-            page = self._nodes[key].page
-            if may_forget(page):
+            used, key = heapq.heappop(self._leaves)
+            node = self._nodes.get(key)
+            if node is None or node.children or node.used != used:
+                continue
+            if may_forget(node.page):
                 self._forget(key)
-                return key, page
-            self._leaves.move_to_end(key)
+                return key, node.page
+            self.touch(key)
         return None
 
     def forget_tree(self, page: int) -> list[int]:
@@ -129,14 +141,14 @@ class PrefixIndex:
     def _forget(self, key: bytes) -> None:
         node = self._nodes.pop(key)
         assert not node.children, "only leaves are forgotten"
-        del self._keys[node.page], self._leaves[key]
+        del self._keys[node.page]
         if node.parent is None:
             return
         parent = self._nodes[node.parent]
         parent.children.discard(key)
+        parent.used = max(parent.used, node.used)
         if not parent.children:
-            self._leaves[node.parent] = None
-            self._leaves.move_to_end(node.parent, last=False)
+            heapq.heappush(self._leaves, (parent.used, node.parent))
 
     def check_integrity(self) -> None:
         """AssertionError tells what is off."""
@@ -147,7 +159,7 @@ class PrefixIndex:
                 assert node.parent in self._nodes, "an orphan"
                 children.setdefault(node.parent, set()).add(key)
         assert len(self._keys) == len(self._nodes)
+        entries = set(self._leaves)
         for key, node in self._nodes.items():
             assert node.children == children.get(key, set()), f"page {node.page}"
-            assert (key in self._leaves) == (not node.children), f"page {node.page}"
-        assert len(self._leaves) <= len(self._nodes)
+            assert node.children or (node.used, key) in entries, f"page {node.page}"
