@@ -9,9 +9,9 @@ prefix sharing without a copy.
 
 +--------------------------------------------------------------------------------------+
 | invariants: a page is free, or has as many references as ranges hold it, plus one if the|
-| prefix cache knows it, plus one while a copy of it is due; after commit the first       |
-| len(pages) places of a range show its pages; a sequence writes only pages that no other |
-| range and not the cache holds.                                                          |
+| prefix cache knows it, one while a copy of it is due, one while the disk writes or reads|
+| it; after commit the first len(pages) places of a range show its pages; a sequence      |
+| writes only pages that no other range and not the cache holds.                          |
 +--------------------------------------------------------------------------------------+
 """
 

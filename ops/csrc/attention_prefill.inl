@@ -26,7 +26,7 @@ struct RowTile {
 struct WideStretch {
   int32_t* k;                          // [tile][dim / 4][token][2] pairs of 16 bits
   int32_t* v;                          // [dim / 16][STRETCH / 2][16] pairs of tokens
-  float *k_scale, *v_scale, *v_weight; // [groups][STRETCH]; v_weight: steps of a weight, v_scale / v_step
+  float *k_scale, *v_scale, *v_weight; // [groups][STRETCH]; v_weight: steps that a weight of 1 is worth
   float* v_top;                        // [groups]: the largest v_scale
   float *more, *less_by;               // [STRETCH]: binary order of V's scales, moved into the scores; 2^-more
   int first, tiles;
@@ -36,7 +36,7 @@ struct WideStretch {
 struct WeightRoom {
   float* scores;  // [STRETCH][vecs][16]
   int32_t* p;     // [groups][STRETCH / 2][vecs][16] pairs of 15-bit weights
-  float* v_step;  // [groups][vecs][16]: what the edge rows' weights are divided by, then
+  float* v_step;  // [groups][vecs][16]: what the edge rows' weights times v_scale are multiplied by
   float* unit;    // [groups][vecs][16]: what one of the integers is worth
 };
 
