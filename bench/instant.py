@@ -95,7 +95,12 @@ def load_instant(
     )
     memory.reserve(kv.total_bytes)
     batched = config.max_num_batched_tokens or 512
-    limits = SchedulerLimits(config.max_num_seqs, batched, config.max_chunk_tokens or batched)
+    limits = SchedulerLimits(
+        config.max_num_seqs,
+        batched,
+        config.max_chunk_tokens or batched,
+        config.inter_token_slo_s,
+    )
     runner = make_runner(kv) if make_runner is not None else InstantRunner(kv, script)
     request_limits = RequestLimits(
         max_len,

@@ -180,8 +180,7 @@ class Simulation:
         step_s = CPU.step_s(plan)
         self.now_s += step_s
         self.num_rows += plan.num_total_rows
-        throughput = self.scheduler.waiting.throughput
-        throughput.observe(plan.num_total_rows, plan.num_decodes, step_s)
+        self.scheduler.observe(plan, step_s)
         tokens = []
         for sequence, samples in zip(plan.sequences, plan.samples, strict=True):
             if samples:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from memory.kv_manager import KVManager
 from serve.admission import RequestLimits, check_request, check_text
@@ -56,6 +56,14 @@ _SEED_STEP = 0x9E3779B97F4A7C15
 _SEED_MASK = (1 << 62) - 1
 
 Encode = Callable[[], "list[int]"]
+
+
+class _Arrival(NamedTuple):
+    """page_keys of a prompt; the rows of it to compute, and how long they are expected to take."""
+
+    page_keys: list[bytes]
+    num_rows: int
+    seconds: float
 
 
 class EngineCore:
@@ -102,6 +110,8 @@ class EngineCore:
         self._num_prefill_rows = 0
         self._num_decode_rows = 0
         self._last_step_s: float | None = None
+        # Since when the loop has been busy with the next step; None: it was idle.
+        self._busy_since_s: float | None = None
         self._output = OutputProcessor(
             eos_token_ids,
             lambda s: self._inbox.put(lambda: self._end(s, FinishReason.STOP)),
@@ -184,6 +194,8 @@ class EngineCore:
             predicted_peak_pages=scheduler.policy.predicted_peak_pages,
             coverage_p50=coverage_p50,
             coverage_p90=coverage_p90,
+            step_time_error=scheduler.chunks.model.median_error(),
+            chunk_limit_rows=scheduler.chunks.limit,
             pages_in_use=self._kv.num_in_use,
             pages_mapped=self._kv.num_mapped,
             pages_total=self._kv.num_pages,
@@ -243,10 +255,7 @@ class EngineCore:
                     state.times.arrival_s,
                     state.client,
                 )
-            keys = self._page_keys(request)
-            num_rows = self._scheduler.num_missing_rows(request, keys)
-            if self._rejection is not None:
-                self._rejection.admit(request, num_rows)
+            arrival = self._admit(request)
         except MergestepError as error:
             self._refuse(state, error)
         except Exception as error:
@@ -256,16 +265,16 @@ class EngineCore:
         else:
             self._tell(state, lambda: state.sink.accept(request))
             self._inbox.put(
-                lambda: self._guarded(state, lambda: self._enqueue(state, request, keys, num_rows))
+                lambda: self._guarded(state, lambda: self._enqueue(state, request, arrival))
             )
 
-    def _page_keys(self, request: Request) -> list[bytes]:
-        """Those of the prompt, here and not between two steps."""
-        keys: list[bytes] = []
-        if self._scheduler.hasher is not None:
-            salt = request.params.cache_salt
-            self._scheduler.hasher.extend(keys, request.prompt_token_ids, salt)
-        return keys
+    def _admit(self, request: Request) -> _Arrival:
+        """What can be computed here and not between two steps. OverloadedError: too late."""
+        prefixes = self._scheduler.prefixes
+        keys = prefixes.page_keys(request)
+        num_rows = prefixes.num_missing_rows(request, keys)
+        seconds = 0.0 if self._rejection is None else self._rejection.admit(request, num_rows)
+        return _Arrival(keys, num_rows, seconds)
 
     def _token_ids(self, prompt: Prompt | Encode) -> SequenceOf[int]:
         if callable(prompt):
@@ -352,6 +361,7 @@ class EngineCore:
         while True:
             idle = not self._scheduler.has_work()
             if idle:
+                self._busy_since_s = None
                 self._flush_records()
             try:
                 if not idle:
@@ -372,9 +382,13 @@ class EngineCore:
             message()
 
     def _step(self) -> None:
-        plan = self._scheduler.schedule(self._clock())
+        now_s = self._clock()
+        # From token to token: what lies between two steps counts too.
+        began_s = now_s if self._busy_since_s is None else self._busy_since_s
+        plan = self._scheduler.schedule(now_s)
         if plan is None and self._kv.prefixes.is_transferring:
             # The head waits for its pages, or the pages it needs are still being written.
+            self._busy_since_s = None
             self._flush_records()
             self._kv.prefixes.wait(_FETCH_WAIT_S)
             return
@@ -383,26 +397,28 @@ class EngineCore:
             # one sequence of max_model_len always fits (checked at start-up).
             assert self._scheduler.running, "work, but nothing can be scheduled"
             return
-        self._run(plan)
+        self._run(plan, began_s)
 
-    def _run(self, plan: StepPlan) -> None:
-        began_s = self._clock()
+    def _run(self, plan: StepPlan, began_s: float | None = None) -> None:
+        """began_s: when its step began; None: a part of a step, whose time says nothing."""
         try:
             result = self._runner.run(plan, self._flush_records)
         except Exception as error:
+            self._busy_since_s = None
             self._isolate(plan, error)
             return
-        self._finish_step(plan, result, began_s)
-
-    def _finish_step(self, plan: StepPlan, result: StepResult, began_s: float) -> None:
-        finished = self._scheduler.update(plan, result.tokens)
         now_s = self._clock()
+        if began_s is not None:
+            self._scheduler.observe(plan, now_s - began_s)
+        self._busy_since_s = now_s
+        self._finish_step(plan, result, now_s)
+
+    def _finish_step(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
+        finished = self._scheduler.update(plan, result.tokens)
         self._num_steps += 1
         self._num_decode_rows += plan.num_decodes
         self._num_prefill_rows += plan.num_total_rows - plan.num_decodes
         self._last_step_s = now_s
-        throughput = self._scheduler.waiting.throughput
-        throughput.observe(plan.num_total_rows, plan.num_decodes, now_s - began_s)
         if result.sampled:
             self._pending_records.append(
                 StepRecord(result.sampled, result.tokens, result.logprobs, finished, now_s)
@@ -438,16 +454,14 @@ class EngineCore:
 
     # ---- pool 2: messages
 
-    def _enqueue(
-        self, state: RequestState, request: Request, page_keys: list[bytes], num_rows: int
-    ) -> None:
+    def _enqueue(self, state: RequestState, request: Request, arrival: _Arrival) -> None:
         if self._rejection is not None:
-            self._rejection.queued(num_rows)
-        sequences = make_sequences(request, self._eos, page_keys)
+            self._rejection.queued(arrival.seconds)
+        sequences = make_sequences(request, self._eos, arrival.page_keys)
         for sequence in sequences:  # before any of them is known to the scheduler
             # of several that begin alike the first one computes
-            is_alone = sequence.index == 0 or self._scheduler.hasher is None
-            sequence.num_expected_rows = num_rows if is_alone else 1
+            is_alone = sequence.index == 0 or not self._scheduler.prefixes.is_on
+            sequence.num_expected_rows = arrival.num_rows if is_alone else 1
             sequence.output = OutputState(
                 request, sequence.index, self._detokenizers, state.sink, state.times
             )

@@ -65,7 +65,12 @@ def _load(config: EngineConfig, compute: ComputeThread, progress: bool) -> Loade
     runtime = load_runtime(config, progress=progress)
     spec, kv, max_model_len = runtime.spec, runtime.kv, runtime.kv.max_model_len
     batched = config.max_num_batched_tokens or max(_DEFAULT_BATCHED_TOKENS, config.max_num_seqs)
-    limits = SchedulerLimits(config.max_num_seqs, batched, config.max_chunk_tokens or batched)
+    limits = SchedulerLimits(
+        config.max_num_seqs,
+        batched,
+        config.max_chunk_tokens or batched,
+        config.inter_token_slo_s,
+    )
     runner = ModelRunner(runtime.model, kv, runtime.attention, memory=runtime.memory)
     request_limits = RequestLimits(
         max_model_len,
