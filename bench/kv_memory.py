@@ -68,8 +68,7 @@ class Arm:
             num_pages=old.num_pages,
             num_ranges=self._limits.max_num_seqs,
             max_model_len=old.max_model_len,
-            token_bytes=old.token_bytes,
-            tile_tokens=old.tile_tokens,
+            groups=[group.layers for group in old.layout.groups],
             in_background=self.name == ARMS[1],
         )
 

@@ -169,27 +169,34 @@ class PrefixCache:
             self._allocator.give_back(load.page)
             self.stats.num_lost += 1
 
-    def fetch(self, keys: Sequence[bytes], num_spare: int) -> bool:
-        """Begin to load what the store knows of a chain beyond what memory knows, into at most
-        num_spare pages. True: something is on its way; ask again when it is not any more."""
-        if self._store is None or self._loads:
-            return bool(self._loads)
-        known = self.index.match(keys)
-        for page in known:  # what they continue must not be forgotten for them
+    def is_stored(self, key: bytes) -> bool:
+        """The store can probably load it."""
+        return self._store is not None and self._store.contains(key)
+
+    def num_free_beside(self, known: Sequence[int]) -> int:
+        """Pages that can be had without forgetting these."""
+        references = self._allocator.num_references
+        num_kept = sum([references(page) == 1 for page in known])
+        return self._allocator.num_free + self.num_evictable - num_kept
+
+    def fetch(self, known: Sequence[int], wanted: Sequence[tuple[bytes, bytes | None]]) -> bool:
+        """Begin to load (key, parent) from the store, parents first, as many as
+        num_free_beside(known) at most. known: pages that must not be forgotten for them. True:
+        something is on its way; ask again when it is not any more."""
+        assert self._store is not None and not self._loads, "one fetch at a time"
+        if not wanted:
+            return False
+        for page in known:
             self.hold(page)
-        num_spare = min(num_spare, self._allocator.num_free + self.num_evictable)
-        end = first = len(known)
-        while end < len(keys) and end - first < num_spare and self._store.contains(keys[end]):
-            end += 1
-        pages = [self._free_page() for _ in range(first, end)]
+        pages = [self._free_page() for _ in wanted]
         for page in known:
             self.let_go(page)
-        if not pages:
-            return False
-        places = [(keys[i], self._address_of(page)) for i, page in enumerate(pages, first)]
-        for i, future in enumerate(self._store.load_many(places), first):
-            parent = keys[i - 1] if i else None
-            self._loads.append(_Load(keys[i], parent, pages[i - first], future))
+        places = [
+            (key, self._address_of(page)) for (key, _), page in zip(wanted, pages, strict=True)
+        ]
+        futures = self._store.load_many(places)
+        for (key, parent), page, future in zip(wanted, pages, futures, strict=True):
+            self._loads.append(_Load(key, parent, page, future))
         return True
 
     def _free_page(self) -> int:

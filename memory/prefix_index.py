@@ -68,6 +68,13 @@ class PrefixIndex:
     def pages(self) -> list[int]:
         return list(self._keys)
 
+    def knows(self, key: bytes) -> bool:
+        return key in self._nodes
+
+    def page_of(self, key: bytes) -> int:
+        """Of a key that is known."""
+        return self._nodes[key].page
+
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """Pages of the longest known beginning of a chain."""
         found: list[int] = []

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from memory.cuda_vmm import CudaError, CudaMemory
-from memory.kv_manager import KVManager, Range
+from memory.kv_manager import KVManager
+from memory.kv_range import Range
 from tests.fakes_cuda import CUresult, FakeDriver
 
 PAGE = 4096
@@ -92,7 +93,7 @@ class DeviceKVMachine(RuleBasedStateMachine):
     def trim(self) -> None:
         self.kv.trim()
         assert self.kv.num_mapped == self.kv.num_in_use
-        assert len(self.driver.mappings) == sum(item.valid for item in self.kv.ranges)
+        assert len(self.driver.mappings) == sum(item.parts[0].valid for item in self.kv.ranges)
 
     @invariant()
     def consistent(self) -> None:

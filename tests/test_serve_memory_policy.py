@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from serve.future_memory import Future
 from serve.memory_policy import (
     POLICIES,
-    Future,
     FuturePeak,
     Oracle,
     PredictedPeak,
