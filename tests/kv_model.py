@@ -31,6 +31,7 @@ class KVModel:
         self.hasher = PrefixHasher(self.kv.page_end, b"secret")
         self.running: list[ModelSequence] = []
         self.num_hit_tokens = 0
+        self.max_rows = settings.get("max_rows") or self.kv.max_model_len
 
     def open(self, tokens: list[int], salt: str) -> bool:
         keys: list[bytes] = []
@@ -50,6 +51,7 @@ class KVModel:
             if len(sequence.tokens) == self.kv.max_model_len:
                 return False
             sequence.tokens.append(len(sequence.tokens) % 3)
+        num_tokens = min(num_tokens, self.max_rows)
         end = min(len(sequence.tokens), sequence.num_computed + num_tokens)
         if not self.kv.grow(sequence.kv_range, end, sequence.num_computed):
             return False
@@ -63,6 +65,11 @@ class KVModel:
         self.hasher.extend(sequence.keys, sequence.tokens, sequence.salt)
         self.kv.remember(sequence.kv_range, sequence.keys, end)
         return True
+
+    def num_missing(self, sequence: ModelSequence, num_tokens: int) -> int:
+        """Pages that it needs to have so many tokens."""
+        parts = zip(self.kv.layout.groups, sequence.kv_range.parts, strict=True)
+        return sum(max(0, g.places_for(num_tokens) - len(part.pages)) for g, part in parts)
 
     def look_ahead(self) -> None:
         self.kv.look_ahead([(s.kv_range, s.num_computed + 3) for s in self.running])
@@ -100,6 +107,7 @@ class KVModel:
     def check(self) -> None:
         self.kv.check_integrity()
         for sequence in self.running:
+            assert len(sequence.kv_range.pages) <= self.kv.pages_for(len(sequence.tokens))
             if not any(part.copies for part in sequence.kv_range.parts):  # else not committed
                 self.check_reads(sequence)
 
