@@ -56,7 +56,9 @@ def test_pages_of_a_window_stay_bounded_and_all_come_back():
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
-@pytest.mark.parametrize("groups", [(FULL, WINDOW), (WINDOW,), (WINDOW, LayerGroup(80, window=9, read_block=4))])
+@pytest.mark.parametrize(
+    "groups", [(FULL, WINDOW), (WINDOW,), (WINDOW, LayerGroup(80, window=9, read_block=4))]
+)
 def test_pages_for_is_never_less_than_what_is_held(groups, rows):
     kv, _ = make_groups(*groups)
     item = kv.open(600)
