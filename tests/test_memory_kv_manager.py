@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+import memory.kv_manager
 from memory.layer_groups import LayerGroup
 from tests.fakes import check_mapping, make_kv
 from tests.kv_model import KVModel
@@ -336,8 +337,9 @@ TestKVMachine.settings = settings(max_examples=100, stateful_step_count=40, dead
 
 
 @pytest.mark.parametrize("layout", LAYOUTS + GROUPS)
-def test_25_000_random_operations(layout):
+def test_25_000_random_operations(layout, monkeypatch):
     """Many more than hypothesis has time for; hits and evictions must really happen."""
+    monkeypatch.setattr(memory.kv_manager, "_UNMAP_PLACES", 3)
     rng = random.Random(5)
     model = KVModel(**layout)
     for number in range(25_000):
