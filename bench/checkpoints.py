@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.progress import track
 from safetensors.torch import save_file
 
@@ -90,7 +91,8 @@ def _tensors(config: dict[str, Any], title: str) -> dict[str, torch.Tensor]:
         "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16),
     }
     layers = range(config["num_hidden_layers"])
-    for i in track(layers, f"random {title} checkpoint", transient=True):
+    console = Console(stderr=True)
+    for i in track(layers, f"random {title} checkpoint", console=console, transient=True):
         prefix = f"model.layers.{i}."
         for name, rows, columns in (
             ("self_attn.q_proj", q, hidden),

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from serve.config import DEFAULT_MODEL
-from serve.errors import ConfigError, MergestepError
+from serve.errors import ConfigError, MergestepError, RequestError, plain
 
 if TYPE_CHECKING:
     from serve.engine import Engine
@@ -34,6 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+measurements = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 errors = Console(stderr=True)
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
@@ -50,7 +52,10 @@ def parse_size(text: str) -> int:
 
 
 Model = Annotated[
-    str, typer.Argument(help="A Hugging Face directory, or the embedded model.", metavar="[MODEL]")
+    str,
+    typer.Argument(
+        help="A Hugging Face directory.", metavar="MODEL", show_default="the embedded model"
+    ),
 ]
 DType = Annotated[str, typer.Option(help="auto, int8, int4, nf4, bfloat16 or float32.")]
 WeightGroup = Annotated[
@@ -67,6 +72,7 @@ Seed = Annotated[int | None, typer.Option(help="Base seed of requests that bring
 Size = Annotated[
     int | None, typer.Option(parser=parse_size, metavar="SIZE", help="Such as 512M or 2GiB.")
 ]
+Quick = Annotated[bool, typer.Option("--quick", help="A few seconds, and no targets.")]
 
 
 @app.command()
@@ -163,9 +169,21 @@ def chat(
         terminal_chat.chat(speaker, system=system, message=message)
 
 
-@app.command()
+class _Bench(TyperCommand):
+    """A first word that names a measurement of its own gets its own options and help."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
+        group: Any = typer.main.get_command(measurements)
+        own = group.commands.get(args[0]) if args else None
+        if own is None:
+            return super().make_context(info_name, args, parent, **extra)
+        return own.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
+
+
+@app.command(cls=_Bench)
 def bench(
-    context: typer.Context,
     model: Model = DEFAULT_MODEL,
     qps: Annotated[str, typer.Option(help="Offered requests per second, or inf.")] = "1",
     url: Annotated[
@@ -182,10 +200,6 @@ def bench(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write settings, summary and every request.")
     ] = None,
-    quick: Annotated[bool, typer.Option(help="With `ops` and `io`: a few seconds.")] = False,
-    directory: Annotated[
-        Path | None, typer.Option("--dir", help="With `io`: where; here by default.")
-    ] = None,
     dtype: DType = "auto",
     max_model_len: MaxModelLen = None,
     compute_threads: ComputeThreads = None,
@@ -193,20 +207,15 @@ def bench(
 ) -> None:
     """Measure latency under an open-loop Poisson load.
 
-    `serve bench ops`: the kernels alone. `serve bench io`: the way to the disk.
+    `serve bench ops` measures the kernels, `serve bench io` the disk; --help goes with each.
     """
     from bench import load
+    from serve.evaluate_cli import check_writable
 
     _set_up_logging("warning")
     with _reported():
-        if model == "ops":  # a model directory of that name is ./ops
-            _bench_ops(context, quick)
-            return
-        if model == "io":
-            _bench_io(context, directory or Path.cwd(), quick)
-            return
-        if quick or directory is not None:
-            raise ConfigError("--quick and --dir go with `serve bench ops` and `serve bench io`")
+        if model in ("ops", "io"):  # a model directory of that name is ./ops
+            raise ConfigError(f"options come after the name: `serve bench {model} [OPTIONS]`")
         plan = load.LoadPlan(
             qps=load.parse_qps(qps),
             num_requests=load.count_requests(load.parse_qps(qps), requests, duration),
@@ -221,6 +230,8 @@ def bench(
             "compute_threads": compute_threads,
             "backend": backend,
         }
+        if json_file is not None:
+            check_writable(json_file)
         engine = None if url is not None else _engine(model, settings)
         is_valid = load.run_and_report(
             plan, url=url, model=model, engine=engine, json_file=json_file
@@ -229,38 +240,37 @@ def bench(
         raise typer.Exit(3)
 
 
-def _bench_ops(context: typer.Context, quick: bool) -> None:
+@measurements.command("ops")
+def bench_ops(quick: Quick = False) -> None:
+    """Measure the kernels, each against what the machine can do."""
     from bench import ops
 
-    _check_alone(context, "ops", {"quick"})
-    ops.run_and_report(quick=quick)
+    with _reported():
+        _need_kernels("ops")
+        ops.run_and_report(quick=quick)
 
 
-def _bench_io(context: typer.Context, directory: Path, quick: bool) -> None:
+@measurements.command("io")
+def bench_io(
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", metavar="DIR", help="Where; here by default.", show_default=False),
+    ] = None,
+    quick: Quick = False,
+) -> None:
+    """Measure the way to the disk below DIR, in a temporary folder."""
     from bench import io
 
-    _check_alone(context, "io", {"quick", "directory"})
-    io.run_and_report(directory, quick=quick)
+    with _reported():
+        _need_kernels("io")
+        io.run_and_report(directory or Path.cwd(), quick=quick)
 
 
-def _check_alone(context: typer.Context, what: str, taken: set[str]) -> None:
-    """These measure one thing: options of the load test are mistakes."""
+def _need_kernels(what: str) -> None:
     from ops import native
 
-    given, known = [], []
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        option = max(parameter.opts, key=len)
-        if parameter.name in taken:
-            known.append(option)
-        elif source is not None and source.name == "COMMANDLINE" and parameter.name != "model":
-            given.append(option)
-    if given:
-        raise ConfigError(
-            f"{', '.join(given)}: `serve bench {what}` takes {' and '.join(known)} only"
-        )
     if not native.is_available():
-        raise ConfigError(f"`serve bench {what}` needs the native kernels, which are not built")
+        raise MergestepError(f"`serve bench {what}` needs the native kernels, which are not built")
 
 
 @app.command("eval")
@@ -374,13 +384,13 @@ def _set_up_logging(level: str) -> None:
 
 @contextmanager
 def _reported() -> Iterator[None]:
-    """Errors that the user can mend are one line and exit code 1, not a traceback."""
+    """Errors that the user can mend are one line, not a traceback. Exit code 2: what was asked
+    for cannot be; 1: it failed on the way."""
     try:
         yield
     except (MergestepError, OSError) as exc:
-        kind = "setting" if isinstance(exc, ConfigError) else type(exc).__name__
-        errors.print(f"[red]error[/red] ({kind}): ", end="")
-        errors.print(str(exc), markup=False, highlight=False)
-        raise typer.Exit(1) from None
+        errors.print("[red]error[/red]: ", end="")
+        errors.print(plain(exc), markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2 if isinstance(exc, ConfigError | RequestError) else 1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

@@ -88,6 +88,10 @@ class EngineConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        for setting in ("model", "served_model_name"):
+            name = getattr(self, setting)
+            if name is not None and (not isinstance(name, str) or not name):
+                raise ConfigError(f"{setting} must be a name that is not empty, not {name!r}")
         for setting, known in (
             ("dtype", DTYPES),
             ("kv_dtype", KV_DTYPES),

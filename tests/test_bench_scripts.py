@@ -176,6 +176,7 @@ def test_io_quick(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.strip().splitlines()[-1])
+    assert done.stdout.startswith(f"kernel {result['kernel']}, processors")
     assert {"threads"} < {cell["way"] for cell in result["cells"]}
     assert {cell["depth"] for cell in result["cells"]} == {1, 16}
     for cell in result["cells"]:

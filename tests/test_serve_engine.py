@@ -520,7 +520,7 @@ def test_idle_engine_gives_memory_back():
     go(main())
 
 
-def test_llm_prompts_params_and_errors():
+def test_llm_prompts_params_and_errors(capfd):
     with LLM(str(checkpoint("llama")), dtype="float32") as llm:
         outputs = llm.generate(
             ["hello", {"prompt_token_ids": PROMPT}, PROMPT],
@@ -536,8 +536,9 @@ def test_llm_prompts_params_and_errors():
             llm.generate("hi", [params()] * 2, use_tqdm=False)
         with pytest.raises(ContextLengthError):
             llm.generate(["fine", [5] * 5000], params(), use_tqdm=False)
-        chat = llm.chat([{"role": "user", "content": "hi"}], params(), use_tqdm=False)
+        chat = llm.chat([{"role": "user", "content": "hi"}], params())
         assert len(chat) == 1
+        assert capfd.readouterr() == ("", "")  # the bar is for terminals
         assert llm.stats().num_unfinished == 0
 
 
