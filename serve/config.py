@@ -19,6 +19,7 @@ DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "nf4")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 WEIGHT_GROUPS = (32, 64, 128)  # those of the kernels, whose module is slow to import
 DEFAULT_MODEL = "default"
+MAX_NUM_SEQS = 1 << 20  # each has a range of addresses
 
 
 def default_model_path() -> Path:
@@ -123,6 +124,12 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"{name} must be a positive integer, not {value!r}")
+        if self.max_num_seqs > MAX_NUM_SEQS:
+            raise ConfigError(
+                f"max_num_seqs must be at most {MAX_NUM_SEQS}, not {self.max_num_seqs}"
+            )
+        if type(self.prefix_cache) is not bool:
+            raise ConfigError(f"prefix_cache must be true or false, not {self.prefix_cache!r}")
         if self.seed is not None and type(self.seed) is not int:
             raise ConfigError(f"seed must be an integer, not {self.seed!r}")
         if self.kv_cache_dir is not None and (

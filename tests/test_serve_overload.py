@@ -17,7 +17,7 @@ from serve.errors import ConfigError, OverloadedError
 from serve.overload import EarlyRejection
 from tests.checkpoints import checkpoint
 from tests.fakes import ScriptedRunner, make_request
-from tests.test_serve_order import Rig
+from tests.order_rig import Rig
 
 
 class Door:
