@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 
@@ -13,6 +11,7 @@ import torch
 
 from ops import Edges, Norm, native
 from ops.native import MAX_INT8_INPUTS, Int8Linear
+from tests.child import output_of
 
 pytestmark = [
     pytest.mark.skipif(not native.is_available(), reason="native kernels not built"),
@@ -53,7 +52,7 @@ assert torch.equal(layer(x), expected)
 
 def test_a_forked_child_goes_on_alone():
     """It has none of the helpers, and waited for them for ever."""
-    subprocess.run([sys.executable, "-c", FORKED], timeout=30, check=True)
+    output_of("-c", FORKED)
 
 
 def test_two_callers_at_once():

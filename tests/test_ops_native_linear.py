@@ -14,6 +14,7 @@ from torch import Tensor
 from ops import Edges, Norm, native
 from ops.native import Int8Linear
 from ops.reference import ReferenceBackend
+from tests.native_rows import check_rows_alone
 
 pytestmark = [
     pytest.mark.skipif(not native.is_available(), reason="native kernels not built"),
@@ -62,15 +63,7 @@ def test_linear_sums_exactly(isa, m, k, n):
 
 
 def test_a_row_does_not_depend_on_the_others(isa):
-    layer = Int8Linear(torch.randn(150, 700), torch.randn(150))
-    x = torch.randn(300, 700)
-    alone = torch.cat([layer(x[i : i + 1]) for i in range(300)])
-    for m in (2, 5, 12, 13, 24, 31, 64, 129, 300):
-        assert torch.equal(layer(x[:m]), alone[:m]), f"{m} rows"
-    threads = native.num_threads()
-    native.set_num_threads(1)
-    assert torch.equal(layer(x), alone)
-    native.set_num_threads(threads)
+    check_rows_alone(Int8Linear(torch.randn(150, 700), torch.randn(150)), 700)
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu"])
