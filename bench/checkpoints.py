@@ -92,7 +92,9 @@ def _tensors(config: dict[str, Any], title: str) -> dict[str, torch.Tensor]:
     }
     layers = range(config["num_hidden_layers"])
     console = Console(stderr=True)
-    for i in track(layers, f"random {title} checkpoint", console=console, transient=True):
+    is_hidden = not console.is_terminal
+    title = f"random {title} checkpoint"
+    for i in track(layers, title, console=console, transient=True, disable=is_hidden):
         prefix = f"model.layers.{i}."
         for name, rows, columns in (
             ("self_attn.q_proj", q, hidden),

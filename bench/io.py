@@ -269,7 +269,9 @@ def run_and_report(directory: Path, *, quick: bool) -> None:
         ways, notes = _ways(folder / "raw", size)
         if not is_direct:
             notes.append("NO O_DIRECT HERE: these are figures of the page cache, not of a device")
-        with Progress(console=Console(stderr=True), transient=True) as progress:
+        watched = Console(stderr=True)
+        is_hidden = not watched.is_terminal
+        with Progress(console=watched, transient=True, disable=is_hidden) as progress:
             task = progress.add_task("measuring", total=len(PATTERNS) * len(ways) * len(depths))
             for pattern in PATTERNS:
                 for way in ways:

@@ -305,7 +305,13 @@ async def _with_progress(target: Target, plan: LoadPlan, console: Console) -> li
         TimeElapsedColumn(),
     )
     # Redrawn seldom: the generator shares its core with what draws.
-    with Progress(*columns, console=console, refresh_per_second=2, transient=True) as progress:
+    with Progress(
+        *columns,
+        console=console,
+        refresh_per_second=2,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
         bar = progress.add_task("starting", total=plan.num_requests, sent=0, failed=0)
         async with target:
             progress.update(bar, description=f"{plan.qps:g} requests/s")

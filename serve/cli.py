@@ -69,9 +69,7 @@ MaxModelLen = Annotated[
 ComputeThreads = Annotated[int | None, typer.Option(help="Cores that compute; all by default.")]
 Backend = Annotated[str, typer.Option(help="Operator back end, or auto.")]
 Seed = Annotated[int | None, typer.Option(help="Base seed of requests that bring none.")]
-Size = Annotated[
-    int | None, typer.Option(parser=parse_size, metavar="SIZE", help="Such as 512M or 2GiB.")
-]
+_a_size: Any = functools.partial(typer.Option, parser=parse_size, metavar="SIZE")
 Quick = Annotated[bool, typer.Option("--quick", help="A few seconds, and no targets.")]
 
 
@@ -96,15 +94,15 @@ def run(
         int | None, typer.Option(help="Most prompt rows of one sequence in a step.")
     ] = None,
     max_num_waiting: Annotated[int, typer.Option(help="Requests that may wait.")] = 4096,
-    kv_cache_bytes: Size = None,
-    kv_page_bytes: Size = None,
+    kv_cache_bytes: Annotated[int | None, _a_size(help="Most K/V memory, such as 2GiB.")] = None,
+    kv_page_bytes: Annotated[int | None, _a_size(help="Unit of K/V memory, such as 64K.")] = None,
     prefix_cache: Annotated[
         bool, typer.Option(help="Share K/V between requests that begin alike.")
     ] = True,
     kv_cache_dir: Annotated[
         str | None, typer.Option(help="K/V that memory has no room for goes here, and stays.")
     ] = None,
-    kv_disk_bytes: Size = None,
+    kv_disk_bytes: Annotated[int | None, _a_size(help="Most of a model in it; 16GiB.")] = None,
     memory_policy: Annotated[
         str, typer.Option(help="Admission: predicted, worst_case or prompt_only.")
     ] = "predicted",
@@ -340,7 +338,8 @@ def _serve(engine: Engine, host: str, port: int, drain_s: float) -> None:
     if not settings.is_loopback:
         errors.print(
             f"[yellow]warning[/yellow]: {host} can be reached by others, and there is no"
-            " authentication yet"
+            " authentication yet",
+            soft_wrap=True,
         )
     server = HttpServer(engine, settings)
     _raise_file_limit()
