@@ -312,7 +312,7 @@ async def _with_progress(target: Target, plan: LoadPlan, console: Console) -> li
         transient=True,
         disable=not console.is_terminal,
     ) as progress:
-        bar = progress.add_task("starting", total=plan.num_requests, sent=0, failed=0)
+        bar = progress.add_task("loading", total=plan.num_requests, sent=0, failed=0)
         async with target:
             progress.update(bar, description=f"{plan.qps:g} requests/s")
             return await run_load(

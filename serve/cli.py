@@ -123,7 +123,7 @@ def run(
     }
     _set_up_logging(log_level)
     with _reported():
-        _serve(_engine(model, settings), host, port, drain_s)
+        _serve(_engine(model, settings, progress=True), host, port, drain_s)
 
 
 @app.command()
@@ -322,10 +322,10 @@ def _version() -> str:
         return "(not installed: a source tree)"
 
 
-def _engine(model: str | None, settings: dict[str, Any]) -> Engine:
+def _engine(model: str | None, settings: dict[str, Any], *, progress: bool = False) -> Engine:
     from serve.engine import Engine
 
-    return Engine(model, progress=True, **settings)
+    return Engine(model, progress=progress, **settings)
 
 
 def _serve(engine: Engine, host: str, port: int, drain_s: float) -> None:

@@ -13,7 +13,7 @@ from fakes_http import FakeEngine, ServerThread
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 # what the embedded model says to greedy questions in them
-DOCUMENTS = {"README.md": "Once", "docs/library.md": "The opposite of hot is cold."}
+DOCUMENTS = {"README.md": "fox", "docs/library.md": "The opposite of hot is cold."}
 IN_PROCESS = ("offline", "streaming")
 OVER_HTTP = ("openai_client", "chat_http")
 ELSEWHERE = ("train_default_model",)  # takes a long time; has its own test
