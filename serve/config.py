@@ -156,7 +156,7 @@ class EngineConfig:
         return "mergestep-default" if self.model == DEFAULT_MODEL else self.model_path.name
 
     @classmethod
-    def from_settings(cls, model: str | None = None, **settings: object) -> EngineConfig:
+    def from_settings(cls, model: str | Path | None = None, **settings: object) -> EngineConfig:
         """Build from keyword settings; an unknown one raises and names the known ones."""
         known = {item.name for item in fields(cls)}
         unknown = sorted(set(settings) - known)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -78,7 +79,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | Path | None = None,
         *,
         dtype: str = "auto",
         progress: bool = False,
