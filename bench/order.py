@@ -28,8 +28,9 @@ from memory.kv_manager import KVManager
 from memory.prefix_index import PrefixHasher
 from serve.memory_policy import make_policy
 from serve.order import ORDERS, make_order
+from serve.plan import SchedulerLimits
 from serve.request import Request, SamplingParams
-from serve.scheduler import Scheduler, SchedulerLimits
+from serve.scheduler import Scheduler
 from serve.sequence import Sequence, make_sequences
 
 MAX_NUM_SEQS = 16

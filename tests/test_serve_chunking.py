@@ -12,8 +12,9 @@ from memory.prefix_index import PrefixHasher
 from serve.compute_thread import ComputeThread
 from serve.core import EngineCore
 from serve.order import make_order
+from serve.plan import SchedulerLimits
 from serve.request import Request, SamplingParams
-from serve.scheduler import Scheduler, SchedulerLimits
+from serve.scheduler import Scheduler
 from serve.sequence import make_sequences
 from serve.step_time import StepWork
 from serve.tokenizer import Tokenizer

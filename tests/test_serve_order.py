@@ -11,8 +11,9 @@ import pytest
 
 from memory.prefix_index import PrefixHasher
 from serve.order import ORDERS, Fair, MultiLevelFeedback, Order, Priority, make_order
+from serve.plan import SchedulerLimits
 from serve.request import FinishReason
-from serve.scheduler import Scheduler, SchedulerLimits
+from serve.scheduler import Scheduler
 from serve.sequence import make_sequences
 from tests.fakes import make_kv, make_request
 from tests.test_serve_scheduler import check_invariants, rows
