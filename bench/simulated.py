@@ -18,7 +18,9 @@ def run(
     show: Callable[[str, Any], None],
 ) -> None:
     """measure(is_quick): {case: {row: a dataclass of figures}}. show(case, its rows) prints."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="short traces, for tests")
     args = parser.parse_args()
     machine = platform.processor() or platform.machine()

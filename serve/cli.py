@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import json
 import logging
-import os
 import re
-import resource
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,7 +35,6 @@ measurements = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 errors = Console(stderr=True)
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-MAX_FILES = 65_536
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -93,16 +88,30 @@ def run(
     max_chunk_tokens: Annotated[
         int | None, typer.Option(help="Most prompt rows of one sequence in a step.")
     ] = None,
+    inter_token_slo_ms: Annotated[
+        float | None,
+        typer.Option(
+            "--inter-token-slo",
+            metavar="MS",
+            help="Cut prompts so that streams wait for a token no longer than this.",
+        ),
+    ] = None,
     max_num_waiting: Annotated[int, typer.Option(help="Requests that may wait.")] = 4096,
-    kv_cache_bytes: Annotated[int | None, _a_size(help="Most K/V memory, such as 2GiB.")] = None,
-    kv_page_bytes: Annotated[int | None, _a_size(help="Unit of K/V memory, such as 64K.")] = None,
+    kv_cache_bytes: Annotated[
+        int | None, _a_size(help="Most K/V memory, such as 2GiB; by default 40 % of what is free.")
+    ] = None,
+    kv_page_bytes: Annotated[
+        int | None, _a_size(help="Unit of K/V memory, such as 64K; by default about 16 tokens.")
+    ] = None,
     prefix_cache: Annotated[
         bool, typer.Option(help="Share K/V between requests that begin alike.")
     ] = True,
     kv_cache_dir: Annotated[
         str | None, typer.Option(help="K/V that memory has no room for goes here, and stays.")
     ] = None,
-    kv_disk_bytes: Annotated[int | None, _a_size(help="Most of a model in it; 16GiB.")] = None,
+    kv_disk_bytes: Annotated[
+        int | None, _a_size(help="Most that --kv-cache-dir holds of a model; by default 16GiB.")
+    ] = None,
     memory_policy: Annotated[
         str, typer.Option(help="Admission: predicted, worst_case or prompt_only.")
     ] = "predicted",
@@ -121,9 +130,11 @@ def run(
         for name, value in locals().items()
         if name not in ("model", "host", "port", "drain_s", "log_level")
     }
+    from serve import run_cli
+
     _set_up_logging(log_level)
     with _reported():
-        _serve(_engine(model, settings, progress=True), host, port, drain_s)
+        run_cli.serve(_engine(model, progress=True, **settings), host, port, drain_s)
 
 
 @app.command()
@@ -155,14 +166,15 @@ def chat(
                 url, model=model, max_tokens=max_tokens, temperature=temperature
             )
         else:
-            settings = {
-                "dtype": dtype,
-                "max_model_len": max_model_len,
-                "compute_threads": compute_threads,
-                "backend": backend,
-            }
+            engine = _engine(
+                model,
+                dtype=dtype,
+                max_model_len=max_model_len,
+                compute_threads=compute_threads,
+                backend=backend,
+            )
             speaker = terminal_chat.EngineSpeaker(
-                _engine(model, settings), max_tokens=max_tokens, temperature=temperature
+                engine, max_tokens=max_tokens, temperature=temperature
             )
         terminal_chat.chat(speaker, system=system, message=message)
 
@@ -222,15 +234,17 @@ def bench(
             seed=seed,
             num_warmup=warmup,
         )
-        settings = {
-            "dtype": dtype,
-            "max_model_len": max_model_len,
-            "compute_threads": compute_threads,
-            "backend": backend,
-        }
         if json_file is not None:
             check_writable(json_file)
-        engine = None if url is not None else _engine(model, settings)
+        engine = None
+        if url is None:
+            engine = _engine(
+                model,
+                dtype=dtype,
+                max_model_len=max_model_len,
+                compute_threads=compute_threads,
+                backend=backend,
+            )
         is_valid = load.run_and_report(
             plan, url=url, model=model, engine=engine, json_file=json_file
         )
@@ -322,54 +336,10 @@ def _version() -> str:
         return "(not installed: a source tree)"
 
 
-def _engine(model: str | None, settings: dict[str, Any], *, progress: bool = False) -> Engine:
+def _engine(model: str | None, *, progress: bool = False, **settings: Any) -> Engine:
     from serve.engine import Engine
 
     return Engine(model, progress=progress, **settings)
-
-
-def _serve(engine: Engine, host: str, port: int, drain_s: float) -> None:
-    import uvloop
-
-    from serve.http.server import HttpServer, serve_until_signal
-    from serve.http.settings import HttpSettings
-
-    settings = HttpSettings(host=host, port=port, drain_s=drain_s)
-    if not settings.is_loopback:
-        errors.print(
-            f"[yellow]warning[/yellow]: {host} can be reached by others, and there is no"
-            " authentication yet",
-            soft_wrap=True,
-        )
-    server = HttpServer(engine, settings)
-    _raise_file_limit()
-
-    async def live() -> None:
-        on_ready = functools.partial(_print_ready, model=engine.model_name)
-        if not await serve_until_signal(server, on_ready=on_ready):
-            logging.shutdown()
-            os._exit(0)  # a load cannot be interrupted, and nothing needs its end
-
-    uvloop.run(live())
-
-
-def _raise_file_limit() -> None:
-    """A connection is a file; the usual soft limit of 1024 is soon reached."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _print_ready(url: str, model: str) -> None:
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
-    lines = (
-        f"{model} is ready at {url}/v1",
-        "",
-        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\",
-        f"  -d {shlex.quote(body)}",
-    )
-    Console().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 def _set_up_logging(level: str) -> None:

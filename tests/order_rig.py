@@ -7,7 +7,8 @@ from zlib import crc32
 
 from memory.prefix_index import PrefixHasher
 from serve.order import make_order
-from serve.scheduler import Scheduler, SchedulerLimits
+from serve.plan import SchedulerLimits
+from serve.scheduler import Scheduler
 from serve.sequence import make_sequences
 from tests.fakes import make_kv, make_request
 from tests.test_serve_scheduler import check_invariants
@@ -39,7 +40,7 @@ def names(sequences):
 
 
 def at_rate(order, rows_per_s):
-    order.throughput.observe(rows_per_s, 0, 1.0)
+    order.prefill_seconds = lambda num_tokens, num_cached: (num_tokens - num_cached) / rows_per_s
     return order
 
 
@@ -85,7 +86,7 @@ class Rig:
         step_s = 1e-3 * (1 + plan.num_total_rows)
         self.now_s += step_s
         self.num_rows += plan.num_total_rows
-        self.order.throughput.observe(plan.num_total_rows, plan.num_decodes, step_s)
+        self.scheduler.observe(plan, step_s)
         for sequence, samples in zip(plan.sequences, plan.samples, strict=True):
             if samples and sequence.num_output_tokens == 0:
                 self.first_s[name_of(sequence)] = self.now_s

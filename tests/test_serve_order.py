@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from serve.order import ORDERS, Fair, MultiLevelFeedback, Order, Priority, make_order
-from serve.throughput import Throughput
 from tests.fakes import make_request
 from tests.order_rig import at_rate, drained, make, name_of, names, seq
 
@@ -213,29 +212,20 @@ def test_idle_clients_are_forgotten_when_there_are_many():
 @pytest.mark.parametrize(
     ("order", "expected"), [("fcfs", 220), ("priority", 120), ("mlfq", 20), ("fair", 20 + 35)]
 )
-def test_rows_before(order, expected):
+def test_seconds_before(order, expected):
     """What a request of client y with priority 1 and 15 tokens has to wait for. In fair its
     client's own 20, and as much of x's as those and its own 15."""
     made = at_rate(make_order(order), 1000)
-    for name, client, num_prompt, priority in (("a", "x", 100, 0), ("b", "x", 100, 2)):
-        made.add(seq(name, num_prompt, client=client, priority=priority))
-    made.add(seq("c", 20, client="y", priority=1))
+    for name, client, num_prompt, priority in (
+        ("a", "x", 100, 0),
+        ("b", "x", 100, 2),
+        ("c", "y", 20, 1),
+    ):
+        sequence = seq(name, num_prompt, client=client, priority=priority)
+        sequence.expected_s = num_prompt / 1000
+        made.add(sequence)
     asking = replace(make_request(15, "q", priority=1), client="y")
-    assert made.rows_before(asking, 15) == expected
-
-
-def test_throughput_is_of_steps_with_prompts():
-    throughput = Throughput()
-    assert throughput.rows_per_s is None
-    assert throughput.seconds(1000) == 0.0
-    throughput.observe(200, 0, 1.0)
-    for _ in range(100):
-        throughput.observe(8, 8, 1.0)
-    assert throughput.rows_per_s == pytest.approx(200)
-    assert throughput.last_step_s == 1.0
-    for _ in range(200):
-        throughput.observe(100, 10, 1.0)
-    assert throughput.seconds(50) == pytest.approx(0.5, rel=0.01)
+    assert made.seconds_before(asking, 15) == pytest.approx(expected / 1000)
 
 
 def test_orders_have_names():

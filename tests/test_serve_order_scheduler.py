@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve.order import ORDERS, make_order
+from serve.order import ORDERS
 from serve.request import FinishReason
 from tests.order_rig import Rig, at_rate, names
 from tests.test_serve_scheduler import rows
@@ -55,7 +55,8 @@ def test_nobody_gives_way_when_it_does_not_help():
 def test_a_long_prompt_gives_its_rows_to_a_request_of_a_higher_rank():
     """It goes on in the same step with what is left, and computes nothing again."""
     for order in ("priority", "mlfq"):
-        rig = Rig(at_rate(make_order(order), 1000), budget=16)
+        rig = Rig(order, budget=16)
+        at_rate(rig.order, 1000)
         long = rig.add("l", num_prompt=200, priority=1)
         for _ in range(3):
             rig.step()
