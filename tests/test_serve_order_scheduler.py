@@ -67,6 +67,17 @@ def test_a_long_prompt_gives_its_rows_to_a_request_of_a_higher_rank():
         assert rig.num_rows == 200 + 3 + 6 + 3
 
 
+def test_a_decode_row_that_is_taken_back_is_had_by_another():
+    rig = Rig("priority", max_num_seqs=4, budget=4)
+    for name in "abcd":
+        rig.add(name, num_prompt=4, num_tokens=20, priority=1)
+    for _ in range(8):
+        rig.step()
+    assert rows(rig.step()) == [(name, 1) for name in "abcd"]
+    rig.add("u", num_prompt=4, priority=0)
+    assert rows(rig.step()) == [("a", 1), ("b", 1), ("c", 1), ("u", 1)]
+
+
 def test_who_gave_way_goes_on_with_what_it_had():
     """Only the page that was not complete is computed again."""
     rig = Rig("priority", max_num_seqs=1)
