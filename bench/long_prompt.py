@@ -13,7 +13,8 @@ them, in the event loop of this process.
     long             time to first token of the long prompt, and against static chunk sizes: the
                      quickest of all, and the quickest of those that keep the same SLO
     error            of the step-time model, median relative, as the engine reports it
-    others           cores that other processes took meanwhile: more than 0.1 spoils the figures
+    others           cores that other processes took meanwhile: more than 0.1 spoils the figures,
+                     and the setting is run again, up to twice; the least disturbed run counts
 
 A static chunk size is the prompt rows of every step; its model learns, but decides nothing.
 
@@ -45,6 +46,8 @@ NUM_STREAMS = 8
 MAX_NUM_SEQS = 32
 BUDGET = 512  # rows of a step where the SLO decides
 EVERY_S = 0.5
+DISTURBED_CORES = 0.1
+MAX_RUNS = 3
 VOCABULARY = range(300, 4000)
 
 
@@ -193,6 +196,14 @@ async def measure(path: Path, load: Load, slo_ms: float | None, chunk: int | Non
     return result
 
 
+def undisturbed(path: Path, load: Load, slo_ms: float | None, chunk: int | None) -> Result:
+    """The run in which others took the least of the processors."""
+    results: list[Result] = []
+    while len(results) < MAX_RUNS and all(r.other_cores > DISTURBED_CORES for r in results):
+        results.append(uvloop.run(measure(path, load, slo_ms, chunk)))
+    return min(results, key=lambda result: result.other_cores)
+
+
 def verdicts(result: Result, statics: list[Result]) -> dict[str, tuple[float | None, bool]]:
     """What must be shown of a run with an SLO: the figure, and whether it is reached."""
     assert result.slo_ms is not None
@@ -264,7 +275,7 @@ def main() -> None:
     machine = platform.processor() or platform.machine()
     print(f"machine: {machine}, Python {platform.python_version()}; {SHAPE}, {load}")
     settings = [(None, chunk) for chunk in chunks] + [(slo, None) for slo in slos]
-    results = [uvloop.run(measure(path, load, slo, chunk)) for slo, chunk in settings]
+    results = [undisturbed(path, load, slo, chunk) for slo, chunk in settings]
     show(results)
     statics = [result for result in results if result.slo_ms is None]
     for result in results:

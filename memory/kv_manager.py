@@ -391,22 +391,11 @@ class KVManager:
             assert item.is_open or not (item.pages or item.promised), f"range {item.index}"
             parts = list(zip(self.layout.groups, item.parts, strict=True))
             assert item.capacity == min(group.tokens_in(len(part.pages)) for group, part in parts)
-            is_settled = all(
-                part.valid == len(part.pages) and not part.copies for part in item.parts
-            )
+            is_settled = all(part.is_settled for part in item.parts)
             assert is_settled != (item.index in self._dirty), f"range {item.index}"
             for part in item.parts:
-                self._check_part(part, owners)
+                part.check(self.space, owners)
         promised = sum(item.promised for item in self.ranges)
         assert promised == self._promised, f"{promised} promised, counted {self._promised}"
         self.prefixes.check_integrity(owners)
         self.allocator.check_integrity(owners)
-
-    def _check_part(self, part: RangePart, owners: dict[int, int]) -> None:
-        first, valid = part.num_passed, part.valid
-        assert part.pages[:first] == [HOLE] * first, f"places {part.index}"
-        assert self.space.shows(part.index, part.pages[first:valid], first), f"places {part.index}"
-        for page in (*part.held, *(source for source, _ in part.copies)):
-            owners[page] = owners.get(page, 0) + 1
-        for page in part.pages[max(part.num_known, first) :]:
-            assert owners[page] == 1, f"page {page} is written"

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memory.address_space import AddressSpace
 
 HOLE = -1
 """Stands for a page where there is none (any more)."""
@@ -34,6 +38,21 @@ class RangePart:
     @property
     def held(self) -> list[int]:
         return self.pages[self.num_passed :] if self.num_passed else self.pages
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing is due at the next commit."""
+        return self.valid == len(self.pages) and not self.copies
+
+    def check(self, space: AddressSpace, owners: dict[int, int]) -> None:
+        """Adds what it holds to `owners` (page -> how many). AssertionError: what is off."""
+        first, valid = self.num_passed, self.valid
+        assert self.pages[:first] == [HOLE] * first, f"places of {self.index}"
+        assert space.shows(self.index, self.pages[first:valid], first), f"places of {self.index}"
+        for page in (*self.held, *(source for source, _ in self.copies)):
+            owners[page] = owners.get(page, 0) + 1
+        for page in self.pages[max(self.num_known, first) :]:
+            assert owners[page] == 1, f"page {page} is written"
 
 
 @dataclass(slots=True)

@@ -15,27 +15,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 from memory.kv_manager import KVManager
-from serve.admission import RequestLimits, check_request, check_text
+from serve.admission import RequestLimits
 from serve.compute_thread import ComputeThread
 from serve.detokenizer import DetokenizerFactory
-from serve.errors import (
-    EngineStoppedError,
-    GenerationError,
-    MergestepError,
-    OverloadedError,
-    RequestError,
-)
+from serve.errors import EngineStoppedError, GenerationError, OverloadedError, RequestError
+from serve.intake import Arrival, Encode, Intake
 from serve.output import OutputProcessor, OutputState, Sink, StepRecord
 from serve.overload import EarlyRejection
+from serve.plan import StepPlan
 from serve.request import FinishReason, Prompt, Request, SamplingParams
 from serve.runner import Runner, StepResult
-from serve.scheduler import Scheduler, StepPlan
+from serve.scheduler import Scheduler
 from serve.sequence import Sequence, SequenceStatus, make_sequences
 from serve.state import EngineStats, RequestState
 from serve.tokenizer import Tokenizer
@@ -54,16 +48,6 @@ _SWITCH_INTERVAL_S = 2e-4
 # Requests without a seed get distinct ones: multiples of 2^64 / golden ratio.
 _SEED_STEP = 0x9E3779B97F4A7C15
 _SEED_MASK = (1 << 62) - 1
-
-Encode = Callable[[], "list[int]"]
-
-
-class _Arrival(NamedTuple):
-    """page_keys of a prompt; the rows of it to compute, and how long they are expected to take."""
-
-    page_keys: list[bytes]
-    num_rows: int
-    seconds: float
 
 
 class EngineCore:
@@ -86,7 +70,6 @@ class EngineCore:
         self._runner = runner
         self._scheduler = scheduler
         self._kv = kv
-        self._tokenizer = tokenizer
         self._detokenizers = DetokenizerFactory(tokenizer)
         self._eos = eos_token_ids
         self._limits = limits
@@ -94,6 +77,7 @@ class EngineCore:
         self._clock = clock
         slo_s = limits.ttft_slo_s
         self._rejection = None if slo_s is None else EarlyRejection(scheduler, slo_s)
+        self._intake = Intake(tokenizer, limits, scheduler.prefixes, self._rejection)
         self._counter = itertools.count()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._records: queue.Queue[StepRecord | None] = queue.Queue(_MAX_RECORDS_BEHIND)
@@ -237,76 +221,26 @@ class EngineCore:
         self._kv.close_all()
         self._runner.close()
 
-    # ---- pool 1
-
-    def _prepare(self, state: RequestState, prompt: Prompt | Encode) -> None:
-        """Tokenize and check; hand over to the loop or tell the sink what is wrong."""
-        try:
-            if state.is_aborted:
-                params = replace(state.params, max_tokens=0, min_tokens=0)
-                request = Request(state.request_id, None, (), params, state.times.arrival_s)
-            else:
-                request = check_request(
-                    state.request_id,
-                    state.prompt,
-                    self._token_ids(prompt),
-                    state.params,
-                    self._limits,
-                    state.times.arrival_s,
-                    state.client,
-                )
-            arrival = self._admit(request)
-        except MergestepError as error:
-            self._refuse(state, error)
-        except Exception as error:
-            logger.exception("tokenizing %s failed", state.request_id)
-            message = f"the prompt could not be tokenized: {type(error).__name__}"
-            self._refuse(state, RequestError(message, param="prompt", code="invalid_prompt"))
-        else:
-            self._tell(state, lambda: state.sink.accept(request))
-            self._inbox.put(
-                lambda: self._guarded(state, lambda: self._enqueue(state, request, arrival))
-            )
-
-    def _admit(self, request: Request) -> _Arrival:
-        """What can be computed here and not between two steps. OverloadedError: too late."""
-        prefixes = self._scheduler.prefixes
-        keys = prefixes.page_keys(request)
-        num_rows = prefixes.num_missing_rows(request, keys)
-        seconds = 0.0 if self._rejection is None else self._rejection.admit(request, num_rows)
-        return _Arrival(keys, num_rows, seconds)
-
-    def _token_ids(self, prompt: Prompt | Encode) -> SequenceOf[int]:
-        if callable(prompt):
-            return prompt()
-        if isinstance(prompt, dict):
-            given: dict[str, Any] = dict(prompt)
-            inner: Any = given.get("prompt_token_ids", given.get("prompt"))
-            if inner is None or isinstance(inner, dict):
-                raise RequestError("a prompt needs prompt_token_ids or prompt", param="prompt")
-            return self._token_ids(inner)
-        if isinstance(prompt, str):
-            check_text(prompt, self._tokenizer, self._limits)
-            return self._tokenizer.encode(prompt)
-        return prompt
-
     def _refuse(self, state: RequestState, error: Exception) -> None:
         self._remove(state)
-        self._tell(state, lambda: state.sink.fail(error))
-
-    @staticmethod
-    def _tell(state: RequestState, act: Callable[[], None]) -> None:
-        """A consumer's own fault is logged and harms nobody else."""
-        try:
-            act()
-            state.sink.wake()
-        except Exception:
-            logger.exception("the consumer of %s cannot be told", state.request_id)
+        state.tell(lambda: state.sink.fail(error))
 
     def _remove(self, state: RequestState) -> None:
         with self._lock:
             if self._unfinished.pop(state.request_id, None) is not None:
                 self._num_unfinished -= state.params.n
+
+    def _prepare(self, state: RequestState, prompt: Prompt | Encode) -> None:
+        """Pool 1's work: hand a request over to the loop, or tell the sink what is wrong."""
+        try:
+            request, arrival = self._intake.take_in(state, prompt)
+        except Exception as error:
+            self._refuse(state, error)
+        else:
+            state.tell(lambda: state.sink.accept(request))
+            self._inbox.put(
+                lambda: self._guarded(state, lambda: self._enqueue(state, request, arrival))
+            )
 
     # ---- pool 2: the loop
 
@@ -454,7 +388,7 @@ class EngineCore:
 
     # ---- pool 2: messages
 
-    def _enqueue(self, state: RequestState, request: Request, arrival: _Arrival) -> None:
+    def _enqueue(self, state: RequestState, request: Request, arrival: Arrival) -> None:
         if self._rejection is not None:
             self._rejection.queued(arrival.seconds)
         sequences = make_sequences(request, self._eos, arrival.page_keys)

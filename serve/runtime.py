@@ -77,12 +77,13 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
     _leave_cores_to_native(precision, layers)
     groups = group_layers(layers, config.max_model_len or spec.max_model_len)
     layouts = [_kv_layout(config, precision, [layers[i] for i in ids]) for _, ids in groups]
+    windows = [window for window, _ in groups]
     sizes = size_kv(
         config,
         spec,
         [
             LayerGroup(layout.token_bytes, layout.tile_tokens, window)
-            for layout, (window, _) in zip(layouts, groups, strict=True)
+            for layout, window in zip(layouts, windows, strict=True)
         ],
     )
     for layout, padded in zip(layouts, sizes.groups, strict=True):
@@ -98,13 +99,7 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
             max_rows=config.chunk_tokens,
         )
         address = memory.reserve(kv.total_bytes)
-        parts = [
-            _attention(layout, address + kv.group_offset(i), kv.group_bytes(i), backend)
-            for i, layout in enumerate(layouts)
-        ]
-        attention = parts[0]
-        if len(parts) > 1:
-            attention = GroupedAttention(parts, [ids for _, ids in groups])
+        attention = _attention(kv, layouts, [ids for _, ids in groups], address, backend)
         secret = None
         if config.kv_cache_dir is not None:
             store, secret = open_kv_store(
@@ -179,11 +174,22 @@ def _kv_layout(
 
 
 def _attention(
-    layout: KVLayout | Int8KVLayout, address: int, size_bytes: int, backend: Backend
+    kv: KVManager,
+    layouts: list[KVLayout | Int8KVLayout],
+    layers_of: list[list[int]],
+    address: int,
+    backend: Backend,
 ) -> PlannedAttention:
-    if isinstance(layout, Int8KVLayout):
-        return Int8LocalAttention(layout, address)
-    return LocalAttention(layout.layers, KVCache(layout, address, size_bytes), backend)
+    """Over the reservation at `address`. layers_of: of each layout, its layers' numbers."""
+    parts: list[PlannedAttention] = []
+    for number, layout in enumerate(layouts):
+        start = address + kv.group_offset(number)
+        if isinstance(layout, Int8KVLayout):
+            parts.append(Int8LocalAttention(layout, start))
+        else:
+            cache = KVCache(layout, start, kv.group_bytes(number))
+            parts.append(LocalAttention(layout.layers, cache, backend))
+    return parts[0] if len(parts) == 1 else GroupedAttention(parts, layers_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +218,8 @@ def size_kv(config: EngineConfig, spec: ModelSpec, groups: Sequence[LayerGroup])
     page, padded = config.kv_page_bytes, list(groups)
     if page is None:
         page, padded = _page_of_groups(groups, budget)
+    elif page > budget:
+        raise ConfigError(f"kv_page_bytes {page} is more than the K/V memory of {budget} bytes")
     elif budget // page > _MAX_PAGES:
         raise ConfigError(
             f"kv_page_bytes {page} gives more than {_MAX_PAGES} pages; use a larger page"

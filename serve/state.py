@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from serve.output import RequestTimes, Sink
 from serve.request import SamplingParams
 from serve.sequence import Sequence
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +93,11 @@ class RequestState:
         self.times = RequestTimes(now_s)
         self.sequences: list[Sequence] = []
         self.is_aborted = False
+
+    def tell(self, act: Callable[[], None]) -> None:
+        """A consumer's own fault is logged and harms nobody else."""
+        try:
+            act()
+            self.sink.wake()
+        except Exception:
+            logger.exception("the consumer of %s cannot be told", self.request_id)

@@ -17,10 +17,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from operator import mul
 from statistics import median
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from serve.scheduler import StepPlan
+from serve.plan import StepPlan
 
 _BENDS = (16, 192)
 _WINDOW = 128

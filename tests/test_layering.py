@@ -23,6 +23,7 @@ PURE = [
     "serve/future_memory.py",
     "serve/memory_policy.py",
     "serve/order.py",
+    "serve/plan.py",
     "serve/prefix_use.py",
     "serve/length_predictor.py",
     "serve/sequence.py",
