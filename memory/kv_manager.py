@@ -72,16 +72,16 @@ class KVManager:
         self.prefixes = PrefixCache(self.allocator)
         self._finder = PrefixFinder(self.layout, self.prefixes)
         self.match = self._finder.match
-        numbers = range(len(groups))
+        numbered = list(enumerate(self.layout.groups))
         self.ranges = [
-            Range(i, [RangePart(number * num_ranges + i) for number in numbers])
+            Range(i, [RangePart(group, number * num_ranges + i) for number, group in numbered])
             for i in range(num_ranges)
         ]
         self.space = AddressSpace(
             memory,
             offsets=[
                 self.group_offset(number) + i * self.range_tokens * group.token_bytes
-                for number, group in enumerate(self.layout.groups)
+                for number, group in numbered
                 for i in range(num_ranges)
             ],
             max_mappings=MAX_MAPPINGS,
@@ -243,25 +243,24 @@ class KVManager:
         if num_tokens <= target.capacity:
             return True
         assert num_tokens <= self.max_model_len, f"{num_tokens} > {self.max_model_len}"
-        parts = list(zip(self.layout.groups, target.parts, strict=True))
-        for group, part in parts:
-            if group.window is not None:
-                self._pass(part, group.first_place(num_computed))
-        missing = [group.places_for(num_tokens) - len(part.pages) for group, part in parts]
-        if sum([max(0, number) for number in missing]) > self.num_available:
+        missing = 0
+        for part in target.parts:
+            if part.group.window is not None:
+                self._pass(part, part.group.first_place(num_computed))
+            missing += max(0, part.group.places_for(num_tokens) - len(part.pages))
+        has_room = missing <= self.num_available
+        if has_room:
+            self.space.collect()
+            for part in target.parts:
+                for _ in range(len(part.pages), part.group.places_for(num_tokens)):
+                    part.pages.append(self._take(part))
+            self._has_grown(target)
+        if target.promised or target.capacity < target.num_promised:
             self._promise(target)
-            return False
-        self.space.collect()
-        for number, part in zip(missing, target.parts, strict=True):
-            for _ in range(number):
-                part.pages.append(self._take(part))
-        self._has_grown(target)
-        self._promise(target)
-        return True
+        return has_room
 
     def _has_grown(self, target: Range) -> None:
-        parts = zip(self.layout.groups, target.parts, strict=True)
-        target.capacity = min([group.tokens_in(len(part.pages)) for group, part in parts])
+        target.capacity = min([part.group.tokens_in(len(part.pages)) for part in target.parts])
         self._dirty.add(target.index)
 
     def _pass(self, part: RangePart, first: int) -> None:
@@ -344,9 +343,9 @@ class KVManager:
             eager = min(_EAGER_TOKENS, self.max_model_len)
             needs.append((self.ranges[self._choose(eager)], eager))
         places = [
-            self._ahead_of(part, group.places_for(num_tokens))
+            self._ahead_of(part, part.group.places_for(num_tokens))
             for target, num_tokens in needs
-            for group, part in zip(self.layout.groups, target.parts, strict=True)
+            for part in target.parts
         ]
         self.space.ahead(places)
         ahead = [page for _, _, pages in places for page in pages]
@@ -389,8 +388,7 @@ class KVManager:
         for item in self.ranges:
             assert item.is_open != (item.index in self._idle), f"range {item.index}"
             assert item.is_open or not (item.pages or item.promised), f"range {item.index}"
-            parts = list(zip(self.layout.groups, item.parts, strict=True))
-            assert item.capacity == min(group.tokens_in(len(part.pages)) for group, part in parts)
+            assert item.capacity == min(p.group.tokens_in(len(p.pages)) for p in item.parts)
             is_settled = all(part.is_settled for part in item.parts)
             assert is_settled != (item.index in self._dirty), f"range {item.index}"
             for part in item.parts:

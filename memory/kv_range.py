@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from memory.layer_groups import GroupPages
+
 if TYPE_CHECKING:
     from memory.address_space import AddressSpace
 
@@ -14,7 +16,7 @@ HOLE = -1
 
 @dataclass(slots=True)
 class RangePart:
-    """The places of one layer group. index: of the address space. pages: by place; the first
+    """The places of one layer group. index: in the address space. pages: by place; the first
     num_passed of them are HOLE, because no row reaches behind its window any more.
 
     valid: places before it show their pages in the address space; num_unmapped: places before it
@@ -22,6 +24,7 @@ class RangePart:
     leading places that have been offered to the prefix cache.
     """
 
+    group: GroupPages
     index: int
     pages: list[int] = field(default_factory=list)
     num_passed: int = 0

@@ -65,14 +65,12 @@ class GroupPages:
         if self.window is None:
             return sys.maxsize
         tokens = self.window - 1 + num_rows + self.read_block - 1
-        return -(-self._bytes_for(tokens) // self.page_bytes) + 1
-
-    def _bytes_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.tile_tokens) * self._tile_bytes
+        return self.places_for(tokens) + 1
 
     def places_for(self, num_tokens: int) -> int:
         """Places that a range's first tokens take."""
-        return -(-self._bytes_for(num_tokens) // self.page_bytes)
+        num_tiles = -(-num_tokens // self.tile_tokens)
+        return -(-num_tiles * self._tile_bytes // self.page_bytes)
 
     def tokens_in(self, num_places: int) -> int:
         """Tokens that fit into a range's first places."""

@@ -54,8 +54,8 @@ class PrefixFinder:
 
     def remember(self, target: Range, keys: Sequence[bytes], num_computed: int) -> None:
         """Let the cache know the range's pages that are complete by now."""
-        for group, part in zip(self._layout.groups, target.parts, strict=True):
-            place, numbers = part.num_known, group.key_numbers
+        for part in target.parts:
+            group, place, numbers = part.group, part.num_known, part.group.key_numbers
             while numbers[place] < len(keys) and group.page_end(place) <= num_computed:
                 if place >= part.num_passed:
                     parent = self._parent(group, keys, place)

@@ -68,8 +68,8 @@ class KVModel:
 
     def num_missing(self, sequence: ModelSequence, num_tokens: int) -> int:
         """Pages that it needs to have so many tokens."""
-        parts = zip(self.kv.layout.groups, sequence.kv_range.parts, strict=True)
-        return sum(max(0, g.places_for(num_tokens) - len(part.pages)) for g, part in parts)
+        parts = sequence.kv_range.parts
+        return sum(max(0, p.group.places_for(num_tokens) - len(p.pages)) for p in parts)
 
     def look_ahead(self) -> None:
         self.kv.look_ahead([(s.kv_range, s.num_computed + 3) for s in self.running])
