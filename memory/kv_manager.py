@@ -97,16 +97,13 @@ class KVManager:
     @property
     def total_bytes(self) -> int:
         """Virtual bytes of all ranges: what must be reserved."""
-        return self.range_tokens * len(self.ranges) * self.token_bytes
+        return self.group_offset(len(self.layout.groups))
 
     def group_offset(self, number: int) -> int:
-        """Where the ranges of a group of layers begin in the reservation."""
+        """Where the ranges of a group of layers begin in the reservation; after the last group,
+        where they end."""
         before = sum([group.token_bytes for group in self.layout.groups[:number]])
         return self.range_tokens * len(self.ranges) * before
-
-    def group_bytes(self, number: int) -> int:
-        """Virtual bytes of its ranges."""
-        return self.range_tokens * len(self.ranges) * self.layout.groups[number].token_bytes
 
     @property
     def num_pages(self) -> int:
@@ -158,7 +155,7 @@ class KVManager:
     # ---- prefix cache
 
     def num_known_tokens(self, keys: Sequence[bytes]) -> int:
-        """Of a sequence with these page keys, the tokens that memory knows. From any thread."""
+        """Of a sequence with these page keys, tokens that memory knows. From any thread."""
         return self._finder.num_tokens(keys, self.range_tokens, self.prefixes.index.knows)
 
     def fetch(self, keys: Sequence[bytes], spare_pages: int = 0) -> bool:
@@ -167,10 +164,8 @@ class KVManager:
         return self._finder.fetch(keys, self.num_available - self._promised - spare_pages)
 
     def remember(self, target: Range, keys: Sequence[bytes], num_computed: int) -> None:
-        """Let the prefix cache know the range's pages that are complete by now.
-
-        keys: of its pages, as far as they are known.
-        """
+        """Let the prefix cache know the range's pages that are complete by now. keys: of its
+        pages, as far as they are known."""
         self._finder.remember(target, keys, num_computed)
 
     # ---- pages of ranges
@@ -225,8 +220,7 @@ class KVManager:
         target.promised = promised
 
     def _take(self, part: RangePart, more: Sequence[int] = ()) -> int:
-        """A free page for the part's next place (after `more` pages), the one that is shown
-        there if possible."""
+        """A free page for its next place (after `more`), the one shown there if possible."""
         if not self.allocator.num_free:
             self.prefixes.evict()
         place = len(part.pages) + len(more)
@@ -278,6 +272,8 @@ class KVManager:
         target.capacity = target.num_promised = 0
         self._promise(target)
         for part in target.parts:
+            if part.group.window is not None:
+                self.prefixes.use_alone(part.held)
             for page in (*part.held, *(source for source, _ in part.copies)):
                 self.prefixes.let_go(page)
             part.clear()
@@ -311,8 +307,7 @@ class KVManager:
             self.prefixes.let_go(source)
         part.valid = len(part.pages)
         if part.num_passed - part.num_unmapped >= _UNMAP_PLACES:
-            self._cut(part.index, part.num_unmapped, part.num_passed)
-            part.num_unmapped = part.num_passed
+            self._unmap_passed(part)
 
     def _unmap_idle(self) -> None:
         """Stale mappings give way when there are too many in all."""
@@ -322,11 +317,17 @@ class KVManager:
                 return
             self._cut(index)
 
-    def _cut(self, index: int, first: int = 0, end: int | None = None) -> None:
+    def _unmap_passed(self, part: RangePart) -> None:
+        if self._cut(part.index, part.num_unmapped, part.num_passed):
+            part.num_unmapped = part.num_passed
+
+    def _cut(self, index: int, first: int = 0, end: int | None = None) -> bool:
         try:
             self.space.cut(index, first, end)
         except OSError as error:  # nobody looks there, and mapping replaces what is there
             logger.warning("unmapping failed: %s", error)
+            return False
+        return True
 
     def look_ahead(self, wanted: Iterable[tuple[Range, int]]) -> None:
         """Let the thread map what the ranges need for that many tokens, and a little for the
@@ -368,8 +369,7 @@ class KVManager:
             if len(self.space.shown(part.index)) > part.valid:
                 self._cut(part.index, part.valid)
             if part.num_passed > part.num_unmapped:
-                self._cut(part.index, part.num_unmapped, part.num_passed)
-                part.num_unmapped = part.num_passed
+                self._unmap_passed(part)
         for first, length in runs_of(self.allocator.cool()):
             try:
                 self._memory.release(first, length)

@@ -111,6 +111,13 @@ class PrefixCache:
         if self._store is not None:
             self._unwritten[page] = key
 
+    def use_alone(self, pages: Sequence[int]) -> None:
+        """These, which have no parents, were used just now: the last of them is to go first,
+        because without the first ones it is worth nothing."""
+        for page in reversed(pages):
+            if page in self.index:
+                self.index.touch(self.index.key_of(page))
+
     def evict(self) -> None:
         """Forget something so that at least one page becomes free. There is an evictable one."""
         references = self._allocator.num_references

@@ -48,8 +48,10 @@ class PrefixFinder:
             num_shared = group.num_complete(num_tokens) - first
             pages = [index.page_of(key) for key in chain]
             parts.append(PartHit(first, pages[:num_shared], pages[num_shared:]))
-            for key in chain if group.window else chain[-1:]:
-                index.touch(key)
+            if group.window is None:
+                index.touch(chain[-1])
+            else:
+                self._cache.use_alone(pages)
         return PrefixHit(num_tokens, parts)
 
     def remember(self, target: Range, keys: Sequence[bytes], num_computed: int) -> None:

@@ -75,6 +75,10 @@ class PrefixIndex:
         """Of a key that is known."""
         return self._nodes[key].page
 
+    def key_of(self, page: int) -> bytes:
+        """Of a page that is known."""
+        return self._keys[page]
+
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """Pages of the longest known beginning of a chain."""
         found: list[int] = []

@@ -183,11 +183,11 @@ def _attention(
     """Over the reservation at `address`. layers_of: of each layout, its layers' numbers."""
     parts: list[PlannedAttention] = []
     for number, layout in enumerate(layouts):
-        start = address + kv.group_offset(number)
+        start, end = (address + kv.group_offset(i) for i in (number, number + 1))
         if isinstance(layout, Int8KVLayout):
             parts.append(Int8LocalAttention(layout, start))
         else:
-            cache = KVCache(layout, start, kv.group_bytes(number))
+            cache = KVCache(layout, start, end - start)
             parts.append(LocalAttention(layout.layers, cache, backend))
     return parts[0] if len(parts) == 1 else GroupedAttention(parts, layers_of)
 

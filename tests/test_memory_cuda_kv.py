@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from memory.cuda_vmm import CudaError, CudaMemory
 from memory.kv_manager import KVManager
 from memory.kv_range import Range
+from memory.layer_groups import LayerGroup
 from tests.fakes_cuda import CUresult, FakeDriver
 
 PAGE = 4096
@@ -20,6 +21,7 @@ class DeviceKVMachine(RuleBasedStateMachine):
     """No sequence ever loses a token, and nothing is left at the end."""
 
     TOKEN = 1024
+    WINDOW: int | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +32,7 @@ class DeviceKVMachine(RuleBasedStateMachine):
             num_pages=12,
             num_ranges=4,
             max_model_len=32,
-            token_bytes=self.TOKEN,
+            groups=[LayerGroup(self.TOKEN, window=self.WINDOW, read_block=1)],
             in_background=False,  # failures come at places that can be repeated
         )
         self.base = self.memory.reserve(self.kv.total_bytes)
@@ -49,7 +51,7 @@ class DeviceKVMachine(RuleBasedStateMachine):
     @rule(data=st.data(), num_tokens=st.integers(1, 32))
     def grow(self, data: st.DataObject, num_tokens: int) -> None:
         index = data.draw(st.sampled_from(sorted(self.written)))
-        self.kv.grow(self.kv.ranges[index], num_tokens)
+        self.kv.grow(self.kv.ranges[index], num_tokens, len(self.written[index]))
 
     @precondition(lambda self: self.written)
     @rule(data=st.data())
@@ -93,7 +95,9 @@ class DeviceKVMachine(RuleBasedStateMachine):
     def trim(self) -> None:
         self.kv.trim()
         assert self.kv.num_mapped == self.kv.num_in_use
-        assert len(self.driver.mappings) == sum(item.parts[0].valid for item in self.kv.ranges)
+        assert len(self.driver.mappings) == sum(
+            item.parts[0].valid - item.parts[0].num_passed for item in self.kv.ranges
+        )
 
     @invariant()
     def consistent(self) -> None:
@@ -104,7 +108,8 @@ class DeviceKVMachine(RuleBasedStateMachine):
     def read_everything(self) -> None:
         self.driver.cuCtxSynchronize()
         for index, written in self.written.items():
-            for position, byte in enumerate(written):
+            first = 0 if self.WINDOW is None else max(0, len(written) + 1 - self.WINDOW)
+            for position, byte in enumerate(written[first:], first):
                 address = self.address(self.kv.ranges[index], position)
                 assert self.driver.read(address, self.TOKEN) == bytes([byte]) * self.TOKEN
 
@@ -119,5 +124,13 @@ class DeviceKVMachine(RuleBasedStateMachine):
         assert self.driver.used_bytes == 0
 
 
+class WindowKVMachine(DeviceKVMachine):
+    """The same, and pages behind the window are given back."""
+
+    WINDOW = 6
+
+
+TestWindowKVMachine = WindowKVMachine.TestCase
+TestWindowKVMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 TestDeviceKVMachine = DeviceKVMachine.TestCase
 TestDeviceKVMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

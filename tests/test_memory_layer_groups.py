@@ -55,6 +55,18 @@ def test_pages_of_a_window_stay_bounded_and_all_come_back():
     assert (kv.num_in_use, kv.num_mapped, len(memory.mapped)) == (0, 0, 0)
 
 
+def test_what_cannot_be_unmapped_behind_a_window_is_tried_again():
+    kv, memory = make_groups(WINDOW)
+    item = kv.open(1)
+    run(kv, item, 0, 200)
+    memory.fail_next = "unmap"
+    kv.trim()
+    assert len(memory.mapped) > len(item.pages)
+    kv.trim()
+    assert len(memory.mapped) == len(item.pages)
+    check_mapping(kv, memory)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize(
     "groups", [(FULL, WINDOW), (WINDOW,), (WINDOW, LayerGroup(80, window=9, read_block=4))]
@@ -171,6 +183,20 @@ def test_pages_behind_the_window_are_forgotten_first_and_not_missed():
     kv.check_integrity()
     assert kv.match(keys, 95).num_tokens == 95
     assert kv.match(keys, 40) is None, "what its window needs is gone"
+
+
+@pytest.mark.parametrize("is_hit", [False, True])
+def test_the_end_of_what_a_window_reaches_is_forgotten_before_its_beginning(is_hit):
+    """A prompt within the window needs its first page whatever is left of the others."""
+    wide = LayerGroup(32, window=400, read_block=8)
+    kv, _ = make_groups(wide, num_pages=20)
+    keys = filled(kv, 96)
+    if is_hit:
+        assert kv.match(keys, 96).num_tokens == 96
+    item = kv.open(88)
+    run(kv, item, 0, 88, rows=8)
+    assert kv.prefixes.stats.num_evicted == 3
+    assert kv.match(keys, 96).num_tokens == 96 - 3 * 8
 
 
 @pytest.mark.parametrize("groups", [(FULL, WINDOW), (WINDOW,)])
