@@ -330,10 +330,12 @@ class KVManager:
         if self._idle:
             need = self.pages_for(min(_EAGER_TOKENS, self.max_model_len))
             places.append(self._ahead_of(self.ranges[self._choose(need, [])], need))
-        self.space.ahead(places)
         ahead = [page for _, _, pages in places for page in pages]
-        for page in ahead:
-            self.allocator.give_back(page)
+        try:
+            self.space.ahead(places)
+        finally:
+            for page in ahead:
+                self.allocator.give_back(page)
         self.allocator.keep(ahead)
 
     def _ahead_of(self, target: Range, num_pages: int) -> tuple[int, int, list[int]]:
@@ -364,11 +366,14 @@ class KVManager:
             except OSError as error:  # the pages are free all the same; only the system waits
                 logger.warning("giving memory back failed: %s", error)
 
-    def close_all(self) -> None:
-        """Forget the prefixes, give all memory back, end the threads."""
-        self.prefixes.close()
-        self.trim()
-        self.space.close()
+    def close_all(self, timeout_s: float = 30.0) -> None:
+        """Forget the prefixes, give all memory back, end the threads. The disk has so long to
+        take what it has not yet."""
+        try:
+            self.prefixes.close(timeout_s)
+            self.trim()
+        finally:
+            self.space.close()
 
     def check_integrity(self) -> None:
         """AssertionError tells which invariant does not hold. For tests and idle moments."""

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import stat
 import time
 from pathlib import Path
+
+from memory.direct_io import open_direct
+from memory.spill_log import IndexLog, Placed
+
+logger = logging.getLogger(__name__)
 
 _OURS = ("lock", "index", "pages-", ".probe-", "secret")
 _HANDOVER_S = 5.0
@@ -42,6 +48,38 @@ def claim_directory(directory: str | Path) -> tuple[Path, int]:
         os.close(lock)
         raise SpillDirectoryInUse(f"{path} is in use by another process") from error
     return path, lock
+
+
+def open_pages(
+    path: Path, log: IndexLog | None, page_bytes: int, num_slots: int
+) -> tuple[int, bool, list[Placed]]:
+    """The file of pages: descriptor, whether it is direct, and what the log knows is in it.
+
+    Without a log a file without a name. OSError.
+    """
+    placed = [] if log is None else log.open(num_slots)
+    pages = path / (f"pages-{os.urandom(16).hex()}.kv" if log is None else log.data_name)
+    if log is not None and placed and (pages.is_symlink() or not pages.is_file()):
+        logger.warning("K/V on disk in %s: beginning anew (the file of pages is gone)", path)
+        log.begin_anew()
+        placed, pages = [], path / log.data_name
+    if log is not None:
+        remove_pages(path, but=pages.name if placed else "")
+    flags = os.O_RDWR | os.O_NOFOLLOW | (0 if placed else os.O_CREAT | os.O_EXCL)
+    fd, is_direct = open_direct(pages, flags)
+    try:
+        if log is None:
+            pages.unlink()
+        else:
+            os.fchmod(fd, 0o600)
+            claim_pages(fd)
+        size = os.fstat(fd).st_size
+        placed = [p for p in placed if p.slot * page_bytes + p.length <= size]
+        os.ftruncate(fd, num_slots * page_bytes)  # a hole, until it is set aside
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, is_direct, placed
 
 
 def claim_pages(fd: int) -> None:

@@ -217,13 +217,15 @@ class EngineCore:
             self._post.join()
             self._loop_job = None
         elif self._compute.is_alive():  # loaded, but never started
-            self._compute.submit(self._close_unused)
+            self._compute.submit(self._close_memory)
         if self._compute.is_alive():
             self._compute.stop()
 
-    def _close_unused(self) -> None:
-        self._kv.close_all()
-        self._runner.close()
+    def _close_memory(self) -> None:
+        try:
+            self._kv.close_all()
+        finally:
+            self._runner.close()
 
     # ---- pool 1
 
@@ -314,8 +316,7 @@ class EngineCore:
         finally:
             self._answer_all(FinishReason.ABORT)
             self._answer_rest()
-            self._kv.close_all()
-            self._runner.close()
+            self._close_memory()
 
     def _answer_failed(self) -> None:
         """The loop has failed: until shutdown, whatever still comes in is told so."""

@@ -90,7 +90,7 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
             store, secret = open_kv_store(
                 config, precision, token_bytes=layout.token_bytes, page_bytes=sizes.page_bytes
             )
-            kv.prefixes.use_store(store, memory.page_address)
+            kv.prefixes.use_store(store, memory.page_address, memory.keep_pages)
     except BaseException:
         memory.close()
         raise
