@@ -21,7 +21,8 @@ from pathlib import Path
 
 from memory.block_file import ALIGNMENT, BlockFile, Transfer
 from memory.direct_io import choose_io, open_block_file
-from memory.spill_directory import claim_directory, open_pages
+from memory.spill_directory import claim_directory
+from memory.spill_files import open_pages
 from memory.spill_health import DiskHealth, SpillStats
 from memory.spill_log import MAX_KEY_BYTES, IndexLog, Placed
 from memory.spill_slots import Entry, SlotTable
@@ -60,6 +61,7 @@ class SpillStore:
         assert page_bytes % ALIGNMENT == 0 and 0 < page_bytes <= MAX_PAGE_BYTES, f"{page_bytes=}"
         assert capacity_bytes >= page_bytes, f"{capacity_bytes=} {page_bytes=}"
         self.page_bytes = page_bytes
+        self.capacity_bytes = capacity_bytes
         self._max_requests = max_requests
         self._growth = max(1, growth_bytes // page_bytes)
         self._lock = threading.Lock()

@@ -165,6 +165,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         last = self._last_step_s
         scheduler = self._scheduler
+        disk = self._kv.prefixes.store_stats()
         coverage_p50, coverage_p90 = scheduler.policy.coverage()
         page_steps = max(1, scheduler.num_steps) * self._kv.num_pages
         return EngineStats(
@@ -194,6 +195,14 @@ class EngineCore:
             disk_stored_pages=self._kv.prefixes.stats.num_stored,
             disk_loaded_pages=self._kv.prefixes.stats.num_loaded,
             disk_lost_pages=self._kv.prefixes.stats.num_lost,
+            disk_failed_pages=self._kv.prefixes.stats.num_failed,
+            disk_pages=disk.entries,
+            disk_bytes=disk.bytes_used,
+            disk_corrupt_pages=disk.corrupt,
+            disk_read_errors=disk.read_errors,
+            disk_write_errors=disk.write_errors,
+            disk_refused_requests=disk.refused,
+            disk_is_paused=disk.is_paused,
             kv_bytes_per_token=self._kv.token_bytes,
             last_step_age_s=None if last is None else self._clock() - last,
         )
@@ -224,6 +233,8 @@ class EngineCore:
     def _close_memory(self) -> None:
         try:
             self._kv.close_all()
+        except Exception:
+            logger.exception("giving K/V memory back failed")
         finally:
             self._runner.close()
 
