@@ -30,6 +30,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "max_position_embeddings": 8192,
     },
+    # 32k tokens of prompt take some fifteen seconds on two cores
+    "small-32k": {
+        "hidden_size": 512,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 1536,
+        "vocab_size": 4096,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 40960,
+    },
     # a few milliseconds a step: for smoke tests of the scripts
     "tiny": {
         "hidden_size": 64,

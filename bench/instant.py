@@ -21,8 +21,9 @@ from serve.loader import LoadedEngine
 from serve.memory_policy import make_policy
 from serve.models import ModelSpec, read_spec
 from serve.order import make_order
+from serve.plan import SchedulerLimits, StepPlan
 from serve.runner import Runner, StepResult
-from serve.scheduler import Scheduler, SchedulerLimits, StepPlan
+from serve.scheduler import Scheduler
 from serve.sequence import Sequence
 from serve.tokenizer import Tokenizer
 
@@ -95,7 +96,12 @@ def load_instant(
     )
     memory.reserve(kv.total_bytes)
     batched = config.max_num_batched_tokens or 512
-    limits = SchedulerLimits(config.max_num_seqs, batched, config.max_chunk_tokens or batched)
+    limits = SchedulerLimits(
+        config.max_num_seqs,
+        batched,
+        config.max_chunk_tokens or batched,
+        config.inter_token_slo_s,
+    )
     runner = make_runner(kv) if make_runner is not None else InstantRunner(kv, script)
     request_limits = RequestLimits(
         max_len,

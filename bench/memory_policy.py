@@ -43,8 +43,9 @@ from bench.memory_traces import (
 )
 from memory.kv_manager import KVManager
 from serve.memory_policy import Coverage, MemoryPolicy, Oracle, PredictedPeak, make_policy
+from serve.plan import SchedulerLimits, StepPlan
 from serve.request import Request, SamplingParams
-from serve.scheduler import Scheduler, SchedulerLimits, StepPlan
+from serve.scheduler import Scheduler
 from serve.sequence import Sequence, make_sequences
 
 POLICIES = ("unlimited", "oracle", "predicted", "worst_case", "prompt_only")

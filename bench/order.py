@@ -28,8 +28,9 @@ from memory.kv_manager import KVManager
 from memory.prefix_index import PrefixHasher
 from serve.memory_policy import make_policy
 from serve.order import ORDERS, make_order
+from serve.plan import SchedulerLimits
 from serve.request import Request, SamplingParams
-from serve.scheduler import Scheduler, SchedulerLimits
+from serve.scheduler import Scheduler
 from serve.sequence import Sequence, make_sequences
 
 MAX_NUM_SEQS = 16
@@ -180,8 +181,7 @@ class Simulation:
         step_s = CPU.step_s(plan)
         self.now_s += step_s
         self.num_rows += plan.num_total_rows
-        throughput = self.scheduler.waiting.throughput
-        throughput.observe(plan.num_total_rows, plan.num_decodes, step_s)
+        self.scheduler.observe(plan, step_s)
         tokens = []
         for sequence, samples in zip(plan.sequences, plan.samples, strict=True):
             if samples:

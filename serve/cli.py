@@ -89,6 +89,14 @@ def run(
     max_chunk_tokens: Annotated[
         int | None, typer.Option(help="Most prompt rows of one sequence in a step.")
     ] = None,
+    inter_token_slo_ms: Annotated[
+        float | None,
+        typer.Option(
+            "--inter-token-slo",
+            metavar="MS",
+            help="Cut prompts so that streams wait for a token no longer than this.",
+        ),
+    ] = None,
     max_num_waiting: Annotated[int, typer.Option(help="Requests that may wait.")] = 4096,
     kv_cache_bytes: Size = None,
     kv_page_bytes: Size = None,

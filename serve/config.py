@@ -44,6 +44,8 @@ class EngineConfig:
     max_num_batched_tokens: rows of one step; None picks by model and device.
     max_chunk_tokens: most prefill rows of one sequence in one step; None means no limit
         beyond max_num_batched_tokens.
+    inter_token_slo_ms: what a step may take while somebody decodes: prompts are cut so that it
+        is kept, by a learned model of the step's time. None: prompts take the whole budget.
     max_num_waiting: requests that may wait before new ones are refused.
     kv_cache_bytes: bound on physical K/V memory; None takes 40 % of what is free.
     kv_page_bytes: physical unit mapped on demand; None picks about 16 tokens.
@@ -73,6 +75,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
     max_chunk_tokens: int | None = None
+    inter_token_slo_ms: float | None = None
     max_num_waiting: int = 4096
     kv_cache_bytes: int | None = None
     kv_page_bytes: int | None = None
@@ -119,6 +122,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"{name} must be a positive integer, not {value!r}")
+        slo = self.inter_token_slo_ms
+        if slo is not None and (type(slo) not in (int, float) or not 0 < slo < math.inf):
+            raise ConfigError(f"inter_token_slo_ms must be a positive number, not {slo!r}")
         if self.seed is not None and type(self.seed) is not int:
             raise ConfigError(f"seed must be an integer, not {self.seed!r}")
         if self.kv_cache_dir is not None and (
@@ -133,6 +139,10 @@ class EngineConfig:
         page = self.kv_page_bytes
         if page is not None and (page < 4096 or page & (page - 1)):
             raise ConfigError(f"kv_page_bytes must be a power of two from 4096 on, not {page}")
+
+    @property
+    def inter_token_slo_s(self) -> float | None:
+        return None if self.inter_token_slo_ms is None else self.inter_token_slo_ms / 1e3
 
     @property
     def model_path(self) -> Path:

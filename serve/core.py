@@ -15,27 +15,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 from memory.kv_manager import KVManager
-from serve.admission import RequestLimits, check_request, check_text
+from serve.admission import RequestLimits
 from serve.compute_thread import ComputeThread
 from serve.detokenizer import DetokenizerFactory
-from serve.errors import (
-    EngineStoppedError,
-    GenerationError,
-    MergestepError,
-    OverloadedError,
-    RequestError,
-)
+from serve.errors import EngineStoppedError, GenerationError, OverloadedError, RequestError
+from serve.intake import Arrival, Encode, Intake
 from serve.output import OutputProcessor, OutputState, Sink, StepRecord
 from serve.overload import EarlyRejection
+from serve.plan import StepPlan
 from serve.request import FinishReason, Prompt, Request, SamplingParams
 from serve.runner import Runner, StepResult
-from serve.scheduler import Scheduler, StepPlan
+from serve.scheduler import Scheduler
 from serve.sequence import Sequence, SequenceStatus, make_sequences
 from serve.state import EngineStats, RequestState
 from serve.tokenizer import Tokenizer
@@ -54,8 +48,6 @@ _SWITCH_INTERVAL_S = 2e-4
 # Requests without a seed get distinct ones: multiples of 2^64 / golden ratio.
 _SEED_STEP = 0x9E3779B97F4A7C15
 _SEED_MASK = (1 << 62) - 1
-
-Encode = Callable[[], "list[int]"]
 
 
 class EngineCore:
@@ -78,7 +70,6 @@ class EngineCore:
         self._runner = runner
         self._scheduler = scheduler
         self._kv = kv
-        self._tokenizer = tokenizer
         self._detokenizers = DetokenizerFactory(tokenizer)
         self._eos = eos_token_ids
         self._limits = limits
@@ -86,6 +77,7 @@ class EngineCore:
         self._clock = clock
         slo_s = limits.ttft_slo_s
         self._rejection = None if slo_s is None else EarlyRejection(scheduler, slo_s)
+        self._intake = Intake(tokenizer, limits, scheduler.prefixes, self._rejection)
         self._counter = itertools.count()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._records: queue.Queue[StepRecord | None] = queue.Queue(_MAX_RECORDS_BEHIND)
@@ -102,6 +94,8 @@ class EngineCore:
         self._num_prefill_rows = 0
         self._num_decode_rows = 0
         self._last_step_s: float | None = None
+        # Since when the loop has been busy with the next step; None: it was idle.
+        self._busy_since_s: float | None = None
         self._output = OutputProcessor(
             eos_token_ids,
             lambda s: self._inbox.put(lambda: self._end(s, FinishReason.STOP)),
@@ -185,6 +179,8 @@ class EngineCore:
             predicted_peak_pages=scheduler.policy.predicted_peak_pages,
             coverage_p50=coverage_p50,
             coverage_p90=coverage_p90,
+            step_time_error=scheduler.chunks.model.median_error(),
+            chunk_limit_rows=scheduler.chunks.limit,
             pages_in_use=self._kv.num_in_use,
             pages_mapped=self._kv.num_mapped,
             pages_total=self._kv.num_pages,
@@ -238,79 +234,26 @@ class EngineCore:
         finally:
             self._runner.close()
 
-    # ---- pool 1
-
-    def _prepare(self, state: RequestState, prompt: Prompt | Encode) -> None:
-        """Tokenize and check; hand over to the loop or tell the sink what is wrong."""
-        try:
-            if state.is_aborted:
-                params = replace(state.params, max_tokens=0, min_tokens=0)
-                request = Request(state.request_id, None, (), params, state.times.arrival_s)
-            else:
-                request = check_request(
-                    state.request_id,
-                    state.prompt,
-                    self._token_ids(prompt),
-                    state.params,
-                    self._limits,
-                    state.times.arrival_s,
-                    state.client,
-                )
-            keys = self._page_keys(request)
-            num_rows = self._scheduler.num_missing_rows(request, keys)
-            if self._rejection is not None:
-                self._rejection.admit(request, num_rows)
-        except MergestepError as error:
-            self._refuse(state, error)
-        except Exception as error:
-            logger.exception("tokenizing %s failed", state.request_id)
-            message = f"the prompt could not be tokenized: {type(error).__name__}"
-            self._refuse(state, RequestError(message, param="prompt", code="invalid_prompt"))
-        else:
-            self._tell(state, lambda: state.sink.accept(request))
-            self._inbox.put(
-                lambda: self._guarded(state, lambda: self._enqueue(state, request, keys, num_rows))
-            )
-
-    def _page_keys(self, request: Request) -> list[bytes]:
-        """Those of the prompt, here and not between two steps."""
-        keys: list[bytes] = []
-        if self._scheduler.hasher is not None:
-            salt = request.params.cache_salt
-            self._scheduler.hasher.extend(keys, request.prompt_token_ids, salt)
-        return keys
-
-    def _token_ids(self, prompt: Prompt | Encode) -> SequenceOf[int]:
-        if callable(prompt):
-            return prompt()
-        if isinstance(prompt, dict):
-            given: dict[str, Any] = dict(prompt)
-            inner: Any = given.get("prompt_token_ids", given.get("prompt"))
-            if inner is None or isinstance(inner, dict):
-                raise RequestError("a prompt needs prompt_token_ids or prompt", param="prompt")
-            return self._token_ids(inner)
-        if isinstance(prompt, str):
-            check_text(prompt, self._tokenizer, self._limits)
-            return self._tokenizer.encode(prompt)
-        return prompt
-
     def _refuse(self, state: RequestState, error: Exception) -> None:
         self._remove(state)
-        self._tell(state, lambda: state.sink.fail(error))
-
-    @staticmethod
-    def _tell(state: RequestState, act: Callable[[], None]) -> None:
-        """A consumer's own fault is logged and harms nobody else."""
-        try:
-            act()
-            state.sink.wake()
-        except Exception:
-            logger.exception("the consumer of %s cannot be told", state.request_id)
+        state.tell(lambda: state.sink.fail(error))
 
     def _remove(self, state: RequestState) -> None:
         with self._lock:
             if self._unfinished.pop(state.request_id, None) is not None:
                 self._num_unfinished -= state.params.n
+
+    def _prepare(self, state: RequestState, prompt: Prompt | Encode) -> None:
+        """Pool 1's work: hand a request over to the loop, or tell the sink what is wrong."""
+        try:
+            request, arrival = self._intake.take_in(state, prompt)
+        except Exception as error:
+            self._refuse(state, error)
+        else:
+            state.tell(lambda: state.sink.accept(request))
+            self._inbox.put(
+                lambda: self._guarded(state, lambda: self._enqueue(state, request, arrival))
+            )
 
     # ---- pool 2: the loop
 
@@ -364,6 +307,7 @@ class EngineCore:
         while True:
             idle = not self._scheduler.has_work()
             if idle:
+                self._busy_since_s = None
                 self._flush_records()
             try:
                 if not idle:
@@ -384,9 +328,13 @@ class EngineCore:
             message()
 
     def _step(self) -> None:
-        plan = self._scheduler.schedule(self._clock())
+        now_s = self._clock()
+        # From token to token: what lies between two steps counts too.
+        began_s = now_s if self._busy_since_s is None else self._busy_since_s
+        plan = self._scheduler.schedule(now_s)
         if plan is None and self._kv.prefixes.is_transferring:
             # The head waits for its pages, or the pages it needs are still being written.
+            self._busy_since_s = None
             self._flush_records()
             self._kv.prefixes.wait(_FETCH_WAIT_S)
             return
@@ -395,26 +343,28 @@ class EngineCore:
             # one sequence of max_model_len always fits (checked at start-up).
             assert self._scheduler.running, "work, but nothing can be scheduled"
             return
-        self._run(plan)
+        self._run(plan, began_s)
 
-    def _run(self, plan: StepPlan) -> None:
-        began_s = self._clock()
+    def _run(self, plan: StepPlan, began_s: float | None = None) -> None:
+        """began_s: when its step began; None: a part of a step, whose time says nothing."""
         try:
             result = self._runner.run(plan, self._flush_records)
         except Exception as error:
+            self._busy_since_s = None
             self._isolate(plan, error)
             return
-        self._finish_step(plan, result, began_s)
-
-    def _finish_step(self, plan: StepPlan, result: StepResult, began_s: float) -> None:
-        finished = self._scheduler.update(plan, result.tokens)
         now_s = self._clock()
+        if began_s is not None:
+            self._scheduler.observe(plan, now_s - began_s)
+        self._busy_since_s = now_s
+        self._finish_step(plan, result, now_s)
+
+    def _finish_step(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
+        finished = self._scheduler.update(plan, result.tokens)
         self._num_steps += 1
         self._num_decode_rows += plan.num_decodes
         self._num_prefill_rows += plan.num_total_rows - plan.num_decodes
         self._last_step_s = now_s
-        throughput = self._scheduler.waiting.throughput
-        throughput.observe(plan.num_total_rows, plan.num_decodes, now_s - began_s)
         if result.sampled:
             self._pending_records.append(
                 StepRecord(result.sampled, result.tokens, result.logprobs, finished, now_s)
@@ -450,16 +400,14 @@ class EngineCore:
 
     # ---- pool 2: messages
 
-    def _enqueue(
-        self, state: RequestState, request: Request, page_keys: list[bytes], num_rows: int
-    ) -> None:
+    def _enqueue(self, state: RequestState, request: Request, arrival: Arrival) -> None:
         if self._rejection is not None:
-            self._rejection.queued(num_rows)
-        sequences = make_sequences(request, self._eos, page_keys)
+            self._rejection.queued(arrival.seconds)
+        sequences = make_sequences(request, self._eos, arrival.page_keys)
         for sequence in sequences:  # before any of them is known to the scheduler
             # of several that begin alike the first one computes
-            is_alone = sequence.index == 0 or self._scheduler.hasher is None
-            sequence.num_expected_rows = num_rows if is_alone else 1
+            is_alone = sequence.index == 0 or not self._scheduler.prefixes.is_on
+            sequence.num_expected_rows = arrival.num_rows if is_alone else 1
             sequence.output = OutputState(
                 request, sequence.index, self._detokenizers, state.sink, state.times
             )

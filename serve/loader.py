@@ -20,10 +20,11 @@ from serve.errors import ModelLoadError, RequestError
 from serve.memory_policy import make_policy
 from serve.models import ModelSpec, read_generation_defaults, read_spec
 from serve.order import make_order
+from serve.plan import SchedulerLimits
 from serve.request import SamplingParams
 from serve.runner import ModelRunner
 from serve.runtime import load_runtime
-from serve.scheduler import Scheduler, SchedulerLimits
+from serve.scheduler import Scheduler
 from serve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,12 @@ def _load(config: EngineConfig, compute: ComputeThread, progress: bool) -> Loade
     runtime = load_runtime(config, progress=progress)
     spec, kv, max_model_len = runtime.spec, runtime.kv, runtime.kv.max_model_len
     batched = config.max_num_batched_tokens or max(_DEFAULT_BATCHED_TOKENS, config.max_num_seqs)
-    limits = SchedulerLimits(config.max_num_seqs, batched, config.max_chunk_tokens or batched)
+    limits = SchedulerLimits(
+        config.max_num_seqs,
+        batched,
+        config.max_chunk_tokens or batched,
+        config.inter_token_slo_s,
+    )
     runner = ModelRunner(runtime.model, kv, runtime.attention, memory=runtime.memory)
     request_limits = RequestLimits(
         max_model_len,

@@ -15,12 +15,11 @@ goes to its store, so swapping is closing its range and opening it again with a 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 
 from serve.request import Request
 from serve.sequence import Sequence
-from serve.throughput import Throughput
 
 ORDERS = ("fcfs", "priority", "mlfq", "fair")
 
@@ -32,15 +31,15 @@ class Order:
     """First come, first served, and the base of the others: sorted by `rank`, then by arrival.
 
     Iterating gives the waiting sequences, the next one first. preempts: somebody who waits may
-    outrank somebody who runs. Only `rows_before` may be called from another thread.
+    outrank somebody who runs. Only `seconds_before` may be called from another thread.
     """
 
     preempts = False
     margin = 0  # ranks by which somebody who runs must be behind to give way
 
-    def __init__(self, throughput: Throughput | None = None) -> None:
-        """throughput: of the engine's steps; who runs them keeps it up to date."""
-        self.throughput = Throughput() if throughput is None else throughput
+    def __init__(self) -> None:
+        # of so many tokens, the second number of them known; whoever can tell sets it
+        self.prefill_seconds: Callable[[int, int], float] = lambda num_tokens, num_cached: 0.0
         self.now_s = 0.0
         self._waiting: list[Entry] = []
         self._numbers: dict[Sequence, int] = {}
@@ -103,10 +102,11 @@ class Order:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def rows_before(self, request: Request, num_rows: int) -> int:
-        """Prompt rows of the waiting that come before a request of num_rows that arrives now."""
+    def seconds_before(self, request: Request, num_rows: int) -> float:
+        """To compute the prompts that wait and come before a request that arrives now with
+        num_rows."""
         rank = self.rank_of(request, num_rows)
-        return sum([s.num_expected_rows for other, _, s in list(self._waiting) if other <= rank])
+        return sum([s.expected_s for other, _, s in list(self._waiting) if other <= rank])
 
     # ---- the queue
 
@@ -164,8 +164,8 @@ class MultiLevelFeedback(Order):
     SWAP_SHARE = 10.0
     MAX_LEVEL = 24  # two days: there, everybody runs to the end
 
-    def __init__(self, throughput: Throughput | None = None) -> None:
-        super().__init__(throughput)
+    def __init__(self) -> None:
+        super().__init__()
         self._jobs: dict[Sequence, _Job] = {}
         self._running: set[Sequence] = set()
         # (when, number, sequence) of demotions and of starvation; some are out of date
@@ -176,10 +176,10 @@ class MultiLevelFeedback(Order):
         return self._jobs[sequence].level
 
     def rank_of(self, request: Request, num_rows: int) -> int:
-        return self._join(num_rows)
+        return self._join(len(request.prompt_token_ids), num_rows)
 
-    def _join(self, num_rows: int) -> int:
-        level, prefill_s = 0, self.throughput.seconds(num_rows)
+    def _join(self, num_tokens: int, num_rows: int) -> int:
+        level, prefill_s = 0, self.prefill_seconds(num_tokens, num_tokens - num_rows)
         while level < self.MAX_LEVEL and self._quantum_s(level) < prefill_s:
             level += 1
         return level
@@ -210,7 +210,7 @@ class MultiLevelFeedback(Order):
             heappush(self._demotions, (job.until_s, self._numbers[sequence], sequence))
 
     def add(self, sequence: Sequence) -> None:
-        level = self._join(sequence.num_expected_rows)
+        level = self._join(sequence.num_tokens, sequence.num_expected_rows)
         self._jobs[sequence] = _Job(level, self._quantum_s(level))
         super().add(sequence)
 
@@ -219,7 +219,7 @@ class MultiLevelFeedback(Order):
         job = self._jobs[sequence]
         # the last step may have begun long before it arrived
         job.since_s = max(self.now_s, sequence.request.arrival_s)
-        again_s = self.throughput.seconds(sequence.num_tokens)
+        again_s = self.prefill_seconds(sequence.num_tokens, 0)
         job.until_s = job.since_s + self.STARVING_S + self.STARVING_SHARE * again_s
         heappush(self._starving, (job.until_s, self._numbers[sequence], sequence))
 
@@ -235,9 +235,9 @@ class MultiLevelFeedback(Order):
         self._running.add(sequence)
         job = self._jobs[sequence]
         # What a preemption cost is not held against it.
-        missing = sequence.num_tokens - sequence.num_computed_tokens
         if sequence.num_preemptions:
-            job.left_s += self.throughput.seconds(missing)
+            num_known = sequence.num_computed_tokens
+            job.left_s += self.prefill_seconds(sequence.num_tokens, num_known)
         job.since_s = self.now_s
         job.until_s = self.now_s + job.left_s
         if job.level < self.MAX_LEVEL:
@@ -250,7 +250,7 @@ class MultiLevelFeedback(Order):
 
     def is_worth_a_swap(self, sequence: Sequence) -> bool:
         ran_s = self.now_s - self._jobs[sequence].since_s
-        return ran_s >= self.SWAP_SHARE * self.throughput.seconds(sequence.num_tokens)
+        return ran_s >= self.SWAP_SHARE * self.prefill_seconds(sequence.num_tokens, 0)
 
     def ended(self, sequence: Sequence) -> None:
         super().ended(sequence)
@@ -271,8 +271,8 @@ class Fair(Order):
     OUTPUT_WEIGHT = 2
     MAX_CLIENTS = 10_000  # that are remembered while they have nothing to do
 
-    def __init__(self, throughput: Throughput | None = None) -> None:
-        super().__init__(throughput)
+    def __init__(self) -> None:
+        super().__init__()
         self.counters: dict[str | None, int] = {}
         self._queues: dict[str | None, list[tuple[int, Sequence]]] = {}
         self._num_waiting = 0
@@ -355,21 +355,22 @@ class Fair(Order):
     def __len__(self) -> int:
         return self._num_waiting
 
-    def rows_before(self, request: Request, num_rows: int) -> int:
-        """Its client's own rows, and of every other client's as many as fit into that share."""
+    def seconds_before(self, request: Request, num_rows: int) -> float:
+        """Its client's own prompts, and of every other client's as many as fit into that share."""
         counters = dict(self.counters)
-        rows = {
-            client: sum([s.num_expected_rows for _, s in list(queue)])
-            for client, queue in list(self._queues.items())
-        }
-        own = rows.pop(request.client, 0)
-        least = min([counters.get(client, 0) for client in rows], default=0)
+        prompts: dict[str | None, tuple[int, float]] = {}
+        for client, queue in list(self._queues.items()):
+            waiting = [s for _, s in list(queue)]
+            rows = sum([s.num_expected_rows for s in waiting])
+            prompts[client] = (rows, sum([s.expected_s for s in waiting]))
+        own_rows, seconds = prompts.pop(request.client, (0, 0.0))
+        least = min([counters.get(client, 0) for client in prompts], default=0)
         counter = max(counters.get(request.client, 0), least)
-        share = counter + self.INPUT_WEIGHT * (own + num_rows)
-        return own + sum(
-            min(n, max(0, share - counters.get(client, 0)) // self.INPUT_WEIGHT)
-            for client, n in rows.items()
-        )
+        share = counter + self.INPUT_WEIGHT * (own_rows + num_rows)
+        for client, (rows, all_s) in prompts.items():
+            fitting = max(0, share - counters.get(client, 0)) // self.INPUT_WEIGHT
+            seconds += all_s * min(1.0, fitting / max(1, rows))
+        return seconds
 
     def _enqueue(self, sequence: Sequence) -> None:
         queue = self._queues.setdefault(sequence.request.client, [])

@@ -2,54 +2,32 @@
 
 There is no prefill or decode phase. Each sequence gets min(num_tokens - num_computed_tokens,
 what is left of the budget) rows, running ones first, then waiting ones as their order has it
-(serve/order.py). When memory runs out a running sequence is preempted: it gives back its pages,
-waits again and is recomputed later, except for what the prefix cache still knows of it. Where
-the order has ranks, running sequences also give way to a waiting one of a higher rank that
-cannot run otherwise.
+(serve/order.py). How many prompt rows a step has and how prompts share them is the chunk
+policy's matter (serve/chunking.py). When memory runs out a running sequence is preempted: it
+gives back its pages, waits again and is recomputed later, except for what the prefix cache still
+knows of it. Where the order has ranks, running sequences also give way to a waiting one of a
+higher rank that cannot run otherwise.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import islice
 
 from memory.kv_manager import KVManager, PrefixHit
 from memory.prefix_index import PrefixHasher
+from serve.chunking import ChunkPolicy, StepBudget
 from serve.memory_policy import MemoryPolicy, PromptOnly
 from serve.order import Order
+from serve.plan import SchedulerLimits, StepPlan
+from serve.prefix_use import PrefixUse
 from serve.request import FinishReason, Request
 from serve.sequence import Sequence, SequenceStatus
+from serve.step_time import StepWork
 
-_FETCH_LIMIT_S = 2.0
 # Waiting sequences that are looked at for one whose beginning nobody else is computing.
 _LOOK_THROUGH = 16
 # Steps in a row for which others may take the rows of a prompt.
 _MAX_PAUSES = 16
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """The rows of one step: sequences in row order, those with one row first.
-
-    num_rows[i] rows of sequences[i]; num_decodes: how many have exactly one. samples[i]: the
-    step brings the sequence up to date, so a token is sampled from its last row.
-    """
-
-    sequences: list[Sequence]
-    num_rows: list[int]
-    num_decodes: int
-    samples: list[bool]
-    num_total_rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """max_num_seqs run at once; a step has at most max_num_batched_tokens rows, of which one
-    sequence gets at most max_chunk_tokens."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_chunk_tokens: int
 
 
 class Scheduler:
@@ -68,8 +46,14 @@ class Scheduler:
         self.limits = limits
         self.kv = kv
         self.policy = PromptOnly(kv) if policy is None else policy
-        self.hasher = hasher
+        self.prefixes = PrefixUse(kv, hasher)
         self.waiting = Order() if order is None else order
+        self.chunks = ChunkPolicy(
+            min(limits.max_num_batched_tokens, limits.max_chunk_tokens),
+            limits.inter_token_slo_s,
+            by_slack=not self.waiting.preempts,
+        )
+        self.waiting.prefill_seconds = self.chunks.model.prefill_seconds
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.num_given_way = 0  # of those, not for want of memory
@@ -79,28 +63,33 @@ class Scheduler:
         self._num_aside_pages = 0  # of the preempted that wait
         self._pauses: dict[Sequence, int] = {}  # prompts without rows, for how many steps
         self._preempted = False
-        self._fetch_until_s = 0.0
 
     def add(self, sequence: Sequence) -> None:
         self.policy.arrived(sequence)
+        num_tokens = sequence.num_tokens
+        num_cached = num_tokens - sequence.num_expected_rows
+        sequence.expected_s = self.chunks.model.prefill_seconds(num_tokens, num_cached)
         self.waiting.add(sequence)
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
-    def num_missing_rows(self, request: Request, page_keys: list[bytes]) -> int:
-        """Of a prompt with these keys, those that the prefix cache does not know; at least one,
-        but for an empty prompt. From any thread."""
-        num_pages = len(self.kv.prefixes.index.match(page_keys))
-        num_known = self.kv.page_end(num_pages - 1) if num_pages else 0
+    def predicted_ttft_s(self, request: Request, num_rows: int, seconds_before: float) -> float:
+        """Of a request that arrives now with num_rows to compute, and with prompts on the way
+        that take seconds_before. From any thread: what is read may be a step old."""
+        model = self.chunks.model
         num_tokens = len(request.prompt_token_ids)
-        return max(num_tokens - num_known, min(1, num_tokens))
-
-    def rows_before(self, request: Request, num_rows: int) -> int:
-        """Prompt rows to be computed before a request of num_rows that arrives now. From any
-        thread."""
-        missing = [len(s.token_ids) - s.num_computed_tokens for s in list(self.running)]
-        return self.waiting.rows_before(request, num_rows) + sum([n for n in missing if n > 1])
+        seconds = seconds_before + model.prefill_seconds(num_tokens, num_tokens - num_rows)
+        seconds += self.waiting.seconds_before(request, num_rows)
+        decodes: list[Sequence] = []
+        for sequence in list(self.running):
+            num_computed = sequence.num_computed_tokens
+            if sequence.num_tokens - num_computed > 1:
+                seconds += model.prefill_seconds(sequence.num_tokens, num_computed)
+            else:
+                decodes.append(sequence)
+        rest_s = model.last_step_s if self.running else 0.0
+        return rest_s + seconds * self.chunks.slowdown(decodes)
 
     def schedule(self, now_s: float) -> StepPlan | None:
         """The next step, or None when nothing can run. Records page growth; does not commit."""
@@ -108,19 +97,19 @@ class Scheduler:
         self.kv.prefixes.poll()
         decodes: list[Sequence] = []
         chunks: list[tuple[Sequence, int]] = []
-        budget = self.limits.max_num_batched_tokens
+        rows = self.limits.max_num_batched_tokens
         prefilling: list[Sequence] = []
         for sequence in list(self.running):  # any of them may be preempted meanwhile
             missing = len(sequence.token_ids) - sequence.num_computed_tokens
             if missing > 1:
                 prefilling.append(sequence)
-            elif budget and self._grow(sequence, sequence.num_computed_tokens + 1):
+            elif rows and self._grow(sequence, sequence.num_computed_tokens + 1):
                 decodes.append(sequence)
-                budget -= 1
-        for sequence in self._by_rank(prefilling):
-            budget -= self._add_chunk(sequence, budget, chunks, decodes)
-        if not self._preempted:
-            self._admit(budget, now_s, chunks, decodes)
+                rows -= 1
+        if prefilling or self.waiting:
+            budget = self.chunks.begin(self._by_rank(prefilling), decodes, rows, now_s)
+            self._share(budget, now_s, chunks, decodes)
+            self.chunks.end(budget)
         if self.waiting.preempts:
             given = {s for s, _ in chunks}
             self._pauses = {s: self._pauses.get(s, 0) + 1 for s in prefilling if s not in given}
@@ -129,25 +118,42 @@ class Scheduler:
         self.num_page_steps += self.kv.num_in_use
         return self._plan(decodes, chunks)
 
+    def _share(
+        self,
+        budget: StepBudget,
+        now_s: float,
+        chunks: list[tuple[Sequence, int]],
+        decodes: list[Sequence],
+    ) -> None:
+        """Give a step's rows to prompts: short ones, new ones, long ones."""
+        for sequence in budget.shorts:
+            self._add_chunk(sequence, budget, chunks, decodes)
+        if not self._preempted:
+            self._admit(budget, now_s, chunks, decodes)
+        budget.release()
+        for sequence in budget.longs:
+            self._add_chunk(sequence, budget, chunks, decodes)
+
     def _add_chunk(
         self,
         sequence: Sequence,
-        budget: int,
+        budget: StepBudget,
         chunks: list[tuple[Sequence, int]],
         decodes: list[Sequence],
-    ) -> int:
-        """Rows given to a sequence that has more than one to compute (or is new)."""
-        missing = len(sequence.token_ids) - sequence.num_computed_tokens
-        rows = min(missing, budget, self.limits.max_chunk_tokens)
-        if rows <= 0 or sequence.status is not SequenceStatus.RUNNING:
-            return 0
-        if not self._grow(sequence, sequence.num_computed_tokens + rows):
-            return 0
+    ) -> None:
+        """Rows for a sequence that has more than one to compute (or is new)."""
+        if sequence.status is not SequenceStatus.RUNNING:
+            return
+        context = sequence.num_computed_tokens
+        missing = len(sequence.token_ids) - context
+        rows = budget.rows_for(context, min(missing, self.limits.max_chunk_tokens))
+        if rows and not self._grow(sequence, context + rows):
+            return
+        budget.take(rows, context)
         if rows == 1:
             decodes.append(sequence)
-        else:
+        elif rows:
             chunks.append((sequence, rows))
-        return rows
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Pages for the sequence's next rows, preempting others; False if it had (or has) to go."""
@@ -179,7 +185,7 @@ class Scheduler:
 
     def _admit(
         self,
-        budget: int,
+        budget: StepBudget,
         now_s: float,
         chunks: list[tuple[Sequence, int]],
         decodes: list[Sequence],
@@ -187,30 +193,33 @@ class Scheduler:
         paused: list[Sequence] = []
         while self.waiting:
             has_slot = len(self.running) < self.limits.max_num_seqs
-            if not (self.waiting.preempts or (has_slot and budget > 0)):
+            if not (self.waiting.preempts or (has_slot and budget.has_room)):
                 break
-            sequence = self._next(chunks)
-            if sequence is None or self._is_fetching(sequence, now_s):
+            sequence = self._next(budget, chunks)
+            if sequence is None or self.chunks.must_wait(sequence, budget):
                 break
-            hit = self._match(sequence) if has_slot else None
+            if self.prefixes.is_fetching(sequence, now_s, spare_pages=2 * len(self.running)):
+                break
+            hit = self.prefixes.match(sequence) if has_slot else None
             if not self.running and not self.kv.can_fit(sequence.num_tokens, hit=hit):
                 hit = None  # alone it always fits, but maybe not beside pages to be copied
             if not (has_slot and self._fits(sequence, hit)):
                 victim = self._gives_way(sequence)
                 if victim is None:
                     break
-                budget += _withdraw(victim, chunks, decodes)
+                _withdraw(victim, budget, chunks, decodes)
                 paused = [s for s in paused if s is not victim]  # it may be admitted again
                 self._give_way(victim)
                 continue
-            if budget <= 0:
-                budget += self._pause(sequence, chunks, paused)
-            if budget <= 0:
+            if not budget.has_room:
+                self._pause(sequence, budget, chunks, paused)
+            if not budget.has_room:
                 break
             self._start(sequence, hit, now_s)
-            budget -= self._add_chunk(sequence, budget, chunks, decodes)
+            if not self.chunks.defer(sequence, budget):
+                self._add_chunk(sequence, budget, chunks, decodes)
         for sequence in reversed(paused):
-            budget -= self._add_chunk(sequence, budget, chunks, decodes)
+            self._add_chunk(sequence, budget, chunks, decodes)
 
     def _is_overdue(self, sequence: Sequence) -> bool:
         return self._pauses.get(sequence, 0) >= _MAX_PAUSES
@@ -223,38 +232,27 @@ class Scheduler:
         return sorted(prompts, key=lambda s: (not self._is_overdue(s), rank(s)))
 
     def _pause(
-        self, sequence: Sequence, chunks: list[tuple[Sequence, int]], paused: list[Sequence]
-    ) -> int:
-        """Rows that prompts give to a waiting one of a higher rank; they get what it leaves."""
+        self,
+        sequence: Sequence,
+        budget: StepBudget,
+        chunks: list[tuple[Sequence, int]],
+        paused: list[Sequence],
+    ) -> None:
+        """A prompt gives its rows to a waiting one of a higher rank; it gets what that leaves."""
         prompts = [s for s, _ in chunks if not self._is_overdue(s)]
         victims = self.waiting.outranked(sequence, prompts)
-        if not victims:
-            return 0
-        paused.append(victims[-1])
-        return _withdraw(victims[-1], chunks, [])
+        if victims:
+            paused.append(victims[-1])
+            _withdraw(victims[-1], budget, chunks, [])
 
-    def _next(self, chunks: list[tuple[Sequence, int]]) -> Sequence | None:
+    def _next(self, budget: StepBudget, chunks: list[tuple[Sequence, int]]) -> Sequence | None:
         """The first waiting one of whose beginning nobody is just computing what is missing: to
         wait for that costs less than to compute it twice."""
+        prompts = [s for s, _ in chunks] + budget.longs
         for sequence in islice(self.waiting, _LOOK_THROUGH):
-            if not self._is_under_way(sequence, chunks):
+            if not (prompts and self.prefixes.is_under_way(sequence, prompts)):
                 return sequence
         return None
-
-    def _is_under_way(self, sequence: Sequence, chunks: list[tuple[Sequence, int]]) -> bool:
-        if self.hasher is None or not chunks:
-            return False
-        self._extend_keys(sequence)
-        keys = sequence.page_keys
-        for other, _ in chunks:
-            assert other.kv_range is not None
-            # A key stands for everything before it: where these are equal, so is all of it.
-            page = other.kv_range.num_known
-            key = keys[page : page + 1]
-            is_shared = key and key == other.page_keys[page : page + 1]
-            if is_shared and not self.kv.prefixes.index.match(key):
-                return True
-        return False
 
     def _fits(self, sequence: Sequence, hit: PrefixHit | None) -> bool:
         if not self.kv.can_fit(sequence.num_tokens, hit=hit):
@@ -278,8 +276,8 @@ class Scheduler:
 
     def _keeps_all(self, sequence: Sequence) -> bool:
         """Whether memory has room for a waiting one and all that is and would be set aside."""
-        if self.hasher is None or self.kv.prefixes.has_store:
-            return self.hasher is not None
+        if not self.prefixes.is_on or self.kv.prefixes.has_store:
+            return self.prefixes.is_on
         need = self.kv.pages_for(sequence.num_tokens) - self._pages_aside(sequence)
         return self.kv.num_in_use + self._num_aside_pages + need <= self.kv.num_pages
 
@@ -287,7 +285,7 @@ class Scheduler:
         return self.kv.pages_for(sequence.num_tokens) if sequence.num_preemptions else 0
 
     def _start(self, sequence: Sequence, hit: PrefixHit | None, now_s: float) -> None:
-        self._open(sequence, hit)
+        self.prefixes.open(sequence, hit)
         self.waiting.take(sequence)
         self._num_aside_pages -= self._pages_aside(sequence)
         sequence.status = SequenceStatus.RUNNING
@@ -295,48 +293,6 @@ class Scheduler:
             sequence.first_scheduled_s = now_s
         self.running.append(sequence)
         self.policy.started(sequence, self.num_steps)
-
-    def _is_fetching(self, sequence: Sequence, now_s: float) -> bool:
-        """Whether pages of the sequence are coming back from the store; asks for them once, and
-        waits only so long for a disk that does not answer."""
-        if self.hasher is None:
-            return False
-        if self.kv.prefixes.is_fetching:
-            return now_s < self._fetch_until_s
-        if not sequence.has_fetched:
-            sequence.has_fetched = True
-            self._extend_keys(sequence)
-            self.kv.fetch(sequence.page_keys, spare_pages=2 * len(self.running))
-            self._fetch_until_s = now_s + _FETCH_LIMIT_S
-        return self.kv.prefixes.is_fetching
-
-    def _match(self, sequence: Sequence) -> PrefixHit | None:
-        if self.hasher is None:
-            return None
-        self._extend_keys(sequence)
-        return self.kv.match(sequence.page_keys, sequence.num_tokens - 1)
-
-    def _extend_keys(self, sequence: Sequence) -> None:
-        assert self.hasher is not None
-        salt = sequence.request.params.cache_salt
-        self.hasher.extend(sequence.page_keys, sequence.token_ids, salt)
-
-    def _open(self, sequence: Sequence, hit: PrefixHit | None) -> None:
-        sequence.kv_range = self.kv.open(sequence.num_tokens, hit)
-        sequence.num_computed_tokens = num_hit = hit.num_tokens if hit is not None else 0
-        stats = self.kv.prefixes.stats
-        stats.num_asked_tokens += sequence.num_tokens
-        stats.num_hit_tokens += num_hit
-        if sequence.first_scheduled_s is None:
-            sequence.num_cached_tokens = num_hit
-
-    def _remember(self, sequence: Sequence) -> None:
-        """Offer the pages that are complete now to the prefix cache."""
-        if self.hasher is None or sequence.kv_range is None:
-            return
-        self._extend_keys(sequence)
-        self.kv.remember(sequence.kv_range, sequence.page_keys, sequence.num_computed_tokens)
-        sequence.remember_at = self.kv.page_end(sequence.kv_range.num_known)
 
     def _plan(self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]]) -> StepPlan | None:
         # A sequence planned early in the loop may have been preempted by a later one.
@@ -356,6 +312,10 @@ class Scheduler:
         ]
         return StepPlan(sequences, num_rows, num_decodes, samples, sum(num_rows))
 
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """A step ran through in that time; call it before update()."""
+        self.chunks.model.learn(StepWork.of(plan), seconds)
+
     def update(self, plan: StepPlan, tokens: list[int]) -> list[Sequence]:
         """Take in a step's result: tokens[j] is for the j-th sampling sequence of the plan.
 
@@ -368,7 +328,7 @@ class Scheduler:
         ):
             sequence.num_computed_tokens += rows
             if sequence.num_computed_tokens >= sequence.remember_at:
-                self._remember(sequence)
+                self.prefixes.remember(sequence)
             if not sampled:
                 continue
             token = next(next_token)
@@ -411,14 +371,16 @@ class Scheduler:
 
 
 def _withdraw(
-    sequence: Sequence, chunks: list[tuple[Sequence, int]], decodes: list[Sequence]
-) -> int:
-    """Take back the rows that a sequence was given in this step; how many."""
+    sequence: Sequence,
+    budget: StepBudget,
+    chunks: list[tuple[Sequence, int]],
+    decodes: list[Sequence],
+) -> None:
+    """Take back the rows that a sequence was given in this step."""
+    given = [(place, rows) for place, (other, rows) in enumerate(chunks) if other is sequence]
+    for place, rows in given:
+        del chunks[place]
+        budget.give_back(rows, sequence.num_computed_tokens)
     if sequence in decodes:
         decodes.remove(sequence)
-        return 1
-    for place, (other, rows) in enumerate(chunks):
-        if other is sequence:
-            del chunks[place]
-            return rows
-    return 0
+        budget.give_back(1, sequence.num_computed_tokens)

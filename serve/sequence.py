@@ -27,9 +27,9 @@ class Sequence:
     """One output in the making.
 
     token_ids: prompt and output so far. num_computed_tokens: those whose K/V is written.
-    num_expected_rows: those that its prompt was expected to take on arrival; queues are predicted
-    with it. max_tokens_total: prompt plus output limit. stop_ids: tokens that end it once it has
-    min_tokens_total tokens.
+    num_expected_rows: those that its prompt was expected to take on arrival, and expected_s how
+    long; queues are predicted with them. max_tokens_total: prompt plus output limit. stop_ids:
+    tokens that end it once it has min_tokens_total tokens.
     """
 
     request: Request
@@ -41,6 +41,7 @@ class Sequence:
     min_tokens_total: int
     stop_ids: frozenset[int]
     num_expected_rows: int = 0
+    expected_s: float = 0.0
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     kv_range: Range | None = None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from serve.output import RequestTimes, Sink
 from serve.request import SamplingParams
 from serve.sequence import Sequence
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +20,11 @@ class EngineStats:
     memory_utilisation: pages in use over all pages, mean over the steps. predicted_peak_pages:
     of running sequences and the one that asked, at the last time one did. coverage_p50, _p90:
     share of answers within the quantile predicted when they arrived. None: nothing to tell yet,
-    or the policy does not predict. pages_mapped have memory behind them; pages_in_use belong to
-    sequences, pages_cached only to the prefix cache. prefix_*: tokens of admitted sequences, those
-    of them that were found, pages forgotten for want of memory.
+    or the policy does not predict. step_time_error: |predicted - real| / real, median of the
+    last steps. chunk_limit_rows: prompt rows for which the last step with a prompt had room.
+    pages_mapped have memory behind them; pages_in_use belong to sequences, pages_cached only to
+    the prefix cache. prefix_*: tokens of admitted sequences, those of them that were found, pages
+    forgotten for want of memory.
     predicted_ttft_s: of the last request that was asked whether it meets ttft_slo; num_refused:
     those that did not. num_given_way: preemptions for one that goes first, not for want of memory.
     disk_*: pages written there, read back, not read back although they should have been, and not
@@ -43,6 +49,8 @@ class EngineStats:
     predicted_peak_pages: int | None
     coverage_p50: float | None
     coverage_p90: float | None
+    step_time_error: float | None
+    chunk_limit_rows: int | None
     pages_in_use: int
     pages_mapped: int
     pages_total: int
@@ -96,3 +104,11 @@ class RequestState:
         self.times = RequestTimes(now_s)
         self.sequences: list[Sequence] = []
         self.is_aborted = False
+
+    def tell(self, act: Callable[[], None]) -> None:
+        """A consumer's own fault is logged and harms nobody else."""
+        try:
+            act()
+            self.sink.wake()
+        except Exception:
+            logger.exception("the consumer of %s cannot be told", self.request_id)

@@ -95,6 +95,25 @@ def test_memory_policy_quick():
         assert results["predicted"]["coverage_p90"] > 0.7
 
 
+def test_long_prompt_quick(tmp_path):
+    """A prompt, streams and short requests on the real engine, with an SLO and without."""
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.long_prompt", "--quick"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert found.keys() == {"static 128", "SLO 100 ms"}
+    for result in found.values():
+        assert 0 < result["gap_p50_s"] <= result["gap_p99_s"] < result["long_s"]
+        assert result["alone_p99_s"] > 0 and result["beside_long_p99_s"] > 0
+        assert 0 < result["error"] < 1
+    assert len(found["SLO 100 ms"]["verdicts"]) == 6
+
+
 @pytest.mark.parametrize("name", ["avx2", "portable"])
 def test_ops_without_a_bf16_product(name):
     """Once a division by zero: there is no such ceiling, and so no share."""

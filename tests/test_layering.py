@@ -18,9 +18,12 @@ ALLOWED = {
 OURS = {*ALLOWED, "bench", "examples", "tests"}
 PURE = [
     "serve/scheduler.py",
+    "serve/chunking.py",
+    "serve/step_time.py",
     "serve/memory_policy.py",
     "serve/order.py",
-    "serve/throughput.py",
+    "serve/plan.py",
+    "serve/prefix_use.py",
     "serve/length_predictor.py",
     "serve/sequence.py",
     "serve/request.py",

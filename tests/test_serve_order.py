@@ -11,10 +11,10 @@ import pytest
 
 from memory.prefix_index import PrefixHasher
 from serve.order import ORDERS, Fair, MultiLevelFeedback, Order, Priority, make_order
+from serve.plan import SchedulerLimits
 from serve.request import FinishReason
-from serve.scheduler import Scheduler, SchedulerLimits
+from serve.scheduler import Scheduler
 from serve.sequence import make_sequences
-from serve.throughput import Throughput
 from tests.fakes import make_kv, make_request
 from tests.test_serve_scheduler import check_invariants, rows
 
@@ -45,7 +45,7 @@ def names(sequences):
 
 
 def at_rate(order, rows_per_s):
-    order.throughput.observe(rows_per_s, 0, 1.0)
+    order.prefill_seconds = lambda num_tokens, num_cached: (num_tokens - num_cached) / rows_per_s
     return order
 
 
@@ -91,7 +91,7 @@ class Rig:
         step_s = 1e-3 * (1 + plan.num_total_rows)
         self.now_s += step_s
         self.num_rows += plan.num_total_rows
-        self.order.throughput.observe(plan.num_total_rows, plan.num_decodes, step_s)
+        self.scheduler.observe(plan, step_s)
         for sequence, samples in zip(plan.sequences, plan.samples, strict=True):
             if samples and sequence.num_output_tokens == 0:
                 self.first_s[name_of(sequence)] = self.now_s
@@ -308,29 +308,20 @@ def test_idle_clients_are_forgotten_when_there_are_many():
 @pytest.mark.parametrize(
     ("order", "expected"), [("fcfs", 220), ("priority", 120), ("mlfq", 20), ("fair", 20 + 35)]
 )
-def test_rows_before(order, expected):
+def test_seconds_before(order, expected):
     """What a request of client y with priority 1 and 15 tokens has to wait for. In fair its
     client's own 20, and as much of x's as those and its own 15."""
     made = at_rate(make_order(order), 1000)
-    for name, client, num_prompt, priority in (("a", "x", 100, 0), ("b", "x", 100, 2)):
-        made.add(seq(name, num_prompt, client=client, priority=priority))
-    made.add(seq("c", 20, client="y", priority=1))
+    for name, client, num_prompt, priority in (
+        ("a", "x", 100, 0),
+        ("b", "x", 100, 2),
+        ("c", "y", 20, 1),
+    ):
+        sequence = seq(name, num_prompt, client=client, priority=priority)
+        sequence.expected_s = num_prompt / 1000
+        made.add(sequence)
     asking = replace(make_request(15, "q", priority=1), client="y")
-    assert made.rows_before(asking, 15) == expected
-
-
-def test_throughput_is_of_steps_with_prompts():
-    throughput = Throughput()
-    assert throughput.rows_per_s is None
-    assert throughput.seconds(1000) == 0.0
-    throughput.observe(200, 0, 1.0)
-    for _ in range(100):
-        throughput.observe(8, 8, 1.0)
-    assert throughput.rows_per_s == pytest.approx(200)
-    assert throughput.last_step_s == 1.0
-    for _ in range(200):
-        throughput.observe(100, 10, 1.0)
-    assert throughput.seconds(50) == pytest.approx(0.5, rel=0.01)
+    assert made.seconds_before(asking, 15) == pytest.approx(expected / 1000)
 
 
 # ---- in the scheduler
@@ -381,7 +372,8 @@ def test_nobody_gives_way_when_it_does_not_help():
 def test_a_long_prompt_gives_its_rows_to_a_request_of_a_higher_rank():
     """It goes on in the same step with what is left, and computes nothing again."""
     for order in ("priority", "mlfq"):
-        rig = Rig(at_rate(make_order(order), 1000), budget=16)
+        rig = Rig(order, budget=16)
+        at_rate(rig.order, 1000)
         long = rig.add("l", num_prompt=200, priority=1)
         for _ in range(3):
             rig.step()

@@ -15,6 +15,7 @@ from serve import LLM, Engine, FinishReason, SamplingParams
 from serve.config import EngineConfig
 from serve.errors import ConfigError, OverloadedError
 from serve.overload import EarlyRejection
+from serve.step_time import StepWork
 from tests.checkpoints import checkpoint
 from tests.fakes import ScriptedRunner, make_request
 from tests.test_serve_order import Rig
@@ -27,15 +28,13 @@ class Door:
         self.rig = Rig(settings.pop("order", "fcfs"), num_pages=2000, **settings)
         self.rejection = EarlyRejection(self.rig.scheduler, slo_s)
 
-    def know(self, rows_per_s=1000):
-        self.rig.order.throughput.observe(rows_per_s, 0, 1.0)
-        self.rig.order.throughput.last_step_s = 0.01
+    def know(self):
+        self.rig.scheduler.chunks.model.learn(StepWork(num_rows=10, num_chunks=1), 0.01)
         return self
 
     def ask(self, name, num_prompt, **params):
         request = replace(make_request(num_prompt, name, **params), arrival_s=self.rig.now_s)
-        self.rejection.admit(request, num_prompt)
-        self.rejection.queued(num_prompt)
+        self.rejection.queued(self.rejection.admit(request, num_prompt))
         return self.rig.add(name, num_prompt, **params)
 
 
@@ -61,15 +60,15 @@ def test_what_waits_and_what_runs_counts():
     door = Door(0.4, budget=100, max_num_seqs=1).know()
     door.ask("a", 200)
     door.rig.step()  # 100 rows of a are left, a step takes 101 ms, a takes one row of 100
+    model = door.rig.scheduler.chunks.model
+    assert model.last_step_s == pytest.approx(0.101)
     door.ask("b", 50)
-    throughput = door.rig.order.throughput
-    row_s, rest_s = throughput.seconds(1) / 0.99, throughput.last_step_s
-    assert rest_s == pytest.approx(0.101)
-    assert door.rejection.predicted_s == pytest.approx(rest_s + 150 * row_s)
+    row_s = model.prefill_seconds(100) / 100
+    assert door.rejection.predicted_s == pytest.approx(0.101 + 150 * row_s, rel=0.02)
     with pytest.raises(OverloadedError, match=r"later than the 0\.4 s") as refused:
         door.ask("c", 200)
     predicted_s = door.rejection.predicted_s
-    assert predicted_s == pytest.approx(rest_s + 350 * row_s)
+    assert predicted_s == pytest.approx(0.101 + 350 * row_s, rel=0.02)
     assert refused.value.retry_after_s == pytest.approx(predicted_s - 0.4)
     assert door.rejection.num_refused == 1
 
@@ -86,22 +85,23 @@ def test_urgent_requests_do_not_wait_for_others():
 def test_who_is_on_the_way_to_the_queue_counts():
     door = Door(0.1).know()
     request = make_request(60, "a")
-    door.rejection.admit(request, 60)
+    seconds = door.rejection.admit(request, 60)
+    assert seconds == pytest.approx(0.06)
     with pytest.raises(OverloadedError):
         door.rejection.admit(request, 60)
-    door.rejection.queued(60)
+    door.rejection.queued(seconds)
     door.rejection.admit(request, 60)
 
 
 def test_what_the_prefix_cache_knows_costs_nothing():
     door = Door(1.0, budget=64)
     sequence = door.ask("a", 100)
-    scheduler = door.rig.scheduler
-    assert scheduler.num_missing_rows(sequence.request, sequence.page_keys) == 100
+    prefixes = door.rig.scheduler.prefixes
+    assert prefixes.num_missing_rows(sequence.request, sequence.page_keys) == 100
     door.rig.run()
-    assert scheduler.num_missing_rows(sequence.request, sequence.page_keys[:20]) == 20
-    assert scheduler.num_missing_rows(sequence.request, sequence.page_keys[:25]) == 1
-    assert scheduler.num_missing_rows(replace(sequence.request, prompt_token_ids=()), []) == 0
+    assert prefixes.num_missing_rows(sequence.request, sequence.page_keys[:20]) == 20
+    assert prefixes.num_missing_rows(sequence.request, sequence.page_keys[:25]) == 1
+    assert prefixes.num_missing_rows(replace(sequence.request, prompt_token_ids=()), []) == 0
 
 
 def test_it_fits_a_step_after_the_time_that_was_told():

@@ -1,0 +1,102 @@
+"""What sequences find in the prefix cache and leave there. No torch, no asyncio."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from memory.kv_manager import KVManager, PrefixHit
+from memory.prefix_index import PrefixHasher
+from serve.request import Request
+from serve.sequence import Sequence
+
+# How long a sequence waits for a disk that does not answer.
+_FETCH_LIMIT_S = 2.0
+
+
+class PrefixUse:
+    """Names the pages of sequences, asks the K/V manager for them, offers what is complete."""
+
+    def __init__(self, kv: KVManager, hasher: PrefixHasher | None) -> None:
+        """hasher: names the pages; None: nothing is ever found or offered."""
+        self._kv = kv
+        self._hasher = hasher
+        self._fetch_until_s = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        return self._hasher is not None
+
+    def page_keys(self, request: Request) -> list[bytes]:
+        """Those of the pages that the prompt fills. From any thread."""
+        keys: list[bytes] = []
+        if self._hasher is not None:
+            self._hasher.extend(keys, request.prompt_token_ids, request.params.cache_salt)
+        return keys
+
+    def num_missing_rows(self, request: Request, page_keys: list[bytes]) -> int:
+        """Of a prompt with these keys, those that the prefix cache does not know; at least one,
+        but for an empty prompt. From any thread."""
+        num_pages = len(self._kv.prefixes.index.match(page_keys))
+        num_known = self._kv.page_end(num_pages - 1) if num_pages else 0
+        num_tokens = len(request.prompt_token_ids)
+        return max(num_tokens - num_known, min(1, num_tokens))
+
+    def is_under_way(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
+        """Whether one of the others, which run, is just computing what the sequence lacks."""
+        if self._hasher is None:
+            return False
+        self._extend_keys(sequence)
+        keys = sequence.page_keys
+        for other in others:
+            assert other.kv_range is not None
+            # A key stands for everything before it: where these are equal, so is all of it.
+            page = other.kv_range.num_known
+            key = keys[page : page + 1]
+            is_shared = key and key == other.page_keys[page : page + 1]
+            if is_shared and not self._kv.prefixes.index.match(key):
+                return True
+        return False
+
+    def is_fetching(self, sequence: Sequence, now_s: float, spare_pages: int) -> bool:
+        """Whether pages of the sequence are coming back from the store; asks for them once, and
+        waits only so long for a disk that does not answer."""
+        if self._hasher is None:
+            return False
+        if self._kv.prefixes.is_fetching:
+            return now_s < self._fetch_until_s
+        if not sequence.has_fetched:
+            sequence.has_fetched = True
+            self._extend_keys(sequence)
+            self._kv.fetch(sequence.page_keys, spare_pages)
+            self._fetch_until_s = now_s + _FETCH_LIMIT_S
+        return self._kv.prefixes.is_fetching
+
+    def match(self, sequence: Sequence) -> PrefixHit | None:
+        """What is at hand of it; something is always left to compute."""
+        if self._hasher is None:
+            return None
+        self._extend_keys(sequence)
+        return self._kv.match(sequence.page_keys, sequence.num_tokens - 1)
+
+    def open(self, sequence: Sequence, hit: PrefixHit | None) -> None:
+        """Give the sequence a range, with what was hit."""
+        sequence.kv_range = self._kv.open(sequence.num_tokens, hit)
+        sequence.num_computed_tokens = num_hit = hit.num_tokens if hit is not None else 0
+        stats = self._kv.prefixes.stats
+        stats.num_asked_tokens += sequence.num_tokens
+        stats.num_hit_tokens += num_hit
+        if sequence.first_scheduled_s is None:
+            sequence.num_cached_tokens = num_hit
+
+    def remember(self, sequence: Sequence) -> None:
+        """Offer the pages that are complete now to the prefix cache."""
+        if self._hasher is None or sequence.kv_range is None:
+            return
+        self._extend_keys(sequence)
+        self._kv.remember(sequence.kv_range, sequence.page_keys, sequence.num_computed_tokens)
+        sequence.remember_at = self._kv.page_end(sequence.kv_range.num_known)
+
+    def _extend_keys(self, sequence: Sequence) -> None:
+        assert self._hasher is not None
+        salt = sequence.request.params.cache_salt
+        self._hasher.extend(sequence.page_keys, sequence.token_ids, salt)

@@ -1,0 +1,349 @@
+"""Prompts by time and by slack: the real scheduler on a clock that a known law moves."""
+
+from __future__ import annotations
+
+import functools
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from memory.prefix_index import PrefixHasher
+from serve.compute_thread import ComputeThread
+from serve.core import EngineCore
+from serve.order import make_order
+from serve.plan import SchedulerLimits
+from serve.request import Request, SamplingParams
+from serve.scheduler import Scheduler
+from serve.sequence import make_sequences
+from serve.step_time import StepWork
+from serve.tokenizer import Tokenizer
+from tests.checkpoints import checkpoint
+from tests.fakes import ScriptedRunner, make_kv
+from tests.test_serve_step_time import cpu, make_work
+
+SLO_S = 0.1
+
+
+class Simulation:
+    """Requests on a machine; the model is taught by the steps, as in the engine."""
+
+    def __init__(
+        self, slo_s=SLO_S, budget=256, law=cpu, max_num_seqs=32, noise=0.0, order=None, cache=False
+    ):
+        kv, _ = make_kv(4096, max_num_seqs, max_model_len=32_768, tokens_per_page=64)
+        limits = SchedulerLimits(max_num_seqs, budget, budget, slo_s)
+        hasher = PrefixHasher(kv.page_end) if cache else None
+        self.scheduler = Scheduler(limits, kv, hasher=hasher, order=order)
+        self.law = law
+        self.noise = noise
+        self.random = random.Random(0)
+        self.now_s = 0.0
+        self.steps = []  # (seconds, rows of prompts by name), of each
+        self.ttft_s = {}
+        self.waiting_first = {}
+
+    def add(self, name, num_prompt, num_tokens=1, priority=0):
+        params = SamplingParams(
+            max_tokens=num_tokens, temperature=0.0, seed=0, ignore_eos=True, priority=priority
+        )
+        request = Request(name, None, (7,) * num_prompt, params, self.now_s)
+        (sequence,) = make_sequences(request, frozenset())
+        self.waiting_first[sequence] = name
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self):
+        scheduler = self.scheduler
+        plan = scheduler.schedule(self.now_s)
+        if plan is None:
+            self.now_s += 0.01
+            return
+        scheduler.kv.commit()
+        seconds = self.law(StepWork.of(plan)) * self.random.lognormvariate(0.0, self.noise)
+        names = {
+            sequence.request.request_id: rows
+            for sequence, rows in zip(plan.sequences, plan.num_rows, strict=True)
+            if sequence in self.waiting_first
+        }
+        self.now_s += seconds
+        self.steps.append((seconds, names))
+        scheduler.observe(plan, seconds)
+        scheduler.update(plan, [9] * sum(plan.samples))
+        for sequence in [s for s in self.waiting_first if s.num_output_tokens]:
+            name = self.waiting_first.pop(sequence)
+            self.ttft_s[name] = self.now_s - sequence.request.arrival_s
+
+    def run_until(self, condition, limit_s=1000.0):
+        end_s = self.now_s + limit_s
+        while not condition():
+            assert self.now_s < end_s, "it takes too long"
+            self.step()
+
+    def start_streams(self, count, num_tokens=20_000):
+        names = {f"stream {number}" for number in range(count)}
+        for name in sorted(names):
+            self.add(name, 64, num_tokens)
+        self.run_until(lambda: names <= self.ttft_s.keys())
+        for _ in range(30):
+            self.step()
+        self.steps.clear()
+
+    def warm_up(self):
+        """Prompts without company, of which the model learns the most."""
+        for number, length in enumerate((700, 300, 40, 1500)):
+            self.add(f"warm-up {number}", length)
+            self.run_until(lambda number=number: f"warm-up {number}" in self.ttft_s)
+        self.steps.clear()
+
+
+@pytest.mark.parametrize("slo_s", [0.08, 0.1, 0.2])
+def test_streams_keep_the_slo_beside_a_long_prompt(slo_s):
+    """From a model that has never seen prompt and streams together."""
+    simulation = Simulation(slo_s, noise=0.03)
+    simulation.warm_up()
+    simulation.start_streams(8)
+    simulation.add("long", 8000)
+    simulation.run_until(lambda: "long" in simulation.ttft_s)
+    times = sorted(seconds for seconds, _ in simulation.steps)
+    assert times[int(0.99 * len(times))] <= slo_s
+    mixed = [seconds for seconds, names in simulation.steps[20:-1] if names]
+    assert sum(mixed) / len(mixed) > 0.6 * slo_s, "and the time there is, is used"
+    assert simulation.scheduler.chunks.model.median_error() < 0.05
+    rows = [names["long"] for _, names in simulation.steps if "long" in names]
+    assert rows[10] >= rows[-2], "a chunk becomes smaller as the context grows"
+
+
+def test_nobody_to_wait_means_the_whole_budget():
+    simulation = Simulation(0.001)
+    simulation.warm_up()
+    simulation.add("alone", 1000)
+    simulation.run_until(lambda: "alone" in simulation.ttft_s)
+    assert [names["alone"] for _, names in simulation.steps] == [256, 256, 256, 232]
+
+
+def test_no_slo_means_the_whole_budget():
+    simulation = Simulation(None)
+    simulation.start_streams(4)
+    simulation.add("prompt", 1000)
+    simulation.run_until(lambda: "prompt" in simulation.ttft_s)
+    assert [names["prompt"] for _, names in simulation.steps] == [252, 252, 252, 244]
+    assert simulation.scheduler.chunks.limit == 252
+
+
+def test_an_slo_that_cannot_be_kept_stops_nobody():
+    """Both prompts advance by at least 16 rows a step, although decoding alone takes longer."""
+    simulation = Simulation(0.01)
+    simulation.start_streams(4)
+    simulation.add("long", 4000)
+    simulation.step()
+    simulation.add("short", 64)
+    simulation.run_until(lambda: "short" in simulation.ttft_s)
+    assert [names.get("short") for _, names in simulation.steps[1:]] == [16] * 4
+    assert {names.get("long", 16) for _, names in simulation.steps} == {16}
+    simulation.run_until(lambda: "long" in simulation.ttft_s)
+
+
+@pytest.mark.parametrize("slo_s", [SLO_S, None])
+def test_a_short_prompt_beside_a_long_one(slo_s):
+    """At most twice its time without the long one, and one step."""
+
+    def ttft(with_long):
+        simulation = Simulation(slo_s)
+        simulation.warm_up()
+        simulation.start_streams(8)
+        if with_long:
+            simulation.add("long", 20_000)
+            for _ in range(40):
+                simulation.step()
+        name = f"short {with_long}"
+        simulation.add(name, 150)
+        simulation.run_until(lambda: name in simulation.ttft_s)
+        assert ("long" in simulation.ttft_s) is False
+        return simulation.ttft_s[name], max(seconds for seconds, _ in simulation.steps)
+
+    alone_s, _ = ttft(False)
+    beside_s, step_s = ttft(True)
+    assert beside_s <= 2 * alone_s + step_s
+
+
+def test_a_crowd_of_short_prompts_beside_a_long_one():
+    """More of them than the machine can serve: the long prompt still has its share."""
+    simulation = Simulation()
+    simulation.warm_up()
+    simulation.start_streams(4)
+    simulation.add("long", 3000)
+    number = 0
+    while "long" not in simulation.ttft_s:
+        while len(simulation.scheduler.waiting) < 20:
+            simulation.add(f"short {number}", 60)
+            number += 1
+        simulation.step()
+        assert simulation.now_s < 100
+    rows = [names.get("long", 0) for _, names in simulation.steps]
+    longest_pause = max(map(len, "".join("x" if n else " " for n in rows).split("x")))
+    assert longest_pause <= 3
+    short_rows = sum(sum(names.values()) for _, names in simulation.steps) - sum(rows)
+    assert 0.3 < sum(rows) / short_rows < 2.0
+    assert len(simulation.ttft_s) > 40, "and the short ones are served beside it"
+
+
+@pytest.mark.parametrize("slo_s", [SLO_S, None])
+@pytest.mark.parametrize("length", [500, 3000])
+def test_equal_prompts_are_first_come_first_served(slo_s, length):
+    simulation = Simulation(slo_s, noise=0.05)
+    simulation.warm_up()
+    simulation.start_streams(2)
+    for number in range(6):
+        simulation.add(f"{number}", length)
+        simulation.step()
+    simulation.run_until(lambda: "5" in simulation.ttft_s)
+    assert [name for name in simulation.ttft_s if len(name) == 1] == list("012345")
+
+
+def test_a_second_long_prompt_keeps_no_short_one_waiting():
+    simulation = Simulation()
+    simulation.warm_up()
+    simulation.start_streams(4)
+    simulation.add("long 0", 6000)
+    simulation.add("long 1", 6000)
+    simulation.add("short", 60)
+    simulation.run_until(lambda: "short" in simulation.ttft_s)
+    assert simulation.ttft_s["short"] < 3 * SLO_S
+    both = [names for _, names in simulation.steps if {"long 0", "long 1"} <= set(names)]
+    assert not both, "one long prompt at a time"
+    simulation.run_until(lambda: "long 1" in simulation.ttft_s)
+    assert simulation.ttft_s["long 0"] < simulation.ttft_s["long 1"]
+
+
+def test_long_prompts_are_let_in_up_to_a_number():
+    """Four hold memory; a short one behind them does not wait, a fifth long one does."""
+    simulation = Simulation()
+    simulation.warm_up()
+    simulation.start_streams(4)
+    longs = [simulation.add(f"long {number}", 6000) for number in range(4)]
+    simulation.step()
+    simulation.add("short", 60)
+    simulation.run_until(lambda: "short" in simulation.ttft_s)
+    assert simulation.ttft_s["short"] < 3 * SLO_S
+    assert all(sequence.kv_range is not None for sequence in longs)
+    fifth = simulation.add("long 4", 6000)
+    simulation.step()
+    assert fifth.kv_range is None
+    simulation.run_until(lambda: "long 4" in simulation.ttft_s)
+
+
+def test_equal_long_prompts_are_computed_once():
+    """The second one waits although the first has no rows yet when it is looked at."""
+    simulation = Simulation(cache=True)
+    simulation.warm_up()
+    simulation.start_streams(4)
+    first, second = (simulation.add(name, 6000) for name in ("long 0", "long 1"))
+    simulation.run_until(lambda: "long 1" in simulation.ttft_s)
+    assert first.num_cached_tokens < 2000, "of the warm-up"
+    assert second.num_cached_tokens > 5900
+
+
+@pytest.mark.parametrize("order", ["priority", "mlfq", "fair"])
+def test_other_orders_keep_the_slo_too(order):
+    """Also where a prompt gives its rows to another: priority and levels."""
+    simulation = Simulation(order=make_order(order))
+    simulation.warm_up()
+    simulation.start_streams(8)
+    simulation.add("late", 4000, priority=1)
+    for _ in range(30):
+        simulation.step()
+    simulation.steps.clear()
+    simulation.add("urgent", 400)
+    simulation.run_until(lambda: "urgent" in simulation.ttft_s)
+    assert max(seconds for seconds, _ in simulation.steps) <= SLO_S
+    if simulation.scheduler.waiting.preempts:
+        first = next(names for _, names in simulation.steps if "urgent" in names)
+        assert first["urgent"] > first.get("late", 0)
+    simulation.run_until(lambda: "late" in simulation.ttft_s)
+
+
+def test_rows_that_are_given_back_can_be_had_again():
+    simulation = Simulation()
+    simulation.warm_up()
+    simulation.start_streams(8)
+    policy, decodes = simulation.scheduler.chunks, simulation.scheduler.running
+    budget = policy.begin([], decodes, 200, simulation.now_s)
+    rows = budget.rows_for(0, 200)
+    assert 16 < rows < 200
+    budget.take(rows, 0)
+    assert budget.rows_for(0, 200) == 0
+    budget.take(0, 0)
+    assert not budget.has_room
+    budget.give_back(rows, 0)
+    assert budget.has_room and budget.rows_for(0, 200) == rows
+
+
+def test_prompts_take_longer_beside_streams():
+    simulation = Simulation()
+    assert simulation.scheduler.chunks.slowdown([]) == 1.0, "nothing is known"
+    simulation.warm_up()
+    assert simulation.scheduler.chunks.slowdown([]) == pytest.approx(1.0, abs=0.1)
+    simulation.start_streams(8)
+    scheduler = simulation.scheduler
+    slowdown = scheduler.chunks.slowdown(scheduler.running)
+    asking = SimpleNamespace(prompt_token_ids=range(2000))
+    predicted_s = scheduler.predicted_ttft_s(asking, 2000, seconds_before=0.0)
+    simulation.add("prompt", 2000)
+    simulation.run_until(lambda: "prompt" in simulation.ttft_s)
+    assert slowdown > 1.2
+    assert simulation.ttft_s["prompt"] == pytest.approx(predicted_s, rel=0.2)
+
+
+def test_who_is_late_comes_first():
+    """A prompt of 900 tokens has waited for its time; one of 800 has just come."""
+    simulation = Simulation(slo_s=None, budget=256)
+    simulation.warm_up()
+    policy = simulation.scheduler.chunks
+    late = simulation.add("late", 900)
+    simulation.now_s += 5.0
+    fresh = simulation.add("fresh", 800)
+    budget = policy.begin([fresh, late], [], 256, simulation.now_s)
+    assert budget.shorts == [late, fresh]
+    small = simulation.add("small", 10)  # much time to spare, for its size
+    budget = policy.begin([small, fresh, late], [], 256, simulation.now_s)
+    assert budget.shorts == [late, fresh, small]
+
+
+def test_a_failed_step_teaches_nothing():
+    """Nor do the parts of it that run again."""
+    kv, _ = make_kv()
+    scheduler = Scheduler(SchedulerLimits(8, 32, 32), kv)
+    bad = []
+    clock = iter(float(second) for second in range(1000))
+    compute = ComputeThread()
+    core = EngineCore(
+        runner=ScriptedRunner(kv, fails=lambda sequence: sequence in bad),
+        scheduler=scheduler,
+        kv=kv,
+        tokenizer=Tokenizer.load(checkpoint("llama")),
+        eos_token_ids=frozenset(),
+        limits=SimpleNamespace(ttft_slo_s=None),
+        compute=compute,
+        clock=functools.partial(next, clock),
+    )
+    try:
+        params = SamplingParams(max_tokens=8, temperature=0.0, seed=0)
+        for name in "ab":
+            request = Request(name, None, (5, 6, 7), params, 0.0)
+            scheduler.add(make_sequences(request, frozenset())[0])
+        core._step()
+        model = scheduler.chunks.model
+        assert model.predict(make_work(0, 0, 6)) == pytest.approx(1.0), "the clock's second"
+        bad.append(scheduler.running[0])
+        core._step()
+        assert model.median_error() is None and len(scheduler.running) == 1
+        assert core.stats().num_steps == 2, "the innocent one ran"
+        core._step()
+        # from the end of the last part that ran through; others read the clock twice
+        assert model.predict(make_work(1, 4)) == pytest.approx(3.0)
+        core._step()
+        assert core.stats().step_time_error is not None
+        assert core.stats().chunk_limit_rows == 32
+    finally:
+        compute.stop()
