@@ -183,10 +183,10 @@ class KVManager:
         end = self.pages_for(num_tokens)
         return PrefixHit(num_tokens, pages[:first_written], pages[first_written:end])
 
-    def fetch(self, keys: Sequence[bytes], spare_pages: int = 0) -> bool:
+    def fetch(self, keys: Sequence[bytes]) -> bool:
         """Begin to bring back from the store what memory has forgotten of a sequence with these
-        page keys, leaving some pages; whether something is on its way."""
-        return self.prefixes.fetch(keys, self.num_available - self._promised - spare_pages)
+        page keys, into pages that nobody is promised; whether something is on its way."""
+        return self.prefixes.fetch(keys, self.num_available - self._promised)
 
     def remember(self, target: Range, keys: Sequence[bytes], num_computed: int) -> None:
         """Let the prefix cache know the range's pages that are complete by now.

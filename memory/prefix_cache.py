@@ -72,7 +72,7 @@ class PageStore(Protocol):
 @dataclass(slots=True)
 class PrefixStats:
     """Since the start: tokens asked for and found in memory; pages that memory has forgotten,
-    that were written to the store, that came back from there, and that should have but did not.
+    that were written to the store, that came back from there, and that could not be read back.
     num_failed: writes that went wrong; their pages are written again later."""
 
     num_asked_tokens: int = 0
@@ -267,15 +267,16 @@ class PrefixCache:
         self._paused_until = now_s + self._pause_s
 
     def _end_load(self, load: _Load) -> None:
+        has_worked = _has_worked(load.future)
         if self.index.match([load.key]):  # somebody has computed it meanwhile
             self._allocator.give_back(load.page)
-        elif _has_worked(load.future) and self.index.insert(load.key, load.parent, load.page):
+        elif has_worked and self.index.insert(load.key, load.parent, load.page):
             # the load's reference becomes the cache's
             self.num_evictable += 1
             self.stats.num_loaded += 1
-        else:
+        else:  # lost, or what it continues is, or had to go for want of memory
             self._allocator.give_back(load.page)
-            self.stats.num_lost += 1
+            self.stats.num_lost += not has_worked
             self._rest = None
 
     def fetch(self, keys: Sequence[bytes], num_spare: int) -> bool:

@@ -198,7 +198,7 @@ class Scheduler:
             sequence = self._next(budget, chunks)
             if sequence is None or self.chunks.must_wait(sequence, budget):
                 break
-            if self.prefixes.is_fetching(sequence, now_s, spare_pages=2 * len(self.running)):
+            if self.prefixes.is_fetching(sequence, now_s):
                 break
             hit = self.prefixes.match(sequence) if has_slot else None
             if not self.running and not self.kv.can_fit(sequence.num_tokens, hit=hit):

@@ -27,7 +27,7 @@ class EngineStats:
     forgotten for want of memory.
     predicted_ttft_s: of the last request that was asked whether it meets ttft_slo; num_refused:
     those that did not. num_given_way: preemptions for one that goes first, not for want of memory.
-    disk_*: pages written there, read back, not read back although they should have been, and not
+    disk_*: pages written there, read back, lost (they could not be read back), and not
     written (they are tried again); then what lies there now. Of what was lost: pages whose
     content was damaged, reads with an error. Of what failed: writes with an error, requests that
     were too many, had no room or came while writing is paused after errors.

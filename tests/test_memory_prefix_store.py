@@ -361,7 +361,7 @@ class StoreModel(KVModel):
     def fetch(self, tokens: list[int], salt: str) -> None:
         keys: list[bytes] = []
         self.hasher.extend(keys, tokens, salt)
-        self.kv.fetch(keys, self.rng.choice([0, 2]))
+        self.kv.fetch(keys)
         self.kv.prefixes.poll()
 
     def turn(self) -> None:
