@@ -18,7 +18,7 @@ from memory.spill import SpillStore
 from memory.spill_directory import SpillDirectoryError, is_private
 from ops import native
 from serve.config import EngineConfig
-from serve.errors import ConfigError
+from serve.errors import ConfigError, reason
 from serve.precision import Precision
 
 logger = logging.getLogger(__name__)
@@ -41,8 +41,10 @@ def open_kv_store(
     identity = hashlib.sha256(
         f"{_FORMAT} {layout} {checkpoint_fingerprint(config.model_path)}".encode()
     )
+    root = Path(config.kv_cache_dir)
+    if root.exists() and not root.is_dir():
+        raise ConfigError(f"kv_cache_dir {root} is a file, not a directory")
     try:
-        root = Path(config.kv_cache_dir)
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = (
             root
@@ -65,7 +67,7 @@ def open_kv_store(
     except SpillDirectoryError as error:
         raise ConfigError(f"kv_cache_dir: {error}") from error
     except OSError as error:
-        raise ConfigError(f"kv_cache_dir {config.kv_cache_dir}: {error.strerror}") from error
+        raise ConfigError(f"kv_cache_dir {root}: {reason(error)}") from error
 
 
 def _log_what_is_there(store: SpillStore, folder: Path) -> None:

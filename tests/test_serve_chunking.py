@@ -167,9 +167,10 @@ def test_a_short_prompt_beside_a_long_one(slo_s):
     assert beside_s <= 2 * alone_s + step_s
 
 
-def test_a_crowd_of_short_prompts_beside_a_long_one():
+@pytest.mark.parametrize("slo_s", [SLO_S, None])
+def test_a_crowd_of_short_prompts_beside_a_long_one(slo_s):
     """More of them than the machine can serve: the long prompt still has its share."""
-    simulation = Simulation()
+    simulation = Simulation(slo_s)
     simulation.warm_up()
     simulation.start_streams(4)
     simulation.add("long", 3000)
@@ -277,6 +278,22 @@ def test_rows_that_are_given_back_can_be_had_again():
     assert not budget.has_room
     budget.give_back(rows, 0)
     assert budget.has_room and budget.rows_for(0, 200) == rows
+    deep = budget.rows_for(9000, 200)
+    budget.take(deep, 9000)
+    budget.give_back(deep, 9000)
+    assert budget.rows_for(0, 200) == rows, "nothing is left of the deep one"
+
+
+def test_who_comes_first_has_rows_although_another_gave_them_back():
+    """An SLO that cannot be kept gives 16 rows to the first; that is whoever is left."""
+    simulation = Simulation(0.001)
+    simulation.start_streams(4)
+    budget = simulation.scheduler.chunks.begin([], simulation.scheduler.running, 200, 0.0)
+    assert budget.rows_for(0, 100) == 16
+    budget.take(16, 0)
+    assert budget.rows_for(0, 100) == 0
+    budget.give_back(16, 0)
+    assert budget.rows_for(0, 100) == 16
 
 
 def test_prompts_take_longer_beside_streams():
