@@ -228,11 +228,14 @@ class KVManager:
 
     def _choose(self, need: int, shared: Sequence[int]) -> int:
         sizes: dict[int, int] = {}
+        last = len(shared) - 1
         for index in self._idle:
             shown = self.space.shown(index)
-            if shared and shown and shown[0] == shared[0] and self.space.shows(index, shared):
+            sizes[index] = size = len(shown)
+            # Many may show the beginning: where the last page is another one, no list is compared.
+            is_like = 0 <= last < size and shown[last] == shared[last]
+            if is_like and self.space.shows(index, shared):
                 return index
-            sizes[index] = len(shown)
         enough = [index for index, size in sizes.items() if size >= need]
         return min(enough, key=sizes.__getitem__) if enough else max(sizes, key=sizes.__getitem__)
 
