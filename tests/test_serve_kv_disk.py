@@ -146,6 +146,22 @@ def test_whatever_the_disk_does_the_tokens_are_right(tmp_path, expected, monkeyp
         assert stats.disk_loaded_pages == stats.disk_stored_pages == 0
 
 
+def test_a_disk_that_hangs_holds_nobody_up(tmp_path, expected, monkeypatch):
+    """From the 40th transfer on none ends; what was asked for is computed."""
+    is_hung = [True]
+    opener, opened = faulty(
+        lambda kind, number: "hold" if is_hung[0] and (kind == "read" or number > 40) else None
+    )
+    store = functools.partial(SpillStore, open_file=opener)
+    monkeypatch.setattr(serve.kv_store, "SpillStore", store)
+    with LLM(str(checkpoint("llama")), kv_cache_dir=str(tmp_path), **(SETTINGS | SMALL)) as llm:
+        for requests, right in ((PREFIXES, expected[1]), (PREFIXES, expected[2])):
+            assert generate(llm, requests) == right
+        assert 0 < llm.stats().pages_in_use <= 26 // 4 + 26 // 8, "those the disk holds"
+        is_hung[0] = False
+        opened[0].let_go()
+
+
 def test_a_flipped_bit_is_a_miss(tmp_path, expected):
     run_small(tmp_path)
     (pages,) = tmp_path.glob("*/pages-*.kv")
