@@ -212,10 +212,16 @@ def test_what_was_computed_meanwhile_is_not_lost():
     rig.use_store()
     rig.store.plan = lambda kind, key: "hold"
     rig.prefixes.fetch(keys, 1000)
-    assert rig.compute() == keys
+    assert rig.compute(TOKENS[:32]) == keys[:8]
+    rig.store.plan = lambda kind, key: None
+    *_, future, _ = rig.store._held.pop()
+    future.set_result(False)
     rig.store.let_go()
-    assert rig.fetch(keys) == 10
-    assert (rig.prefixes.stats.num_loaded, rig.prefixes.stats.num_lost) == (0, 0)
+    rig.prefixes.poll()
+    rig.prefixes.poll()
+    rig.kv.check_integrity()
+    assert len(rig.prefixes.index.match(keys)) == 10, "the rest has followed"
+    assert (rig.prefixes.stats.num_loaded, rig.prefixes.stats.num_lost) == (2, 0)
 
 
 def test_what_a_fetch_continues_is_forgotten_last():
@@ -342,6 +348,24 @@ def test_without_a_thread_nothing_is_mapped_ahead(monkeypatch, caplog):
     kv.commit()
     check_mapping(kv, memory)
     kv.close_all()
+
+
+def test_pages_for_mapping_ahead_are_given_back_whatever_happens(monkeypatch):
+    kv, _ = make_kv(in_background=True)
+    item = kv.open(4)
+    assert kv.grow(item, 4)
+    kv.commit()
+    with monkeypatch.context() as patch:
+        patch.setattr(kv.space, "ahead", lambda places: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            kv.look_ahead([(item, 12)])
+    kv.check_integrity()
+    assert kv.num_in_use == 1
+    kv.look_ahead([(item, 12)])
+    monkeypatch.setattr(kv.prefixes, "close", lambda timeout_s: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        kv.close_all()
+    assert kv.space._worker is None, "the thread has ended: the memory may go"
 
 
 class StoreModel(KVModel):
