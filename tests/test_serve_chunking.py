@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from serve.compute_thread import ComputeThread
 from serve.core import EngineCore
 from serve.order import make_order
 from serve.plan import SchedulerLimits
-from serve.request import Request, SamplingParams
+from serve.request import FinishReason, Request, SamplingParams
 from serve.scheduler import Scheduler
 from serve.sequence import make_sequences
 from serve.step_time import StepWork
@@ -327,34 +328,50 @@ def test_who_is_late_comes_first():
     assert budget.shorts == [late, fresh, small]
 
 
+class Bench:
+    """A core whose loop a test turns by hand; the clock ticks a second at every look."""
+
+    def __init__(self):
+        kv, _ = make_kv()
+        self.scheduler = Scheduler(SchedulerLimits(8, 32, 32), kv)
+        self.model = self.scheduler.chunks.model
+        self.bad = []
+        self.compute = ComputeThread()
+        self.now_s = itertools.count(0.0)
+        self.core = EngineCore(
+            runner=ScriptedRunner(kv, fails=lambda sequence: sequence in self.bad),
+            scheduler=self.scheduler,
+            kv=kv,
+            tokenizer=Tokenizer.load(checkpoint("llama")),
+            eos_token_ids=frozenset(),
+            limits=SimpleNamespace(ttft_slo_s=None),
+            compute=self.compute,
+            clock=functools.partial(next, self.now_s),
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.compute.stop()
+
+    def add(self, *names):
+        params = SamplingParams(max_tokens=8, temperature=0.0, seed=0)
+        for name in names:
+            request = Request(name, None, (5, 6, 7), params, 0.0)
+            self.scheduler.add(make_sequences(request, frozenset())[0])
+
+
 def test_a_failed_step_teaches_nothing():
     """Nor do the parts of it that run again."""
-    kv, _ = make_kv()
-    scheduler = Scheduler(SchedulerLimits(8, 32, 32), kv)
-    bad = []
-    clock = iter(float(second) for second in range(1000))
-    compute = ComputeThread()
-    core = EngineCore(
-        runner=ScriptedRunner(kv, fails=lambda sequence: sequence in bad),
-        scheduler=scheduler,
-        kv=kv,
-        tokenizer=Tokenizer.load(checkpoint("llama")),
-        eos_token_ids=frozenset(),
-        limits=SimpleNamespace(ttft_slo_s=None),
-        compute=compute,
-        clock=functools.partial(next, clock),
-    )
-    try:
-        params = SamplingParams(max_tokens=8, temperature=0.0, seed=0)
-        for name in "ab":
-            request = Request(name, None, (5, 6, 7), params, 0.0)
-            scheduler.add(make_sequences(request, frozenset())[0])
+    with Bench() as bench:
+        bench.add("a", "b")
+        core, model = bench.core, bench.model
         core._step()
-        model = scheduler.chunks.model
         assert model.predict(make_work(0, 0, 6)) == pytest.approx(1.0), "the clock's second"
-        bad.append(scheduler.running[0])
+        bench.bad.append(bench.scheduler.running[0])
         core._step()
-        assert model.median_error() is None and len(scheduler.running) == 1
+        assert model.median_error() is None and len(bench.scheduler.running) == 1
         assert core.stats().num_steps == 2, "the innocent one ran"
         core._step()
         # from the end of the last part that ran through; others read the clock twice
@@ -362,5 +379,19 @@ def test_a_failed_step_teaches_nothing():
         core._step()
         assert core.stats().step_time_error is not None
         assert core.stats().chunk_limit_rows == 32
-    finally:
-        compute.stop()
+
+
+def test_idle_time_belongs_to_no_step():
+    with Bench() as bench:
+        bench.add("a")
+        bench.core._step()
+        bench.core._step()
+        assert bench.model.last_step_s == 2.0, "from the end of the one before"
+        bench.scheduler.finish(bench.scheduler.running[0], FinishReason.ABORT)
+        bench.core._inbox.put(None)
+        assert not bench.core._take_messages()
+        for _ in range(100):
+            next(bench.now_s)
+        bench.add("b")
+        bench.core._step()
+        assert bench.model.last_step_s == 1.0
