@@ -33,10 +33,8 @@ logger = logging.getLogger(__name__)
 
 # Linux allows 65,530 mappings in a process, and others need some too.
 MAX_MAPPINGS = 48_000
-# What is mapped in an idle range for whoever comes next: a first chunk.
-_EAGER_TOKENS = 256
-# Places behind a window that are unmapped in one call.
-_UNMAP_PLACES = 64
+_EAGER_TOKENS = 256  # mapped in an idle range for whoever comes next: a first chunk
+_UNMAP_PLACES = 64  # behind a window, in one call
 
 
 class KVManager:
@@ -61,9 +59,8 @@ class KVManager:
         groups = groups or (LayerGroup(token_bytes, tile_tokens),)
         self.page_bytes = memory.page_bytes
         self.max_model_len = max_model_len
-        self.layout = PageLayout(
-            groups, memory.page_bytes, max_model_len, max_rows or max_model_len
-        )
+        max_rows = max_rows or max_model_len
+        self.layout = PageLayout(groups, memory.page_bytes, max_model_len, max_rows)
         self.token_bytes = self.layout.token_bytes
         self.range_tokens = self.layout.range_tokens
         self.page_end = self.layout.page_end
@@ -100,8 +97,7 @@ class KVManager:
         return self.group_offset(len(self.layout.groups))
 
     def group_offset(self, number: int) -> int:
-        """Where the ranges of a group of layers begin in the reservation; after the last group,
-        where they end."""
+        """Where a group's ranges begin in the reservation; for the last number + 1, its end."""
         before = sum([group.token_bytes for group in self.layout.groups[:number]])
         return self.range_tokens * len(self.ranges) * before
 
@@ -156,12 +152,12 @@ class KVManager:
 
     def num_known_tokens(self, keys: Sequence[bytes]) -> int:
         """Of a sequence with these page keys, tokens that memory knows. From any thread."""
-        return self._finder.num_tokens(keys, self.range_tokens, self.prefixes.index.knows)
+        return self._finder.num_tokens(keys, self.range_tokens, self.prefixes.index.has_key)
 
-    def fetch(self, keys: Sequence[bytes], spare_pages: int = 0) -> bool:
+    def fetch(self, keys: Sequence[bytes]) -> bool:
         """Begin to bring back from the store what memory has forgotten of a sequence with these
-        page keys, leaving some pages; whether something is on its way."""
-        return self._finder.fetch(keys, self.num_available - self._promised - spare_pages)
+        page keys, into pages that nobody is promised; whether something is on its way."""
+        return self._finder.fetch(keys, self.num_available - self._promised)
 
     def remember(self, target: Range, keys: Sequence[bytes], num_computed: int) -> None:
         """Let the prefix cache know the range's pages that are complete by now. keys: of its
@@ -202,12 +198,15 @@ class KVManager:
     def _choose(self, num_tokens: int, hit: PrefixHit | None = None) -> int:
         need = self.layout.groups[0].places_for(num_tokens)
         sizes: dict[int, int] = {}
+        first, shared = (hit.parts[0].first, hit.parts[0].shared) if hit else (0, [])
+        last = first + len(shared) - 1
         for index in self._idle:
-            if hit is not None and hit.parts[0].shared:
-                place, shared = hit.parts[0].first, hit.parts[0].shared
-                if self.space.shows(index, shared, place):
-                    return index
-            sizes[index] = len(self.space.shown(index))
+            shown = self.space.shown(index)
+            sizes[index] = size = len(shown)
+            # Many may show the beginning: where the last page is another one, no list is compared.
+            is_like = first <= last < size and shown[last] == shared[-1]
+            if is_like and self.space.shows(index, shared, first):
+                return index
         enough = [index for index, size in sizes.items() if size >= need]
         return min(enough, key=sizes.__getitem__) if enough else max(sizes, key=sizes.__getitem__)
 
@@ -273,7 +272,7 @@ class KVManager:
         self._promise(target)
         for part in target.parts:
             if part.group.window is not None:
-                self.prefixes.use_alone(part.held)
+                self.prefixes.use(part.held)
             for page in (*part.held, *(source for source, _ in part.copies)):
                 self.prefixes.let_go(page)
             part.clear()
@@ -335,23 +334,22 @@ class KVManager:
         if self.space.is_busy:
             return
         self.space.collect()  # after that question: now nothing is on its way
-        needs = [
-            (target, min(num_tokens, self.max_model_len))
-            for target, num_tokens in wanted
-            if num_tokens > target.capacity
-        ]
+        longest = self.max_model_len
+        needs = [(item, min(number, longest)) for item, number in wanted if number > item.capacity]
         if self._idle:
-            eager = min(_EAGER_TOKENS, self.max_model_len)
+            eager = min(_EAGER_TOKENS, longest)
             needs.append((self.ranges[self._choose(eager)], eager))
         places = [
             self._ahead_of(part, part.group.places_for(num_tokens))
             for target, num_tokens in needs
             for part in target.parts
         ]
-        self.space.ahead(places)
         ahead = [page for _, _, pages in places for page in pages]
-        for page in ahead:
-            self.allocator.give_back(page)
+        try:
+            self.space.ahead(places)
+        finally:
+            for page in ahead:
+                self.allocator.give_back(page)
         self.allocator.keep(ahead)
 
     def _ahead_of(self, part: RangePart, num_places: int) -> tuple[int, int, list[int]]:
@@ -376,11 +374,14 @@ class KVManager:
             except OSError as error:  # the pages are free all the same; only the system waits
                 logger.warning("giving memory back failed: %s", error)
 
-    def close_all(self) -> None:
-        """Forget the prefixes, give all memory back, end the threads."""
-        self.prefixes.close()
-        self.trim()
-        self.space.close()
+    def close_all(self, timeout_s: float = 30.0) -> None:
+        """Forget the prefixes, give all memory back, end the threads. The disk has so long to
+        take what it has not yet."""
+        try:
+            self.prefixes.close(timeout_s)
+            self.trim()
+        finally:
+            self.space.close()
 
     def check_integrity(self) -> None:
         """AssertionError tells which invariant does not hold. For tests and idle moments."""
@@ -389,8 +390,8 @@ class KVManager:
             assert item.is_open != (item.index in self._idle), f"range {item.index}"
             assert item.is_open or not (item.pages or item.promised), f"range {item.index}"
             assert item.capacity == min(p.group.tokens_in(len(p.pages)) for p in item.parts)
-            is_settled = all(part.is_settled for part in item.parts)
-            assert is_settled != (item.index in self._dirty), f"range {item.index}"
+            is_dirty = not all(part.is_settled for part in item.parts)
+            assert is_dirty == (item.index in self._dirty), f"range {item.index}"
             for part in item.parts:
                 part.check(self.space, owners)
         promised = sum(item.promised for item in self.ranges)

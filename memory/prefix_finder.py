@@ -38,7 +38,7 @@ class PrefixFinder:
 
     def match(self, keys: Sequence[bytes], max_tokens: int) -> PrefixHit | None:
         index = self._cache.index
-        num_tokens = self.num_tokens(keys, max_tokens, index.knows)
+        num_tokens = self.num_tokens(keys, max_tokens, index.has_key)
         if not num_tokens:
             return None
         parts: list[PartHit] = []
@@ -51,7 +51,7 @@ class PrefixFinder:
             if group.window is None:
                 index.touch(chain[-1])
             else:
-                self._cache.use_alone(pages)
+                self._cache.use(pages)
         return PrefixHit(num_tokens, parts)
 
     def remember(self, target: Range, keys: Sequence[bytes], num_computed: int) -> None:
@@ -73,14 +73,13 @@ class PrefixFinder:
             return cache.is_fetching
         end = self._layout.range_tokens
         while num_tokens := self.num_tokens(
-            keys, end, lambda key: index.knows(key) or cache.is_stored(key)
+            keys, end, lambda key: index.has_key(key) or cache.is_stored(key)
         ):
             needed = self._needed(keys, num_tokens)
-            known = [index.page_of(key) for key, _ in needed if index.knows(key)]
-            wanted = [item for item in needed if not index.knows(item[0])]
-            excess = len(wanted) - min(num_spare, cache.num_free_beside(known))
-            if excess <= 0:
-                return cache.fetch(known, wanted)
+            known = [index.page_of(key) for key, _ in needed if index.has_key(key)]
+            excess = len(needed) - len(known) - min(num_spare, cache.num_free_beside(known))
+            if excess <= 0 or len(needed) == len(known):
+                return cache.fetch(needed, num_spare)
             first = self._layout.groups[0]
             end = first.tokens_in(max(0, first.places_for(num_tokens) - excess))
         return False

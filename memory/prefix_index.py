@@ -64,11 +64,15 @@ class PrefixIndex:
     def __contains__(self, page: int) -> bool:
         return page in self._keys
 
+    def knows(self, key: bytes, page: int) -> bool:
+        """Under this key it knows this page."""
+        return self._keys.get(page) == key
+
     @property
     def pages(self) -> list[int]:
         return list(self._keys)
 
-    def knows(self, key: bytes) -> bool:
+    def has_key(self, key: bytes) -> bool:
         return key in self._nodes
 
     def page_of(self, key: bytes) -> int:

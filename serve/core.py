@@ -159,6 +159,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         last = self._last_step_s
         scheduler = self._scheduler
+        disk = self._kv.prefixes.store_stats()
         coverage_p50, coverage_p90 = scheduler.policy.coverage()
         page_steps = max(1, scheduler.num_steps) * self._kv.num_pages
         return EngineStats(
@@ -190,6 +191,14 @@ class EngineCore:
             disk_stored_pages=self._kv.prefixes.stats.num_stored,
             disk_loaded_pages=self._kv.prefixes.stats.num_loaded,
             disk_lost_pages=self._kv.prefixes.stats.num_lost,
+            disk_failed_pages=self._kv.prefixes.stats.num_failed,
+            disk_pages=disk.entries,
+            disk_bytes=disk.bytes_used,
+            disk_corrupt_pages=disk.corrupt,
+            disk_read_errors=disk.read_errors,
+            disk_write_errors=disk.write_errors,
+            disk_refused_requests=disk.refused,
+            disk_is_paused=disk.is_paused,
             kv_bytes_per_token=self._kv.token_bytes,
             last_step_age_s=None if last is None else self._clock() - last,
         )
@@ -213,13 +222,17 @@ class EngineCore:
             self._post.join()
             self._loop_job = None
         elif self._compute.is_alive():  # loaded, but never started
-            self._compute.submit(self._close_unused)
+            self._compute.submit(self._close_memory)
         if self._compute.is_alive():
             self._compute.stop()
 
-    def _close_unused(self) -> None:
-        self._kv.close_all()
-        self._runner.close()
+    def _close_memory(self) -> None:
+        try:
+            self._kv.close_all()
+        except Exception:
+            logger.exception("giving K/V memory back failed")
+        finally:
+            self._runner.close()
 
     def _refuse(self, state: RequestState, error: Exception) -> None:
         self._remove(state)
@@ -257,8 +270,7 @@ class EngineCore:
         finally:
             self._answer_all(FinishReason.ABORT)
             self._answer_rest()
-            self._kv.close_all()
-            self._runner.close()
+            self._close_memory()
 
     def _answer_failed(self) -> None:
         """The loop has failed: until shutdown, whatever still comes in is told so."""

@@ -105,7 +105,7 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
             store, secret = open_kv_store(
                 config, precision, groups=sizes.groups, page_bytes=sizes.page_bytes
             )
-            kv.prefixes.use_store(store, memory.page_address)
+            kv.prefixes.use_store(store, memory.page_address, memory.keep_pages)
     except BaseException:
         memory.close()
         raise

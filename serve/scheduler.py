@@ -29,6 +29,8 @@ from serve.step_time import StepWork
 _LOOK_THROUGH = 16
 # Steps in a row for which others may take the rows of a prompt.
 _MAX_PAUSES = 16
+# Steps that only decode teach once in so many, when they have taught enough.
+_LEARN_EVERY = 4
 
 
 class Scheduler:
@@ -200,7 +202,7 @@ class Scheduler:
             sequence = self._next(budget, chunks)
             if sequence is None or self.chunks.must_wait(sequence, budget):
                 break
-            if self.prefixes.is_fetching(sequence, now_s, spare_pages=2 * len(self.running)):
+            if self.prefixes.is_fetching(sequence, now_s):
                 break
             hit = self.prefixes.match(sequence) if has_slot else None
             if not self.running and not self.kv.can_fit(sequence.num_tokens, hit=hit):
@@ -316,7 +318,12 @@ class Scheduler:
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """A step ran through in that time; call it before update()."""
-        self.chunks.model.learn(StepWork.of(plan), seconds)
+        model = self.chunks.model
+        model.last_step_s = seconds
+        is_decoding = plan.num_decodes == len(plan.sequences)
+        if is_decoding and model.knows_decoding and self.num_steps % _LEARN_EVERY:
+            return  # the next one will be much the same, and learning takes time between steps
+        model.learn(StepWork.of(plan), seconds)
 
     def update(self, plan: StepPlan, tokens: list[int]) -> list[Sequence]:
         """Take in a step's result: tokens[j] is for the j-th sampling sequence of the plan.
