@@ -22,6 +22,8 @@ from tests.fakes_cuda_types import (
     require,
 )
 
+_OFFSET = 256  # of host memory from a page's start: nobody promises more
+
 
 @dataclass(eq=False)
 class Mark:
@@ -82,15 +84,18 @@ class Streams:
         return self._events[event]
 
     def _is_host(self, address: int, size: int) -> bool:
-        return any(a <= address and address + size <= a + len(m) for a, m in self.host.items())
+        return any(
+            start <= address and address + size <= start + len(memory) - _OFFSET
+            for start, memory in self.host.items()
+        )
 
     # The driver.
 
     @driver_call(values=1)
     def cuMemHostAlloc(self, size: int, flags: int) -> int:
         require(size > 0 and flags == 0)
-        memory = mmap.mmap(-1, size)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        memory = mmap.mmap(-1, size + _OFFSET)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + _OFFSET
         ctypes.memset(address, 0xCD, size)
         self.host[address] = memory
         return address
