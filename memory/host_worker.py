@@ -142,6 +142,7 @@ class HostWorker:
             is_quiet = self.changed.wait_for(lambda: not self._num_below, left)
             is_quiet &= not self._thread.is_alive()
             self.is_broken |= not is_quiet
+            self.changed.notify_all()
         self._end_all()
         return is_quiet
 

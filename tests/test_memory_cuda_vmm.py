@@ -223,7 +223,8 @@ def test_a_copy_is_there_when_it_returns(driver, memory):
     """A kernel of another stream may write the target next."""
     base = memory.reserve(4 * PAGE)
     memory.map(0, 0, 2)
-    driver.launch(base, b"source")
+    stream = driver.cuStreamCreate(1)[1]
+    driver.queue(stream, lambda: driver.write(base, b"source"))
     memory.copy_page(0, 1)
     assert driver.read(base + PAGE, 6) == b"source"
     memory.copy_page(1, 0)

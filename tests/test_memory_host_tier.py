@@ -46,6 +46,7 @@ class FailingCopier(MemoryCopier):
         self.fail_next = self.is_lost = self.is_unordered = False
         self.may_go_on = threading.Event()
         self.may_go_on.set()
+        self.is_asked = threading.Event()
 
     @property
     def is_closed(self) -> bool:
@@ -56,6 +57,7 @@ class FailingCopier(MemoryCopier):
             raise OSError(5, "no event")
 
     def copy(self, copies, size_bytes, *, to_host):
+        self.is_asked.set()
         assert self.may_go_on.wait(10)
         if self.is_lost:
             raise OSError(5, "the device is gone")
@@ -279,11 +281,45 @@ def test_closing_is_bounded_in_time(pages, caplog):
     assert results(loads) == [False, False]
     assert not copier.is_closed and not below.num_closed
     assert "they may still be written" in caplog.text
-    pages[20] = pages[21] = bytes(PAGE)
-    below.let_go()  # the late answer changes nothing any more
     tier._worker._thread.join(5)
     assert not tier._worker._thread.is_alive()
+    pages[20] = pages[21] = bytes(PAGE)
+    below.let_go()  # the late answer changes nothing any more
     assert pages[20] == pages[21] == bytes(PAGE)
+
+
+def test_closing_beside_a_copy_that_never_ends(pages):
+    copier = FailingCopier()
+    tier = HostTier(PAGE, 2 * PAGE, copier, close_timeout_s=0.1)
+    copier.may_go_on.clear()
+    futures = fill(pages, tier, [0, 1])
+    assert copier.is_asked.wait(10)
+    tier.close()
+    assert [future.done() and future.result() for future in futures] == [False, False]
+    assert not copier.is_closed
+    copier.may_go_on.set()
+    tier._worker._thread.join(5)
+    assert not tier._worker._thread.is_alive()
+
+
+def test_closing_begins_nothing_new(pages):
+    """Not even what a flush had not come to."""
+    below = LateStore(PAGE)
+    below.mode = "held"
+    tier = HostTier(PAGE, 80 * PAGE, MemoryCopier(), below)
+    for number in range(72):
+        pages[0] = content(name(number), PAGE)
+        assert tier.store_many([(name(number), pages.address(0))])[0].result(10)
+    assert not tier.flush(0.05)
+    assert below.num_held == 64
+    closing = threading.Thread(target=tier.close)
+    closing.start()
+    while not tier._worker.is_closing:
+        time.sleep(0.001)
+    below.mode = "at once"
+    below.let_go()
+    closing.join(5)
+    assert len(below.pages) == 64 and below.num_closed == 1
 
 
 def test_closing_ends_what_is_under_way_and_refuses_what_waits(pages):
@@ -313,6 +349,28 @@ def test_the_caller_never_waits_for_a_copy(pages):
     assert not tier.contains(name(5))
     copier.may_go_on.set()
     assert results(futures) == [True] * 4
+    tier.close()
+
+
+def test_flush_sees_what_was_asked_before(pages):
+    copier, below = FailingCopier(), LateStore(PAGE)
+    tier = HostTier(PAGE, 4 * PAGE, copier, below)
+    results(fill(pages, tier, [0]))
+    assert tier.flush()
+    copier.may_go_on.clear()
+    copier.is_asked.clear()
+    load = tier.load_many([(name(0), pages.address(20))])
+    assert copier.is_asked.wait(10)
+    fill(pages, tier, [1])
+    answers: list[bool] = []
+    flushing = threading.Thread(target=lambda: answers.append(tier.flush()))
+    flushing.start()
+    while not tier._worker._flushes:
+        time.sleep(0.001)
+    copier.may_go_on.set()
+    flushing.join(10)
+    assert answers == results(load) == [True]
+    assert sorted(below.pages) == [name(0), name(1)]
     tier.close()
 
 
