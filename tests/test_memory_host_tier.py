@@ -295,7 +295,7 @@ def test_closing_beside_a_copy_that_never_ends(pages):
     futures = fill(pages, tier, [0, 1])
     assert copier.is_asked.wait(10)
     tier.close()
-    assert [future.done() and future.result() for future in futures] == [False, False]
+    assert [future.result(0) for future in futures] == [False, False]
     assert not copier.is_closed
     copier.may_go_on.set()
     tier._worker._thread.join(5)
@@ -317,6 +317,8 @@ def test_closing_begins_nothing_new(pages):
     while not tier._worker.is_closing:
         time.sleep(0.001)
     below.mode = "at once"
+    below.let_go(1)
+    assert not closing.join(0.05) and len(below.pages) == 1
     below.let_go()
     closing.join(5)
     assert len(below.pages) == 64 and below.num_closed == 1
