@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.progress import track
 from safetensors.torch import save_file
 
@@ -102,7 +103,10 @@ def _tensors(config: dict[str, Any], title: str) -> dict[str, torch.Tensor]:
         "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16),
     }
     layers = range(config["num_hidden_layers"])
-    for i in track(layers, f"random {title} checkpoint", transient=True):
+    console = Console(stderr=True)
+    is_hidden = not console.is_terminal
+    title = f"random {title} checkpoint"
+    for i in track(layers, title, console=console, transient=True, disable=is_hidden):
         prefix = f"model.layers.{i}."
         for name, rows, columns in (
             ("self_attn.q_proj", q, hidden),

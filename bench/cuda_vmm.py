@@ -224,8 +224,11 @@ def main() -> None:
     args = parser.parse_args()
     try:
         driver = importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        sys.exit(f"no bindings of the CUDA driver here ({error}); pip install '.[cuda]'")
+    try:
         CudaMemory(_PAGE, 1, driver=driver).close()
-    except (ImportError, CudaUnavailableError) as error:
+    except CudaUnavailableError as error:
         sys.exit(f"no CUDA driver here: {error}")
     sys.exit(0 if run(driver, _PAGE, args.repeats) else 1)
 

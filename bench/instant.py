@@ -21,8 +21,9 @@ from serve.loader import LoadedEngine
 from serve.memory_policy import make_policy
 from serve.models import ModelSpec, read_spec
 from serve.order import make_order
+from serve.plan import SchedulerLimits, StepPlan
 from serve.runner import Runner, StepResult
-from serve.scheduler import Scheduler, SchedulerLimits, StepPlan
+from serve.scheduler import Scheduler
 from serve.sequence import Sequence
 from serve.tokenizer import Tokenizer
 

@@ -7,6 +7,7 @@ the disk tier makes of the device's best. Writes only into a temporary folder in
 
 from __future__ import annotations
 
+import argparse
 import errno
 import json
 import logging
@@ -33,6 +34,7 @@ from memory.block_file import ThreadFile
 from memory.direct_io import address_of, choose_io, open_direct, wait_for
 from memory.spill import SpillStore
 from ops import native
+from serve.errors import ConfigError, plain
 
 PATTERNS = (
     Pattern("4 KiB random read", 4096, is_random=True, is_write=False),
@@ -61,7 +63,7 @@ def _ways(path: Path, size: int) -> tuple[list[Way], list[str]]:
         if choose_io(path.parent, "iopoll") != "iopoll":
             notes.append("IOPOLL is refused here")
     except OSError as error:
-        notes.append(f"no io_uring ({error})")
+        notes.append(f"no io_uring ({plain(error)})")
     ways.append(Fio(path, size) if Fio.is_there() else Pread(path, size))
     return ways, notes
 
@@ -181,11 +183,22 @@ class _Driver:
         return number, number * page / (time.perf_counter() - start) / 1e9
 
 
+def _headline(head: dict[str, Any]) -> str:
+    io = "O_DIRECT" if head["direct"] else "through the page cache"
+    lines = [
+        f"kernel {head['kernel']}, processors {head['processors']}, {io}, "
+        f"checksum {head['checksum_gb_s']:.1f} GB/s",
+        *head["notes"],
+    ]
+    return "\n".join(lines)
+
+
 def report(cells: list[dict[str, Any]], store: list[dict[str, Any]], console: Console) -> None:
     depths = sorted({cell["depth"] for cell in cells})
     for pattern in PATTERNS:
         title = f"{pattern.name}: " + ("operations/s" if pattern.is_random else "GB/s")
-        table = Table("depth", *map(str, depths), title=f"{title}; p50 / p99 us; CPU us")
+        console.print(f"\n{title}; p50 / p99 us; CPU us", highlight=False)
+        table = Table("depth", *map(str, depths))
         mine = [cell for cell in cells if cell["pattern"] == pattern.name]
         for way in dict.fromkeys(cell["way"] for cell in mine):
             by_depth = {cell["depth"]: _cell(cell, pattern) for cell in mine if cell["way"] == way}
@@ -231,17 +244,22 @@ def checksum_rate() -> float:
 
 
 def run_and_report(directory: Path, *, quick: bool) -> None:
-    """Measure in `directory`, print the tables and the JSON line. OSError without room."""
-    logging.getLogger("memory").setLevel(logging.ERROR)
+    """Measure in `directory`, print the tables and the JSON line. ConfigError for an unfit one."""
+    if not directory.is_dir():
+        what = "is a file, not a directory" if directory.exists() else "does not exist"
+        raise ConfigError(f"--dir {directory} {what}")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(f"--dir {directory} cannot be written")
     size = (64 if quick else 512) * _MIB
     free = shutil.disk_usage(directory).free
     if free < 3 * size:
-        raise OSError(
-            f"{directory} has {free // _MIB} MiB free, and this needs {3 * size // _MIB}; "
-            "choose another one with --dir"
+        raise ConfigError(
+            f"--dir {directory} has {free // _MIB} MiB free, and this needs {3 * size // _MIB}; "
+            "choose another one"
         )
     depths = (1, 16) if quick else (1, 2, 4, 8, 16, 32, 64)
     seconds = 0.06 if quick else 0.2
+    logging.getLogger("memory").setLevel(logging.ERROR)
     console = Console()
     console.width = max(console.width, 120)
     cells = []
@@ -251,7 +269,9 @@ def run_and_report(directory: Path, *, quick: bool) -> None:
         ways, notes = _ways(folder / "raw", size)
         if not is_direct:
             notes.append("NO O_DIRECT HERE: these are figures of the page cache, not of a device")
-        with Progress(console=Console(stderr=True), transient=True) as progress:
+        watched = Console(stderr=True)
+        is_hidden = not watched.is_terminal
+        with Progress(console=watched, transient=True, disable=is_hidden) as progress:
             task = progress.add_task("measuring", total=len(PATTERNS) * len(ways) * len(depths))
             for pattern in PATTERNS:
                 for way in ways:
@@ -269,7 +289,22 @@ def run_and_report(directory: Path, *, quick: bool) -> None:
         "notes": notes,
         "checksum_gb_s": checksum_rate(),
     }
-    console.print(*(f"{key} {value}" for key, value in head.items()), sep="; ", highlight=False)
+    console.print(_headline(head), highlight=False)
     report(cells, store, console)
     json.dump({**head, "cells": cells, "store": store}, sys.stdout)
     print()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.io", description=__doc__)
+    parser.add_argument("--dir", type=Path, default=Path.cwd(), help="where; here by default")
+    parser.add_argument("--quick", action="store_true", help="a few seconds")
+    args = parser.parse_args()
+    try:
+        run_and_report(args.dir, quick=args.quick)
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

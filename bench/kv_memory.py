@@ -24,10 +24,11 @@ from memory.vmm import LinuxMemory
 from ops.native import Int8Attention, Int8AttentionStep
 from quant.kv import TILE_TOKENS, Int8KVFormat
 from serve.config import EngineConfig
+from serve.plan import SchedulerLimits
 from serve.request import Request, SamplingParams
 from serve.runner import ModelRunner
 from serve.runtime import Runtime, load_runtime
-from serve.scheduler import Scheduler, SchedulerLimits
+from serve.scheduler import Scheduler
 from serve.sequence import Sequence, make_sequences
 
 ARMS = ("mapped before", "ahead, in the thread", "at the step")

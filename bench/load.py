@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bench.corpus import mixed_requests
 from bench.report import Record, print_summary, summarize, write_json
 from serve import Engine, FinishReason, SamplingParams
-from serve.errors import ConfigError, GenerationError, MergestepError
+from serve.errors import ConfigError, GenerationError, MergestepError, plain
 from serve.http.client import ApiClient
 
 DEFAULT_REQUESTS = 100
@@ -51,7 +51,9 @@ class LoadPlan:
 
     def __post_init__(self) -> None:
         if self.num_requests < 1:
-            raise ConfigError("there must be at least one request")
+            raise ConfigError(f"requests must be at least 1, not {self.num_requests}")
+        if self.num_warmup < 0:
+            raise ConfigError(f"warmup must not be negative, not {self.num_warmup}")
         for name in ("input_len", "output_len"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -82,6 +84,8 @@ def count_requests(qps: float, requests: int | None, duration_s: float | None) -
         raise ConfigError("give either requests or duration, not both")
     if duration_s is None:
         return DEFAULT_REQUESTS if requests is None else requests
+    if not 0 < duration_s < math.inf:
+        raise ConfigError(f"duration must be a positive number of seconds, not {duration_s}")
     if math.isinf(qps):
         raise ConfigError("a duration needs a finite qps")
     return max(1, round(qps * duration_s))
@@ -211,6 +215,11 @@ class ServerTarget:
                     record.output_tokens = usage["completion_tokens"]
 
 
+def _describe(error: Exception) -> str:
+    code = getattr(error, "code", "")
+    return f"{code}: {error}" if code else plain(error)
+
+
 def _has_text(choice: dict[str, Any]) -> bool:
     return bool(choice.get("text") or choice.get("delta", {}).get("content"))
 
@@ -232,7 +241,7 @@ async def run_load(
         try:
             await target.send(work, record)
         except (MergestepError, OSError, TimeoutError) as exc:
-            record.error = f"{type(exc).__name__}: {exc}"[:200]
+            record.error = _describe(exc)[:200]
             counts["failed"] += 1
         record.finished_s = time.perf_counter()
         counts["done"] += 1
@@ -296,8 +305,14 @@ async def _with_progress(target: Target, plan: LoadPlan, console: Console) -> li
         TimeElapsedColumn(),
     )
     # Redrawn seldom: the generator shares its core with what draws.
-    with Progress(*columns, console=console, refresh_per_second=2, transient=True) as progress:
-        bar = progress.add_task("starting", total=plan.num_requests, sent=0, failed=0)
+    with Progress(
+        *columns,
+        console=console,
+        refresh_per_second=2,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
+        bar = progress.add_task("loading", total=plan.num_requests, sent=0, failed=0)
         async with target:
             progress.update(bar, description=f"{plan.qps:g} requests/s")
             return await run_load(

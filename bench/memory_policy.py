@@ -23,15 +23,12 @@ Run: python -m bench.memory_policy [--quick]
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
-from typing import Any
 
+from bench import simulated
 from bench.memory_traces import (
     AZURE_CODE,
     AZURE_CONV,
@@ -43,8 +40,9 @@ from bench.memory_traces import (
 )
 from memory.kv_manager import KVManager
 from serve.memory_policy import Coverage, MemoryPolicy, Oracle, PredictedPeak, make_policy
+from serve.plan import SchedulerLimits, StepPlan
 from serve.request import Request, SamplingParams
-from serve.scheduler import Scheduler, SchedulerLimits, StepPlan
+from serve.scheduler import Scheduler
 from serve.sequence import Sequence, make_sequences
 
 POLICIES = ("unlimited", "oracle", "predicted", "worst_case", "prompt_only")
@@ -298,8 +296,9 @@ def _trace(case: Case) -> list[Call]:
     return lognormal_trace(case.lengths, case.num_requests, case.max_model_len)
 
 
-def measure(cases: tuple[Case, ...]) -> dict[str, dict[str, Result]]:
+def measure(is_quick: bool) -> dict[str, dict[str, Result]]:
     """{case: {policy: the result at its highest rate}}; two processes."""
+    cases = QUICK if is_quick else CASES
     traces = [_trace(case) for case in cases]
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
         jobs = {
@@ -349,25 +348,5 @@ def _show(name: str, results: dict[str, Result]) -> None:
         print(f"  predicted: {text}: {number} {'' if is_reached else 'NOT REACHED'}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="two short traces, for tests")
-    args = parser.parse_args()
-    cases = QUICK if args.quick else CASES
-    machine = platform.processor() or platform.machine()
-    print(f"machine: {machine}, Python {platform.python_version()}; step times are simulated")
-    found = measure(cases)
-    for name, results in found.items():
-        _show(name, results)
-    print(json.dumps(_as_json(found)))
-
-
-def _as_json(found: dict[str, dict[str, Result]]) -> dict[str, Any]:
-    return {
-        name: {policy: asdict(result) for policy, result in results.items()}
-        for name, results in found.items()
-    }
-
-
 if __name__ == "__main__":
-    main()
+    simulated.run(__doc__, measure, _show)

@@ -154,7 +154,11 @@ def run_and_report(*, quick: bool, only: str = "") -> None:
     }
     console.print(" ".join(f"{key} {value}" for key, value in head.items()), highlight=False)
     limits, rounds, readings = Limits(), 3 if quick else 11, []
-    for case in track(cases(quick), "measuring", console=Console(stderr=True), transient=True):
+    watched = Console(stderr=True)
+    is_hidden = not watched.is_terminal
+    for case in track(
+        cases(quick), "measuring", console=watched, transient=True, disable=is_hidden
+    ):
         if only in case.name:
             readings.append(measure(case, limits, rounds))
     report(readings, console)

@@ -17,19 +17,18 @@ assumed, not measured. Run: python -m bench.order [--quick]
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import random
 from dataclasses import asdict, dataclass
 
+from bench import simulated
 from bench.memory_policy import CPU, EOS, OTHER, NoMemory
 from memory.kv_manager import KVManager
 from memory.prefix_index import PrefixHasher
 from serve.memory_policy import make_policy
 from serve.order import ORDERS, make_order
+from serve.plan import SchedulerLimits
 from serve.request import Request, SamplingParams
-from serve.scheduler import Scheduler, SchedulerLimits
+from serve.scheduler import Scheduler
 from serve.sequence import Sequence, make_sequences
 
 MAX_NUM_SEQS = 16
@@ -251,21 +250,5 @@ def _show(name: str, results: dict[str, Result]) -> None:
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a few requests, for tests")
-    args = parser.parse_args()
-    machine = platform.processor() or platform.machine()
-    print(f"machine: {machine}, Python {platform.python_version()}; step times are simulated")
-    found = measure(args.quick)
-    for name, results in found.items():
-        _show(name, results)
-    print(
-        json.dumps(
-            {name: {order: asdict(r) for order, r in rows.items()} for name, rows in found.items()}
-        )
-    )
-
-
 if __name__ == "__main__":
-    main()
+    simulated.run(__doc__, measure, _show)

@@ -132,9 +132,11 @@ def print_summary(console: Console, summary: Summary, *, title: str) -> None:
         table.add_row(name, *(_number(value) for value in values.values()))
     console.print(table)
     counts, rates = summary.counts, summary.rates
+    qps = rates["offered requests"]
+    offered = "all sent at once" if math.isinf(qps) else f"of {qps:g}/s offered"
     lines = [
         f"{counts['answered']} of {counts['requests']} answered,"
-        f" {rates['answered requests']:.2f}/s of {rates['offered requests']:g}/s offered,"
+        f" {rates['answered requests']:.2f}/s {offered},"
         f" at most {counts['peak concurrency']} at once",
         f"{rates['output tokens']:.1f} output tokens/s, {rates['prompt tokens']:.1f} prompt"
         f" tokens/s; {counts['output tokens']} and {counts['prompt tokens']} in all",

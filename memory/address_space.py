@@ -129,14 +129,28 @@ class AddressSpace:
             for index, place, pages in wanted
             for start, length in list(_differing(self._shown[index], pages, 0, place))
         ]
-        if jobs:
+        if not jobs:
+            return
+        try:
             self._worker.put(jobs)
+        except RuntimeError as error:  # the system has no thread left
+            logger.warning("nothing is mapped ahead any more: %s", error)
+            self._worker = None
+            self._restore(jobs)
 
     def _job(self, index: int, place: int, first_page: int, length: int) -> _Job:
-        stale = self._shown[index][place : place + length]
+        stale: list[int] = []
+        if self._memory.maps_beside_kernels:  # else the thread only prepares the pages
+            stale = self._shown[index][place : place + length]
         if stale:  # about to go: nobody may count on it any more
             self._note(index, place, [_HOLE] * len(stale))
         return _Job(index, place, self._offset(index, place), first_page, length, stale)
+
+    def _restore(self, jobs: Iterable[_Job]) -> None:
+        """They were not begun: what was there still is."""
+        for job in jobs:
+            if job.stale:
+                self._note(job.index, job.place, job.stale)
 
     @property
     def is_busy(self) -> bool:
@@ -149,9 +163,7 @@ class AddressSpace:
             return
         has_waited, dropped = self._worker.settle()
         self.stats.num_waits += has_waited
-        for job in dropped:
-            if job.stale:
-                self._note(job.index, job.place, job.stale)
+        self._restore(dropped)
         self.collect()
 
     def collect(self) -> None:
@@ -211,8 +223,9 @@ class _Worker:
 
     def put(self, jobs: list[_Job]) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="mergestep-map", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="mergestep-map", daemon=True)
+            thread.start()
+            self._thread = thread
         with self._changed:
             self._pending.extend(jobs)
             self._changed.notify_all()
@@ -254,8 +267,17 @@ class _Worker:
                 self._do(job)
             except OSError as error:  # the step that needs the page maps it, or fails, itself
                 logger.warning("mapping ahead failed: %s", error)
-                with contextlib.suppress(OSError):
-                    self._memory.unmap(job.offset, job.length)
+                self._undo(job)
+            except Exception:  # our bug: the thread must go on, others wait for it
+                logger.exception("mapping ahead failed")
+                self._undo(job)
+
+    def _undo(self, job: _Job) -> None:
+        """Part of the run may be mapped, beside what was there: it becomes the hole it is noted
+        as. What was only prepared is mapped nowhere, and its places are not ours to touch."""
+        if self._memory.maps_beside_kernels:
+            with contextlib.suppress(OSError):
+                self._memory.unmap(job.offset, job.length)
 
     def _do(self, job: _Job) -> None:
         if self._memory.maps_beside_kernels:

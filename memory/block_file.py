@@ -7,6 +7,7 @@ repeated; what is left arrives as an OSError with its errno.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -15,7 +16,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ MAX_TRANSFER_BYTES = 1 << 30
 MAX_THREADS = 16
 _MAX_TRIES = 100  # of one transfer without progress
 _REAP_S = 1.0
+_END_S = 0.1  # for threads that have nothing left to do
 _FALLOC_KEEP_SIZE = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -79,8 +81,10 @@ class BlockFile(Protocol):
     def flush(self) -> None:
         """Wait until finished writes are on the medium. OSError."""
 
-    def close(self) -> None:
-        """After the transfers that are under way. Later ones end with EBADF."""
+    def close(self, timeout_s: float | None = None) -> bool:
+        """After all transfers; later ones end with EBADF. With a time limit those that have not
+        begun by then end with ECANCELED. False: some have begun and go on, the file stays open.
+        """
 
 
 class _Operation:
@@ -187,15 +191,23 @@ class RingFile(_File):
             return False
         return True
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None = None) -> bool:
         with self._change:
             if self._is_closed:
-                return
+                return not self._thread.is_alive()
             self._is_closed = True
             self._change.notify_all()
-        self._thread.join()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            with self._change:
+                waiting, self._waiting = self._waiting, deque()
+            _cancel(waiting)
+            self._thread.join(_END_S)
+        if self._thread.is_alive():
+            return False
         self._ring = None  # before the descriptor: the ring's own reference goes with it
         os.close(self._fd)
+        return True
 
     def _start(self, operations: list[_Operation]) -> None:
         with self._change:
@@ -304,16 +316,31 @@ class ThreadFile(_File):
     def register(self, regions: Sequence[tuple[int, int]]) -> bool:
         return False
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None = None) -> bool:
         with self._lock:
             if self._is_closed:
-                return
+                return not any(thread.is_alive() for thread in self._threads)
             self._is_closed = True
             for _ in self._threads:
                 self._queue.put(None)
-        for thread in self._threads:
-            thread.join()
+        if not self._join(timeout_s):
+            waiting = []
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    waiting.append(self._queue.get_nowait())
+            for _ in self._threads:
+                self._queue.put(None)
+            _cancel([operation for operation in waiting if operation is not None])
+            if not self._join(_END_S):
+                return False
         os.close(self._fd)
+        return True
+
+    def _join(self, timeout_s: float | None) -> bool:
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(None if end_s is None else max(0.0, end_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _start(self, operations: list[_Operation]) -> None:
         with self._lock:
@@ -341,6 +368,11 @@ class ThreadFile(_File):
                 result = -(raised.errno or errno.EIO)
             error = operation.advance(result, is_direct=self.is_direct)
         return error
+
+
+def _cancel(operations: Iterable[_Operation]) -> None:
+    for operation in operations:
+        operation.deliver(os_error(errno.ECANCELED))
 
 
 def os_error(number: int) -> OSError:

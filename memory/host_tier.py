@@ -17,8 +17,12 @@ from dataclasses import asdict, dataclass
 from memory.host_worker import HostCounters, HostWorker, Request
 from memory.page_copy import PageCopier
 from memory.prefix_cache import PageStore
+from memory.spill_health import SpillStats
 
 logger = logging.getLogger(__name__)
+
+# Of the time that `close` has, and of what is left of it then.
+_FLUSH_SHARE, _STOP_SHARE = 0.6, 0.5
 
 # Host memory that somebody may still be writing when its tier was closed. Never given back.
 _abandoned: list[HostTier] = []
@@ -44,7 +48,6 @@ class HostTier:
         below: PageStore | None = None,
         *,
         max_requests: int = 1024,
-        close_timeout_s: float = 30.0,
     ) -> None:
         """The copier and the store below are closed with the tier. below: ends its futures in
         any thread, but never while it holds a lock that its `contains` takes. OSError if there is
@@ -54,7 +57,8 @@ class HostTier:
         self._copier = copier
         self._below = below
         self._max_requests = max_requests
-        self._close_timeout_s = close_timeout_s
+        self._is_closed = False
+        self._is_quiet = True
         self._num_slots = capacity_bytes // page_bytes
         base = copier.allocate(self._num_slots * page_bytes)
         self._worker = HostWorker(page_bytes, self._num_slots, base, copier, below)
@@ -86,7 +90,23 @@ class HostTier:
         """It is there or below, or on its way."""
         return self._worker.contains(key)
 
-    def stats(self) -> HostStats:
+    def discard(self, key: bytes) -> bool:
+        """Forget it, here and below, even while it is being stored: its memory may change from
+        now on. False: it was not there."""
+        was_here = self._worker.discard(key)
+        was_below = self._below is not None and self._below.discard(key)
+        return was_here or was_below
+
+    @property
+    def room(self) -> int:
+        return max(0, self._max_requests - len(self._worker.open))
+
+    def stats(self) -> SpillStats:
+        """Of the store below."""
+        return SpillStats() if self._below is None else self._below.stats()
+
+    def host_stats(self) -> HostStats:
+        """From any thread."""
         with self._worker.changed:
             return HostStats(
                 **asdict(self._worker.stats),
@@ -96,32 +116,31 @@ class HostTier:
             )
 
     def flush(self, timeout_s: float = 30.0) -> bool:
-        """Everything is below, and safe there. False: not all, or there is nothing below."""
-        until = time.monotonic() + timeout_s
-        future = self._worker.flush()
+        """Everything has been written to the store below. False: not all, or there is none."""
         try:
-            is_down = future.result(timeout_s)
+            return self._worker.flush().result(timeout_s)
         except TimeoutError:
             return False
-        if self._below is None:
-            return is_down
-        return self._below.flush(max(0.0, until - time.monotonic())) and is_down
 
-    def close(self) -> None:
-        """After what is under way, but not the waiting; what `flush` has not brought below is
-        lost. Not from a future's callback. What does not end in time is left as it is, with the
-        memory that it may still touch; then the store below stays open."""
-        if self._worker.is_closing:
-            return
-        is_quiet = self._worker.stop(self._close_timeout_s)
-        if self._worker.is_broken:
-            _abandoned.append(self)
-            size = self._num_slots * self.page_bytes >> 20
-            logger.error("K/V in host memory: %d MiB stay: they may still be written", size)
-        else:
-            self._close_copier()
-        if self._below is not None and is_quiet:
-            self._below.close()
+    def close(self, timeout_s: float = 30.0) -> bool:
+        """Write what is not below yet, end what is under way, close the store below, all as far
+        as time allows; not from a future's callback. False: pages may still be read or written.
+        Host memory that may still be is never given back."""
+        end_s = time.monotonic() + timeout_s
+        if not self._is_closed:
+            self._is_closed = True
+            if self._below is not None:
+                self.flush(_FLUSH_SHARE * timeout_s)
+            self._is_quiet = self._worker.stop(_STOP_SHARE * (end_s - time.monotonic()))
+            if self._is_quiet:
+                self._close_copier()
+            else:
+                _abandoned.append(self)
+                size = self._num_slots * self.page_bytes >> 20
+                logger.error("K/V in host memory: %d MiB stay: they may still be written", size)
+            if self._below is not None:
+                self._below.close(max(0.0, end_s - time.monotonic()))
+        return self._is_quiet
 
     def _close_copier(self) -> None:
         try:

@@ -51,6 +51,7 @@ class Request:
     address: int
     is_store: bool
     is_from_below: bool = False
+    is_discarded: bool = False  # a store whose page may have changed
     future: Future[bool] = field(default_factory=Future)
 
 
@@ -117,6 +118,16 @@ class HostWorker:
         for request in refused:
             self._end(request, False)
 
+    def discard(self, key: bytes) -> bool:
+        """From now on pages that are being stored under it may change."""
+        with self.changed:
+            stores = [request for request in self.open if request.is_store and request.key == key]
+            for request in stores:
+                request.is_discarded = True
+            self._inbox.append(partial(self._forget, key))
+            self.changed.notify_all()
+        return bool(stores) or key in self.arena.entries
+
     def flush(self) -> Future[bool]:
         """Whether everything that is here then is below."""
         future: Future[bool] = Future()
@@ -130,8 +141,8 @@ class HostWorker:
         return future
 
     def stop(self, timeout_s: float) -> bool:
-        """End what is under way, then the thread and every future. False (and broken): the
-        thread or the store below were not done in time."""
+        """End what is under way, then the thread and every future. False (and broken): a copy or
+        the store below was not done in time, or nobody knows."""
         until = time.monotonic() + timeout_s
         with self.changed:
             self.is_closing = True
@@ -144,7 +155,7 @@ class HostWorker:
             self.is_broken |= not is_quiet
             self.changed.notify_all()
         self._end_all()
-        return is_quiet
+        return not self.is_broken
 
     # ---- the thread
 
@@ -192,6 +203,13 @@ class HostWorker:
             return True
         return self.is_closing and bool(self._loads or self._stores or not self._num_below)
 
+    def _forget(self, key: bytes) -> None:
+        entry = self.arena.entries.get(key)
+        if entry is not None:
+            self.arena.use(entry, is_wanted=False)
+            self.arena.drop(entry)
+            self.arena.let_go(entry)
+
     def _begin(self, request: Request) -> None:
         if self._join(request):
             return
@@ -203,7 +221,11 @@ class HostWorker:
             self._end(request, False)
 
     def _join(self, request: Request) -> bool:
-        """Whether the page has a slot already; then the request goes on from there."""
+        """Whether it needs no slot: the page has one already, and the request goes on from there,
+        or nobody wants it any more."""
+        if request.is_discarded:
+            self._end(request, False)
+            return True
         entry = self.arena.entries.get(request.key)
         if entry is None:
             return False
@@ -228,11 +250,12 @@ class HostWorker:
         is_right = self._copier.copy(places, self._page_bytes, to_host=to_host)
         self._count_copies(len(batch), is_right, to_host)
         for request, entry in batch:
+            is_good = is_right and not request.is_discarded  # looked at after the copy
             if to_host:
-                self._arrive(entry, is_right)
+                self._arrive(entry, is_good)
             else:
                 self.arena.let_go(entry)
-            self._end(request, is_right)
+            self._end(request, is_good)
 
     def _count_copies(self, count: int, is_right: bool, to_host: bool) -> None:
         with self.changed:
@@ -248,7 +271,7 @@ class HostWorker:
         """The page has come into its slot, or has not."""
         waiting, entry.waiting = entry.waiting, []
         entry.is_there = is_right
-        if not is_right:
+        if not is_right and self.arena.entries.get(entry.key) is entry:
             self.arena.drop(entry)
         self.arena.let_go(entry)
         for request in waiting:

@@ -183,10 +183,10 @@ class KVManager:
         end = self.pages_for(num_tokens)
         return PrefixHit(num_tokens, pages[:first_written], pages[first_written:end])
 
-    def fetch(self, keys: Sequence[bytes], spare_pages: int = 0) -> bool:
+    def fetch(self, keys: Sequence[bytes]) -> bool:
         """Begin to bring back from the store what memory has forgotten of a sequence with these
-        page keys, leaving some pages; whether something is on its way."""
-        return self.prefixes.fetch(keys, self.num_available - self._promised - spare_pages)
+        page keys, into pages that nobody is promised; whether something is on its way."""
+        return self.prefixes.fetch(keys, self.num_available - self._promised)
 
     def remember(self, target: Range, keys: Sequence[bytes], num_computed: int) -> None:
         """Let the prefix cache know the range's pages that are complete by now.
@@ -228,11 +228,14 @@ class KVManager:
 
     def _choose(self, need: int, shared: Sequence[int]) -> int:
         sizes: dict[int, int] = {}
+        last = len(shared) - 1
         for index in self._idle:
             shown = self.space.shown(index)
-            if shared and shown and shown[0] == shared[0] and self.space.shows(index, shared):
+            sizes[index] = size = len(shown)
+            # Many may show the beginning: where the last page is another one, no list is compared.
+            is_like = 0 <= last < size and shown[last] == shared[last]
+            if is_like and self.space.shows(index, shared):
                 return index
-            sizes[index] = len(shown)
         enough = [index for index, size in sizes.items() if size >= need]
         return min(enough, key=sizes.__getitem__) if enough else max(sizes, key=sizes.__getitem__)
 
@@ -330,10 +333,12 @@ class KVManager:
         if self._idle:
             need = self.pages_for(min(_EAGER_TOKENS, self.max_model_len))
             places.append(self._ahead_of(self.ranges[self._choose(need, [])], need))
-        self.space.ahead(places)
         ahead = [page for _, _, pages in places for page in pages]
-        for page in ahead:
-            self.allocator.give_back(page)
+        try:
+            self.space.ahead(places)
+        finally:
+            for page in ahead:
+                self.allocator.give_back(page)
         self.allocator.keep(ahead)
 
     def _ahead_of(self, target: Range, num_pages: int) -> tuple[int, int, list[int]]:
@@ -364,11 +369,14 @@ class KVManager:
             except OSError as error:  # the pages are free all the same; only the system waits
                 logger.warning("giving memory back failed: %s", error)
 
-    def close_all(self) -> None:
-        """Forget the prefixes, give all memory back, end the threads."""
-        self.prefixes.close()
-        self.trim()
-        self.space.close()
+    def close_all(self, timeout_s: float = 30.0) -> None:
+        """Forget the prefixes, give all memory back, end the threads. The disk has so long to
+        take what it has not yet."""
+        try:
+            self.prefixes.close(timeout_s)
+            self.trim()
+        finally:
+            self.space.close()
 
     def check_integrity(self) -> None:
         """AssertionError tells which invariant does not hold. For tests and idle moments."""

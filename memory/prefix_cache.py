@@ -3,7 +3,9 @@
 The cache holds one reference on each page it knows. A page that only the cache holds can be had
 by whoever needs memory (`evict`). With a store, the oldest pages are written ahead of that, and
 what memory has forgotten may come back from there (`fetch`). Everything here happens in the
-thread that computes, between steps; the store's own threads only end futures.
+thread that computes, between steps; the store's own threads only end futures. Whatever the store
+does, raising included, is a miss and a counter; a page that was not written waits for its next
+turn, and after some failures in a row all of them wait for a while.
 
 +--------------------------------------------------------------------------------------+
 | invariant: num_evictable pages are known and have one reference, the cache's. A page that|
@@ -13,6 +15,8 @@ thread that computes, between steps; the store's own threads only end futures.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -21,15 +25,29 @@ from typing import Protocol
 
 from memory.allocator import PageAllocator
 from memory.prefix_index import PrefixIndex
+from memory.spill_health import SpillStats
+
+logger = logging.getLogger(__name__)
 
 # Pages that can be had without losing something, as a share of all: below it old ones are written.
 _CLEAN_SHARE = 0.25
 # Under way at once, and not more than an eighth of the pages: nobody can have them meanwhile.
 _MAX_WRITES = 64
+_FAILURES_IN_A_ROW = 3
+_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
+_HUNG_S = 10.0  # a write that takes longer is given up
+_CLOSE_SHARE = 0.7  # of the time that `close` has: until then it begins to write
 
 
 class PageStore(Protocol):
-    """Where pages go for longer; `memory.spill.SpillStore`. Futures: whether it worked."""
+    """Where pages go for longer; `memory.spill.SpillStore`. Futures: whether it worked.
+
+    store_many and load_many raise before they have begun anything, or not at all.
+    """
+
+    @property
+    def room(self) -> int:
+        """Pages that may be on their way beside those that are; more would be refused."""
 
     def store_many(self, pages: Sequence[tuple[bytes, int]]) -> list[Future[bool]]:
         """Write the pages at these addresses under these keys; they do not change meanwhile."""
@@ -40,17 +58,22 @@ class PageStore(Protocol):
     def contains(self, key: bytes) -> bool:
         """It can probably be loaded."""
 
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until what was stored is safe; False: it is not."""
+    def discard(self, key: bytes) -> bool:
+        """Forget it, even while it is being written: its memory may change from now on."""
 
-    def close(self) -> None:
-        """After everything that is under way."""
+    def stats(self) -> SpillStats:
+        """From any thread."""
+
+    def close(self, timeout_s: float) -> bool:
+        """When what is safe to write is written, or the time is over. False: memory is still
+        being read or written, and that will go on for who knows how long."""
 
 
 @dataclass(slots=True)
 class PrefixStats:
     """Since the start: tokens asked for and found in memory; pages that memory has forgotten,
-    that were written to the store, that came back from there, and that did not."""
+    that were written to the store, that came back from there, and that could not be read back.
+    num_failed: writes that went wrong; their pages are written again later."""
 
     num_asked_tokens: int = 0
     num_hit_tokens: int = 0
@@ -58,6 +81,15 @@ class PrefixStats:
     num_stored: int = 0
     num_loaded: int = 0
     num_lost: int = 0
+    num_failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    key: bytes
+    page: int
+    began_s: float
+    future: Future[bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +110,38 @@ class PrefixCache:
         self._allocator = allocator
         self._store: PageStore | None = None
         self._address_of: Callable[[int], int] = lambda page: 0
+        self._keep_memory: Callable[[], None] = lambda: None
+        self._clock: Callable[[], float] = time.monotonic
         self._unwritten: OrderedDict[int, bytes] = OrderedDict()  # oldest first
-        self._writes: deque[tuple[int, Future[bool]]] = deque()
+        self._writes: deque[_Write] = deque()
         self._loads: deque[_Load] = deque()
+        self._rest: tuple[Sequence[bytes], int] | None = None  # to be fetched after the loads
+        # Whatever the disk does, most pages can be had.
         self._max_writes = max(1, min(_MAX_WRITES, allocator.num_pages // 8))
+        self._max_loads = max(1, allocator.num_pages // 4)
+        self._failures = 0  # in a row
+        self._pause_s = self._paused_until = 0.0
 
-    def use_store(self, store: PageStore, address_of: Callable[[int], int]) -> None:
-        """address_of: where a page's bytes are, whatever range it is in."""
+    def use_store(
+        self,
+        store: PageStore,
+        address_of: Callable[[int], int],
+        keep_memory: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """address_of: where a page's bytes are, whatever range it is in. keep_memory: called
+        when these addresses must stay mapped for ever, because the store does not let go."""
         self._store, self._address_of = store, address_of
+        self._keep_memory, self._clock = keep_memory, clock
 
     @property
     def has_store(self) -> bool:
         return self._store is not None
+
+    def store_stats(self) -> SpillStats:
+        """All zero where there is no store (any more). From any thread."""
+        store = self._store
+        return SpillStats() if store is None else store.stats()
 
     # ---- references
 
@@ -133,41 +185,99 @@ class PrefixCache:
         """Take in what has been written and read; begin to write what is old."""
         if self._store is None:
             return
-        while self._writes and self._writes[0][1].done():
-            page, future = self._writes.popleft()
-            self.stats.num_stored += future.result()
-            self.let_go(page)
-        while self._loads and self._loads[0].future.done():
-            self._take_in(self._loads.popleft())
+        self._take_in()
+        if self._rest is not None and not self._loads:
+            self.fetch(*self._rest)
         clean = self._allocator.num_free + self.num_evictable - len(self._unwritten)
         if self._unwritten and clean < _CLEAN_SHARE * self._allocator.num_pages:
-            self._write(min(len(self._unwritten), self._max_writes - len(self._writes)))
+            self._write()
 
     def write_some(self) -> bool:
-        """With nothing else to do, begin to write what is not on the disk yet; False: all is."""
+        """With nothing else to do, begin to write what is not on the disk yet. False: all is, or
+        the disk has refused for so long that it shall be left alone."""
         if self._store is None:
             return False
         self.poll()
-        self._write(min(len(self._unwritten), self._max_writes - len(self._writes)))
-        return bool(self._unwritten or self._writes)
+        self._write()
+        return bool(self._writes or (self._unwritten and self._pause_s < _MAX_PAUSE_S))
 
-    def _write(self, count: int) -> None:
+    def _write(self) -> None:
+        """The oldest pages that are not on the disk, if it has not just failed."""
         assert self._store is not None
+        now_s = self._clock()
+        count = min(len(self._unwritten), self._max_writes - len(self._writes), self._store.room)
+        if count <= 0 or now_s < self._paused_until:
+            return
         chosen = [self._unwritten.popitem(last=False) for _ in range(count)]
-        new = [(page, key) for page, key in chosen if not self._store.contains(key)]
-        for page, _ in new:
+        try:
+            new = [(page, key) for page, key in chosen if not self._store.contains(key)]
+            futures = self._store.store_many([(key, self._address_of(page)) for page, key in new])
+        except Exception:
+            logger.exception("K/V on disk: storing pages failed")
+            self._unwritten.update(chosen)
+            self.stats.num_failed += len(chosen)
+            self._pause(now_s)
+            return
+        for (page, key), future in zip(new, futures, strict=True):
             self.hold(page)
-        futures = self._store.store_many([(key, self._address_of(page)) for page, key in new])
-        self._writes.extend((page, f) for (page, _), f in zip(new, futures, strict=True))
+            self._writes.append(_Write(key, page, now_s, future))
 
-    def _take_in(self, load: _Load) -> None:
-        is_right = load.future.result() and self.index.insert(load.key, load.parent, load.page)
-        if is_right:  # the load's reference becomes the cache's
+    def _take_in(self) -> None:
+        """What has been written and read."""
+        assert self._store is not None
+        now_s = self._clock()
+        for _ in range(len(self._writes)):
+            write = self._writes.popleft()
+            if write.future.done():
+                self._end_write(write, now_s, is_stored=_has_worked(write.future))
+            elif now_s - write.began_s > _HUNG_S and self._discards(write.key):
+                self._end_write(write, now_s, is_stored=False)
+            else:
+                self._writes.append(write)
+        while self._loads and self._loads[0].future.done():
+            self._end_load(self._loads.popleft())
+
+    def _discards(self, key: bytes) -> bool:
+        """Then a hung write does not need its page any more: nobody will find what it writes."""
+        assert self._store is not None
+        try:
+            self._store.discard(key)
+        except Exception:
+            logger.exception("K/V on disk: discarding a page failed")
+            return False
+        return True
+
+    def _end_write(self, write: _Write, now_s: float, *, is_stored: bool) -> None:
+        if is_stored:
+            self.stats.num_stored += 1
+            self._failures = 0
+            self._pause_s = 0.0
+        else:
+            self.stats.num_failed += 1
+            self._failures += 1
+            if self.index.knows(write.key, write.page):
+                self._unwritten[write.page] = write.key
+            if self._failures >= _FAILURES_IN_A_ROW and now_s >= self._paused_until:
+                self._pause(now_s)
+        self.let_go(write.page)
+
+    def _pause(self, now_s: float) -> None:
+        """Nothing is written for a while, twice as long each time until something is."""
+        self._pause_s = min(max(_PAUSE_S, 2 * self._pause_s), _MAX_PAUSE_S)
+        self._paused_until = now_s + self._pause_s
+
+    def _end_load(self, load: _Load) -> None:
+        has_worked = _has_worked(load.future)
+        if self.index.match([load.key]):  # somebody has computed it meanwhile
+            self._allocator.give_back(load.page)
+        elif has_worked and self.index.insert(load.key, load.parent, load.page):
+            # the load's reference becomes the cache's
             self.num_evictable += 1
             self.stats.num_loaded += 1
-        else:
+        else:  # lost, or what it continues is, or had to go for want of memory
             self._allocator.give_back(load.page)
-            self.stats.num_lost += 1
+            self.stats.num_lost += not has_worked
+            self._rest = None
 
     def fetch(self, keys: Sequence[bytes], num_spare: int) -> bool:
         """Begin to load what the store knows of a chain beyond what memory knows, into at most
@@ -175,22 +285,41 @@ class PrefixCache:
         if self._store is None or self._loads:
             return bool(self._loads)
         known = self.index.match(keys)
+        if known:
+            self.index.touch(keys[len(known) - 1])
         for page in known:  # what they continue must not be forgotten for them
             self.hold(page)
-        num_spare = min(num_spare, self._allocator.num_free + self.num_evictable)
-        end = first = len(known)
-        while end < len(keys) and end - first < num_spare and self._store.contains(keys[end]):
-            end += 1
-        pages = [self._free_page() for _ in range(first, end)]
+        pages: list[int] = []
+        try:
+            self._begin_loads(keys, len(known), num_spare, pages)
+        except Exception:
+            logger.exception("K/V on disk: loading pages failed")
+            for page in pages:
+                self._allocator.give_back(page)
+            self.stats.num_lost += max(1, len(pages))
         for page in known:
             self.let_go(page)
+        # More than the store takes at once follows when this is here.
+        self._rest = (keys, num_spare - len(pages)) if self._loads else None
+        return bool(self._loads)
+
+    def _begin_loads(
+        self, keys: Sequence[bytes], first: int, num_spare: int, pages: list[int]
+    ) -> None:
+        """keys[first:], into pages that are put into `pages`."""
+        assert self._store is not None
+        available = self._allocator.num_free + self.num_evictable
+        most = min(num_spare, available, self._max_loads, self._store.room)
+        end = first
+        while end < len(keys) and end - first < most and self._store.contains(keys[end]):
+            end += 1
+        pages += [self._free_page() for _ in range(first, end)]
         if not pages:
-            return False
+            return
         places = [(keys[i], self._address_of(page)) for i, page in enumerate(pages, first)]
         for i, future in enumerate(self._store.load_many(places), first):
             parent = keys[i - 1] if i else None
             self._loads.append(_Load(keys[i], parent, pages[i - first], future))
-        return True
 
     def _free_page(self) -> int:
         if not self._allocator.num_free:
@@ -208,36 +337,60 @@ class PrefixCache:
 
     def wait(self, timeout_s: float) -> None:
         """Until something on its way to or from the store has come, or the time is over."""
-        futures = [load.future for load in self._loads] + [future for _, future in self._writes]
+        futures = [write.future for write in self._writes]
+        if self._loads:  # the others are taken in after it
+            futures.append(self._loads[0].future)
         if futures:
             wait(futures, timeout_s, return_when=FIRST_COMPLETED)
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Write what is not written yet, forget everything, close the store."""
+        """Write what is not written yet, as much as can be in that time; forget everything, close
+        the store. Pages that a hung disk still reads or writes stay in use, and mapped."""
         if self._store is not None:
-            for load in self._loads:
-                load.future.result()
-            self.poll()
-            while self._unwritten:
-                self._write(min(len(self._unwritten), self._max_writes))
-                for _, future in self._writes:
-                    future.result()
-                self.poll()
-            self._store.flush(timeout_s)
-            self._store.close()
-            self.poll()
-            self._store = None
+            try:
+                self._close_store(self._store, self._clock() + timeout_s, timeout_s)
+            except BaseException:  # who knows what is still under way
+                self._keep_memory()
+                raise
         self._forget(self.index.forget_all())
+
+    def _close_store(self, store: PageStore, end_s: float, timeout_s: float) -> None:
+        self._rest = None
+        self._paused_until = 0.0  # a last trial
+        write_until = end_s - (1 - _CLOSE_SHARE) * timeout_s
+        while (now_s := self._clock()) < write_until:
+            self._write()
+            if not self._writes and not self._loads:  # all is written, or nothing can be
+                break
+            self.wait(write_until - now_s)
+            self._take_in()
+        try:
+            is_quiet = store.close(max(0.0, end_s - self._clock()))
+        except Exception:
+            logger.exception("K/V on disk: closing the store failed")
+            is_quiet = False
+        self._take_in()
+        self._store = None
+        num_left = len(self._unwritten) + len(self._writes)
+        if num_left:
+            logger.warning("K/V on disk: %d pages were not written", num_left)
+        if not is_quiet:
+            self._keep_memory()
 
     def check_integrity(self, owners: dict[int, int]) -> None:
         """Adds what is held here to `owners` (page -> how many). AssertionError: what is off."""
         for page in self.index.pages:
             owners[page] = owners.get(page, 0) + 1
-        for page, _ in self._writes:
-            owners[page] = owners.get(page, 0) + 1
+        for write in self._writes:
+            owners[write.page] = owners.get(write.page, 0) + 1
         evictable = sum(owners[page] == 1 for page in self.index.pages)
         assert evictable == self.num_evictable, f"{evictable}, counted {self.num_evictable}"
         for load in self._loads:
             owners[load.page] = owners.get(load.page, 0) + 1
         assert all(page in self.index for page in self._unwritten)
         self.index.check_integrity()
+
+
+def _has_worked(future: Future[bool]) -> bool:
+    """It has ended; an exception is a failure like others."""
+    return not future.cancelled() and future.exception() is None and future.result()

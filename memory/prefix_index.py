@@ -64,6 +64,10 @@ class PrefixIndex:
     def __contains__(self, page: int) -> bool:
         return page in self._keys
 
+    def knows(self, key: bytes, page: int) -> bool:
+        """Under this key it knows this page."""
+        return self._keys.get(page) == key
+
     @property
     def pages(self) -> list[int]:
         return list(self._keys)

@@ -16,12 +16,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields
+from dataclasses import replace
 from pathlib import Path
 
 from memory.block_file import ALIGNMENT, BlockFile, Transfer
-from memory.direct_io import choose_io, open_block_file, open_direct
-from memory.spill_directory import claim_directory, claim_pages, remove_pages
+from memory.direct_io import choose_io, open_block_file
+from memory.spill_directory import claim_directory
+from memory.spill_files import open_pages
+from memory.spill_health import DiskHealth, SpillStats
 from memory.spill_log import MAX_KEY_BYTES, IndexLog, Placed
 from memory.spill_slots import Entry, SlotTable
 from memory.spill_writer import SpillWriter
@@ -30,29 +32,7 @@ from ops import native
 logger = logging.getLogger(__name__)
 
 MAX_PAGE_BYTES = 65_535 * ALIGNMENT
-_ERRORS_IN_A_ROW = 3
-_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
-
-
-@dataclass(slots=True)
-class SpillStats:
-    """Counters since the start, and the state now (from `entries` on)."""
-
-    hits: int = 0
-    misses: int = 0  # for every reason
-    stores: int = 0  # pages written
-    corrupt: int = 0  # checksum wrong, page dropped
-    read_errors: int = 0
-    write_errors: int = 0
-    refused: int = 0  # too many requests, no room, or writing is paused
-    evictions: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
-    entries: int = 0
-    pinned: int = 0
-    bytes_used: int = 0
-    requests: int = 0  # under way
-    is_paused: bool = False
+_IDLE_SHARE = 0.8  # of the time `close` has, for what is under way; the rest is the index's
 
 
 class SpillStore:
@@ -81,16 +61,14 @@ class SpillStore:
         assert page_bytes % ALIGNMENT == 0 and 0 < page_bytes <= MAX_PAGE_BYTES, f"{page_bytes=}"
         assert capacity_bytes >= page_bytes, f"{capacity_bytes=} {page_bytes=}"
         self.page_bytes = page_bytes
+        self.capacity_bytes = capacity_bytes
         self._max_requests = max_requests
         self._growth = max(1, growth_bytes // page_bytes)
-        self._clock = clock
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._slots = SlotTable(capacity_bytes // page_bytes, self._forget, clock)
         self._requests = 0
-        self._stats = SpillStats()
-        self._failures = self._num_pauses = 0
-        self._paused_until = 0.0
+        self._health = DiskHealth(str(directory), clock)
         self._is_closed = False
         self._checksum: Callable[[int, int], int] = native.library().checksum
 
@@ -98,7 +76,14 @@ class SpillStore:
         log = IndexLog(path, page_bytes, identity) if persistent else None
         try:
             io = choose_io(path, io, depth=depth)
-            self._file = self._open_pages(path, log, io, depth, open_file)
+            num_slots = self._slots.num_slots
+            fd, is_direct, placed = open_pages(path, log, page_bytes, num_slots)
+            self._slots.adopt(placed)
+            try:
+                self._file = open_file(fd, is_direct=is_direct, depth=depth, io=io)
+            except BaseException:
+                os.close(fd)
+                raise
         except BaseException:
             if log is not None:
                 log.close()
@@ -111,39 +96,6 @@ class SpillStore:
         free = shutil.disk_usage(path).free
         if free < capacity_bytes - self._slots.num_begun * page_bytes:
             logger.warning("K/V on disk: %s has only %d MiB free", path, free >> 20)
-
-    def _open_pages(
-        self,
-        path: Path,
-        log: IndexLog | None,
-        io: str,
-        depth: int,
-        open_file: Callable[..., BlockFile],
-    ) -> BlockFile:
-        placed = [] if log is None else log.open(self._slots.num_slots)
-        pages = path / (f"pages-{os.urandom(16).hex()}.kv" if log is None else log.data_name)
-        if log is not None and placed and (pages.is_symlink() or not pages.is_file()):
-            logger.warning("K/V on disk in %s: beginning anew (the file of pages is gone)", path)
-            log.begin_anew()
-            placed, pages = [], path / log.data_name
-        if log is not None:
-            remove_pages(path, but=pages.name if placed else "")
-        flags = os.O_RDWR | os.O_NOFOLLOW | (0 if placed else os.O_CREAT | os.O_EXCL)
-        fd, is_direct = open_direct(pages, flags)
-        try:
-            if log is None:
-                pages.unlink()
-            else:
-                os.fchmod(fd, 0o600)
-                claim_pages(fd)
-            size = os.fstat(fd).st_size
-            self._slots.adopt([p for p in placed if p.slot * self.page_bytes + p.length <= size])
-            size = self._slots.num_slots * self.page_bytes
-            os.ftruncate(fd, size)  # a hole, until it is set aside
-            return open_file(fd, is_direct=is_direct, depth=depth, io=io)
-        except BaseException:
-            os.close(fd)
-            raise
 
     def store(
         self, key: bytes, address: int, length: int | None = None, *, pinned: bool = False
@@ -166,6 +118,7 @@ class SpillStore:
         """As `store` for each (key, address), with one submission for all."""
         length = self.page_bytes if length is None else length
         assert 0 < length <= self.page_bytes and length % ALIGNMENT == 0, f"{length=}"
+        _check(pages)
         futures, transfers = [], []
         with self._lock:
             for key, address in pages:
@@ -180,16 +133,14 @@ class SpillStore:
     def _begin_store(
         self, key: bytes, address: int, length: int, *, pinned: bool
     ) -> tuple[Future[bool], Transfer | None]:
-        assert 1 <= len(key) <= MAX_KEY_BYTES, f"{len(key)=}"
         entry = self._slots.entries.get(key)
         if entry is not None:
-            assert entry.length == length, "a key names its content for good"
             self._slots.add_pins(entry, int(pinned))
             return (_ended(True) if entry.stored is None else entry.stored), None
         if self._may_write():
             entry = self._slots.add(key, length, is_pinned=pinned)
         if entry is None:
-            self._stats.refused += 1
+            self._health.stats.refused += 1
             return _ended(False), None
         future = entry.stored
         assert future is not None
@@ -208,7 +159,7 @@ class SpillStore:
         with self._lock:
             self._requests -= 1
             future, entry.stored = entry.stored, None
-            self._count_write(entry.length, error)
+            self._health.count_write(entry.length, error)
             if error is not None:
                 if error.errno == errno.ENOSPC:
                     self._slots.disk_is_full(entry)
@@ -235,6 +186,7 @@ class SpillStore:
 
     def load_many(self, pages: Sequence[tuple[bytes, int]]) -> list[Future[bool]]:
         """As `load` for each (key, address), with one submission for all."""
+        _check(pages)
         futures, transfers = [], []
         with self._lock:
             for key, address in pages:
@@ -249,8 +201,8 @@ class SpillStore:
     def _begin_load(self, key: bytes, address: int) -> tuple[Future[bool], Transfer | None]:
         entry = self._slots.entries.get(key)
         if entry is None or self._is_closed or self._requests >= self._max_requests:
-            self._stats.misses += 1
-            self._stats.refused += entry is not None
+            self._health.stats.misses += 1
+            self._health.stats.refused += entry is not None
             return _ended(False), None
         future = _begun()
         entry.readers += 1
@@ -287,23 +239,19 @@ class SpillStore:
         if error is None and not is_lost:
             is_right = self._checksum(address, entry.length) == entry.checksum
         with self._lock:
-            stats = self._stats
             self._requests -= 1
             entry.readers -= 1
-            stats.hits += is_right
-            stats.misses += not is_right
+            if is_lost:
+                self._health.stats.misses += 1
+            else:
+                self._health.count_read(entry.length, error, is_right=is_right)
             if is_right:
-                stats.bytes_read += entry.length
                 self._slots.settle(entry)
             elif not is_lost:
-                stats.read_errors += error is not None
-                stats.corrupt += error is None
                 self._slots.drop(entry)
             if entry.is_dropped:
                 self._slots.release(entry)
             self._idle.notify_all()
-        if error is not None:
-            logger.warning("K/V on disk: a page cannot be read (%s)", error)
         future.set_result(is_right)
 
     def contains(self, key: bytes) -> bool:
@@ -337,33 +285,52 @@ class SpillStore:
 
     def stats(self) -> SpillStats:
         with self._lock:
-            now = SpillStats(*(getattr(self._stats, name.name) for name in fields(SpillStats)))
+            now = replace(self._health.stats)
             now.entries = len(self._slots.entries)
             now.pinned = self._slots.num_pinned
             now.evictions = self._slots.num_evicted
             now.bytes_used = self._slots.num_used * self.page_bytes
             now.requests = self._requests
-            now.is_paused = self._clock() < self._paused_until
+            now.is_paused = self._health.is_paused
             return now
+
+    @property
+    def room(self) -> int:
+        """Requests that would be taken now; more are refused."""
+        return max(0, self._max_requests - self._requests)
 
     def flush(self, timeout_s: float = 30.0) -> bool:
         """Stored pages are on the medium and, where persistent, in the index. False: not all."""
+        end_s = time.monotonic() + timeout_s
         with self._lock:
             if not self._idle.wait_for(lambda: self._requests == 0, timeout_s):
                 return False
-        return self._writer.flush(timeout_s)
+        return self._writer.flush(end_s - time.monotonic())
 
-    def close(self) -> None:
-        """After all that is under way; not from a future's callback. Later requests are misses."""
+    def close(self, timeout_s: float = 30.0) -> bool:
+        """After what is under way, as far as that ends in time; not from a future's callback.
+        Later requests are misses.
+
+        False: transfers are still under way. The kernel may read or write their memory at any
+        time, so that must stay mapped; files and lock stay open until the process ends.
+        """
+        end_s = time.monotonic() + timeout_s
         with self._lock:
             if self._is_closed:
-                return
+                return self._requests == 0
             self._is_closed = True
-            self._idle.wait_for(lambda: self._requests == 0)
+            self._idle.wait_for(lambda: self._requests == 0, _IDLE_SHARE * timeout_s)
         atexit.unregister(self.close)
-        self._writer.close()
-        self._file.close()
-        os.close(self._claim)
+        # In this order: whoever is left uses what comes after it.
+        has_ended = self._writer.close(end_s - time.monotonic())
+        has_ended = has_ended and self._file.close(end_s - time.monotonic())
+        with self._lock:
+            requests = self._requests
+        if has_ended and not requests:
+            os.close(self._claim)
+        else:
+            logger.warning("K/V on disk: the disk does not answer, %d transfers left", requests)
+        return requests == 0
 
     # -- under the lock ------------------------------------------------------------------
 
@@ -371,27 +338,12 @@ class SpillStore:
         return (
             not self._is_closed
             and self._requests < self._max_requests
-            and self._clock() >= self._paused_until
+            and not self._health.is_paused
         )
 
     def _forget(self, entry: Entry) -> None:
         if entry.is_logged:
             self._writer.note(Placed(entry.key, 0, 0, 0))
-
-    def _count_write(self, length: int, error: OSError | None) -> None:
-        """After some errors in a row nothing is written for a while, twice as long each time."""
-        if error is None:
-            self._stats.stores += 1
-            self._stats.bytes_written += length
-            self._failures = self._num_pauses = 0
-            return
-        self._stats.write_errors += 1
-        self._failures += 1
-        if self._failures >= _ERRORS_IN_A_ROW and self._clock() >= self._paused_until:
-            pause = min(_PAUSE_S * 2.0 ** min(self._num_pauses, 10), _MAX_PAUSE_S)
-            self._num_pauses += 1
-            self._paused_until = self._clock() + pause
-            logger.warning("K/V on disk: not writing for %.0f s (%s)", pause, error)
 
     def _want_room(self) -> None:
         """Disk space is set aside ahead of need, in steps."""
@@ -401,6 +353,13 @@ class SpillStore:
     def _live(self) -> list[Placed]:
         with self._lock:
             return self._slots.logged()
+
+
+def _check(pages: Sequence[tuple[bytes, int]]) -> None:
+    """Before anything is begun: what is begun must get its transfer, or nobody ends it."""
+    for key, address in pages:
+        assert 1 <= len(key) <= MAX_KEY_BYTES, f"{len(key)=}"
+        assert address % ALIGNMENT == 0, f"{address=}"
 
 
 def _begun() -> Future[bool]:

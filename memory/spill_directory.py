@@ -5,11 +5,9 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-import time
 from pathlib import Path
 
 _OURS = ("lock", "index", "pages-", ".probe-", "secret")
-_HANDOVER_S = 5.0
 
 
 class SpillDirectoryError(OSError):
@@ -23,8 +21,10 @@ class SpillDirectoryInUse(SpillDirectoryError):
 def claim_directory(directory: str | Path) -> tuple[Path, int]:
     """Its path and a lock to be closed. Made with mode 0700, or tightened when only ours."""
     path = Path(directory).absolute()
+    if path.is_symlink():  # whoever made it may let it point elsewhere tomorrow
+        raise SpillDirectoryError(f"{path} is a link; remove it")
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = path.stat()
+    status = path.lstat()
     if status.st_uid != os.geteuid():
         raise SpillDirectoryError(f"{path} belongs to another user; choose another directory")
     if stat.S_IMODE(status.st_mode) & 0o077:
@@ -44,26 +44,7 @@ def claim_directory(directory: str | Path) -> tuple[Path, int]:
     return path, lock
 
 
-def claim_pages(fd: int) -> None:
-    """Wait for the transfers of a killed process.
-
-    A ring outlives its process until its last transfer has ended, and with it the open file
-    and the lock on that.
-    """
-    end = time.monotonic() + _HANDOVER_S
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            if time.monotonic() > end:
-                raise SpillDirectoryInUse("transfers of another process do not end") from error
-            time.sleep(0.01)
-        else:
-            return
-
-
-def remove_pages(directory: Path, *, but: str = "") -> None:
-    """Unlink files of pages that no index speaks of."""
-    for path in directory.glob("pages-*.kv"):
-        if path.name != but and not path.is_dir():
-            path.unlink(missing_ok=True)
+def is_private(status: os.stat_result) -> bool:
+    """A plain file of this user that nobody else can have read or written."""
+    is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+    return is_ours and not stat.S_IMODE(status.st_mode) & 0o077

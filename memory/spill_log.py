@@ -17,11 +17,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import stat
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from memory.spill_directory import is_private
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +86,10 @@ class IndexLog:
     def _open_existing(self) -> int:
         """Descriptor, or -1 where there is nothing. What is not ours is moved out of the way."""
         try:
-            kind = os.lstat(self._path).st_mode
+            status = os.lstat(self._path)
         except FileNotFoundError:
             return -1
-        if stat.S_ISREG(kind):
+        if is_private(status):
             fd = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
             magic = os.pread(fd, len(_MAGIC), 0)
             if magic == _MAGIC or not magic:

@@ -66,35 +66,43 @@ class SpillWriter:
             self._flushes_asked += 1
             ticket = self._flushes_asked
             self._change.notify_all()
-            self._change.wait_for(lambda: self._flushes_done >= ticket, timeout_s)
+            self._change.wait_for(lambda: self._flushes_done >= ticket, max(0.0, timeout_s))
             return self._flushes_done >= ticket and not self._must_rewrite
 
-    def close(self) -> None:
+    def close(self, timeout_s: float) -> bool:
+        """Write what is noted, the index in the order of its pages' use, and end. False: that
+        is still going on, in the file and the index."""
         with self._change:
             self._is_closed = True
             self._change.notify_all()
-        self._thread.join()
-        if self._log is not None:
-            self._flush_pages()
-            self._log.rewrite(self._live())  # in the order of their use
-            self._log.close()
+        self._thread.join(max(0.0, timeout_s))
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while True:
-            with self._change:
-                self._change.wait_for(self._has_work)
-                if self._is_closed and not self._changes:
-                    return
-                changes, self._changes = self._changes, []
-                self._must_rewrite |= self._is_overrun
-                self._is_overrun = False
-                wanted = self._wanted_bytes
-                flushes = self._flushes_asked
-            self._preallocate(wanted)
-            self._write(changes, is_flush=flushes > self._flushes_done)
-            with self._change:
-                self._flushes_done = flushes
-                self._change.notify_all()
+        while self._take_turn():
+            pass
+        if self._log is not None:
+            self._flush_pages()
+            self._log.rewrite(self._live())
+            self._log.close()
+
+    def _take_turn(self) -> bool:
+        """Do what is asked for, if need be wait for it. False: closed, and nothing is left."""
+        with self._change:
+            self._change.wait_for(self._has_work)
+            if self._is_closed and not self._changes:
+                return False
+            changes, self._changes = self._changes, []
+            self._must_rewrite |= self._is_overrun
+            self._is_overrun = False
+            wanted = self._wanted_bytes
+            flushes = self._flushes_asked
+        self._preallocate(wanted)
+        self._write(changes, is_flush=flushes > self._flushes_done)
+        with self._change:
+            self._flushes_done = flushes
+            self._change.notify_all()
+        return True
 
     def _has_work(self) -> bool:
         return bool(

@@ -82,6 +82,7 @@ class LinuxMemory:
         self.page_bytes = page_bytes
         self._address = 0
         self._size = 0
+        self._is_kept = False
         self._fd = os.memfd_create("mergestep-kv", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, page_bytes * num_pages)
         # All pages in a row, one mapping: for what is done to a page wherever it is mapped.
@@ -119,6 +120,11 @@ class LinuxMemory:
         """Where a page can be read and written, whatever range it is in."""
         return self._pool + page * self.page_bytes
 
+    def keep_pages(self) -> None:
+        """`close` will leave the pages where page_address says: a disk that hangs may write
+        there at any time, and these addresses must not become somebody else's."""
+        self._is_kept = True
+
     def unmap(self, offset: int, num_pages: int) -> None:
         size = num_pages * self.page_bytes
         assert 0 <= offset <= self._size - size, f"{offset=} {size=}"
@@ -138,7 +144,7 @@ class LinuxMemory:
         if self._address:
             _libc.munmap(self._address, self._size)
             self._address = 0
-        if self._pool:
+        if self._pool and not self._is_kept:
             _libc.munmap(self._pool, self._pool_size)
             self._pool = 0
         if self._fd >= 0:

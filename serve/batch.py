@@ -9,7 +9,7 @@ from torch import Tensor
 
 from memory.attention import AttentionStep
 from memory.kv_manager import KVManager
-from serve.scheduler import StepPlan
+from serve.plan import StepPlan
 from serve.sequence import Sequence
 
 

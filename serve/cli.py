@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import json
 import logging
-import os
 import re
-import resource
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,9 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from serve.config import DEFAULT_MODEL
-from serve.errors import ConfigError, MergestepError
+from serve.errors import ConfigError, MergestepError, RequestError, plain
 
 if TYPE_CHECKING:
     from serve.engine import Engine
@@ -34,10 +31,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+measurements = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 errors = Console(stderr=True)
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-MAX_FILES = 65_536
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -50,7 +47,10 @@ def parse_size(text: str) -> int:
 
 
 Model = Annotated[
-    str, typer.Argument(help="A Hugging Face directory, or the embedded model.", metavar="[MODEL]")
+    str,
+    typer.Argument(
+        help="A Hugging Face directory.", metavar="MODEL", show_default="the embedded model"
+    ),
 ]
 DType = Annotated[str, typer.Option(help="auto, int8, int4, nf4, bfloat16 or float32.")]
 WeightGroup = Annotated[
@@ -64,9 +64,8 @@ MaxModelLen = Annotated[
 ComputeThreads = Annotated[int | None, typer.Option(help="Cores that compute; all by default.")]
 Backend = Annotated[str, typer.Option(help="Operator back end, or auto.")]
 Seed = Annotated[int | None, typer.Option(help="Base seed of requests that bring none.")]
-Size = Annotated[
-    int | None, typer.Option(parser=parse_size, metavar="SIZE", help="Such as 512M or 2GiB.")
-]
+_a_size: Any = functools.partial(typer.Option, parser=parse_size, metavar="SIZE")
+Quick = Annotated[bool, typer.Option("--quick", help="A few seconds, and no targets.")]
 
 
 @app.command()
@@ -98,15 +97,21 @@ def run(
         ),
     ] = None,
     max_num_waiting: Annotated[int, typer.Option(help="Requests that may wait.")] = 4096,
-    kv_cache_bytes: Size = None,
-    kv_page_bytes: Size = None,
+    kv_cache_bytes: Annotated[
+        int | None, _a_size(help="Most K/V memory, such as 2GiB; by default 40 % of what is free.")
+    ] = None,
+    kv_page_bytes: Annotated[
+        int | None, _a_size(help="Unit of K/V memory, such as 64K; by default about 16 tokens.")
+    ] = None,
     prefix_cache: Annotated[
         bool, typer.Option(help="Share K/V between requests that begin alike.")
     ] = True,
     kv_cache_dir: Annotated[
         str | None, typer.Option(help="K/V that memory has no room for goes here, and stays.")
     ] = None,
-    kv_disk_bytes: Size = None,
+    kv_disk_bytes: Annotated[
+        int | None, _a_size(help="Most that --kv-cache-dir holds of a model; by default 16GiB.")
+    ] = None,
     memory_policy: Annotated[
         str, typer.Option(help="Admission: predicted, worst_case or prompt_only.")
     ] = "predicted",
@@ -125,9 +130,11 @@ def run(
         for name, value in locals().items()
         if name not in ("model", "host", "port", "drain_s", "log_level")
     }
+    from serve import run_cli
+
     _set_up_logging(log_level)
     with _reported():
-        _serve(_engine(model, settings), host, port, drain_s)
+        run_cli.serve(_engine(model, progress=True, **settings), host, port, drain_s)
 
 
 @app.command()
@@ -159,21 +166,34 @@ def chat(
                 url, model=model, max_tokens=max_tokens, temperature=temperature
             )
         else:
-            settings = {
-                "dtype": dtype,
-                "max_model_len": max_model_len,
-                "compute_threads": compute_threads,
-                "backend": backend,
-            }
+            engine = _engine(
+                model,
+                dtype=dtype,
+                max_model_len=max_model_len,
+                compute_threads=compute_threads,
+                backend=backend,
+            )
             speaker = terminal_chat.EngineSpeaker(
-                _engine(model, settings), max_tokens=max_tokens, temperature=temperature
+                engine, max_tokens=max_tokens, temperature=temperature
             )
         terminal_chat.chat(speaker, system=system, message=message)
 
 
-@app.command()
+class _Bench(TyperCommand):
+    """A first word that names a measurement of its own gets its own options and help."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
+        group: Any = typer.main.get_command(measurements)
+        own = group.commands.get(args[0]) if args else None
+        if own is None:
+            return super().make_context(info_name, args, parent, **extra)
+        return own.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
+
+
+@app.command(cls=_Bench)
 def bench(
-    context: typer.Context,
     model: Model = DEFAULT_MODEL,
     qps: Annotated[str, typer.Option(help="Offered requests per second, or inf.")] = "1",
     url: Annotated[
@@ -190,10 +210,6 @@ def bench(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write settings, summary and every request.")
     ] = None,
-    quick: Annotated[bool, typer.Option(help="With `ops` and `io`: a few seconds.")] = False,
-    directory: Annotated[
-        Path | None, typer.Option("--dir", help="With `io`: where; here by default.")
-    ] = None,
     dtype: DType = "auto",
     max_model_len: MaxModelLen = None,
     compute_threads: ComputeThreads = None,
@@ -201,20 +217,15 @@ def bench(
 ) -> None:
     """Measure latency under an open-loop Poisson load.
 
-    `serve bench ops`: the kernels alone. `serve bench io`: the way to the disk.
+    `serve bench ops` measures the kernels, `serve bench io` the disk; --help goes with each.
     """
     from bench import load
+    from serve.evaluate_cli import check_writable
 
     _set_up_logging("warning")
     with _reported():
-        if model == "ops":  # a model directory of that name is ./ops
-            _bench_ops(context, quick)
-            return
-        if model == "io":
-            _bench_io(context, directory or Path.cwd(), quick)
-            return
-        if quick or directory is not None:
-            raise ConfigError("--quick and --dir go with `serve bench ops` and `serve bench io`")
+        if model in ("ops", "io"):  # a model directory of that name is ./ops
+            raise ConfigError(f"options come after the name: `serve bench {model} [OPTIONS]`")
         plan = load.LoadPlan(
             qps=load.parse_qps(qps),
             num_requests=load.count_requests(load.parse_qps(qps), requests, duration),
@@ -223,13 +234,17 @@ def bench(
             seed=seed,
             num_warmup=warmup,
         )
-        settings = {
-            "dtype": dtype,
-            "max_model_len": max_model_len,
-            "compute_threads": compute_threads,
-            "backend": backend,
-        }
-        engine = None if url is not None else _engine(model, settings)
+        if json_file is not None:
+            check_writable(json_file)
+        engine = None
+        if url is None:
+            engine = _engine(
+                model,
+                dtype=dtype,
+                max_model_len=max_model_len,
+                compute_threads=compute_threads,
+                backend=backend,
+            )
         is_valid = load.run_and_report(
             plan, url=url, model=model, engine=engine, json_file=json_file
         )
@@ -237,38 +252,37 @@ def bench(
         raise typer.Exit(3)
 
 
-def _bench_ops(context: typer.Context, quick: bool) -> None:
+@measurements.command("ops")
+def bench_ops(quick: Quick = False) -> None:
+    """Measure the kernels, each against what the machine can do."""
     from bench import ops
 
-    _check_alone(context, "ops", {"quick"})
-    ops.run_and_report(quick=quick)
+    with _reported():
+        _need_kernels("ops")
+        ops.run_and_report(quick=quick)
 
 
-def _bench_io(context: typer.Context, directory: Path, quick: bool) -> None:
+@measurements.command("io")
+def bench_io(
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", metavar="DIR", help="Where; here by default.", show_default=False),
+    ] = None,
+    quick: Quick = False,
+) -> None:
+    """Measure the way to the disk below DIR, in a temporary folder."""
     from bench import io
 
-    _check_alone(context, "io", {"quick", "directory"})
-    io.run_and_report(directory, quick=quick)
+    with _reported():
+        _need_kernels("io")
+        io.run_and_report(directory or Path.cwd(), quick=quick)
 
 
-def _check_alone(context: typer.Context, what: str, taken: set[str]) -> None:
-    """These measure one thing: options of the load test are mistakes."""
+def _need_kernels(what: str) -> None:
     from ops import native
 
-    given, known = [], []
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        option = max(parameter.opts, key=len)
-        if parameter.name in taken:
-            known.append(option)
-        elif source is not None and source.name == "COMMANDLINE" and parameter.name != "model":
-            given.append(option)
-    if given:
-        raise ConfigError(
-            f"{', '.join(given)}: `serve bench {what}` takes {' and '.join(known)} only"
-        )
     if not native.is_available():
-        raise ConfigError(f"`serve bench {what}` needs the native kernels, which are not built")
+        raise MergestepError(f"`serve bench {what}` needs the native kernels, which are not built")
 
 
 @app.command("eval")
@@ -322,53 +336,10 @@ def _version() -> str:
         return "(not installed: a source tree)"
 
 
-def _engine(model: str | None, settings: dict[str, Any]) -> Engine:
+def _engine(model: str | None, *, progress: bool = False, **settings: Any) -> Engine:
     from serve.engine import Engine
 
-    return Engine(model, progress=True, **settings)
-
-
-def _serve(engine: Engine, host: str, port: int, drain_s: float) -> None:
-    import uvloop
-
-    from serve.http.server import HttpServer, serve_until_signal
-    from serve.http.settings import HttpSettings
-
-    settings = HttpSettings(host=host, port=port, drain_s=drain_s)
-    if not settings.is_loopback:
-        errors.print(
-            f"[yellow]warning[/yellow]: {host} can be reached by others, and there is no"
-            " authentication yet"
-        )
-    server = HttpServer(engine, settings)
-    _raise_file_limit()
-
-    async def live() -> None:
-        on_ready = functools.partial(_print_ready, model=engine.model_name)
-        if not await serve_until_signal(server, on_ready=on_ready):
-            logging.shutdown()
-            os._exit(0)  # a load cannot be interrupted, and nothing needs its end
-
-    uvloop.run(live())
-
-
-def _raise_file_limit() -> None:
-    """A connection is a file; the usual soft limit of 1024 is soon reached."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _print_ready(url: str, model: str) -> None:
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
-    lines = (
-        f"{model} is ready at {url}/v1",
-        "",
-        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\",
-        f"  -d {shlex.quote(body)}",
-    )
-    Console().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    return Engine(model, progress=progress, **settings)
 
 
 def _set_up_logging(level: str) -> None:
@@ -382,13 +353,13 @@ def _set_up_logging(level: str) -> None:
 
 @contextmanager
 def _reported() -> Iterator[None]:
-    """Errors that the user can mend are one line and exit code 1, not a traceback."""
+    """Errors that the user can mend are one line, not a traceback. Exit code 2: what was asked
+    for cannot be; 1: it failed on the way."""
     try:
         yield
     except (MergestepError, OSError) as exc:
-        kind = "setting" if isinstance(exc, ConfigError) else type(exc).__name__
-        errors.print(f"[red]error[/red] ({kind}): ", end="")
-        errors.print(str(exc), markup=False, highlight=False)
-        raise typer.Exit(1) from None
+        errors.print("[red]error[/red]: ", end="")
+        errors.print(plain(exc), markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2 if isinstance(exc, ConfigError | RequestError) else 1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

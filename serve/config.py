@@ -19,6 +19,7 @@ DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "nf4")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 WEIGHT_GROUPS = (32, 64, 128)  # those of the kernels, whose module is slow to import
 DEFAULT_MODEL = "default"
+MAX_NUM_SEQS = 1 << 20  # each has a range of addresses
 
 
 def default_model_path() -> Path:
@@ -91,6 +92,10 @@ class EngineConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        for setting in ("model", "served_model_name"):
+            name = getattr(self, setting)
+            if name is not None and (not isinstance(name, str) or not name):
+                raise ConfigError(f"{setting} must be a name that is not empty, not {name!r}")
         for setting, known in (
             ("dtype", DTYPES),
             ("kv_dtype", KV_DTYPES),
@@ -122,6 +127,12 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"{name} must be a positive integer, not {value!r}")
+        if self.max_num_seqs > MAX_NUM_SEQS:
+            raise ConfigError(
+                f"max_num_seqs must be at most {MAX_NUM_SEQS}, not {self.max_num_seqs}"
+            )
+        if type(self.prefix_cache) is not bool:
+            raise ConfigError(f"prefix_cache must be true or false, not {self.prefix_cache!r}")
         slo = self.inter_token_slo_ms
         if slo is not None and (type(slo) not in (int, float) or not 0 < slo < math.inf):
             raise ConfigError(f"inter_token_slo_ms must be a positive number, not {slo!r}")
@@ -155,7 +166,7 @@ class EngineConfig:
         return "mergestep-default" if self.model == DEFAULT_MODEL else self.model_path.name
 
     @classmethod
-    def from_settings(cls, model: str | None = None, **settings: object) -> EngineConfig:
+    def from_settings(cls, model: str | Path | None = None, **settings: object) -> EngineConfig:
         """Build from keyword settings; an unknown one raises and names the known ones."""
         known = {item.name for item in fields(cls)}
         unknown = sorted(set(settings) - known)

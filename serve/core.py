@@ -15,27 +15,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 from memory.kv_manager import KVManager
-from serve.admission import RequestLimits, check_request, check_text
+from serve.admission import RequestLimits
 from serve.compute_thread import ComputeThread
 from serve.detokenizer import DetokenizerFactory
-from serve.errors import (
-    EngineStoppedError,
-    GenerationError,
-    MergestepError,
-    OverloadedError,
-    RequestError,
-)
+from serve.errors import EngineStoppedError, GenerationError, OverloadedError, RequestError
+from serve.intake import Arrival, Encode, Intake
 from serve.output import OutputProcessor, OutputState, Sink, StepRecord
 from serve.overload import EarlyRejection
+from serve.plan import StepPlan
 from serve.request import FinishReason, Prompt, Request, SamplingParams
 from serve.runner import Runner, StepResult
-from serve.scheduler import Scheduler, StepPlan
+from serve.scheduler import Scheduler
 from serve.sequence import Sequence, SequenceStatus, make_sequences
 from serve.state import EngineStats, RequestState
 from serve.tokenizer import Tokenizer
@@ -54,16 +48,6 @@ _SWITCH_INTERVAL_S = 2e-4
 # Requests without a seed get distinct ones: multiples of 2^64 / golden ratio.
 _SEED_STEP = 0x9E3779B97F4A7C15
 _SEED_MASK = (1 << 62) - 1
-
-Encode = Callable[[], "list[int]"]
-
-
-class _Arrival(NamedTuple):
-    """page_keys of a prompt; the rows of it to compute, and how long they are expected to take."""
-
-    page_keys: list[bytes]
-    num_rows: int
-    seconds: float
 
 
 class EngineCore:
@@ -86,7 +70,6 @@ class EngineCore:
         self._runner = runner
         self._scheduler = scheduler
         self._kv = kv
-        self._tokenizer = tokenizer
         self._detokenizers = DetokenizerFactory(tokenizer)
         self._eos = eos_token_ids
         self._limits = limits
@@ -94,6 +77,7 @@ class EngineCore:
         self._clock = clock
         slo_s = limits.ttft_slo_s
         self._rejection = None if slo_s is None else EarlyRejection(scheduler, slo_s)
+        self._intake = Intake(tokenizer, limits, scheduler.prefixes, self._rejection)
         self._counter = itertools.count()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._records: queue.Queue[StepRecord | None] = queue.Queue(_MAX_RECORDS_BEHIND)
@@ -175,6 +159,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         last = self._last_step_s
         scheduler = self._scheduler
+        disk = self._kv.prefixes.store_stats()
         coverage_p50, coverage_p90 = scheduler.policy.coverage()
         page_steps = max(1, scheduler.num_steps) * self._kv.num_pages
         return EngineStats(
@@ -206,6 +191,14 @@ class EngineCore:
             disk_stored_pages=self._kv.prefixes.stats.num_stored,
             disk_loaded_pages=self._kv.prefixes.stats.num_loaded,
             disk_lost_pages=self._kv.prefixes.stats.num_lost,
+            disk_failed_pages=self._kv.prefixes.stats.num_failed,
+            disk_pages=disk.entries,
+            disk_bytes=disk.bytes_used,
+            disk_corrupt_pages=disk.corrupt,
+            disk_read_errors=disk.read_errors,
+            disk_write_errors=disk.write_errors,
+            disk_refused_requests=disk.refused,
+            disk_is_paused=disk.is_paused,
             kv_bytes_per_token=self._kv.token_bytes,
             last_step_age_s=None if last is None else self._clock() - last,
         )
@@ -229,84 +222,38 @@ class EngineCore:
             self._post.join()
             self._loop_job = None
         elif self._compute.is_alive():  # loaded, but never started
-            self._compute.submit(self._close_unused)
+            self._compute.submit(self._close_memory)
         if self._compute.is_alive():
             self._compute.stop()
 
-    def _close_unused(self) -> None:
-        self._kv.close_all()
-        self._runner.close()
-
-    # ---- pool 1
-
-    def _prepare(self, state: RequestState, prompt: Prompt | Encode) -> None:
-        """Tokenize and check; hand over to the loop or tell the sink what is wrong."""
+    def _close_memory(self) -> None:
         try:
-            if state.is_aborted:
-                params = replace(state.params, max_tokens=0, min_tokens=0)
-                request = Request(state.request_id, None, (), params, state.times.arrival_s)
-            else:
-                request = check_request(
-                    state.request_id,
-                    state.prompt,
-                    self._token_ids(prompt),
-                    state.params,
-                    self._limits,
-                    state.times.arrival_s,
-                    state.client,
-                )
-            arrival = self._admit(request)
-        except MergestepError as error:
-            self._refuse(state, error)
-        except Exception as error:
-            logger.exception("tokenizing %s failed", state.request_id)
-            message = f"the prompt could not be tokenized: {type(error).__name__}"
-            self._refuse(state, RequestError(message, param="prompt", code="invalid_prompt"))
-        else:
-            self._tell(state, lambda: state.sink.accept(request))
-            self._inbox.put(
-                lambda: self._guarded(state, lambda: self._enqueue(state, request, arrival))
-            )
-
-    def _admit(self, request: Request) -> _Arrival:
-        """What can be computed here and not between two steps. OverloadedError: too late."""
-        prefixes = self._scheduler.prefixes
-        keys = prefixes.page_keys(request)
-        num_rows = prefixes.num_missing_rows(request, keys)
-        seconds = 0.0 if self._rejection is None else self._rejection.admit(request, num_rows)
-        return _Arrival(keys, num_rows, seconds)
-
-    def _token_ids(self, prompt: Prompt | Encode) -> SequenceOf[int]:
-        if callable(prompt):
-            return prompt()
-        if isinstance(prompt, dict):
-            given: dict[str, Any] = dict(prompt)
-            inner: Any = given.get("prompt_token_ids", given.get("prompt"))
-            if inner is None or isinstance(inner, dict):
-                raise RequestError("a prompt needs prompt_token_ids or prompt", param="prompt")
-            return self._token_ids(inner)
-        if isinstance(prompt, str):
-            check_text(prompt, self._tokenizer, self._limits)
-            return self._tokenizer.encode(prompt)
-        return prompt
+            self._kv.close_all()
+        except Exception:
+            logger.exception("giving K/V memory back failed")
+        finally:
+            self._runner.close()
 
     def _refuse(self, state: RequestState, error: Exception) -> None:
         self._remove(state)
-        self._tell(state, lambda: state.sink.fail(error))
-
-    @staticmethod
-    def _tell(state: RequestState, act: Callable[[], None]) -> None:
-        """A consumer's own fault is logged and harms nobody else."""
-        try:
-            act()
-            state.sink.wake()
-        except Exception:
-            logger.exception("the consumer of %s cannot be told", state.request_id)
+        state.tell(lambda: state.sink.fail(error))
 
     def _remove(self, state: RequestState) -> None:
         with self._lock:
             if self._unfinished.pop(state.request_id, None) is not None:
                 self._num_unfinished -= state.params.n
+
+    def _prepare(self, state: RequestState, prompt: Prompt | Encode) -> None:
+        """Pool 1's work: hand a request over to the loop, or tell the sink what is wrong."""
+        try:
+            request, arrival = self._intake.take_in(state, prompt)
+        except Exception as error:
+            self._refuse(state, error)
+        else:
+            state.tell(lambda: state.sink.accept(request))
+            self._inbox.put(
+                lambda: self._guarded(state, lambda: self._enqueue(state, request, arrival))
+            )
 
     # ---- pool 2: the loop
 
@@ -323,8 +270,7 @@ class EngineCore:
         finally:
             self._answer_all(FinishReason.ABORT)
             self._answer_rest()
-            self._kv.close_all()
-            self._runner.close()
+            self._close_memory()
 
     def _answer_failed(self) -> None:
         """The loop has failed: until shutdown, whatever still comes in is told so."""
@@ -454,7 +400,7 @@ class EngineCore:
 
     # ---- pool 2: messages
 
-    def _enqueue(self, state: RequestState, request: Request, arrival: _Arrival) -> None:
+    def _enqueue(self, state: RequestState, request: Request, arrival: Arrival) -> None:
         if self._rejection is not None:
             self._rejection.queued(arrival.seconds)
         sequences = make_sequences(request, self._eos, arrival.page_keys)

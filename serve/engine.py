@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -190,7 +191,7 @@ class Engine:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | Path | None = None,
         *,
         progress: bool = False,
         load: Loader = load_engine,

@@ -10,6 +10,10 @@ MergestepError
 └── GenerationError        the engine failed while serving this request
 """
 
+from __future__ import annotations
+
+import os
+
 
 class MergestepError(Exception):
     """Base of all errors raised by mergestep on purpose."""
@@ -53,3 +57,16 @@ class EngineStoppedError(MergestepError):
 
 class GenerationError(MergestepError):
     """The engine failed while serving this request; other requests go on."""
+
+
+def plain(error: Exception) -> str:
+    """What to show a person: the words of an error of the system, without its number."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error) or type(error).__name__
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+
+
+def reason(error: OSError) -> str:
+    """The system's words for its number; an event loop adds addresses in Python's notation."""
+    number = error.errno or 0
+    return os.strerror(number) if number > 0 else error.strerror or str(error)

@@ -66,7 +66,8 @@ def evaluate(
 
     The reference's distributions wait in a temporary file: max_tokens * vocabulary * 4 bytes.
     """
-    config = EngineConfig(model=model, max_num_seqs=1, weight_group=weight_group, kv_group=kv_group)
+    # K/V as a server would lay it out, so that its bytes are a server's: all else as by default
+    config = EngineConfig(model=model, weight_group=weight_group, kv_group=kv_group)
     windows = _windows(Tokenizer.load(config.model_path), text, max_tokens, window)
     if not windows:
         raise ConfigError("the text has fewer than two tokens; nothing can be predicted")

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from serve.config import EngineConfig
-from serve.errors import ConfigError
+from serve.errors import ConfigError, reason
 from serve.evaluate import Evaluation, evaluate
 from serve.models import read_spec
 
@@ -36,14 +36,8 @@ def run(
     if max_tokens < 2 or window < 2:
         raise ConfigError("max_tokens and window must be at least 2")
     if json_file is not None:
-        _check_writable(json_file)
-    file = text_file or _HELDOUT
-    if file.stat().st_size > MAX_TEXT_BYTES:
-        raise ConfigError(f"{file} is larger than {MAX_TEXT_BYTES >> 20} MiB")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file} is not UTF-8 text: {error}") from error
+        check_writable(json_file)
+    text = _read_text(text_file or _HELDOUT)
     if precisions is None:
         is_packed = read_spec(EngineConfig(model=model).model_path).packed is not None
         precisions = PACKED_PRECISIONS if is_packed else PLAIN_PRECISIONS
@@ -64,13 +58,24 @@ def run(
         json_file.write_text(json.dumps([asdict(r) for r in results], indent=2) + "\n")
 
 
-def _check_writable(json_file: Path) -> None:
+def _read_text(file: Path) -> str:
+    try:
+        if file.stat().st_size > MAX_TEXT_BYTES:
+            raise ConfigError(f"--text {file} is larger than {MAX_TEXT_BYTES >> 20} MiB")
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--text {file} is not UTF-8 text (byte {error.start})") from error
+    except OSError as error:
+        raise ConfigError(f"--text {file}: {reason(error)}") from error
+
+
+def check_writable(json_file: Path) -> None:
     """Said before the work, and not after it."""
     is_new = not json_file.exists()
     try:
         json_file.open("a").close()
     except OSError as error:
-        raise ConfigError(f"--json {json_file} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"--json {json_file} cannot be written: {reason(error)}") from error
     if is_new:
         json_file.unlink()
 

@@ -7,21 +7,27 @@ last process would mean nothing otherwise.
 
 from __future__ import annotations
 
+import glob
 import hashlib
+import logging
 import os
 import secrets
 from pathlib import Path
 
 from memory.spill import SpillStore
-from memory.spill_directory import SpillDirectoryError
+from memory.spill_directory import SpillDirectoryError, is_private
 from ops import native
 from serve.config import EngineConfig
-from serve.errors import ConfigError
+from serve.errors import ConfigError, reason
 from serve.precision import Precision
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT_BYTES = 16 << 30
 _SECRET_BYTES = 32
 _NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
+_HASH_DIGITS = 16
+_FLAWS = {True: "damaged", False: "no plain file of ours that only we can read"}
 _FORMAT = "mergestep K/V 1"  # raise it when kernels or layouts give other bytes
 
 
@@ -35,10 +41,15 @@ def open_kv_store(
     identity = hashlib.sha256(
         f"{_FORMAT} {layout} {checkpoint_fingerprint(config.model_path)}".encode()
     )
+    root = Path(config.kv_cache_dir)
+    if root.exists() and not root.is_dir():
+        raise ConfigError(f"kv_cache_dir {root} is a file, not a directory")
     try:
-        root = Path(config.kv_cache_dir)
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder = root / f"{config.model_name[:64].replace('/', '-')}-{identity.hexdigest()[:16]}"
+        folder = (
+            root
+            / f"{config.model_name[:64].replace('/', '-')}-{identity.hexdigest()[:_HASH_DIGITS]}"
+        )
         store = SpillStore(
             folder,
             page_bytes,
@@ -47,25 +58,51 @@ def open_kv_store(
             persistent=True,
         )
         try:
-            return store, _secret(folder / "secret")
+            secret = _secret(folder / "secret")
+            _log_what_is_there(store, folder)
         except BaseException:
             store.close()
             raise
+        return store, secret
     except SpillDirectoryError as error:
         raise ConfigError(f"kv_cache_dir: {error}") from error
     except OSError as error:
-        raise ConfigError(f"kv_cache_dir {config.kv_cache_dir}: {error.strerror}") from error
+        raise ConfigError(f"kv_cache_dir {root}: {reason(error)}") from error
+
+
+def _log_what_is_there(store: SpillStore, folder: Path) -> None:
+    stats = store.stats()
+    logger.info(
+        "K/V on disk: %d pages (%d MiB) found in %s, %d MiB at most",
+        stats.entries,
+        stats.bytes_used >> 20,
+        folder,
+        store.capacity_bytes >> 20,
+    )
+    model = folder.name[:-_HASH_DIGITS]
+    others = [path for path in folder.parent.glob(f"{glob.escape(model)}*") if path != folder]
+    others = [path for path in others if len(path.name) == len(folder.name)]
+    if others:
+        logger.info(
+            "K/V on disk: %d other folders of this model lie there too, of another page size "
+            "(which follows kv_cache_bytes unless kv_page_bytes is set), precision or version of "
+            "the weights; they are not used now, and nothing removes them",
+            len(others),
+        )
 
 
 def _secret(path: Path) -> bytes:
     """Read it, or make it: then nothing that an older process stored is found any more."""
     flags = os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        fd = os.open(path, os.O_RDONLY | flags)
-        with os.fdopen(fd, "rb") as file:
-            found = file.read(_SECRET_BYTES + 1)
-        if len(found) == _SECRET_BYTES:
-            return found
+        is_ours = is_private(path.lstat())
+        if is_ours:
+            fd = os.open(path, os.O_RDONLY | flags)
+            with os.fdopen(fd, "rb") as file:
+                found = file.read(_SECRET_BYTES + 1)
+            if len(found) == _SECRET_BYTES:
+                return found
+        logger.warning("K/V on disk: %s is %s; made anew", path, _FLAWS[is_ours])
         path.unlink()
     except FileNotFoundError:
         pass

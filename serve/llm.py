@@ -9,9 +9,11 @@ from __future__ import annotations
 import queue
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rich.console import Console
 from rich.progress import Progress
 
 from serve.chat_template import ChatTemplate
@@ -77,7 +79,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | Path | None = None,
         *,
         dtype: str = "auto",
         progress: bool = False,
@@ -106,8 +108,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Outputs in the order of the prompts. A prompt is text, a list of token ids or
         {"prompt_token_ids": [...]}. RequestError when one of them cannot be served (the others
-        are aborted). use_tqdm: show a progress bar. client: any name of the application that
-        asks; lengths of answers are predicted per client."""
+        are aborted). use_tqdm: show a progress bar, on a terminal. client: any name of the
+        application that asks; lengths of answers are predicted per client."""
         one = isinstance(prompts, (str, dict)) or _is_token_list(prompts)
         many: Any = [prompts] if one else prompts
         return self._run(many, sampling_params, use_tqdm, client)
@@ -153,7 +155,9 @@ class LLM:
         states: list[RequestState] = []
         error: Exception | None = None
         try:
-            with Progress(disable=not show_progress, transient=True) as progress:
+            console = Console(stderr=True)
+            is_shown = show_progress and console.is_terminal
+            with Progress(console=console, disable=not is_shown, transient=True) as progress:
                 task = progress.add_task("generating", total=len(prompts))
                 for finished in range(len(prompts)):
                     while error is None and len(states) < min(len(prompts), finished + window):

@@ -20,10 +20,11 @@ from serve.errors import ModelLoadError, RequestError
 from serve.memory_policy import make_policy
 from serve.models import ModelSpec, read_generation_defaults, read_spec
 from serve.order import make_order
+from serve.plan import SchedulerLimits
 from serve.request import SamplingParams
 from serve.runner import ModelRunner
 from serve.runtime import load_runtime
-from serve.scheduler import Scheduler, SchedulerLimits
+from serve.scheduler import Scheduler
 from serve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -57,17 +57,18 @@ class PrefixUse:
                 return True
         return False
 
-    def is_fetching(self, sequence: Sequence, now_s: float, spare_pages: int) -> bool:
-        """Whether pages of the sequence are coming back from the store; asks for them once, and
-        waits only so long for a disk that does not answer."""
-        if self._hasher is None:
+    def is_fetching(self, sequence: Sequence, now_s: float) -> bool:
+        """Whether pages of the sequence are coming back from the store; asks for them once, when
+        memory has room for it, and waits only so long for a disk that does not answer."""
+        if self._hasher is None or not self._kv.prefixes.has_store:
             return False
         if self._kv.prefixes.is_fetching:
             return now_s < self._fetch_until_s
-        if not sequence.has_fetched:
+        if not sequence.has_fetched and self._kv.can_fit(
+            sequence.num_tokens, hit=self.match(sequence)
+        ):
             sequence.has_fetched = True
-            self._extend_keys(sequence)
-            self._kv.fetch(sequence.page_keys, spare_pages)
+            self._kv.fetch(sequence.page_keys)
             self._fetch_until_s = now_s + _FETCH_LIMIT_S
         return self._kv.prefixes.is_fetching
 

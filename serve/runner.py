@@ -16,9 +16,9 @@ from memory.kv_manager import KVManager, Range
 from memory.vmm import VirtualMemory
 from serve.batch import make_batch
 from serve.models import Decoder
+from serve.plan import StepPlan
 from serve.request import TokenLogprobs
 from serve.sampler import sample
-from serve.scheduler import StepPlan
 from serve.sequence import Sequence
 
 # Decoding, pages are mapped ahead for so many steps, and so often: waking the thread costs more

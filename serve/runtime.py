@@ -90,7 +90,7 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
             store, secret = open_kv_store(
                 config, precision, token_bytes=layout.token_bytes, page_bytes=sizes.page_bytes
             )
-            kv.prefixes.use_store(store, memory.page_address)
+            kv.prefixes.use_store(store, memory.page_address, memory.keep_pages)
     except BaseException:
         memory.close()
         raise
@@ -195,6 +195,8 @@ def size_kv(
     page = config.kv_page_bytes
     if page is None:
         page, tile = _page_of_tiles(tile, tile_tokens, budget)
+    elif page > budget:
+        raise ConfigError(f"kv_page_bytes {page} is more than the K/V memory of {budget} bytes")
     elif budget // page > _MAX_PAGES:
         raise ConfigError(
             f"kv_page_bytes {page} gives more than {_MAX_PAGES} pages; use a larger page"

@@ -11,7 +11,6 @@ higher rank that cannot run otherwise.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import islice
 
 from memory.kv_manager import KVManager, PrefixHit
@@ -19,6 +18,7 @@ from memory.prefix_index import PrefixHasher
 from serve.chunking import ChunkPolicy, StepBudget
 from serve.memory_policy import MemoryPolicy, PromptOnly
 from serve.order import Order
+from serve.plan import SchedulerLimits, StepPlan
 from serve.prefix_use import PrefixUse
 from serve.request import FinishReason, Request
 from serve.sequence import Sequence, SequenceStatus
@@ -28,33 +28,8 @@ from serve.step_time import StepWork
 _LOOK_THROUGH = 16
 # Steps in a row for which others may take the rows of a prompt.
 _MAX_PAUSES = 16
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """The rows of one step: sequences in row order, those with one row first.
-
-    num_rows[i] rows of sequences[i]; num_decodes: how many have exactly one. samples[i]: the
-    step brings the sequence up to date, so a token is sampled from its last row.
-    """
-
-    sequences: list[Sequence]
-    num_rows: list[int]
-    num_decodes: int
-    samples: list[bool]
-    num_total_rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """max_num_seqs run at once; a step has at most max_num_batched_tokens rows, of which one
-    sequence gets at most max_chunk_tokens. While somebody decodes, prompt rows are as many as
-    keep the step within inter_token_slo_s."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_chunk_tokens: int
-    inter_token_slo_s: float | None = None
+# Steps that only decode teach once in so many, when they have taught enough.
+_LEARN_EVERY = 4
 
 
 class Scheduler:
@@ -225,7 +200,7 @@ class Scheduler:
             sequence = self._next(budget, chunks)
             if sequence is None or self.chunks.must_wait(sequence, budget):
                 break
-            if self.prefixes.is_fetching(sequence, now_s, spare_pages=2 * len(self.running)):
+            if self.prefixes.is_fetching(sequence, now_s):
                 break
             hit = self.prefixes.match(sequence) if has_slot else None
             if not self.running and not self.kv.can_fit(sequence.num_tokens, hit=hit):
@@ -341,7 +316,12 @@ class Scheduler:
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """A step ran through in that time; call it before update()."""
-        self.chunks.model.learn(StepWork.of(plan), seconds)
+        model = self.chunks.model
+        model.last_step_s = seconds
+        is_decoding = plan.num_decodes == len(plan.sequences)
+        if is_decoding and model.knows_decoding and self.num_steps % _LEARN_EVERY:
+            return  # the next one will be much the same, and learning takes time between steps
+        model.learn(StepWork.of(plan), seconds)
 
     def update(self, plan: StepPlan, tokens: list[int]) -> list[Sequence]:
         """Take in a step's result: tokens[j] is for the j-th sampling sequence of the plan.

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from serve.output import RequestTimes, Sink
 from serve.request import SamplingParams
 from serve.sequence import Sequence
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +27,10 @@ class EngineStats:
     forgotten for want of memory.
     predicted_ttft_s: of the last request that was asked whether it meets ttft_slo; num_refused:
     those that did not. num_given_way: preemptions for one that goes first, not for want of memory.
-    disk_*: pages written there, read back, and not read back although they should have been.
+    disk_*: pages written there, read back, lost (they could not be read back), and not
+    written (they are tried again); then what lies there now. Of what was lost: pages whose
+    content was damaged, reads with an error. Of what failed: writes with an error, requests that
+    were too many, had no room or came while writing is paused after errors.
     """
 
     num_unfinished: int
@@ -54,6 +61,14 @@ class EngineStats:
     disk_stored_pages: int
     disk_loaded_pages: int
     disk_lost_pages: int
+    disk_failed_pages: int
+    disk_pages: int
+    disk_bytes: int
+    disk_corrupt_pages: int
+    disk_read_errors: int
+    disk_write_errors: int
+    disk_refused_requests: int
+    disk_is_paused: bool
     kv_bytes_per_token: int
     last_step_age_s: float | None
 
@@ -89,3 +104,11 @@ class RequestState:
         self.times = RequestTimes(now_s)
         self.sequences: list[Sequence] = []
         self.is_aborted = False
+
+    def tell(self, act: Callable[[], None]) -> None:
+        """A consumer's own fault is logged and harms nobody else."""
+        try:
+            act()
+            self.sink.wake()
+        except Exception:
+            logger.exception("the consumer of %s cannot be told", self.request_id)

@@ -8,7 +8,7 @@ arithmetic (a CPU bends at the one, a GPU at the other).
 Learning is least squares on relative errors over a sliding window: normal equations whose new
 entries grow in weight, and two sweeps of coordinate descent from the last solution (Gauss-Seidel,
 cut off at zero). An error is relative to the larger of predicted and real time: a step that the
-machine stalled counts little. 8 us for a step that only decodes, 17 us with a prompt.
+machine stalled counts little.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from operator import mul
 from statistics import median
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from serve.scheduler import StepPlan
+from serve.plan import StepPlan
 
 _BENDS = (16, 192)
 _WINDOW = 128
+_ENOUGH_STEPS = 64
 _SWEEPS = 2
 _LARGEST_WEIGHT = 1e60
 _NUM_ERRORS = 256
@@ -177,6 +176,11 @@ class StepTimeModel:
         self._errors: list[float] = []
         self._num_errors = 0
 
+    @property
+    def knows_decoding(self) -> bool:
+        """It has seen enough of steps that only decode."""
+        return self._decoding.num_learned >= _ENOUGH_STEPS
+
     def predict(self, work: StepWork) -> float:
         """Seconds. 0 before anything was learned."""
         decoding, mixed = self._decoding, self._mixed
@@ -193,7 +197,6 @@ class StepTimeModel:
         """A step that ran through."""
         if seconds <= 0.0 or not work.num_rows:
             return
-        self.last_step_s = seconds
         predicted = self.predict(work)
         if predicted:
             error = seconds / predicted - 1.0

@@ -13,7 +13,7 @@ import uvloop
 from rich.console import Console
 
 from serve.engine import Engine
-from serve.errors import ConfigError, GenerationError, MergestepError
+from serve.errors import ConfigError, GenerationError, MergestepError, plain
 from serve.http.client import ApiClient
 from serve.request import FinishReason, SamplingParams
 
@@ -127,6 +127,7 @@ class Conversation:
         """Prints the answer as it comes. What was written before a Ctrl-C stays remembered."""
         self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
+        is_on_a_line = True
         started_s = time.perf_counter()
         try:
             async with aclosing(self._speaker.reply(self.messages)) as reply:
@@ -134,10 +135,12 @@ class Conversation:
                     pieces.append(piece)
                     self._write(piece)
         except MergestepError:
+            is_on_a_line = bool(pieces)
             pieces.clear()
             raise
         finally:
-            self._write("\n")
+            if is_on_a_line:
+                self._write("\n")
             if not pieces:
                 self.messages.pop()
             else:
@@ -209,8 +212,8 @@ def _one_turn(
     except KeyboardInterrupt:
         console.print("[dim]stopped[/dim]")
     except MergestepError as exc:
-        console.print(f"[red]{type(exc).__name__}[/red]: ", end="")
-        console.print(str(exc), markup=False, highlight=False)
+        console.print("[red]error[/red]: ", end="")
+        console.print(plain(exc), markup=False, highlight=False)
 
 
 def _prompt(console: Console) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
 # Threads of two libraries on two cores only get in each other's way in tests.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -27,3 +29,19 @@ def isa(request):
 @pytest.fixture
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Models this small are slower on several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def nothing_in_the_log(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Whatever clients do, it is no error of ours."""
+    yield
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memory.kv_manager import KVManager
+from serve.plan import SchedulerLimits, StepPlan
 from serve.request import Request, SamplingParams
 from serve.runner import StepResult
-from serve.scheduler import Scheduler, SchedulerLimits, StepPlan
+from serve.scheduler import Scheduler
 from serve.sequence import Sequence, make_sequences
 
 

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from memory.spill_health import SpillStats
+
 
 def content(key: bytes, size: int) -> bytes:
     """What a test keeps under a key: every key has its own bytes."""
@@ -84,9 +86,16 @@ class LateStore:
     def contains(self, key: bytes) -> bool:
         return key in self.pages
 
-    def flush(self, timeout_s: float) -> bool:
-        return self.mode != "failing"
+    def discard(self, key: bytes) -> bool:
+        return self.pages.pop(key, None) is not None
 
-    def close(self) -> None:
-        assert not self._held, "transfers are under way"
+    @property
+    def room(self) -> int:
+        return 1000
+
+    def stats(self) -> SpillStats:
+        return SpillStats(entries=len(self.pages))
+
+    def close(self, timeout_s: float) -> bool:
         self.num_closed += 1
+        return not self._held

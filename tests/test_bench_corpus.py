@@ -29,6 +29,7 @@ from bench.corpus.tasks import (
     times,
 )
 from bench.corpus.turn import Turn, count_sentences
+from tests.child import output_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -51,10 +52,7 @@ def test_same_seed_same_dialogs_in_another_process() -> None:
         "text = ''.join(render(d) for d in islice(dialogs(7), 300))\n"
         "print(hashlib.sha256(text.encode()).hexdigest())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == _digest(7, 300)
+    assert output_of("-c", code).strip() == _digest(7, 300)
     assert _digest(7, 300) != _digest(8, 300)
 
 

@@ -52,7 +52,7 @@ def test_a_driver_that_behaves_otherwise_is_found_out(capsys):
     assert "NO   adjacent mappings are unmapped in one call" in capsys.readouterr().out
 
 
-def test_no_driver_is_one_line():
+def test_no_bindings_are_one_line():
     """Also where the bindings are installed: the path hides them."""
     code = (
         "import sys; sys.modules['cuda.bindings.driver'] = None\n"
@@ -61,4 +61,5 @@ def test_no_driver_is_one_line():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.startswith("no CUDA driver here: ")
+    assert line.startswith("no bindings of the CUDA driver here (")
+    assert line.endswith("; pip install '.[cuda]'")

@@ -22,6 +22,7 @@ PURE = [
     "serve/step_time.py",
     "serve/memory_policy.py",
     "serve/order.py",
+    "serve/plan.py",
     "serve/prefix_use.py",
     "serve/length_predictor.py",
     "serve/sequence.py",

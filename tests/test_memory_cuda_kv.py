@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -20,6 +22,7 @@ class DeviceKVMachine(RuleBasedStateMachine):
     """No sequence ever loses a token, and nothing is left at the end."""
 
     TOKEN = 1024
+    IN_BACKGROUND = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +34,7 @@ class DeviceKVMachine(RuleBasedStateMachine):
             num_ranges=4,
             max_model_len=32,
             token_bytes=self.TOKEN,
-            in_background=False,  # failures come at places that can be repeated
+            in_background=self.IN_BACKGROUND,
         )
         self.base = self.memory.reserve(self.kv.total_bytes)
         self.written: dict[int, bytes] = {}  # one byte for each token, by range
@@ -63,6 +66,17 @@ class DeviceKVMachine(RuleBasedStateMachine):
         index = data.draw(st.sampled_from(sorted(self.written)))
         self.kv.close(self.kv.ranges[index])
         del self.written[index]
+
+    @rule(num_tokens=st.integers(1, 12), fails=st.booleans())
+    def look_ahead(self, num_tokens: int, fails: bool) -> None:
+        """To its end, so that failures come at places that can be repeated."""
+        if fails:
+            self.driver.fail("cuMemCreate", CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+        ranges = [self.kv.ranges[index] for index in self.written]
+        self.kv.look_ahead([(item, item.capacity + num_tokens) for item in ranges])
+        while self.kv.space.is_busy:
+            time.sleep(1e-4)
+        self.driver.fail_no_more()
 
     @rule(first=st.integers(0, 11), length=st.integers(1, 12), limit=st.integers(0, 12))
     def prepare(self, first: int, length: int, limit: int) -> None:
@@ -138,12 +152,55 @@ class DeviceKVMachine(RuleBasedStateMachine):
         self.read_everything()
         for index in self.written:
             self.kv.close(self.kv.ranges[index])
-        self.kv.trim()
+        self.kv.close_all()
         assert self.num_in_ranges == 0
         self.memory.close()
         assert self.driver.num_live == (0, 0, 0, 0)
         assert self.driver.used_bytes == 0
 
 
+class AheadMachine(DeviceKVMachine):
+    """With the thread that prepares pages ahead of need."""
+
+    IN_BACKGROUND = True
+
+
 TestDeviceKVMachine = DeviceKVMachine.TestCase
 TestDeviceKVMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestAheadMachine = AheadMachine.TestCase
+TestAheadMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_preparing_ahead_changes_no_place(fails, caplog):
+    """A range still shows pages of the sequence before, and the next one is to get others there:
+    until the step boundary they stay, whether the preparation works or not."""
+    driver = FakeDriver(granularity=PAGE)
+    memory = CudaMemory(PAGE, 8, driver=driver)
+    kv = KVManager(memory, num_pages=8, num_ranges=2, max_model_len=32, token_bytes=1024)
+    memory.reserve(kv.total_bytes)
+    first = kv.open(16)
+    assert kv.grow(first, 16)
+    kv.commit()
+    kv.close(first)
+    again, other = kv.open(4), kv.open(12)
+    assert again is first and kv.grow(again, 4) and kv.grow(other, 12)
+    kv.commit()
+    shown = list(kv.space.shown(again.index))
+    assert len(shown) == 4 and set(shown) & set(other.pages), "stale pages, others' by now"
+    if fails:
+        driver.fail("cuMemCreate", CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+    num_created = driver.calls["cuMemCreate"]
+    kv.look_ahead([(again, 16)])
+    while kv.space.is_busy:
+        time.sleep(1e-3)
+    kv.space.collect()
+    assert driver.calls["cuMemCreate"] > num_created
+    assert ("mapping ahead failed" in caplog.text) == fails
+    assert kv.space.shown(again.index) == shown and len(driver.mappings) == 4 + 3
+    driver.fail_no_more()
+    kv.trim()
+    assert len(driver.mappings) == 1 + 3, "what no sequence needs is found and unmapped"
+    assert len(driver.handles) == kv.num_in_use == 4
+    kv.close_all()
+    memory.close()

@@ -6,7 +6,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import queue
 import threading
+import time
 
 import pytest
 
@@ -107,6 +109,52 @@ def test_a_callback_that_raises_stops_nobody(tmp_path, io, pages, caplog):
     wait_for(file.write, [(pages.at(1), BLOCK, BLOCK)])
     file.close()
     assert "ZeroDivisionError" in caplog.text
+
+
+class HungRing:
+    """Takes everything; what it was given ends when `let_go` is set."""
+
+    def __init__(self):
+        self.let_go, self._tags = threading.Event(), []
+
+    def submit(self, fields):
+        self._tags += fields[::5]
+        return len(fields) // 5
+
+    def reap(self, at_least, timeout_s):
+        if not self.let_go.wait(timeout_s):
+            return []
+        ended, self._tags = self._tags, []
+        return [(tag, BLOCK) for tag in ended]
+
+
+@pytest.mark.parametrize("kind", ["ring", "threads"])
+def test_a_close_in_time_tells_what_it_leaves(tmp_path, pages, kind):
+    """One transfer hangs, one waits behind it: that one never touches its memory any more."""
+    fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
+    hung = HungRing()
+    if kind == "ring":
+        file = RingFile(fd, is_direct=False, depth=1, ring=hung)
+    else:
+
+        def pwrite(fd, buffers, offset):
+            hung.let_go.wait()
+            return os.pwritev(fd, buffers, offset)
+
+        file = ThreadFile(fd, is_direct=False, depth=1, pwrite=pwrite)
+    ended = [queue.SimpleQueue(), queue.SimpleQueue()]
+    file.write([Transfer(pages.at(i), BLOCK, i * BLOCK, ended[i].put) for i in range(2)])
+    began_s = time.monotonic()
+    assert not file.close(0.2)
+    assert time.monotonic() - began_s < 1.0
+    assert ended[0].empty() and ended[1].get(timeout=5).errno == errno.ECANCELED
+    assert not file.close(0.2)
+    hung.let_go.set()
+    assert ended[0].get(timeout=5) is None
+    file._thread.join() if kind == "ring" else file._threads[0].join()
+    assert file.close()
+    assert kind == "ring" or os.path.getsize(tmp_path / "f") == BLOCK
+    os.close(fd)
 
 
 class FaultyRing:

@@ -106,7 +106,7 @@ def test_pages_come_back_from_host_memory(pages):
     assert fetch(pages, tier, 1) == content(name(1), PAGE)
     assert fetch(pages, tier, 4) is None
     assert tier.contains(name(1)) and not tier.contains(name(4))
-    stats = tier.stats()
+    stats = tier.host_stats()
     assert (stats.hits, stats.misses, stats.stores) == (1, 1, 3)
     assert (stats.bytes_in, stats.bytes_out) == (3 * PAGE, PAGE)
     assert (stats.entries, stats.bytes_used, stats.requests) == (3, 3 * PAGE, 0)
@@ -116,7 +116,7 @@ def test_pages_come_back_from_host_memory(pages):
     assert copier.is_closed
     assert results(fill(pages, tier, [5])) == [False]
     assert fetch(pages, tier, 1) is None
-    assert tier.stats().refused == 2
+    assert tier.host_stats().refused == 2
 
 
 def test_the_page_used_longest_ago_goes_first(pages):
@@ -126,7 +126,7 @@ def test_the_page_used_longest_ago_goes_first(pages):
     for number in (4, 5):
         results(fill(pages, tier, [number]))
     assert [number for number in range(6) if tier.contains(name(number))] == [0, 3, 4, 5]
-    assert tier.stats().lost == 2
+    assert tier.host_stats().lost == 2
     tier.close()
 
 
@@ -139,7 +139,7 @@ def test_more_than_host_memory_goes_below_and_comes_back(pages):
     for _ in range(2):
         for number in range(24):
             assert fetch(pages, tier, number) == content(name(number), PAGE)
-    stats = tier.stats()
+    stats = tier.host_stats()
     assert (stats.misses, stats.lost) == (0, 0)
     assert stats.hits + stats.hits_below == 48
     assert stats.hits_below >= 40
@@ -181,7 +181,7 @@ def test_a_store_below_that_takes_nothing(pages, mode):
     for number in range(12):
         assert results(fill(pages, tier, [number])) == [True]
     assert [number for number in range(12) if fetch(pages, tier, number)] == [8, 9, 10, 11]
-    assert (tier.stats().lost, tier.stats().pushed_down) == (8, 0)
+    assert (tier.host_stats().lost, tier.host_stats().pushed_down) == (8, 0)
     assert not tier.flush()
     below.mode = "at once"
     assert tier.flush()
@@ -245,7 +245,7 @@ def test_failed_copies_are_misses(pages):
     copier.is_unordered = True
     assert results(fill(pages, tier, [2])) == [False]
     assert fetch(pages, tier, 1) is None
-    assert (tier.stats().copy_errors, tier.stats().refused) == (2, 2)
+    assert (tier.host_stats().copy_errors, tier.host_stats().refused) == (2, 2)
     tier.close()
 
 
@@ -268,7 +268,7 @@ def test_a_copy_that_nobody_knows_of_ends_everything(pages, caplog):
 def test_closing_is_bounded_in_time(pages, caplog):
     """With a store below that never ends: its slots keep their memory, everybody is answered."""
     copier, below = FailingCopier(), LateStore(PAGE)
-    tier = HostTier(PAGE, 2 * PAGE, copier, below, close_timeout_s=0.2)
+    tier = HostTier(PAGE, 2 * PAGE, copier, below)
     for number in range(6):
         results(fill(pages, tier, [number]))
     below.mode = "held"
@@ -276,10 +276,10 @@ def test_closing_is_bounded_in_time(pages, caplog):
     while not below.num_loads:
         time.sleep(0.001)
     began = time.monotonic()
-    tier.close()
+    assert not tier.close(0.2)
     assert time.monotonic() - began < 2
     assert results(loads) == [False, False]
-    assert not copier.is_closed and not below.num_closed
+    assert not copier.is_closed
     assert "they may still be written" in caplog.text
     tier._worker._thread.join(5)
     assert not tier._worker._thread.is_alive()
@@ -290,11 +290,11 @@ def test_closing_is_bounded_in_time(pages, caplog):
 
 def test_closing_beside_a_copy_that_never_ends(pages):
     copier = FailingCopier()
-    tier = HostTier(PAGE, 2 * PAGE, copier, close_timeout_s=0.1)
+    tier = HostTier(PAGE, 2 * PAGE, copier)
     copier.may_go_on.clear()
     futures = fill(pages, tier, [0, 1])
     assert copier.is_asked.wait(10)
-    tier.close()
+    assert not tier.close(0.1)
     assert [future.result(0) for future in futures] == [False, False]
     assert not copier.is_closed
     copier.may_go_on.set()
@@ -312,7 +312,7 @@ def test_closing_begins_nothing_new(pages):
         assert tier.store_many([(name(number), pages.address(0))])[0].result(10)
     assert not tier.flush(0.05)
     assert below.num_held == 64
-    closing = threading.Thread(target=tier.close)
+    closing = threading.Thread(target=tier._worker.stop, args=(10,))
     closing.start()
     while not tier._worker.is_closing:
         time.sleep(0.001)
@@ -321,7 +321,8 @@ def test_closing_begins_nothing_new(pages):
     assert not closing.join(0.05) and len(below.pages) == 1
     below.let_go()
     closing.join(5)
-    assert len(below.pages) == 64 and below.num_closed == 1
+    assert len(below.pages) == 64
+    assert tier.close()
 
 
 def test_closing_ends_what_is_under_way_and_refuses_what_waits(pages):
@@ -332,13 +333,51 @@ def test_closing_ends_what_is_under_way_and_refuses_what_waits(pages):
     results(futures[:2])
     while below.num_held < 2:
         time.sleep(0.001)
-    closing = threading.Thread(target=tier.close)
+    closing = threading.Thread(target=tier._worker.stop, args=(10,))
     closing.start()
     assert results(futures[2:]) == [False, False]
     assert closing.is_alive()
     below.let_go()
     closing.join(5)
+    assert tier.close()
     assert copier.is_closed and below.num_closed == 1
+
+
+def test_closing_writes_what_is_not_below_yet(pages):
+    below = LateStore(PAGE)
+    tier = HostTier(PAGE, 16 * PAGE, MemoryCopier(), below)
+    results(fill(pages, tier, list(range(10))))
+    assert len(below.pages) < 10
+    assert tier.close() and tier.close()
+    assert len(below.pages) == 10
+    assert below.num_closed == 1
+
+
+def test_what_is_discarded_may_change(pages):
+    """While it waits, while it is copied, when it is there: nobody finds it any more."""
+    copier, below = FailingCopier(), LateStore(PAGE)
+    tier = HostTier(PAGE, 4 * PAGE, copier, below)
+    results(fill(pages, tier, [0]))
+    assert tier.flush()
+    assert tier.discard(name(0)) and not tier.discard(b"unknown")
+    assert fetch(pages, tier, 0) is None
+    copier.may_go_on.clear()
+    copier.is_asked.clear()
+    futures = fill(pages, tier, [1])
+    assert copier.is_asked.wait(10)
+    futures += fill(pages, tier, [2, 1])
+    for number in (1, 2):
+        assert tier.discard(name(number))
+        pages[number] = b"\xaa" * PAGE
+    copier.may_go_on.set()
+    assert results(futures) == [False] * 3
+    assert fetch(pages, tier, 1) is fetch(pages, tier, 2) is None
+    assert results(fill(pages, tier, [1])) == [True]
+    assert fetch(pages, tier, 1) == content(name(1), PAGE)
+    assert tier.flush()
+    tier._worker.arena.check_integrity()
+    assert (tier.room, tier.stats().entries) == (1024, 1)
+    tier.close()
 
 
 def test_the_caller_never_waits_for_a_copy(pages):
@@ -421,11 +460,12 @@ class HostTierMachine(RuleBasedStateMachine):
         self.pages = Pages(16)
         self.copier = FailingCopier()
         self.below = LateStore(PAGE) if has_below else None
-        self.tier = HostTier(PAGE, num_slots * PAGE, self.copier, self.below, close_timeout_s=10)
+        self.tier = HostTier(PAGE, num_slots * PAGE, self.copier, self.below)
         self.num_slots = num_slots
         self.free = set(range(16))
         self.under_way: list[tuple[Future[bool], int, bytes, bool]] = []
         self.stored: set[bytes] = set()
+        self.num_discarded = 0
 
     @rule(numbers=st.lists(st.integers(0, 11), min_size=1, max_size=5), is_store=st.booleans())
     def ask(self, numbers: list[int], is_store: bool) -> None:
@@ -463,6 +503,16 @@ class HostTierMachine(RuleBasedStateMachine):
     def let_go(self, count: int) -> None:
         self.below.let_go(count)
 
+    @rule(number=st.integers(0, 11))
+    def discard(self, number: int) -> None:
+        """Pages that are being stored change."""
+        key = name(number)
+        self.tier.discard(key)
+        self.num_discarded += 1
+        for _, page, other, is_store in self.under_way:
+            if is_store and other == key:
+                self.pages[page] = b"\xbb" * PAGE
+
     @rule()
     def fail_a_copy(self) -> None:
         self.copier.fail_next = True
@@ -489,8 +539,8 @@ class HostTierMachine(RuleBasedStateMachine):
         assert len(self.free) == 16
         num_missing = sum(not self.tier.contains(key) for key in self.stored)
         num_dropped = self.below.num_dropped if self.below else 0
-        stats = self.tier.stats()
-        assert num_missing <= stats.lost + num_dropped
+        stats = self.tier.host_stats()
+        assert num_missing <= stats.lost + num_dropped + self.num_discarded
         assert stats.entries <= self.num_slots and stats.requests == 0
 
     def teardown(self) -> None:
@@ -502,7 +552,7 @@ class HostTierMachine(RuleBasedStateMachine):
             self.below.let_go()
             assert self.tier.flush(10)
         self.tier._worker.arena.check_integrity()
-        self.tier.close()
+        assert self.tier.close()
         assert self.copier.is_closed
         assert self.below is None or self.below.num_closed == 1
         assert not self.tier._worker._thread.is_alive()

@@ -212,14 +212,40 @@ def test_mapping_ahead_leaves_nothing_to_do_at_the_step():
     assert not memory.mapped
 
 
-def test_what_cannot_be_mapped_ahead_is_mapped_at_the_step():
+@pytest.mark.parametrize(("fails", "beside_kernels"), [("map", True), ("prepare", False)])
+def test_what_cannot_be_mapped_ahead_is_mapped_at_the_step(fails, beside_kernels, caplog):
     kv, memory = make_kv(in_background=True, num_ranges=1)
+    memory.maps_beside_kernels = beside_kernels
     item = kv.open(4)
     kv.grow(item, 4)
     kv.commit()
-    memory.fail_next = "prepare"
+    memory.fail_next = fails
     kv.look_ahead([(item, 6)])
     wait_for_thread(kv)
+    assert memory.fail_next is None and "mapping ahead failed" in caplog.text
+    assert len(kv.space.shown(item.index)) == 1
+    check_mapping(kv, memory)
+    at_steps = kv.space.stats.num_calls
+    assert kv.grow(item, 6)
+    kv.commit()
+    assert kv.space.stats.num_calls == at_steps + 1
+    check_mapping(kv, memory)
+    kv.close_all()
+
+
+@pytest.mark.parametrize("beside_kernels", [True, False])
+def test_a_bug_in_mapping_ahead_does_not_stop_the_thread(beside_kernels, monkeypatch, caplog):
+    """Whoever waits for it would wait for ever."""
+    kv, memory = make_kv(in_background=True, num_ranges=1)
+    memory.maps_beside_kernels = beside_kernels
+    item = kv.open(4)
+    kv.grow(item, 4)
+    kv.commit()
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "map" if beside_kernels else "prepare", lambda *_: 1 / 0)
+        kv.look_ahead([(item, 6)])
+        wait_for_thread(kv)
+    assert "ZeroDivisionError" in caplog.text
     assert kv.grow(item, 6)
     kv.commit()
     check_mapping(kv, memory)

@@ -13,6 +13,7 @@ from ops import Edges, Norm, native
 from ops.native import GROUPS4, Int8Linear, split_scales
 from ops.reference import ReferenceBackend
 from quant.int4 import Int4Weight, quantize_int4, quantize_nf4
+from tests.native_rows import check_rows_alone
 
 pytestmark = [
     pytest.mark.skipif(not native.is_available(), reason="native kernels not built"),
@@ -80,15 +81,7 @@ def test_only_the_rows_are_rounded(isa, kind, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_does_not_depend_on_the_others(isa, kind):
-    layer = random_weight(150, 700, kind).linear(torch.randn(150))
-    x = torch.randn(300, 700)
-    alone = torch.cat([layer(x[i : i + 1]) for i in range(300)])
-    for m in (2, 3, 5, 8, 12, 13, 24, 31, 64, 129, 300):
-        assert torch.equal(layer(x[:m]), alone[:m]), f"{m} rows"
-    threads = native.num_threads()
-    native.set_num_threads(1)
-    assert torch.equal(layer(x), alone)
-    native.set_num_threads(threads)
+    check_rows_alone(random_weight(150, 700, kind).linear(torch.randn(150)), 700)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])

@@ -23,6 +23,7 @@ from serve.models import load_model, read_spec
 from serve.models.weights import joining
 from serve.precision import resolve_precision
 from tests.checkpoints import checkpoint, edit_json
+from tests.decoders import run, token_ids
 from tests.quantized import (
     AWQ,
     CASES,
@@ -32,7 +33,6 @@ from tests.quantized import (
     four_bits,
     write,
 )
-from tests.test_serve_models import run, token_ids
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="native kernels not built")
 

@@ -3,97 +3,23 @@
 from __future__ import annotations
 
 import functools
-import random
+import itertools
 from types import SimpleNamespace
 
 import pytest
 
-from memory.prefix_index import PrefixHasher
 from serve.compute_thread import ComputeThread
 from serve.core import EngineCore
 from serve.order import make_order
-from serve.request import Request, SamplingParams
-from serve.scheduler import Scheduler, SchedulerLimits
+from serve.plan import SchedulerLimits
+from serve.request import FinishReason, Request, SamplingParams
+from serve.scheduler import Scheduler
 from serve.sequence import make_sequences
-from serve.step_time import StepWork
 from serve.tokenizer import Tokenizer
 from tests.checkpoints import checkpoint
 from tests.fakes import ScriptedRunner, make_kv
-from tests.test_serve_step_time import cpu, make_work
-
-SLO_S = 0.1
-
-
-class Simulation:
-    """Requests on a machine; the model is taught by the steps, as in the engine."""
-
-    def __init__(
-        self, slo_s=SLO_S, budget=256, law=cpu, max_num_seqs=32, noise=0.0, order=None, cache=False
-    ):
-        kv, _ = make_kv(4096, max_num_seqs, max_model_len=32_768, tokens_per_page=64)
-        limits = SchedulerLimits(max_num_seqs, budget, budget, slo_s)
-        hasher = PrefixHasher(kv.page_end) if cache else None
-        self.scheduler = Scheduler(limits, kv, hasher=hasher, order=order)
-        self.law = law
-        self.noise = noise
-        self.random = random.Random(0)
-        self.now_s = 0.0
-        self.steps = []  # (seconds, rows of prompts by name), of each
-        self.ttft_s = {}
-        self.waiting_first = {}
-
-    def add(self, name, num_prompt, num_tokens=1, priority=0):
-        params = SamplingParams(
-            max_tokens=num_tokens, temperature=0.0, seed=0, ignore_eos=True, priority=priority
-        )
-        request = Request(name, None, (7,) * num_prompt, params, self.now_s)
-        (sequence,) = make_sequences(request, frozenset())
-        self.waiting_first[sequence] = name
-        self.scheduler.add(sequence)
-        return sequence
-
-    def step(self):
-        scheduler = self.scheduler
-        plan = scheduler.schedule(self.now_s)
-        if plan is None:
-            self.now_s += 0.01
-            return
-        scheduler.kv.commit()
-        seconds = self.law(StepWork.of(plan)) * self.random.lognormvariate(0.0, self.noise)
-        names = {
-            sequence.request.request_id: rows
-            for sequence, rows in zip(plan.sequences, plan.num_rows, strict=True)
-            if sequence in self.waiting_first
-        }
-        self.now_s += seconds
-        self.steps.append((seconds, names))
-        scheduler.observe(plan, seconds)
-        scheduler.update(plan, [9] * sum(plan.samples))
-        for sequence in [s for s in self.waiting_first if s.num_output_tokens]:
-            name = self.waiting_first.pop(sequence)
-            self.ttft_s[name] = self.now_s - sequence.request.arrival_s
-
-    def run_until(self, condition, limit_s=1000.0):
-        end_s = self.now_s + limit_s
-        while not condition():
-            assert self.now_s < end_s, "it takes too long"
-            self.step()
-
-    def start_streams(self, count, num_tokens=20_000):
-        names = {f"stream {number}" for number in range(count)}
-        for name in sorted(names):
-            self.add(name, 64, num_tokens)
-        self.run_until(lambda: names <= self.ttft_s.keys())
-        for _ in range(30):
-            self.step()
-        self.steps.clear()
-
-    def warm_up(self):
-        """Prompts without company, of which the model learns the most."""
-        for number, length in enumerate((700, 300, 40, 1500)):
-            self.add(f"warm-up {number}", length)
-            self.run_until(lambda number=number: f"warm-up {number}" in self.ttft_s)
-        self.steps.clear()
+from tests.step_simulation import SLO_S, Simulation
+from tests.test_serve_step_time import make_work
 
 
 @pytest.mark.parametrize("slo_s", [0.08, 0.1, 0.2])
@@ -166,9 +92,10 @@ def test_a_short_prompt_beside_a_long_one(slo_s):
     assert beside_s <= 2 * alone_s + step_s
 
 
-def test_a_crowd_of_short_prompts_beside_a_long_one():
+@pytest.mark.parametrize("slo_s", [SLO_S, None])
+def test_a_crowd_of_short_prompts_beside_a_long_one(slo_s):
     """More of them than the machine can serve: the long prompt still has its share."""
-    simulation = Simulation()
+    simulation = Simulation(slo_s)
     simulation.warm_up()
     simulation.start_streams(4)
     simulation.add("long", 3000)
@@ -276,6 +203,22 @@ def test_rows_that_are_given_back_can_be_had_again():
     assert not budget.has_room
     budget.give_back(rows, 0)
     assert budget.has_room and budget.rows_for(0, 200) == rows
+    deep = budget.rows_for(9000, 200)
+    budget.take(deep, 9000)
+    budget.give_back(deep, 9000)
+    assert budget.rows_for(0, 200) == rows, "nothing is left of the deep one"
+
+
+def test_who_comes_first_has_rows_although_another_gave_them_back():
+    """An SLO that cannot be kept gives 16 rows to the first; that is whoever is left."""
+    simulation = Simulation(0.001)
+    simulation.start_streams(4)
+    budget = simulation.scheduler.chunks.begin([], simulation.scheduler.running, 200, 0.0)
+    assert budget.rows_for(0, 100) == 16
+    budget.take(16, 0)
+    assert budget.rows_for(0, 100) == 0
+    budget.give_back(16, 0)
+    assert budget.rows_for(0, 100) == 16
 
 
 def test_prompts_take_longer_beside_streams():
@@ -309,34 +252,50 @@ def test_who_is_late_comes_first():
     assert budget.shorts == [late, fresh, small]
 
 
+class Bench:
+    """A core whose loop a test turns by hand; the clock ticks a second at every look."""
+
+    def __init__(self):
+        kv, _ = make_kv()
+        self.scheduler = Scheduler(SchedulerLimits(8, 32, 32), kv)
+        self.model = self.scheduler.chunks.model
+        self.bad = []
+        self.compute = ComputeThread()
+        self.now_s = itertools.count(0.0)
+        self.core = EngineCore(
+            runner=ScriptedRunner(kv, fails=lambda sequence: sequence in self.bad),
+            scheduler=self.scheduler,
+            kv=kv,
+            tokenizer=Tokenizer.load(checkpoint("llama")),
+            eos_token_ids=frozenset(),
+            limits=SimpleNamespace(ttft_slo_s=None),
+            compute=self.compute,
+            clock=functools.partial(next, self.now_s),
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.compute.stop()
+
+    def add(self, *names):
+        params = SamplingParams(max_tokens=8, temperature=0.0, seed=0)
+        for name in names:
+            request = Request(name, None, (5, 6, 7), params, 0.0)
+            self.scheduler.add(make_sequences(request, frozenset())[0])
+
+
 def test_a_failed_step_teaches_nothing():
     """Nor do the parts of it that run again."""
-    kv, _ = make_kv()
-    scheduler = Scheduler(SchedulerLimits(8, 32, 32), kv)
-    bad = []
-    clock = iter(float(second) for second in range(1000))
-    compute = ComputeThread()
-    core = EngineCore(
-        runner=ScriptedRunner(kv, fails=lambda sequence: sequence in bad),
-        scheduler=scheduler,
-        kv=kv,
-        tokenizer=Tokenizer.load(checkpoint("llama")),
-        eos_token_ids=frozenset(),
-        limits=SimpleNamespace(ttft_slo_s=None),
-        compute=compute,
-        clock=functools.partial(next, clock),
-    )
-    try:
-        params = SamplingParams(max_tokens=8, temperature=0.0, seed=0)
-        for name in "ab":
-            request = Request(name, None, (5, 6, 7), params, 0.0)
-            scheduler.add(make_sequences(request, frozenset())[0])
+    with Bench() as bench:
+        bench.add("a", "b")
+        core, model = bench.core, bench.model
         core._step()
-        model = scheduler.chunks.model
         assert model.predict(make_work(0, 0, 6)) == pytest.approx(1.0), "the clock's second"
-        bad.append(scheduler.running[0])
+        bench.bad.append(bench.scheduler.running[0])
         core._step()
-        assert model.median_error() is None and len(scheduler.running) == 1
+        assert model.median_error() is None and len(bench.scheduler.running) == 1
         assert core.stats().num_steps == 2, "the innocent one ran"
         core._step()
         # from the end of the last part that ran through; others read the clock twice
@@ -344,5 +303,41 @@ def test_a_failed_step_teaches_nothing():
         core._step()
         assert core.stats().step_time_error is not None
         assert core.stats().chunk_limit_rows == 32
-    finally:
-        compute.stop()
+
+
+def test_idle_time_belongs_to_no_step():
+    with Bench() as bench:
+        bench.add("a")
+        bench.core._step()
+        bench.core._step()
+        assert bench.model.last_step_s == 2.0, "from the end of the one before"
+        bench.scheduler.finish(bench.scheduler.running[0], FinishReason.ABORT)
+        bench.core._inbox.put(None)
+        assert not bench.core._take_messages()
+        for _ in range(100):
+            next(bench.now_s)
+        bench.add("b")
+        bench.core._step()
+        assert bench.model.last_step_s == 1.0
+
+
+def test_steps_that_only_decode_teach_less_often_when_they_have_taught_enough():
+    simulation = Simulation()
+    simulation.start_streams(4, num_tokens=1000)
+    model, taught = simulation.scheduler.chunks.model, []
+    model.learn = lambda work, seconds: taught.append(work.num_chunks)
+    assert not model.knows_decoding
+    for _ in range(8):
+        simulation.step()
+    assert taught == [0] * 8
+    del model.learn
+    for _ in range(64):
+        simulation.step()
+    assert model.knows_decoding
+    model.learn = lambda work, seconds: taught.append(work.num_chunks)
+    taught.clear()
+    for _ in range(8):
+        simulation.step()
+    simulation.add("prompt", 64)
+    simulation.step()
+    assert taught == [0, 0, 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -37,8 +38,16 @@ def invoke(*arguments: str, input_text: str | None = None) -> Any:
 
 def test_version_and_help() -> None:
     assert invoke("version").output.startswith("mergestep ")
-    for command in ("run", "chat", "bench"):
+    for command in ("run", "chat", "bench", "eval"):
         assert invoke(command, "--help").exit_code == 0
+
+
+@pytest.mark.parametrize(("what", "options"), [("ops", {"--quick"}), ("io", {"--quick", "--dir"})])
+def test_a_measurement_of_its_own_has_its_own_help(what: str, options: set[str]) -> None:
+    result = invoke("bench", what, "--help")
+    assert result.exit_code == 0
+    assert set(re.findall(r"--[a-z-]+", result.output)) == {"--help"} | options
+    assert f"bench {what} [OPTIONS]" in result.output
 
 
 def test_every_engine_setting_is_an_option() -> None:
@@ -65,30 +74,66 @@ def test_bad_sizes(text: str) -> None:
         parse_size(text)
 
 
+FILE = str(Path(__file__))
+NOWHERE = "http://127.0.0.1:9"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("run", "/nonexistent/model", "--port", "0"), "/nonexistent/model"),
-        (("run", "--dtype", "int3"), "dtype"),
-        (("run", "--port", "99999"), "port"),
-        (("run", "--max-num-seqs", "0"), "max_num_seqs"),
-        (("bench", "--qps", "0"), "qps"),
-        (("bench", "--requests", "1", "--duration", "1"), "duration"),
-        (("bench", "ops", "--json", "x.json", "--qps", "2"), "--qps, --json: `serve bench ops`"),
-        (("bench", "io", "--qps", "2"), "--qps: `serve bench io` takes --quick and --dir only"),
-        (("bench", "io", "--dir", "/nowhere/at/all"), "/nowhere/at/all"),
-        (("bench", "--quick"), "--quick"),
-        (("bench", "--dir", "."), "--dir"),
-        (("bench", "--url", "http://127.0.0.1:9"), "connection_failed"),
-        (("chat", "--url", "http://127.0.0.1:9", "-m", "hi"), "connection_failed"),
-        (("chat", "/nonexistent/model", "-m", "hi"), "/nonexistent/model"),
+        (("run", "--dtype", "int3"), "dtype must be one of"),
+        (("run", "--backend", "gpu", "--port", "0"), "backend: unknown backend 'gpu'"),
+        (("run", "--port", "99999"), "port must be between 0 and 65535, not 99999"),
+        (("run", "--host", ""), "host must be"),
+        (("run", "--drain-s", "nan"), "drain_s must be a number of seconds"),
+        (("run", "--max-num-seqs", "0"), "max_num_seqs must be a positive integer, not 0"),
+        (("run", "--served-model-name", ""), "served_model_name must be a name"),
+        (("run", "--kv-cache-dir", FILE, "--port", "0"), f"kv_cache_dir {FILE} is a file"),
+        (("run", "--kv-cache-dir", f"{FILE}/x", "--port", "0"), f"{FILE}/x: Not a directory"),
+        (("run", "--kv-page-bytes", "4T", "--port", "0"), "kv_page_bytes 4398046511104 is more"),
+        (("run", "--kv-cache-bytes", "1e9"), "--kv-cache-bytes"),
+        (("run", "--log-level", "loud"), "--log-level"),
+        (("bench", "--qps", "0"), "qps must be a positive number or inf, not '0'"),
+        (("bench", "--requests", "1", "--duration", "1"), "either requests or duration"),
+        (("bench", "--requests", "0"), "requests must be at least 1, not 0"),
+        (("bench", "--duration", "nan"), "duration must be a positive number"),
+        (("bench", "--warmup", "-1"), "warmup must not be negative"),
+        (("bench", "--json", "/nowhere/x"), "--json /nowhere/x cannot be written"),
+        (("bench", "--url", "ftp://x"), "url ftp://x is not the address of a server"),
+        (("bench", "--qps", "2", "io"), "`serve bench io [OPTIONS]`"),
+        (("bench", "ops", "--qps", "2"), "No such option: --qps"),
+        (("bench", "io", "--dir", "/nowhere/at/all"), "--dir /nowhere/at/all does not exist"),
+        (("bench", "io", "--dir", FILE), f"--dir {FILE} is a file"),
+        (("bench", "--quick"), "No such option: --quick"),
+        (("eval", "--text", "/nowhere/x"), "--text /nowhere/x: No such file or directory"),
+        (("eval", "--precision", "int9"), "dtype must be one of"),
     ],
 )
-def test_mistakes_are_one_line(arguments: tuple[str, ...], said: str) -> None:
-    result = invoke(*arguments)
-    assert result.exit_code == 1
-    assert said in result.output.replace("\n", "")
-    assert "Traceback" not in result.output
+def test_what_cannot_be_asked_for(arguments: tuple[str, ...], said: str) -> None:
+    assert_one_line(invoke(*arguments), 2, said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("run", "/nonexistent/model", "--port", "0"), "/nonexistent/model does not exist"),
+        (("run", FILE, "--port", "0"), f"{FILE} is a file"),
+        (("run", "--host", "192.0.2.1", "--port", "0"), "host 192.0.2.1, port 0: Cannot assign"),
+        (("bench", "--url", NOWHERE), f"cannot reach {NOWHERE}: Connection refused"),
+        (("chat", "--url", NOWHERE, "-m", "hi"), f"cannot reach {NOWHERE}: Connection refused"),
+        (("chat", "/nonexistent/model", "-m", "hi"), "/nonexistent/model does not exist"),
+        (("eval", "/nonexistent/model"), "/nonexistent/model does not exist"),
+    ],
+)
+def test_what_fails_on_the_way(arguments: tuple[str, ...], said: str) -> None:
+    assert_one_line(invoke(*arguments), 1, said)
+
+
+def assert_one_line(result: Any, exit_code: int, said: str) -> None:
+    """No traceback, no names of classes, no numbers of errors."""
+    assert result.exit_code == exit_code
+    assert said in re.sub(r"\s*\n[│ ]*", " ", result.output)
+    assert not re.search(r"Traceback|Errno|[a-z]Error", result.output)
 
 
 def test_measuring_kernels_that_are_not_built_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,9 +147,14 @@ def test_measuring_kernels_that_are_not_built_is_one_line(monkeypatch: pytest.Mo
 
 def test_a_taken_port_is_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        result = invoke("run", "--port", str(taken.getsockname()[1]))
-    assert result.exit_code == 1
-    assert "Traceback" not in result.output
+        port = taken.getsockname()[1]
+        result = invoke("run", "--port", str(port))
+    assert_one_line(result, 1, f"host 127.0.0.1, port {port}: Address already in use")
+
+
+def test_a_server_with_another_api_is_one_line() -> None:
+    with ServerThread(FakeEngine()) as server:
+        assert_one_line(invoke("chat", "--url", f"{server.url}/x", "-m", "hi"), 1, "/x")
 
 
 def test_chat_says_one_thing() -> None:

@@ -1,102 +1,20 @@
-"""The three pools together, with a scripted device: streams, stops, aborts, faults, shutdown."""
+"""The three pools together, with a scripted device: streams, stops, aborts, shutdown."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import gc
 import time
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 
 from bench.instant import load_instant
-from serve import LLM, Engine, FinishReason, SamplingParams
+from serve import Engine, FinishReason
 from serve.errors import (
-    ConfigError,
-    ContextLengthError,
     EngineStoppedError,
-    GenerationError,
     OverloadedError,
-    RequestError,
 )
 from tests.checkpoints import checkpoint
-from tests.fakes import ScriptedRunner
-
-PROMPT = [5, 6, 7]
-
-
-def text_script(text):
-    """A runner script that spells `text` over and over, one byte-token at a time."""
-
-    def script(sequence):
-        from serve.tokenizer import Tokenizer
-
-        ids = _ids(text, Tokenizer)
-        return ids[sequence.num_output_tokens % len(ids)]
-
-    return script
-
-
-@functools.cache
-def _ids(text, tokenizer_class):
-    tokenizer = tokenizer_class.load(checkpoint("llama"))
-    return tokenizer.encode(text, add_special_tokens=False)
-
-
-class Rig:
-    """An engine on a ScriptedRunner, and the runner."""
-
-    def __init__(self, num_pages=256, **kwargs):
-        settings = {
-            k: kwargs.pop(k) for k in list(kwargs) if k.startswith(("max_", "kv_", "memory_"))
-        }
-        self.runner: ScriptedRunner | None = None
-
-        def make(kv):
-            self.runner = ScriptedRunner(kv, **kwargs)
-            return self.runner
-
-        load = functools.partial(
-            load_instant, make_runner=make, num_pages=num_pages, token_bytes=4096
-        )
-        self.engine = Engine(
-            str(checkpoint("llama")), load=load, **({"max_num_seqs": 8} | settings)
-        )
-
-    def sink(self):
-        """A sink that nobody reads."""
-        return SimpleNamespace(
-            accept=lambda request: None,
-            push=lambda delta: None,
-            fail=lambda error: None,
-            wake=lambda: None,
-        )
-
-    async def __aenter__(self):
-        await self.engine.start()
-        return self
-
-    async def __aexit__(self, *exc):
-        await self.engine.shutdown()
-        core = self.engine.loaded.core
-        assert core.num_unfinished() == 0
-        assert core.stats().pages_in_use == 0
-        assert core.stats().pages_mapped == 0
-        assert core._inbox.empty()
-        assert core._records.empty()
-        assert self.runner.is_closed
-        assert not core._compute.is_alive()
-        assert not core._post.is_alive()
-
-
-def go(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 20))
-
-
-def params(**kwargs):
-    return SamplingParams(**({"temperature": 0.0, "max_tokens": 12, "ignore_eos": True} | kwargs))
+from tests.engine_rig import PROMPT, Rig, _ids, go, params, text_script
 
 
 def test_stream_gives_all_tokens_and_one_end():
@@ -202,104 +120,6 @@ def test_leaving_the_stream_aborts():
     go(main())
 
 
-def test_a_failing_request_ends_alone():
-    """The step raises whenever the poisoned sequence is in it: the others do not notice."""
-
-    def fails(sequence):
-        return sequence.request.request_id == "bad" and sequence.num_output_tokens >= 3
-
-    async def main():
-        async with Rig(fails=fails) as rig:
-            good = [rig.engine.submit(PROMPT, params(max_tokens=40)) for _ in range(6)]
-            bad = rig.engine.submit(PROMPT, params(max_tokens=40), request_id="bad")
-            bad_deltas = [delta async for delta in bad]
-            assert bad_deltas[-1].finish_reason is FinishReason.ERROR
-            assert "ZeroDivisionError" in bad_deltas[-1].error
-            assert sum(len(d.token_ids) for d in bad_deltas) == 3
-            for stream in good:
-                deltas = [delta async for delta in stream]
-                assert deltas[-1].finish_reason is FinishReason.LENGTH
-                tokens = [t for d in deltas for t in d.token_ids]
-                expected = [97 + (len(PROMPT) + i) % 26 for i in range(40)]
-                assert tokens == expected
-
-    go(main())
-
-
-def test_a_broken_detokenizer_ends_only_its_sequence(monkeypatch):
-    from serve import output as output_module
-
-    original = output_module.OutputState.push
-
-    def push(self, token, logprobs):
-        if self.index == 1:
-            raise ValueError("broken")
-        return original(self, token, logprobs)
-
-    monkeypatch.setattr(output_module.OutputState, "push", push)
-
-    async def main():
-        async with Rig() as rig:
-            output = await rig.engine.generate(PROMPT, params(n=3))
-            assert [o.finish_reason for o in output.outputs] == ["length", "error", "length"]
-            assert "ValueError" in output.outputs[1].error
-
-    go(main())
-
-
-def test_a_fault_while_queueing_ends_only_its_request():
-    async def main():
-        async with Rig() as rig:
-            factory = rig.engine.loaded.core._detokenizers
-            original, calls = factory.make, []
-
-            def make(**kwargs):
-                calls.append(1)
-                if len(calls) == 1:
-                    raise ValueError("broken")
-                return original(**kwargs)
-
-            factory.make = make
-            with pytest.raises(GenerationError):
-                await rig.engine.generate(PROMPT, params())
-            output = await rig.engine.generate(PROMPT, params())
-            assert output.outputs[0].finish_reason == "length"
-            assert rig.engine.is_ready
-
-    go(main())
-
-
-def test_a_broken_sink_harms_no_other():
-    class BrokenSink:
-        def accept(self, request):
-            pass
-
-        def push(self, delta):
-            raise ValueError("broken sink")
-
-        def fail(self, error):
-            pass
-
-        def wake(self):
-            raise ValueError("broken sink")
-
-    async def main():
-        async with Rig() as rig:
-            core = rig.engine.loaded.core
-            streams = [rig.engine.submit(PROMPT, params(max_tokens=30)) for _ in range(2)]
-            core.submit(PROMPT, params(max_tokens=30), BrokenSink())
-            for stream in streams:
-                deltas = [delta async for delta in stream]
-                assert sum(len(d.token_ids) for d in deltas) == 30
-            for _ in range(100):
-                if core.num_unfinished() == 0:
-                    return
-                await asyncio.sleep(0.01)
-            raise AssertionError("the request of the broken sink still runs")
-
-    go(main())
-
-
 def test_shutdown_does_not_tokenize_the_backlog():
     async def main():
         async with Rig(max_num_waiting=500) as rig:
@@ -327,36 +147,6 @@ def test_stop_strings_wait_for_min_tokens():
     go(main())
 
 
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized():
-    async def main():
-        async with Rig(max_model_len=64) as rig:
-            began = time.monotonic()
-            with pytest.raises(ContextLengthError, match="characters"):
-                await rig.engine.submit("x" * 8_000_000, params()).accepted()
-            assert time.monotonic() - began < 0.5
-
-    go(main())
-
-
-def test_a_failed_loop_answers_everybody_and_is_remembered():
-    def explode(plan):
-        raise SystemExit("the device is gone")
-
-    async def main():
-        async with Rig(before=explode) as rig:
-            rig.engine.loaded.core._tokenize.submit(time.sleep, 0.02)
-            rig.engine.loaded.core._tokenize.submit(time.sleep, 0.02)
-            # all three are accepted before the first one reaches the device
-            streams = [rig.engine.submit(PROMPT, params()) for _ in range(3)]
-            for stream in streams:
-                deltas = [delta async for delta in stream]
-                assert deltas[-1].finish_reason is FinishReason.ERROR
-            with pytest.raises(EngineStoppedError):
-                rig.engine.submit(PROMPT, params())
-
-    go(main())
-
-
 def test_a_stalled_reader_stalls_nobody():
     async def main():
         async with Rig() as rig:
@@ -367,32 +157,6 @@ def test_a_stalled_reader_stalls_nobody():
             deltas = [delta async for delta in stalled]
             assert len(deltas) <= 3, "what has gathered comes as one"
             assert sum(len(d.token_ids) for d in deltas) == 200
-
-    go(main())
-
-
-def test_refusals_name_the_parameter():
-    async def refused(engine, prompt, **kwargs):
-        with pytest.raises(RequestError) as caught:
-            await engine.submit(prompt, params(**kwargs)).accepted()
-        return caught.value
-
-    async def main():
-        async with Rig(max_model_len=64) as rig:
-            engine = rig.engine
-            assert (await refused(engine, [])).param == "prompt"
-            for bad in ([-1], [320], [1.5], [True], ["a"], [2**70]):
-                assert (await refused(engine, bad)).param == "prompt"
-            assert (await refused(engine, [1], logit_bias={320: 1.0})).param == "logit_bias"
-            assert (await refused(engine, [1], stop_token_ids=[999])).param == "stop_token_ids"
-            too_long = await refused(engine, [1] * 64)
-            assert isinstance(too_long, ContextLengthError)
-            assert "64 tokens" in str(too_long)
-            assert (await refused(engine, [1] * 60)).param == "max_tokens"
-            assert (await refused(engine, "lone \ud800 surrogate")).param == "prompt"
-            fits = await engine.generate([1] * 60, params(max_tokens=None))
-            assert len(fits.outputs[0].token_ids) == 4
-            assert engine.stats().num_unfinished == 0
 
     go(main())
 
@@ -518,113 +282,3 @@ def test_idle_engine_gives_memory_back():
             raise AssertionError("still mapped")
 
     go(main())
-
-
-def test_llm_prompts_params_and_errors():
-    with LLM(str(checkpoint("llama")), dtype="float32") as llm:
-        outputs = llm.generate(
-            ["hello", {"prompt_token_ids": PROMPT}, PROMPT],
-            [params(max_tokens=n) for n in (1, 2, 3)],
-            use_tqdm=False,
-        )
-        assert [len(o.outputs[0].token_ids) for o in outputs] == [1, 2, 3]
-        assert outputs[0].prompt == "hello"
-        assert outputs[1].prompt_token_ids == PROMPT
-        assert outputs[1].outputs[0].token_ids == outputs[2].outputs[0].token_ids[:2]
-        assert llm.generate("hi", params(), use_tqdm=False)[0].prompt == "hi"
-        with pytest.raises(RequestError, match="2 sampling_params for 1"):
-            llm.generate("hi", [params()] * 2, use_tqdm=False)
-        with pytest.raises(ContextLengthError):
-            llm.generate(["fine", [5] * 5000], params(), use_tqdm=False)
-        chat = llm.chat([{"role": "user", "content": "hi"}], params(), use_tqdm=False)
-        assert len(chat) == 1
-        assert llm.stats().num_unfinished == 0
-
-
-def test_llm_seeded_requests_repeat_in_any_batch():
-    sampled = SamplingParams(temperature=1.0, seed=11, max_tokens=20, top_p=0.95)
-    with LLM(str(checkpoint("llama")), dtype="float32", max_num_seqs=8) as llm:
-        alone = llm.generate([PROMPT], sampled, use_tqdm=False)[0].outputs[0].token_ids
-        noise = SamplingParams(temperature=1.0, max_tokens=30)
-        mixed = llm.generate(
-            [[9, 8], PROMPT, [4] * 30, PROMPT], [noise, sampled, noise, sampled], use_tqdm=False
-        )
-        assert mixed[1].outputs[0].token_ids == alone
-        assert mixed[3].outputs[0].token_ids == alone
-        several = llm.generate([PROMPT], SamplingParams(n=4, seed=11, max_tokens=20, top_p=0.95))
-        texts = [tuple(o.token_ids) for o in several[0].outputs]
-        assert texts[0] == tuple(alone)
-        assert len(set(texts)) == 4
-
-
-def test_two_models_in_one_process():
-    """Two real engines at once, each with its own memory and model."""
-    with (
-        LLM(str(checkpoint("llama")), dtype="float32") as one,
-        LLM(str(checkpoint("gpt2")), dtype="float32") as two,
-    ):
-        alone = [llm.generate(PROMPT, params(), use_tqdm=False)[0] for llm in (one, two)]
-        with ThreadPoolExecutor(2) as pool:
-            jobs = [
-                pool.submit(llm.generate, [PROMPT] * 8, params(), use_tqdm=False)
-                for llm in (one, two)
-            ]
-            together = [job.result() for job in jobs]
-    for single, several in zip(alone, together, strict=True):
-        for output in several:
-            assert output.outputs[0].token_ids == single.outputs[0].token_ids
-
-
-def test_a_forgotten_llm_is_collected():
-    llm = LLM(str(checkpoint("llama")), dtype="float32")
-    core = llm._loaded.core
-    llm.generate(PROMPT, params(), use_tqdm=False)
-    del llm
-    gc.collect()
-    for _ in range(100):
-        if not core._compute.is_alive():
-            return
-        time.sleep(0.02)
-    raise AssertionError("threads still run")
-
-
-def test_lengths_are_learned_per_client_and_told_in_the_stats():
-    """A client's name reaches the predictor; prompts and lengths become calibration."""
-
-    async def main():
-        script = text_script("abcdef")
-        async with Rig(num_pages=64, script=script) as rig:
-            wanted = params(max_tokens=250, ignore_eos=False, stop="f")
-            for _ in range(60):
-                stream = rig.engine.submit(PROMPT, wanted, client="an app")
-                await rig.engine.collect(stream)
-            policy = rig.engine.loaded.core._scheduler.policy
-            assert ("an app", -1) in policy.predictor._histories
-            while (stats := rig.engine.stats()).num_unfinished:
-                await asyncio.sleep(0.005)  # a stop string ends the last one a moment later
-            assert stats.num_finished == 60
-            assert stats.preemptions_per_1000 == 0
-            assert 0 < stats.memory_utilisation < 0.1
-            assert stats.coverage_p90 is not None and stats.coverage_p90 > 0.9
-
-    go(main())
-
-
-@pytest.mark.parametrize("policy", ["predicted", "worst_case", "prompt_only"])
-def test_memory_policies_by_name(policy):
-    async def main():
-        async with Rig(num_pages=80, memory_policy=policy) as rig:
-            outputs = await asyncio.gather(
-                *(rig.engine.generate(PROMPT, params(max_tokens=20)) for _ in range(12))
-            )
-            assert all(len(o.outputs[0].token_ids) == 20 for o in outputs)
-            stats = rig.engine.stats()
-            assert stats.num_finished == 12
-            assert (stats.coverage_p50 is None) == (stats.coverage_p90 is None)
-
-    go(main())
-
-
-def test_an_unknown_memory_policy_is_refused():
-    with pytest.raises(ConfigError, match="memory_policy must be one of predicted"):
-        Rig(memory_policy="hope")

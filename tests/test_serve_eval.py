@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from serve import LLM
 from serve import evaluate as evaluation
 from serve.cli import app
 from serve.errors import ConfigError
@@ -41,7 +42,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_mistakes_are_found_before_the_first_precision_runs(arguments, said):
     result = invoke(*arguments)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert said in result.output.replace("\n", " ")
 
 
@@ -61,6 +62,12 @@ def test_a_table_is_written(tmp_path):
     assert '"num_tokens": 19' in table.read_text()
 
 
+def test_bytes_of_kv_are_those_of_a_server():
+    (result,) = evaluation.evaluate("default", "Once upon a time", [("int8", "int8")])
+    with LLM(dtype="int8", kv_dtype="int8") as llm:
+        assert llm.stats().kv_bytes_per_token == result.kv_bytes_per_token
+
+
 def test_the_reference_has_its_space_before_it_is_written(tmp_path: Path):
     path = tmp_path / "reference.f32"
     table = evaluation._Store(path, 1000).rows(320)
@@ -76,5 +83,5 @@ def test_a_full_disk_is_an_error_and_no_signal(monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     result = invoke("--precision", "float32", "--max-tokens", "20")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "max_tokens" in result.output and "TMPDIR" in result.output

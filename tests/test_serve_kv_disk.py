@@ -23,70 +23,109 @@ from serve.kv_store import checkpoint_fingerprint
 from tests.checkpoints import checkpoint
 from tests.faulty_storage import faulty
 
+PAGE = 8192  # two blocks, so that a write can be torn
 SETTINGS = {
     "dtype": "int8",
-    "kv_page_bytes": 4096,
-    "max_model_len": 200,
-    "max_num_seqs": 6,
+    "kv_page_bytes": PAGE,
+    "max_model_len": 250,
+    "max_num_seqs": 20,
     "kv_disk_bytes": 4 << 20,
-    "max_num_batched_tokens": 32,
+    "max_num_batched_tokens": 64,
 }
-SMALL = {"kv_cache_bytes": 30 * 4096}  # six sequences of the longest prompt and answer need 40
-PROMPTS = [
-    {"prompt_token_ids": [k, *((5 * i + k) % 90 + 3 for i in range(90 + 3 * k))]}
-    for k in range(3, 17)
-]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+AMPLE = {"kv_cache_bytes": 8 << 20}
+SMALL = {"kv_cache_bytes": 26 * PAGE, "memory_policy": "prompt_only"}
 
 
-def tokens(outputs) -> list[list[int]]:
+def prompt(first: int, length: int) -> dict[str, list[int]]:
+    tail = [(5 * i + first) % 90 + 3 for i in range(length - 1)]
+    return {"prompt_token_ids": [first, *tail]}
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+
+
+# Short prompts with long answers: let in together, they grow until they preempt each other.
+TALKS = [(prompt(k, 10 + k), greedy(220 - k)) for k in range(3, 23)]
+# Long prompts with short answers: when one is asked for again, the others have taken its place.
+PREFIXES = [(prompt(k, 200 + k), greedy(3)) for k in range(23, 43)]
+
+
+def generate(llm: LLM, requests) -> list[list[int]]:
+    outputs = llm.generate([p for p, _ in requests], [params for _, params in requests])
     return [output.outputs[0].token_ids for output in outputs]
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[list[int]]:
-    with LLM(str(checkpoint("llama")), prefix_cache=False, **SETTINGS) as llm:
-        return tokens(llm.generate(PROMPTS, GREEDY))
+def expected() -> list[list[list[int]]]:
+    """Without a limit, a cache or a disk."""
+    with LLM(str(checkpoint("llama")), prefix_cache=False, **SETTINGS, **AMPLE) as llm:
+        return [generate(llm, TALKS), generate(llm, PREFIXES), generate(llm, PREFIXES)]
 
 
-def run_twice(folder: Path, **settings):
-    """Every prompt twice in little memory; the answers of both times and the statistics."""
-    with LLM(str(checkpoint("llama")), kv_cache_dir=str(folder), **SETTINGS, **settings) as llm:
-        answers = [tokens(llm.generate(PROMPTS, GREEDY)) for _ in range(2)]
+def working_set(requests, token_bytes: int) -> float:
+    """Bytes of K/V of all requests at their end."""
+    lengths = [len(p["prompt_token_ids"]) + params.max_tokens for p, params in requests]
+    return sum(lengths) * token_bytes
+
+
+def run(folder: Path, **settings):
+    """The talks, then every prefix twice; the answers and the statistics at rest."""
+    path = str(checkpoint("llama"))
+    with LLM(path, kv_cache_dir=str(folder), **(SETTINGS | settings)) as llm:
+        answers = [generate(llm, TALKS), generate(llm, PREFIXES), generate(llm, PREFIXES)]
         for _ in range(100):  # the last pages are still being written
             if (stats := llm.stats()).pages_in_use == 0:
                 break
             time.sleep(0.05)
         assert stats.pages_in_use == 0
         llm._loaded.core._kv.check_integrity()
+    assert llm.stats().pages_mapped == llm.stats().pages_in_use == 0
+    return answers, stats
+
+
+def run_small(folder: Path, **settings):
+    answers, stats = run(folder, **(SMALL | settings))
+    memory_bytes = stats.pages_total * PAGE
+    for requests in (TALKS, PREFIXES):
+        assert working_set(requests, stats.kv_bytes_per_token) >= 3 * memory_bytes
+    assert stats.prefix_evicted_pages > 60
     return answers, stats
 
 
 @pytest.mark.parametrize("policy", ["predicted", "prompt_only"])
-def test_a_working_set_larger_than_memory(tmp_path, expected, policy):
-    answers, stats = run_twice(tmp_path, memory_policy=policy, **SMALL)
-    assert answers == [expected, expected]
-    assert stats.prefix_evicted_pages > 60
-    assert stats.disk_stored_pages > 40
-    assert stats.disk_loaded_pages > 10
+def test_a_working_set_three_times_the_memory(tmp_path, expected, policy):
+    answers, stats = run_small(tmp_path, memory_policy=policy)
+    assert answers == expected
+    assert stats.disk_stored_pages > 40 and stats.disk_loaded_pages > 30
+    assert stats.disk_lost_pages == stats.disk_failed_pages == 0
     if policy == "prompt_only":
-        assert stats.num_preemptions > 0, "preempted sequences come back from the disk"
+        assert stats.num_preemptions >= 6, "preempted sequences come back from the disk"
+
+
+def test_preempted_sequences_come_back_from_the_disk(tmp_path):
+    """The talks alone: nobody asks for a prefix but the preempted."""
+    with LLM(str(checkpoint("llama")), kv_cache_dir=str(tmp_path), **(SETTINGS | SMALL)) as llm:
+        generate(llm, TALKS)
+        stats = llm.stats()
+    assert stats.num_preemptions >= 6
+    assert stats.disk_loaded_pages > 5
 
 
 def test_a_restart_finds_what_was_there(tmp_path, expected):
-    run_twice(tmp_path, **SMALL)
-    answers, stats = run_twice(tmp_path, kv_cache_bytes=4 << 20)
-    assert answers == [expected, expected]
+    run_small(tmp_path)
+    answers, stats = run(tmp_path, **AMPLE)
+    assert answers == expected
     assert stats.disk_loaded_pages > 30
-    assert stats.disk_lost_pages == 0
+    assert stats.prefix_evicted_pages == stats.disk_lost_pages == 0
 
 
 @pytest.mark.parametrize(
     "plan",
     [
         lambda kind, number: errno.EIO if number % 3 == 1 else None,
-        lambda kind, number: errno.ENOSPC if kind == "write" and number > 20 else None,
-        lambda kind, number: "torn" if kind == "write" and number % 2 else None,
+        lambda kind, number: errno.ENOSPC if kind == "write" and number > 60 else None,
+        lambda kind, number: "torn" if kind == "write" and number % 3 == 1 else None,
         lambda kind, number: "short" if number % 4 == 2 else None,
         lambda kind, number: errno.EIO,
     ],
@@ -96,30 +135,51 @@ def test_whatever_the_disk_does_the_tokens_are_right(tmp_path, expected, monkeyp
     opener, opened = faulty(plan)
     store = functools.partial(SpillStore, open_file=opener)
     monkeypatch.setattr(serve.kv_store, "SpillStore", store)
-    answers, stats = run_twice(tmp_path, **SMALL)
-    assert answers == [expected, expected]
-    assert opened
-    assert stats.prefix_evicted_pages > 60
+    answers, stats = run_small(tmp_path)
+    assert answers == expected
+    assert opened and stats.num_preemptions >= 6
+    num_faults = stats.disk_failed_pages + stats.disk_lost_pages
+    assert num_faults > 3, "the faults were met"
+    if plan("read", 0) is None:
+        assert stats.disk_loaded_pages > 0, "and what was whole was found"
+    else:
+        assert stats.disk_loaded_pages == stats.disk_stored_pages == 0
+
+
+def test_a_disk_that_hangs_holds_nobody_up(tmp_path, expected, monkeypatch):
+    """From the 40th transfer on none ends; what was asked for is computed."""
+    is_hung = [True]
+    opener, opened = faulty(
+        lambda kind, number: "hold" if is_hung[0] and (kind == "read" or number > 40) else None
+    )
+    store = functools.partial(SpillStore, open_file=opener)
+    monkeypatch.setattr(serve.kv_store, "SpillStore", store)
+    with LLM(str(checkpoint("llama")), kv_cache_dir=str(tmp_path), **(SETTINGS | SMALL)) as llm:
+        for requests, right in ((PREFIXES, expected[1]), (PREFIXES, expected[2])):
+            assert generate(llm, requests) == right
+        assert 0 < llm.stats().pages_in_use <= 26 // 4 + 26 // 8, "those the disk holds"
+        is_hung[0] = False
+        opened[0].let_go()
 
 
 def test_a_flipped_bit_is_a_miss(tmp_path, expected):
-    run_twice(tmp_path, **SMALL)
+    run_small(tmp_path)
     (pages,) = tmp_path.glob("*/pages-*.kv")
     content = bytearray(pages.read_bytes())
     for offset in range(7, len(content), 4096):
         content[offset] ^= 4
     pages.write_bytes(content)
-    answers, stats = run_twice(tmp_path, kv_cache_bytes=4 << 20)
-    assert answers == [expected, expected]
+    answers, stats = run(tmp_path, **AMPLE)
+    assert answers == expected
     assert stats.disk_loaded_pages == 0
-    assert stats.disk_lost_pages > 0
+    assert stats.disk_corrupt_pages == stats.disk_lost_pages > 0
 
 
 def test_idle_moments_save_what_a_kill_would_lose(tmp_path, expected):
     """In ample memory nothing has to leave it; it is written all the same."""
     path = str(checkpoint("llama"))
     with LLM(path, kv_cache_dir=str(tmp_path), **SETTINGS) as llm:
-        llm.generate(PROMPTS, GREEDY)
+        generate(llm, PREFIXES)
         for _ in range(100):
             if llm.stats().disk_stored_pages >= 30:
                 break
@@ -155,15 +215,18 @@ def test_other_weights_have_another_fingerprint(tmp_path):
 CHILD = """
 import sys
 from serve import LLM
-from tests.test_serve_kv_disk import GREEDY, PROMPTS, SETTINGS, SMALL
-llm = LLM(sys.argv[1], kv_cache_dir=sys.argv[2], **SETTINGS, **SMALL)
-print("ready", flush=True)
-while True:
-    llm.generate(PROMPTS, GREEDY)
+from tests.test_serve_kv_disk import PREFIXES, SETTINGS, SMALL, TALKS, generate
+with LLM(sys.argv[1], kv_cache_dir=sys.argv[2], **(SETTINGS | SMALL)) as llm:
+    while True:
+        for requests in (TALKS, PREFIXES):
+            generate(llm, requests)
+            if llm.stats().disk_stored_pages:
+                print("stored", flush=True)
 """
 
 
 def test_killed_and_started_again(tmp_path, expected):
+    """In ample memory nothing comes back from the disk but what the killed ones left."""
     rng = random.Random(2)
     for _ in range(2):
         with subprocess.Popen(
@@ -173,9 +236,12 @@ def test_killed_and_started_again(tmp_path, expected):
             env=os.environ | {"PYTHONPATH": os.pathsep.join([".", *sys.path])},
         ) as child:
             assert child.stdout is not None
-            while child.stdout.readline().strip() != b"ready":
+            while child.stdout.readline().strip() != b"stored":
                 assert child.poll() is None
-            time.sleep(rng.uniform(0.3, 0.8))
+            time.sleep(rng.uniform(0.0, 0.5))
             child.send_signal(signal.SIGKILL)
-    answers, _ = run_twice(tmp_path, **SMALL)
-    assert answers == [expected, expected]
+    answers, stats = run(tmp_path, **AMPLE)
+    assert answers == expected
+    assert stats.disk_loaded_pages > 5 and stats.prefix_evicted_pages == 0
+    answers, _ = run_small(tmp_path)
+    assert answers == expected

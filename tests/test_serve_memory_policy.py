@@ -15,8 +15,9 @@ from serve.memory_policy import (
     WorstCase,
     make_policy,
 )
+from serve.plan import SchedulerLimits
 from serve.request import FinishReason
-from serve.scheduler import Scheduler, SchedulerLimits
+from serve.scheduler import Scheduler
 from serve.sequence import SequenceStatus
 from tests.fakes import make_kv, make_seq
 

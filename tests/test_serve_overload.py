@@ -18,7 +18,7 @@ from serve.overload import EarlyRejection
 from serve.step_time import StepWork
 from tests.checkpoints import checkpoint
 from tests.fakes import ScriptedRunner, make_request
-from tests.test_serve_order import Rig
+from tests.order_rig import Rig
 
 
 class Door:

@@ -1,14 +1,10 @@
-"""Tokenizer: equality with the libraries and with Transformers, byte pieces, and bad files."""
+"""Tokenizer: equality with the libraries and with Transformers, byte pieces."""
 
 from __future__ import annotations
 
-import functools
-import io
 import json
 import random
-import shutil
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,9 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.errors import ModelLoadError, RequestError
+from serve.errors import RequestError
 from serve.tokenizer import Tokenizer
-from tests.checkpoints import BOS, CHAT_TEMPLATE, CORPUS, EOS, Json, checkpoint, edit_json
+from tests.checkpoints import BOS, EOS
+from tests.tokenizer_files import (
+    make_directory,
+    metaspace_json,
+    sentencepiece_directory,
+    sentencepiece_model,
+    write_config,
+)
 
 TEXTS = [
     "",
@@ -38,76 +41,6 @@ TEXTS = [
     f"{BOS}{EOS}",
     "x" * 500,
 ]
-
-LEARNED = [*CORPUS, "the the the fox fox dog", "line\nbreaks", "emoji 0123456789 special tokens"]
-
-
-@functools.cache
-def metaspace_json(scheme: str) -> str:
-    """tokenizer.json in the style of Llama 2: BPE, Metaspace, byte fallback."""
-    from tokenizers import Tokenizer as Fast
-    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
-
-    fast = Fast(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    fast.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=True)
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if scheme != "never":
-        steps.append(decoders.Strip(content=" ", left=1))
-    fast.decoder = decoders.Sequence(steps)
-    trainer = trainers.BpeTrainer(
-        vocab_size=420,
-        special_tokens=["<unk>", BOS, EOS],
-        initial_alphabet=[],
-        limit_alphabet=60,
-        show_progress=False,
-    )
-    fast.train_from_iterator(LEARNED * 3, trainer)
-    state = json.loads(fast.to_str())
-    vocab = state["model"]["vocab"]
-    for byte in range(256):
-        vocab[f"<0x{byte:02X}>"] = len(vocab)
-    fast = Fast.from_str(json.dumps(state))
-    fast.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", special_tokens=[(BOS, 1)]
-    )
-    return fast.to_str()
-
-
-@functools.cache
-def sentencepiece_model() -> bytes:
-    import sentencepiece
-
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(LEARNED * 5),
-        model_writer=model,
-        vocab_size=400,
-        model_type="bpe",
-        byte_fallback=True,
-        hard_vocab_limit=False,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        minloglevel=2,
-    )
-    return model.getvalue()
-
-
-def write_config(path: Path, **config: object) -> Path:
-    path.mkdir(exist_ok=True)
-    values = {"bos_token": BOS, "eos_token": EOS, "unk_token": "<unk>"} | config
-    (path / "tokenizer_config.json").write_text(json.dumps(values))
-    return path
-
-
-def make_directory(kind: str, parent: Path) -> Path:
-    if kind == "bytes":
-        return checkpoint("llama")
-    if kind == "sentencepiece":
-        return sentencepiece_directory(parent)
-    path = write_config(parent / "model", clean_up_tokenization_spaces=False)
-    scheme = "never" if kind == "never" else "first"
-    (path / "tokenizer.json").write_text(metaspace_json(scheme), encoding="utf-8")
-    return path
 
 
 @pytest.fixture(scope="module", params=["bytes", "metaspace", "never", "sentencepiece"])
@@ -299,129 +232,3 @@ def test_other_decoders_have_no_pieces(tmp_path: Path) -> None:
         assert tokenizer.encode("a b") == [1, 2]
         assert tokenizer.token_text(2) == "b"
         assert tokenizer.bos_token_id is None
-
-
-# -- the directory
-
-
-def sentencepiece_directory(parent: Path) -> Path:
-    path = write_config(parent / "model", tokenizer_class="LlamaTokenizer", add_bos_token=True)
-    (path / "tokenizer.model").write_bytes(sentencepiece_model())
-    return path
-
-
-def test_tokens_declared_only_in_tokenizer_config(tmp_path: Path) -> None:
-    """Added with the ids they declare; not added where the id would differ."""
-    path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
-    declared = {
-        "315": {"content": "<|tool|>", "special": True, "normalized": False},
-        "400": {"content": "<|far|>", "special": True},
-    }
-    edit_json(
-        path / "tokenizer_config.json", lambda config: config.update(added_tokens_decoder=declared)
-    )
-    tokenizer = Tokenizer.load(path)
-    assert tokenizer.encode("a<|tool|>", add_special_tokens=False)[-1] == 315
-    assert 315 in tokenizer.special_ids
-    assert "<|far|>" not in tokenizer.special_token_strings
-    assert tokenizer.vocab_size == 316
-
-
-def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
-    path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
-
-    def change(state: Json) -> None:
-        state["truncation"] = {
-            "direction": "Right",
-            "max_length": 4,
-            "strategy": "LongestFirst",
-            "stride": 0,
-        }
-        state["padding"] = {
-            "strategy": {"Fixed": 64},
-            "direction": "Right",
-            "pad_to_multiple_of": None,
-            "pad_id": 0,
-            "pad_type_id": 0,
-            "pad_token": BOS,
-        }
-
-    edit_json(path / "tokenizer.json", change)
-    text = "the quick brown fox jumps over"
-    assert Tokenizer.load(path).encode(text) == Tokenizer.load(checkpoint("llama")).encode(text)
-
-
-def test_chat_template(tmp_path: Path) -> None:
-    path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
-    config = path / "tokenizer_config.json"
-    assert Tokenizer.load(path).chat_template == CHAT_TEMPLATE
-    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "y"}]
-    edit_json(config, lambda values: values.update(chat_template=several))
-    assert Tokenizer.load(path).chat_template == "y"
-    edit_json(config, lambda values: values.pop("chat_template"))
-    assert Tokenizer.load(path).chat_template is None
-    (path / "chat_template.jinja").write_text("{{ 'ü' }}", encoding="utf-8")
-    assert Tokenizer.load(path).chat_template == "{{ 'ü' }}"
-    (path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(ModelLoadError, match=r"chat_template\.jinja"):
-        Tokenizer.load(path)
-
-
-def test_special_tokens_map_is_a_fallback(tmp_path: Path) -> None:
-    path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
-    (path / "tokenizer_config.json").unlink()
-    assert Tokenizer.load(path).bos_token_id is None
-    (path / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": BOS}}))
-    assert Tokenizer.load(path).bos_token_id == 0
-
-
-BROKEN: dict[str, Callable[[Json], object]] = {
-    "no model": lambda state: state.pop("model"),
-    "unknown model": lambda state: state["model"].update(type="Telepathy"),
-    "merge of unknown tokens": lambda state: state["model"]["merges"].append(["qq", "zz"]),
-    "merges of another type": lambda state: state["model"].update(merges=5),
-    "negative id": lambda state: state["model"]["vocab"].update(a=-1),
-    "id of 2^40": lambda state: state["model"]["vocab"].update(a=1 << 40),
-    "id of 2^32 - 1": lambda state: state["model"]["vocab"].update(a=(1 << 32) - 1),
-    "empty vocabulary": lambda state: (
-        state.update(added_tokens=[], post_processor=None),
-        state["model"].update(vocab={}, merges=[]),
-    ),
-    "template of an unknown token": lambda state: state["post_processor"].update(special_tokens={}),
-    "bad regex": lambda state: state.update(
-        pre_tokenizer={
-            "type": "Split",
-            "pattern": {"Regex": "(("},
-            "behavior": "Isolated",
-            "invert": False,
-        }
-    ),
-}
-
-
-@pytest.mark.parametrize("change", BROKEN.values(), ids=BROKEN)
-def test_broken_tokenizer_json(change: Callable[[Json], object], tmp_path: Path) -> None:
-    path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
-    edit_json(path / "tokenizer.json", change)
-    with pytest.raises(ModelLoadError, match=r"tokenizer\.json"):
-        Tokenizer.load(path)
-
-
-def test_broken_files(tmp_path: Path) -> None:
-    path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
-    data = (path / "tokenizer.json").read_bytes()
-    for bad in (b"", b"{}", b"[]", b"\xff\xfe", data[: len(data) // 2], b"[" * 200_000):
-        (path / "tokenizer.json").write_bytes(bad)
-        with pytest.raises(ModelLoadError, match=r"tokenizer\.json"):
-            Tokenizer.load(path)
-    (path / "tokenizer.json").unlink()
-    with pytest.raises(ModelLoadError, match="neither"):
-        Tokenizer.load(path)
-    model = sentencepiece_model()
-    for bad in (b"", b"xx", b"\xff" * 100, model[:100], model[: len(model) // 2]):
-        (path / "tokenizer.model").write_bytes(bad)
-        with pytest.raises(ModelLoadError, match=r"tokenizer\.model"):
-            Tokenizer.load(path)
-    (path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": "evil.T"}}')
-    with pytest.raises(ModelLoadError, match="auto_map"):
-        Tokenizer.load(path)

@@ -9,7 +9,7 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
-from serve.errors import MergestepError
+from serve.errors import ConfigError, MergestepError, reason
 
 READ_LIMIT = 1 << 20
 CONNECT_TIMEOUT_S = 10.0
@@ -19,7 +19,7 @@ class ApiCallError(MergestepError):
     """The server answered with an error. status 0: inside a stream that had begun."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(f"{code}: {message}")
+        super().__init__(message)
         self.status = status
         self.code = code
 
@@ -46,17 +46,22 @@ class ApiClient:
         await self._session.close()
 
     async def models(self) -> list[dict[str, Any]]:
-        with _connection_errors():
+        with self._connection_errors():
             async with self._session.get(f"{self._root}/v1/models") as response:
                 body = await response.read()
         if response.status != 200:
             raise _call_error(response.status, body)
-        models: list[dict[str, Any]] = orjson.loads(body)["data"]
+        try:
+            models: list[dict[str, Any]] = orjson.loads(body)["data"]
+            str(models[0]["id"])
+        except (ValueError, LookupError, TypeError) as exc:
+            message = f"{self._root}/v1/models does not answer as an OpenAI API does"
+            raise ApiCallError(200, "no_openai_api", message) from exc
         return models
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of a streaming call. Closing the iterator closes the connection."""
-        with _connection_errors():
+        with self._connection_errors():
             async with self._session.post(
                 self._root + path,
                 data=orjson.dumps({**body, "stream": True}),
@@ -73,6 +78,19 @@ class ApiClient:
                     yield chunk
         raise ApiCallError(0, "stream_broken", "the stream ended without [DONE]")
 
+    @contextmanager
+    def _connection_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as exc:
+            raise ConfigError(f"url {self._root} is not the address of a server") from exc
+        except aiohttp.ClientConnectorError as exc:
+            message = f"cannot reach {self._root}: {reason(exc.os_error)}"
+            raise ApiCallError(0, "connection_failed", message) from exc
+        except aiohttp.ClientError as exc:
+            message = f"{self._root}: {str(exc) or 'the connection failed'}"
+            raise ApiCallError(0, "connection_failed", message) from exc
+
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
     rest = b""
@@ -81,14 +99,6 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
         for block in blocks:
             if block.startswith(b"data: "):
                 yield block[6:]
-
-
-@contextmanager
-def _connection_errors() -> Iterator[None]:
-    try:
-        yield
-    except aiohttp.ClientError as exc:
-        raise ApiCallError(0, "connection_failed", str(exc) or type(exc).__name__) from exc
 
 
 def _call_error(status: int, body: bytes) -> ApiCallError:

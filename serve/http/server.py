@@ -13,6 +13,7 @@ import aiohttp.http_parser
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
+from serve.errors import reason
 from serve.http.app import HttpApp, ServerState
 from serve.http.errors import ApiError, error_response, internal_error, new_request_id
 from serve.http.settings import HttpSettings
@@ -46,7 +47,10 @@ class HttpServer:
         return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
 
     async def start(self) -> None:
-        """Opens the listener. Until `load` is done, API calls get 503 model_not_ready."""
+        """Opens the listener. Until `load` is done, API calls get 503 model_not_ready.
+
+        OSError names host and port.
+        """
         _check_parser()
         server = _Server(
             self._handle,
@@ -67,7 +71,12 @@ class HttpServer:
             backlog=self.settings.backlog,
             reuse_address=True,
         )
-        await site.start()
+        try:
+            await site.start()
+        except OSError as error:
+            where = f"host {self.settings.host}, port {self.settings.port}"
+            text = f"cannot listen on {where}: {reason(error)}"
+            raise OSError(error.errno, text) from error
         self._port = runner.addresses[0][1]
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:

@@ -38,8 +38,10 @@ class HttpSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, not {self.port}")
-        if self.drain_s < 0:
-            raise ConfigError(f"drain_s must not be negative, not {self.drain_s}")
+        if not self.host:
+            raise ConfigError("host must be a name or an address, not empty")
+        if not self.drain_s >= 0:
+            raise ConfigError(f"drain_s must be a number of seconds from 0 on, not {self.drain_s}")
         if self.max_body_bytes < 1:
             raise ConfigError(f"max_body_bytes must be positive, not {self.max_body_bytes}")
 

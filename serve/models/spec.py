@@ -107,8 +107,12 @@ def read_spec(path: Path) -> ModelSpec:
 
 def read_config(path: Path) -> ConfigReader:
     """config.json of a directory, refused when it asks for code."""
+    if path.is_file():
+        raise ModelLoadError(f"model {path} is a file, not a directory of a checkpoint")
     if not path.is_dir():
-        raise ModelLoadError(f"model directory {path} does not exist or is not a directory")
+        raise ModelLoadError(
+            f"model directory {path} does not exist (nothing is downloaded by its name)"
+        )
     source = path / "config.json"
     if not source.is_file():
         raise ModelLoadError(f"{path} has no config.json; a Hugging Face model directory is needed")

@@ -386,9 +386,12 @@ def _shown(indices: Iterable[int], spec: ModelSpec, progress: bool) -> Iterable[
     from rich.console import Console  # only where somebody watches
     from rich.progress import track
 
+    console = Console(stderr=True)
     return track(
         indices,
-        description=f"Loading {spec.model_type}",
+        description=f"loading {spec.model_type}",
         total=spec.num_layers,
-        console=Console(stderr=True),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
     )

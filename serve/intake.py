@@ -1,0 +1,96 @@
+"""Pool 1's work: from what a caller gives to a request that is checked, before it is queued.
+
+Runs in several threads at once, beside the loop: tokenizing, checking, naming pages and
+predicting do not take time between two steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from serve.admission import RequestLimits, check_request, check_text
+from serve.errors import MergestepError, RequestError
+from serve.overload import EarlyRejection
+from serve.prefix_use import PrefixUse
+from serve.request import Prompt, Request
+from serve.state import RequestState
+from serve.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+Encode = Callable[[], "list[int]"]
+"""A prompt that is still to be made, in this pool."""
+
+
+class Arrival(NamedTuple):
+    """page_keys of a prompt; the rows of it to compute, and how long they are expected to take."""
+
+    page_keys: list[bytes]
+    num_rows: int
+    seconds: float
+
+
+class Intake:
+    """Tokenizes and checks. Any thread."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        limits: RequestLimits,
+        prefixes: PrefixUse,
+        rejection: EarlyRejection | None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._prefixes = prefixes
+        self._rejection = rejection
+
+    def take_in(self, state: RequestState, prompt: Prompt | Encode) -> tuple[Request, Arrival]:
+        """MergestepError: what is wrong with it, or OverloadedError: it would come too late."""
+        try:
+            request = self._request(state, prompt)
+            return request, self._arrival(request)
+        except MergestepError:
+            raise
+        except Exception as error:
+            logger.exception("tokenizing %s failed", state.request_id)
+            message = f"the prompt could not be tokenized: {type(error).__name__}"
+            raise RequestError(message, param="prompt", code="invalid_prompt") from error
+
+    def _request(self, state: RequestState, prompt: Prompt | Encode) -> Request:
+        if state.is_aborted:
+            params = replace(state.params, max_tokens=0, min_tokens=0)
+            return Request(state.request_id, None, (), params, state.times.arrival_s)
+        return check_request(
+            state.request_id,
+            state.prompt,
+            self._token_ids(prompt),
+            state.params,
+            self._limits,
+            state.times.arrival_s,
+            state.client,
+        )
+
+    def _arrival(self, request: Request) -> Arrival:
+        keys = self._prefixes.page_keys(request)
+        num_rows = self._prefixes.num_missing_rows(request, keys)
+        seconds = 0.0 if self._rejection is None else self._rejection.admit(request, num_rows)
+        return Arrival(keys, num_rows, seconds)
+
+    def _token_ids(self, prompt: Prompt | Encode) -> SequenceOf[int]:
+        if callable(prompt):
+            return prompt()
+        if isinstance(prompt, dict):
+            given: dict[str, Any] = dict(prompt)
+            inner: Any = given.get("prompt_token_ids", given.get("prompt"))
+            if inner is None or isinstance(inner, dict):
+                raise RequestError("a prompt needs prompt_token_ids or prompt", param="prompt")
+            return self._token_ids(inner)
+        if isinstance(prompt, str):
+            check_text(prompt, self._tokenizer, self._limits)
+            return self._tokenizer.encode(prompt)
+        return prompt

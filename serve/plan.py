@@ -1,0 +1,34 @@
+"""What the scheduler decides for one step, and the bounds it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serve.sequence import Sequence
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """The rows of one step: sequences in row order, those with one row first.
+
+    num_rows[i] rows of sequences[i]; num_decodes: how many have exactly one. samples[i]: the
+    step brings the sequence up to date, so a token is sampled from its last row.
+    """
+
+    sequences: list[Sequence]
+    num_rows: list[int]
+    num_decodes: int
+    samples: list[bool]
+    num_total_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """max_num_seqs run at once; a step has at most max_num_batched_tokens rows, of which one
+    sequence gets at most max_chunk_tokens. While somebody decodes, prompt rows are as many as
+    keep the step within inter_token_slo_s."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_chunk_tokens: int
+    inter_token_slo_s: float | None = None

@@ -1,0 +1,257 @@
+"""Bodies that are refused: each names its parameter and OpenAI's code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from serve.errors import RequestError
+from serve.http.schema import parse_chat, parse_completion
+from tests.http_bodies import CHAT, COMPLETION, USER
+
+# changes to a good body -> (param, code)
+BOTH_REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"model": None}, "model", "missing_required_parameter"),
+    ({"model": ""}, "model", "missing_required_parameter"),
+    ({"model": 5}, "model", "invalid_type"),
+    ({"model": "x" * 10_000}, "model", "string_above_max_length"),
+    ({"model": "a\0b"}, "model", "invalid_value"),
+    *(
+        ({"temperature": value}, "temperature", code)
+        for value, code in (
+            (-0.1, "invalid_value"),
+            (2.0001, "invalid_value"),
+            ("hot", "invalid_type"),
+            ("0.7", "invalid_type"),
+            (True, "invalid_type"),
+            ([], "invalid_type"),
+            (2**63, "invalid_value"),
+        )
+    ),
+    ({"top_p": -1}, "top_p", "invalid_value"),
+    ({"top_p": 1.1}, "top_p", "invalid_value"),
+    ({"min_p": -0.1}, "min_p", "invalid_value"),
+    ({"min_p": 2}, "min_p", "invalid_value"),
+    ({"top_k": -5}, "top_k", "invalid_value"),
+    ({"top_k": 1e9}, "top_k", "invalid_type"),
+    ({"top_k": 1.5}, "top_k", "invalid_type"),
+    ({"presence_penalty": 2.1}, "presence_penalty", "invalid_value"),
+    ({"presence_penalty": -2.1}, "presence_penalty", "invalid_value"),
+    ({"frequency_penalty": 2.1}, "frequency_penalty", "invalid_value"),
+    ({"frequency_penalty": False}, "frequency_penalty", "invalid_type"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
+    ({"repetition_penalty": -1}, "repetition_penalty", "invalid_value"),
+    ({"repetition_penalty": 1e308}, "repetition_penalty", "invalid_value"),
+    ({"max_tokens": -1}, "max_tokens", "invalid_value"),
+    ({"max_tokens": 1.5}, "max_tokens", "invalid_type"),
+    ({"max_tokens": 1.0}, "max_tokens", "invalid_type"),
+    ({"max_tokens": True}, "max_tokens", "invalid_type"),
+    ({"n": 0}, "n", "invalid_value"),
+    ({"n": 129}, "n", "invalid_value"),
+    ({"n": 10**18}, "n", "invalid_value"),
+    ({"n": "2"}, "n", "invalid_type"),
+    ({"seed": 2**63}, "seed", "invalid_value"),
+    ({"seed": -(2**63) - 1}, "seed", "invalid_value"),
+    ({"seed": 1.5}, "seed", "invalid_type"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "invalid_value"),
+    ({"min_tokens": -1}, "min_tokens", "invalid_value"),
+    ({"stop": ["a"] * 17}, "stop", "array_above_max_length"),
+    ({"stop": ""}, "stop", "invalid_value"),
+    ({"stop": ["a", ""]}, "stop", "invalid_value"),
+    ({"stop": "x" * 10_000}, "stop", "string_above_max_length"),
+    ({"stop": 5}, "stop", "invalid_type"),
+    ({"stop": [["a"]]}, "stop", "invalid_type"),
+    ({"stop": {"a": 1}}, "stop", "invalid_type"),
+    ({"stop": "a\0"}, "stop", "invalid_value"),
+    ({"stop_token_ids": 5}, "stop_token_ids", "invalid_type"),
+    ({"stop_token_ids": ["5"]}, "stop_token_ids", "invalid_type"),
+    ({"stop_token_ids": [True]}, "stop_token_ids", "invalid_type"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", "invalid_value"),
+    ({"stop_token_ids": [2**40]}, "stop_token_ids", "invalid_value"),
+    ({"stop_token_ids": [1] * 2000}, "stop_token_ids", "array_above_max_length"),
+    ({"logit_bias": {"abc": 1}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"1.0": 1}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"٣": 1}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"1": 1, "01": 2}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"9999999999": 1}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"1": 101}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"1": None}}, "logit_bias", "invalid_type"),
+    ({"logit_bias": {"1": "x"}}, "logit_bias", "invalid_type"),
+    ({"logit_bias": [1]}, "logit_bias", "invalid_type"),
+    (
+        {"logit_bias": {str(i): 1 for i in range(100_000)}},
+        "logit_bias",
+        "array_above_max_length",
+    ),
+    ({"stream": "yes"}, "stream", "invalid_type"),
+    ({"stream": 1}, "stream", "invalid_type"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+    ({"stream": True, "stream_options": []}, "stream_options", "invalid_type"),
+    (
+        {"stream": True, "stream_options": {"include_usage": 5}},
+        "stream_options.include_usage",
+        "invalid_type",
+    ),
+    (
+        {"stream": True, "stream_options": {"x": 1}},
+        "stream_options.x",
+        "unknown_parameter",
+    ),
+    ({"ignore_eos": 1}, "ignore_eos", "invalid_type"),
+    ({"skip_special_tokens": "no"}, "skip_special_tokens", "invalid_type"),
+    ({"include_stop_str_in_output": 0}, "include_stop_str_in_output", "invalid_type"),
+    ({"foo": 1}, "foo", "unknown_parameter"),
+    ({"__proto__": {}}, "__proto__", "unknown_parameter"),
+    ({"__class__": 1}, "__class__", "unknown_parameter"),
+    ({"constructor": 1}, "constructor", "unknown_parameter"),
+    ({"k" * 1_000_000: 1}, "k" * 512, "unknown_parameter"),
+    ({"user": 5}, "user", "invalid_type"),
+    ({"user": "u" * 10_000}, "user", "string_above_max_length"),
+    ({"user": "a\0"}, "user", "invalid_value"),
+    ({"metadata": {str(i): "v" for i in range(17)}}, "metadata", "array_above_max_length"),
+    ({"metadata": {"k" * 65: "v"}}, "metadata", "invalid_value"),
+    ({"metadata": {"k": "v" * 513}}, "metadata", "invalid_value"),
+    ({"metadata": {"k": 5}}, "metadata", "invalid_value"),
+    ({"metadata": []}, "metadata", "invalid_type"),
+    ({"store": "yes"}, "store", "invalid_type"),
+    ({"best_of": 2}, "best_of", "unsupported_parameter"),
+    ({"best_of": 21, "stream": True}, "best_of", "unsupported_parameter"),
+    ({"echo": True}, "echo", "unsupported_parameter"),
+    ({"suffix": "x"}, "suffix", "unsupported_parameter"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs", "unsupported_parameter"),
+    ({"allowed_token_ids": [1]}, "allowed_token_ids", "unsupported_parameter"),
+    ({"bad_words": ["x"]}, "bad_words", "unsupported_parameter"),
+    ({"chat_template": "{{7*7}}"}, "chat_template", "unsupported_parameter"),
+    (
+        {"chat_template_kwargs": {"tokenize": False}},
+        "chat_template_kwargs",
+        "unsupported_parameter",
+    ),
+    ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
+    ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+    ({"functions": [{}]}, "functions", "unsupported_parameter"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+    ({"response_format": {"type": "strnig"}}, "response_format", "unsupported_parameter"),
+    ({"modalities": ["audio"]}, "modalities", "unsupported_parameter"),
+    ({"priority": 1.5}, "priority", "invalid_type"),
+    ({"priority": 2**31}, "priority", "invalid_value"),
+    ({"priority": -(2**31) - 1}, "priority", "invalid_value"),
+    ({"cache_salt": "a b"}, "cache_salt", "invalid_value"),
+]
+
+COMPLETION_REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"prompt": None}, "prompt", "missing_required_parameter"),
+    ({"prompt": 5}, "prompt", "invalid_type"),
+    ({"prompt": {}}, "prompt", "invalid_type"),
+    ({"prompt": []}, "prompt", "invalid_prompt"),
+    ({"prompt": [[]]}, "prompt", "invalid_prompt"),
+    ({"prompt": [[1], []]}, "prompt", "invalid_prompt"),
+    ({"prompt": [-1]}, "prompt", "invalid_value"),
+    ({"prompt": [2**31]}, "prompt", "invalid_value"),
+    ({"prompt": [2**63]}, "prompt", "invalid_value"),
+    ({"prompt": [1, 1.5]}, "prompt", "invalid_type"),
+    ({"prompt": [1, True]}, "prompt", "invalid_type"),
+    ({"prompt": [True]}, "prompt", "invalid_type"),
+    ({"prompt": [1, "a"]}, "prompt", "invalid_type"),
+    ({"prompt": ["a", 1]}, "prompt", "invalid_type"),
+    ({"prompt": ["a", [1]]}, "prompt", "invalid_type"),
+    ({"prompt": [None]}, "prompt", "invalid_type"),
+    ({"prompt": ["a"] * 10_000}, "prompt", "array_above_max_length"),
+    ({"prompt": ["a"] * 100, "n": 100}, "n", "array_above_max_length"),
+    ({"logprobs": 6}, "logprobs", "invalid_value"),
+    ({"logprobs": -1}, "logprobs", "invalid_value"),
+    ({"logprobs": True}, "logprobs", "invalid_type"),
+    ({"messages": [USER]}, "messages", "unknown_parameter"),
+    ({"max_completion_tokens": 5}, "max_completion_tokens", "unknown_parameter"),
+    ({"top_logprobs": 1}, "top_logprobs", "unknown_parameter"),
+]
+
+CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": None}, "messages", "missing_required_parameter"),
+    ({"messages": []}, "messages", "invalid_value"),
+    ({"messages": "hi"}, "messages", "invalid_type"),
+    ({"messages": [USER] * 100_000}, "messages", "array_above_max_length"),
+    ({"messages": ["hi"]}, "messages[0]", "invalid_type"),
+    ({"messages": [USER, {"content": "x"}]}, "messages[1].role", "missing_required_parameter"),
+    ({"messages": [{"role": "SYSTEM", "content": "x"}]}, "messages[0].role", "invalid_value"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "invalid_value"),
+    ({"messages": [{"role": 1, "content": "x"}]}, "messages[0].role", "invalid_type"),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role", "invalid_type"),
+    (
+        {"messages": [{"role": "tool", "content": "x", "tool_call_id": "a"}]},
+        "messages[0].tool_call_id",
+        "unknown_parameter",
+    ),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "unsupported_parameter"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
+    (
+        {"messages": [{"role": "user", "content": None}]},
+        "messages[0].content",
+        "missing_required_parameter",
+    ),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "invalid_type"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "invalid_value"),
+    ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]", "invalid_type"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0].type",
+        "unsupported_parameter",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "zzz"}]}]},
+        "messages[0].content[0].type",
+        "invalid_value",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+        "messages[0].content[0].text",
+        "invalid_type",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+        "messages[0].tool_calls",
+        "unsupported_parameter",
+    ),
+    ({"messages": [{**USER, "weight": 1}]}, "messages[0].weight", "unknown_parameter"),
+    ({"messages": [{**USER, "name": ""}]}, "messages[0].name", "invalid_value"),
+    ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", "invalid_value"),
+    ({"max_completion_tokens": "5"}, "max_completion_tokens", "invalid_type"),
+    (
+        {"max_tokens": 5, "max_completion_tokens": 6},
+        "max_completion_tokens",
+        "invalid_value",
+    ),
+    ({"logprobs": 1}, "logprobs", "invalid_type"),
+    ({"top_logprobs": 5}, "top_logprobs", "invalid_value"),
+    ({"logprobs": False, "top_logprobs": 5}, "top_logprobs", "invalid_value"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+    ({"prompt": "x"}, "prompt", "unknown_parameter"),
+]
+
+
+def _ids(rows: list[tuple[dict[str, Any], str, str]]) -> list[str]:
+    return [repr(change)[:48] for change, _, _ in rows]
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "code"),
+    BOTH_REFUSED + COMPLETION_REFUSED,
+    ids=_ids(BOTH_REFUSED + COMPLETION_REFUSED),
+)
+def test_completion_refused(change: dict[str, Any], param: str, code: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_completion({**COMPLETION, **change}, {})
+    assert (caught.value.param, caught.value.code) == (param, code)
+    assert len(str(caught.value)) < 800
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "code"), BOTH_REFUSED + CHAT_REFUSED, ids=_ids(BOTH_REFUSED + CHAT_REFUSED)
+)
+def test_chat_refused(change: dict[str, Any], param: str, code: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_chat({**CHAT, **change}, {})
+    assert (caught.value.param, caught.value.code) == (param, code)
