@@ -19,7 +19,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from memory.cuda_vmm import CudaError, CudaMemory, CudaUnavailableError
+from memory.cuda_device import CudaError, CudaUnavailableError
+from memory.cuda_vmm import CudaMemory
 
 _PAGE = 2 << 20
 _RUNS = (1, 8, 64)  # pages to one cuMemSetAccess and one cuMemUnmap
@@ -100,6 +101,7 @@ def _check_content(memory: CudaMemory, probe: Probe, base: int) -> dict[str, boo
     alias = probe.read(base + 4 * page, 8)
     probe.fill(base + 4 * page, 9, 8)
     back = probe.read(base + page, 8)
+    own = probe.read(memory.page_address(1), 8)
     memory.unmap(0, 2)
     memory.map(8 * page, 0, 1)
     kept = probe.read(base + 9 * page - 8, 8)
@@ -107,6 +109,7 @@ def _check_content(memory: CudaMemory, probe: Probe, base: int) -> dict[str, boo
     return {
         "an alias shows what was written": alias == bytes([7]) * 8,
         "what is written through an alias is seen": back == bytes([9]) * 8,
+        "a page's own address shows it": own == bytes([9]) * 8,
         "a page keeps its content while it is mapped nowhere": kept == bytes([7]) * 8,
     }
 
@@ -171,8 +174,26 @@ def measure(driver: Any, page: int, repeats: int) -> list[dict[str, float]]:
         memory.close()
         row = {name: 1e6 * statistics.median(timed.seconds[name]) for name in _TIMED}
         map_us = 1e6 * statistics.median(whole)
-        rows.append({"pages": length, **row, "map_us": map_us, "map_us_per_page": map_us / length})
+        row |= {"pages": length, "map_us": map_us, "map_us_per_page": map_us / length}
+        row["own_us_per_page"] = _own_us(driver, page, length, repeats) / length
+        rows.append(row)
     return rows
+
+
+def _own_us(driver: Any, page: int, length: int, repeats: int) -> float:
+    """Median microseconds until pages that are present have all got an address of their own."""
+    memory = CudaMemory(page, length, driver=driver)
+    memory.reserve(page)
+    seconds = []
+    for _ in range(repeats):
+        memory.prepare(0, length)
+        began = time.perf_counter()
+        for number in range(length):
+            memory.page_address(number)
+        seconds.append(time.perf_counter() - began)
+        memory.release(0, length)
+    memory.close()
+    return 1e6 * statistics.median(seconds)
 
 
 def run(driver: Any, page: int, repeats: int) -> bool:
@@ -185,10 +206,14 @@ def run(driver: Any, page: int, repeats: int) -> bool:
         print(f"  {'yes' if is_so else 'NO ':3}  {what}")
     rows = measure(driver, page, repeats)
     print(f"\nmicroseconds, median of {repeats}, handles made ahead")
-    print(f"{'pages':>6}" + "".join(f"{call[5:]:>11}" for call in _TIMED) + "  map() a page")
+    calls = "".join(f"{call[5:]:>11}" for call in _TIMED)
+    print(f"{'pages':>6}{calls}  map() a page  own address")
     for row in rows:
         cells = "".join(f"{row[call]:11.1f}" for call in _TIMED)
-        print(f"{row['pages']:6}{cells}{row['map_us']:7.1f} {row['map_us_per_page']:6.1f}")
+        print(
+            f"{row['pages']:6}{cells}{row['map_us']:7.1f} {row['map_us_per_page']:6.1f}"
+            f"{row['own_us_per_page']:13.1f}"
+        )
     print(json.dumps({"device": name, "page_bytes": page, "checks": holds, "us": rows}))
     return all(holds.values())
 

@@ -1,9 +1,9 @@
 """Virtual ranges and physical pages on a CUDA device: `VirtualMemory` on the driver's calls.
 
 A physical page is one allocation handle of cuMemCreate; mapping one is cuMemMap, and a run of
-pages gets its access rights in one cuMemSetAccess. Like `LinuxMemory` it decides nothing. The
-driver is a module of calls that return (error, value...), as `cuda.bindings.driver` is one;
-tests pass another. Nothing here needs torch, except `torch_view` when it is called.
+pages gets its access rights in one cuMemSetAccess. Like `LinuxMemory` it decides nothing.
+Behind the reservation's end every page has a place of its own, for what is done to it wherever it
+is mapped (`page_address`). Nothing here needs torch, except `torch_view` when it is called.
 
 +--------------------------------------------------------------------------------------+
 | invariants: a page has at most one handle, and one while it is mapped anywhere;        |
@@ -15,24 +15,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from memory.cuda_device import CudaDevice, CudaError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-_COPY_SLOTS = 2  # behind the reservation's end
-
-
-class CudaUnavailableError(RuntimeError):
-    """No package, no driver, no such device, or one that cannot do what was asked."""
-
-
-class CudaError(OSError):
-    """A driver call failed. errno is ENOMEM if memory ran out, EBADF after close, else EIO."""
+_NEIGHBOURS = 32  # on either side that `page_address` shows along with a page
 
 
 class CudaMemory:
@@ -61,7 +54,7 @@ class CudaMemory:
         """
         self.page_bytes = page_bytes
         self.device = device
-        self._device = _Device(_import_driver() if driver is None else driver, device, for_rdma)
+        self._device = CudaDevice(driver, device, for_rdma=for_rdma)
         if page_bytes <= 0 or page_bytes % self._device.granularity:
             self._device.close()
             raise ValueError(
@@ -72,6 +65,7 @@ class CudaMemory:
         self._address = 0
         self._num_slots = 0
         self._shown: dict[int, int] = {}  # page number by place in the reservation
+        self._unusable: set[int] = set()  # in _shown, but a failure left them without access
         self._uses = [0] * num_pages  # how often each page is in _shown
         self._changed = threading.Condition()  # guards the three below
         self._handles: dict[int, Any] = {}
@@ -86,7 +80,7 @@ class CudaMemory:
         assert not self._address, "one reservation per object"
         self._device.enter()
         num_slots = -(-size_bytes // self.page_bytes)
-        size = (num_slots + _COPY_SLOTS) * self.page_bytes
+        size = (num_slots + len(self._uses)) * self.page_bytes
         self._address = int(self._device.call("cuMemAddressReserve", size, 0, 0, 0))
         self._num_slots = num_slots
         return self._address
@@ -139,6 +133,7 @@ class CudaMemory:
             # If this fails too the pages stay in _shown, and the next `map` there tries again.
             with contextlib.suppress(CudaError):
                 self._hide(done)
+            self._unusable.update(slot for slot in done if slot in self._shown)
             raise
 
     def unmap(self, offset: int, num_pages: int) -> None:
@@ -146,17 +141,42 @@ class CudaMemory:
         self._device.enter()
         self._clear(slot, num_pages)
 
+    def page_address(self, page: int) -> int:
+        """Where a page can be read and written, whatever range it is in, until its release.
+
+        Mapped when it is first asked for, which is not beside kernels as `prepare` is, and with
+        present neighbours: one cuMemSetAccess for all. CudaError if it cannot be.
+        """
+        assert self._address, "reserve first"
+        place = self._num_slots + page
+        if place not in self._shown or place in self._unusable:
+            self._device.enter()
+            self._create(page)
+            first, end = self._hidden_around(page)
+            self._map(self._num_slots + first, first, end - first)
+        return self._place(place)
+
+    def _hidden_around(self, page: int) -> tuple[int, int]:
+        """First and end of a run of present pages around this one without a place of their own."""
+
+        def is_hidden(page: int) -> bool:
+            return page in self._handles and self._num_slots + page not in self._shown
+
+        first, end = page, page + 1
+        with self._changed:
+            while page - first < _NEIGHBOURS and is_hidden(first - 1):
+                first -= 1
+            while end - page <= _NEIGHBOURS and is_hidden(end):
+                end += 1
+        return first, end
+
     def copy_page(self, source: int, target: int) -> None:
-        """Through two places of its own: neither page need be in a range."""
-        slots = (self._num_slots, self._num_slots + 1)
-        try:
-            self._map(slots[0], source, 1)
-            self._map(slots[1], target, 1)
-            places = (self._place(slots[1]), self._place(slots[0]))
-            self._synchronize()  # aliases: whoever wrote the source has ended
-            self._device.call("cuMemcpyDtoD", *places, self.page_bytes)
-        finally:
-            self._clear(slots[0], len(slots))
+        places = (self.page_address(target), self.page_address(source))
+        self._device.enter()
+        self._synchronize()  # aliases: whoever wrote the source has ended
+        self._device.call("cuMemcpyDtoD", *places, self.page_bytes)
+        # It is queued in the legacy stream, which kernels of other streams do not wait for.
+        self._device.call("cuStreamSynchronize", 0)
 
     def is_mapped(self, offset: int) -> bool:
         return offset // self.page_bytes in self._shown
@@ -171,7 +191,9 @@ class CudaMemory:
 
     def _clear(self, slot: int, num_pages: int) -> None:
         """Unmap what is there, holes or not, once no queued kernel can touch it."""
-        slots = [s for s in range(slot, slot + num_pages) if s in self._shown]
+        self._clear_all([s for s in range(slot, slot + num_pages) if s in self._shown])
+
+    def _clear_all(self, slots: list[int]) -> None:
         if slots:
             self._synchronize()
             self._hide(slots)
@@ -186,17 +208,21 @@ class CudaMemory:
             self._device.call("cuMemUnmap", self._place(slots[start]), size)
             for slot in slots[start:end]:
                 self._uses[self._shown.pop(slot)] -= 1
+                self._unusable.discard(slot)
             start = end
 
     def release(self, first_page: int, num_pages: int) -> None:
         """Their content is lost, and what the pages hold when they are mapped again is undefined.
 
-        CudaError (EBUSY) after the others if some are still mapped: those stay as they are.
+        CudaError (EBUSY) after the others if some are in a range: those stay as they are.
         """
         self._device.enter()
-        pages = range(first_page, first_page + num_pages)
-        self._release([page for page in pages if not self._uses[page]])
-        busy = [page for page in pages if self._uses[page]]
+        own = {page: self._num_slots + page for page in range(first_page, first_page + num_pages)}
+        busy = [page for page, place in own.items() if self._uses[page] > (place in self._shown)]
+        for page in busy:
+            del own[page]
+        self._clear_all([place for place in own.values() if place in self._shown])
+        self._release(list(own))
         if busy:
             raise CudaError(errno.EBUSY, f"pages {busy} are mapped and were not released")
 
@@ -225,7 +251,7 @@ class CudaMemory:
 
     def _free_addresses(self) -> None:
         if self._address:
-            size = (self._num_slots + _COPY_SLOTS) * self.page_bytes
+            size = (self._num_slots + len(self._uses)) * self.page_bytes
             self._device.call("cuMemAddressFree", self._address, size)
             self._address = self._num_slots = 0
 
@@ -264,87 +290,3 @@ def torch_view(memory: CudaMemory) -> Tensor:
     finally:
         if is_hole:
             memory.unmap(0, 1)
-
-
-class _Device:
-    """One device's primary context, and the driver's calls with errors as exceptions."""
-
-    def __init__(self, driver: Any, index: int, for_rdma: bool) -> None:
-        self._driver = driver
-        self._success = driver.CUresult.CUDA_SUCCESS
-        self._context: Any = None
-        try:
-            self._open(index, for_rdma)
-        except (CudaError, RuntimeError) as error:  # the bindings' own error: no libcuda
-            self.close()
-            reason = error.strerror if isinstance(error, CudaError) else error
-            raise CudaUnavailableError(f"CUDA device {index}: {reason}") from error
-
-    def _open(self, index: int, for_rdma: bool) -> None:
-        self.call("cuInit", 0)
-        self._handle = self.call("cuDeviceGet", index)
-        self._require("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED")
-        if for_rdma:
-            self._require("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED")
-        self._context = self.call("cuDevicePrimaryCtxRetain", self._handle)
-        self.enter()
-        self._kind = self._allocation_kind(index, for_rdma)
-        self._access = self._driver.CUmemAccessDesc()
-        self._access.location = self._kind.location
-        self._access.flags = self._driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        smallest = self._driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        self.granularity = int(self.call("cuMemGetAllocationGranularity", self._kind, smallest))
-
-    def _require(self, what: str) -> None:
-        attribute = getattr(self._driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{what}")
-        if not self.call("cuDeviceGetAttribute", attribute, self._handle):
-            raise CudaUnavailableError(f"the device lacks {what}")
-
-    def _allocation_kind(self, index: int, for_rdma: bool) -> Any:
-        driver = self._driver
-        kind = driver.CUmemAllocationProp()
-        kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        kind.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        kind.location.id = index
-        kind.requestedHandleTypes = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_NONE
-        kind.win32HandleMetaData = 0
-        kind.allocFlags.gpuDirectRDMACapable = int(for_rdma)
-        return kind
-
-    def call(self, name: str, *arguments: Any) -> Any:
-        """The call's value, if it has one. CudaError names the call and the driver's error."""
-        error, *values = getattr(self._driver, name)(*arguments)
-        if error != self._success:
-            is_full = error == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
-            raise CudaError(errno.ENOMEM if is_full else errno.EIO, f"{name}: {error.name}")
-        return values[0] if values else None
-
-    def enter(self) -> None:
-        """Make the context current on this thread; after the first time that is one look."""
-        if self._context is None:
-            raise CudaError(errno.EBADF, "the device memory is closed")
-        if int(self.call("cuCtxGetCurrent")) != int(self._context):
-            self.call("cuCtxSetCurrent", self._context)
-
-    def synchronize(self) -> None:
-        self.call("cuCtxSynchronize")
-
-    def create(self, size_bytes: int) -> Any:
-        return self.call("cuMemCreate", size_bytes, self._kind, 0)
-
-    def allow(self, address: int, size_bytes: int) -> None:
-        self.call("cuMemSetAccess", address, size_bytes, [self._access], 1)
-
-    def close(self) -> None:
-        if self._context is not None:
-            self._context = None
-            self.call("cuDevicePrimaryCtxRelease", self._handle)
-
-
-def _import_driver() -> Any:
-    try:
-        return importlib.import_module("cuda.bindings.driver")
-    except ImportError as error:
-        raise CudaUnavailableError(
-            f"cuda-bindings cannot be imported ({error}): pip install 'mergestep[cuda]'"
-        ) from error

@@ -26,6 +26,7 @@ def test_the_report(capsys):
     result = json.loads(line)
     assert all(result["checks"].values())
     assert all(row["map_us"] > row["cuMemSetAccess"] > 0 for row in result["us"])
+    assert all(row["own_us_per_page"] > 0 for row in result["us"])
     assert driver.num_live == (0, 0, 0, 0)
 
 
@@ -42,6 +43,7 @@ class CopyingDriver(FakeDriver):
 def test_a_driver_that_behaves_otherwise_is_found_out(capsys):
     found = check(CopyingDriver(granularity=PAGE, memory_bytes=256 * PAGE), 2 * PAGE)
     assert not found["an alias shows what was written"]
+    assert not found["a page's own address shows it"]
     assert not found["a page keeps its content while it is mapped nowhere"]
     assert found["a mapping can be replaced"]
     driver = make_driver()

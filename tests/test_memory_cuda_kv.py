@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from memory.cuda_vmm import CudaError, CudaMemory
+from memory.cuda_device import CudaError
+from memory.cuda_vmm import CudaMemory
 from memory.kv_manager import KVManager
 from memory.kv_range import Range
 from memory.layer_groups import LayerGroup
@@ -44,6 +45,12 @@ class DeviceKVMachine(RuleBasedStateMachine):
 
     def address(self, item: Range, position: int) -> int:
         return self.base + (self.kv.start_of(item.index) + position) * self.TOKEN
+
+    @property
+    def num_in_ranges(self) -> int:
+        """Mappings, without the pages' own places behind the reservation's end."""
+        end = self.base + self.memory.size_bytes
+        return sum(address < end for address in self.driver.mappings)
 
     @rule(num_tokens=st.integers(1, 32))
     def open_range(self, num_tokens: int) -> None:
@@ -105,11 +112,31 @@ class DeviceKVMachine(RuleBasedStateMachine):
             self.kv.commit()
         self.driver.fail_no_more()
 
+    @precondition(lambda self: any(item.valid for item in self.kv.ranges))
+    @rule(
+        data=st.data(),
+        call=st.sampled_from(["", "cuMemMap", "cuMemSetAccess", "cuMemUnmap"]),
+        after=st.integers(0, 4),
+    )
+    def look_by_its_own_address(self, data: st.DataObject, call: str, after: int) -> None:
+        item = data.draw(st.sampled_from([item for item in self.kv.ranges if item.valid]))
+        place = data.draw(st.integers(0, item.valid - 1))
+        if call:
+            self.driver.fail(call, CUresult.CUDA_ERROR_UNKNOWN, after)
+        address = 0
+        with contextlib.suppress(CudaError):
+            address = self.memory.page_address(item.pages[place])
+        self.driver.fail_no_more()
+        if address:
+            self.driver.cuCtxSynchronize()
+            shown = self.address(item, place * PAGE // self.TOKEN)
+            assert self.driver.read(address, PAGE) == self.driver.read(shown, PAGE)
+
     @rule()
     def trim(self) -> None:
         self.kv.trim()
         assert self.kv.num_mapped == self.kv.num_in_use
-        assert len(self.driver.mappings) == sum(
+        assert self.num_in_ranges == sum(
             item.parts[0].valid - item.parts[0].num_passed for item in self.kv.ranges
         )
 
@@ -132,7 +159,7 @@ class DeviceKVMachine(RuleBasedStateMachine):
         for index in self.written:
             self.kv.close(self.kv.ranges[index])
         self.kv.close_all()
-        assert not self.driver.mappings
+        assert self.num_in_ranges == 0
         self.memory.close()
         assert self.driver.num_live == (0, 0, 0, 0)
         assert self.driver.used_bytes == 0

@@ -10,7 +10,8 @@ import threading
 import pytest
 import torch
 
-from memory.cuda_vmm import CudaError, CudaMemory, CudaUnavailableError, torch_view
+from memory.cuda_device import CudaError, CudaUnavailableError
+from memory.cuda_vmm import CudaMemory, torch_view
 from tests.fakes_cuda import CUdevice_attribute, CUresult, FakeDriver, IllegalAddress
 
 PAGE = 4096
@@ -161,6 +162,73 @@ def test_release_gives_memory_back(driver, memory):
     memory.release(1, 1)
     memory.release(1, 1)
     assert driver.used_bytes == 0
+
+
+def test_pages_get_their_own_places_in_runs(driver, memory):
+    memory.reserve(16 * PAGE)
+    memory.prepare(2, 6)
+    assert driver.calls["cuMemMap"] == 0, "beside kernels only handles are made"
+    first = memory.page_address(4)
+    assert (driver.calls["cuMemMap"], driver.calls["cuMemSetAccess"]) == (6, 1)
+    assert [memory.page_address(page) - first for page in range(2, 8)] == [
+        (page - 4) * PAGE for page in range(2, 8)
+    ]
+    assert (driver.calls["cuMemMap"], driver.calls["cuMemSetAccess"]) == (6, 1)
+    memory.prepare(8, 1)
+    driver.write(memory.page_address(8), bytes(PAGE))
+    assert (driver.calls["cuMemMap"], driver.calls["cuMemSetAccess"]) == (7, 2)
+
+
+def test_a_page_keeps_its_own_place_until_its_release(driver, memory):
+    memory.reserve(16 * PAGE)
+    memory.map(0, 0, 4)
+    address = memory.page_address(1)
+    driver.write(address, b"kept")
+    memory.unmap(0, 4)
+    assert driver.read(address, 4) == b"kept"
+    memory.map(0, 1, 1)
+    with pytest.raises(CudaError, match=r"pages \[1\] are mapped"):
+        memory.release(0, 4)
+    assert driver.read(address, 4) == b"kept", "a page in use keeps it"
+    driver.launch(address, b"late")  # it ends before the address goes
+    memory.unmap(0, 1)
+    memory.release(1, 1)
+    assert not driver.mappings
+    assert not driver.handles
+    assert driver.cuCtxSynchronize() == (CUresult.CUDA_SUCCESS,)
+    driver.write(memory.page_address(1), b"anew")
+
+
+@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
+@pytest.mark.parametrize("is_unwound", [True, False])
+def test_an_address_that_cannot_be_given(driver, memory, call, is_unwound):
+    """Also where not even the unwinding works: what is mapped without access is no address."""
+    memory.reserve(16 * PAGE)
+    memory.prepare(0, 3)
+    page = 3 if call == "cuMemCreate" else 1
+    driver.fail(call, NO_MEMORY, after=0 if call != "cuMemMap" else 2)
+    if not is_unwound:
+        driver.fail("cuMemUnmap", UNKNOWN)
+    with pytest.raises(CudaError, match=call) as caught:
+        memory.page_address(page)
+    assert caught.value.errno == errno.ENOMEM
+    driver.fail_no_more()
+    for page in range(4):
+        driver.write(memory.page_address(page), bytes(PAGE))
+    memory.release(0, 4)
+    assert driver.used_bytes == 0
+
+
+def test_a_copy_is_there_when_it_returns(driver, memory):
+    """A kernel of another stream may write the target next."""
+    base = memory.reserve(4 * PAGE)
+    memory.map(0, 0, 2)
+    stream = driver.cuStreamCreate(1)[1]
+    driver.queue(stream, lambda: driver.write(base, b"source"))
+    memory.copy_page(0, 1)
+    assert driver.read(base + PAGE, 6) == b"source"
+    memory.copy_page(1, 0)
+    assert driver.calls["cuMemMap"] == 4, "the second copy maps nothing"
 
 
 def test_every_thread_gets_the_context_once(driver, memory):

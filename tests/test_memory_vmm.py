@@ -19,7 +19,7 @@ import pytest
 from memory.allocator import PageAllocator
 from memory.cuda_vmm import CudaMemory
 from memory.kv_manager import KVManager
-from memory.vmm import LinuxMemory, VirtualMemory
+from memory.vmm import LinuxMemory
 from tests.fakes_cuda import FakeDriver
 
 PAGE = 64 << 10
@@ -29,7 +29,7 @@ PAGE = 64 << 10
 class Space:
     """Memory, and how whoever computes there reads and writes a byte."""
 
-    memory: VirtualMemory
+    memory: LinuxMemory | CudaMemory
     peek: Callable[[int], int]
     poke: Callable[[int, int], None]
 
@@ -86,6 +86,22 @@ def test_a_page_is_copied_wherever_it_is(space):
     space.memory.map(0, 3, 1)
     space.memory.map(PAGE, 6, 1)
     assert (space.peek(base + 5), space.peek(base + PAGE + 5)) == (77, 78)
+
+
+def test_a_page_has_an_address_wherever_it_is(space):
+    base = space.memory.reserve(16 * PAGE)
+    space.memory.prepare(0, 3)
+    space.memory.map(0, 3, 1)
+    space.poke(base + 5, 77)
+    address = space.memory.page_address(3)
+    assert space.peek(address + 5) == 77
+    space.memory.unmap(0, 1)
+    space.poke(address + 5, 78)
+    space.poke(space.memory.page_address(5) + 5, 79)  # one that has never been mapped
+    assert space.memory.page_address(3) == address
+    space.memory.map(4 * PAGE, 3, 1)
+    space.memory.map(8 * PAGE, 5, 1)
+    assert (space.peek(base + 4 * PAGE + 5), space.peek(base + 8 * PAGE + 5)) == (78, 79)
 
 
 def test_one_page_at_two_addresses(space):
