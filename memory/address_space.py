@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from memory.kv_range import HOLE
+from memory.runs import runs_of
 from memory.vmm import VirtualMemory
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,10 @@ class MappingStats:
     seconds: float = 0.0
     num_ahead: int = 0
     num_waits: int = 0
+
+    def seconds_for(self, num_calls: int) -> float:
+        """What so many calls take; 0 before the first one."""
+        return num_calls * self.seconds / max(1, self.num_calls)
 
 
 class AddressSpace:
@@ -324,14 +329,3 @@ def _num_runs(pages: Sequence[int]) -> int:
             runs += 1
         previous = page
     return runs
-
-
-def runs_of(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """(first, length) of the runs of consecutive numbers in a sorted list."""
-    found: list[tuple[int, int]] = []
-    for number in numbers:
-        if found and number == sum(found[-1]):
-            found[-1] = (found[-1][0], found[-1][1] + 1)
-        else:
-            found.append((number, 1))
-    return found

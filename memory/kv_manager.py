@@ -19,14 +19,15 @@ most models have one group. Pages that are behind the window of their group are 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from memory.address_space import AddressSpace, runs_of
+from memory.address_space import AddressSpace
 from memory.allocator import PageAllocator
 from memory.kv_range import HOLE, PrefixHit, Range, RangePart
 from memory.layer_groups import LayerGroup, PageLayout
 from memory.prefix_cache import PrefixCache
 from memory.prefix_finder import PrefixFinder
+from memory.runs import runs_of
 from memory.vmm import VirtualMemory
 
 logger = logging.getLogger(__name__)
@@ -135,14 +136,34 @@ class KVManager:
         Pages promised to ranges that still grow into their prompt are not counted as free.
         """
         need = self.pages_for(num_tokens)
-        if hit is not None:  # what others hold already costs nothing
+        if hit is not None:
             references = self.allocator.num_references
-            for group, part in zip(self.layout.groups, hit.parts, strict=True):
-                if group.window is None:  # else other pages take their place
-                    need -= sum([references(page) > 1 for page in part.shared])
+            need -= self.num_held(hit)
+            for part in hit.parts:
                 need += sum([references(page) == 1 for page in part.copied])
         unpromised = self.num_available - self._promised - spare_pages
         return bool(self._idle) and need <= unpromised and not self._has_too_many_mappings()
+
+    def num_held(self, hit: PrefixHit) -> int:
+        """Pages of a hit that others hold already, so that they cost nothing. Behind a window
+        other pages take their place: those do not count."""
+        references = self.allocator.num_references
+        return sum(
+            sum([references(page) > 1 for page in part.shared])
+            for group, part in zip(self.layout.groups, hit.parts, strict=True)
+            if group.window is None
+        )
+
+    @property
+    def num_saved(self) -> int:
+        """Pages that sequences would hold more if they shared none; a little less while pages are
+        on their way to or from the disk."""
+        held = sum([len(p.pages) - p.num_passed for item in self.ranges for p in item.parts])
+        return max(0, held - self.num_in_use)
+
+    def map_seconds(self, hit: PrefixHit) -> float:
+        """What mapping it takes, as mapping went so far."""
+        return self.space.stats.seconds_for(hit.num_calls)
 
     def _has_too_many_mappings(self) -> bool:
         is_anyone_open = len(self._idle) < len(self.ranges)
@@ -154,10 +175,15 @@ class KVManager:
         """Of a sequence with these page keys, tokens that memory knows. From any thread."""
         return self._finder.num_tokens(keys, self.range_tokens, self.prefixes.index.has_key)
 
-    def fetch(self, keys: Sequence[bytes]) -> bool:
+    def fetch(
+        self,
+        keys: Sequence[bytes],
+        compute_s: Callable[[int, int], float] = lambda num_tokens, num_known: 0.0,
+    ) -> bool:
         """Begin to bring back from the store what memory has forgotten of a sequence with these
-        page keys, into pages that nobody is promised; whether something is on its way."""
-        return self._finder.fetch(keys, self.num_available - self._promised)
+        page keys, into pages that nobody is promised, unless computing it takes less time (as
+        PrefixFinder.fetch has it); whether something is on its way."""
+        return self._finder.fetch(keys, self.num_available - self._promised, compute_s)
 
     def remember(self, target: Range, keys: Sequence[bytes], num_computed: int) -> None:
         """Let the prefix cache know the range's pages that are complete by now. keys: of its
@@ -388,12 +414,8 @@ class KVManager:
         owners: dict[int, int] = {}
         for item in self.ranges:
             assert item.is_open != (item.index in self._idle), f"range {item.index}"
-            assert item.is_open or not (item.pages or item.promised), f"range {item.index}"
-            assert item.capacity == min(p.group.tokens_in(len(p.pages)) for p in item.parts)
-            is_dirty = not all(part.is_settled for part in item.parts)
+            is_dirty = item.check(self.space, owners)
             assert is_dirty == (item.index in self._dirty), f"range {item.index}"
-            for part in item.parts:
-                part.check(self.space, owners)
         promised = sum(item.promised for item in self.ranges)
         assert promised == self._promised, f"{promised} promised, counted {self._promised}"
         self.prefixes.check_integrity(owners)

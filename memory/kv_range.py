@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from memory.layer_groups import GroupPages
+from memory.runs import runs_of
 
 if TYPE_CHECKING:
     from memory.address_space import AddressSpace
@@ -75,6 +76,14 @@ class Range:
         """All that it holds."""
         return [page for part in self.parts for page in part.held]
 
+    def check(self, space: AddressSpace, owners: dict[int, int]) -> bool:
+        """As RangePart.check, for all parts; whether anything is due at the next commit."""
+        assert self.is_open or not (self.pages or self.promised), f"range {self.index}"
+        assert self.capacity == min(p.group.tokens_in(len(p.pages)) for p in self.parts)
+        for part in self.parts:
+            part.check(space, owners)
+        return not all(part.is_settled for part in self.parts)
+
     @property
     def num_known(self) -> int:
         """Leading keys whose pages have been offered to the prefix cache."""
@@ -97,3 +106,8 @@ class PrefixHit:
 
     num_tokens: int
     parts: list[PartHit]
+
+    @property
+    def num_calls(self) -> int:
+        """System calls and copies to map it, at most: one for a run of consecutive pages."""
+        return sum([len(runs_of(part.shared)) + len(part.copied) for part in self.parts])

@@ -47,7 +47,8 @@ class PageStore(Protocol):
 class PrefixStats:
     """Since the start: tokens asked for and found in memory; pages that memory has forgotten,
     that were written to the store, that came back from there, and that could not be read back.
-    num_failed: writes that went wrong; their pages are written again later."""
+    num_failed: writes that went wrong; their pages are written again later. num_declined: times
+    that computing again was expected to be quicker than loading."""
 
     num_asked_tokens: int = 0
     num_hit_tokens: int = 0
@@ -56,3 +57,4 @@ class PrefixStats:
     num_loaded: int = 0
     num_lost: int = 0
     num_failed: int = 0
+    num_declined: int = 0

@@ -23,6 +23,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
 from memory.allocator import PageAllocator
+from memory.load_times import LoadTimes
 from memory.page_store import Chain, PageStore, PrefixStats
 from memory.prefix_index import PrefixIndex
 from memory.spill_health import SpillStats
@@ -70,6 +71,7 @@ class PrefixCache:
         self._unwritten: OrderedDict[int, bytes] = OrderedDict()  # oldest first
         self._writes: deque[_Write] = deque()
         self._loads: deque[_Load] = deque()
+        self.load_times = LoadTimes()
         self._rest: tuple[Chain, int] | None = None  # to be fetched after the loads
         # Whatever the disk does, most pages can be had.
         self._max_writes = max(1, min(_MAX_WRITES, allocator.num_pages // 8))
@@ -198,6 +200,8 @@ class PrefixCache:
                 self._writes.append(write)
         while self._loads and self._loads[0].future.done():
             self._end_load(self._loads.popleft())
+            if not self._loads:
+                self.load_times.end()
 
     def _discards(self, key: bytes) -> bool:
         """Then a hung write does not need its page any more: nobody will find what it writes."""
@@ -298,6 +302,7 @@ class PrefixCache:
             (key, self._address_of(page)) for (key, _), page in zip(wanted, pages, strict=False)
         ]
         futures = self._store.load_many(places)
+        self.load_times.begin(futures)
         for (key, parent), page, future in zip(wanted, pages, futures, strict=False):
             self._loads.append(_Load(key, parent, page, future))
 

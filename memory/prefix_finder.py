@@ -65,9 +65,14 @@ class PrefixFinder:
                 place += 1
             part.num_known = place
 
-    def fetch(self, keys: Sequence[bytes], num_spare: int) -> bool:
+    def fetch(
+        self, keys: Sequence[bytes], num_spare: int, compute_s: Callable[[int, int], float]
+    ) -> bool:
         """Begin to bring back what the store knows of the longest beginning whose missing pages
-        fit into num_spare ones; whether something is on its way."""
+        fit into num_spare ones, unless computing it is quicker; whether something is on its way.
+
+        compute_s(n, k): seconds to compute the first n tokens when k are known; 0: who knows.
+        """
         cache, index = self._cache, self._cache.index
         if not cache.has_store or cache.is_fetching:
             return cache.is_fetching
@@ -79,6 +84,12 @@ class PrefixFinder:
             known = [index.page_of(key) for key, _ in needed if index.has_key(key)]
             excess = len(needed) - len(known) - min(num_spare, cache.num_free_beside(known))
             if excess <= 0 or len(needed) == len(known):
+                num_known = self.num_tokens(keys, num_tokens, index.has_key)
+                load_s = cache.load_times.seconds(len(needed) - len(known))
+                if 0.0 < compute_s(num_tokens, num_known) < load_s:
+                    cache.load_times.declined()
+                    cache.stats.num_declined += 1
+                    return False
                 return cache.fetch(needed, num_spare)
             first = self._layout.groups[0]
             end = first.tokens_in(max(0, first.places_for(num_tokens) - excess))

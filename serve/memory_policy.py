@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memory.kv_manager import KVManager
+from memory.kv_range import PrefixHit
 from serve.future_memory import Entry, Future
 from serve.length_predictor import HistoryPredictor, LengthPredictor
 from serve.request import FinishReason
@@ -34,8 +35,15 @@ class MemoryPolicy:
     predicted_peak_pages: int | None = None
     """At the last question."""
 
-    def admits(self, sequence: Sequence, running: list[Sequence], step: int) -> bool:
-        """Whether it may run beside the running ones. Its tokens of now fit."""
+    def admits(
+        self,
+        sequence: Sequence,
+        running: list[Sequence],
+        step: int,
+        hit: PrefixHit | None = None,
+    ) -> bool:
+        """Whether it may run beside the running ones, beginning with a hit of the prefix cache.
+        Its tokens of now fit."""
         return True
 
     def arrived(self, sequence: Sequence) -> None:
@@ -59,18 +67,30 @@ class MemoryPolicy:
         return None, None
 
 
+def _num_shared(kv: KVManager, hit: PrefixHit | None) -> int:
+    """Pages that count once for each sequence, and are there once for several: those that the
+    running ones share, and those of a hit that some of them hold. When a sharer ends, what it
+    needed goes with it, so the difference never turns against the others."""
+    return kv.num_saved + (kv.num_held(hit) if hit is not None else 0)
+
+
 class PromptOnly(MemoryPolicy):
     """Grow greedily."""
 
     def __init__(self, kv: KVManager) -> None:
         self._kv = kv
 
-    def admits(self, sequence: Sequence, running: list[Sequence], step: int) -> bool:
+    def admits(
+        self,
+        sequence: Sequence,
+        running: list[Sequence],
+        step: int,
+        hit: PrefixHit | None = None,
+    ) -> bool:
         # A spare page for everyone who runs: who is admitted into the last page would be
         # preempted by the next token of another, again and again.
-        return self._kv.can_fit(
-            sequence.num_tokens, spare_pages=len(running) * len(self._kv.layout.groups)
-        )
+        spare_pages = len(running) * len(self._kv.layout.groups)
+        return self._kv.can_fit(sequence.num_tokens, spare_pages, hit)
 
 
 class WorstCase(MemoryPolicy):
@@ -83,8 +103,15 @@ class WorstCase(MemoryPolicy):
     def _pages(self, sequence: Sequence) -> int:
         return self._kv.pages_for(sequence.max_tokens_total)
 
-    def admits(self, sequence: Sequence, running: list[Sequence], step: int) -> bool:
-        self.predicted_peak_pages = self._reserved + self._pages(sequence)
+    def admits(
+        self,
+        sequence: Sequence,
+        running: list[Sequence],
+        step: int,
+        hit: PrefixHit | None = None,
+    ) -> bool:
+        pages = self._reserved + self._pages(sequence)
+        self.predicted_peak_pages = pages - _num_shared(self._kv, hit)
         return self.predicted_peak_pages <= self._kv.num_pages
 
     def started(self, sequence: Sequence, step: int) -> None:
@@ -129,7 +156,13 @@ class FuturePeak(MemoryPolicy):
     def capacity_pages(self) -> int:
         return self._kv.num_pages
 
-    def admits(self, sequence: Sequence, running: list[Sequence], step: int) -> bool:
+    def admits(
+        self,
+        sequence: Sequence,
+        running: list[Sequence],
+        step: int,
+        hit: PrefixHit | None = None,
+    ) -> bool:
         # Nobody has ended since it was refused: the others have only grown.
         if self._refused is sequence and step % _RECHECK_STEPS:
             return False
@@ -139,14 +172,16 @@ class FuturePeak(MemoryPolicy):
         if self._asked is None or self._asked[0] is not sequence:
             self._asked = sequence, self._lengths(sequence)
         first = self._first_step(sequence, step)
-        capacity, total = self.capacity_pages, 0
+        num_shared = _num_shared(self._kv, hit)
+        capacity, total = self.capacity_pages + num_shared, 0
         for future, length in zip(futures, self._asked[1], strict=False):
             entry = _entry(sequence, length, first, 0)
             future.add(entry)
             total += future.peak_pages(self._kv, capacity)
             future.remove(entry)
-        self.predicted_peak_pages = total // len(futures)
-        is_admitted = self.predicted_peak_pages <= capacity
+        peak_pages = total // len(futures)
+        self.predicted_peak_pages = peak_pages - num_shared
+        is_admitted = peak_pages <= capacity
         self._refused = None if is_admitted else sequence
         return is_admitted
 

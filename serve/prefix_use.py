@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from memory.kv_manager import KVManager
 from memory.kv_range import PrefixHit
@@ -17,10 +17,17 @@ _FETCH_LIMIT_S = 2.0
 class PrefixUse:
     """Names the pages of sequences, asks the K/V manager for them, offers what is complete."""
 
-    def __init__(self, kv: KVManager, hasher: PrefixHasher | None) -> None:
-        """hasher: names the pages; None: nothing is ever found or offered."""
+    def __init__(
+        self,
+        kv: KVManager,
+        hasher: PrefixHasher | None,
+        prefill_seconds: Callable[[int, int], float],
+    ) -> None:
+        """hasher: names the pages; None: nothing is ever found or offered. prefill_seconds(n, k):
+        to compute n tokens when the first k are known; 0: who knows."""
         self._kv = kv
         self._hasher = hasher
+        self._prefill_seconds = prefill_seconds
         self._fetch_until_s = 0.0
 
     @property
@@ -67,16 +74,22 @@ class PrefixUse:
             sequence.num_tokens, hit=self.match(sequence)
         ):
             sequence.has_fetched = True
-            self._kv.fetch(sequence.page_keys)
+            self._kv.fetch(sequence.page_keys, self._prefill_seconds)
             self._fetch_until_s = now_s + _FETCH_LIMIT_S
         return self._kv.prefixes.is_fetching
 
     def match(self, sequence: Sequence) -> PrefixHit | None:
-        """What is at hand of it; something is always left to compute."""
+        """What is at hand of it, unless computing it takes less time than mapping it; something
+        is always left to compute."""
         if self._hasher is None:
             return None
         self._extend_keys(sequence)
-        return self._kv.match(sequence.page_keys, sequence.num_tokens - 1)
+        hit = self._kv.match(sequence.page_keys, sequence.num_tokens - 1)
+        if hit is None or 0.0 < self._prefill_seconds(hit.num_tokens, 0) < self._kv.map_seconds(
+            hit
+        ):
+            return None
+        return hit
 
     def open(self, sequence: Sequence, hit: PrefixHit | None) -> None:
         """Give the sequence a range, with what was hit."""

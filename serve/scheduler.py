@@ -49,14 +49,15 @@ class Scheduler:
         self.limits = limits
         self.kv = kv
         self.policy = PromptOnly(kv) if policy is None else policy
-        self.prefixes = PrefixUse(kv, hasher)
         self.waiting = Order() if order is None else order
         self.chunks = ChunkPolicy(
             min(limits.max_num_batched_tokens, limits.max_chunk_tokens),
             limits.inter_token_slo_s,
             by_slack=not self.waiting.preempts,
         )
-        self.waiting.prefill_seconds = self.chunks.model.prefill_seconds
+        prefill_seconds = self.chunks.model.prefill_seconds
+        self.waiting.prefill_seconds = prefill_seconds
+        self.prefixes = PrefixUse(kv, hasher, prefill_seconds)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.num_given_way = 0  # of those, not for want of memory
@@ -261,7 +262,7 @@ class Scheduler:
     def _fits(self, sequence: Sequence, hit: PrefixHit | None) -> bool:
         if not self.kv.can_fit(sequence.num_tokens, hit=hit):
             return False
-        return not self.running or self.policy.admits(sequence, self.running, self.num_steps)
+        return not self.running or self.policy.admits(sequence, self.running, self.num_steps, hit)
 
     def _gives_way(self, sequence: Sequence) -> Sequence | None:
         """A running one to preempt so that a waiting one of a higher rank can run."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from memory.kv_manager import KVManager
 from memory.layer_groups import LayerGroup
@@ -114,11 +114,17 @@ def check_mapping(kv: KVManager, memory: FakeMemory) -> None:
 
 
 def make_request(
-    num_prompt: int = 5, request_id: str = "r", num_tokens: int = 8, **params: object
+    num_prompt: int = 5,
+    request_id: str = "r",
+    num_tokens: int = 8,
+    prompt: Iterable[int] | None = None,
+    **params: object,
 ) -> Request:
+    """prompt: token ids; by default num_prompt from 10 on."""
     settings: dict[str, object] = {"temperature": 0.0, "seed": 0} | params
     sampling = SamplingParams(max_tokens=num_tokens, **settings)  # type: ignore[arg-type]
-    return Request(request_id, None, tuple(range(10, 10 + num_prompt)), sampling, 0.0)
+    ids = range(10, 10 + num_prompt) if prompt is None else prompt
+    return Request(request_id, None, tuple(ids), sampling, 0.0)
 
 
 def make_seq(num_prompt: int = 5, eos: frozenset[int] = frozenset(), **kwargs: object) -> Sequence:

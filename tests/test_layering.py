@@ -25,6 +25,8 @@ PURE = [
     "serve/order.py",
     "serve/plan.py",
     "serve/prefix_use.py",
+    "memory/load_times.py",
+    "memory/runs.py",
     "serve/length_predictor.py",
     "serve/sequence.py",
     "serve/request.py",

@@ -72,7 +72,7 @@ class Device:
             )
             assert self.driver.read(start, PAGE) == content(keys[place], PAGE)
         self.kv.close(target)
-        return len(hit.shared)
+        return len(hit.parts[0].shared)
 
     def settle(self) -> None:
         """Until everything is stored and nothing is on its way."""
