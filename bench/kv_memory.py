@@ -2,7 +2,8 @@
 
 Steps of the embedded model whose sequences all grow, with pages mapped before the run, ahead by
 the thread, and at the step; what one page costs; decode attention over mapped pages against plain
-memory; how much is mapped in vain, and in how many mappings. Arms alternate within one run.
+memory; how much is mapped in vain, and in how many mappings; what a model with sliding windows
+needs. Arms alternate within one run.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from rich.table import Table
 
 from bench.report import percentile
 from memory.kv_manager import KVManager
+from memory.layer_groups import LayerGroup
 from memory.vmm import LinuxMemory
 from ops.native import Int8Attention, Int8AttentionStep
 from quant.kv import TILE_TOKENS, Int8KVFormat
@@ -44,6 +46,7 @@ def main() -> None:
     console.print(page_table(rounds=3 if quick else 30))
     console.print(layout_table(context=256 if quick else 4096, rounds=3 if quick else 15))
     console.print(waste_table(quick))
+    console.print(window_table(*((2048, 256) if quick else (8192, 1024))))
 
 
 # ---- steps
@@ -69,8 +72,7 @@ class Arm:
             num_pages=old.num_pages,
             num_ranges=self._limits.max_num_seqs,
             max_model_len=old.max_model_len,
-            token_bytes=old.token_bytes,
-            tile_tokens=old.tile_tokens,
+            groups=[group.layers for group in old.layout.groups],
             in_background=self.name == ARMS[1],
         )
 
@@ -314,6 +316,60 @@ def _replace_half(kv: KVManager, lengths: dict[int, int], count: int, rng: rando
             assert is_grown, "the pool is too small"
         kv.commit()
         kv.look_ahead([(item, item.capacity + 1) for item in new[:: 1 + len(new) // 4]])
+
+
+# ---- windows
+
+
+def window_table(context: int, window: int, rows: int = 256) -> Table:
+    """One sequence of a model with 20 layers of that window and 4 full ones, 1B-shaped heads."""
+    layer = Int8KVFormat(_KV_HEADS, _DIM, 64).token_bytes
+    page_bytes = -(-20 * layer * TILE_TOKENS // 4096) * 4096
+    full = LayerGroup(24 * layer, TILE_TOKENS)
+    groups = [LayerGroup(4 * layer, TILE_TOKENS), LayerGroup(20 * layer, TILE_TOKENS, window)]
+    table = Table("K/V kept of", "MiB at most", "sequences in 4 GiB", "us to map a chunk")
+    table.title = (
+        f"A sequence of {context:,} tokens, 20 layers with a window of {window:,} and 4 without"
+    )
+    arms: list[tuple[str, list[LayerGroup]]] = [
+        ("all tokens in every layer", [full]),
+        ("what windows reach", groups),
+    ]
+    for name, layers in arms:
+        memory = LinuxMemory(page_bytes, 2 * context // TILE_TOKENS)
+        kv = KVManager(
+            memory,
+            num_pages=2 * context // TILE_TOKENS,
+            num_ranges=1,
+            max_model_len=context,
+            groups=layers,
+            max_rows=rows,
+        )
+        memory.reserve(kv.total_bytes)
+        held, seconds = _grow(kv, context, rows)
+        mib = page_bytes / (1 << 20)
+        fit = (4 << 30) // page_bytes // kv.pages_for(context)
+        table.add_row(
+            name,
+            f"{held * mib:.1f}",
+            str(fit),
+            f"{1e6 * seconds / context * rows:.0f}",
+        )
+        kv.close(kv.ranges[0])
+        kv.close_all()
+        memory.close()
+    return table
+
+
+def _grow(kv: KVManager, context: int, rows: int) -> tuple[int, float]:
+    """A prompt in chunks; the most pages it held, and the seconds it took to map them."""
+    item, held, began = kv.open(context), 0, time.perf_counter()
+    for start in range(0, context, rows):
+        is_grown = kv.grow(item, start + rows, start)
+        assert is_grown, "the pool is too small"
+        kv.commit()
+        held = max(held, kv.num_in_use)
+    return held, time.perf_counter() - began
 
 
 if __name__ == "__main__":

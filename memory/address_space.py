@@ -21,11 +21,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from memory.kv_range import HOLE
 from memory.vmm import VirtualMemory
 
 logger = logging.getLogger(__name__)
-
-_HOLE = -1
 
 
 @dataclass(slots=True)
@@ -39,14 +38,13 @@ class MappingStats:
 
 
 class AddressSpace:
-    """The places of num_ranges ranges of range_pages pages each."""
+    """The places of ranges that begin at `offsets` (bytes) of the reservation."""
 
     def __init__(
         self,
         memory: VirtualMemory,
         *,
-        num_ranges: int,
-        range_pages: int,
+        offsets: Sequence[int],
         max_mappings: int,
         in_background: bool = True,
     ) -> None:
@@ -54,17 +52,22 @@ class AddressSpace:
         self.max_mappings = max_mappings
         self.num_mappings = 0
         self._memory = memory
-        self._range_bytes = range_pages * memory.page_bytes
-        self._shown: list[list[int]] = [[] for _ in range(num_ranges)]
-        self._num_runs = [0] * num_ranges
+        self._offsets = offsets
+        self._shown: list[list[int]] = [[] for _ in offsets]
+        self._num_runs = [0] * len(offsets)
         self._worker = _Worker(memory) if in_background else None
 
     def shown(self, index: int) -> Sequence[int]:
         """Pages at the places of a range from its first one on; -1 where nothing is mapped."""
         return self._shown[index]
 
-    def shows(self, index: int, pages: Sequence[int]) -> bool:
-        return self._shown[index][: len(pages)] == pages
+    def shows(self, index: int, pages: Sequence[int], place: int = 0) -> bool:
+        """Whether these pages are at a range's places from `place` on."""
+        shown = self._shown[index]
+        if not pages:
+            return True
+        is_begun = place < len(shown) and shown[place] == pages[0]
+        return is_begun and shown[place : place + len(pages)] == pages
 
     def show(self, index: int, pages: Sequence[int], first: int = 0) -> None:
         """Map what differs in the first len(pages) places, from `first` on; the rest stays.
@@ -90,7 +93,7 @@ class AddressSpace:
         self.stats.num_calls += 1
 
     def _offset(self, index: int, place: int) -> int:
-        return index * self._range_bytes + place * self._memory.page_bytes
+        return self._offsets[index] + place * self._memory.page_bytes
 
     def _note(self, index: int, place: int, pages: Iterable[int]) -> None:
         """These pages are at these places now."""
@@ -98,15 +101,15 @@ class AddressSpace:
         new = list(pages)
         if place == len(shown):  # the usual case: the range grows at its end
             runs = _num_runs(new)
-            if shown and new and new[0] == shown[-1] + 1 and shown[-1] != _HOLE:
+            if shown and new and new[0] == shown[-1] + 1 and shown[-1] != HOLE:
                 runs -= 1
             shown += new
             self._count(index, self._num_runs[index] + runs)
             return
         if place > len(shown):
-            shown += [_HOLE] * (place - len(shown))
+            shown += [HOLE] * (place - len(shown))
         shown[place : place + len(new)] = new
-        while shown and shown[-1] == _HOLE:
+        while shown and shown[-1] == HOLE:
             shown.pop()
         self._count(index, _num_runs(shown))
 
@@ -143,7 +146,7 @@ class AddressSpace:
         if self._memory.maps_beside_kernels:  # else the thread only prepares the pages
             stale = self._shown[index][place : place + length]
         if stale:  # about to go: nobody may count on it any more
-            self._note(index, place, [_HOLE] * len(stale))
+            self._note(index, place, [HOLE] * len(stale))
         return _Job(index, place, self._offset(index, place), first_page, length, stale)
 
     def _restore(self, jobs: Iterable[_Job]) -> None:
@@ -177,14 +180,15 @@ class AddressSpace:
 
     # ---- unmapping
 
-    def cut(self, index: int, keep: int) -> None:
-        """Unmap what the range shows beyond its first `keep` places."""
+    def cut(self, index: int, first: int = 0, end: int | None = None) -> None:
+        """Unmap what the range shows from place `first` to before `end`."""
         self.settle()
         shown = self._shown[index]
-        mapped = [i for i in range(keep, len(shown)) if shown[i] != _HOLE]
+        end = len(shown) if end is None else min(end, len(shown))
+        mapped = [i for i in range(first, end) if shown[i] != HOLE]
         for place, length in runs_of(mapped):
             self._memory.unmap(self._offset(index, place), length)
-            self._note(index, place, [_HOLE] * length)
+            self._note(index, place, [HOLE] * length)
 
     def close(self) -> None:
         """End the thread."""
@@ -314,9 +318,9 @@ def _differing(
 def _num_runs(pages: Sequence[int]) -> int:
     """Mappings that the kernel needs for pages at consecutive places."""
     runs = 0
-    previous = _HOLE
+    previous = HOLE
     for page in pages:
-        if page != _HOLE and (previous == _HOLE or page != previous + 1):
+        if page != HOLE and (previous == HOLE or page != previous + 1):
             runs += 1
         previous = page
     return runs

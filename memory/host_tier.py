@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 
 from memory.host_worker import HostCounters, HostWorker, Request
 from memory.page_copy import PageCopier
-from memory.prefix_cache import PageStore
+from memory.page_store import PageStore
 from memory.spill_health import SpillStats
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from functools import partial
 
 from memory.host_arena import Entry, HostArena
 from memory.page_copy import PageCopier
-from memory.prefix_cache import PageStore
+from memory.page_store import PageStore
 
 logger = logging.getLogger(__name__)
 

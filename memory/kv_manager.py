@@ -5,7 +5,8 @@ pages as its sequence grows (`grow`). Growing only changes the books; `commit` e
 space, at the step boundary, before anything may touch the new positions. `look_ahead` lets a
 thread map what the next steps will need. Pages whose tokens are computed can be remembered
 (`remember`) and mapped into other ranges that begin with the same tokens (`match`, `open`):
-prefix sharing without a copy.
+prefix sharing without a copy. A range has a part for each group of layers (layer_groups.py);
+most models have one group. Pages that are behind the window of their group are given back.
 
 +--------------------------------------------------------------------------------------+
 | invariants: a page is free, or has as many references as ranges hold it, plus one if the|
@@ -19,49 +20,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from math import lcm
 
 from memory.address_space import AddressSpace, runs_of
 from memory.allocator import PageAllocator
+from memory.kv_range import HOLE, PrefixHit, Range, RangePart
+from memory.layer_groups import LayerGroup, PageLayout
 from memory.prefix_cache import PrefixCache
+from memory.prefix_finder import PrefixFinder
 from memory.vmm import VirtualMemory
 
 logger = logging.getLogger(__name__)
 
 # Linux allows 65,530 mappings in a process, and others need some too.
 MAX_MAPPINGS = 48_000
-# What is mapped in an idle range for whoever comes next: a first chunk.
-_EAGER_TOKENS = 256
-
-
-@dataclass(slots=True)
-class Range:
-    """One range. capacity: tokens that fit in its pages; promised: pages it was opened for and
-    has not been granted yet; valid: leading pages that the address space is known to show.
-
-    copies: (source page, place) that are due at the next commit. num_known: leading pages that
-    have been offered to the prefix cache.
-    """
-
-    index: int
-    pages: list[int] = field(default_factory=list)
-    capacity: int = 0
-    valid: int = 0
-    promised: int = 0
-    is_open: bool = False
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    num_known: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
-    """num_tokens whose K/V is at hand: `shared` pages to map, then `copied` ones to copy, because
-    the sequence's next tokens are written into them."""
-
-    num_tokens: int
-    shared: list[int]
-    copied: list[int]
+_EAGER_TOKENS = 256  # mapped in an idle range for whoever comes next: a first chunk
+_UNMAP_PLACES = 64  # behind a window, in one call
 
 
 class KVManager:
@@ -74,29 +47,40 @@ class KVManager:
         num_pages: int,
         num_ranges: int,
         max_model_len: int,
-        token_bytes: int,
+        token_bytes: int = 0,
         tile_tokens: int = 1,
+        groups: Sequence[LayerGroup] = (),
+        max_rows: int | None = None,
         in_background: bool = True,
     ) -> None:
-        """tile_tokens: tokens that are stored interleaved and need their memory together.
+        """groups: of layers; by default one without a window, of these token_bytes in tiles of
+        tile_tokens. max_rows: tokens that one step computes of a sequence, at most.
         in_background: map ahead of need in a thread."""
+        groups = groups or (LayerGroup(token_bytes, tile_tokens),)
         self.page_bytes = memory.page_bytes
-        self.token_bytes = token_bytes
         self.max_model_len = max_model_len
-        self.tile_tokens = tile_tokens
-        self._tile_bytes = token_bytes * tile_tokens
-        # A range starts on a page and holds a whole number of tiles, so that a tile's address
-        # is simply (range start + position) // tile_tokens * tile_bytes.
-        unit = lcm(self.page_bytes, self._tile_bytes)
-        self.range_bytes = -(-self._bytes_for(max_model_len) // unit) * unit
-        self.range_tokens = self.range_bytes // token_bytes
+        max_rows = max_rows or max_model_len
+        self.layout = PageLayout(groups, memory.page_bytes, max_model_len, max_rows)
+        self.token_bytes = self.layout.token_bytes
+        self.range_tokens = self.layout.range_tokens
+        self.page_end = self.layout.page_end
+        self.pages_for = self.layout.pages_for
         self.allocator = PageAllocator(num_pages)
         self.prefixes = PrefixCache(self.allocator)
-        self.ranges = [Range(i) for i in range(num_ranges)]
+        self._finder = PrefixFinder(self.layout, self.prefixes)
+        self.match = self._finder.match
+        numbered = list(enumerate(self.layout.groups))
+        self.ranges = [
+            Range(i, [RangePart(group, number * num_ranges + i) for number, group in numbered])
+            for i in range(num_ranges)
+        ]
         self.space = AddressSpace(
             memory,
-            num_ranges=num_ranges,
-            range_pages=self.range_bytes // self.page_bytes,
+            offsets=[
+                self.group_offset(number) + i * self.range_tokens * group.token_bytes
+                for number, group in numbered
+                for i in range(num_ranges)
+            ],
             max_mappings=MAX_MAPPINGS,
             in_background=in_background,
         )
@@ -110,7 +94,12 @@ class KVManager:
     @property
     def total_bytes(self) -> int:
         """Virtual bytes of all ranges: what must be reserved."""
-        return self.range_bytes * len(self.ranges)
+        return self.group_offset(len(self.layout.groups))
+
+    def group_offset(self, number: int) -> int:
+        """Where a group's ranges begin in the reservation; for the last number + 1, its end."""
+        before = sum([group.token_bytes for group in self.layout.groups[:number]])
+        return self.range_tokens * len(self.ranges) * before
 
     @property
     def num_pages(self) -> int:
@@ -136,19 +125,6 @@ class KVManager:
         """Pages with memory behind them."""
         return self.num_pages - self.allocator.num_free + self.allocator.num_warm
 
-    def _bytes_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.tile_tokens) * self._tile_bytes
-
-    def _tokens_in(self, num_pages: int) -> int:
-        return num_pages * self.page_bytes // self._tile_bytes * self.tile_tokens
-
-    def pages_for(self, num_tokens: int) -> int:
-        return -(-self._bytes_for(num_tokens) // self.page_bytes)
-
-    def page_end(self, page: int) -> int:
-        """Tokens from the range's start on that give the page its whole content."""
-        return -(-(page + 1) * self.page_bytes // self._tile_bytes) * self.tile_tokens
-
     def start_of(self, index: int) -> int:
         """Where the range begins, in tokens from the start of the reservation."""
         return index * self.range_tokens
@@ -160,8 +136,11 @@ class KVManager:
         """
         need = self.pages_for(num_tokens)
         if hit is not None:  # what others hold already costs nothing
-            need -= sum(self.allocator.num_references(page) > 1 for page in hit.shared)
-            need += sum(self.allocator.num_references(page) == 1 for page in hit.copied)
+            references = self.allocator.num_references
+            for group, part in zip(self.layout.groups, hit.parts, strict=True):
+                if group.window is None:  # else other pages take their place
+                    need -= sum([references(page) > 1 for page in part.shared])
+                need += sum([references(page) == 1 for page in part.copied])
         unpromised = self.num_available - self._promised - spare_pages
         return bool(self._idle) and need <= unpromised and not self._has_too_many_mappings()
 
@@ -171,34 +150,19 @@ class KVManager:
 
     # ---- prefix cache
 
-    def match(self, keys: Sequence[bytes], max_tokens: int) -> PrefixHit | None:
-        """The longest cached beginning of a sequence with these page keys, at most max_tokens
-        (something must be left to compute)."""
-        pages = self.prefixes.index.match(keys)
-        num_tokens = min(self._tokens_in(len(pages)), max_tokens)
-        if num_tokens <= 0:
-            return None
-        self.prefixes.index.touch(keys[len(pages) - 1])
-        first_written = num_tokens // self.tile_tokens * self._tile_bytes // self.page_bytes
-        end = self.pages_for(num_tokens)
-        return PrefixHit(num_tokens, pages[:first_written], pages[first_written:end])
+    def num_known_tokens(self, keys: Sequence[bytes]) -> int:
+        """Of a sequence with these page keys, tokens that memory knows. From any thread."""
+        return self._finder.num_tokens(keys, self.range_tokens, self.prefixes.index.has_key)
 
     def fetch(self, keys: Sequence[bytes]) -> bool:
         """Begin to bring back from the store what memory has forgotten of a sequence with these
         page keys, into pages that nobody is promised; whether something is on its way."""
-        return self.prefixes.fetch(keys, self.num_available - self._promised)
+        return self._finder.fetch(keys, self.num_available - self._promised)
 
     def remember(self, target: Range, keys: Sequence[bytes], num_computed: int) -> None:
-        """Let the prefix cache know the range's pages that are complete by now.
-
-        keys: of its pages, as far as they are known.
-        """
-        place = target.num_known
-        while place < len(keys) and self.page_end(place) <= num_computed:
-            parent = keys[place - 1] if place else None
-            self.prefixes.remember(keys[place], parent, target.pages[place])
-            place += 1
-        target.num_known = place
+        """Let the prefix cache know the range's pages that are complete by now. keys: of its
+        pages, as far as they are known."""
+        self._finder.remember(target, keys, num_computed)
 
     # ---- pages of ranges
 
@@ -209,75 +173,109 @@ class KVManager:
         pages already, else the best fit: the fewest mapped pages that suffice, else the fullest.
         The caller has checked can_fit.
         """
-        need = self.pages_for(num_tokens)
-        found = self.ranges[self._choose(need, hit.shared if hit else [])]
+        found = self.ranges[self._choose(num_tokens, hit)]
         self._idle.discard(found.index)
         found.is_open = True
+        found.num_promised = num_tokens
         if hit is not None:
-            for page in (*hit.shared, *hit.copied):
-                self.prefixes.hold(page)
-            found.pages.extend(hit.shared)
-            found.num_known = len(hit.shared)
-            for source in hit.copied:
-                found.copies.append((source, len(found.pages)))
-                found.pages.append(self._take(found))
-            found.capacity = self._tokens_in(len(found.pages))
-            self._dirty.add(found.index)
-        self._promise(found, max(0, need - len(found.pages)))
+            self._begin_with(found, hit)
+        self._promise(found)
         return found
 
-    def _choose(self, need: int, shared: Sequence[int]) -> int:
+    def _begin_with(self, target: Range, hit: PrefixHit) -> None:
+        for part, found in zip(target.parts, hit.parts, strict=True):
+            for page in (*found.shared, *found.copied):
+                self.prefixes.hold(page)
+            part.num_passed = part.valid = found.first
+            part.pages.extend([HOLE] * found.first + found.shared)
+            part.num_known = len(part.pages)
+        for part, found in zip(target.parts, hit.parts, strict=True):
+            for source in found.copied:
+                part.copies.append((source, len(part.pages)))
+                part.pages.append(self._take(part))
+        self._has_grown(target)
+
+    def _choose(self, num_tokens: int, hit: PrefixHit | None = None) -> int:
+        need = self.layout.groups[0].places_for(num_tokens)
         sizes: dict[int, int] = {}
-        last = len(shared) - 1
+        first, shared = (hit.parts[0].first, hit.parts[0].shared) if hit else (0, [])
+        last = first + len(shared) - 1
         for index in self._idle:
             shown = self.space.shown(index)
             sizes[index] = size = len(shown)
             # Many may show the beginning: where the last page is another one, no list is compared.
-            is_like = 0 <= last < size and shown[last] == shared[last]
-            if is_like and self.space.shows(index, shared):
+            is_like = first <= last < size and shown[last] == shared[-1]
+            if is_like and self.space.shows(index, shared, first):
                 return index
         enough = [index for index, size in sizes.items() if size >= need]
         return min(enough, key=sizes.__getitem__) if enough else max(sizes, key=sizes.__getitem__)
 
-    def _promise(self, target: Range, num_pages: int) -> None:
-        self._promised += num_pages - target.promised
-        target.promised = num_pages
+    def _promise(self, target: Range) -> None:
+        promised = 0
+        if target.is_open and target.capacity < target.num_promised:
+            held = sum([len(part.pages) - part.num_passed for part in target.parts])
+            promised = max(0, self.pages_for(target.num_promised) - held)
+        self._promised += promised - target.promised
+        target.promised = promised
 
-    def _take(self, target: Range) -> int:
-        """A free page for the range's next place, the one that is shown there if possible."""
+    def _take(self, part: RangePart, more: Sequence[int] = ()) -> int:
+        """A free page for its next place (after `more`), the one shown there if possible."""
         if not self.allocator.num_free:
             self.prefixes.evict()
-        place = len(target.pages)
-        shown = self.space.shown(target.index)
+        place = len(part.pages) + len(more)
+        shown = self.space.shown(part.index)
         there = shown[place] if place < len(shown) and shown[place] >= 0 else None
-        return self.allocator.take(there, target.pages[-1] if target.pages else None)
+        before = more or part.pages
+        return self.allocator.take(there, before[-1] if before else None)
 
-    def grow(self, target: Range, num_tokens: int) -> bool:
-        """Grant the range pages for num_tokens in all; False (and no change) if there are none."""
+    def grow(self, target: Range, num_tokens: int, num_computed: int = 0) -> bool:
+        """Grant the range pages for num_tokens in all; False (and no page) if there are none.
+
+        Once num_computed tokens are computed, pages that no later token reaches are given back.
+        """
         if num_tokens <= target.capacity:
             return True
         assert num_tokens <= self.max_model_len, f"{num_tokens} > {self.max_model_len}"
-        missing = self.pages_for(num_tokens) - len(target.pages)
-        if missing > self.num_available:
-            return False
-        self.space.collect()
-        for _ in range(missing):
-            target.pages.append(self._take(target))
-        target.capacity = self._tokens_in(len(target.pages))
-        self._promise(target, max(0, target.promised - missing))
+        missing = 0
+        for part in target.parts:
+            if part.group.window is not None:
+                self._pass(part, part.group.first_place(num_computed))
+            missing += max(0, part.group.places_for(num_tokens) - len(part.pages))
+        has_room = missing <= self.num_available
+        if has_room:
+            self.space.collect()
+            for part in target.parts:
+                for _ in range(len(part.pages), part.group.places_for(num_tokens)):
+                    part.pages.append(self._take(part))
+            self._has_grown(target)
+        if target.promised or target.capacity < target.num_promised:
+            self._promise(target)
+        return has_room
+
+    def _has_grown(self, target: Range) -> None:
+        target.capacity = min([part.group.tokens_in(len(part.pages)) for part in target.parts])
         self._dirty.add(target.index)
-        return True
+
+    def _pass(self, part: RangePart, first: int) -> None:
+        """Give back pages before place `first`. The places may go on showing them; nobody looks."""
+        assert first <= part.valid, f"place {first} of {part.valid} was never mapped"
+        for place in range(part.num_passed, first):
+            self.prefixes.let_go(part.pages[place])
+            part.pages[place] = HOLE
+        part.num_passed = max(part.num_passed, first)
 
     def close(self, target: Range) -> None:
         """The sequence is gone. Its places go on showing its pages until others are due there."""
         assert target.is_open, f"range {target.index} is not open"
         target.is_open = False
-        self._promise(target, 0)
-        for page in (*target.pages, *(source for source, _ in target.copies)):
-            self.prefixes.let_go(page)
-        target.pages.clear()
-        target.copies.clear()
-        target.capacity = target.valid = target.num_known = 0
+        target.capacity = target.num_promised = 0
+        self._promise(target)
+        for part in target.parts:
+            if part.group.window is not None:
+                self.prefixes.use(part.held)
+            for page in (*part.held, *(source for source, _ in part.copies)):
+                self.prefixes.let_go(page)
+            part.clear()
         self._dirty.discard(target.index)
         self._idle.add(target.index)
 
@@ -293,31 +291,42 @@ class KVManager:
             return
         wanted = self._dirty if targets is None else {item.index for item in targets}
         for index in sorted(wanted & self._dirty):
-            item = self.ranges[index]
-            self.space.show(index, item.pages, item.valid)
-            while item.copies:
-                source, place = item.copies[-1]
-                self._memory.copy_page(source, item.pages[place])
-                item.copies.pop()
-                self.prefixes.let_go(source)
-            item.valid = len(item.pages)
+            for part in self.ranges[index].parts:
+                self._commit_part(part)
             self._dirty.discard(index)
         if self.space.num_mappings > self.space.max_mappings:
             self._unmap_idle()
 
+    def _commit_part(self, part: RangePart) -> None:
+        self.space.show(part.index, part.pages, part.valid)
+        while part.copies:
+            source, place = part.copies[-1]
+            self._memory.copy_page(source, part.pages[place])
+            part.copies.pop()
+            self.prefixes.let_go(source)
+        part.valid = len(part.pages)
+        if part.num_passed - part.num_unmapped >= _UNMAP_PLACES:
+            self._unmap_passed(part)
+
     def _unmap_idle(self) -> None:
         """Stale mappings give way when there are too many in all."""
-        stale = sorted(self._idle, key=lambda i: -len(self.space.shown(i)))
-        for index in stale:
+        idle = [part.index for i in self._idle for part in self.ranges[i].parts]
+        for index in sorted(idle, key=lambda i: -len(self.space.shown(i))):
             if self.space.num_mappings < self.space.max_mappings * 3 // 4:
                 return
             self._cut(index)
 
-    def _cut(self, index: int) -> None:
+    def _unmap_passed(self, part: RangePart) -> None:
+        if self._cut(part.index, part.num_unmapped, part.num_passed):
+            part.num_unmapped = part.num_passed
+
+    def _cut(self, index: int, first: int = 0, end: int | None = None) -> bool:
         try:
-            self.space.cut(index, self.ranges[index].valid)
+            self.space.cut(index, first, end)
         except OSError as error:  # nobody looks there, and mapping replaces what is there
             logger.warning("unmapping failed: %s", error)
+            return False
+        return True
 
     def look_ahead(self, wanted: Iterable[tuple[Range, int]]) -> None:
         """Let the thread map what the ranges need for that many tokens, and a little for the
@@ -325,14 +334,16 @@ class KVManager:
         if self.space.is_busy:
             return
         self.space.collect()  # after that question: now nothing is on its way
-        places: list[tuple[int, int, list[int]]] = []
-        for target, num_tokens in wanted:
-            num_tokens = min(num_tokens, self.max_model_len)
-            if num_tokens > target.capacity:
-                places.append(self._ahead_of(target, self.pages_for(num_tokens)))
+        longest = self.max_model_len
+        needs = [(item, min(number, longest)) for item, number in wanted if number > item.capacity]
         if self._idle:
-            need = self.pages_for(min(_EAGER_TOKENS, self.max_model_len))
-            places.append(self._ahead_of(self.ranges[self._choose(need, [])], need))
+            eager = min(_EAGER_TOKENS, longest)
+            needs.append((self.ranges[self._choose(eager)], eager))
+        places = [
+            self._ahead_of(part, part.group.places_for(num_tokens))
+            for target, num_tokens in needs
+            for part in target.parts
+        ]
         ahead = [page for _, _, pages in places for page in pages]
         try:
             self.space.ahead(places)
@@ -341,28 +352,22 @@ class KVManager:
                 self.allocator.give_back(page)
         self.allocator.keep(ahead)
 
-    def _ahead_of(self, target: Range, num_pages: int) -> tuple[int, int, list[int]]:
-        """(range, place, pages) that it would get next. The pages are taken."""
-        shown = self.space.shown(target.index)
-        first = len(target.pages)
+    def _ahead_of(self, part: RangePart, num_places: int) -> tuple[int, int, list[int]]:
+        """(index, place, pages) that it would get next. The pages are taken."""
         pages: list[int] = []
-        for place in range(first, num_pages):
-            if not self.num_available:
-                break
-            if not self.allocator.num_free:
-                self.prefixes.evict()
-            there = shown[place] if place < len(shown) and shown[place] >= 0 else None
-            before = pages or target.pages
-            pages.append(self.allocator.take(there, before[-1] if before else None))
-        return target.index, first, pages
+        while len(part.pages) + len(pages) < num_places and self.num_available:
+            pages.append(self._take(part, pages))
+        return part.index, len(part.pages), pages
 
     def trim(self) -> None:
         """Unmap what no sequence needs and give free pages' memory back to the system."""
         self.space.settle()
         self.prefixes.poll()
-        for item in self.ranges:
-            if len(self.space.shown(item.index)) > item.valid:
-                self._cut(item.index)
+        for part in [part for item in self.ranges for part in item.parts]:
+            if len(self.space.shown(part.index)) > part.valid:
+                self._cut(part.index, part.valid)
+            if part.num_passed > part.num_unmapped:
+                self._unmap_passed(part)
         for first, length in runs_of(self.allocator.cool()):
             try:
                 self._memory.release(first, length)
@@ -384,14 +389,11 @@ class KVManager:
         for item in self.ranges:
             assert item.is_open != (item.index in self._idle), f"range {item.index}"
             assert item.is_open or not (item.pages or item.promised), f"range {item.index}"
-            assert item.capacity == self._tokens_in(len(item.pages))
-            is_settled = item.valid == len(item.pages) and not item.copies
-            assert is_settled != (item.index in self._dirty), f"range {item.index}"
-            assert self.space.shows(item.index, item.pages[: item.valid]), f"range {item.index}"
-            for page in (*item.pages, *(source for source, _ in item.copies)):
-                owners[page] = owners.get(page, 0) + 1
-            for place in range(item.num_known, len(item.pages)):
-                assert owners[item.pages[place]] == 1, f"page {item.pages[place]} is written"
+            assert item.capacity == min(p.group.tokens_in(len(p.pages)) for p in item.parts)
+            is_dirty = not all(part.is_settled for part in item.parts)
+            assert is_dirty == (item.index in self._dirty), f"range {item.index}"
+            for part in item.parts:
+                part.check(self.space, owners)
         promised = sum(item.promised for item in self.ranges)
         assert promised == self._promised, f"{promised} promised, counted {self._promised}"
         self.prefixes.check_integrity(owners)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from memory.attention import AttentionLayer, AttentionStep, Rotation, Ticket
 from memory.kv_cache import KVCache
+from memory.layer_groups import READ_BLOCK
 from ops.backend import Backend, KeyValues
 
 
@@ -59,9 +60,7 @@ class LocalAttention:
         row = num_decodes
         for index in range(num_decodes, len(self._views)):
             n = self._step.num_rows[index]
-            # From its first position even with a window: kernels whose sums begin at fixed keys
-            # then give a row the same bits however the prompt is cut.
-            cache = self._views[index][layer]
+            cache = _reached(self._views[index][layer], n, shape.window)
             rows = q[row : row + n]
             parts.append(backend.prefill_attention(rows, cache, shape.scale, shape.window).out)
             row += n
@@ -70,6 +69,18 @@ class LocalAttention:
     def _in_cache_dtype(self, ticket: Ticket, k: Tensor, v: Tensor) -> Tensor:
         dtype = self._cache.layout.dtype
         return self.finish(Ticket(ticket.layer, ticket.q.to(dtype)), k.to(dtype), v.to(dtype), None)
+
+
+def _reached(cache: KeyValues, num_rows: int, window: int | None) -> KeyValues:
+    """The keys that the last num_rows positions see, and whole blocks of them: kernels whose sums
+    begin at fixed keys then give a row the same bits however the prompt is cut. What is before
+    may not be mapped any more."""
+    length = cache.k.shape[2]
+    first = 0 if window is None else length - num_rows + 1 - window
+    if first < READ_BLOCK:
+        return cache
+    first -= first % READ_BLOCK
+    return KeyValues(cache.k[:, :, first:], cache.v[:, :, first:])
 
 
 def _last(cache: KeyValues, num_tokens: int | None) -> KeyValues:

@@ -21,9 +21,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from typing import Protocol
 
 from memory.allocator import PageAllocator
+from memory.page_store import Chain, PageStore, PrefixStats
 from memory.prefix_index import PrefixIndex
 from memory.spill_health import SpillStats
 
@@ -37,51 +37,6 @@ _FAILURES_IN_A_ROW = 3
 _PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 _HUNG_S = 10.0  # a write that takes longer is given up
 _CLOSE_SHARE = 0.7  # of the time that `close` has: until then it begins to write
-
-
-class PageStore(Protocol):
-    """Where pages go for longer; `memory.spill.SpillStore`. Futures: whether it worked.
-
-    store_many and load_many raise before they have begun anything, or not at all.
-    """
-
-    @property
-    def room(self) -> int:
-        """Pages that may be on their way beside those that are; more would be refused."""
-
-    def store_many(self, pages: Sequence[tuple[bytes, int]]) -> list[Future[bool]]:
-        """Write the pages at these addresses under these keys; they do not change meanwhile."""
-
-    def load_many(self, pages: Sequence[tuple[bytes, int]]) -> list[Future[bool]]:
-        """Read the keys' pages to these addresses."""
-
-    def contains(self, key: bytes) -> bool:
-        """It can probably be loaded."""
-
-    def discard(self, key: bytes) -> bool:
-        """Forget it, even while it is being written: its memory may change from now on."""
-
-    def stats(self) -> SpillStats:
-        """From any thread."""
-
-    def close(self, timeout_s: float) -> bool:
-        """When what is safe to write is written, or the time is over. False: memory is still
-        being read or written, and that will go on for who knows how long."""
-
-
-@dataclass(slots=True)
-class PrefixStats:
-    """Since the start: tokens asked for and found in memory; pages that memory has forgotten,
-    that were written to the store, that came back from there, and that could not be read back.
-    num_failed: writes that went wrong; their pages are written again later."""
-
-    num_asked_tokens: int = 0
-    num_hit_tokens: int = 0
-    num_evicted: int = 0
-    num_stored: int = 0
-    num_loaded: int = 0
-    num_lost: int = 0
-    num_failed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +70,7 @@ class PrefixCache:
         self._unwritten: OrderedDict[int, bytes] = OrderedDict()  # oldest first
         self._writes: deque[_Write] = deque()
         self._loads: deque[_Load] = deque()
-        self._rest: tuple[Sequence[bytes], int] | None = None  # to be fetched after the loads
+        self._rest: tuple[Chain, int] | None = None  # to be fetched after the loads
         # Whatever the disk does, most pages can be had.
         self._max_writes = max(1, min(_MAX_WRITES, allocator.num_pages // 8))
         self._max_loads = max(1, allocator.num_pages // 4)
@@ -162,6 +117,13 @@ class PrefixCache:
         self._allocator.share(page)
         if self._store is not None:
             self._unwritten[page] = key
+
+    def use(self, pages: Sequence[int]) -> None:
+        """These were used just now: the last of them is to go first, because it is worth nothing
+        without the others."""
+        for page in reversed(pages):
+            if page in self.index:
+                self.index.touch(self.index.key_of(page))
 
     def evict(self) -> None:
         """Forget something so that at least one page becomes free. There is an evictable one."""
@@ -279,19 +241,37 @@ class PrefixCache:
             self.stats.num_lost += not has_worked
             self._rest = None
 
-    def fetch(self, keys: Sequence[bytes], num_spare: int) -> bool:
-        """Begin to load what the store knows of a chain beyond what memory knows, into at most
-        num_spare pages. True: something is on its way; ask again when it is not any more."""
+    def is_stored(self, key: bytes) -> bool:
+        """The store can probably load it."""
+        if self._store is None:
+            return False
+        try:
+            return self._store.contains(key)
+        except Exception:
+            logger.exception("K/V on disk: looking for a page failed")
+            return False
+
+    def num_free_beside(self, known: Sequence[int]) -> int:
+        """Pages that can be had without forgetting these."""
+        references = self._allocator.num_references
+        num_kept = sum([references(page) == 1 for page in known])
+        return self._allocator.num_free + self.num_evictable - num_kept
+
+    def fetch(self, chain: Chain, num_spare: int) -> bool:
+        """Begin to load what memory does not know of a chain, up to what the store does not know,
+        into at most num_spare pages. True: something is on its way; ask again when it is not any
+        more."""
         if self._store is None or self._loads:
             return bool(self._loads)
-        known = self.index.match(keys)
-        if known:
-            self.index.touch(keys[len(known) - 1])
+        index = self.index
+        known = [index.page_of(key) for key, _ in chain if index.has_key(key)]
+        wanted = [(key, parent) for key, parent in chain if not index.has_key(key)]
+        self.use(known)
         for page in known:  # what they continue must not be forgotten for them
             self.hold(page)
         pages: list[int] = []
         try:
-            self._begin_loads(keys, len(known), num_spare, pages)
+            self._begin_loads(wanted, num_spare, pages)
         except Exception:
             logger.exception("K/V on disk: loading pages failed")
             for page in pages:
@@ -300,26 +280,26 @@ class PrefixCache:
         for page in known:
             self.let_go(page)
         # More than the store takes at once follows when this is here.
-        self._rest = (keys, num_spare - len(pages)) if self._loads else None
+        self._rest = (chain, num_spare - len(pages)) if self._loads else None
         return bool(self._loads)
 
-    def _begin_loads(
-        self, keys: Sequence[bytes], first: int, num_spare: int, pages: list[int]
-    ) -> None:
-        """keys[first:], into pages that are put into `pages`."""
+    def _begin_loads(self, wanted: Chain, num_spare: int, pages: list[int]) -> None:
+        """As many of them as there is room for, into pages that are put into `pages`."""
         assert self._store is not None
         available = self._allocator.num_free + self.num_evictable
-        most = min(num_spare, available, self._max_loads, self._store.room)
-        end = first
-        while end < len(keys) and end - first < most and self._store.contains(keys[end]):
+        most = min(num_spare, available, self._max_loads, self._store.room, len(wanted))
+        end = 0
+        while end < most and self._store.contains(wanted[end][0]):
             end += 1
-        pages += [self._free_page() for _ in range(first, end)]
+        pages += [self._free_page() for _ in range(end)]
         if not pages:
             return
-        places = [(keys[i], self._address_of(page)) for i, page in enumerate(pages, first)]
-        for i, future in enumerate(self._store.load_many(places), first):
-            parent = keys[i - 1] if i else None
-            self._loads.append(_Load(keys[i], parent, pages[i - first], future))
+        places = [
+            (key, self._address_of(page)) for (key, _), page in zip(wanted, pages, strict=False)
+        ]
+        futures = self._store.load_many(places)
+        for (key, parent), page, future in zip(wanted, pages, futures, strict=False):
+            self._loads.append(_Load(key, parent, page, future))
 
     def _free_page(self) -> int:
         if not self._allocator.num_free:

@@ -72,6 +72,17 @@ class PrefixIndex:
     def pages(self) -> list[int]:
         return list(self._keys)
 
+    def has_key(self, key: bytes) -> bool:
+        return key in self._nodes
+
+    def page_of(self, key: bytes) -> int:
+        """Of a key that is known."""
+        return self._nodes[key].page
+
+    def key_of(self, page: int) -> bytes:
+        """Of a page that is known."""
+        return self._keys[page]
+
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """Pages of the longest known beginning of a chain."""
         found: list[int] = []

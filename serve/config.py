@@ -19,6 +19,7 @@ DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "nf4")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 WEIGHT_GROUPS = (32, 64, 128)  # those of the kernels, whose module is slow to import
 DEFAULT_MODEL = "default"
+_DEFAULT_BATCHED_TOKENS = 256
 MAX_NUM_SEQS = 1 << 20  # each has a range of addresses
 
 
@@ -150,6 +151,16 @@ class EngineConfig:
         page = self.kv_page_bytes
         if page is not None and (page < 4096 or page & (page - 1)):
             raise ConfigError(f"kv_page_bytes must be a power of two from 4096 on, not {page}")
+
+    @property
+    def batched_tokens(self) -> int:
+        """Rows of a step, at most."""
+        return self.max_num_batched_tokens or max(_DEFAULT_BATCHED_TOKENS, self.max_num_seqs)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Rows of one sequence in a step, at most."""
+        return min(self.max_chunk_tokens or self.batched_tokens, self.batched_tokens)
 
     @property
     def inter_token_slo_s(self) -> float | None:

@@ -181,7 +181,7 @@ def _read(runtime: Runtime, tokens: list[int]) -> Iterator[tuple[int, Tensor]]:
         for start in range(0, len(tokens), CHUNK):
             part = tokens[start : start + CHUNK]
             end = start + len(part)
-            assert kv.grow(item, end), "a single sequence always fits"
+            assert kv.grow(item, end, start), "a single sequence always fits"
             kv.commit()
             step = AttentionStep(0, [kv.start_of(item.index)], [len(part)], [end])
             runtime.attention.plan(step)

@@ -12,8 +12,10 @@ import hashlib
 import logging
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
+from memory.layer_groups import LayerGroup
 from memory.spill import SpillStore
 from memory.spill_directory import SpillDirectoryError, is_private
 from ops import native
@@ -32,12 +34,13 @@ _FORMAT = "mergestep K/V 1"  # raise it when kernels or layouts give other bytes
 
 
 def open_kv_store(
-    config: EngineConfig, precision: Precision, *, token_bytes: int, page_bytes: int
+    config: EngineConfig, precision: Precision, *, groups: Sequence[LayerGroup], page_bytes: int
 ) -> tuple[SpillStore, bytes]:
     """The store and the secret for PrefixHasher. ConfigError names kv_cache_dir."""
     assert config.kv_cache_dir is not None, "only with a directory"
     isa = native.instruction_set() if native.is_available() else "torch"
-    layout = f"{precision} {isa} {config.weight_group} {config.kv_group} {token_bytes} {page_bytes}"
+    pages = f"{' '.join(map(str, groups))} {page_bytes}"
+    layout = f"{precision} {isa} {config.weight_group} {config.kv_group} {pages}"
     identity = hashlib.sha256(
         f"{_FORMAT} {layout} {checkpoint_fingerprint(config.model_path)}".encode()
     )

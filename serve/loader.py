@@ -29,8 +29,6 @@ from serve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_BATCHED_TOKENS = 256
-
 
 @dataclass(slots=True)
 class LoadedEngine:
@@ -65,11 +63,11 @@ def _load(config: EngineConfig, compute: ComputeThread, progress: bool) -> Loade
     defaults = _generation_defaults(path)
     runtime = load_runtime(config, progress=progress)
     spec, kv, max_model_len = runtime.spec, runtime.kv, runtime.kv.max_model_len
-    batched = config.max_num_batched_tokens or max(_DEFAULT_BATCHED_TOKENS, config.max_num_seqs)
+    batched = config.batched_tokens
     limits = SchedulerLimits(
         config.max_num_seqs,
         batched,
-        config.max_chunk_tokens or batched,
+        config.chunk_tokens,
         config.inter_token_slo_s,
     )
     runner = ModelRunner(runtime.model, kv, runtime.attention, memory=runtime.memory)

@@ -13,11 +13,11 @@ costs a preemption, never an error.
 from __future__ import annotations
 
 import random
-from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from memory.kv_manager import KVManager
+from serve.future_memory import Entry, Future
 from serve.length_predictor import HistoryPredictor, LengthPredictor
 from serve.request import FinishReason
 from serve.sequence import Sequence
@@ -26,9 +26,6 @@ _NUM_FUTURES = 4
 # Sequences in all futures together that a check looks at: many sequences average out in one.
 _MAX_ENTRIES = 256
 _RECHECK_STEPS = 16
-
-Entry = tuple[int, int, int]
-"""(end, start, key): see Future."""
 
 
 class MemoryPolicy:
@@ -71,7 +68,9 @@ class PromptOnly(MemoryPolicy):
     def admits(self, sequence: Sequence, running: list[Sequence], step: int) -> bool:
         # A spare page for everyone who runs: who is admitted into the last page would be
         # preempted by the next token of another, again and again.
-        return self._kv.can_fit(sequence.num_tokens, spare_pages=len(running))
+        return self._kv.can_fit(
+            sequence.num_tokens, spare_pages=len(running) * len(self._kv.layout.groups)
+        )
 
 
 class WorstCase(MemoryPolicy):
@@ -93,51 +92,6 @@ class WorstCase(MemoryPolicy):
 
     def stopped(self, sequence: Sequence) -> None:
         self._reserved -= self._pages(sequence)
-
-
-class Future:
-    """One future of the running sequences: when each ends, and so what memory all need.
-
-    An entry (end, start, key): the sequence has start + t tokens at step t, up to and including
-    t = end. The highest need of all is at somebody's end: sorted by end, the i that end last
-    need the sum of their starts and i times the end of the first of them (LightLLM's
-    "future required memory"). An entry stays true while its sequence grows by a token a step.
-    """
-
-    __slots__ = ("entries",)
-
-    def __init__(self) -> None:
-        self.entries: list[Entry] = []
-
-    def add(self, entry: Entry) -> None:
-        insort(self.entries, entry)
-
-    def remove(self, entry: Entry) -> None:
-        del self.entries[bisect_left(self.entries, entry)]
-
-    def overdue(self, step: int) -> list[Entry]:
-        """Those that should have ended before `step`."""
-        return self.entries[: bisect_left(self.entries, (step,))]
-
-    def peak_pages(self, kv: KVManager, capacity: int) -> int:
-        """Pages at the peak, exact where that decides whether they are more than `capacity`.
-
-        The peak is found in tokens and half a page for each sequence. Where rounding to pages
-        could decide, they are counted. 20 us for 256 sequences, 50 us with counting.
-        """
-        half_page = kv.page_bytes // kv.token_bytes // 2
-        most = total = at = 0
-        for number, (end, start, _) in enumerate(reversed(self.entries), 1):
-            total += start
-            need = total + number * (end + half_page)
-            if need > most:
-                most, at = need, number
-        pages = most * kv.token_bytes // kv.page_bytes
-        if not at or abs(pages - capacity) > at:
-            return pages
-        alive = self.entries[-at:]
-        last = alive[0][0]
-        return sum([kv.pages_for(start + last) for _, start, _ in alive])
 
 
 @dataclass(slots=True, eq=False)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from memory.kv_manager import KVManager, PrefixHit
+from memory.kv_manager import KVManager
+from memory.kv_range import PrefixHit
 from memory.prefix_index import PrefixHasher
 from serve.request import Request
 from serve.sequence import Sequence
@@ -36,10 +37,8 @@ class PrefixUse:
     def num_missing_rows(self, request: Request, page_keys: list[bytes]) -> int:
         """Of a prompt with these keys, those that the prefix cache does not know; at least one,
         but for an empty prompt. From any thread."""
-        num_pages = len(self._kv.prefixes.index.match(page_keys))
-        num_known = self._kv.page_end(num_pages - 1) if num_pages else 0
         num_tokens = len(request.prompt_token_ids)
-        return max(num_tokens - num_known, min(1, num_tokens))
+        return max(num_tokens - self._kv.num_known_tokens(page_keys), min(1, num_tokens))
 
     def is_under_way(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
         """Whether one of the others, which run, is just computing what the sequence lacks."""

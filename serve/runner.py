@@ -12,7 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from memory.attention import PlannedAttention
-from memory.kv_manager import KVManager, Range
+from memory.kv_manager import KVManager
+from memory.kv_range import Range
 from memory.vmm import VirtualMemory
 from serve.batch import make_batch
 from serve.models import Decoder

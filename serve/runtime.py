@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from memory.attention import AttentionLayer, PlannedAttention
+from memory.grouped_attention import GroupedAttention, group_layers
 from memory.int8_attention import Int8KVLayout, Int8LocalAttention
 from memory.kv_cache import KVCache, KVLayout
 from memory.kv_manager import KVManager
+from memory.layer_groups import LayerGroup, PageLayout
 from memory.local_attention import LocalAttention
 from memory.vmm import LinuxMemory
 from ops import Backend, get_backend, native
@@ -71,9 +75,19 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
     model = _load_model(config, precision, backend, progress)
     layers = model.attention_layers()
     _leave_cores_to_native(precision, layers)
-    layout = _kv_layout(config, precision, layers)
-    sizes = size_kv(config, spec, layout.token_bytes, layout.tile_tokens)
-    layout.pad(sizes.tile_bytes)
+    groups = group_layers(layers, config.max_model_len or spec.max_model_len)
+    layouts = [_kv_layout(config, precision, [layers[i] for i in ids]) for _, ids in groups]
+    windows = [window for window, _ in groups]
+    sizes = size_kv(
+        config,
+        spec,
+        [
+            LayerGroup(layout.token_bytes, layout.tile_tokens, window)
+            for layout, window in zip(layouts, windows, strict=True)
+        ],
+    )
+    for layout, padded in zip(layouts, sizes.groups, strict=True):
+        layout.pad(padded.token_bytes * padded.tile_tokens)
     memory = LinuxMemory(sizes.page_bytes, sizes.num_pages)
     try:
         kv = KVManager(
@@ -81,27 +95,28 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
             num_pages=sizes.num_pages,
             num_ranges=config.max_num_seqs,
             max_model_len=sizes.max_model_len,
-            token_bytes=layout.token_bytes,
-            tile_tokens=layout.tile_tokens,
+            groups=sizes.groups,
+            max_rows=config.chunk_tokens,
         )
-        attention = _attention(layout, memory.reserve(kv.total_bytes), kv.total_bytes, backend)
+        address = memory.reserve(kv.total_bytes)
+        attention = _attention(kv, layouts, [ids for _, ids in groups], address, backend)
         secret = None
         if config.kv_cache_dir is not None:
             store, secret = open_kv_store(
-                config, precision, token_bytes=layout.token_bytes, page_bytes=sizes.page_bytes
+                config, precision, groups=sizes.groups, page_bytes=sizes.page_bytes
             )
             kv.prefixes.use_store(store, memory.page_address, memory.keep_pages)
     except BaseException:
         memory.close()
         raise
     logger.info(
-        "%s: %s, context %d, %d K/V pages of %d KiB (%d bytes a token)",
+        "%s: %s, context %d, %d K/V pages of %d KiB (%s bytes a token)",
         config.model_name,
         precision,
         sizes.max_model_len,
         sizes.num_pages,
         sizes.page_bytes >> 10,
-        layout.token_bytes,
+        " + ".join(str(group) for group in sizes.groups),
     )
     return Runtime(spec, precision, model, attention, kv, memory, secret)
 
@@ -159,26 +174,35 @@ def _kv_layout(
 
 
 def _attention(
-    layout: KVLayout | Int8KVLayout, address: int, size_bytes: int, backend: Backend
+    kv: KVManager,
+    layouts: list[KVLayout | Int8KVLayout],
+    layers_of: list[list[int]],
+    address: int,
+    backend: Backend,
 ) -> PlannedAttention:
-    if isinstance(layout, Int8KVLayout):
-        return Int8LocalAttention(layout, address)
-    return LocalAttention(layout.layers, KVCache(layout, address, size_bytes), backend)
+    """Over the reservation at `address`. layers_of: of each layout, its layers' numbers."""
+    parts: list[PlannedAttention] = []
+    for number, layout in enumerate(layouts):
+        start, end = (address + kv.group_offset(i) for i in (number, number + 1))
+        if isinstance(layout, Int8KVLayout):
+            parts.append(Int8LocalAttention(layout, start))
+        else:
+            cache = KVCache(layout, start, end - start)
+            parts.append(LocalAttention(layout.layers, cache, backend))
+    return parts[0] if len(parts) == 1 else GroupedAttention(parts, layers_of)
 
 
 @dataclass(frozen=True, slots=True)
 class KVSizes:
-    """tile_bytes: from one tile to the next, padding included."""
+    """groups: of layers, with the bytes from one token to the next, padding included."""
 
     page_bytes: int
-    tile_bytes: int
+    groups: list[LayerGroup]
     num_pages: int
     max_model_len: int
 
 
-def size_kv(
-    config: EngineConfig, spec: ModelSpec, token_bytes: int, tile_tokens: int = 1
-) -> KVSizes:
+def size_kv(config: EngineConfig, spec: ModelSpec, groups: Sequence[LayerGroup]) -> KVSizes:
     """Pages and context that fit the memory. ConfigError names the setting to change."""
     max_len = spec.max_model_len
     if config.max_model_len is not None:
@@ -189,12 +213,11 @@ def size_kv(
         max_len = config.max_model_len
     budget = config.kv_cache_bytes or int(available_memory() * _KV_SHARE_OF_FREE_MEMORY)
     # More than every sequence at its longest is of no use.
-    most = config.max_num_seqs * (max_len * token_bytes + _MAX_PAGE_BYTES)
-    budget = min(budget, most)
-    tile = token_bytes * tile_tokens
-    page = config.kv_page_bytes
+    token_bytes = sum(group.token_bytes for group in groups)
+    budget = min(budget, config.max_num_seqs * (max_len * token_bytes + _MAX_PAGE_BYTES))
+    page, padded = config.kv_page_bytes, list(groups)
     if page is None:
-        page, tile = _page_of_tiles(tile, tile_tokens, budget)
+        page, padded = _page_of_groups(groups, budget)
     elif page > budget:
         raise ConfigError(f"kv_page_bytes {page} is more than the K/V memory of {budget} bytes")
     elif budget // page > _MAX_PAGES:
@@ -202,7 +225,8 @@ def size_kv(
             f"kv_page_bytes {page} gives more than {_MAX_PAGES} pages; use a larger page"
         )
     num_pages = budget // page
-    fits = num_pages * page // tile * tile_tokens
+    pages_for = PageLayout(padded, page, max_len, config.chunk_tokens).pages_for
+    fits = bisect_right(range(1, max_len + 1), num_pages, key=pages_for)
     if fits < max_len:
         if config.kv_cache_bytes is not None or config.max_model_len is not None or fits < 1:
             raise ConfigError(
@@ -211,7 +235,32 @@ def size_kv(
             )
         logger.warning("memory holds %d tokens; max_model_len is lowered from %d", fits, max_len)
         max_len = fits
-    return KVSizes(page, tile, num_pages, max_len)
+    return KVSizes(page, padded, num_pages, max_len)
+
+
+def _page_of_groups(groups: Sequence[LayerGroup], budget: int) -> tuple[int, list[LayerGroup]]:
+    """Bytes of a page, and the groups padded for it: as the one with the most bytes needs it."""
+    widest = max(groups, key=lambda group: group.token_bytes)
+    page, tile = _page_of_tiles(widest.token_bytes * widest.tile_tokens, widest.tile_tokens, budget)
+    tiles = [
+        tile if group is widest else _tile_in(page, group.token_bytes * group.tile_tokens)
+        for group in groups
+    ]
+    return page, [
+        replace(group, token_bytes=tile // group.tile_tokens)
+        for group, tile in zip(groups, tiles, strict=True)
+    ]
+
+
+def _tile_in(page_bytes: int, tile_bytes: int) -> int:
+    """Bytes from tile to tile so that a page holds a whole number of them, if that costs little;
+    else they cross pages."""
+    count = page_bytes // tile_bytes
+    while count and page_bytes <= 1.02 * count * tile_bytes:
+        if page_bytes % count == 0 and page_bytes // count % _LINE_BYTES == 0:
+            return page_bytes // count
+        count -= 1
+    return -(-tile_bytes // _LINE_BYTES) * _LINE_BYTES
 
 
 def _page_of_tiles(tile_bytes: int, tile_tokens: int, budget: int) -> tuple[int, int]:

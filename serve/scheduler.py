@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from itertools import islice
 
-from memory.kv_manager import KVManager, PrefixHit
+from memory.kv_manager import KVManager
+from memory.kv_range import PrefixHit
 from memory.prefix_index import PrefixHasher
 from serve.chunking import ChunkPolicy, StepBudget
 from serve.memory_policy import MemoryPolicy, PromptOnly
@@ -163,7 +164,8 @@ class Scheduler:
             return False
         if num_tokens <= sequence.kv_range.capacity:
             return True
-        while not self.kv.grow(sequence.kv_range, num_tokens):
+        num_computed = sequence.num_computed_tokens
+        while not self.kv.grow(sequence.kv_range, num_tokens, num_computed):
             victim = self.waiting.victim(self.running)
             self._preempt(victim)
             self.policy.stopped(victim)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from serve.request import FinishReason, Request
 
 if TYPE_CHECKING:
-    from memory.kv_manager import Range
+    from memory.kv_range import Range
 
 
 class SequenceStatus(Enum):

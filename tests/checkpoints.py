@@ -139,6 +139,23 @@ VARIANTS: list[Variant] = [
     Variant("gpt2", "no-prefix", {}, finish=_without_prefix),
 ]
 
+# Sequences of many windows: the pages behind them are given back. Not in VARIANTS, as references
+# of that length take their time.
+_LONG: Json = {"max_position_embeddings": 640, "sliding_window": 24}
+LONG_VARIANTS = [
+    Variant(
+        "qwen2",
+        "long-mixed",
+        _LONG
+        | {
+            "use_sliding_window": True,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", *_MIXED, "sliding_attention"],
+        },
+    ),
+    Variant("mistral", "long", _LONG),
+]
+
 _COMMON: Json = {"vocab_size": 320, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
 _LLAMA: Json = _COMMON | {
     "hidden_size": 64,
@@ -167,7 +184,9 @@ _BASES: dict[str, Json] = {
 
 
 def find_variant(family: str, name: str) -> Variant:
-    return next(item for item in VARIANTS if (item.family, item.name) == (family, name))
+    return next(
+        item for item in [*VARIANTS, *LONG_VARIANTS] if (item.family, item.name) == (family, name)
+    )
 
 
 def make_checkpoint(directory: Path, family: str, variant: str = "base", seed: int = 0) -> Path:

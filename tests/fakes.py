@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memory.kv_manager import KVManager
+from memory.layer_groups import LayerGroup
 from serve.plan import SchedulerLimits, StepPlan
 from serve.request import Request, SamplingParams
 from serve.runner import StepResult
@@ -70,6 +71,8 @@ def make_kv(
     *,
     tile_tokens: int = 1,
     page_bytes: int | None = None,
+    groups: tuple[LayerGroup, ...] = (),
+    max_rows: int | None = None,
     in_background: bool = False,
 ) -> tuple[KVManager, FakeMemory]:
     memory = FakeMemory(page_bytes or 64 * tokens_per_page)
@@ -80,6 +83,8 @@ def make_kv(
         max_model_len=max_model_len,
         token_bytes=64,
         tile_tokens=tile_tokens,
+        groups=groups,
+        max_rows=max_rows,
         in_background=in_background,
     )
     return kv, memory
@@ -87,18 +92,22 @@ def make_kv(
 
 def check_mapping(kv: KVManager, memory: FakeMemory) -> None:
     """What the address space shows is what the manager believes, sequences' pages at least."""
-    for item in kv.ranges:
-        assert kv.space.shows(item.index, item.pages[: item.valid]), f"range {item.index}"
-    expected = {
-        item.index * kv.range_bytes + i * kv.page_bytes: page
-        for item in kv.ranges
-        for i, page in enumerate(kv.space.shown(item.index))
-        if page >= 0
-    }
+    expected: dict[int, int] = {}
+    starts = set()
+    for number, group in enumerate(kv.layout.groups):
+        for item in kv.ranges:
+            part = item.parts[number]
+            held = part.pages[part.num_passed : part.valid]
+            assert kv.space.shows(part.index, held, part.num_passed), f"range {item.index}"
+            start = kv.group_offset(number) + kv.start_of(item.index) * group.token_bytes
+            starts.add(start)
+            for place, page in enumerate(kv.space.shown(part.index)):
+                if page >= 0:
+                    expected[start + place * kv.page_bytes] = page
     assert memory.mapped == expected
     # neighbours in memory and in the file are one mapping
     num_mappings = sum(
-        offset % kv.range_bytes == 0 or expected.get(offset - kv.page_bytes, -2) + 1 != page
+        offset in starts or expected.get(offset - kv.page_bytes, -2) + 1 != page
         for offset, page in expected.items()
     )
     assert kv.space.num_mappings == num_mappings

@@ -168,6 +168,9 @@ def test_kv_memory_quick(tmp_path):
         assert row in text
     unused = [line.split("│")[4] for line in text.splitlines() if "│ embedded" in line]
     assert all(float(share.strip().rstrip("%")) < 4 for share in unused) and unused
+    mib = [float(line.split("│")[2]) for line in text.splitlines() if "all tokens in" in line]
+    mib += [float(line.split("│")[2]) for line in text.splitlines() if "windows reach" in line]
+    assert len(mib) == 2 and mib[1] < 0.5 * mib[0], "2,048 tokens, windows of 256"
 
 
 def test_prefix_cache_quick(tmp_path):

@@ -20,6 +20,7 @@ PURE = [
     "serve/scheduler.py",
     "serve/chunking.py",
     "serve/step_time.py",
+    "serve/future_memory.py",
     "serve/memory_policy.py",
     "serve/order.py",
     "serve/plan.py",
@@ -30,6 +31,9 @@ PURE = [
     "memory/address_space.py",
     "memory/allocator.py",
     "memory/kv_manager.py",
+    "memory/kv_range.py",
+    "memory/layer_groups.py",
+    "memory/prefix_finder.py",
     "memory/prefix_index.py",
     "memory/vmm.py",
 ]

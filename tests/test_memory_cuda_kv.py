@@ -12,7 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from memory.cuda_device import CudaError
 from memory.cuda_vmm import CudaMemory
-from memory.kv_manager import KVManager, Range
+from memory.kv_manager import KVManager
+from memory.kv_range import Range
+from memory.layer_groups import LayerGroup
 from tests.fakes_cuda import CUresult, FakeDriver
 
 PAGE = 4096
@@ -22,6 +24,7 @@ class DeviceKVMachine(RuleBasedStateMachine):
     """No sequence ever loses a token, and nothing is left at the end."""
 
     TOKEN = 1024
+    WINDOW: int | None = None
     IN_BACKGROUND = False
 
     def __init__(self) -> None:
@@ -33,7 +36,7 @@ class DeviceKVMachine(RuleBasedStateMachine):
             num_pages=12,
             num_ranges=4,
             max_model_len=32,
-            token_bytes=self.TOKEN,
+            groups=[LayerGroup(self.TOKEN, window=self.WINDOW, read_block=1)],
             in_background=self.IN_BACKGROUND,
         )
         self.base = self.memory.reserve(self.kv.total_bytes)
@@ -58,7 +61,7 @@ class DeviceKVMachine(RuleBasedStateMachine):
     @rule(data=st.data(), num_tokens=st.integers(1, 32))
     def grow(self, data: st.DataObject, num_tokens: int) -> None:
         index = data.draw(st.sampled_from(sorted(self.written)))
-        self.kv.grow(self.kv.ranges[index], num_tokens)
+        self.kv.grow(self.kv.ranges[index], num_tokens, len(self.written[index]))
 
     @precondition(lambda self: self.written)
     @rule(data=st.data())
@@ -133,7 +136,9 @@ class DeviceKVMachine(RuleBasedStateMachine):
     def trim(self) -> None:
         self.kv.trim()
         assert self.kv.num_mapped == self.kv.num_in_use
-        assert self.num_in_ranges == sum(item.valid for item in self.kv.ranges)
+        assert self.num_in_ranges == sum(
+            item.parts[0].valid - item.parts[0].num_passed for item in self.kv.ranges
+        )
 
     @invariant()
     def consistent(self) -> None:
@@ -144,7 +149,8 @@ class DeviceKVMachine(RuleBasedStateMachine):
     def read_everything(self) -> None:
         self.driver.cuCtxSynchronize()
         for index, written in self.written.items():
-            for position, byte in enumerate(written):
+            first = 0 if self.WINDOW is None else max(0, len(written) + 1 - self.WINDOW)
+            for position, byte in enumerate(written[first:], first):
                 address = self.address(self.kv.ranges[index], position)
                 assert self.driver.read(address, self.TOKEN) == bytes([byte]) * self.TOKEN
 
@@ -159,12 +165,20 @@ class DeviceKVMachine(RuleBasedStateMachine):
         assert self.driver.used_bytes == 0
 
 
+class WindowMachine(DeviceKVMachine):
+    """And pages behind the window are given back."""
+
+    WINDOW = 6
+
+
 class AheadMachine(DeviceKVMachine):
     """With the thread that prepares pages ahead of need."""
 
     IN_BACKGROUND = True
 
 
+TestWindowMachine = WindowMachine.TestCase
+TestWindowMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 TestDeviceKVMachine = DeviceKVMachine.TestCase
 TestDeviceKVMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 TestAheadMachine = AheadMachine.TestCase

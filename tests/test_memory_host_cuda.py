@@ -50,7 +50,7 @@ class Device:
         target = self.kv.open(len(keys) * TOKENS)
         assert self.kv.grow(target, len(keys) * TOKENS)
         self.kv.commit()
-        start = self.base + target.index * self.kv.range_bytes
+        start = self.base + target.index * self.kv.range_tokens * self.kv.token_bytes
         for place, key in enumerate(keys):
             self.driver.launch(start + place * PAGE, content(key, PAGE))
         self.kv.remember(target, keys, len(keys) * TOKENS)
@@ -67,7 +67,9 @@ class Device:
         self.kv.commit()
         assert self.driver.cuStreamSynchronize(0) == (CUresult.CUDA_SUCCESS,)
         for place in range(len(target.pages)):
-            start = self.base + target.index * self.kv.range_bytes + place * PAGE
+            start = (
+                self.base + target.index * self.kv.range_tokens * self.kv.token_bytes + place * PAGE
+            )
             assert self.driver.read(start, PAGE) == content(keys[place], PAGE)
         self.kv.close(target)
         return len(hit.shared)

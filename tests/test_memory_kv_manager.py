@@ -17,6 +17,8 @@ from hypothesis.stateful import (
     rule,
 )
 
+import memory.kv_manager
+from memory.layer_groups import LayerGroup
 from tests.fakes import check_mapping, make_kv
 from tests.kv_model import KVModel
 
@@ -28,6 +30,30 @@ LAYOUTS = [
     {"tile_tokens": 4, "page_bytes": 64 * 3, "num_pages": 40},
     {"page_bytes": 96, "num_pages": 40, "in_background": True},
 ]
+# A full group and a window, the same with tiles across pages, windows alone, three groups.
+FULL, TILES = LayerGroup(64), LayerGroup(64, 4)
+GROUPS = [
+    {"groups": (FULL, LayerGroup(32, window=6, read_block=2)), "num_pages": 30},
+    {
+        "groups": (TILES, LayerGroup(48, 4, window=9, read_block=4)),
+        "page_bytes": 192,
+        "num_pages": 60,
+    },
+    {
+        "groups": (LayerGroup(64, window=7, read_block=4),),
+        "page_bytes": 96,
+        "num_pages": 40,
+        "in_background": True,
+    },
+    {
+        "groups": (FULL, LayerGroup(64, window=3, read_block=1), LayerGroup(16, window=20)),
+        "page_bytes": 64,
+        "num_pages": 260,
+        "max_model_len": 160,
+    },
+]
+for _layout in GROUPS:
+    _layout["max_rows"] = 8
 
 
 def test_grow_maps_only_at_commit():
@@ -179,8 +205,7 @@ def test_trim_unmaps_everything_idle():
 
 def test_token_addresses_are_range_start_plus_position():
     kv, _ = make_kv(tokens_per_page=3)  # 64-byte tokens do not divide most sizes
-    assert kv.range_bytes % kv.page_bytes == 0
-    assert kv.range_bytes == kv.range_tokens * kv.token_bytes
+    assert kv.range_tokens * kv.token_bytes % kv.page_bytes == 0
     assert kv.start_of(2) == 2 * kv.range_tokens
 
 
@@ -281,7 +306,7 @@ class KVMachine(RuleBasedStateMachine):
         super().__init__()
         self.model: KVModel | None = None
 
-    @initialize(layout=st.sampled_from(LAYOUTS))
+    @initialize(layout=st.sampled_from(LAYOUTS + GROUPS))
     def start(self, layout: dict[str, int]) -> None:
         self.model = KVModel(**layout)
 
@@ -295,8 +320,9 @@ class KVMachine(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from(self.model.running))
         available = self.model.kv.num_available
         end = min(len(sequence.tokens), sequence.num_computed + num_tokens)
-        missing = self.model.kv.pages_for(end) - len(sequence.kv_range.pages)
-        if not self.model.advance(sequence, num_tokens) and len(sequence.tokens) < 40:
+        missing = self.model.num_missing(sequence, end)
+        longest = self.model.kv.max_model_len
+        if not self.model.advance(sequence, num_tokens) and len(sequence.tokens) < longest:
             assert missing > available or sequence.num_computed + 1 == len(sequence.tokens)
 
     @precondition(lambda self: self.model and self.model.running)
@@ -336,9 +362,10 @@ TestKVMachine = KVMachine.TestCase
 TestKVMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_25_000_random_operations(layout):
+@pytest.mark.parametrize("layout", LAYOUTS + GROUPS)
+def test_25_000_random_operations(layout, monkeypatch):
     """Many more than hypothesis has time for; hits and evictions must really happen."""
+    monkeypatch.setattr(memory.kv_manager, "_UNMAP_PLACES", 3)
     rng = random.Random(5)
     model = KVModel(**layout)
     for number in range(25_000):

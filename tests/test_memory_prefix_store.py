@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from memory.layer_groups import LayerGroup
 from memory.prefix_index import PrefixHasher
 from memory.vmm import LinuxMemory
 from tests.fakes import check_mapping, make_kv
@@ -24,6 +25,11 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
+
+
+def chain(keys: list[bytes]) -> list[tuple[bytes, bytes | None]]:
+    """Each with its parent."""
+    return list(zip(keys, [None, *keys[:-1]], strict=True))
 
 
 class Rig:
@@ -67,7 +73,7 @@ class Rig:
 
     def fetch(self, keys: list[bytes], num_spare: int = 1000) -> int:
         """Pages of the chain that are in memory then."""
-        self.prefixes.fetch(keys, num_spare)
+        self.prefixes.fetch(chain(keys), num_spare)
         for _ in range(100):
             self.store.let_go()
             self.prefixes.poll()
@@ -198,7 +204,7 @@ def test_a_fetch_leaves_room_for_others():
     rig.prefixes.close()
     rig.use_store()
     rig.store.plan = lambda kind, key: "hold"
-    rig.prefixes.fetch(keys, 1000)
+    rig.prefixes.fetch(chain(keys), 1000)
     assert rig.store.num_held == 8, "a quarter of the pages at once, should the disk hang"
     assert rig.fetch(keys) == 10
     rig.forget()
@@ -211,7 +217,7 @@ def test_what_was_computed_meanwhile_is_not_lost():
     rig.prefixes.close()
     rig.use_store()
     rig.store.plan = lambda kind, key: "hold"
-    rig.prefixes.fetch(keys, 1000)
+    rig.prefixes.fetch(chain(keys), 1000)
     assert rig.compute(TOKENS[:32]) == keys[:8]
     rig.store.plan = lambda kind, key: None
     *_, future, _ = rig.store._held.pop()
@@ -233,7 +239,7 @@ def test_what_a_fetch_continues_is_forgotten_last():
     rig.compute(TOKENS[:8])
     rig.compute([7] * 8)
     rig.store.plan = lambda kind, key: "hold" if kind == "load" else None
-    rig.prefixes.fetch(keys, 4)
+    rig.prefixes.fetch(chain(keys), 4)
     rig.prefixes.evict()
     rig.prefixes.evict()
     rig.store.let_go()
@@ -408,10 +414,19 @@ class StoreModel(KVModel):
         self.kv.prefixes.poll()
 
 
-@pytest.mark.parametrize("layout", [{}, {"tile_tokens": 4, "page_bytes": 64 * 6}])
+WINDOW = LayerGroup(32, window=6, read_block=2)
+LAYOUTS = [
+    {"num_pages": 16},
+    {"num_pages": 16, "tile_tokens": 4, "page_bytes": 64 * 6},
+    {"num_pages": 30, "max_rows": 8, "groups": (LayerGroup(64), WINDOW)},
+    {"num_pages": 16, "max_rows": 8, "groups": (WINDOW,)},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_10_000_random_operations(layout):
     rng = random.Random(11)
-    model = StoreModel(rng, num_pages=16, **layout)
+    model = StoreModel(rng, **layout)
     for number in range(10_000):
         if number % 50 == 0:
             usual = [None] * 6
@@ -427,4 +442,4 @@ def test_10_000_random_operations(layout):
         model.store.let_go()
         model.kv.prefixes.poll()
     model.finish()
-    assert model.kv.allocator.num_free == 16
+    assert model.kv.allocator.num_free == layout["num_pages"]

@@ -44,7 +44,7 @@ class Sequence:
         hasher.extend(keys, tokens)
         hit = kv.match(keys, len(tokens) - 1)
         self.num_hit = hit.num_tokens if hit else 0
-        self.num_copied = len(hit.copied) if hit else 0
+        self.num_copied = len(hit.parts[0].copied) if hit else 0
         self.item = kv.open(len(tokens), hit)
         assert kv.grow(self.item, len(tokens))
         kv.commit()

@@ -228,20 +228,20 @@ def test_map_outside_the_reservation_is_our_bug(space):
 def test_kv_manager_on_memory(space):
     """Data of a live range survives while idle ranges are taken apart around it."""
     kv = KVManager(space.memory, num_pages=8, num_ranges=4, max_model_len=64, token_bytes=8192)
-    base = space.memory.reserve(kv.total_bytes)
+    base, range_bytes = space.memory.reserve(kv.total_bytes), kv.range_tokens * 8192
     first = kv.open(16)
     assert kv.grow(first, 16)
     kv.commit()
-    space.poke(base + first.index * kv.range_bytes + 15 * 8192, 42)
+    space.poke(base + first.index * range_bytes + 15 * 8192, 42)
     second = kv.open(40)
     assert kv.grow(second, 40)
     kv.commit()
-    space.poke(base + second.index * kv.range_bytes + 39 * 8192, 43)
+    space.poke(base + second.index * range_bytes + 39 * 8192, 43)
     kv.close(second)
     assert kv.grow(first, 50)
     kv.commit()
-    assert space.peek(base + first.index * kv.range_bytes + 15 * 8192) == 42
-    space.poke(base + first.index * kv.range_bytes + 49 * 8192, 44)
+    assert space.peek(base + first.index * range_bytes + 15 * 8192) == 42
+    space.poke(base + first.index * range_bytes + 49 * 8192, 44)
     kv.check_integrity()
     kv.close(first)
     kv.trim()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from memory.layer_groups import LayerGroup
 from ops import native
 from serve import LLM
 from serve.config import EngineConfig
@@ -25,7 +26,7 @@ def spec():
 
 
 def sizes(spec, token_bytes, **settings):
-    return size_kv(EngineConfig(**settings), spec, token_bytes)
+    return size_kv(EngineConfig(**settings), spec, [LayerGroup(token_bytes)])
 
 
 def test_pages_hold_about_sixteen_tokens(spec):
@@ -36,11 +37,12 @@ def test_pages_hold_about_sixteen_tokens(spec):
 
 @pytest.mark.parametrize(("token_bytes", "tile_tokens"), [(1056, 16), (16_896, 16), (640, 1)])
 def test_a_page_holds_whole_tiles(spec, token_bytes, tile_tokens):
-    found = size_kv(EngineConfig(kv_cache_bytes=64 * MIB), spec, token_bytes, tile_tokens)
+    group = LayerGroup(token_bytes, tile_tokens)
+    found = size_kv(EngineConfig(kv_cache_bytes=64 * MIB), spec, [group])
+    padded = found.groups[0].token_bytes
     assert found.page_bytes % 4096 == 0
-    assert found.page_bytes % found.tile_bytes == 0
-    tile = token_bytes * tile_tokens
-    assert tile <= found.tile_bytes <= tile * 1.25
+    assert found.page_bytes % (padded * tile_tokens) == 0
+    assert token_bytes <= padded <= token_bytes * 1.25
 
 
 def test_there_are_never_more_pages_than_mappings(spec):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
+from memory.layer_groups import LayerGroup
+from serve.future_memory import Future
 from serve.memory_policy import (
     POLICIES,
-    Future,
     FuturePeak,
     Oracle,
     PredictedPeak,
@@ -28,7 +30,7 @@ def played(kv, sequences, step):
     """Pages of the fullest step: each (end, start) holds start + t tokens until t = end."""
     last = max(end for end, _ in sequences)
     return max(
-        sum(kv.pages_for(start + t) for end, start in sequences if end >= t)
+        sum(kv.layout.pages_at(start + t) for end, start in sequences if end >= t)
         for t in range(step, last + 1)
     )
 
@@ -62,6 +64,34 @@ def test_with_rounding_the_peak_is_off_by_less_than_half_a_page_each():
         assert real - len(sequences) / 2 <= found <= real
         rough = filled(sequences).peak_pages(kv, 10**6)
         assert abs(rough - real) <= len(sequences)
+
+
+WINDOWS = [
+    (LayerGroup(64), LayerGroup(64, window=9, read_block=2)),
+    (LayerGroup(64, window=20, read_block=1),),
+    (
+        LayerGroup(16),
+        LayerGroup(40, window=5, read_block=4),
+        LayerGroup(8, window=30, read_block=8),
+    ),
+]
+
+
+@pytest.mark.parametrize("groups", WINDOWS)
+@pytest.mark.parametrize("tokens_per_page", [1, 4])
+def test_windows_bound_the_peak(groups, tokens_per_page):
+    """Off by less than half a page for each group of each sequence, exact near the capacity."""
+    kv, _ = make_kv(tokens_per_page=tokens_per_page, groups=groups)
+    without = tuple(replace(group, window=None) for group in groups)
+    kv_without, _ = make_kv(tokens_per_page=tokens_per_page, groups=without)
+    bounded = 0
+    for sequences in futures(random.Random(2), step=50):
+        real = played(kv, sequences, 50)
+        allowed = len(sequences) * len(groups)
+        assert real - allowed / 2 <= filled(sequences).peak_pages(kv, real) <= real
+        assert abs(filled(sequences).peak_pages(kv, 10**6) - real) <= allowed
+        bounded += real < played(kv_without, sequences, 50)
+    assert bounded > 100
 
 
 def test_who_has_left_a_future_needs_nothing():

@@ -1,0 +1,88 @@
+"""What the running sequences will need in one future, at its peak. Integers only."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from heapq import heappop, heappush
+
+from memory.kv_manager import KVManager
+
+Entry = tuple[int, int, int]
+"""(end, start, key): see Future."""
+
+
+class Future:
+    """One future of the running sequences: when each ends, and so what memory all need.
+
+    An entry (end, start, key): the sequence has start + t tokens at step t, up to and including
+    t = end. The highest need of all is at somebody's end: sorted by end, the i that end last
+    need the sum of their starts and i times the end of the first of them (LightLLM's
+    "future required memory"). An entry stays true while its sequence grows by a token a step.
+    """
+
+    __slots__ = ("entries",)
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+
+    def add(self, entry: Entry) -> None:
+        insort(self.entries, entry)
+
+    def remove(self, entry: Entry) -> None:
+        del self.entries[bisect_left(self.entries, entry)]
+
+    def overdue(self, step: int) -> list[Entry]:
+        """Those that should have ended before `step`."""
+        return self.entries[: bisect_left(self.entries, (step,))]
+
+    def peak_pages(self, kv: KVManager, capacity: int) -> int:
+        """Pages at the peak, exact where that decides whether they are more than `capacity`.
+
+        The peak is found in tokens and half a page for each sequence. Where rounding to pages
+        could decide, they are counted. 20 us for 256 sequences, 50 us with counting.
+        """
+        groups = kv.layout.groups
+        if any(group.window for group in groups):
+            pages, at = self._peak_with_windows(kv)
+        else:
+            pages, at = self._peak(kv)
+        if not at or abs(pages - capacity) > at * len(groups):
+            return pages
+        alive = self.entries[-at:]
+        last = alive[0][0]
+        return sum([kv.layout.pages_at(start + last) for _, start, _ in alive])
+
+    def _peak(self, kv: KVManager) -> tuple[int, int]:
+        """Pages at the peak, and how many sequences are alive then."""
+        half_page = kv.page_bytes // kv.token_bytes // 2
+        most = total = at = 0
+        for number, (end, start, _) in enumerate(reversed(self.entries), 1):
+            total += start
+            need = total + number * (end + half_page)
+            if need > most:
+                most, at = need, number
+        return most * kv.token_bytes // kv.page_bytes, at
+
+    def _peak_with_windows(self, kv: KVManager) -> tuple[int, int]:
+        """The same where a group of layers needs no more than so many tokens of a sequence.
+
+        Going back from the last end, sequences that were full at one end are below the bound at
+        an earlier one: they leave the heap of full ones, the smallest start first.
+        """
+        ends = [end for end, _, _ in reversed(self.entries)]
+        need = [0] * len(ends)
+        for group in kv.layout.groups:
+            most = group.most_pages_of_decode * kv.page_bytes // group.token_bytes
+            full: list[int] = []  # starts of those that need `most`, a heap
+            total = count = 0  # of the others: their starts
+            for number, (end, start, _) in enumerate(reversed(self.entries)):
+                heappush(full, start)
+                while full and full[0] + end < most:
+                    total += heappop(full)
+                    count += 1
+                tokens = total + count * end + len(full) * most
+                need[number] += tokens * group.token_bytes
+        half_pages = kv.page_bytes * len(kv.layout.groups) // 2
+        need = [bytes_ + number * half_pages for number, bytes_ in enumerate(need, 1)]
+        at = max(range(len(need)), key=need.__getitem__, default=-1)
+        return (need[at] // kv.page_bytes, at + 1) if at >= 0 else (0, 0)
