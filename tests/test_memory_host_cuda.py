@@ -72,7 +72,7 @@ class Device:
             )
             assert self.driver.read(start, PAGE) == content(keys[place], PAGE)
         self.kv.close(target)
-        return len(hit.shared)
+        return hit.num_tokens // TOKENS
 
     def settle(self) -> None:
         """Until everything is stored and nothing is on its way."""
