@@ -70,7 +70,7 @@ class CudaMemory:
         self._changed = threading.Condition()  # guards the three below
         self._handles: dict[int, Any] = {}
         self._creating: set[int] = set()
-        self._is_closed = False
+        self._is_closed = self._is_kept = False
 
     @property
     def size_bytes(self) -> int:
@@ -156,6 +156,11 @@ class CudaMemory:
             self._map(self._num_slots + first, first, end - first)
         return self._place(place)
 
+    def keep_pages(self) -> None:
+        """From now on pages stay where page_address says, also when released or closed: a copy
+        may still be under way, and nobody can wait for it."""
+        self._is_kept = True
+
     def _hidden_around(self, page: int) -> tuple[int, int]:
         """First and end of a run of present pages around this one without a place of their own."""
 
@@ -216,6 +221,8 @@ class CudaMemory:
 
         CudaError (EBUSY) after the others if some are in a range: those stay as they are.
         """
+        if self._is_kept:
+            return
         self._device.enter()
         own = {page: self._num_slots + page for page in range(first_page, first_page + num_pages)}
         busy = [page for page, place in own.items() if self._uses[page] > (place in self._shown)]
@@ -241,11 +248,15 @@ class CudaMemory:
             self._is_closed = True
             while self._creating:
                 self._changed.wait()
+        places = sorted(self._shown)
         with contextlib.ExitStack() as last_to_first:  # all of them, whichever fails
-            last_to_first.callback(self._device.close)
-            last_to_first.callback(self._free_addresses)
+            if self._is_kept:
+                places = [place for place in places if place < self._num_slots]
+            else:
+                last_to_first.callback(self._device.close)
+                last_to_first.callback(self._free_addresses)
             last_to_first.callback(lambda: self._release(list(self._handles)))
-            last_to_first.callback(lambda: self._hide(sorted(self._shown)))
+            last_to_first.callback(lambda: self._hide(places))
             last_to_first.callback(self._synchronize)
             self._device.enter()
 

@@ -47,6 +47,10 @@ class DeviceKVMachine(RuleBasedStateMachine):
         return self.base + (self.kv.start_of(item.index) + position) * self.TOKEN
 
     @property
+    def visible(self) -> list[Range]:
+        return [item for item in self.kv.ranges if item.parts[0].valid > item.parts[0].num_passed]
+
+    @property
     def num_in_ranges(self) -> int:
         """Mappings, without the pages' own places behind the reservation's end."""
         end = self.base + self.memory.size_bytes
@@ -112,20 +116,21 @@ class DeviceKVMachine(RuleBasedStateMachine):
             self.kv.commit()
         self.driver.fail_no_more()
 
-    @precondition(lambda self: any(item.valid for item in self.kv.ranges))
+    @precondition(lambda self: self.visible)
     @rule(
         data=st.data(),
         call=st.sampled_from(["", "cuMemMap", "cuMemSetAccess", "cuMemUnmap"]),
         after=st.integers(0, 4),
     )
     def look_by_its_own_address(self, data: st.DataObject, call: str, after: int) -> None:
-        item = data.draw(st.sampled_from([item for item in self.kv.ranges if item.valid]))
-        place = data.draw(st.integers(0, item.valid - 1))
+        item = data.draw(st.sampled_from(self.visible))
+        part = item.parts[0]
+        place = data.draw(st.integers(part.num_passed, part.valid - 1))
         if call:
             self.driver.fail(call, CUresult.CUDA_ERROR_UNKNOWN, after)
         address = 0
         with contextlib.suppress(CudaError):
-            address = self.memory.page_address(item.pages[place])
+            address = self.memory.page_address(part.pages[place])
         self.driver.fail_no_more()
         if address:
             self.driver.cuCtxSynchronize()
