@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 
-from memory.host_worker import HostCounters, HostWorker, Request
+from memory.host_request import HostCounters, Request
+from memory.host_worker import HostWorker
 from memory.page_copy import PageCopier
 from memory.page_store import PageStore
 from memory.spill_health import SpillStats

@@ -13,10 +13,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 
 from memory.host_arena import Entry, HostArena
+from memory.host_request import HostCounters, Request
 from memory.page_copy import PageCopier
 from memory.page_store import PageStore
 
@@ -25,34 +25,6 @@ logger = logging.getLogger(__name__)
 _READY_SHARE = 0.25  # of the slots can be had without waiting for the store below
 _MAX_WRITES = 64  # under way below
 _MAX_BATCH, _BATCH_BYTES = 64, 32 << 20  # of pages copied before the thread looks up
-
-
-@dataclass(slots=True)
-class HostCounters:
-    """Pages, unless it says otherwise."""
-
-    hits: int = 0  # loaded from host memory
-    hits_below: int = 0  # loaded from the store below
-    misses: int = 0  # for every reason
-    stores: int = 0
-    refused: int = 0  # too many requests, closed, or out of order
-    pushed_down: int = 0  # written to the store below
-    lost: int = 0  # had to give way, and the store below does not have them
-    copy_errors: int = 0  # batches
-    bytes_in: int = 0
-    bytes_out: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """A page to be kept, or to be brought back."""
-
-    key: bytes
-    address: int
-    is_store: bool
-    is_from_below: bool = False
-    is_discarded: bool = False  # a store whose page may have changed
-    future: Future[bool] = field(default_factory=Future)
 
 
 _Entry = Entry[Request]

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from memory.address_space import AddressSpace
 from memory.allocator import PageAllocator
-from memory.kv_range import HOLE, PrefixHit, Range, RangePart
+from memory.kv_range import HOLE, PrefixHit, Range, RangePart, check_ranges
 from memory.layer_groups import LayerGroup, PageLayout
 from memory.prefix_cache import PrefixCache
 from memory.prefix_finder import PrefixFinder
@@ -70,6 +70,7 @@ class KVManager:
         self.prefixes = PrefixCache(self.allocator)
         self._finder = PrefixFinder(self.layout, self.prefixes)
         self.match = self._finder.match
+        self.num_held = self._finder.num_held
         numbered = list(enumerate(self.layout.groups))
         self.ranges = [
             Range(i, [RangePart(group, number * num_ranges + i) for number, group in numbered])
@@ -143,16 +144,6 @@ class KVManager:
                 need += sum([references(page) == 1 for page in part.copied])
         unpromised = self.num_available - self._promised - spare_pages
         return bool(self._idle) and need <= unpromised and not self._has_too_many_mappings()
-
-    def num_held(self, hit: PrefixHit) -> int:
-        """Pages of a hit that others hold already, so that they cost nothing. Behind a window
-        other pages take their place: those do not count."""
-        references = self.allocator.num_references
-        return sum(
-            sum([references(page) > 1 for page in part.shared])
-            for group, part in zip(self.layout.groups, hit.parts, strict=True)
-            if group.window is None
-        )
 
     @property
     def num_saved(self) -> int:
@@ -411,11 +402,7 @@ class KVManager:
 
     def check_integrity(self) -> None:
         """AssertionError tells which invariant does not hold. For tests and idle moments."""
-        owners: dict[int, int] = {}
-        for item in self.ranges:
-            assert item.is_open != (item.index in self._idle), f"range {item.index}"
-            is_dirty = item.check(self.space, owners)
-            assert is_dirty == (item.index in self._dirty), f"range {item.index}"
+        owners = check_ranges(self.ranges, self._idle, self._dirty, self.space)
         promised = sum(item.promised for item in self.ranges)
         assert promised == self._promised, f"{promised} promised, counted {self._promised}"
         self.prefixes.check_integrity(owners)

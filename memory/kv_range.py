@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -111,3 +112,15 @@ class PrefixHit:
     def num_calls(self) -> int:
         """System calls and copies to map it, at most: one for a run of consecutive pages."""
         return sum([len(runs_of(part.shared)) + len(part.copied) for part in self.parts])
+
+
+def check_ranges(
+    ranges: Iterable[Range], idle: Container[int], dirty: Container[int], space: AddressSpace
+) -> dict[int, int]:
+    """How many hold each page. AssertionError: what is off. dirty: due at the next commit."""
+    owners: dict[int, int] = {}
+    for item in ranges:
+        assert item.is_open != (item.index in idle), f"range {item.index}"
+        is_dirty = item.check(space, owners)
+        assert is_dirty == (item.index in dirty), f"range {item.index}"
+    return owners

@@ -63,6 +63,7 @@ class PrefixCache:
         self.index = PrefixIndex()
         self.stats = PrefixStats()
         self.num_evictable = 0
+        self.num_references = allocator.num_references
         self._allocator = allocator
         self._store: PageStore | None = None
         self._address_of: Callable[[int], int] = lambda page: 0

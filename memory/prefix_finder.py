@@ -54,6 +54,16 @@ class PrefixFinder:
                 self._cache.use(pages)
         return PrefixHit(num_tokens, parts)
 
+    def num_held(self, hit: PrefixHit) -> int:
+        """Pages of a hit that others hold already, so that they cost nothing. Behind a window
+        other pages take their place: those do not count."""
+        references = self._cache.num_references
+        return sum(
+            sum([references(page) > 1 for page in part.shared])
+            for group, part in zip(self._layout.groups, hit.parts, strict=True)
+            if group.window is None
+        )
+
     def remember(self, target: Range, keys: Sequence[bytes], num_computed: int) -> None:
         """Let the cache know the range's pages that are complete by now."""
         for part in target.parts:

@@ -22,7 +22,7 @@ from memory.kv_manager import KVManager
 from serve.admission import RequestLimits
 from serve.compute_thread import ComputeThread
 from serve.detokenizer import DetokenizerFactory
-from serve.errors import EngineStoppedError, GenerationError, OverloadedError, RequestError
+from serve.errors import EngineStoppedError, GenerationError
 from serve.intake import Arrival, Encode, Intake
 from serve.output import OutputProcessor, OutputState, Sink, StepRecord
 from serve.overload import EarlyRejection
@@ -31,8 +31,10 @@ from serve.request import FinishReason, Prompt, Request, SamplingParams
 from serve.runner import Runner, StepResult
 from serve.scheduler import Scheduler
 from serve.sequence import Sequence, SequenceStatus, make_sequences
-from serve.state import EngineStats, RequestState
+from serve.state import RequestState
+from serve.stats import EngineStats, engine_stats
 from serve.tokenizer import Tokenizer
+from serve.unfinished import Unfinished
 
 logger = logging.getLogger(__name__)
 
@@ -81,13 +83,10 @@ class EngineCore:
         self._counter = itertools.count()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._records: queue.Queue[StepRecord | None] = queue.Queue(_MAX_RECORDS_BEHIND)
-        self._unfinished: dict[str, RequestState] = {}  # guarded by _lock
-        self._num_unfinished = 0  # their sequences; guarded by _lock
-        self._lock = threading.Lock()
+        self._unfinished = Unfinished(limits)
         # Records wait here until the next step is under way: pool 3 then works beside the
         # device and not between two steps.
         self._pending_records: list[StepRecord] = []
-        self._is_stopping = False
         self._loop_job: Future[None] | None = None
         self._failure: BaseException | None = None
         self._num_steps = 0
@@ -128,18 +127,8 @@ class EngineCore:
             params = replace(params, seed=(self._seed + number * _SEED_STEP) & _SEED_MASK)
         name = request_id or f"req-{number}"
         state = RequestState(name, text, params, sink, self._clock(), client)
-        with self._lock:
-            if self._is_stopping or self._failure is not None:
-                raise EngineStoppedError("the engine has stopped")
-            limit = self._limits.max_num_waiting + self._limits.max_num_seqs
-            if self._num_unfinished and self._num_unfinished + params.n > limit:
-                raise OverloadedError(f"{self._num_unfinished} sequences are running or waiting")
-            if state.request_id in self._unfinished:
-                raise RequestError("a request with this id is running", param="request_id")
-            self._unfinished[state.request_id] = state
-            self._num_unfinished += params.n
-            # still under the lock: a shutdown that begins now finds it queued
-            self._tokenize.submit(self._prepare, state, prompt)
+        # under the table's lock: a shutdown that begins now finds it queued
+        self._unfinished.add(state, lambda: self._tokenize.submit(self._prepare, state, prompt))
         return state
 
     def abort(self, state: RequestState) -> None:
@@ -153,66 +142,27 @@ class EngineCore:
         return self._failure is not None
 
     def num_unfinished(self) -> int:
-        with self._lock:
-            return len(self._unfinished)
+        return len(self._unfinished)
 
     def stats(self) -> EngineStats:
-        last = self._last_step_s
-        scheduler = self._scheduler
-        disk = self._kv.prefixes.store_stats()
-        coverage_p50, coverage_p90 = scheduler.policy.coverage()
-        page_steps = max(1, scheduler.num_steps) * self._kv.num_pages
-        return EngineStats(
+        last_s = self._last_step_s
+        return engine_stats(
+            self._scheduler,
+            self._rejection,
             num_unfinished=len(self._unfinished),
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
             num_steps=self._num_steps,
             num_prefill_rows=self._num_prefill_rows,
             num_decode_rows=self._num_decode_rows,
-            num_finished=scheduler.num_finished,
-            num_preemptions=scheduler.num_preemptions,
-            num_given_way=scheduler.num_given_way,
-            num_refused=self._rejection.num_refused if self._rejection else 0,
-            predicted_ttft_s=self._rejection.predicted_s if self._rejection else None,
-            preemptions_per_1000=1000 * scheduler.num_preemptions / max(1, scheduler.num_finished),
-            memory_utilisation=scheduler.num_page_steps / page_steps,
-            predicted_peak_pages=scheduler.policy.predicted_peak_pages,
-            coverage_p50=coverage_p50,
-            coverage_p90=coverage_p90,
-            step_time_error=scheduler.chunks.model.median_error(),
-            chunk_limit_rows=scheduler.chunks.limit,
-            pages_in_use=self._kv.num_in_use,
-            pages_mapped=self._kv.num_mapped,
-            pages_total=self._kv.num_pages,
-            pages_cached=self._kv.num_cached,
-            prefix_asked_tokens=self._kv.prefixes.stats.num_asked_tokens,
-            prefix_hit_tokens=self._kv.prefixes.stats.num_hit_tokens,
-            prefix_evicted_pages=self._kv.prefixes.stats.num_evicted,
-            disk_stored_pages=self._kv.prefixes.stats.num_stored,
-            disk_loaded_pages=self._kv.prefixes.stats.num_loaded,
-            disk_lost_pages=self._kv.prefixes.stats.num_lost,
-            disk_failed_pages=self._kv.prefixes.stats.num_failed,
-            disk_pages=disk.entries,
-            disk_bytes=disk.bytes_used,
-            disk_corrupt_pages=disk.corrupt,
-            disk_read_errors=disk.read_errors,
-            disk_write_errors=disk.write_errors,
-            disk_refused_requests=disk.refused,
-            disk_is_paused=disk.is_paused,
-            kv_bytes_per_token=self._kv.token_bytes,
-            last_step_age_s=None if last is None else self._clock() - last,
+            last_step_age_s=None if last_s is None else self._clock() - last_s,
         )
 
     def stop_accepting(self) -> None:
-        with self._lock:
-            self._is_stopping = True
+        self._unfinished.close()
 
     def shutdown(self) -> None:
         """Abort what is left, end the threads, give memory back. Blocks; may be called twice."""
         self.stop_accepting()
-        with self._lock:
-            states = list(self._unfinished.values())
-        for state in states:
+        for state in self._unfinished.states():
             self.abort(state)
         self._tokenize.shutdown(wait=True)  # quick: what is aborted is not tokenized
         if self._loop_job is not None:
@@ -235,13 +185,8 @@ class EngineCore:
             self._runner.close()
 
     def _refuse(self, state: RequestState, error: Exception) -> None:
-        self._remove(state)
+        self._unfinished.remove(state)
         state.tell(lambda: state.sink.fail(error))
-
-    def _remove(self, state: RequestState) -> None:
-        with self._lock:
-            if self._unfinished.pop(state.request_id, None) is not None:
-                self._num_unfinished -= state.params.n
 
     def _prepare(self, state: RequestState, prompt: Prompt | Encode) -> None:
         """Pool 1's work: hand a request over to the loop, or tell the sink what is wrong."""
@@ -264,8 +209,8 @@ class EngineCore:
             self._drain_inbox()
         except BaseException as error:
             logger.exception("the compute loop failed; no new requests are accepted")
-            with self._lock:
-                self._failure = error
+            self._failure = error
+            self._unfinished.close()
             self._answer_failed()
         finally:
             self._answer_all(FinishReason.ABORT)
@@ -296,9 +241,7 @@ class EngineCore:
 
     def _answer_rest(self) -> None:
         """Nobody may wait for ever for a request that got lost."""
-        with self._lock:
-            rest = list(self._unfinished.values())
-        for state in rest:
+        for state in self._unfinished.states():
             self._refuse(state, EngineStoppedError("the engine has stopped"))
 
     def _take_messages(self) -> bool:
@@ -439,7 +382,7 @@ class EngineCore:
         for request_id in {s.request.request_id for s in finished}:
             state = self._unfinished.get(request_id)
             if state is not None and all(s.is_finished for s in state.sequences):
-                self._remove(state)
+                self._unfinished.remove(state)
 
     def _guarded(self, state: RequestState, act: Callable[[], None]) -> None:
         """A fault while taking in a request ends that request only."""

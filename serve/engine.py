@@ -31,7 +31,8 @@ from serve.request import (
     SamplingParams,
     TokenDelta,
 )
-from serve.state import EngineStats, RequestState
+from serve.state import RequestState
+from serve.stats import EngineStats
 from serve.tokenizer import Tokenizer
 
 _DRAIN_POLL_S = 0.01

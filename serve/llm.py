@@ -32,7 +32,8 @@ from serve.request import (
     SamplingParams,
     TokenDelta,
 )
-from serve.state import EngineStats, RequestState
+from serve.state import RequestState
+from serve.stats import EngineStats
 from serve.tokenizer import Tokenizer
 
 Messages = list[dict[str, Any]]
