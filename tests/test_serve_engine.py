@@ -178,7 +178,7 @@ def test_back_pressure():
 
 def test_shutdown_with_requests_in_flight():
     async def main():
-        rig = Rig(before=lambda plan: time.sleep(0.002))
+        rig = Rig(before=lambda plan: time.sleep(0.02))
         async with rig:
             streams = [rig.engine.submit(PROMPT, params(max_tokens=200)) for _ in range(12)]
             await anext(streams[0])
