@@ -57,6 +57,7 @@ class EngineStats:
     disk_loaded_pages: int
     disk_lost_pages: int
     disk_failed_pages: int
+    disk_declined_fetches: int
     disk_pages: int
     disk_bytes: int
     disk_corrupt_pages: int
@@ -114,6 +115,7 @@ def engine_stats(
         disk_loaded_pages=prefixes.num_loaded,
         disk_lost_pages=prefixes.num_lost,
         disk_failed_pages=prefixes.num_failed,
+        disk_declined_fetches=prefixes.num_declined,
         disk_pages=disk.entries,
         disk_bytes=disk.bytes_used,
         disk_corrupt_pages=disk.corrupt,

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import serve.kv_store
+from memory.load_times import LoadTimes
 from memory.spill import SpillStore
 from serve import LLM, SamplingParams
 from serve.errors import ConfigError
@@ -34,6 +35,12 @@ SETTINGS = {
 }
 AMPLE = {"kv_cache_bytes": 8 << 20}
 SMALL = {"kv_cache_bytes": 26 * PAGE, "memory_policy": "prompt_only"}
+
+
+@pytest.fixture(autouse=True)
+def loading_costs_nothing(monkeypatch):
+    """Or the tiny model would rather compute (tests/test_serve_hit_costs.py)."""
+    monkeypatch.setattr(LoadTimes, "seconds", lambda times, num_pages: 0.0)
 
 
 def prompt(first: int, length: int) -> dict[str, list[int]]:
@@ -97,7 +104,7 @@ def run_small(folder: Path, **settings):
 def test_a_working_set_three_times_the_memory(tmp_path, expected, policy):
     answers, stats = run_small(tmp_path, memory_policy=policy)
     assert answers == expected
-    assert stats.disk_stored_pages > 40 and stats.disk_loaded_pages > 30
+    assert stats.disk_stored_pages > 20 and stats.disk_loaded_pages > 10
     assert stats.disk_lost_pages == stats.disk_failed_pages == 0
     if policy == "prompt_only":
         assert stats.num_preemptions >= 6, "preempted sequences come back from the disk"
