@@ -8,7 +8,9 @@ import time
 from memory.kv_manager import KVManager
 from memory.prefix_index import PrefixHasher
 from memory.vmm import LinuxMemory
+from tests.fakes import make_kv
 from tests.faulty_storage import faulty
+from tests.page_store import FakeStore
 from tests.spilling import open_store
 
 PAGE_BYTES = 4096
@@ -83,3 +85,59 @@ def test_nothing_comes_back_from_a_write_that_was_given_up(tmp_path):
     kv.check_integrity()
     kv.close_all()
     memory.close()
+
+
+class Hung:
+    """A pool of some pages, a context of 16 of them, and a disk that hangs from now on; the pool
+    is full of pages that are not written, and some that were are being loaded."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.kv, memory = make_kv(num_pages=num_pages, num_ranges=num_pages, max_model_len=64)
+        self.now_s = 0.0
+        self.store = FakeStore(memory)
+        self.kv.prefixes.use_store(self.store, lambda page: page, lambda: None, lambda: self.now_s)
+        self.hasher = PrefixHasher(self.kv.page_end, b"secret")
+        old = self.compute(0, 15)
+        while self.kv.prefixes.write_some():
+            pass
+        while self.kv.prefixes.num_evictable:
+            self.kv.prefixes.evict()
+        self.store.plan = lambda kind, key: "hold" if kind != "contains" else None
+        self.compute(1, 15)
+        self.compute(2, num_pages - 15)
+        assert self.kv.fetch(old)
+        self.kv.prefixes.poll()
+        self.num_loads = len(self.kv.prefixes._loads)
+        self.num_writes = len(self.kv.prefixes._writes)
+
+    def compute(self, token: int, num_pages: int) -> list[bytes]:
+        keys: list[bytes] = []
+        self.hasher.extend(keys, [token] * 4 * num_pages)
+        item = self.kv.open(4 * num_pages)
+        assert self.kv.grow(item, 4 * num_pages)
+        self.kv.commit()
+        self.kv.remember(item, keys, 4 * num_pages)
+        self.kv.close(item)
+        return keys
+
+
+def test_the_longest_request_fits_beside_a_hung_disk():
+    """From one and a quarter contexts on: a read keeps its pages, a write for 10 s."""
+    hung = Hung(20)
+    assert (hung.num_loads, hung.num_writes) == (4, 2)
+    assert not hung.kv.can_fit(64), "as long as the writes may still end"
+    hung.now_s += 11
+    hung.kv.prefixes.poll()
+    assert hung.kv.prefixes.is_fetching and hung.kv.can_fit(64)
+    item = hung.kv.open(64)
+    assert hung.kv.grow(item, 64)
+    hung.kv.commit()
+    hung.kv.check_integrity()
+
+
+def test_a_pool_of_one_context_loads_less_at_once():
+    hung = Hung(16)
+    assert hung.num_loads == 2
+    hung.now_s += 11
+    hung.kv.prefixes.poll()
+    assert hung.kv.can_fit(64 - 2 * 4)
