@@ -61,6 +61,7 @@ class HostWorker:
         self._stores: deque[Request] = deque()
         self._to_device: deque[tuple[Request, _Entry]] = deque()
         self._to_host: deque[tuple[Request, _Entry]] = deque()
+        self._in_copy: list[Request] = []  # loads whose page the device may be writing
         self._reads: list[_Entry] = []  # to be asked of the store below
         self._writes: list[_Entry] = []
         self._num_writes = 0
@@ -113,8 +114,9 @@ class HostWorker:
         return future
 
     def stop(self, timeout_s: float) -> bool:
-        """End what is under way, then the thread and every future. False (and broken): a copy or
-        the store below was not done in time, or nobody knows."""
+        """End what is under way, then the thread and every future but those of loads that may be
+        copied still. False (and broken): a copy or the store below was not done in time, or
+        nobody knows."""
         until = time.monotonic() + timeout_s
         with self.changed:
             self.is_closing = True
@@ -219,7 +221,9 @@ class HostWorker:
         places = [(request.address, self._address(entry)) for request, entry in batch]
         if to_host:
             places = [(slot, page) for page, slot in places]
+        self._in_copy = [] if to_host else [request for request, _ in batch]
         is_right = self._copier.copy(places, self._page_bytes, to_host=to_host)
+        self._in_copy = []
         self._count_copies(len(batch), is_right, to_host)
         for request, entry in batch:
             is_good = is_right and not request.is_discarded  # looked at after the copy
@@ -378,7 +382,9 @@ class HostWorker:
         with self.changed:
             left = list(self.open)
             flushes, self._flushes = self._flushes, []
+        in_copy = self._in_copy
         for request in left:
-            self._end(request, False)
+            if request not in in_copy:  # nobody else may have its page
+                self._end(request, False)
         for future in flushes:
             future.set_result(False)

@@ -249,17 +249,20 @@ def test_failed_copies_are_misses(pages):
     tier.close()
 
 
-def test_a_copy_that_nobody_knows_of_ends_everything(pages, caplog):
-    """No slot is used again, and no memory given back that may still be written."""
+def test_a_copy_that_nobody_knows_of_ends_everything_else(pages, caplog):
+    """No slot is used again, and no memory given back that may still be written, the page's
+    included: whoever has it must not be told that it is free."""
     copier, below = FailingCopier(), LateStore(PAGE)
     tier = HostTier(PAGE, 4 * PAGE, copier, below)
     results(fill(pages, tier, [1, 2]))
     copier.is_lost = True
-    assert fetch(pages, tier, 1) is None
+    (load,) = tier.load_many([(name(1), pages.address(31))])
+    tier._worker._thread.join(10)
     assert not tier.contains(name(1))
     assert results(fill(pages, tier, [3])) == [False]
+    assert fetch(pages, tier, 2) is None
     assert not tier.flush()
-    tier.close()
+    assert not tier.close() and not load.done()
     assert "out of order (" in caplog.text and "they may still be written" in caplog.text
     assert not copier.is_closed
     assert below.num_closed == 1
@@ -300,6 +303,23 @@ def test_closing_beside_a_copy_that_never_ends(pages):
     copier.may_go_on.set()
     tier._worker._thread.join(5)
     assert not tier._worker._thread.is_alive()
+
+
+def test_closing_beside_a_load_that_never_ends(pages):
+    """Its page may be written until then; what waits behind it has not begun."""
+    copier = FailingCopier()
+    tier = HostTier(PAGE, 2 * PAGE, copier)
+    results(fill(pages, tier, [0, 1]))
+    copier.is_asked.clear()
+    copier.may_go_on.clear()
+    (first,) = tier.load_many([(name(0), pages.address(20))])
+    assert copier.is_asked.wait(10)
+    (second,) = tier.load_many([(name(1), pages.address(21))])
+    assert not tier.close(0.1)
+    assert not first.done() and not second.result(0)
+    copier.may_go_on.set()
+    assert first.result(10) and pages[20] == content(name(0), PAGE)
+    assert pages[21] == bytes(PAGE)
 
 
 def test_closing_begins_nothing_new(pages):
