@@ -98,7 +98,15 @@ class AddressSpace:
             self.stats.seconds += time.perf_counter() - began
 
     def _map(self, index: int, place: int, first_page: int, length: int) -> None:
-        self._memory.map(self._offset(index, place), first_page, length)
+        offset = self._offset(index, place)
+        try:
+            self._memory.map(offset, first_page, length)
+        except OSError:  # part of it may be there, and what was there may be gone
+            with contextlib.suppress(OSError):
+                self._memory.unmap(offset, length)
+            num_stale = min(length, len(self._shown[index]) - place)
+            self._note(index, place, [HOLE] * max(0, num_stale))
+            raise
         self._note(index, place, range(first_page, first_page + length))
         self.stats.num_calls += 1
 

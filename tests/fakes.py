@@ -39,10 +39,11 @@ class FakeMemory:
         self.content[target] = dict(self.content.get(source, {}))
 
     def map(self, offset: int, first_page: int, num_pages: int) -> None:
-        self._maybe_fail("map")
         self.num_calls += 1
-        for i in range(num_pages):
+        is_failing = self.fail_next == "map"
+        for i in range((num_pages + 1) // 2 if is_failing else num_pages):
             self.mapped[offset + i * self.page_bytes] = first_page + i
+        self._maybe_fail("map")  # with half of it there, as a device may leave it
 
     def _maybe_fail(self, call: str) -> None:
         if self.fail_next == call:
