@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from memory.prefix_index import PrefixHasher
 from tests.fakes import check_mapping, make_kv
 
@@ -73,4 +75,26 @@ def test_stale_mappings_go_before_others_come(monkeypatch):
     kv.commit()
     assert len(counts) == 3 and max(counts) <= 260
     check_mapping(kv, memory)
+    kv.check_integrity()
+
+
+@pytest.mark.parametrize("num_pages", [6, 7])
+def test_a_promised_prompt_whose_last_page_is_copied_can_grow(num_pages):
+    """Until the copy is made its source is needed too: seven pages for a prompt of six."""
+    kv, memory = make_kv(num_pages=num_pages, num_ranges=4, max_model_len=24)
+    keys: list[bytes] = []
+    PrefixHasher(kv.page_end, b"secret").extend(keys, list(range(16)))
+    item = kv.open(16)
+    assert kv.grow(item, 16)
+    kv.commit()
+    kv.remember(item, keys, 16)
+    kv.close(item)
+    hit = kv.match(keys, 15)
+    assert [len(hit.parts[0].shared), len(hit.parts[0].copied)] == [3, 1]
+    assert kv.can_fit(24, hit=hit) == (num_pages == 7)
+    if num_pages == 7:
+        item = kv.open(24, hit)
+        assert kv.grow(item, 24), "before the copy is made"
+        kv.commit()
+        check_mapping(kv, memory)
     kv.check_integrity()
