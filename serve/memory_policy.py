@@ -66,11 +66,27 @@ class MemoryPolicy:
         """How often answers were within their P50 and P90 of arrival; None: not predicted."""
         return None, None
 
+    def steps_left(self, step: int) -> list[int]:
+        """Until each running sequence is expected to end, the first to end first; empty: it is
+        not predicted. From any thread."""
+        return []
+
+    def mean_steps(self) -> float:
+        """That a running sequence is expected to take in all."""
+        return 0.0
+
+    def still_refuses(self, sequence: Sequence, step: int) -> bool:
+        """`admits` would say no, whatever the hit: nothing has changed since it did."""
+        return False
+
 
 def _num_shared(kv: KVManager, hit: PrefixHit | None) -> int:
     """Pages that count once for each sequence, and are there once for several: those that the
     running ones share, and those of a hit that some of them hold. When a sharer ends, what it
-    needed goes with it, so the difference never turns against the others."""
+    needed goes with it, so the difference never turns against the others. With windows it
+    would: pages are shared only until the window has passed them. There nothing is taken off."""
+    if any(group.window is not None for group in kv.layout.groups):
+        return 0
     return kv.num_saved + (kv.num_held(hit) if hit is not None else 0)
 
 
@@ -163,8 +179,7 @@ class FuturePeak(MemoryPolicy):
         step: int,
         hit: PrefixHit | None = None,
     ) -> bool:
-        # Nobody has ended since it was refused: the others have only grown.
-        if self._refused is sequence and step % _RECHECK_STEPS:
+        if self.still_refuses(sequence, step):
             return False
         futures = self._futures[: max(1, _MAX_ENTRIES // (len(self._members) + 1))]
         self._settle(futures, step)
@@ -200,10 +215,26 @@ class FuturePeak(MemoryPolicy):
         self._missing_rows += sequence.num_tokens - sequence.num_computed_tokens
 
     def stopped(self, sequence: Sequence) -> None:
-        member = self._members.pop(self._keys.pop(sequence))
+        key = self._keys.pop(sequence)
+        member = self._members.pop(key)
         for future, entry in zip(self._futures, member.entries, strict=True):
             future.remove(entry)
         self._refused = None
+        if key in self._prefilling:
+            self._prefilling.remove(key)
+        if not self._members:
+            self._missing_rows = 0
+
+    def still_refuses(self, sequence: Sequence, step: int) -> bool:
+        # Nobody has ended since it was refused: the others have only grown.
+        return self._refused is sequence and step % _RECHECK_STEPS != 0
+
+    def steps_left(self, step: int) -> list[int]:
+        return [max(1, end - step) for end, _, _ in list(self._futures[0].entries)]
+
+    def mean_steps(self) -> float:
+        lengths = [member.lengths[0] for member in list(self._members.values())]
+        return sum(lengths) / max(1, len(lengths))
 
     def ended(self, sequence: Sequence) -> None:
         if self._asked is not None and self._asked[0] is sequence:
@@ -342,7 +373,7 @@ class PredictedPeak(FuturePeak):
 
     def ended(self, sequence: Sequence) -> None:
         super().ended(sequence)
-        if not sequence.num_preemptions:
+        if sequence.first_scheduled_s is not None and not sequence.num_preemptions:
             self.reserve = max(0.0, self.reserve - self.STEP * self.TARGET)
         length = sequence.num_output_tokens
         predicted = self._arrivals.pop(sequence)

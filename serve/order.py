@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from serve.request import Request
 from serve.sequence import Sequence
@@ -106,7 +106,18 @@ class Order:
         """To compute the prompts that wait and come before a request that arrives now with
         num_rows."""
         rank = self.rank_of(request, num_rows)
-        return sum([s.expected_s for other, _, s in list(self._waiting) if other <= rank])
+        return self._seconds([s for other, _, s in list(self._waiting) if other <= rank])
+
+    def num_before(self, request: Request, num_rows: int) -> int:
+        """Of the waiting, those that come before a request that arrives now with num_rows."""
+        rank = self.rank_of(request, num_rows)
+        return sum([other <= rank for other, _, _ in list(self._waiting)])
+
+    def _seconds(self, sequences: list[Sequence]) -> float:
+        """To compute their prompts; those that came before anything was known by their rows."""
+        unknown = sum([s.num_expected_rows for s in sequences if not s.expected_s])
+        known_s = sum([s.expected_s for s in sequences])
+        return known_s + (self.prefill_seconds(unknown, 0) if unknown else 0.0)
 
     # ---- the queue
 
@@ -222,6 +233,13 @@ class MultiLevelFeedback(Order):
         again_s = self.prefill_seconds(sequence.num_tokens, 0)
         job.until_s = job.since_s + self.STARVING_S + self.STARVING_SHARE * again_s
         heappush(self._starving, (job.until_s, self._numbers[sequence], sequence))
+        if len(self._starving) > 2 * len(self._jobs) + 64:
+            self._starving = [
+                entry
+                for entry in self._starving
+                if entry[2] in self._jobs and self._jobs[entry[2]].until_s == entry[0]
+            ]
+            heapify(self._starving)
 
     def put_back(self, sequence: Sequence) -> None:
         self._running.discard(sequence)
@@ -362,7 +380,7 @@ class Fair(Order):
         for client, queue in list(self._queues.items()):
             waiting = [s for _, s in list(queue)]
             rows = sum([s.num_expected_rows for s in waiting])
-            prompts[client] = (rows, sum([s.expected_s for s in waiting]))
+            prompts[client] = (rows, self._seconds(waiting))
         own_rows, seconds = prompts.pop(request.client, (0, 0.0))
         least = min([counters.get(client, 0) for client in prompts], default=0)
         counter = max(counters.get(request.client, 0), least)
@@ -371,6 +389,12 @@ class Fair(Order):
             fitting = max(0, share - counters.get(client, 0)) // self.INPUT_WEIGHT
             seconds += all_s * min(1.0, fitting / max(1, rows))
         return seconds
+
+    def num_before(self, request: Request, num_rows: int) -> int:
+        """As if the clients that wait were served in turn, a request each."""
+        queues = {client: len(queue) for client, queue in list(self._queues.items())}
+        own = queues.pop(request.client, 0)
+        return own + sum(min(number, own + 1) for number in queues.values())
 
     def _enqueue(self, sequence: Sequence) -> None:
         queue = self._queues.setdefault(sequence.request.client, [])

@@ -2,8 +2,8 @@
 
 Mooncake (FAST'25): the time to the first token is predicted from what waits before the request
 and its own prompt; where that is beyond the objective, a refusal now is worth more to the client
-than an answer later, and costs the others nothing. The prediction knows prompts and rows only:
-waiting for a slot or for K/V memory is not in it.
+than an answer later, and costs the others nothing. The prediction knows prompts, and slots where
+the memory policy predicts lengths; waiting for K/V memory is not in it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class EarlyRejection:
         self._scheduler = scheduler
         self._slo_s = slo_s
         self._lock = threading.Lock()
-        self._coming_s = 0.0  # prompts that are accepted, and not yet in the scheduler's queue
+        # of prompts that are accepted, and not yet in the scheduler's queue
+        self._num_coming, self._coming_s = 0, 0.0
         self.num_refused = 0
         self.predicted_s: float | None = None
 
@@ -37,8 +38,10 @@ class EarlyRejection:
         num_tokens = len(request.prompt_token_ids)
         own_s = scheduler.chunks.model.prefill_seconds(num_tokens, num_tokens - num_rows)
         with self._lock:
-            is_idle = not (self._coming_s or scheduler.has_work())
-            predicted_s = scheduler.predicted_ttft_s(request, num_rows, self._coming_s)
+            is_idle = not (self._num_coming or scheduler.has_work())
+            predicted_s = scheduler.predicted_ttft_s(
+                request, num_rows, self._coming_s, self._num_coming
+            )
             self.predicted_s = predicted_s
             if num_rows and predicted_s > self._slo_s and not is_idle:
                 self.num_refused += 1
@@ -47,10 +50,12 @@ class EarlyRejection:
                     f" {self._slo_s:g} s that are promised",
                     retry_after_s=min(predicted_s - own_s, predicted_s - self._slo_s),
                 )
+            self._num_coming += 1
             self._coming_s += own_s
         return own_s
 
     def queued(self, seconds: float) -> None:
         """A request that was admitted is in the scheduler's queue now, or was aborted."""
         with self._lock:
-            self._coming_s -= seconds
+            self._num_coming -= 1
+            self._coming_s = self._coming_s - seconds if self._num_coming else 0.0
