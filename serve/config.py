@@ -149,8 +149,8 @@ class EngineConfig:
         if self.kv_cache_dir is not None and not self.prefix_cache:
             raise ConfigError("kv_cache_dir needs prefix_cache")
         page = self.kv_page_bytes
-        if page is not None and (page < 4096 or page & (page - 1)):
-            raise ConfigError(f"kv_page_bytes must be a power of two from 4096 on, not {page}")
+        if page is not None and page % 4096:
+            raise ConfigError(f"kv_page_bytes must be a multiple of 4096, not {page}")
 
     @property
     def batched_tokens(self) -> int:
