@@ -67,7 +67,7 @@ class KVManager:
         self.page_end = self.layout.page_end
         self.pages_for = self.layout.pages_for
         self.allocator = PageAllocator(num_pages)
-        self.prefixes = PrefixCache(self.allocator)
+        self.prefixes = PrefixCache(self.allocator, self.pages_for(max_model_len))
         self._finder = PrefixFinder(self.layout, self.prefixes)
         self.match = self._finder.match
         self.num_held = self._finder.num_held

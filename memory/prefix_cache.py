@@ -59,7 +59,8 @@ class _Load:
 class PrefixCache:
     """References, the index, and pages on their way to or from the store."""
 
-    def __init__(self, allocator: PageAllocator) -> None:
+    def __init__(self, allocator: PageAllocator, num_reserved: int = 0) -> None:
+        """num_reserved: pages that a hung disk shall not keep, where there are enough."""
         self.index = PrefixIndex()
         self.stats = PrefixStats()
         self.num_evictable = 0
@@ -74,9 +75,12 @@ class PrefixCache:
         self._loads: deque[_Load] = deque()
         self.load_times = LoadTimes()
         self._rest: tuple[Chain, int] | None = None  # to be fetched after the loads
-        # Whatever the disk does, most pages can be had.
-        self._max_writes = max(1, min(_MAX_WRITES, allocator.num_pages // 8))
-        self._max_loads = max(1, allocator.num_pages // 4)
+        # Whatever the disk does, most pages can be had: nobody can take a page from a read that
+        # hangs, so beside those the longest sequence fits, unless loading would be in vain.
+        num_pages = allocator.num_pages
+        self._max_writes = max(1, min(_MAX_WRITES, num_pages // 8))
+        beside = max(num_pages - num_reserved, num_pages // 8)
+        self._max_loads = max(1, min(num_pages // 4, beside))
         self._failures = 0  # in a row
         self._pause_s = self._paused_until = 0.0
 
@@ -196,6 +200,7 @@ class PrefixCache:
             if write.future.done():
                 self._end_write(write, now_s, is_stored=_has_worked(write.future))
             elif now_s - write.began_s > _HUNG_S and self._discards(write.key):
+                self._failures += _FAILURES_IN_A_ROW  # so that others get the page meanwhile
                 self._end_write(write, now_s, is_stored=False)
             else:
                 self._writes.append(write)

@@ -176,8 +176,8 @@ class SpillStore:
             self._idle.notify_all()
         assert future is not None
         future.set_result(is_there)
-        for go_on in waiting:
-            go_on(error is None)
+        for go_on in waiting:  # dropped: its memory may have changed before the checksum
+            go_on(is_there)
 
     def load(self, key: bytes, address: int) -> Future[bool]:
         """Read the page of `key` to `address`. False: a miss, and the memory's content is
@@ -260,7 +260,8 @@ class SpillStore:
             return key in self._slots.entries
 
     def discard(self, key: bytes) -> bool:
-        """Forget it, pinned or not; loads under way still end. False: it was not there."""
+        """Forget it, pinned or not; loads under way still end, those that wait for its write
+        with a miss. False: it was not there."""
         with self._lock:
             entry = self._slots.entries.get(key)
             if entry is None:

@@ -32,6 +32,22 @@ def test_requests_are_bounded(tmp_path, pages):
     store.close()
 
 
+def test_a_load_does_not_wait_for_a_write_that_was_discarded(tmp_path, pages):
+    """Its memory may be somebody else's before the checksum is taken, which then fits."""
+    opener, opened = faulty(lambda kind, n: "hold" if (kind, n) == ("write", 0) else None)
+    store = open_store(tmp_path, open_file=opener)
+    stored = store.store(b"K", pages.fill(0, b"right"))
+    load = store.load(b"K", pages.at(1))
+    assert store.discard(b"K") and not load.done()
+    pages.fill(0, b"somebody else's")
+    opened[0].let_go()
+    assert not stored.result() and not load.result()
+    assert store.flush() and store.stats().requests == 0
+    store._slots.check_integrity()
+    assert put(store, pages, *[b"%d" % i for i in range(8)]) == [True] * 8, "its slot is free"
+    store.close()
+
+
 @pytest.mark.parametrize("fault", [errno.EIO, errno.EDQUOT, "short"])
 def test_failed_writes_are_misses_and_then_a_pause(tmp_path, pages, fault):
     now = [100.0]
