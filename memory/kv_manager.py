@@ -205,7 +205,7 @@ class KVManager:
                 self.prefixes.hold(page)
             part.num_passed = part.valid = found.first
             part.pages.extend([HOLE] * found.first + found.shared)
-            part.num_known = len(part.pages)
+            part.num_known = part.num_settled = len(part.pages)
         for part, found in zip(target.parts, hit.parts, strict=True):
             for source in found.copied:
                 part.copies.append((source, len(part.pages)))

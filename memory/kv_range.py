@@ -23,7 +23,8 @@ class RangePart:
 
     valid: places before it show their pages in the address space; num_unmapped: places before it
     show nothing. copies: (source page, place) that are due at the next commit. num_known:
-    leading places that have been offered to the prefix cache.
+    leading places that have been offered to the prefix cache; it knows the first num_settled of
+    them with these very pages, and keeps them as long as they are held here.
     """
 
     group: GroupPages
@@ -34,11 +35,13 @@ class RangePart:
     num_unmapped: int = 0
     copies: list[tuple[int, int]] = field(default_factory=list)
     num_known: int = 0
+    num_settled: int = 0
 
     def clear(self) -> None:
         self.pages.clear()
         self.copies.clear()
-        self.num_passed = self.valid = self.num_unmapped = self.num_known = 0
+        self.num_passed = self.valid = self.num_unmapped = 0
+        self.num_known = self.num_settled = 0
 
     @property
     def held(self) -> list[int]:

@@ -62,3 +62,28 @@ class PrefixStats:
     num_lost: int = 0
     num_failed: int = 0
     num_declined: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A page on its way to the store."""
+
+    key: bytes
+    page: int
+    began_s: float
+    future: Future[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A page on its way from the store."""
+
+    key: bytes
+    parent: bytes | None
+    page: int
+    future: Future[bool]
+
+
+def has_worked(future: Future[bool]) -> bool:
+    """It has ended; an exception is a failure like others."""
+    return not future.cancelled() and future.exception() is None and future.result()

@@ -19,12 +19,11 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from concurrent.futures import FIRST_COMPLETED, wait
 
 from memory.allocator import PageAllocator
 from memory.load_times import LoadTimes
-from memory.page_store import Chain, PageStore, PrefixStats
+from memory.page_store import Chain, Load, PageStore, PrefixStats, Write, has_worked
 from memory.prefix_index import PrefixIndex
 from memory.spill_health import SpillStats
 
@@ -38,22 +37,6 @@ _FAILURES_IN_A_ROW = 3
 _PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 _HUNG_S = 10.0  # a write that takes longer is given up
 _CLOSE_SHARE = 0.7  # of the time that `close` has: until then it begins to write
-
-
-@dataclass(frozen=True, slots=True)
-class _Write:
-    key: bytes
-    page: int
-    began_s: float
-    future: Future[bool]
-
-
-@dataclass(frozen=True, slots=True)
-class _Load:
-    key: bytes
-    parent: bytes | None
-    page: int
-    future: Future[bool]
 
 
 class PrefixCache:
@@ -71,8 +54,8 @@ class PrefixCache:
         self._keep_memory: Callable[[], None] = lambda: None
         self._clock: Callable[[], float] = time.monotonic
         self._unwritten: OrderedDict[int, bytes] = OrderedDict()  # oldest first
-        self._writes: deque[_Write] = deque()
-        self._loads: deque[_Load] = deque()
+        self._writes: deque[Write] = deque()
+        self._loads: deque[Load] = deque()
         self.load_times = LoadTimes()
         self._rest: tuple[Chain, int] | None = None  # to be fetched after the loads
         # Whatever the disk does, most pages can be had: nobody can take a page from a read that
@@ -118,12 +101,34 @@ class PrefixCache:
             self.num_evictable += self._allocator.num_references(page) == 1
 
     def remember(self, key: bytes, parent: bytes | None, page: int) -> None:
-        """A page whose tokens are computed; nothing happens if the key is known already."""
-        if page in self.index or not self.index.insert(key, parent, page):
+        """A page that a sequence has computed. Where its key is known with another page, it takes
+        that one's place if nobody uses it: what continues a page of a sequence shall not depend
+        on one that can be forgotten. Nothing happens if the parent is not known."""
+        if page in self.index:
+            return
+        if self.index.has_key(key):
+            if not self._is_idle(self.index.page_of(key)):
+                return
+            self._replace(key, page)
+        elif self.index.insert(key, parent, page):
+            if self._store is not None:
+                self._unwritten[page] = key
+        else:
             return
         self._allocator.share(page)
-        if self._store is not None:
+
+    def _replace(self, key: bytes, page: int) -> None:
+        old = self.index.page_of(key)
+        self.index.replace(key, page)
+        if self._unwritten.pop(old, None) is not None:
             self._unwritten[page] = key
+        self.num_evictable -= self._allocator.give_back(old)
+
+    def _is_idle(self, page: int) -> bool:
+        """Of a known page: no sequence holds it."""
+        references = self._allocator.num_references(page)
+        is_written = references == 2 and any(write.page == page for write in self._writes)
+        return references == 1 or is_written
 
     def use(self, pages: Sequence[int]) -> None:
         """These were used just now: the last of them is to go first, because it is worth nothing
@@ -193,7 +198,7 @@ class PrefixCache:
             return
         for (page, key), future in zip(new, futures, strict=True):
             self.hold(page)
-            self._writes.append(_Write(key, page, now_s, future))
+            self._writes.append(Write(key, page, now_s, future))
 
     def _take_in(self) -> None:
         """What has been written and read."""
@@ -204,7 +209,7 @@ class PrefixCache:
             write = self._writes.popleft()
             if write.future.done():
                 last = write
-                self._end_write(write, now_s, is_stored=_has_worked(write.future))
+                self._end_write(write, now_s, is_stored=has_worked(write.future))
             elif now_s - write.began_s > _HUNG_S and self._discards(write.key):
                 self._failures += _FAILURES_IN_A_ROW  # so that others get the page meanwhile
                 self._end_write(write, now_s, is_stored=False)
@@ -238,7 +243,7 @@ class PrefixCache:
             return False
         return True
 
-    def _end_write(self, write: _Write, now_s: float, *, is_stored: bool) -> None:
+    def _end_write(self, write: Write, now_s: float, *, is_stored: bool) -> None:
         if is_stored:
             self.stats.num_stored += 1
             self._failures = 0
@@ -246,8 +251,8 @@ class PrefixCache:
         else:
             self.stats.num_failed += 1
             self._failures += 1
-            if self.index.knows(write.key, write.page):
-                self._unwritten[write.page] = write.key
+            if self.index.has_key(write.key):  # maybe with another page by now
+                self._unwritten[self.index.page_of(write.key)] = write.key
             if self._failures >= _FAILURES_IN_A_ROW and now_s >= self._paused_until:
                 self._pause(now_s)
         self.let_go(write.page)
@@ -257,17 +262,17 @@ class PrefixCache:
         self._pause_s = min(max(_PAUSE_S, 2 * self._pause_s), _MAX_PAUSE_S)
         self._paused_until = now_s + self._pause_s
 
-    def _end_load(self, load: _Load) -> None:
-        has_worked = _has_worked(load.future)
+    def _end_load(self, load: Load) -> None:
+        is_here = has_worked(load.future)
         if self.index.match([load.key]):  # somebody has computed it meanwhile
             self._allocator.give_back(load.page)
-        elif has_worked and self.index.insert(load.key, load.parent, load.page):
+        elif is_here and self.index.insert(load.key, load.parent, load.page):
             # the load's reference becomes the cache's
             self.num_evictable += 1
             self.stats.num_loaded += 1
         else:  # lost, or what it continues is, or had to go for want of memory
             self._allocator.give_back(load.page)
-            self.stats.num_lost += not has_worked
+            self.stats.num_lost += not is_here
             self._rest = None
 
     def is_stored(self, key: bytes) -> bool:
@@ -329,7 +334,7 @@ class PrefixCache:
         futures = self._store.load_many(places)
         self.load_times.begin(futures)
         for (key, parent), page, future in zip(wanted, pages, futures, strict=False):
-            self._loads.append(_Load(key, parent, page, future))
+            self._loads.append(Load(key, parent, page, future))
 
     def _free_page(self) -> int:
         if not self._allocator.num_free:
@@ -399,8 +404,3 @@ class PrefixCache:
             owners[load.page] = owners.get(load.page, 0) + 1
         assert all(page in self.index for page in self._unwritten)
         self.index.check_integrity()
-
-
-def _has_worked(future: Future[bool]) -> bool:
-    """It has ended; an exception is a failure like others."""
-    return not future.cancelled() and future.exception() is None and future.result()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
-from memory.kv_range import PartHit, PrefixHit, Range
+from memory.kv_range import PartHit, PrefixHit, Range, RangePart
 from memory.layer_groups import GroupPages, PageLayout
 from memory.prefix_cache import PrefixCache
 
@@ -67,13 +67,28 @@ class PrefixFinder:
     def remember(self, target: Range, keys: Sequence[bytes], num_computed: int) -> None:
         """Let the cache know the range's pages that are complete by now."""
         for part in target.parts:
-            group, place, numbers = part.group, part.num_known, part.group.key_numbers
-            while numbers[place] < len(keys) and group.page_end(place) <= num_computed:
-                if place >= part.num_passed:
-                    parent = self._parent(group, keys, place)
-                    self._cache.remember(keys[numbers[place]], parent, part.pages[place])
-                place += 1
-            part.num_known = place
+            group, end, numbers = part.group, part.num_known, part.group.key_numbers
+            while numbers[end] < len(keys) and group.page_end(end) <= num_computed:
+                end += 1
+            if end == part.num_known:
+                continue
+            first = max(part.num_known, part.num_passed)
+            if group.window is None:
+                first = self._first_unsettled(part, keys)
+            for place in range(first, end):
+                parent = self._parent(group, keys, place)
+                self._cache.remember(keys[numbers[place]], parent, part.pages[place])
+            part.num_known = end
+
+    def _first_unsettled(self, part: RangePart, keys: Sequence[bytes]) -> int:
+        """From there on pages are offered again: the cache knows others, of a sequence that may
+        have ended since, or may have forgotten these with those."""
+        numbers, knows = part.group.key_numbers, self._cache.index.knows
+        place = part.num_settled
+        while place < part.num_known and knows(keys[numbers[place]], part.pages[place]):
+            place += 1
+        part.num_settled = place
+        return place
 
     def fetch(
         self, keys: Sequence[bytes], num_spare: int, compute_s: Callable[[int, int], float]

@@ -116,6 +116,15 @@ class PrefixIndex:
         self.touch(key)
         return True
 
+    def replace(self, key: bytes, page: int) -> None:
+        """A known key has this page from now on, instead of the one it had."""
+        assert page not in self._keys, f"page {page} is known"
+        node = self._nodes[key]
+        del self._keys[node.page]
+        node.page = page
+        self._keys[page] = key
+        self.touch(key)
+
     def touch(self, key: bytes) -> None:
         """The chain that ends with `key` has been used."""
         self._clock += 1
