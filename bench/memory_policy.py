@@ -39,7 +39,8 @@ from bench.memory_traces import (
     lognormal_trace,
 )
 from memory.kv_manager import KVManager
-from serve.memory_policy import Coverage, MemoryPolicy, Oracle, PredictedPeak, make_policy
+from serve.length_predictor import Coverage
+from serve.memory_policy import MemoryPolicy, Oracle, PredictedPeak, make_policy
 from serve.plan import SchedulerLimits, StepPlan
 from serve.request import Request, SamplingParams
 from serve.scheduler import Scheduler

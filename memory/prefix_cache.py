@@ -204,7 +204,7 @@ class PrefixCache:
         """What has been written and read."""
         assert self._store is not None
         now_s = self._clock()
-        last: _Write | _Load | None = None
+        last: Write | Load | None = None
         for _ in range(len(self._writes)):
             write = self._writes.popleft()
             if write.future.done():

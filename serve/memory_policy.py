@@ -19,7 +19,12 @@ from dataclasses import dataclass
 from memory.kv_manager import KVManager
 from memory.kv_range import PrefixHit
 from serve.future_memory import Entry, Future
-from serve.length_predictor import HistoryPredictor, LengthPredictor
+from serve.length_predictor import (
+    Coverage,
+    GuardedPredictor,
+    HistoryPredictor,
+    LengthPredictor,
+)
 from serve.request import FinishReason
 from serve.sequence import Sequence
 
@@ -299,29 +304,6 @@ class Oracle(FuturePeak):
         super().__init__(kv, lambda sequence, k: length(sequence), 1, rows)
 
 
-class Coverage:
-    """Running calibration: how often an answer was within its predicted quantile.
-
-    Where the quantile is max_tokens itself nothing was predicted, and answers that were aborted
-    have no length: neither counts.
-    """
-
-    __slots__ = ("level", "num_answers", "num_within")
-
-    def __init__(self, level: float) -> None:
-        self.level = level
-        self.num_answers = 0
-        self.num_within = 0
-
-    @property
-    def share(self) -> float | None:
-        return self.num_within / self.num_answers if self.num_answers else None
-
-    def add(self, predicted: int, length: int) -> None:
-        self.num_answers += 1
-        self.num_within += length <= predicted
-
-
 class PredictedPeak(FuturePeak):
     """Admission by predicted peak.
 
@@ -395,11 +377,17 @@ class PredictedPeak(FuturePeak):
 POLICIES = ("predicted", "worst_case", "prompt_only")
 
 
-def make_policy(name: str, kv: KVManager, max_num_batched_tokens: int) -> MemoryPolicy:
-    """One of POLICIES (config.py checks the name)."""
+def make_policy(
+    name: str,
+    kv: KVManager,
+    max_num_batched_tokens: int,
+    predictor: LengthPredictor | None = None,
+) -> MemoryPolicy:
+    """One of POLICIES (config.py checks the name). predictor: a user's own, for "predicted"."""
     if name == "worst_case":
         return WorstCase(kv)
     if name == "prompt_only":
         return PromptOnly(kv)
     assert name == "predicted", name
-    return PredictedPeak(kv, max_num_batched_tokens)
+    guarded = None if predictor is None else GuardedPredictor(predictor)
+    return PredictedPeak(kv, max_num_batched_tokens, guarded)

@@ -21,7 +21,7 @@ from serve.memory_policy import MemoryPolicy, PromptOnly
 from serve.order import Order
 from serve.plan import SchedulerLimits, StepPlan
 from serve.prefix_use import PrefixUse
-from serve.request import FinishReason, Request
+from serve.request import FinishReason
 from serve.sequence import Sequence, SequenceStatus
 from serve.step_time import StepWork
 
@@ -81,38 +81,6 @@ class Scheduler:
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
-
-    def predicted_ttft_s(
-        self, request: Request, num_rows: int, seconds_before: float, num_before: int
-    ) -> float:
-        """Of a request that arrives now with num_rows to compute, and with num_before prompts on
-        the way that take seconds_before. From any thread: what is read may be a step old."""
-        model = self.chunks.model
-        num_tokens = len(request.prompt_token_ids)
-        own_s = model.prefill_seconds(num_tokens, num_tokens - num_rows)
-        seconds = seconds_before + self.waiting.seconds_before(request, num_rows)
-        decodes: list[Sequence] = []
-        for sequence in list(self.running):
-            num_computed = sequence.num_computed_tokens
-            if sequence.num_tokens - num_computed > 1:
-                seconds += model.prefill_seconds(sequence.num_tokens, num_computed)
-            else:
-                decodes.append(sequence)
-        rest_s = model.last_step_s if self.running else 0.0
-        slowdown = self.chunks.slowdown(decodes)
-        num_before += self.waiting.num_before(request, num_rows)
-        slot_s = model.last_step_s * self._steps_to_slot(num_before)
-        return rest_s + max(seconds * slowdown, slot_s) + own_s * slowdown
-
-    def _steps_to_slot(self, num_before: int) -> float:
-        """Until so many others and one more have had a slot, as far as lengths are predicted."""
-        number = len(self.running) + num_before + 1 - self.limits.max_num_seqs
-        left = self.policy.steps_left(self.num_steps)
-        if number <= 0 or not left:
-            return 0.0
-        rounds, place = divmod(number - 1, len(left))
-        # those who come next take as long as these take in all
-        return left[place] + rounds * self.policy.mean_steps()
 
     def schedule(self, now_s: float) -> StepPlan | None:
         """The next step, or None when nothing can run. Records page growth; does not commit."""

@@ -10,7 +10,8 @@ import pytest
 
 from serve.compute_thread import ComputeThread
 from serve.core import EngineCore
-from serve.order import make_order
+from serve.orders import make_order
+from serve.overload import predicted_ttft_s
 from serve.plan import SchedulerLimits
 from serve.request import FinishReason, Request, SamplingParams
 from serve.scheduler import Scheduler
@@ -269,7 +270,7 @@ def test_prompts_take_longer_beside_streams():
     scheduler = simulation.scheduler
     slowdown = scheduler.chunks.slowdown(scheduler.running)
     asking = SimpleNamespace(prompt_token_ids=range(2000))
-    predicted_s = scheduler.predicted_ttft_s(asking, 2000, 0.0, 0)
+    predicted_s = predicted_ttft_s(scheduler, asking, 2000, 0.0, 0)
     simulation.add("prompt", 2000)
     simulation.run_until(lambda: "prompt" in simulation.ttft_s)
     assert slowdown > 1.2
