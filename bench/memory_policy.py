@@ -222,6 +222,7 @@ class Simulation:
         step_s = self.case.machine.step_s(plan)
         self.kv.commit()
         self.now_s += step_s
+        self.scheduler.observe(plan, step_s)
         tokens = []
         for sequence, samples in zip(plan.sequences, plan.samples, strict=True):
             if samples:

@@ -66,6 +66,11 @@ class AddressSpace:
         """Pages at the places of a range from its first one on; -1 where nothing is mapped."""
         return self._shown[index]
 
+    def has_room(self, num_more: int, idle: Iterable[int]) -> bool:
+        """For so many more mappings, if those of idle ranges give way."""
+        excess = self.num_mappings + num_more - self.max_mappings
+        return excess <= 0 or excess <= sum([self._num_runs[index] for index in idle])
+
     def shows(self, index: int, pages: Sequence[int], place: int = 0) -> bool:
         """Whether these pages are at a range's places from `place` on."""
         shown = self._shown[index]

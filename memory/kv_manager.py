@@ -143,7 +143,7 @@ class KVManager:
             for part in hit.parts:
                 need += sum([references(page) == 1 for page in part.copied])
         unpromised = self.num_available - self._promised - spare_pages
-        return bool(self._idle) and need <= unpromised and not self._has_too_many_mappings()
+        return bool(self._idle) and need <= unpromised and self._has_mappings_for(hit)
 
     @property
     def num_saved(self) -> int:
@@ -156,9 +156,19 @@ class KVManager:
         """What mapping it takes, as mapping went so far."""
         return self.space.stats.seconds_for(hit.num_calls)
 
-    def _has_too_many_mappings(self) -> bool:
+    def _has_mappings_for(self, hit: PrefixHit | None) -> bool:
+        num_calls = hit.num_calls if hit is not None else 0
         is_anyone_open = len(self._idle) < len(self.ranges)
-        return is_anyone_open and self.space.num_mappings > self.space.max_mappings
+        return not is_anyone_open or self.space.has_room(self._num_due + num_calls, self._stale)
+
+    @property
+    def _num_due(self) -> int:
+        return sum([self.ranges[index].num_due for index in self._dirty])
+
+    @property
+    def _stale(self) -> list[int]:
+        """Places that nobody looks at."""
+        return [part.index for i in self._idle for part in self.ranges[i].parts]
 
     # ---- prefix cache
 
@@ -210,7 +220,12 @@ class KVManager:
             for source in found.copied:
                 part.copies.append((source, len(part.pages)))
                 part.pages.append(self._take(part))
+        target.num_due = 0 if self._shows(target, hit) else hit.num_calls
         self._has_grown(target)
+
+    def _shows(self, target: Range, hit: PrefixHit) -> bool:
+        parts = zip(target.parts, hit.parts, strict=True)
+        return all(self.space.shows(part.index, found.shared, found.first) for part, found in parts)
 
     def _choose(self, num_tokens: int, hit: PrefixHit | None = None) -> int:
         need = self.layout.groups[0].places_for(num_tokens)
@@ -285,7 +300,7 @@ class KVManager:
         """The sequence is gone. Its places go on showing its pages until others are due there."""
         assert target.is_open, f"range {target.index} is not open"
         target.is_open = False
-        target.capacity = target.num_promised = 0
+        target.capacity = target.num_promised = target.num_due = 0
         self._promise(target)
         for part in target.parts:
             if part.group.window is not None:
@@ -306,10 +321,13 @@ class KVManager:
         """
         if not self._dirty:
             return
+        if not self.space.has_room(self._num_due, ()):
+            self._unmap_idle()
         wanted = self._dirty if targets is None else {item.index for item in targets}
         for index in sorted(wanted & self._dirty):
             for part in self.ranges[index].parts:
                 self._commit_part(part)
+            self.ranges[index].num_due = 0
             self._dirty.discard(index)
         if self.space.num_mappings > self.space.max_mappings:
             self._unmap_idle()
@@ -327,9 +345,8 @@ class KVManager:
 
     def _unmap_idle(self) -> None:
         """Stale mappings give way when there are too many in all."""
-        idle = [part.index for i in self._idle for part in self.ranges[i].parts]
-        for index in sorted(idle, key=lambda i: -len(self.space.shown(i))):
-            if self.space.num_mappings < self.space.max_mappings * 3 // 4:
+        for index in sorted(self._stale, key=lambda i: -len(self.space.shown(i))):
+            if self.space.num_mappings + self._num_due < self.space.max_mappings * 3 // 4:
                 return
             self._cut(index)
 

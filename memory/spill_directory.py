@@ -44,6 +44,22 @@ def claim_directory(directory: str | Path) -> tuple[Path, int]:
     return path, lock
 
 
+def check_parent(directory: Path) -> None:
+    """SpillDirectoryError where others may decide what lies there: a link of theirs, or another
+    user's directory in which everybody can write. (Links of root and our own are fine.)"""
+    link = directory.lstat()
+    if stat.S_ISLNK(link.st_mode) and link.st_uid not in (0, os.geteuid()):
+        raise SpillDirectoryError(
+            f"{directory} is a link of another user; choose another directory"
+        )
+    status = directory.stat()
+    if status.st_uid != os.geteuid() and stat.S_IMODE(status.st_mode) & 0o022:
+        raise SpillDirectoryError(
+            f"{directory} belongs to another user and others can write there; "
+            "choose another directory"
+        )
+
+
 def is_private(status: os.stat_result) -> bool:
     """A plain file of this user that nobody else can have read or written."""
     is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from memory.layer_groups import LayerGroup
 from memory.spill import SpillStore
-from memory.spill_directory import SpillDirectoryError, is_private
+from memory.spill_directory import SpillDirectoryError, check_parent, is_private
 from ops import native
 from serve.config import EngineConfig
 from serve.errors import ConfigError, reason
@@ -34,13 +34,19 @@ _FORMAT = "mergestep K/V 1"  # raise it when kernels or layouts give other bytes
 
 
 def open_kv_store(
-    config: EngineConfig, precision: Precision, *, groups: Sequence[LayerGroup], page_bytes: int
+    config: EngineConfig,
+    precision: Precision,
+    *,
+    backend: str,
+    groups: Sequence[LayerGroup],
+    page_bytes: int,
 ) -> tuple[SpillStore, bytes]:
-    """The store and the secret for PrefixHasher. ConfigError names kv_cache_dir."""
+    """The store and the secret for PrefixHasher. backend: its name, for others compute other
+    bytes. ConfigError names kv_cache_dir."""
     assert config.kv_cache_dir is not None, "only with a directory"
     isa = native.instruction_set() if native.is_available() else "torch"
     pages = f"{' '.join(map(str, groups))} {page_bytes}"
-    layout = f"{precision} {isa} {config.weight_group} {config.kv_group} {pages}"
+    layout = f"{precision} {backend} {isa} {config.weight_group} {config.kv_group} {pages}"
     identity = hashlib.sha256(
         f"{_FORMAT} {layout} {checkpoint_fingerprint(config.model_path)}".encode()
     )
@@ -49,6 +55,7 @@ def open_kv_store(
         raise ConfigError(f"kv_cache_dir {root} is a file, not a directory")
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_parent(root)
         folder = (
             root
             / f"{config.model_name[:64].replace('/', '-')}-{identity.hexdigest()[:_HASH_DIGITS]}"
@@ -88,8 +95,8 @@ def _log_what_is_there(store: SpillStore, folder: Path) -> None:
     if others:
         logger.info(
             "K/V on disk: other folders of this model lie there too (%d), of another page size "
-            "(which follows kv_cache_bytes unless kv_page_bytes is set), precision or version of "
-            "the weights; not used now, and nothing removes them",
+            "(which follows kv_cache_bytes unless kv_page_bytes is set), precision, backend or "
+            "version of the weights; not used now, and nothing removes them",
             len(others),
         )
 

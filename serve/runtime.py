@@ -103,7 +103,11 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
         secret = None
         if config.kv_cache_dir is not None:
             store, secret = open_kv_store(
-                config, precision, groups=sizes.groups, page_bytes=sizes.page_bytes
+                config,
+                precision,
+                backend=backend.name,
+                groups=sizes.groups,
+                page_bytes=sizes.page_bytes,
             )
             kv.prefixes.use_store(store, memory.page_address, memory.keep_pages)
     except BaseException:

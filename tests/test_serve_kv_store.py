@@ -61,6 +61,36 @@ def test_a_folder_that_is_a_link_is_refused(tmp_path, folder):
     assert loaded_pages(tmp_path) >= 4
 
 
+def test_a_directory_that_others_decide_about_is_refused(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    mine.mkdir()
+    theirs.mkdir()
+    os.chown(theirs, 12345, -1)
+    link = tmp_path / "link"
+    link.symlink_to(mine)
+    store_some(link)
+    assert loaded_pages(link) >= 4, "a link of one's own"
+    os.chown(link, 12345, -1, follow_symlinks=False)
+    with pytest.raises(ConfigError, match=r"kv_cache_dir: .* is a link of another user"):
+        open_llm(link)
+    for mode in (0o777, 0o770, 0o1777):
+        theirs.chmod(mode)
+        with pytest.raises(ConfigError, match=r"kv_cache_dir: .* belongs to another user and"):
+            open_llm(theirs)
+    assert not list(theirs.iterdir())
+
+
+def test_each_backend_has_its_own_pages(tmp_path):
+    store_some(tmp_path, backend="cpu", dtype="float32")
+    store_some(tmp_path, backend="reference", dtype="float32")
+    assert len(list(tmp_path.iterdir())) == 2
+    with open_llm(tmp_path, backend="cpu", dtype="float32") as llm:
+        llm.generate(PROMPT, GREEDY)
+        assert llm.stats().disk_loaded_pages >= 4
+
+
 def spoil(path, how: str) -> None:
     if how == "open to others":
         path.chmod(0o666)
