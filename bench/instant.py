@@ -20,7 +20,7 @@ from serve.core import EngineCore
 from serve.loader import LoadedEngine
 from serve.memory_policy import make_policy
 from serve.models import ModelSpec, read_spec
-from serve.order import make_order
+from serve.orders import make_order
 from serve.plan import SchedulerLimits, StepPlan
 from serve.runner import Runner, StepResult
 from serve.scheduler import Scheduler

@@ -39,7 +39,8 @@ from bench.memory_traces import (
     lognormal_trace,
 )
 from memory.kv_manager import KVManager
-from serve.memory_policy import Coverage, MemoryPolicy, Oracle, PredictedPeak, make_policy
+from serve.length_predictor import Coverage
+from serve.memory_policy import MemoryPolicy, Oracle, PredictedPeak, make_policy
 from serve.plan import SchedulerLimits, StepPlan
 from serve.request import Request, SamplingParams
 from serve.scheduler import Scheduler
@@ -221,6 +222,7 @@ class Simulation:
         step_s = self.case.machine.step_s(plan)
         self.kv.commit()
         self.now_s += step_s
+        self.scheduler.observe(plan, step_s)
         tokens = []
         for sequence, samples in zip(plan.sequences, plan.samples, strict=True):
             if samples:

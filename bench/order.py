@@ -25,7 +25,7 @@ from bench.memory_policy import CPU, EOS, OTHER, NoMemory
 from memory.kv_manager import KVManager
 from memory.prefix_index import PrefixHasher
 from serve.memory_policy import make_policy
-from serve.order import ORDERS, make_order
+from serve.orders import ORDERS, make_order
 from serve.plan import SchedulerLimits
 from serve.request import Request, SamplingParams
 from serve.scheduler import Scheduler

@@ -91,6 +91,10 @@ class HostTier:
         """It is there or below, or on its way."""
         return self._worker.contains(key)
 
+    def use(self, keys: Sequence[bytes]) -> int:
+        """The store below forgets; what is pushed out of the arena goes there."""
+        return self._below.use(keys) if self._below is not None else self.room
+
     def discard(self, key: bytes) -> bool:
         """Forget it, here and below, even while it is being stored: its memory may change from
         now on. False: it was not there."""

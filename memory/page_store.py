@@ -29,6 +29,10 @@ class PageStore(Protocol):
     def load_many(self, pages: Sequence[tuple[bytes, int]]) -> list[Future[bool]]:
         """Read the keys' pages to these addresses."""
 
+    def use(self, keys: Sequence[bytes]) -> int:
+        """Used just now; who is named last shall be forgotten last. How many pages could be
+        stored without forgetting any of these."""
+
     def contains(self, key: bytes) -> bool:
         """It can probably be loaded."""
 

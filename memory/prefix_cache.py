@@ -185,6 +185,10 @@ class PrefixCache:
         chosen = [self._unwritten.popitem(last=False) for _ in range(count)]
         try:
             new = [(page, key) for page, key in chosen if not self._store.contains(key)]
+            # A page is worth nothing without those it continues: they are forgotten after it,
+            # and not for it.
+            room = self._use([key for _, key in reversed(new)])
+            new = new[: max(0, room)]
             futures = self._store.store_many([(key, self._address_of(page)) for page, key in new])
         except Exception:
             logger.exception("K/V on disk: storing pages failed")
@@ -200,9 +204,11 @@ class PrefixCache:
         """What has been written and read."""
         assert self._store is not None
         now_s = self._clock()
+        last: Write | Load | None = None
         for _ in range(len(self._writes)):
             write = self._writes.popleft()
             if write.future.done():
+                last = write
                 self._end_write(write, now_s, is_stored=has_worked(write.future))
             elif now_s - write.began_s > _HUNG_S and self._discards(write.key):
                 self._failures += _FAILURES_IN_A_ROW  # so that others get the page meanwhile
@@ -210,9 +216,22 @@ class PrefixCache:
             else:
                 self._writes.append(write)
         while self._loads and self._loads[0].future.done():
-            self._end_load(self._loads.popleft())
+            last = self._loads.popleft()
+            self._end_load(last)
             if not self._loads:
                 self.load_times.end()
+        if last is not None and not self.is_transferring:
+            # They ended in any order; the end of a chain shall be forgotten before its beginning.
+            self._use([last.key])
+
+    def _use(self, keys: Sequence[bytes]) -> int:
+        """Tell the store that these and what they continue were used, the last ones first."""
+        assert self._store is not None
+        try:
+            return self._store.use(self.index.chain(keys))
+        except Exception:
+            logger.exception("K/V on disk: the store cannot be told what was used")
+            return self._store.room
 
     def _discards(self, key: bytes) -> bool:
         """Then a hung write does not need its page any more: nobody will find what it writes."""

@@ -13,7 +13,7 @@ import hashlib
 import heapq
 import secrets
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 KEY_BYTES = 16
@@ -92,6 +92,16 @@ class PrefixIndex:
                 break
             found.append(node.page)
         return found
+
+    def chain(self, keys: Iterable[bytes]) -> list[bytes]:
+        """These keys and all that they continue, each once; continuations first."""
+        found: dict[bytes, None] = {}
+        for key in keys:
+            place: bytes | None = key
+            while place is not None and place not in found and place in self._nodes:
+                found[place] = None
+                place = self._nodes[place].parent
+        return list(found)
 
     def insert(self, key: bytes, parent: bytes | None, page: int) -> bool:
         """Remember a page under its parent's key (None for a first page). False when the key is

@@ -259,6 +259,12 @@ class SpillStore:
         with self._lock:
             return key in self._slots.entries
 
+    def use(self, keys: Sequence[bytes]) -> int:
+        """Used just now; who is named last goes last. How many pages could be stored without
+        evicting any of these."""
+        with self._lock:
+            return self._slots.use(keys)
+
     def discard(self, key: bytes) -> bool:
         """Forget it, pinned or not; loads under way still end, those that wait for its write
         with a miss. False: it was not there."""

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -100,6 +100,16 @@ class SlotTable:
         self._evictable.pop(entry.key, None)
         if entry.stored is None and not entry.readers and not entry.pins:
             self._evictable[entry.key] = entry
+
+    def use(self, keys: Iterable[bytes]) -> int:
+        """Used just now, one after the other; the slots that could be had without theirs."""
+        num_used = 0
+        for key in keys:
+            if key in self._evictable:
+                self._evictable.move_to_end(key)
+                num_used += 1
+        num_new = self.num_slots - self.num_begun
+        return len(self._free) + num_new + len(self._evictable) - num_used
 
     def drop(self, entry: Entry) -> None:
         """It cannot be found any more; its slot is free once nobody is busy there."""

@@ -32,7 +32,8 @@ _LEAST_ROWS = GRANULARITY
 class StepBudget:
     """The prompt rows of one step, and the prompts in their order.
 
-    shorts come first, longs last; between them release() frees what is held for the longs.
+    shorts come first, then longs, then the rest; between the first two release() frees what is
+    held for the longs.
     limit_s: the step's time at most; inf: rows alone count. owed_s: time that the first long
     prompt has not had yet of its share of steps with short ones.
     """
@@ -50,6 +51,8 @@ class StepBudget:
         "_work",
         "longs",
         "owed_s",
+        "rank",
+        "rest",
         "rows_for_one",
         "shorts",
     )
@@ -61,10 +64,13 @@ class StepBudget:
         rows: int,
         limit_s: float,
         owed_s: float = 0.0,
+        rank: int = 0,
     ) -> None:
         """decodes: those of the step; without them there is no time to keep."""
+        self.rank = rank
         self.shorts: list[Sequence] = []
         self.longs: list[Sequence] = []
+        self.rest: list[Sequence] = []
         self.owed_s = owed_s
         self._model = model
         self._rows = rows
@@ -139,32 +145,38 @@ class ChunkPolicy:
     """Shares steps among prompts; its model learns from every step that ran.
 
     max_rows: of one sequence in a step. inter_token_slo_s: what a step may take while somebody
-    decodes; None: no matter. by_slack: else prompts stay in the order in which they are given,
-    long ones too: somebody has ranked them.
+    decodes; None: no matter.
     """
 
-    def __init__(
-        self, max_rows: int, inter_token_slo_s: float | None = None, *, by_slack: bool = True
-    ) -> None:
+    def __init__(self, max_rows: int, inter_token_slo_s: float | None = None) -> None:
         self.inter_token_slo_s = inter_token_slo_s
         self.model = StepTimeModel(max_rows)
         self.limit: int | None = None  # prompt rows for which the last step had room
         self._max_rows = max_rows
-        self._by_slack = by_slack
         self._now_s = 0.0
         self._owed_s = 0.0
 
     def begin(
-        self, prompts: list[Sequence], decodes: list[Sequence], rows: int, now_s: float
+        self,
+        prompts: list[tuple[int, Sequence]],
+        decodes: list[Sequence],
+        rows: int,
+        now_s: float,
+        rank: int = 0,
     ) -> StepBudget:
-        """A step with `rows` left beside the decodes. prompts: running, and not yet computed."""
-        budget = StepBudget(self.model, decodes, rows, self._limit_s, self._owed_s)
+        """A step with `rows` left beside the decodes. prompts: (rank, sequence), running, and not
+        yet computed; a lower rank goes first, slack decides among equals. rank: of who may be
+        let in; only long prompts of this rank make room for others, and whoever is behind such a
+        one in rank comes after it."""
+        budget = StepBudget(self.model, decodes, rows, self._limit_s, self._owed_s, rank)
         self.limit = budget.rows_for_one
         self._now_s = now_s
-        if len(prompts) > 1 and self._by_slack:
-            prompts = sorted(prompts, key=self._slack_at_start)
-        for sequence in prompts:
-            if not self.defer(sequence, budget):
+        if len(prompts) > 1:
+            prompts = sorted(prompts, key=lambda item: (item[0], self._slack_at_start(item[1])))
+        for place, sequence in prompts:
+            if budget.longs and place > rank:
+                budget.rest.append(sequence)
+            elif place != rank or not self.defer(sequence, budget):
                 budget.shorts.append(sequence)
         return budget
 
@@ -192,19 +204,19 @@ class ChunkPolicy:
         self._owed_s = budget.owed_s
 
     def must_wait(self, sequence: Sequence, budget: StepBudget) -> bool:
-        """Whether it is one long prompt too many beside those that run."""
-        return (
-            self._by_slack and len(budget.longs) >= _MOST_LONGS and self._is_long(sequence, budget)
-        )
+        """Whether it is one long prompt too many beside those that run. One that is much shorter
+        than all of them is not."""
+        if len(budget.longs) < _MOST_LONGS or not self._is_long(sequence, budget):
+            return False
+        return _LONG_STEPS * _rows(sequence) > min([_rows(other) for other in budget.longs])
 
     def _is_long(self, sequence: Sequence, budget: StepBudget) -> bool:
-        rows = sequence.num_tokens - sequence.num_cached_tokens
         step_rows = min(budget.rows_for_one, self._max_rows)
-        return rows > _LONG_STEPS * max(step_rows, _LEAST_ROWS)
+        return _rows(sequence) > _LONG_STEPS * max(step_rows, _LEAST_ROWS)
 
     def defer(self, sequence: Sequence, budget: StepBudget) -> bool:
         """If the prompt is long, put it with the others of its kind."""
-        if not (self._by_slack and self._is_long(sequence, budget)):
+        if not self._is_long(sequence, budget):
             return False
         if not budget.longs:
             slack = self._slack(sequence, sequence.num_computed_tokens)
@@ -224,3 +236,8 @@ class ChunkPolicy:
         prompts that are alike would overtake each other in turn instead of being first come,
         first served."""
         return self._slack(sequence, sequence.num_cached_tokens)
+
+
+def _rows(sequence: Sequence) -> int:
+    """Of the whole prompt, but for what was known when it came."""
+    return sequence.num_tokens - sequence.num_cached_tokens

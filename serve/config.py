@@ -12,8 +12,9 @@ from pathlib import Path
 
 from quant.kv import GROUPS as KV_GROUPS
 from serve.errors import ConfigError
+from serve.length_predictor import LengthPredictor
 from serve.memory_policy import POLICIES as MEMORY_POLICIES
-from serve.order import ORDERS
+from serve.orders import ORDERS
 
 DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "nf4")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
@@ -57,6 +58,8 @@ class EngineConfig:
     memory_policy: whom K/V memory lets in: "predicted" (the predicted peak fits), "worst_case"
         (max_tokens of everyone fits: no preemption, few sequences) or "prompt_only" (grow
         greedily).
+    length_predictor: an object that predicts answers' lengths for "predicted" (the methods of
+        serve.length_predictor.LengthPredictor), in Python only; None learns from past answers.
     order: who is next and who gives way: "fcfs" (first come, first served), "priority" (the
         request's, a lower one first), "mlfq" (short requests do not wait for long ones) or
         "fair" (every client gets its share).
@@ -85,6 +88,7 @@ class EngineConfig:
     kv_cache_dir: str | Path | None = None
     kv_disk_bytes: int | None = None
     memory_policy: str = "predicted"
+    length_predictor: LengthPredictor | None = None
     order: str = "fcfs"
     ttft_slo: float | None = None
     tokenize_threads: int = 2
@@ -146,11 +150,18 @@ class EngineConfig:
         slo = self.ttft_slo
         if slo is not None and (type(slo) not in (int, float) or not 0 < slo < math.inf):
             raise ConfigError(f"ttft_slo must be a positive number of seconds, not {slo!r}")
+        predictor = self.length_predictor
+        if predictor is not None:
+            for method in ("quantile", "observe", "observe_cut"):
+                if not callable(getattr(predictor, method, None)):
+                    raise ConfigError(f"length_predictor has no method {method}")
+            if self.memory_policy != "predicted":
+                raise ConfigError("length_predictor needs memory_policy predicted")
         if self.kv_cache_dir is not None and not self.prefix_cache:
             raise ConfigError("kv_cache_dir needs prefix_cache")
         page = self.kv_page_bytes
-        if page is not None and (page < 4096 or page & (page - 1)):
-            raise ConfigError(f"kv_page_bytes must be a power of two from 4096 on, not {page}")
+        if page is not None and page % 4096:
+            raise ConfigError(f"kv_page_bytes must be a multiple of 4096, not {page}")
 
     @property
     def batched_tokens(self) -> int:

@@ -83,20 +83,20 @@ def open_kv_store(
 def _log_what_is_there(store: SpillStore, folder: Path) -> None:
     stats = store.stats()
     logger.info(
-        "K/V on disk: %d pages (%d MiB) found in %s, %d MiB at most",
+        "K/V on disk: %d pages (%.3g MiB) found in %s, %.5g MiB at most",
         stats.entries,
-        stats.bytes_used >> 20,
+        stats.bytes_used / (1 << 20),
         folder,
-        store.capacity_bytes >> 20,
+        store.capacity_bytes / (1 << 20),
     )
     model = folder.name[:-_HASH_DIGITS]
     others = [path for path in folder.parent.glob(f"{glob.escape(model)}*") if path != folder]
     others = [path for path in others if len(path.name) == len(folder.name)]
     if others:
         logger.info(
-            "K/V on disk: %d other folders of this model lie there too, of another page size "
+            "K/V on disk: other folders of this model lie there too (%d), of another page size "
             "(which follows kv_cache_bytes unless kv_page_bytes is set), precision, backend or "
-            "version of the weights; they are not used now, and nothing removes them",
+            "version of the weights; not used now, and nothing removes them",
             len(others),
         )
 

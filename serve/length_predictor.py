@@ -1,17 +1,20 @@
 """How long an answer will be: empirical laws of past answers, conditioned on what is written.
 
 Integers and floats only. A predictor is anything with the three methods of LengthPredictor; a
-learned one is passed to PredictedPeak (memory_policy.py) in place of HistoryPredictor.
+learned one is a setting of LLM and Engine (length_predictor).
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
 from math import sqrt
 from typing import Protocol
 
 from serve.request import Request
+
+logger = logging.getLogger(__name__)
 
 _SHRINK = 30  # answers after which a level weighs as much as what is above it
 _PRIOR_MEDIAN = 128.0
@@ -183,3 +186,65 @@ def _longest(request: Request) -> int:
 def _has_fixed_length(request: Request) -> bool:
     params = request.params
     return params.ignore_eos and not params.stop_ids and not params.stop_strings
+
+
+class GuardedPredictor:
+    """A user's predictor: whatever it raises or says is no fault of the engine. Past answers
+    predict where it does not."""
+
+    def __init__(self, predictor: LengthPredictor) -> None:
+        self._predictor = predictor
+        self._history = HistoryPredictor()
+        self._has_complained = False
+
+    def quantile(self, request: Request, num_output: int, level: float) -> int:
+        longest = request.params.max_tokens
+        assert longest is not None, "resolved by the engine"
+        try:
+            found = int(self._predictor.quantile(request, num_output, level))
+        except Exception:
+            self._complain()
+            return self._history.quantile(request, num_output, level)
+        return max(min(num_output + 1, longest), min(found, longest))
+
+    def observe(self, request: Request, num_output: int) -> None:
+        self._history.observe(request, num_output)
+        try:
+            self._predictor.observe(request, num_output)
+        except Exception:
+            self._complain()
+
+    def observe_cut(self, request: Request, num_output: int) -> None:
+        self._history.observe_cut(request, num_output)
+        try:
+            self._predictor.observe_cut(request, num_output)
+        except Exception:
+            self._complain()
+
+    def _complain(self) -> None:
+        if not self._has_complained:
+            self._has_complained = True
+            logger.exception("length_predictor failed; past answers predict instead")
+
+
+class Coverage:
+    """Running calibration: how often an answer was within its predicted quantile.
+
+    Where the quantile is max_tokens itself nothing was predicted, and answers that were aborted
+    have no length: neither counts.
+    """
+
+    __slots__ = ("level", "num_answers", "num_within")
+
+    def __init__(self, level: float) -> None:
+        self.level = level
+        self.num_answers = 0
+        self.num_within = 0
+
+    @property
+    def share(self) -> float | None:
+        return self.num_within / self.num_answers if self.num_answers else None
+
+    def add(self, predicted: int, length: int) -> None:
+        self.num_answers += 1
+        self.num_within += length <= predicted

@@ -19,7 +19,7 @@ from serve.core import EngineCore
 from serve.errors import ModelLoadError, RequestError
 from serve.memory_policy import make_policy
 from serve.models import ModelSpec, read_generation_defaults, read_spec
-from serve.order import make_order
+from serve.orders import make_order
 from serve.plan import SchedulerLimits
 from serve.request import SamplingParams
 from serve.runner import ModelRunner
@@ -83,7 +83,7 @@ def _load(config: EngineConfig, compute: ComputeThread, progress: bool) -> Loade
         scheduler=Scheduler(
             limits,
             kv,
-            make_policy(config.memory_policy, kv, batched),
+            make_policy(config.memory_policy, kv, batched, config.length_predictor),
             PrefixHasher(kv.page_end, runtime.prefix_secret) if config.prefix_cache else None,
             make_order(config.order),
         ),

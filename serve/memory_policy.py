@@ -19,7 +19,12 @@ from dataclasses import dataclass
 from memory.kv_manager import KVManager
 from memory.kv_range import PrefixHit
 from serve.future_memory import Entry, Future
-from serve.length_predictor import HistoryPredictor, LengthPredictor
+from serve.length_predictor import (
+    Coverage,
+    GuardedPredictor,
+    HistoryPredictor,
+    LengthPredictor,
+)
 from serve.request import FinishReason
 from serve.sequence import Sequence
 
@@ -66,11 +71,27 @@ class MemoryPolicy:
         """How often answers were within their P50 and P90 of arrival; None: not predicted."""
         return None, None
 
+    def steps_left(self, step: int) -> list[int]:
+        """Until each running sequence is expected to end, the first to end first; empty: it is
+        not predicted. From any thread."""
+        return []
+
+    def mean_steps(self) -> float:
+        """That a running sequence is expected to take in all."""
+        return 0.0
+
+    def still_refuses(self, sequence: Sequence, step: int) -> bool:
+        """`admits` would say no, whatever the hit: nothing has changed since it did."""
+        return False
+
 
 def _num_shared(kv: KVManager, hit: PrefixHit | None) -> int:
     """Pages that count once for each sequence, and are there once for several: those that the
     running ones share, and those of a hit that some of them hold. When a sharer ends, what it
-    needed goes with it, so the difference never turns against the others."""
+    needed goes with it, so the difference never turns against the others. With windows it
+    would: pages are shared only until the window has passed them. There nothing is taken off."""
+    if any(group.window is not None for group in kv.layout.groups):
+        return 0
     return kv.num_saved + (kv.num_held(hit) if hit is not None else 0)
 
 
@@ -163,8 +184,7 @@ class FuturePeak(MemoryPolicy):
         step: int,
         hit: PrefixHit | None = None,
     ) -> bool:
-        # Nobody has ended since it was refused: the others have only grown.
-        if self._refused is sequence and step % _RECHECK_STEPS:
+        if self.still_refuses(sequence, step):
             return False
         futures = self._futures[: max(1, _MAX_ENTRIES // (len(self._members) + 1))]
         self._settle(futures, step)
@@ -200,10 +220,26 @@ class FuturePeak(MemoryPolicy):
         self._missing_rows += sequence.num_tokens - sequence.num_computed_tokens
 
     def stopped(self, sequence: Sequence) -> None:
-        member = self._members.pop(self._keys.pop(sequence))
+        key = self._keys.pop(sequence)
+        member = self._members.pop(key)
         for future, entry in zip(self._futures, member.entries, strict=True):
             future.remove(entry)
         self._refused = None
+        if key in self._prefilling:
+            self._prefilling.remove(key)
+        if not self._members:
+            self._missing_rows = 0
+
+    def still_refuses(self, sequence: Sequence, step: int) -> bool:
+        # Nobody has ended since it was refused: the others have only grown.
+        return self._refused is sequence and step % _RECHECK_STEPS != 0
+
+    def steps_left(self, step: int) -> list[int]:
+        return [max(1, end - step) for end, _, _ in list(self._futures[0].entries)]
+
+    def mean_steps(self) -> float:
+        lengths = [member.lengths[0] for member in list(self._members.values())]
+        return sum(lengths) / max(1, len(lengths))
 
     def ended(self, sequence: Sequence) -> None:
         if self._asked is not None and self._asked[0] is sequence:
@@ -268,29 +304,6 @@ class Oracle(FuturePeak):
         super().__init__(kv, lambda sequence, k: length(sequence), 1, rows)
 
 
-class Coverage:
-    """Running calibration: how often an answer was within its predicted quantile.
-
-    Where the quantile is max_tokens itself nothing was predicted, and answers that were aborted
-    have no length: neither counts.
-    """
-
-    __slots__ = ("level", "num_answers", "num_within")
-
-    def __init__(self, level: float) -> None:
-        self.level = level
-        self.num_answers = 0
-        self.num_within = 0
-
-    @property
-    def share(self) -> float | None:
-        return self.num_within / self.num_answers if self.num_answers else None
-
-    def add(self, predicted: int, length: int) -> None:
-        self.num_answers += 1
-        self.num_within += length <= predicted
-
-
 class PredictedPeak(FuturePeak):
     """Admission by predicted peak.
 
@@ -342,7 +355,7 @@ class PredictedPeak(FuturePeak):
 
     def ended(self, sequence: Sequence) -> None:
         super().ended(sequence)
-        if not sequence.num_preemptions:
+        if sequence.first_scheduled_s is not None and not sequence.num_preemptions:
             self.reserve = max(0.0, self.reserve - self.STEP * self.TARGET)
         length = sequence.num_output_tokens
         predicted = self._arrivals.pop(sequence)
@@ -364,11 +377,17 @@ class PredictedPeak(FuturePeak):
 POLICIES = ("predicted", "worst_case", "prompt_only")
 
 
-def make_policy(name: str, kv: KVManager, max_num_batched_tokens: int) -> MemoryPolicy:
-    """One of POLICIES (config.py checks the name)."""
+def make_policy(
+    name: str,
+    kv: KVManager,
+    max_num_batched_tokens: int,
+    predictor: LengthPredictor | None = None,
+) -> MemoryPolicy:
+    """One of POLICIES (config.py checks the name). predictor: a user's own, for "predicted"."""
     if name == "worst_case":
         return WorstCase(kv)
     if name == "prompt_only":
         return PromptOnly(kv)
     assert name == "predicted", name
-    return PredictedPeak(kv, max_num_batched_tokens)
+    guarded = None if predictor is None else GuardedPredictor(predictor)
+    return PredictedPeak(kv, max_num_batched_tokens, guarded)

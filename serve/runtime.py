@@ -114,12 +114,13 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
         memory.close()
         raise
     logger.info(
-        "%s: %s, context %d, %d K/V pages of %d KiB (%s bytes a token)",
+        "%s: %s, context %d, %d K/V pages of %d KiB or %d tokens (%s bytes a token)",
         config.model_name,
         precision,
         sizes.max_model_len,
         sizes.num_pages,
         sizes.page_bytes >> 10,
+        kv.layout.groups[0].tokens_in(1),
         " + ".join(str(group) for group in sizes.groups),
     )
     return Runtime(spec, precision, model, attention, kv, memory, secret)
@@ -228,6 +229,8 @@ def size_kv(config: EngineConfig, spec: ModelSpec, groups: Sequence[LayerGroup])
         raise ConfigError(
             f"kv_page_bytes {page} gives more than {_MAX_PAGES} pages; use a larger page"
         )
+    else:
+        padded = _padded_for(groups, page)
     num_pages = budget // page
     pages_for = PageLayout(padded, page, max_len, config.chunk_tokens).pages_for
     fits = bisect_right(range(1, max_len + 1), num_pages, key=pages_for)
@@ -240,6 +243,18 @@ def size_kv(config: EngineConfig, spec: ModelSpec, groups: Sequence[LayerGroup])
         logger.warning("memory holds %d tokens; max_model_len is lowered from %d", fits, max_len)
         max_len = fits
     return KVSizes(page, padded, num_pages, max_len)
+
+
+def _padded_for(groups: Sequence[LayerGroup], page_bytes: int) -> list[LayerGroup]:
+    """As `_page_of_groups` pads them, where it comes to this page; tiles cross pages where that
+    would cost too much."""
+    padded = []
+    for group in groups:
+        tile = group.token_bytes * group.tile_tokens
+        if page_bytes >= tile:
+            tile = _tile_in(page_bytes, tile)
+        padded.append(replace(group, token_bytes=tile // group.tile_tokens))
+    return padded
 
 
 def _page_of_groups(groups: Sequence[LayerGroup], budget: int) -> tuple[int, list[LayerGroup]]:

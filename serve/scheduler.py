@@ -21,14 +21,18 @@ from serve.memory_policy import MemoryPolicy, PromptOnly
 from serve.order import Order
 from serve.plan import SchedulerLimits, StepPlan
 from serve.prefix_use import PrefixUse
-from serve.request import FinishReason, Request
+from serve.request import FinishReason
 from serve.sequence import Sequence, SequenceStatus
 from serve.step_time import StepWork
 
 # Waiting sequences that are looked at for one whose beginning nobody else is computing.
 _LOOK_THROUGH = 16
+# And for one that is not a long prompt too many.
+_MAX_PASSED = 256
 # Steps in a row for which others may take the rows of a prompt.
 _MAX_PAUSES = 16
+# Steps after which somebody who did not fit is looked at again, whatever has changed.
+_RECHECK_STEPS = 16
 # Steps that only decode teach once in so many, when they have taught enough.
 _LEARN_EVERY = 4
 
@@ -53,7 +57,6 @@ class Scheduler:
         self.chunks = ChunkPolicy(
             min(limits.max_num_batched_tokens, limits.max_chunk_tokens),
             limits.inter_token_slo_s,
-            by_slack=not self.waiting.preempts,
         )
         prefill_seconds = self.chunks.model.prefill_seconds
         self.waiting.prefill_seconds = prefill_seconds
@@ -67,6 +70,7 @@ class Scheduler:
         self._num_aside_pages = 0  # of the preempted that wait
         self._pauses: dict[Sequence, int] = {}  # prompts without rows, for how many steps
         self._preempted = False
+        self._refused: tuple[Sequence | None, int] = None, 0  # with what was available then
 
     def add(self, sequence: Sequence) -> None:
         self.policy.arrived(sequence)
@@ -77,23 +81,6 @@ class Scheduler:
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
-
-    def predicted_ttft_s(self, request: Request, num_rows: int, seconds_before: float) -> float:
-        """Of a request that arrives now with num_rows to compute, and with prompts on the way
-        that take seconds_before. From any thread: what is read may be a step old."""
-        model = self.chunks.model
-        num_tokens = len(request.prompt_token_ids)
-        seconds = seconds_before + model.prefill_seconds(num_tokens, num_tokens - num_rows)
-        seconds += self.waiting.seconds_before(request, num_rows)
-        decodes: list[Sequence] = []
-        for sequence in list(self.running):
-            num_computed = sequence.num_computed_tokens
-            if sequence.num_tokens - num_computed > 1:
-                seconds += model.prefill_seconds(sequence.num_tokens, num_computed)
-            else:
-                decodes.append(sequence)
-        rest_s = model.last_step_s if self.running else 0.0
-        return rest_s + seconds * self.chunks.slowdown(decodes)
 
     def schedule(self, now_s: float) -> StepPlan | None:
         """The next step, or None when nothing can run. Records page growth; does not commit."""
@@ -111,7 +98,8 @@ class Scheduler:
                 decodes.append(sequence)
                 rows -= 1
         if prefilling or self.waiting:
-            budget = self.chunks.begin(self._by_rank(prefilling), decodes, rows, now_s)
+            prompts = [(self._rank(s), s) for s in prefilling]
+            budget = self.chunks.begin(prompts, decodes, rows, now_s, self._rank_of_next(prompts))
             self._share(budget, now_s, chunks, decodes)
             self.chunks.end(budget)
         if self.waiting.preempts:
@@ -129,13 +117,13 @@ class Scheduler:
         chunks: list[tuple[Sequence, int]],
         decodes: list[Sequence],
     ) -> None:
-        """Give a step's rows to prompts: short ones, new ones, long ones."""
+        """Give a step's rows to prompts: short ones, new ones, long ones, and who is behind."""
         for sequence in budget.shorts:
             self._add_chunk(sequence, budget, chunks, decodes)
         if not self._preempted:
             self._admit(budget, now_s, chunks, decodes)
         budget.release()
-        for sequence in budget.longs:
+        for sequence in (*budget.longs, *budget.rest):
             self._add_chunk(sequence, budget, chunks, decodes)
 
     def _add_chunk(
@@ -201,14 +189,17 @@ class Scheduler:
             if not (self.waiting.preempts or (has_slot and budget.has_room)):
                 break
             sequence = self._next(budget, chunks)
-            if sequence is None or self.chunks.must_wait(sequence, budget):
+            if sequence is None:
                 break
-            if self.prefixes.is_fetching(sequence, now_s):
+            is_refused = self._is_refused(sequence)
+            if not is_refused and self.prefixes.is_fetching(sequence, now_s):
                 break
-            hit = self.prefixes.match(sequence) if has_slot else None
+            hit = self.prefixes.match(sequence) if has_slot and not is_refused else None
             if not self.running and not self.kv.can_fit(sequence.num_tokens, hit=hit):
                 hit = None  # alone it always fits, but maybe not beside pages to be copied
-            if not (has_slot and self._fits(sequence, hit)):
+            if not (has_slot and not is_refused and self._fits(sequence, hit)):
+                if has_slot and not is_refused:
+                    self._refused = sequence, self.kv.num_available
                 victim = self._gives_way(sequence)
                 if victim is None:
                     break
@@ -221,20 +212,34 @@ class Scheduler:
             if not budget.has_room:
                 break
             self._start(sequence, hit, now_s)
-            if not self.chunks.defer(sequence, budget):
+            is_rival = self.waiting.rank(sequence) == budget.rank
+            if not (is_rival and self.chunks.defer(sequence, budget)):
                 self._add_chunk(sequence, budget, chunks, decodes)
         for sequence in reversed(paused):
             self._add_chunk(sequence, budget, chunks, decodes)
 
+    def _is_refused(self, sequence: Sequence) -> bool:
+        """It did not fit, and no memory has been given back since: asking again, which takes the
+        longer the longer it is, would change nothing."""
+        if not self.running:
+            return False
+        if self.policy.still_refuses(sequence, self.num_steps):
+            return True
+        refused, num_available = self._refused
+        has_changed = self.kv.num_available > num_available or not self.num_steps % _RECHECK_STEPS
+        return refused is sequence and not has_changed
+
     def _is_overdue(self, sequence: Sequence) -> bool:
         return self._pauses.get(sequence, 0) >= _MAX_PAUSES
 
-    def _by_rank(self, prompts: list[Sequence]) -> list[Sequence]:
-        """Running prompts in the order in which they get rows."""
-        if not self.waiting.preempts:
-            return prompts
-        rank = self.waiting.rank
-        return sorted(prompts, key=lambda s: (not self._is_overdue(s), rank(s)))
+    def _rank(self, sequence: Sequence) -> int:
+        """Of a running prompt, when rows are given out."""
+        return -1 if self._is_overdue(sequence) else self.waiting.rank(sequence)
+
+    def _rank_of_next(self, prompts: list[tuple[int, Sequence]]) -> int:
+        if self.waiting:
+            return self.waiting.rank(next(iter(self.waiting)))
+        return min([rank for rank, _ in prompts])
 
     def _pause(
         self,
@@ -251,11 +256,23 @@ class Scheduler:
             _withdraw(victims[-1], budget, chunks, [])
 
     def _next(self, budget: StepBudget, chunks: list[tuple[Sequence, int]]) -> Sequence | None:
-        """The first waiting one of whose beginning nobody is just computing what is missing: to
-        wait for that costs less than to compute it twice."""
+        """The first waiting one that is not a long prompt too many, and of whose beginning nobody
+        is just computing what is missing: to wait for that costs less than to compute it twice.
+        Who is passed over is so only for its equals in rank."""
         prompts = [s for s, _ in chunks] + budget.longs
-        for sequence in islice(self.waiting, _LOOK_THROUGH):
-            if not (prompts and self.prefixes.is_under_way(sequence, prompts)):
+        passed: int | None = None
+        num_under_way = 0
+        for sequence in islice(self.waiting, _MAX_PASSED):
+            rank = self.waiting.rank(sequence)
+            if passed is not None and rank > passed:
+                return None
+            if self.chunks.must_wait(sequence, budget):
+                passed = rank
+            elif prompts and self.prefixes.is_under_way(sequence, prompts):
+                num_under_way += 1
+                if num_under_way == _LOOK_THROUGH:
+                    return None
+            else:
                 return sequence
         return None
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from zlib import crc32
 
 from memory.prefix_index import PrefixHasher
-from serve.order import make_order
+from serve.orders import make_order
 from serve.plan import SchedulerLimits
 from serve.scheduler import Scheduler
 from serve.sequence import make_sequences

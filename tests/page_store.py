@@ -71,6 +71,9 @@ class FakeStore:
     def num_held(self) -> int:
         return len(self._held)
 
+    def use(self, keys: Sequence[bytes]) -> int:
+        return self.room
+
     def contains(self, key: bytes) -> bool:
         if self.plan("contains", key) == "raise":
             raise RuntimeError("the store is broken")

@@ -359,7 +359,8 @@ class KVMachine(RuleBasedStateMachine):
 
 
 TestKVMachine = KVMachine.TestCase
-TestKVMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+# 100,000 operations at most: half a minute
+TestKVMachine.settings = settings(max_examples=1000, stateful_step_count=100, deadline=None)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS + GROUPS)

@@ -10,7 +10,8 @@ import pytest
 
 from serve.compute_thread import ComputeThread
 from serve.core import EngineCore
-from serve.order import make_order
+from serve.orders import make_order
+from serve.overload import predicted_ttft_s
 from serve.plan import SchedulerLimits
 from serve.request import FinishReason, Request, SamplingParams
 from serve.scheduler import Scheduler
@@ -154,8 +155,13 @@ def test_long_prompts_are_let_in_up_to_a_number():
     assert simulation.ttft_s["short"] < 3 * SLO_S
     assert all(sequence.kv_range is not None for sequence in longs)
     fifth = simulation.add("long 4", 6000)
-    simulation.step()
-    assert fifth.kv_range is None
+    simulation.add("behind the fifth", 60)
+    medium = simulation.add("medium", 1000)
+    simulation.run_until(lambda: "behind the fifth" in simulation.ttft_s)
+    assert simulation.ttft_s["behind the fifth"] < 3 * SLO_S
+    assert fifth.kv_range is None and medium.kv_range is not None
+    simulation.run_until(lambda: "medium" in simulation.ttft_s)
+    assert simulation.ttft_s["medium"] < simulation.now_s / 3, "longer than four steps, but not so"
     simulation.run_until(lambda: "long 4" in simulation.ttft_s)
 
 
@@ -168,6 +174,40 @@ def test_equal_long_prompts_are_computed_once():
     simulation.run_until(lambda: "long 1" in simulation.ttft_s)
     assert first.num_cached_tokens < 2000, "of the warm-up"
     assert second.num_cached_tokens > 5900
+
+
+@pytest.mark.parametrize("order", ["fcfs", "priority", "mlfq", "fair"])
+@pytest.mark.parametrize("slo_s", [SLO_S, None])
+def test_a_short_prompt_does_not_wait_for_a_long_one_of_its_rank(order, slo_s):
+    simulation = Simulation(slo_s, order=make_order(order))
+    simulation.warm_up()
+    simulation.start_streams(4)
+    simulation.add("long", 20_000)
+    for _ in range(20):
+        simulation.step()
+    simulation.add("short", 60)
+    simulation.run_until(lambda: "short" in simulation.ttft_s)
+    assert simulation.ttft_s["short"] < 1.0 and "long" not in simulation.ttft_s
+    simulation.run_until(lambda: "long" in simulation.ttft_s)
+
+
+def test_who_is_behind_in_rank_comes_after_a_long_prompt():
+    """Two of rank 0, one long; the one of rank 1 has what they leave, which is nothing."""
+    simulation = Simulation(None, order=make_order("priority"))
+    simulation.warm_up()
+    simulation.start_streams(2)
+    simulation.add("behind", 3000, priority=1)
+    simulation.step()
+    simulation.add("long", 5000)
+    simulation.step()
+    simulation.add("short", 300)
+    simulation.steps.clear()
+    simulation.run_until(lambda: "short" in simulation.ttft_s)
+    steps = [names for _, names in simulation.steps]
+    assert sum(names.get("long", 0) for names in steps) > 0
+    assert sum(names.get("behind", 0) for names in steps) == 0
+    simulation.run_until(lambda: "behind" in simulation.ttft_s)
+    assert simulation.ttft_s["behind"] > simulation.ttft_s["long"]
 
 
 @pytest.mark.parametrize("order", ["priority", "mlfq", "fair"])
@@ -230,7 +270,7 @@ def test_prompts_take_longer_beside_streams():
     scheduler = simulation.scheduler
     slowdown = scheduler.chunks.slowdown(scheduler.running)
     asking = SimpleNamespace(prompt_token_ids=range(2000))
-    predicted_s = scheduler.predicted_ttft_s(asking, 2000, seconds_before=0.0)
+    predicted_s = predicted_ttft_s(scheduler, asking, 2000, 0.0, 0)
     simulation.add("prompt", 2000)
     simulation.run_until(lambda: "prompt" in simulation.ttft_s)
     assert slowdown > 1.2
@@ -245,10 +285,10 @@ def test_who_is_late_comes_first():
     late = simulation.add("late", 900)
     simulation.now_s += 5.0
     fresh = simulation.add("fresh", 800)
-    budget = policy.begin([fresh, late], [], 256, simulation.now_s)
+    budget = policy.begin([(0, fresh), (0, late)], [], 256, simulation.now_s)
     assert budget.shorts == [late, fresh]
     small = simulation.add("small", 10)  # much time to spare, for its size
-    budget = policy.begin([small, fresh, late], [], 256, simulation.now_s)
+    budget = policy.begin([(0, small), (0, fresh), (0, late)], [], 256, simulation.now_s)
     assert budget.shorts == [late, fresh, small]
 
 

@@ -141,11 +141,12 @@ def test_the_log_tells_what_was_found(tmp_path, folder, caplog):
     index = (folder / "index").read_bytes()[128:]
     num_pages = sum(index[at] == 1 for at in range(0, len(index), 64))
     assert num_pages >= 4
-    assert f"{num_pages} pages (0 MiB) found in {folder}, 4 MiB at most" in caplog.text
+    size = f"{num_pages * 4096 / (1 << 20):.3g} MiB"
+    assert f"{num_pages} pages ({size}) found in {folder}, 4 MiB at most" in caplog.text
     assert "other folders" not in caplog.text
     open_llm(tmp_path, kv_page_bytes=8192).shutdown()
     assert f"0 pages (0 MiB) found in {tmp_path}" in caplog.text
-    assert "1 other folders of this model" in caplog.text
+    assert "other folders of this model lie there too (1)" in caplog.text
 
 
 def test_the_disk_is_in_the_statistics(tmp_path, monkeypatch):

@@ -7,7 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from serve.length_predictor import HistoryPredictor
+from serve import LLM, SamplingParams
+from serve.config import EngineConfig
+from serve.errors import ConfigError
+from serve.length_predictor import GuardedPredictor, HistoryPredictor
+from tests.checkpoints import checkpoint
 from tests.fakes import make_request
 
 SHRINK = 30
@@ -169,3 +173,66 @@ def test_calibration_on_known_distributions():
         predictor.observe(asked, min(length, 4000))
     assert 0.47 < within[0.5] / 2700 < 0.53
     assert 0.88 < within[0.9] / 2700 < 0.92
+
+
+class Mine:
+    """A user's predictor that says what it is told to."""
+
+    def __init__(self, says=7):
+        self.says = says
+        self.observed = []
+
+    def quantile(self, request, num_output, level):
+        if isinstance(self.says, Exception):
+            raise self.says
+        return self.says
+
+    def observe(self, request, num_output):
+        self.observed.append(num_output)
+
+    def observe_cut(self, request, num_output):
+        raise RuntimeError("no")
+
+
+def test_a_users_predictor_is_asked_and_told():
+    mine = Mine(1_000_000)
+    with LLM(
+        str(checkpoint("llama")), length_predictor=mine, kv_cache_bytes=4 << 20, max_num_seqs=2
+    ) as llm:
+        llm.generate(
+            [{"prompt_token_ids": [5, 6, 7]}], SamplingParams(max_tokens=4), use_tqdm=False
+        )
+        policy = llm._loaded.core._scheduler.policy
+        assert isinstance(policy.predictor, GuardedPredictor)
+        assert len(mine.observed) <= 1
+
+
+@pytest.mark.parametrize(("says", "expected"), [(7, 7), (1e9, 50), (-3, 6), (5.9, 6)])
+def test_what_a_predictor_says_is_kept_in_bounds(says, expected):
+    asking = make_request(num_tokens=50)
+    assert GuardedPredictor(Mine(says)).quantile(asking, 5, 0.5) == expected
+
+
+@pytest.mark.parametrize("says", [ValueError("bad"), None, float("nan"), float("inf")])
+def test_past_answers_predict_where_a_predictor_fails(says, caplog):
+    mine = Mine(says)
+    if says is None:
+        mine.says = "nothing"
+    guarded, history = GuardedPredictor(mine), HistoryPredictor()
+    asking = make_request(num_tokens=50)
+    for predictor in (guarded, history):
+        predictor.observe(asking, 9)
+        predictor.observe_cut(asking, 9)
+    for level in (0.1, 0.5, 0.9):
+        assert guarded.quantile(asking, 5, level) == history.quantile(asking, 5, level)
+    assert caplog.text.count("length_predictor failed") == 1
+    assert mine.observed == [9]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"length_predictor": object()}, {"length_predictor": Mine(), "memory_policy": "worst_case"}],
+)
+def test_a_predictor_that_cannot_be_used(settings):
+    with pytest.raises(ConfigError, match="length_predictor"):
+        EngineConfig(**settings)

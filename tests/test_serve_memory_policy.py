@@ -172,7 +172,7 @@ def test_the_oracle_is_hardly_ever_wrong(seed):
     for _ in range(150):
         rig.add(rng.randint(1, 60), min(60, 1 + int(rng.expovariate(1 / 15))))
     rig.run()
-    assert rig.scheduler.num_preemptions <= 1
+    assert rig.scheduler.num_preemptions <= 2
     assert rig.most_running > 4, "more than the worst case lets in"
 
 

@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from serve.order import ORDERS, Fair, MultiLevelFeedback, Order, Priority, make_order
+from serve.order import Order, Priority
+from serve.order_fair import Fair
+from serve.order_mlfq import MultiLevelFeedback
+from serve.orders import ORDERS, make_order
 from tests.fakes import make_request
 from tests.order_rig import at_rate, drained, make, name_of, names, seq
 

@@ -7,7 +7,9 @@ from statistics import fmean
 
 import pytest
 
-from serve.order import ORDERS, Fair, MultiLevelFeedback
+from serve.order_fair import Fair
+from serve.order_mlfq import MultiLevelFeedback
+from serve.orders import ORDERS
 from serve.request import FinishReason
 from tests.order_rig import Rig
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve.order import ORDERS
+from serve.orders import ORDERS
 from serve.request import FinishReason
 from tests.order_rig import Rig, at_rate, names
 from tests.test_serve_scheduler import rows

@@ -14,6 +14,7 @@ from bench.instant import load_instant
 from serve import LLM, Engine, FinishReason, SamplingParams
 from serve.config import EngineConfig
 from serve.errors import ConfigError, OverloadedError
+from serve.memory_policy import Oracle
 from serve.overload import EarlyRejection
 from serve.step_time import StepWork
 from tests.checkpoints import checkpoint
@@ -121,6 +122,39 @@ def test_it_fits_a_step_after_the_time_that_was_told():
         door.rig.step()
     door.rig.step()
     door.ask("b", 40)
+
+
+def test_an_idle_engine_refuses_nobody_after_whatever_was_added_up():
+    door = Door(0.05).know()
+    seconds = [door.rejection.admit(make_request(n, f"r{n}"), n) for n in (10, 20, 7)]
+    for taken in seconds:
+        door.rejection.queued(taken)
+    assert door.rejection.admit(make_request(200, "long"), 200) == pytest.approx(0.2)
+
+
+def test_who_came_before_anything_was_known_counts():
+    door = Door(1e9, budget=100, max_num_seqs=1)
+    for number in range(20):
+        door.ask(f"r{number}", 100)
+    door.rig.step()
+    door.ask("asking", 100)
+    assert door.rejection.predicted_s == pytest.approx(20 * 0.101, rel=0.15)
+
+
+def test_slots_count_where_lengths_are_predicted():
+    """Two slots, answers of 50: the fifth begins when the first two rounds have ended."""
+    door = Door(1e9, budget=64, max_num_seqs=2)
+    scheduler = door.rig.scheduler
+    scheduler.policy = Oracle(scheduler.kv, lambda sequence: sequence.max_tokens_total - 10, 64)
+    for number in range(4):
+        door.ask(f"r{number}", 10, num_tokens=50, ignore_eos=True)
+    for _ in range(10):
+        door.rig.step()
+    door.ask("asking", 10, num_tokens=2)
+    asked_s = door.rig.now_s
+    predicted_s = door.rejection.predicted_s
+    door.rig.run()
+    assert door.rig.first_s["asking"] - asked_s == pytest.approx(predicted_s, rel=0.2)
 
 
 def crowd(slo_s):

@@ -1,0 +1,15 @@
+"""All orders, by name."""
+
+from __future__ import annotations
+
+from serve.order import Order, Priority
+from serve.order_fair import Fair
+from serve.order_mlfq import MultiLevelFeedback
+
+ORDERS = ("fcfs", "priority", "mlfq", "fair")
+
+
+def make_order(name: str) -> Order:
+    """One of ORDERS (config.py checks the name)."""
+    made = {"fcfs": Order, "priority": Priority, "mlfq": MultiLevelFeedback, "fair": Fair}
+    return made[name]()
