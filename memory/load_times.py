@@ -8,6 +8,8 @@ from concurrent.futures import Future
 
 # What the past counts for after one more batch.
 _DECAY = 0.8
+# A batch counts for so much more than what is known at most: a disk that hung once is not slow.
+_MOST_MORE = 4.0
 # Each time it seemed too much, the estimate sinks: a disk that was slow once is tried again.
 _HOPE = 0.95
 
@@ -34,12 +36,14 @@ class LoadTimes:
         self._ended_s = self._clock()
 
     def end(self) -> None:
-        """All of the batch has come, or failed."""
-        if self._num_pages:
-            page_s = max(0.0, self._ended_s - self._began_s) / self._num_pages
-            known = _DECAY if self._page_s else 0.0
-            self._page_s = known * self._page_s + (1.0 - known) * page_s
-            self._num_pages = 0
+        """All of the batch has come, or failed. Nothing is learned where no end was noted yet."""
+        page_s = (self._ended_s - self._began_s) / max(1, self._num_pages)
+        if self._num_pages and page_s > 0.0:
+            if self._page_s:
+                page_s = min(page_s, _MOST_MORE * self._page_s)
+                page_s = _DECAY * self._page_s + (1.0 - _DECAY) * page_s
+            self._page_s = page_s
+        self._num_pages = 0
 
     def seconds(self, num_pages: int) -> float:
         """What so many pages would take; 0 before anything is known."""

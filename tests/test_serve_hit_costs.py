@@ -43,10 +43,15 @@ def test_load_times_are_of_batches_and_seen_when_they_end():
 
     batch(10, 0.1, looked_at_after_s=5.0)
     assert times.seconds(100) == pytest.approx(1.0)
-    batch(4, 0.4, looked_at_after_s=0.0)
-    assert times.seconds(1) == pytest.approx(0.8 * 0.01 + 0.2 * 0.1)
+    batch(4, 0.08, looked_at_after_s=0.0)
+    assert times.seconds(1) == pytest.approx(0.8 * 0.01 + 0.2 * 0.02)
     times.end()
-    assert times.seconds(1) == pytest.approx(0.028), "nothing was under way"
+    assert times.seconds(1) == pytest.approx(0.012), "nothing was under way"
+    batch(1, 20.0, looked_at_after_s=0.0)
+    assert times.seconds(1) == pytest.approx(0.012 * (0.8 + 0.2 * 4)), "it hung once"
+    times.begin([Future()])
+    times.end()
+    assert times.seconds(1) == pytest.approx(0.0192), "whose end was not noted yet"
 
 
 class Rig:
