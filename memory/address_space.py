@@ -174,6 +174,11 @@ class AddressSpace:
                 self._note(job.index, job.place, job.stale)
 
     @property
+    def maps_ahead(self) -> bool:
+        """There is a thread for it."""
+        return self._worker is not None
+
+    @property
     def is_busy(self) -> bool:
         """The thread still has something to map."""
         return self._worker is not None and self._worker.is_busy

@@ -84,7 +84,8 @@ class ModelRunner:
     def run(self, plan: StepPlan, launched: Callable[[], None]) -> StepResult:
         self._kv.commit(s.kv_range for s in plan.sequences if s.kv_range is not None)
         self._num_steps += 1
-        if self._num_steps % _LOOK_EVERY == 0 or len(plan.num_rows) > plan.num_decodes:
+        has_prompts = len(plan.num_rows) > plan.num_decodes
+        if self._kv.space.maps_ahead and (has_prompts or self._num_steps % _LOOK_EVERY == 0):
             self._kv.look_ahead(next_needs(plan))
         batch = make_batch(plan, self._kv)
         self._attention.plan(batch.attention)

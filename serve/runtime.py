@@ -97,6 +97,7 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
             max_model_len=sizes.max_model_len,
             groups=sizes.groups,
             max_rows=config.chunk_tokens,
+            in_background=_has_idle_core(config),
         )
         address = memory.reserve(kv.total_bytes)
         attention = _attention(kv, layouts, [ids for _, ids in groups], address, backend)
@@ -137,6 +138,13 @@ def _set_threads(config: EngineConfig) -> None:
     # one team serves all engines of the process; only an explicit setting makes it smaller
     native.set_num_threads(count)
     logger.info("native kernels: %s, %d threads", native.instruction_set(), native.num_threads())
+
+
+def _has_idle_core(config: EngineConfig) -> bool:
+    """Where every core computes, a thread that maps ahead takes the turn of one that the others
+    wait for, which costs more than mapping at the step."""
+    processors = usable_processors()
+    return min(config.compute_threads or processors, processors) < processors
 
 
 def _leave_cores_to_native(precision: Precision, layers: list[AttentionLayer]) -> None:
