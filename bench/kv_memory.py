@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few seconds, as a smoke test")
     quick = parser.parse_args().quick
     console = Console()
-    console.print(step_table(rounds=1 if quick else 6, tokens=60 if quick else 900))
+    console.print(step_table(rounds=1 if quick else 18, tokens=60 if quick else 900))
     console.print(page_table(rounds=3 if quick else 30))
     console.print(layout_table(context=256 if quick else 4096, rounds=3 if quick else 15))
     console.print(waste_table(quick))

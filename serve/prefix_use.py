@@ -54,7 +54,8 @@ class PrefixUse:
         self._extend_keys(sequence)
         keys = sequence.page_keys
         for other in others:
-            assert other.kv_range is not None
+            if other.kv_range is None:
+                continue  # it has just been preempted
             # A key stands for everything before it: where these are equal, so is all of it.
             page = other.kv_range.num_known
             key = keys[page : page + 1]
@@ -85,11 +86,10 @@ class PrefixUse:
             return None
         self._extend_keys(sequence)
         hit = self._kv.match(sequence.page_keys, sequence.num_tokens - 1)
-        if hit is None or 0.0 < self._prefill_seconds(hit.num_tokens, 0) < self._kv.map_seconds(
-            hit
-        ):
+        if hit is None:
             return None
-        return hit
+        compute_s = self._prefill_seconds(hit.num_tokens, 0)
+        return None if 0.0 < compute_s < self._kv.map_seconds(hit) else hit
 
     def open(self, sequence: Sequence, hit: PrefixHit | None) -> None:
         """Give the sequence a range, with what was hit."""
