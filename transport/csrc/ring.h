@@ -112,6 +112,8 @@ class Ring {
   bool has_news() const { return header().consumed.load() > outbox.num_consumed(); }
   // CorruptMessage: a number that cannot be there.
   bool has_arrived() const;
+  // Of the message that has arrived, as it says.
+  size_t due_bytes() const { return due().length; }
   // The message that has arrived, checked. CorruptMessage.
   Message take();
   Header& header() const { return *reinterpret_cast<Header*>(window_); }
