@@ -247,7 +247,7 @@ void SocketChannel::write_all(std::vector<iovec>& pieces, int64_t deadline_ns) {
 }
 
 void SocketChannel::sleep(int64_t deadline_ns, bool to_write) {
-  constexpr int64_t AT_MOST_NS = 100'000'000;
+  constexpr int64_t AT_MOST_NS = 1'000'000'000;  // who stalls is looked at then
   const int64_t ns = std::clamp<int64_t>(deadline_ns - now_ns(), 0, AT_MOST_NS);
   const timespec time{static_cast<time_t>(ns / 1'000'000'000), static_cast<long>(ns % 1'000'000'000)};
   pollfd fds[2] = {{fd_, static_cast<short>(POLLIN | (to_write ? POLLOUT : 0)), 0}, {event_fd_, POLLIN, 0}};
