@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import socket
 import threading
 import time
+import warnings
 
 import pytest
 
@@ -238,6 +240,30 @@ def test_a_killed_peer_is_seen_at_once(listener, how):
         threading.Timer(0.1, kill).start()
         assert wait_for_end_of(endpoint, how) - killed[0] < 0.25
         endpoint.close()
+
+
+def test_a_forked_copy_does_not_end_the_connection(listener):
+    one = transport.connect(listener.url, key=KEY, window_bytes=WINDOW_BYTES)
+    other = accepted(listener)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: there are other threads
+        pid = os.fork()
+    if pid == 0:
+        try:
+            one.close()
+            other.close()
+        finally:
+            os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    time.sleep(2 * HEARTBEAT_S)
+    post(one, b"still here")
+    assert take(other) == b"still here"
+    one.close()
+    other.close()
+
+
+def test_both_sides_of_the_library_agree():
+    assert (_windows.HEARTBEAT_S, _windows.LOST_AFTER_S) == (HEARTBEAT_S, LOST_AFTER_S)
 
 
 def test_a_stopped_peer_is_seen_in_time(listener):

@@ -161,8 +161,14 @@ bool SocketChannel::flush() {
   while (credit_left_ > 0) {
     const auto* at = reinterpret_cast<const uint8_t*>(&credit_) + (sizeof credit_ - credit_left_);
     const ssize_t sent = ::send(fd_, at, credit_left_, MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (sent >= 0) credit_left_ -= static_cast<size_t>(sent);
-    else if (errno != EINTR) return false;  // that it broke is seen by who reads
+    if (sent >= 0) {
+      credit_left_ -= static_cast<size_t>(sent);
+    } else if (!is_temporary(errno)) {
+      is_at_end_ = true;
+      credit_left_ = 0;
+    } else if (errno != EINTR) {
+      return false;
+    }
   }
   return true;
 }
