@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from memory.attention import AttentionLayer, AttentionStep, Rotation, Ticket
+from memory.attention import AttentionLayer, AttentionStep, Finished, Rotation, Ticket
 from ops.native import Int8Attention, Int8AttentionStep
 from quant.kv import TILE_TOKENS, Int8KVFormat, fitting_group
 
@@ -67,28 +67,37 @@ def int8_ops(layout: Int8KVLayout) -> list[Int8Attention]:
 class Int8LocalAttention:
     """PlannedAttention over int8 K/V at `address`."""
 
+    is_remote = False
+
     def __init__(self, layout: Int8KVLayout, address: int) -> None:
         self._layout = layout
         self._address = address
-        self._step: Int8AttentionStep | None = None
         self._ops = int8_ops(layout)
 
-    def plan(self, step: AttentionStep) -> None:
+    def plan(self, step: AttentionStep) -> Int8LocalPlan:
         token_bytes = self._layout.token_bytes
-        self._step = Int8AttentionStep(
+        native_step = Int8AttentionStep(
             self._address,
             self._layout.tile_bytes,
             [start * token_bytes for start in step.starts],
             step.num_rows,
             step.kv_lens,
         )
+        return Int8LocalPlan(self._ops, native_step)
+
+
+class Int8LocalPlan:
+    """Attention for one step's rows."""
+
+    def __init__(self, ops: Sequence[Int8Attention], step: Int8AttentionStep) -> None:
+        self._ops = ops
+        self._step = step
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
         return Ticket(layer, q)
 
-    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
+    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Finished:
         layer, q = ticket
-        assert self._step is not None, "plan comes first"
         op = self._ops[layer]
         op.append(self._step, k.float(), v.float(), rotation)
-        return op.attend(self._step, q.float()).to(q.dtype)
+        return Finished(op.attend(self._step, q.float()).to(q.dtype))

@@ -184,9 +184,8 @@ def _read(runtime: Runtime, tokens: list[int]) -> Iterator[tuple[int, Tensor]]:
             assert kv.grow(item, end, start), "a single sequence always fits"
             kv.commit()
             step = AttentionStep(0, [kv.start_of(item.index)], [len(part)], [end])
-            runtime.attention.plan(step)
             hidden = runtime.model.forward(
-                torch.tensor(part), torch.arange(start, end), runtime.attention
+                torch.tensor(part), torch.arange(start, end), runtime.attention.plan(step)
             )
             yield start, torch.log_softmax(runtime.model.logits(hidden), -1)
     finally:

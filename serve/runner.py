@@ -88,9 +88,9 @@ class ModelRunner:
         if self._kv.space.maps_ahead and (has_prompts or self._num_steps % _LOOK_EVERY == 0):
             self._kv.look_ahead(next_needs(plan))
         batch = make_batch(plan, self._kv)
-        self._attention.plan(batch.attention)
+        attention = self._attention.plan(batch.attention)
         launched()
-        hidden = self._model.forward(batch.input_ids, batch.positions, self._attention)
+        hidden = self._model.forward(batch.input_ids, batch.positions, attention)
         if not batch.sampled:
             return StepResult([], [], None)
         if len(batch.sampled) < hidden.shape[0]:
