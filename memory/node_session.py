@@ -12,7 +12,6 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from memory.attach import AttachRequest, NodeLayout
@@ -28,7 +27,6 @@ from memory.wire import (
     EditKind,
     ErrorCode,
     Header,
-    Kind,
     Query,
     WireError,
     read_header,
@@ -71,12 +69,12 @@ class Places:
     def note(self, edit: Edit) -> None:
         """After it was made: MAP or UNMAP."""
         shown = self._shown[edit.part]
-        end = edit.place + edit.count
+        end = edit.place + edit.num_pages
         if len(shown) < end:
             shown += [HOLE] * (end - len(shown))
         is_map = edit.kind is EditKind.MAP
         shown[edit.place : end] = (
-            range(edit.page, edit.page + edit.count) if is_map else [HOLE] * edit.count
+            range(edit.page, edit.page + edit.num_pages) if is_map else [HOLE] * edit.num_pages
         )
         if not is_map:
             self._checked[edit.part] = (0, 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import lcm
 
 from memory.attach import STRIPE_TOKENS
@@ -39,7 +40,7 @@ def resolve_partition(name: str, layers: Sequence[AttentionLayer], num_nodes: in
         )
     if name == "sequence" and has_windows:
         raise PlacementError(
-            "memory_partition sequence: the model's layers have sliding windows; use head or request"
+            "memory_partition sequence: the model has sliding windows; use head or request"
         )
     if name == "sequence" and num_nodes > _MAX_DEALT:
         raise PlacementError(
@@ -52,7 +53,7 @@ def resolve_partition(name: str, layers: Sequence[AttentionLayer], num_nodes: in
 def deal(count: int, num_shares: int) -> list[tuple[int, int]]:
     """(first, how many) of each share, as even as can be."""
     bounds = [count * i // num_shares for i in range(num_shares + 1)]
-    return [(low, high - low) for low, high in zip(bounds, bounds[1:], strict=False)]
+    return [(low, high - low) for low, high in pairwise(bounds)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from memory.attention import AttentionLayer, AttentionStep, Rotation, Ticket
-from memory.edit_log import EditLog
 from memory.new_part import NewPart
 from memory.node_link import NodeLink
 from memory.node_loop import view_of
+from memory.node_set import NodeSet
 from memory.wire import HEADER_BYTES, Append, Kind, Plan, Query, WireError, WireType
 from memory.wire_rows import WireRows, encode, float_type, kv_type
 from ops.backend import Backend, Partial
@@ -54,56 +54,71 @@ class RemoteAttention:
         layers: Sequence[AttentionLayer],
         new_part: NewPart,
         backend: Backend,
-        edits: EditLog,
+        nodes: NodeSet,
         range_tokens: int,
+        num_ranges: int,
         wire: WireType,
     ) -> None:
+        """num_ranges: of each member."""
         self.layers = list(layers)
         self.new_part = new_part
         self.backend = backend
         self.wire = wire
-        self.links: list[NodeLink] = []
-        self.rows: list[list[WireRows]] = []  # of each link and layer
-        self._edits = edits
+        self._nodes = nodes
         self._range_tokens = range_tokens
+        self._member_tokens = range_tokens * num_ranges
+        self._rows: dict[NodeLink, list[WireRows]] = {}
         self._numbers = count(1)
-        edits.on_release = self._send_edits
+        for member in nodes.members:
+            member.edits.on_release = self._send_edits
 
-    def use(self, links: Sequence[NodeLink]) -> None:
-        """From now on K/V is there, and nowhere yet."""
-        self.links = list(links)
-        self.rows = [
-            [
-                WireRows(part.num_heads, part.num_kv_heads, part.head_dim)
-                for part in (link.share.layer(layer) for layer in self.layers)
-            ]
-            for link in links
-        ]
-        self._edits.take()
+    def rows_of(self, link: NodeLink, layer: int) -> WireRows:
+        rows = self._rows.get(link)
+        if rows is None:
+            parts = [link.share.layer(item) for item in self.layers]
+            rows = [WireRows(x.num_heads, x.num_kv_heads, x.head_dim) for x in parts]
+            self._rows = {old: self._rows[old] for old in self._rows if not old.is_lost}
+            self._rows[link] = rows
+        return rows[layer]
 
     def plan(self, step: AttentionStep) -> RemotePlan:
-        if not self.links:
-            raise NodesLostError("no memory node is attached")
         number = next(self._numbers)
-        edits = self._edits.take()
-        nodes = [self._node_plan(link, step) for link in self.links]
-        for node, plan in nodes:
-            try:
-                node.link.look()
-                node.link.post_plan(number, plan._replace(edits=edits))
-            except TransportError as error:
-                raise lost(node.link, error) from error
-        new = self.new_part.plan(step.num_decodes, step.num_rows)
-        return RemotePlan(self, number, [node for node, _ in nodes], new)
+        found: list[_NodePlan] = []
+        for index, member in enumerate(self._nodes.members):
+            edits = member.edits.take()
+            for link in member.links:
+                node, plan = self._node_plan(link, step, index)
+                if not (edits or plan.queries or plan.appends):
+                    continue
+                try:
+                    link.look()
+                    link.post_plan(number, plan._replace(edits=edits))
+                except TransportError as error:
+                    raise lost(link, error) from error
+                found.append(node)
+            if not member.links and index in self._members_of(step):
+                raise NodesLostError("no memory node holds this K/V")
+        return RemotePlan(self, number, found, self.new_part.plan(step.num_decodes, step.num_rows))
 
-    def _node_plan(self, link: NodeLink, step: AttentionStep) -> tuple[_NodePlan, Plan]:
+    def _members_of(self, step: AttentionStep) -> set[int]:
+        return {start // self._member_tokens for start in step.starts}
+
+    def _node_plan(
+        self, link: NodeLink, step: AttentionStep, member: int
+    ) -> tuple[_NodePlan, Plan]:
         share, row = link.share, 0
+        range_tokens = self._range_tokens
+        first_start = member * self._member_tokens
+        end = first_start + self._member_tokens
         queries: list[Query] = []
         appends: list[Append] = []
         query_runs: list[tuple[int, int]] = []
         append_runs: list[tuple[int, int]] = []
         for start, num_rows, kv_len in zip(step.starts, step.num_rows, step.kv_lens, strict=True):
-            index, past = start // self._range_tokens, kv_len - num_rows
+            if not first_start <= start < end:
+                row += num_rows
+                continue
+            index, past = (start - first_start) // range_tokens, kv_len - num_rows
             keys = share.num_tokens(past)
             if keys:
                 queries.append(Query(index, num_rows, keys))
@@ -126,17 +141,14 @@ class RemoteAttention:
 
     def _send_edits(self) -> None:
         """Outside of a step: for memory that shall go back to the system over there."""
-        number, edits = next(self._numbers), self._edits.take()
-        for link in self.links:
-            try:
-                link.post_plan(number, Plan(edits, [], []))
-            except TransportError:
-                return  # the next step finds out
-
-    def close(self) -> None:
-        for link in self.links:
-            link.close()
-        self.links = []
+        number = next(self._numbers)
+        for member in self._nodes.members:
+            edits = member.edits.take()
+            for link in member.links:
+                try:
+                    link.post_plan(number, Plan(edits, [], []))
+                except TransportError:
+                    break  # the next step finds out
 
 
 class RemotePlan:
@@ -185,7 +197,7 @@ class RemotePlan:
                 segments = _pieces(wire_k, node.append_runs, *heads)
                 segments += _pieces(wire_v, node.append_runs, *heads)
                 self._post(node, Kind.UPDATE, layer, node.num_appends, segments)
-        out, lse = parent.new_part.attend(self._new, layer, q, k, v)
+        out, lse = parent.new_part.attend(self._new, layer, q, wire_k, wire_v)
         return RemotePending(self, layer, Partial(out, lse), q.dtype)
 
     def _post(
@@ -203,14 +215,14 @@ class RemotePlan:
         parent = self._parent
         shape = parent.layers[layer]
         group = shape.num_heads // shape.num_kv_heads
-        for number, node in enumerate(self._nodes):
+        for node in self._nodes:
             if not node.num_queries:
                 continue
             link = node.link
             try:
                 header, frame = link.answer(self._number, layer)
                 body = view_of(frame)[HEADER_BYTES:]
-                out, lse = parent.rows[number][layer].read_partial(body, header)
+                out, lse = parent.rows_of(link, layer).read_partial(body, header)
             except (TransportError, WireError) as error:
                 raise lost(link, error) from error
             first, kv_heads = link.share.heads(shape)
@@ -224,9 +236,7 @@ class RemotePlan:
 class RemotePending:
     """A layer's attention, while nodes work on it."""
 
-    def __init__(
-        self, plan: RemotePlan, layer: int, total: Partial, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, plan: RemotePlan, layer: int, total: Partial, dtype: torch.dtype) -> None:
         self._plan = plan
         self._layer = layer
         self._total = total

@@ -123,7 +123,7 @@ def read_header(message: memoryview) -> Header:
 
 class EditKind(IntEnum):
     """MAP: pages page.. appear at places place.. of a range part. UNMAP: they go (page: 0).
-    COPY: page `place` is copied to `page` (part: 0, count: 1). RELEASE: the memory of pages
+    COPY: page `place` is copied to `page` (part: 0). RELEASE: the memory of pages
     page.. goes back to the system."""
 
     MAP = 0
@@ -137,7 +137,7 @@ class Edit(NamedTuple):
     part: int
     place: int
     page: int
-    count: int
+    num_pages: int
 
 
 class Query(NamedTuple):

@@ -87,7 +87,7 @@ class ModelRunner:
         has_prompts = len(plan.num_rows) > plan.num_decodes
         if self._kv.space.maps_ahead and (has_prompts or self._num_steps % _LOOK_EVERY == 0):
             self._kv.look_ahead(next_needs(plan))
-        batch = make_batch(plan, self._kv)
+        batch = make_batch(plan)
         attention = self._attention.plan(batch.attention)
         launched()
         hidden = self._model.forward(batch.input_ids, batch.positions, attention)
