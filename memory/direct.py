@@ -65,8 +65,11 @@ class DirectEndpoint:
         return self._is_closed or self._other is None or self._other._is_closed
 
     def close(self) -> None:
-        self._is_closed = True
-        self._held.clear()
+        if not self._is_closed:
+            self._is_closed = True
+            self._held.clear()
+            if self._other is not None:
+                self._other.on_arrival()  # it finds out
 
 
 def direct_pair() -> tuple[DirectEndpoint, DirectEndpoint]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from memory.attach import AttachRequest, NodeLayout
+from memory.direct import DirectEndpoint
 from memory.node_loop import NodeLoop, post_bytes, post_error, view_of
 from memory.node_session import NodeSession
 from memory.vmm import LinuxMemory
@@ -105,6 +106,28 @@ class MemoryNode:
             self._connections.add(connection)
         thread.start()
 
+    def adopt(self, endpoint: DirectEndpoint) -> None:
+        """Serve an engine of this process, in the thread that posts to it."""
+        connection = _Connection(endpoint)
+        loop: NodeLoop | None = None
+
+        def take() -> None:
+            nonlocal loop
+            try:
+                if loop is None:
+                    loop = self._attach(connection)
+                elif (frame := endpoint.poll()) is not None:
+                    loop.take(frame)
+            except TransportError:
+                self._end(connection)
+            except WireError as error:
+                self._offended(connection, error)
+                self._end(connection)
+
+        with self._lock:
+            self._connections.add(connection)
+        endpoint.on_arrival = take
+
     def drain(self, timeout_s: float) -> bool:
         """Ask the engines to leave, and wait; whether all did. No new ones are accepted."""
         self._is_draining = True
@@ -190,8 +213,7 @@ class MemoryNode:
 
     def _attach(self, connection: _Connection) -> NodeLoop | None:
         endpoint = connection.endpoint
-        frame = endpoint.poll(_ATTACH_S)
-        if frame is None:
+        if (frame := endpoint.poll(_ATTACH_S)) is None:
             logger.info("engine at %s: did not attach", endpoint.peer.address)
             return None
         message = view_of(frame)
