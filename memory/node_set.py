@@ -104,20 +104,26 @@ class NodeSet:
                 numbers.append(number)
         return numbers
 
-    def place(self, member: Member, connect_s: float = _CONNECT_S) -> None:
-        """Attach to every node that answers, else to this machine's memory. NoNodeError."""
+    def place(
+        self, member: Member, connect_s: float = _CONNECT_S, *, needs_all: bool = False
+    ) -> None:
+        """Attach to every node that answers, else to this machine's memory. NoNodeError.
+
+        needs_all: nobody may be missing."""
         member.close()
         member.is_local = False
         reasons: dict[str, str] = {}
         endpoints = self._connect_all(member.urls, connect_s, reasons)
         while endpoints:
+            if needs_all and reasons:
+                break
             failed = self._attach(member, endpoints, reasons)
             if failed is None:
                 return
             # who is left is asked anew: a connection has one session
             urls = [url for url in endpoints if url != failed]
             endpoints = self._connect_all(urls, connect_s, reasons)
-        if self._local is not None:
+        if self._local is not None and not needs_all:
             endpoint = self._local()
             if self._attach(member, {"this machine": endpoint}, reasons) is None:
                 member.is_local = True

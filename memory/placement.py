@@ -19,7 +19,7 @@ from memory.layer_groups import LayerGroup
 
 PARTITIONS = ("auto", "head", "request", "sequence")
 _MIN_PAGE_BYTES = 16 << 10  # of a node
-_MAX_PAGES = 30_000
+MAX_PAGES = 30_000  # of a node: Linux allows 65,530 mappings in a process
 _MAX_DEALT = 4  # nodes whose every number divides a page in the sequence partition
 
 
@@ -117,25 +117,28 @@ class PageGeometry:
     page_bytes: int
     groups: list[LayerGroup]
 
+    def range_places(self, max_model_len: int) -> list[int]:
+        """Pages that a range may have in each group, as the books lay ranges out."""
+        unit = lcm(*self.page_tokens)
+        return [-(-max_model_len // unit) * unit // tokens for tokens in self.page_tokens]
+
 
 def page_geometry(
     token_bytes: Sequence[int],
     windows: Sequence[int | None],
     partition: str,
     num_nodes: int,
-    capacity_bytes: int,
+    node_bytes: int,
 ) -> PageGeometry:
-    """token_bytes: of each layer group, on all nodes together. capacity_bytes: of the K/V."""
+    """token_bytes: of each layer group, on all nodes together. node_bytes: of K/V on a node."""
     unit = STRIPE_TOKENS
     if partition == "sequence":
         unit *= lcm(*range(1, num_nodes + 1))
     widest = max(token_bytes)
-    tokens = unit
     share = num_nodes if partition != "request" else 1
-    while tokens * widest < _MIN_PAGE_BYTES * share or (
-        capacity_bytes > _MAX_PAGES * tokens * widest
-    ):
-        tokens += unit
+    least = max(_MIN_PAGE_BYTES, node_bytes // MAX_PAGES)
+    units = -(-least * share // (unit * widest))
+    tokens = unit * max(1, units)
     page_tokens = [tokens * (widest // own) for own in token_bytes]
     whole = lcm(*page_tokens)
     page_bytes = -(-tokens * widest // whole) * whole

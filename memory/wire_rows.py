@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from memory.wire import ErrorCode, Header, WireError, WireType
-from ops import rows8
+from ops.native_partials import dequantize_heads, quantize_heads
 
 _FLOATS = {WireType.FLOAT32: torch.float32, WireType.BFLOAT16: torch.bfloat16}
 _SCALE_BYTES = 4
@@ -28,7 +28,7 @@ def float_type(dtype: WireType) -> torch.dtype:
 def encode(x: Tensor, dtype: WireType) -> list[Tensor]:
     """x: [R, H, D] with dense heads -> the tensors to send, one after the other."""
     if dtype is WireType.INT8:
-        return list(rows8.quantize(x))
+        return list(quantize_heads(x))
     return [x if x.dtype == _FLOATS[dtype] else x.to(_FLOATS[dtype])]
 
 
@@ -70,7 +70,7 @@ class WireRows:
         count = rows * self._heads * self._dim
         values = torch.frombuffer(body[:count], dtype=torch.int8).view(shape)
         scales = torch.frombuffer(body[count:], dtype=torch.float32).view(shape[:2])
-        return rows8.dequantize(values, scales)
+        return dequantize_heads(values, scales)
 
     def check_kv(self, num_bytes: int, header: Header) -> None:
         """WireError: wrong size."""

@@ -14,7 +14,6 @@ import torch
 from memory.attention import PlannedAttention
 from memory.kv_manager import KVManager
 from memory.kv_range import Range
-from memory.vmm import VirtualMemory
 from serve.batch import make_batch
 from serve.models import Decoder
 from serve.plan import StepPlan
@@ -50,6 +49,11 @@ def next_needs(plan: StepPlan) -> list[tuple[Range, int]]:
     return needs
 
 
+class Closes(Protocol):
+    def close(self) -> None:
+        """Give memory back."""
+
+
 class Runner(Protocol):
     """What the engine's loop needs of the device."""
 
@@ -72,7 +76,7 @@ class ModelRunner:
         kv: KVManager,
         attention: PlannedAttention,
         *,
-        memory: VirtualMemory | None = None,
+        memory: Closes | None = None,
     ) -> None:
         self._model = model
         self._kv = kv
