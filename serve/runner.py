@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from memory.attention import PlannedAttention
-from memory.kv_manager import KVManager
 from memory.kv_range import Range
+from memory.split_kv import Books
 from serve.batch import make_batch
 from serve.models import Decoder
 from serve.plan import StepPlan
@@ -73,7 +73,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Decoder,
-        kv: KVManager,
+        kv: Books,
         attention: PlannedAttention,
         *,
         memory: Closes | None = None,

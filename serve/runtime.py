@@ -24,6 +24,7 @@ from memory.kv_manager import KVManager
 from memory.layer_groups import LayerGroup, PageLayout
 from memory.local_attention import LocalAttention
 from memory.node_set import NodeSet
+from memory.split_kv import Books
 from memory.vmm import LinuxMemory
 from ops import Backend, get_backend, native
 from ops.heap import keep_freed_memory
@@ -60,7 +61,7 @@ class Runtime:
     precision: Precision
     model: Decoder
     attention: PlannedAttention
-    kv: KVManager
+    kv: Books
     memory: Closes
     prefix_secret: bytes | None = None  # of the pages on disk, if there are any
     nodes: NodeSet | None = None
