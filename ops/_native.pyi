@@ -38,6 +38,8 @@ def merge_partials(
     part_out: int,
     part_type: int,
     part_lse: int,
+    stride: int,
+    lse_stride: int,
     rows: int,
     num_rows: int,
     heads: int,

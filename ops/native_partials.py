@@ -14,10 +14,10 @@ from ops.native import TYPES, address, library
 
 
 def can_merge(total: Partial, part: Partial) -> bool:
-    """Whether there is a kernel for these heads and types: dense, of whole vectors."""
+    """Whether there is a kernel for these heads and types: side by side, of whole vectors."""
     (out, lse), (more, more_lse) = total, part
-    is_dense = out.is_contiguous() and more.is_contiguous()
-    is_dense = is_dense and lse.is_contiguous() and more_lse.is_contiguous()
+    is_dense = more.is_contiguous() and more_lse.is_contiguous()
+    is_dense = is_dense and out.stride()[1:] == (out.shape[2], 1) and lse.stride(1) == 1
     has_types = out.dtype in TYPES and more.dtype in TYPES and lse.dtype == torch.float32
     return is_dense and has_types and more_lse.dtype == torch.float32 and out.shape[2] % 16 == 0
 
@@ -28,17 +28,17 @@ def merge_into(
     """Join a part to what out [T, H, D] and lse [T, H] hold: both are overwritten.
 
     part_out: [R, H, D], part_lse: [R, H]; row i belongs to row rows[i], [R] int64 without repeats,
-    or to row i. All dense; out and part_out fp32 or bf16, D a multiple of 16. With natural logs
-    and m the larger one: out = (out exp(lse - m) + part_out exp(part_lse - m)) / w and
-    lse = m + log(w), where w is the sum of both weights. A part whose lse is -inf saw no key and
-    is not read: out may begin as anything where lse is -inf.
+    or to row i. Dense, but the rows of out and lse may be apart; out and part_out fp32 or bf16, D a
+    multiple of 16. With natural logs and m the larger one: out = (out exp(lse - m) + part_out
+    exp(part_lse - m)) / w and lse = m + log(w), where w is the sum of both weights. A part whose
+    lse is -inf saw no key and is not read: out may begin as anything where lse is -inf.
     """
     num_rows, heads, dim = part_out.shape
     assert part_lse.shape == (num_rows, heads) and lse.shape == out.shape[:2], "a lse for each head"
     assert out.shape[1:] == (heads, dim) and dim % 16 == 0, f"{out.shape} and {part_out.shape}"
     assert lse.dtype == part_lse.dtype == torch.float32
-    assert out.is_contiguous() and part_out.is_contiguous()
-    assert lse.is_contiguous() and part_lse.is_contiguous()
+    assert out.stride()[1:] == (dim, 1) and lse.stride(1) == 1, f"{out.stride()} {lse.stride()}"
+    assert part_out.is_contiguous() and part_lse.is_contiguous()
     if rows is None:
         assert len(out) == num_rows, f"{len(out)} rows and {num_rows}"
     else:
@@ -50,6 +50,8 @@ def merge_into(
         part_out.data_ptr(),
         TYPES[part_out.dtype],
         part_lse.data_ptr(),
+        out.stride(0),
+        lse.stride(0),
         address(rows),
         num_rows,
         heads,

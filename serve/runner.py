@@ -12,9 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from memory.attention import PlannedAttention
-from memory.kv_manager import KVManager
 from memory.kv_range import Range
-from memory.vmm import VirtualMemory
+from memory.split_kv import Books
 from serve.batch import make_batch
 from serve.models import Decoder
 from serve.plan import StepPlan
@@ -50,6 +49,11 @@ def next_needs(plan: StepPlan) -> list[tuple[Range, int]]:
     return needs
 
 
+class Closes(Protocol):
+    def close(self) -> None:
+        """Give memory back."""
+
+
 class Runner(Protocol):
     """What the engine's loop needs of the device."""
 
@@ -69,10 +73,10 @@ class ModelRunner:
     def __init__(
         self,
         model: Decoder,
-        kv: KVManager,
+        kv: Books,
         attention: PlannedAttention,
         *,
-        memory: VirtualMemory | None = None,
+        memory: Closes | None = None,
     ) -> None:
         self._model = model
         self._kv = kv
@@ -87,10 +91,10 @@ class ModelRunner:
         has_prompts = len(plan.num_rows) > plan.num_decodes
         if self._kv.space.maps_ahead and (has_prompts or self._num_steps % _LOOK_EVERY == 0):
             self._kv.look_ahead(next_needs(plan))
-        batch = make_batch(plan, self._kv)
-        self._attention.plan(batch.attention)
+        batch = make_batch(plan)
+        attention = self._attention.plan(batch.attention)
         launched()
-        hidden = self._model.forward(batch.input_ids, batch.positions, self._attention)
+        hidden = self._model.forward(batch.input_ids, batch.positions, attention)
         if not batch.sampled:
             return StepResult([], [], None)
         if len(batch.sampled) < hidden.shape[0]:

@@ -60,6 +60,19 @@ def test_some_rows(isa):
     assert torch.equal(total.out, expected.out)
 
 
+def test_some_heads_of_rows(isa):
+    total, part = part_of(20, 9, 32), part_of(20, 4, 32)
+    expected = copy_of(total)
+    some = Partial(expected.out[:, 3:7].contiguous(), expected.lse[:, 3:7].contiguous())
+    merge_into(*some, *part)
+    expected.out[:, 3:7], expected.lse[:, 3:7] = some
+    view = Partial(total.out[:, 3:7], total.lse[:, 3:7])
+    assert can_merge(view, part)
+    merge_into(*view, *part)
+    assert torch.equal(total.out, expected.out)
+    assert torch.equal(total.lse, expected.lse)
+
+
 def test_a_part_without_keys_is_not_read(isa):
     total, part = part_of(4, 20, 48), part_of(4, 20, 48)
     before = copy_of(total)

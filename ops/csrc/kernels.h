@@ -139,6 +139,7 @@ struct PartialRows {
   void* out;
   DType type;
   float* lse;
+  size_t stride, lse_stride;  // from row to row, in elements
 };
 
 struct Step {

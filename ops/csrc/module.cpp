@@ -93,10 +93,12 @@ void prefill_plain(uintptr_t k, uintptr_t v, size_t token_stride, size_t head_st
 }
 
 void merge_partials(uintptr_t out, int type, uintptr_t lse, uintptr_t part, int part_type, uintptr_t part_lse,
-                    uintptr_t rows, int count, int heads, int dim) {
+                    size_t stride, size_t lse_stride, uintptr_t rows, int count, int heads, int dim) {
   nb::gil_scoped_release release;
-  kernels().merge_partials({pointer<void>(out), static_cast<DType>(type), pointer<float>(lse)},
-                           {pointer<void>(part), static_cast<DType>(part_type), pointer<float>(part_lse)},
+  const size_t width = static_cast<size_t>(heads) * dim;
+  kernels().merge_partials({pointer<void>(out), static_cast<DType>(type), pointer<float>(lse), stride, lse_stride},
+                           {pointer<void>(part), static_cast<DType>(part_type), pointer<float>(part_lse), width,
+                            static_cast<size_t>(heads)},
                            pointer<int64_t>(rows), count, heads, dim);
 }
 

@@ -73,12 +73,11 @@ MS_INLINE void for_rows(int rows, int width, F&& f) {
 void merge_partials(const PartialRows& total, const PartialRows& part, const int64_t* rows, int count, int heads,
                     int dim) {
   const MergeRow merge_one = MERGE_ROW[static_cast<int>(total.type)][static_cast<int>(part.type)];
-  const size_t width = static_cast<size_t>(heads) * dim;
   for_rows(count, heads * dim, [&](int m) {
     const size_t to = rows ? rows[m] : m;
-    merge_one(static_cast<char*>(total.out) + to * width * size_of(total.type), total.lse + to * heads,
-              static_cast<const char*>(part.out) + m * width * size_of(part.type),
-              part.lse + m * static_cast<size_t>(heads), heads, dim);
+    merge_one(static_cast<char*>(total.out) + to * total.stride * size_of(total.type), total.lse + to * total.lse_stride,
+              static_cast<const char*>(part.out) + m * part.stride * size_of(part.type),
+              part.lse + m * part.lse_stride, heads, dim);
   });
 }
 
