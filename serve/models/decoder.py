@@ -6,7 +6,7 @@ goes through a LinearOp, so precision is whatever made those; this file never na
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +58,27 @@ class DecoderWeights:
 Slices = Generator[None, None, Tensor]
 """A forward pass in pieces: it stops each time before it waits for attention, and returns what
 `Decoder.forward` does."""
+
+
+def take_turns(passes: Sequence[Slices]) -> list[Tensor]:
+    """Several passes at once: while one waits for attention, the products of the others run.
+
+    If one of them fails, the others are abandoned.
+    """
+    found: dict[int, Tensor] = {}
+    running = list(enumerate(passes))
+    try:
+        while running:
+            for turn in list(running):
+                try:
+                    next(turn[1])
+                except StopIteration as end:
+                    found[turn[0]] = end.value
+                    running.remove(turn)
+    finally:
+        for one in passes:
+            one.close()
+    return [found[number] for number in range(len(passes))]
 
 
 class Decoder:
