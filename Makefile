@@ -6,7 +6,7 @@ PORT ?= 8000
 PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard ops/csrc/*)
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard ops/csrc/* transport/csrc/*)
 
 .PHONY: serve test check format bench cross-aarch64 clean
 

@@ -48,6 +48,22 @@ class Int8KVLayout:
         return all(fitting_group(layer.head_dim, 8) is not None for layer in layers)
 
 
+def int8_ops(layout: Int8KVLayout) -> list[Int8Attention]:
+    """The kernels' view of each layer of a layout."""
+    return [
+        Int8Attention(
+            offset_bytes=offset,
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            group=form.group,
+            scale=layer.scale,
+            window=layer.window,
+        )
+        for layer, form, offset in zip(layout.layers, layout.formats, layout.offsets, strict=True)
+    ]
+
+
 class Int8LocalAttention:
     """PlannedAttention over int8 K/V at `address`."""
 
@@ -56,20 +72,7 @@ class Int8LocalAttention:
     def __init__(self, layout: Int8KVLayout, address: int) -> None:
         self._layout = layout
         self._address = address
-        self._ops = [
-            Int8Attention(
-                offset_bytes=offset,
-                num_heads=layer.num_heads,
-                num_kv_heads=layer.num_kv_heads,
-                head_dim=layer.head_dim,
-                group=form.group,
-                scale=layer.scale,
-                window=layer.window,
-            )
-            for layer, form, offset in zip(
-                layout.layers, layout.formats, layout.offsets, strict=True
-            )
-        ]
+        self._ops = int8_ops(layout)
 
     def plan(self, step: AttentionStep) -> Int8LocalPlan:
         token_bytes = self._layout.token_bytes

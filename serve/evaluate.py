@@ -183,7 +183,7 @@ def _read(runtime: Runtime, tokens: list[int]) -> Iterator[tuple[int, Tensor]]:
             end = start + len(part)
             assert kv.grow(item, end, start), "a single sequence always fits"
             kv.commit()
-            step = AttentionStep(0, [kv.start_of(item.index)], [len(part)], [end])
+            step = AttentionStep(0, [item.start], [len(part)], [end])
             hidden = runtime.model.forward(
                 torch.tensor(part), torch.arange(start, end), runtime.attention.plan(step)
             )

@@ -15,7 +15,6 @@ import torch
 from memory.attention import PlannedAttention
 from memory.kv_manager import KVManager
 from memory.kv_range import Range
-from memory.vmm import VirtualMemory
 from serve.batch import make_batch
 from serve.models import Decoder, take_turns
 from serve.plan import StepPlan
@@ -56,6 +55,11 @@ def next_needs(plan: StepPlan) -> list[tuple[Range, int]]:
     return needs
 
 
+class Closes(Protocol):
+    def close(self) -> None:
+        """Give memory back."""
+
+
 class Runner(Protocol):
     """What the engine's loop needs of the device."""
 
@@ -78,7 +82,7 @@ class ModelRunner:
         kv: KVManager,
         attention: PlannedAttention,
         *,
-        memory: VirtualMemory | None = None,
+        memory: Closes | None = None,
         stagger: Stagger | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -120,7 +124,7 @@ class ModelRunner:
         return found
 
     def _whole(self, plan: StepPlan, launched: Callable[[], None]) -> Sampled:
-        batch = make_batch(plan, self._kv)
+        batch = make_batch(plan)
         attention = self._attention.plan(batch.attention)
         launched()
         hidden = self._model.forward(batch.input_ids, batch.positions, attention)
@@ -132,7 +136,7 @@ class ModelRunner:
         """The same rows with the same bits, in two batches that take turns."""
         halves = halve(plan)
         assert halves is not None
-        batches = [make_batch(part_of(plan, half), self._kv) for half in halves]
+        batches = [make_batch(part_of(plan, half)) for half in halves]
         passes = [
             self._model.slices(
                 batch.input_ids, batch.positions, self._attention.plan(batch.attention)

@@ -23,6 +23,7 @@ from memory.kv_cache import KVCache, KVLayout
 from memory.kv_manager import KVManager
 from memory.layer_groups import LayerGroup, PageLayout
 from memory.local_attention import LocalAttention
+from memory.node_set import NodeSet
 from memory.vmm import LinuxMemory
 from ops import Backend, get_backend, native
 from ops.heap import keep_freed_memory
@@ -34,6 +35,8 @@ from serve.kv_store import open_kv_store
 from serve.models import Decoder, ModelSpec, load_model, read_spec
 from serve.models.weights import MakeLinear, joining
 from serve.precision import Precision, resolve_precision
+from serve.remote_kv import open_remote
+from serve.runner import Closes
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +61,9 @@ class Runtime:
     model: Decoder
     attention: PlannedAttention
     kv: KVManager
-    memory: LinuxMemory
+    memory: Closes
     prefix_secret: bytes | None = None  # of the pages on disk, if there are any
+    nodes: NodeSet | None = None
 
 
 def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
@@ -75,6 +79,12 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
     model = _load_model(config, precision, backend, progress)
     layers = model.attention_layers()
     _leave_cores_to_native(precision, layers)
+    if config.memory_nodes:
+        local_bytes = config.kv_cache_bytes or int(available_memory() * _KV_SHARE_OF_FREE_MEMORY)
+        remote = open_remote(config, precision, spec, layers, backend, local_bytes)
+        return Runtime(
+            spec, precision, model, remote.attention, remote.kv, remote.nodes, nodes=remote.nodes
+        )
     groups = group_layers(layers, config.max_model_len or spec.max_model_len)
     layouts = [_kv_layout(config, precision, [layers[i] for i in ids]) for _, ids in groups]
     windows = [window for window, _ in groups]

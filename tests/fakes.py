@@ -100,7 +100,7 @@ def check_mapping(kv: KVManager, memory: FakeMemory) -> None:
             part = item.parts[number]
             held = part.pages[part.num_passed : part.valid]
             assert kv.space.shows(part.index, held, part.num_passed), f"range {item.index}"
-            start = kv.group_offset(number) + kv.start_of(item.index) * group.token_bytes
+            start = kv.group_offset(number) + item.start * group.token_bytes
             starts.add(start)
             for place, page in enumerate(kv.space.shown(part.index)):
                 if page >= 0:

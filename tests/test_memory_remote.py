@@ -1,0 +1,106 @@
+"""Attention over memory nodes against plain attention in higher precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memory.wire import WireType
+from tests.remote_rig import RemoteRig, layers_of, reference
+
+BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2, "int8": 3e-2}
+
+
+class Histories:
+    """What each sequence's q, k, v were, layer by layer."""
+
+    def __init__(self, layers, seed=0):
+        self.layers = layers
+        self.generator = torch.Generator().manual_seed(seed)
+        self.keys = {}
+        self.values = {}
+
+    def rows(self, sequences):
+        """(name, number of rows) -> inputs of each layer, and what must come out."""
+        inputs, expected = [], []
+        for number, layer in enumerate(self.layers):
+            qs, ks, vs, outs = [], [], [], []
+            for name, n in sequences:
+                q = torch.randn(n, layer.num_heads, layer.head_dim, generator=self.generator)
+                k, v = (
+                    torch.randn(n, layer.num_kv_heads, layer.head_dim, generator=self.generator)
+                    for _ in range(2)
+                )
+                at = (name, number)
+                empty = k[:0]
+                self.keys[at] = torch.cat([self.keys.get(at, empty), k])
+                self.values[at] = torch.cat([self.values.get(at, empty), v])
+                outs.append(reference(layer, q, self.keys[at], self.values[at]))
+                qs.append(q)
+                ks.append(k)
+                vs.append(v)
+            inputs.append((torch.cat(qs), torch.cat(ks), torch.cat(vs)))
+            expected.append(torch.cat(outs))
+        return inputs, expected
+
+
+def run_mixed(rig, layers, kv_dtype, wire=WireType.FLOAT32):
+    """Prompts in chunks beside sequences that decode, over several steps."""
+    histories = Histories(layers)
+    lengths = dict.fromkeys("xyz", 0)
+    items = {name: rig.kv.open(600) for name in lengths}
+    bound = BOUNDS[kv_dtype] + (3e-2 if wire is WireType.INT8 else 0)
+    steps = [
+        [("x", 20), ("y", 33)],
+        [("x", 1), ("y", 1), ("z", 50)],
+        [("x", 1), ("z", 130)],
+        [("y", 1), ("x", 17), ("z", 64)],
+        [("x", 1), ("y", 1), ("z", 1)],
+    ]
+    for sequences in steps:
+        inputs, expected = histories.rows(sequences)
+        rows = []
+        for name, n in sequences:
+            lengths[name] += n
+            rows.append((items[name], n, lengths[name]))
+        for out, due in zip(rig.step(rows, inputs), expected, strict=True):
+            assert float((out - due).abs().max()) < bound
+    for item in items.values():
+        rig.kv.close(item)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("partition", "names"),
+    [
+        ("head", "a"),
+        ("head", "ab"),
+        ("head", "abc"),
+        ("head", "abcd"),
+        ("sequence", "ab"),
+        ("sequence", "abc"),
+        ("sequence", "abcd"),
+    ],
+)
+def test_any_partition_gives_plain_attention(kv_dtype, partition, names):
+    layers = layers_of()
+    rig = RemoteRig(layers, tuple(names), partition, kv_dtype)
+    run_mixed(rig, layers, kv_dtype)
+    rig.close()
+    assert rig.nodes.leased() == 0
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+def test_sliding_windows(kv_dtype):
+    layers = layers_of(3, windows=(None, 40, 40))
+    rig = RemoteRig(layers, ("a", "b"), "head", kv_dtype)
+    run_mixed(rig, layers, kv_dtype)
+    rig.close()
+
+
+@pytest.mark.parametrize("wire", [WireType.BFLOAT16, WireType.INT8])
+def test_fewer_bits_on_the_wire(wire):
+    layers = layers_of()
+    rig = RemoteRig(layers, ("a", "b"), "head", "int8", wire)
+    run_mixed(rig, layers, "int8", wire)
+    rig.close()
