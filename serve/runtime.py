@@ -171,9 +171,15 @@ def _load_model(
     config: EngineConfig, precision: Precision, backend: Backend, progress: bool
 ) -> Decoder:
     path = config.model_path
+    q_first = bool(config.memory_nodes)  # so that nodes have it early
     if not precision.is_int8:
         return load_model(
-            path, dtype=precision.compute, backend=backend, unpack=True, progress=progress
+            path,
+            dtype=precision.compute,
+            backend=backend,
+            unpack=True,
+            q_first=q_first,
+            progress=progress,
         )
     make_linear: MakeLinear = int8_linear
     if precision.weights in _LINEARS4:
@@ -185,6 +191,7 @@ def _load_model(
         make_linear=make_linear,
         make_head=int8_linear,
         keep_weight_dtype=True,
+        q_first=q_first,
         progress=progress,
     )
 

@@ -6,7 +6,7 @@ goes through a LinearOp, so precision is whatever made those; this file never na
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,7 @@ class LayerWeights:
     mlp_norm follow the sums.
     """
 
+    q: LinearOp | None
     qkv: LinearOp
     q_norm: Tensor | None
     k_norm: Tensor | None
@@ -37,7 +38,6 @@ class LayerWeights:
     down: LinearOp
     attn_norm: Norm | None = None
     mlp_norm: Norm | None = None
-    q: LinearOp | None = None
 
 
 @dataclass(slots=True)
@@ -58,6 +58,27 @@ class DecoderWeights:
 Slices = Generator[None, None, Tensor]
 """A forward pass in pieces: it stops each time before it waits for attention, and returns what
 `Decoder.forward` does."""
+
+
+def take_turns(passes: Sequence[Slices]) -> list[Tensor]:
+    """Several passes at once: while one waits for attention, the products of the others run.
+
+    If one of them fails, the others are abandoned.
+    """
+    found: dict[int, Tensor] = {}
+    running = list(enumerate(passes))
+    try:
+        while running:
+            for turn in list(running):
+                try:
+                    next(turn[1])
+                except StopIteration as end:
+                    found[turn[0]] = end.value
+                    running.remove(turn)
+    finally:
+        for one in passes:
+            one.close()
+    return [found[number] for number in range(len(passes))]
 
 
 class Decoder:
@@ -140,7 +161,7 @@ class Decoder:
         spec, rows = self.spec, x.shape[0]
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         if layer.q is None:
-            qkv = layer.qkv(x).view(rows, heads + 2 * kv_heads, dim)
+            qkv, k_at = layer.qkv(x).view(rows, heads + 2 * kv_heads, dim), heads
             q = qkv[:, :heads]
         else:
             q = layer.q(x).view(rows, heads, dim)
@@ -148,12 +169,10 @@ class Decoder:
         if rotation is not None:
             q = self._backend.rotary(q, *rotation)
         ticket = attention.begin(index, q)
-        if layer.q is None:
-            kv = qkv[:, heads:]
-        else:
-            kv = layer.qkv(x).view(rows, 2 * kv_heads, dim)
-        k = self._normed(kv[:, :kv_heads], layer.k_norm)
-        return attention.finish(ticket, k, kv[:, kv_heads:], rotation)
+        if layer.q is not None:
+            qkv, k_at = layer.qkv(x).view(rows, 2 * kv_heads, dim), 0
+        k = self._normed(qkv[:, k_at : k_at + kv_heads], layer.k_norm)
+        return attention.finish(ticket, k, qkv[:, k_at + kv_heads :], rotation)
 
     def _normed(self, x: Tensor, norm: Tensor | None) -> Tensor:
         """x: [T, H, D], a view with strided rows -> normalized per head."""
