@@ -83,6 +83,11 @@ class NodeSet:
         self.num_lost = 0
 
     @property
+    def num_nodes(self) -> int:
+        """That there are, attached or missing."""
+        return sum([len(member.urls) for member in self.members])
+
+    @property
     def missing(self) -> list[str]:
         """Nodes that hold nothing, although they could."""
         held = {link.url for member in self.members for link in member.links}
