@@ -254,7 +254,8 @@ def _window_bytes(layers: Sequence[AttentionLayer], max_rows: int) -> int:
         WireRows(x.num_heads, x.num_kv_heads, x.head_dim).largest(max_rows) for x in layers
     )
     wanted = _MESSAGES_IN_WINDOW * (largest + HEADER_BYTES)
-    return min(max(wanted, _MIN_WINDOW_BYTES), max(_MAX_WINDOW_BYTES, 3 * largest))
+    size = min(max(wanted, _MIN_WINDOW_BYTES), max(_MAX_WINDOW_BYTES, 3 * largest))
+    return -(-size // _MIN_WINDOW_BYTES) * _MIN_WINDOW_BYTES
 
 
 def _local(num_bytes: int, backend: Backend) -> Callable[[], Endpoint]:
