@@ -172,7 +172,12 @@ def _load_model(
     path = config.model_path
     if not precision.is_int8:
         return load_model(
-            path, dtype=precision.compute, backend=backend, unpack=True, progress=progress
+            path,
+            dtype=precision.compute,
+            backend=backend,
+            unpack=True,
+            q_first=bool(config.memory_nodes),
+            progress=progress,
         )
     make_linear: MakeLinear = int8_linear
     if precision.weights in _LINEARS4:
@@ -184,6 +189,7 @@ def _load_model(
         make_linear=make_linear,
         make_head=int8_linear,
         keep_weight_dtype=True,
+        q_first=bool(config.memory_nodes),
         progress=progress,
     )
 
