@@ -133,6 +133,15 @@ class KVManager:
         """Pages with memory behind them."""
         return self.num_pages - self.allocator.num_free + self.allocator.num_warm
 
+    @property
+    def most_pages(self) -> int:
+        """That one sequence may have."""
+        return self.num_pages
+
+    def shares_memory(self, one: Range, other: Range) -> bool:
+        """Whether what one range gives back can be had by the other."""
+        return True
+
     def can_fit(self, num_tokens: int, spare_pages: int = 0, hit: PrefixHit | None = None) -> bool:
         """Whether a new range could be opened and grown to that many tokens, and leave some.
 

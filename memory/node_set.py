@@ -75,7 +75,7 @@ class NodeSet:
         self.members = list(members)
         self._template = template
         self._partition = partition
-        self._connect = connect
+        self.connect = connect
         self._local = local
         self._bytes_per_node = bytes_per_node
         self._clock = clock
@@ -139,7 +139,7 @@ class NodeSet:
         if not urls:
             return found
         with ThreadPoolExecutor(len(urls), "mergestep-connect") as pool:
-            futures = [pool.submit(self._connect, url, timeout_s) for url in urls]
+            futures = [pool.submit(self.connect, url, timeout_s) for url in urls]
         for url, future in zip(urls, futures, strict=True):
             try:
                 found[url] = future.result()

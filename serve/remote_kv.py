@@ -29,6 +29,7 @@ from memory.placement import (
     resolve_partition,
 )
 from memory.remote_attention import RemoteAttention
+from memory.split_kv import Books, SplitKV
 from memory.wire import HEADER_BYTES, WireType
 from memory.wire_rows import WireRows
 from ops.backend import Backend
@@ -41,6 +42,7 @@ from transport.base import Endpoint, TransportError
 
 logger = logging.getLogger(__name__)
 
+LOCAL_KEY = b"mergestep: only this user"
 _OPEN_KEY_SCHEMES = ("inproc", "shm")  # only this user can reach them
 _MIN_WINDOW_BYTES, _MAX_WINDOW_BYTES = 4 << 20, 256 << 20
 _MESSAGES_IN_WINDOW = 12
@@ -51,7 +53,7 @@ _WIRE_TYPES = {torch.float32: WireType.FLOAT32, torch.bfloat16: WireType.BFLOAT1
 class RemoteKV:
     """What takes the place of local K/V: books, the seam, and the nodes (closed last)."""
 
-    kv: KVManager
+    kv: Books
     attention: RemoteAttention
     nodes: NodeSet
 
@@ -63,7 +65,7 @@ def read_key(config: EngineConfig) -> bytes:
         for url in config.memory_nodes:
             if url.partition("://")[0] not in _OPEN_KEY_SCHEMES:
                 raise ConfigError(f"memory_nodes: {url} needs a memory_node_key_file")
-        return b""
+        return LOCAL_KEY
     try:
         key = Path(path).read_bytes().strip()
     except OSError as error:
@@ -206,24 +208,28 @@ def _books(
     nodes: NodeSet,
     max_len: int,
     range_places: Sequence[int],
-) -> KVManager:
-    member = nodes.members[0]
-    kv = KVManager(
-        member.edits,
-        num_pages=member.num_pages,
-        num_ranges=config.max_num_seqs,
-        max_model_len=max_len,
-        groups=geometry.groups,
-        max_rows=config.chunk_tokens,
-        in_background=False,
-    )
-    assert [kv.range_tokens // tokens for tokens in geometry.page_tokens] == list(range_places)
-    if kv.pages_for(max_len) > kv.num_pages:
-        raise ConfigError(
-            f"memory_nodes: {kv.num_pages} pages of {geometry.page_tokens[0]} tokens are less than "
-            f"one sequence of max_model_len {max_len}; lower it or raise memory_node_bytes"
+) -> Books:
+    member_tokens = config.max_num_seqs * range_places[0] * geometry.page_tokens[0]
+    books = [
+        KVManager(
+            member.edits,
+            num_pages=member.num_pages,
+            num_ranges=config.max_num_seqs,
+            max_model_len=max_len,
+            groups=geometry.groups,
+            max_rows=config.chunk_tokens,
+            in_background=False,
+            first_start=number * member_tokens,
         )
-    return kv
+        for number, member in enumerate(nodes.members)
+    ]
+    fewest = min(book.num_pages for book in books)
+    if books[0].pages_for(max_len) > fewest:
+        raise ConfigError(
+            f"memory_nodes: {fewest} pages of {geometry.page_tokens[0]} tokens are less than one "
+            f"sequence of max_model_len {max_len}; lower it or raise memory_node_bytes"
+        )
+    return books[0] if len(books) == 1 else SplitKV(books)
 
 
 def _new_part(

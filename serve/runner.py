@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from memory.attention import PlannedAttention
-from memory.kv_manager import KVManager
 from memory.kv_range import Range
+from memory.split_kv import Books
 from serve.batch import make_batch
 from serve.models import Decoder, take_turns
 from serve.plan import StepPlan
@@ -79,7 +79,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Decoder,
-        kv: KVManager,
+        kv: Books,
         attention: PlannedAttention,
         *,
         memory: Closes | None = None,

@@ -24,6 +24,7 @@ from memory.kv_manager import KVManager
 from memory.layer_groups import LayerGroup, PageLayout
 from memory.local_attention import LocalAttention
 from memory.node_set import NodeSet
+from memory.split_kv import Books
 from memory.vmm import LinuxMemory
 from ops import Backend, get_backend, native
 from ops.heap import keep_freed_memory
@@ -60,7 +61,7 @@ class Runtime:
     precision: Precision
     model: Decoder
     attention: PlannedAttention
-    kv: KVManager
+    kv: Books
     memory: Closes
     prefix_secret: bytes | None = None  # of the pages on disk, if there are any
     nodes: NodeSet | None = None
@@ -170,13 +171,14 @@ def _load_model(
     config: EngineConfig, precision: Precision, backend: Backend, progress: bool
 ) -> Decoder:
     path = config.model_path
+    q_first = bool(config.memory_nodes)  # so that nodes have it early
     if not precision.is_int8:
         return load_model(
             path,
             dtype=precision.compute,
             backend=backend,
             unpack=True,
-            q_first=bool(config.memory_nodes),
+            q_first=q_first,
             progress=progress,
         )
     make_linear: MakeLinear = int8_linear
@@ -189,7 +191,7 @@ def _load_model(
         make_linear=make_linear,
         make_head=int8_linear,
         keep_weight_dtype=True,
-        q_first=bool(config.memory_nodes),
+        q_first=q_first,
         progress=progress,
     )
 
