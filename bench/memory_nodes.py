@@ -1,7 +1,7 @@
 """Engines over memory nodes: python -m bench.memory_nodes [capacity|speed|layer] [--quick].
 
 capacity: how many sequences run at once with 256 MiB of K/V in this machine, and with two nodes
-of 2.2 GiB each. speed: decoding over nodes beside decoding in this process, with the same number
+of 2,400 MiB each. speed: decoding over nodes beside decoding in this process, with the same number
 of cores in all. layer: what a layer of 16 rows costs beside its kernels, by transport.
 """
 
@@ -63,11 +63,11 @@ class _Watch:
 
 
 def measure_capacity(folder: Path, is_quick: bool) -> Table:
-    """The same requests, twice: 60 of 1,024 + 64 tokens of 64 KiB each in fp32."""
-    shape, count, length, answer = ("tiny", 24, 200, 8) if is_quick else ("wide-kv", 60, 1024, 64)
+    """The same requests, twice: 52 of 1,024 + 320 tokens of 64 KiB each in fp32."""
+    shape, count, length, answer = ("tiny", 24, 200, 8) if is_quick else ("wide-kv", 52, 1024, 320)
     model = str(random_checkpoint(shape))
     local = 1 << 20 if is_quick else _LOCAL_BYTES
-    capacity = "8M" if is_quick else "2200M"
+    capacity = "8M" if is_quick else "2400M"
     rng = random.Random(1)
     prompts = [[rng.randrange(300, 1000) for _ in range(length)] for _ in range(count)]
     table = Table("K/V", "sequences at once", "K/V in use, MiB", "tokens/s", "seconds")
