@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from memory.attach import AttachRequest, NodeLayout
@@ -69,9 +69,11 @@ class NodeSet:
         local: Callable[[], Endpoint] | None = None,
         bytes_per_node: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        pool: Callable[[int], Executor] = ThreadPoolExecutor,
     ) -> None:
         """template: what a node that holds everything would be asked for. local: attaches this
-        machine's memory. bytes_per_node: asked for at most; None: all that is free."""
+        machine's memory. bytes_per_node: asked for at most; None: all that is free. pool: so
+        many connect side by side in it."""
         self.members = list(members)
         self._template = template
         self._partition = partition
@@ -79,6 +81,7 @@ class NodeSet:
         self._local = local
         self._bytes_per_node = bytes_per_node
         self._clock = clock
+        self._pool = pool
         self._epoch = template.epoch
         self.num_lost = 0
 
@@ -138,7 +141,7 @@ class NodeSet:
         found: dict[str, Endpoint] = {}
         if not urls:
             return found
-        with ThreadPoolExecutor(len(urls), "mergestep-connect") as pool:
+        with self._pool(len(urls)) as pool:
             futures = [pool.submit(self.connect, url, timeout_s) for url in urls]
         for url, future in zip(urls, futures, strict=True):
             try:

@@ -292,7 +292,7 @@ class EngineCore:
         if self._recovery is not None and not self._recovery.is_ready():
             self._busy_since_s = None
             self._flush_records()
-            time.sleep(_NO_MEMORY_WAIT_S)
+            self._wait_for_memory()
             return
         plan = self._scheduler.schedule(now_s)
         if plan is None and self._kv.prefixes.is_transferring:
@@ -307,6 +307,9 @@ class EngineCore:
             assert self._scheduler.running, "work, but nothing can be scheduled"
             return
         self._run(plan, began_s)
+
+    def _wait_for_memory(self) -> None:
+        time.sleep(_NO_MEMORY_WAIT_S)
 
     def _run(self, plan: StepPlan, began_s: float | None = None) -> None:
         """began_s: when its step began; None: a part of a step, whose time says nothing."""

@@ -40,8 +40,10 @@ class MemoryRecovery:
         scheduler: Scheduler,
         end: Callable[[TokenSequence, str], None],
         clock: Callable[[], float] = time.monotonic,
+        prober: Prober | None = None,
     ) -> None:
-        """books: of each member. end: ends a sequence with an error."""
+        """books: of each member. end: ends a sequence with an error. prober: looks for nodes
+        that are missing; a thread of its own by default."""
         self._nodes = nodes
         self._books = list(books)
         self._scheduler = scheduler
@@ -51,7 +53,7 @@ class MemoryRecovery:
         self._changed_at = clock()
         self._try_at = 0.0
         self.num_recomputed = 0  # sequences
-        self.prober: Prober | None = Prober(nodes)
+        self._prober = Prober(nodes) if prober is None else prober
 
     def lost(self, error: Exception) -> None:
         """A step has failed because of a node."""
@@ -122,11 +124,11 @@ class MemoryRecovery:
         self._probe()
 
     def _probe(self) -> None:
-        if self.prober is not None and self._nodes.missing:
-            self.prober.start()
+        if self._nodes.missing:
+            self._prober.start()
 
     def _is_back(self, member: Member) -> bool:
-        return self.prober is None or any(self.prober.is_back(url) for url in member.urls)
+        return any(self._prober.is_back(url) for url in member.urls)
 
     def _rejoin(self) -> None:
         """A node is back: share the K/V with it when that is cheap."""
@@ -166,8 +168,7 @@ class MemoryRecovery:
             self._end(sequence, "memory nodes are lost, and what is left is too small")
 
     def close(self) -> None:
-        if self.prober is not None:
-            self.prober.stop()
+        self._prober.stop()
 
 
 class Prober:
