@@ -270,13 +270,15 @@ class EngineCore:
             try:
                 if not idle:
                     message = self._inbox.get_nowait()
-                elif trimmed and not is_writing:
+                elif trimmed and not is_writing and self._recovery is None:
                     message = self._inbox.get()
                 else:
-                    message = self._inbox.get(timeout=_WRITE_WAIT_S if trimmed else _IDLE_TRIM_S)
+                    message = self._inbox.get(timeout=_WRITE_WAIT_S if is_writing else _IDLE_TRIM_S)
             except queue.Empty:
                 if not idle:
                     return True
+                if self._recovery is not None:
+                    self._recovery.look()
                 self._kv.trim()
                 is_writing = self._kv.prefixes.write_some()
                 trimmed = True

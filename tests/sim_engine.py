@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from memory.attach import AttachRequest
+from memory.attach import AttachRequest, NodeLayout
 from memory.direct import direct_pair
 from memory.edit_log import EditLog
 from memory.kv_cache import KVLayout
@@ -32,7 +32,7 @@ from serve.scheduler import Scheduler
 from serve.state import RequestState
 from tests.sim_model import FIRST_TOKEN, NUM_TOKENS, ExactModel, layers
 from tests.sim_nodes import SimNode
-from tests.sim_world import InTurn, World
+from tests.sim_world import InTurn, SimEndpoint, World
 from transport.base import TransportError
 
 MAX_LEN = 160
@@ -48,35 +48,28 @@ def geometry_of(partition: str, num_nodes: int) -> PageGeometry:
 
 
 class SimProber(Prober):
-    """Knocks in virtual time."""
+    """Asks in virtual time, between two steps."""
 
     def __init__(self, nodes: NodeSet, world: World) -> None:
         super().__init__(nodes)
         self._world = world
-        self._is_on = self._is_over = False
+        self._due_at: float | None = None
 
     def start(self) -> None:
-        if not self._is_on:
-            self._is_on = True
-            self._back = set()
-            self._world.after(_PROBE_S, self._knock)
+        if self._due_at is None:
+            self._back = frozenset()
+            self._due_at = self._world.now + _PROBE_S
 
     def stop(self) -> None:
-        self._is_over = True
+        self._due_at = None
 
-    def _knock(self) -> None:
-        if self._is_over or not self._nodes.missing:
-            self._is_on = False
+    def work(self) -> None:
+        if self._due_at is None or self._world.now < self._due_at:
             return
-        owed_s, found = self._world.owed_s, set()
-        for url in self._nodes.missing:
-            try:
-                self._nodes.connect(url, 0.0).close()
-            except TransportError:
-                continue
-            found.add(url)
-        self._back, self._world.owed_s = found, owed_s
-        self._world.after(_PROBE_S, self._knock)
+        missing = self._nodes.missing
+        self._back = frozenset([url for url in missing if self._nodes.takes(url, 0.5)])
+        self._world.owed_s = 0.0
+        self._due_at = self._world.now + _PROBE_S if missing else None
 
 
 class SimCore(EngineCore):
@@ -97,13 +90,14 @@ class SimCore(EngineCore):
 
     def _make_recovery(self, nodes):
         recovery = super()._make_recovery(nodes)
+        self.prober = SimProber(nodes, self.world)
         return MemoryRecovery(
             nodes,
             recovery._books,
             self._scheduler,
             recovery._end,
             self.world.clock,
-            SimProber(nodes, self.world),
+            self.prober,
         )
 
     def _wait_for_memory(self) -> None:
@@ -118,6 +112,7 @@ class SimCore(EngineCore):
     def turn(self) -> bool:
         """Messages and a step; whether there was anything to compute."""
         self._drain_inbox()
+        self.prober.work()
         has_work = self._scheduler.has_work()
         if has_work:
             self._step()
@@ -128,6 +123,7 @@ class SimCore(EngineCore):
         return has_work
 
     def idle(self) -> None:
+        self._recovery.look()
         self._kv.trim()
 
     def check(self) -> None:
@@ -185,7 +181,7 @@ class SimEngine:
             for url, log in zip(urls, logs, strict=False)
         ]
         backend = get_backend("cpu")
-        self.own = MemoryNode(local_pages * geometry.page_bytes, backend)
+        self.own = MemoryNode(local_pages * NodeLayout(self.template).page_bytes, backend)
         self.nodes = NodeSet(
             members,
             self.template,
@@ -210,6 +206,7 @@ class SimEngine:
             )
             for number, member in enumerate(members)
         ]
+        self.nodes.min_pages = books[0].pages_for(MAX_LEN)
         self.kv = books[0] if len(books) == 1 else SplitKV(books)
         self.core = self._core(backend)
 
@@ -256,5 +253,6 @@ class SimEngine:
         """As SIGKILL has it: nobody is told."""
         for member in self.nodes.members:
             for link in member.links:
-                link.endpoint.lose()
-                link.endpoint.other.lose_soon()
+                if isinstance(link.endpoint, SimEndpoint):
+                    link.endpoint.lose()
+                    link.endpoint.other.lose_soon()

@@ -123,7 +123,7 @@ class Run:
 
     def is_short(self) -> bool:
         """Whether there was no memory for a while: then requests may end."""
-        if self.local_pages >= self.pages_needed and self.partition != "request":
+        if self.local_pages >= self.pages_needed:
             return False
         now = self.world.now
         good = [n for n in self.nodes if n.good_since is not None]
