@@ -148,7 +148,8 @@ class RemoteAttention:
                 try:
                     link.post_plan(number, Plan(edits, [], []))
                 except TransportError:
-                    break  # the next step finds out
+                    link.close()  # its pages are not what the books say; the next step finds out
+                    break
 
 
 class RemotePlan:

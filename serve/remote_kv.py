@@ -229,6 +229,7 @@ def _books(
             f"memory_nodes: {fewest} pages of {geometry.page_tokens[0]} tokens are less than one "
             f"sequence of max_model_len {max_len}; lower it or raise memory_node_bytes"
         )
+    nodes.min_pages = books[0].pages_for(max_len)
     return books[0] if len(books) == 1 else SplitKV(books)
 
 
