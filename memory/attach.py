@@ -32,7 +32,7 @@ _MAX_PAGES = 1 << 22
 _MAX_ROWS = 1 << 16
 _MAX_ADDRESSES = 1 << 46  # bytes that a process can reserve, about
 _MAX_RANGE_TOKENS = (1 << 31) - 1  # the kernels count in 32 bits
-_MAX_PARTS = 1 << 21  # a range in a layer group
+_MAX_PARTS = 1 << 20  # a range in a layer group
 _MAX_ALL_PLACES = 1 << 26  # each may take 4 bytes of a node's books
 
 
