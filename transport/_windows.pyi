@@ -3,6 +3,8 @@ from collections.abc import Sequence
 from transport.base import Segment
 
 NUM_SLOTS: int
+HEARTBEAT_S: float
+LOST_AFTER_S: float
 DESCRIPTORS_AT: int
 DESCRIPTOR_BYTES: int
 PAYLOAD_AT: int

@@ -40,7 +40,9 @@ class TcpTransport:
             sock = undo.enter_context(_connected(host, port, url, deadline))
             session = control.authenticate_to(sock, key, deadline)
             theirs = control.exchange_hellos(session, ours)
-            data = undo.enter_context(_connected(host, port, url, deadline))
+            # The same machine, where a name has several.
+            there = session.sock.getpeername()
+            data = undo.enter_context(_connected(there[0], there[1], url, deadline))
             try:
                 token = bytes.fromhex(theirs["token"])
             except (KeyError, TypeError, ValueError) as error:
@@ -125,19 +127,16 @@ def _endpoint(
     address: str,
     window_bytes: int,
 ) -> ChannelEndpoint:
-    _set_options(session.sock)
-    _set_options(data)
+    # Not for the data: a peer that is busy for longer reads nothing, and lives.
+    session.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+    for sock in (session.sock, data):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     data.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     data.setblocking(False)
     link = Link.of_socket(session.detach())
     link.watch()
     channel = SocketChannel(data.detach(), window_bytes, theirs["window_bytes"], link)
     return ChannelEndpoint(channel, Peer(address, theirs["info"]))
-
-
-def _set_options(sock: socket.socket) -> None:
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
 
 
 def _connected(host: str, port: int, url: str, deadline: float) -> socket.socket:
