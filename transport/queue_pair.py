@@ -19,8 +19,6 @@ from typing import Any
 from transport.base import PeerLostError, RefusedError, TransportError
 from transport.verbs import Port, pyverbs, verbs_errors
 
-MAX_WINDOW_BYTES = 1 << 30
-"""Of the peer's window: as much is allocated and registered here, to send from."""
 MAX_INLINE_BYTES = 64
 """Copied into the work request itself, which saves the device a read of our memory."""
 SIGNAL_EVERY = 16
@@ -40,13 +38,12 @@ class QueuePairAddress:
     """1 to 5: 256 to 4,096 bytes (enum ibv_mtu)."""
     window_key: int
     window_address: int
-    window_bytes: int
 
     def to_wire(self) -> dict[str, object]:
         return asdict(self)
 
     @classmethod
-    def from_wire(cls, values: object, *, min_window_bytes: int) -> QueuePairAddress:
+    def from_wire(cls, values: object) -> QueuePairAddress:
         """Check what a peer sent, each value by itself and before anything is made from it.
 
         RefusedError.
@@ -60,8 +57,7 @@ class QueuePairAddress:
             "lid": (0, 0xBFFF),  # above: multicast
             "mtu": (1, 5),
             "window_key": (0, (1 << 32) - 1),
-            "window_address": (1, (1 << 63) - 1),
-            "window_bytes": (min_window_bytes, MAX_WINDOW_BYTES),
+            "window_address": (4096, 1 << 62),
         }
         for name, (low, high) in limits.items():
             value = values[name]
@@ -70,8 +66,8 @@ class QueuePairAddress:
         gid = values["gid"]
         if not isinstance(gid, str) or not GID.fullmatch(gid) or gid.startswith("ff"):
             raise RefusedError("the peer's queue pair: gid is not an address of one port")
-        if values["window_address"] % 64:
-            raise RefusedError("the peer's queue pair: window_address is not a multiple of 64")
+        if values["window_address"] % 4096:
+            raise RefusedError("the peer's queue pair: window_address is not a page's")
         return cls(**values)
 
 
@@ -79,9 +75,9 @@ class QueuePair:
     """A reliable connection that writes `outgoing` memory into the peer's window, at the same
     offsets, and lets the peer write ours.
 
-    `arrived` counts the peer's writes that came with immediate data: what was written before each
-    of them lies in our memory. Closing frees the registrations; the memory itself is the caller's.
-    Used by one thread at a time.
+    `num_arrived` counts the peer's writes that came with immediate data other than 0: what was
+    written before each of them lies in our memory. Closing frees the registrations; the memory
+    itself is the caller's. Used by one thread at a time, and not after it is closed.
     """
 
     def __init__(self, port: Port, window: tuple[int, int], max_posts: int) -> None:
@@ -92,20 +88,23 @@ class QueuePair:
         self._port = port
         self._e = e = pyverbs("enums")
         self._wr = pyverbs("wr")
-        self._send_limit = 2 * max_posts + 2 * SIGNAL_EVERY
-        self.arrived = 0
+        self._error = pyverbs("pyverbs_error").PyverbsError
+        self._send_limit = 2 * max_posts + 4 * SIGNAL_EVERY
+        self._num_receives = 2 * max_posts
+        self.num_arrived = 0
         self._num_posted = 0  # work requests
         self._num_completed = 0
-        self._num_posts_unsignaled = 0
+        self._num_unreported = 0
         self._outgoing: Any = None
         self._peer: QueuePairAddress | None = None
+        self._last_requests: dict[tuple[int, int, int | None], Any] = {}
         cq, qp = pyverbs("cq"), pyverbs("qp")
         with verbs_errors("setting up a queue pair"):
             self._domain = pyverbs("pd").PD(port.context)
-            self._channel, self._channel_fd = _completion_channel(cq, port.context)
+            self._channel, self.event_fd = _completion_channel(cq, port.context)
             self._sent = cq.CQ(port.context, self._send_limit)
-            self._received = cq.CQ(port.context, 2 * max_posts, None, self._channel)
-            capacity = qp.QPCap(self._send_limit, 2 * max_posts, 1, 1, MAX_INLINE_BYTES)
+            self._received = cq.CQ(port.context, self._num_receives, None, self._channel)
+            capacity = qp.QPCap(self._send_limit, self._num_receives, 1, 1, MAX_INLINE_BYTES)
             self._pair = qp.QP(
                 self._domain,
                 qp.QPInitAttr(
@@ -126,7 +125,6 @@ class QueuePair:
             mtu=port.mtu,
             window_key=self._window.rkey,
             window_address=window[0],
-            window_bytes=window[1],
         )
 
     def _register(self, address: int, num_bytes: int, access: int) -> Any:
@@ -141,15 +139,15 @@ class QueuePair:
                 "see `ulimit -l`"
             ) from error
 
-    def connect(self, peer: QueuePairAddress, outgoing: int) -> None:
-        """Ready to receive and to send. outgoing: where the peer's window is mirrored here, as
-        many bytes as it has. RefusedError, TransportError.
+    def connect(self, peer: QueuePairAddress, outgoing: tuple[int, int]) -> None:
+        """Ready to receive and to send. outgoing: address and size of the memory that mirrors
+        the peer's window. RefusedError, TransportError.
         """
         port, e, addr = self._port, self._e, pyverbs("addr")
         if port.is_ethernet and not peer.gid.strip("0:"):
             raise RefusedError("the peer's queue pair: an Ethernet port needs a gid")
         with verbs_errors("connecting a queue pair"):
-            self._outgoing = self._register(outgoing, peer.window_bytes, 0)
+            self._outgoing = self._register(*outgoing, 0)
             route = addr.GlobalRoute(
                 dgid=addr.GID(peer.gid), sgid_index=port.gid_index, hop_limit=64
             )
@@ -172,79 +170,94 @@ class QueuePair:
                 gr=route if port.is_ethernet else None,
             )
             self._pair.to_init(attributes)
-            for _ in range(self._received.cqe // 2):
+            for _ in range(self._num_receives):
                 self._pair.post_recv(self._receive)
             self._pair.to_rts(attributes)
         self._peer = peer
-        self._outgoing_address = outgoing
+        self._source = self._wr.SGE(0, 0, self._outgoing.lkey)
+        self._outgoing_address = outgoing[0]
 
     def is_ordered(self) -> bool:
         """Whether the device promises that memory fills in the order of the peer's writes. If
-        not, only `arrived` tells that they are all there. Once connected."""
+        not, only `num_arrived` tells that they are all there. Once connected."""
         write = self._e.IBV_WR_RDMA_WRITE
         return bool(self._pair.query_data_in_order(write, 0))
 
-    def write(self, pieces: list[tuple[int, int]], *, notify: bool, is_last: bool = False) -> None:
+    def write(
+        self, pieces: list[tuple[int, int]], immediate: int | None, *, reports: bool = False
+    ) -> None:
         """Copy (offset, bytes) of the outgoing memory to the same offsets in the peer's window,
-        in this order, in one post. notify: count it in the peer's `arrived`. is_last: report when
-        the peer has it (`is_idle`).
+        in this order, in one post. immediate: goes with the last. reports: see `is_idle`.
 
         The last piece is at most MAX_INLINE_BYTES and may be written again at once, the others
         when the peer has seen the last. Waits while the send queue is full, for as long as
         earlier writes take. PeerLostError, TransportError.
         """
-        assert self._peer is not None
         e = self._e
         self.reap()
         while self._num_posted + len(pieces) - self._num_completed > self._send_limit:
             os.sched_yield()
             self.reap()
         self._num_posted += len(pieces)
-        self._num_posts_unsignaled += 1
+        self._num_unreported += 1
         flags = e.IBV_SEND_INLINE
-        if is_last or self._num_posts_unsignaled >= SIGNAL_EVERY:
+        if reports or self._num_unreported >= SIGNAL_EVERY:
             flags |= e.IBV_SEND_SIGNALED
-            self._num_posts_unsignaled = 0
-        chain: list[Any] = []  # a request points to the next, and owns none: kept until posted
-        for offset, num_bytes in reversed(pieces):
-            request = self._wr.SendWR(
-                wr_id=self._num_posted,
-                opcode=(
-                    e.IBV_WR_RDMA_WRITE_WITH_IMM if notify and not chain else e.IBV_WR_RDMA_WRITE
-                ),
-                num_sge=1,
-                sg=[self._wr.SGE(self._outgoing_address + offset, num_bytes, self._outgoing.lkey)],
-                send_flags=0 if chain else flags,
-                next_wr=chain[-1] if chain else None,
-            )
-            request.set_wr_rdma(self._peer.window_key, self._peer.window_address + offset)
-            chain.append(request)
+            self._num_unreported = 0
+        last = self._last_request(*pieces[-1], immediate)
+        last.wr_id = self._num_posted
+        last.send_flags = flags
+        chain = [last]  # a request points to the next, and owns none: kept until posted
+        for offset, num_bytes in reversed(pieces[:-1]):
+            chain.append(self._request(e.IBV_WR_RDMA_WRITE, offset, num_bytes))
+            chain[-1].next_wr = chain[-2]
         try:
-            with verbs_errors("posting a write"):
-                self._pair.post_send(chain[-1])
+            self._pair.post_send(chain[-1])
+        except self._error as error:
+            raise TransportError(f"posting a write: {error}") from error
         finally:
-            for request in chain:  # releases up to rdma-core 50 do not do it themselves
-                request.close()
+            for request in chain[1:]:
+                request.close()  # not all releases do so by themselves
+
+    def _last_request(self, offset: int, num_bytes: int, immediate: int | None) -> Any:
+        """There are only so many small pieces: their requests are kept."""
+        found = self._last_requests.get((offset, num_bytes, immediate))
+        if found is None:
+            e = self._e
+            opcode = e.IBV_WR_RDMA_WRITE if immediate is None else e.IBV_WR_RDMA_WRITE_WITH_IMM
+            found = self._request(opcode, offset, num_bytes)
+            found.imm_data = immediate or 0
+            self._last_requests[offset, num_bytes, immediate] = found
+        return found
+
+    def _request(self, opcode: int, offset: int, num_bytes: int) -> Any:
+        assert self._peer is not None
+        source = self._source  # is copied
+        source.addr, source.length = self._outgoing_address + offset, num_bytes
+        request = self._wr.SendWR(opcode=opcode, num_sge=1, sg=[source], send_flags=0)
+        request.set_wr_rdma(self._peer.window_key, self._peer.window_address + offset)
+        return request
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that is known to be sent has reached the peer, as far as it reports."""
+        """Whether the peer has all that was written, if the last write was one that reports."""
         return self._num_completed == self._num_posted
 
-    def reap(self) -> None:
-        """Take what has completed. PeerLostError: a write did not reach the peer;
-        TransportError: it was refused."""
+    def reap(self) -> int:
+        """Take what has completed; how much of it has arrived. PeerLostError: a write did not
+        reach the peer; TransportError: it was refused."""
+        num_arrived, completions = self._received.poll(16)
+        for completion in completions:
+            self._check(completion)
+            self._pair.post_recv(self._receive)
+            self.num_arrived += completion.imm_data != 0
         count, completions = self._sent.poll(4)
         while count:
             for completion in completions:
                 self._check(completion)
                 self._num_completed = completion.wr_id
             count, completions = self._sent.poll(4)
-        count, completions = self._received.poll(16)
-        for completion in completions:
-            self._check(completion)
-            self._pair.post_recv(self._receive)
-            self.arrived += 1
+        return int(num_arrived)
 
     def _check(self, completion: Any) -> None:
         if completion.status == self._e.IBV_WC_SUCCESS:
@@ -254,16 +267,20 @@ class QueuePair:
         kind = PeerLostError if completion.status in lost else TransportError
         raise kind(f"the queue pair is in error: {what}")
 
-    def wait(self, timeout_s: float) -> None:
-        """Sleep until a write with immediate data arrives, or this long."""
+    def arm(self) -> bool:
+        """Have `event_fd` become readable at the next arrival. False: there is one already."""
         self._received.req_notify()
-        before = self.arrived
-        self.reap()  # what came before the request raises no event
-        if self.arrived == before and _is_readable(self._channel_fd, timeout_s):
+        return self.reap() == 0
+
+    def disarm(self) -> None:
+        """After `arm` and a wait, whether something came or not."""
+        if is_readable([self.event_fd], 0):
             self._channel.get_cq_event(self._received)
             self._received.ack_events(1)
 
     def close(self) -> None:
+        for request in self._last_requests.values():
+            request.close()
         for thing in (
             self._pair,
             self._sent,
@@ -302,7 +319,9 @@ def _event_files() -> set[int]:
     return found
 
 
-def _is_readable(fd: int, timeout_s: float) -> bool:
+def is_readable(fds: list[int], timeout_s: float) -> bool:
+    """Wait until one of them is."""
     poller = select.poll()
-    poller.register(fd, select.POLLIN)
+    for fd in fds:
+        poller.register(fd, select.POLLIN)
     return bool(poller.poll(timeout_s * 1000))
