@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # A virtual machine with an RDMA device in software: see docs/rdma.md.
 GUEST := build/guest
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard ops/csrc/*)
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard ops/csrc/* transport/csrc/*)
 
 .PHONY: serve test test-rdma check format bench cross-aarch64 clean
 

@@ -139,6 +139,7 @@ class _End:
         self._options = options
         self._port = open_port(options.device, options.port, options.gid, local_ip)
         self._own = Memory.anonymous(window_bytes)
+        self._own.keep_from_forks()
         self.pair = QueuePair(self._port, (self._own.address, self._own.num_bytes), NUM_SLOTS)
         self.needs_immediate = True
 
@@ -149,6 +150,7 @@ class _End:
         if window_bytes > MAX_WINDOW_BYTES:
             raise RefusedError(f"a window of {window_bytes} bytes, at most {MAX_WINDOW_BYTES}")
         self._mirror = Memory.anonymous(window_bytes)
+        self._mirror.keep_from_forks()
         self.pair.connect(peer, (self._mirror.address, self._mirror.num_bytes))
         asked = self._options.imm
         self.needs_immediate = not self.pair.is_ordered() if asked is None else asked
@@ -188,7 +190,8 @@ class _Wire:
         self._pair: QueuePair | None = pair
         self._link = link
         self._memory: tuple[Memory, ...] = memory  # as long as it is registered
-        self._message, self._credit = (1, 0) if notifies else (None, None)
+        self._message: int | None = 1 if notifies else None
+        self._credit: int | None = 0 if notifies else None
         self._fds = [pair.event_fd, link.event_fd()]
         self._lock = threading.Lock()
         self._num_arrived = 0

@@ -1,0 +1,450 @@
+"""What every transport promises (transport/base.py): one suite, for each of them.
+
+TRANSPORT=rdma in the environment runs it on that one alone, where there is a device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import transport
+from transport.base import Frame, PeerLostError, Segment, TransportTimeoutError
+
+KEY = b"a key for tests, 32 bytes or so."
+WINDOW_BYTES = 256 << 10
+PATIENCE_S = 20.0
+
+
+TRANSPORTS = [name] if (name := os.environ.get("TRANSPORT")) else ["inproc", "shm", "tcp"]
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport_name(request) -> str:
+    return request.param
+
+
+def url_for(name: str, tmp_path) -> str:
+    return {
+        "inproc": f"inproc://{tmp_path.name}",
+        "shm": f"shm://{tmp_path}/socket",
+        "tcp": "tcp://127.0.0.1:0",
+        "rdma": "rdma://127.77.0.1:0",
+    }[name]
+
+
+@pytest.fixture
+def listener(transport_name, tmp_path):
+    made = transport.listen(
+        url_for(transport_name, tmp_path), key=KEY, info={"we": "serve"}, window_bytes=WINDOW_BYTES
+    )
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pair(listener):
+    """The end that connected, and the one that was accepted."""
+    one = transport.connect(
+        listener.url, key=KEY, info={"we": "connect"}, window_bytes=WINDOW_BYTES
+    )
+    other = listener.accept(PATIENCE_S)
+    assert other is not None
+    yield one, other
+    one.close()
+    other.close()
+
+
+def segment(array: np.ndarray) -> Segment:
+    return Segment(array.ctypes.data, 1, array.nbytes, array.nbytes)
+
+
+def post(endpoint, data: bytes, timeout_s: float = PATIENCE_S) -> int:
+    return endpoint.post([segment(np.frombuffer(data, np.uint8))], timeout_s)
+
+
+def bytes_of(frame: Frame) -> bytes:
+    return ctypes.string_at(frame.address, frame.num_bytes)
+
+
+def take(endpoint, timeout_s: float = PATIENCE_S) -> bytes:
+    """The next message, released."""
+    frame = endpoint.poll(timeout_s)
+    assert frame is not None
+    data = bytes_of(frame)
+    endpoint.release(frame)
+    return data
+
+
+def fill(endpoint, data: bytes) -> int:
+    """Posts until there is no room; how many were posted."""
+    for num_posted in range(1000):
+        try:
+            post(endpoint, data, timeout_s=0.05)
+        except TransportTimeoutError:
+            return num_posted
+    raise AssertionError("a window that is never full")
+
+
+def noise(num_bytes: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(num_bytes)
+
+
+def test_both_know_who_the_other_is(pair):
+    one, other = pair
+    assert one.peer.info == {"we": "serve"}
+    assert other.peer.info == {"we": "connect"}
+    assert not one.is_lost and not other.is_lost
+
+
+def test_a_message_arrives_as_it_was_sent(pair):
+    one, other = pair
+    for seed, size in enumerate([0, 1, 2, 7, 63, 64, 65, 767, 768, 769, 4095, 6143, 6145, 40_000]):
+        data = noise(size, seed)
+        assert post(one, data) == seed + 1
+        frame = other.poll(PATIENCE_S)
+        assert frame is not None and frame.number == seed + 1
+        assert bytes_of(frame) == data
+        other.release(frame)
+
+
+def test_the_largest_message_and_one_byte_more(pair):
+    one, other = pair
+    assert one.max_message_bytes >= WINDOW_BYTES // 8
+    data = noise(one.max_message_bytes)
+    post(one, data)
+    assert take(other) == data
+    with pytest.raises(ValueError, match="bytes"):
+        post(one, data + b"x")
+    post(one, b"still in order")
+    assert take(other) == b"still in order"
+
+
+def test_nothing_to_poll_is_none_at_once_and_after_the_time(pair):
+    one, _ = pair
+    assert one.poll() is None
+    began = time.monotonic()
+    assert one.poll(0.05) is None
+    assert time.monotonic() - began >= 0.05
+
+
+def test_poll_waits_for_what_comes_later(pair):
+    one, other = pair
+    timer = threading.Timer(0.1, post, (one, b"late"))
+    timer.start()
+    assert take(other) == b"late"
+    timer.join()
+
+
+def test_many_in_flight_in_order(pair):
+    one, other = pair
+    for n in range(50):
+        post(one, noise(n * 13, n))
+    for n in range(50):
+        assert take(other) == noise(n * 13, n)
+
+
+def test_strided_segments_are_sent_one_after_the_other(pair):
+    one, other = pair
+    matrix = np.frombuffer(noise(64 * 300), np.uint8).reshape(64, 300)
+    tail = np.arange(1000, dtype=np.float32)
+    part = matrix[3:60:2, 10:210]
+    post_segments = [
+        Segment(part.ctypes.data, part.shape[0], part.shape[1], part.strides[0]),
+        Segment(tail.ctypes.data, 0, 4, 4),
+        segment(tail),
+        Segment(matrix.ctypes.data + 63 * 300, 64, 300, -300),
+    ]
+    one.post(post_segments, PATIENCE_S)
+    assert take(other) == part.tobytes() + tail.tobytes() + matrix[::-1].tobytes()
+
+
+def test_large_strided_segments(pair):
+    one, other = pair
+    rows = one.max_message_bytes // 24
+    matrix = np.frombuffer(noise(rows * 40), np.uint8).reshape(rows, 40)
+    one.post([Segment(matrix.ctypes.data, rows, 24, 40)], PATIENCE_S)
+    assert take(other) == matrix[:, :24].tobytes()
+
+
+def test_no_segments_are_an_empty_message(pair):
+    one, other = pair
+    one.post([], PATIENCE_S)
+    assert take(other) == b""
+
+
+def test_the_sender_may_reuse_its_memory(pair):
+    one, other = pair
+    data = np.frombuffer(noise(30_000), np.uint8).copy()
+    before = data.tobytes()
+    one.post([segment(data)], PATIENCE_S)
+    data[:] = 0
+    assert take(other) == before
+
+
+def test_post_waits_for_room_and_gives_up(pair):
+    one, other = pair
+    data = noise(one.max_message_bytes)
+    num_posted = fill(one, data)
+    assert 2 <= num_posted <= WINDOW_BYTES // len(data)
+    for _ in range(num_posted):
+        assert take(other) == data
+    post(one, b"room again")
+    assert take(other) == b"room again"
+
+
+def test_slots_are_limited_too(pair):
+    one, other = pair
+    num_posted = fill(one, b"")
+    assert num_posted >= 8
+    for _ in range(num_posted):
+        assert take(other) == b""
+
+
+def test_a_waiting_post_goes_on_as_soon_as_there_is_room(pair):
+    one, other = pair
+    data = noise(one.max_message_bytes)
+    received = []
+
+    def consume():
+        for _ in range(40):
+            received.append(take(other) == data)
+
+    thread = threading.Thread(target=consume)
+    thread.start()
+    for _ in range(40):
+        post(one, data)
+    thread.join()
+    assert received == [True] * 40
+
+
+def test_frames_stay_until_released_in_any_order(pair):
+    one, other = pair
+    size = one.max_message_bytes // 8
+    held: list[tuple[Frame, bytes]] = []
+    source = random.Random(3)
+    sent = taken = 0
+    while taken < 300:
+        while sent < 300 and sent - taken + len(held) < 12:
+            data = noise(7 * sent * sent % size, sent)
+            post(one, data)
+            sent += 1
+        frame = other.poll(PATIENCE_S)
+        assert frame is not None and frame.number == taken + 1
+        assert frame.num_bytes == 7 * taken * taken % size
+        held.append((frame, noise(frame.num_bytes, taken)))
+        taken += 1
+        while len(held) > 6 or (held and taken == 300):
+            frame, data = held.pop(source.randrange(len(held)))
+            assert bytes_of(frame) == data
+            other.release(frame)
+
+
+def test_a_frame_is_released_once(pair):
+    one, other = pair
+    post(one, b"x")
+    frame = other.poll(PATIENCE_S)
+    other.release(frame)
+    with pytest.raises(ValueError, match="held"):
+        other.release(frame)
+    with pytest.raises(ValueError, match="held"):
+        other.release(Frame(frame.address, 1, 2))
+
+
+def test_round_trips_in_both_directions_with_full_windows(pair):
+    """Each end posts until its peer's window is full, then takes what came: neither waits for
+    the other."""
+    num_rounds, per_round = 5, 3
+    failures = []
+
+    def work(endpoint, seed, peer_seed):
+        try:
+            size = endpoint.max_message_bytes
+            for n in range(num_rounds):
+                for k in range(per_round):
+                    post(endpoint, noise(size - k, seed + n))
+                for k in range(per_round):
+                    assert take(endpoint) == noise(size - k, peer_seed + n)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [
+        threading.Thread(target=work, args=(end, 100 * i, 100 * (1 - i)))
+        for i, end in enumerate(pair)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_random_traffic_both_ways(pair):
+    """Sizes of all kinds, several in flight, thousands of laps of the ring."""
+    num_messages = 400
+    failures = []
+
+    def work(endpoint, seed, peer_seed):
+        try:
+            sizes = random.Random(seed)
+            received = random.Random(peer_seed)
+            sent = taken = 0
+            while sent < num_messages or taken < num_messages:
+                if sent < num_messages and sent - taken < 5:
+                    size = min(int(sizes.paretovariate(0.5)), endpoint.max_message_bytes)
+                    post(endpoint, noise(size, sent))
+                    sent += 1
+                while taken < num_messages:
+                    frame = endpoint.poll(PATIENCE_S if sent - taken >= 5 else 0.0)
+                    if frame is None:
+                        break
+                    size = min(int(received.paretovariate(0.5)), endpoint.max_message_bytes)
+                    assert bytes_of(frame) == noise(size, taken)
+                    endpoint.release(frame)
+                    taken += 1
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(end, i, 1 - i)) for i, end in enumerate(pair)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_what_arrived_before_the_end_is_taken_first(pair):
+    one, other = pair
+    post(one, b"first")
+    post(one, b"last words")
+    frame = other.poll(PATIENCE_S)
+    one.close()
+    assert bytes_of(frame) == b"first"
+    assert take(other) == b"last words"
+    with pytest.raises(PeerLostError):
+        other.poll(PATIENCE_S)
+    assert other.is_lost
+    assert bytes_of(frame) == b"first"
+    other.release(frame)
+    with pytest.raises(PeerLostError):
+        post(other, b"too late")
+
+
+@pytest.mark.parametrize("which", ["poll", "post"])
+def test_close_from_another_thread_ends_a_wait(pair, which):
+    one, _ = pair
+    ended = []
+
+    def wait():
+        try:
+            if which == "poll":
+                one.poll(PATIENCE_S)
+            else:
+                while True:
+                    post(one, noise(one.max_message_bytes))
+        except PeerLostError:
+            ended.append(time.monotonic())
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.1)
+    closed = time.monotonic()
+    one.close()
+    thread.join(PATIENCE_S)
+    assert ended and ended[0] - closed < PATIENCE_S / 2
+    one.close()
+    assert one.is_lost
+    with pytest.raises(PeerLostError):
+        one.poll()
+    with pytest.raises(PeerLostError):
+        post(one, b"x")
+
+
+def test_a_frame_outlives_close(pair):
+    """Its memory is freed when it is released: whoever computes on it is not struck down."""
+    one, other = pair
+    data = noise(30_000)
+    post(one, data)
+    frame = other.poll(PATIENCE_S)
+    one.close()
+    other.close()
+    assert bytes_of(frame) == data
+    other.release(frame)
+    with pytest.raises(ValueError, match="held"):
+        other.release(frame)
+
+
+def test_silence_is_short_while_the_peer_lives(pair):
+    one, other = pair
+    time.sleep(0.6)
+    assert one.silence_s < 1.0 and other.silence_s < 1.0
+    assert not one.is_lost and not other.is_lost
+
+
+def test_windows_of_different_sizes(listener):
+    one = transport.connect(listener.url, key=KEY, window_bytes=64 << 10)
+    other = listener.accept(PATIENCE_S)
+    assert one.max_message_bytes > other.max_message_bytes
+    for _ in range(20):
+        post(one, noise(one.max_message_bytes))
+        assert take(other) == noise(one.max_message_bytes)
+        post(other, noise(other.max_message_bytes))
+        assert take(one) == noise(other.max_message_bytes)
+    one.close()
+    other.close()
+
+
+def test_a_listener_has_many_peers_and_a_limit(transport_name, tmp_path):
+    listener = transport.listen(
+        url_for(transport_name, tmp_path), key=KEY, window_bytes=64 << 10, max_peers=3
+    )
+    ends = []
+    for n in range(3):
+        ends.append(transport.connect(listener.url, key=KEY, window_bytes=64 << 10))
+        ends.append(listener.accept(PATIENCE_S))
+        post(ends[-2], b"%d" % n)
+    for n in range(3):
+        assert take(ends[2 * n + 1]) == b"%d" % n
+    with pytest.raises(transport.base.RefusedError, match="3 peers"):
+        transport.connect(listener.url, key=KEY)
+    assert listener.num_refused == 1
+    ends[0].close()
+    with pytest.raises(PeerLostError):
+        ends[1].poll(PATIENCE_S)
+    again = transport.connect(listener.url, key=KEY, window_bytes=64 << 10)
+    listener.close()
+    listener.close()
+    assert take_or_lost(again) is None
+    post(ends[2], b"accepted ones stay")
+    assert take(ends[3]) == b"accepted ones stay"
+    assert listener.accept(1.0) is None
+    for end in [again, *ends]:
+        end.close()
+
+
+def take_or_lost(endpoint) -> bytes | None:
+    try:
+        return take(endpoint)
+    except PeerLostError:
+        return None
+
+
+def test_accept_gives_up(listener):
+    assert listener.accept(0.0) is None
+    assert listener.accept(0.05) is None
+
+
+def test_close_wakes_accept(listener):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(listener.accept()))
+    thread.start()
+    time.sleep(0.05)
+    listener.close()
+    thread.join(PATIENCE_S)
+    assert found == [None]

@@ -1,0 +1,76 @@
+#include "channel.h"
+
+#include <stdexcept>
+#include <string>
+
+namespace ms {
+
+class Channel::Use {
+ public:
+  explicit Use(Channel& channel) : channel_(channel) {
+    channel_.num_uses_.fetch_add(1);
+    if (channel_.is_closed_.load()) {
+      channel_.drop(1);
+      throw PeerLost("the connection is closed");
+    }
+  }
+  ~Use() { channel_.drop(1); }
+
+ private:
+  Channel& channel_;
+};
+
+void Channel::drop(int uses) {
+  if (num_uses_.fetch_sub(uses) == uses) free_memory();
+}
+
+namespace {
+
+// 0: do not wait.
+int64_t deadline_after(double timeout_s) {
+  if (!(timeout_s > 0)) return 0;
+  return now_ns() + static_cast<int64_t>(std::min(timeout_s, 1e6) * 1e9);
+}
+
+}  // namespace
+
+uint64_t Channel::post(const Segments& segments, double timeout_s) {
+  const size_t bytes = total_bytes(segments);
+  if (bytes > max_message_bytes())
+    throw std::invalid_argument("a message of " + std::to_string(bytes) + " bytes; the peer's window takes " +
+                                std::to_string(max_message_bytes()));
+  Use use(*this);
+  if (link_->is_over()) throw_lost();
+  try {
+    return send(segments, bytes, deadline_after(timeout_s));
+  } catch (const CorruptMessage&) {
+    link_->end("the peer's messages are corrupt");
+    throw;
+  }
+}
+
+std::optional<Message> Channel::poll(double timeout_s) {
+  Use use(*this);
+  try {
+    auto message = receive(deadline_after(timeout_s));
+    if (message) num_uses_.fetch_add(1);
+    if (!message && link_->is_over()) throw_lost();
+    return message;
+  } catch (const CorruptMessage&) {
+    link_->end("the peer's messages are corrupt");
+    throw;
+  }
+}
+
+void Channel::release(uint64_t number) {
+  give_back(number);
+  drop(1);
+}
+
+void Channel::close() {
+  if (is_closed_.exchange(true)) return;
+  link_->end("the connection is closed");
+  drop(1);
+}
+
+}  // namespace ms

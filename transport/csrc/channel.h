@@ -1,0 +1,90 @@
+// One end of a connection, as transport/base.py describes it: what the transports have in common.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <optional>
+
+#include "errors.h"
+#include "link.h"
+#include "segments.h"
+
+namespace ms {
+
+struct Message {
+  uintptr_t address;
+  size_t num_bytes;
+  uint64_t number;
+};
+
+class Channel {
+ public:
+  explicit Channel(std::shared_ptr<Link> link) : link_(std::move(link)) {}
+  virtual ~Channel() = default;
+  Channel(const Channel&) = delete;
+  Channel& operator=(const Channel&) = delete;
+
+  virtual size_t max_message_bytes() const = 0;
+  uint64_t post(const Segments& segments, double timeout_s);
+  std::optional<Message> poll(double timeout_s);
+  void release(uint64_t number);
+  void close();
+
+  bool is_lost() const { return link_->is_over(); }
+  double silence_s() const { return link_->silence_s(); }
+  double spin_s() const { return 1e-9 * static_cast<double>(spin_ns_); }
+  void set_spin_s(double spin_s) { spin_ns_ = static_cast<int64_t>(spin_s * 1e9); }
+
+ protected:
+  virtual uint64_t send(const Segments& segments, size_t bytes, int64_t deadline_ns) = 0;
+  virtual std::optional<Message> receive(int64_t deadline_ns) = 0;
+  virtual void give_back(uint64_t number) = 0;
+  virtual void free_memory() = 0;
+
+  [[noreturn]] void throw_lost() const { throw PeerLost(link_->reason()); }
+  // Spins, with ready() as the end, then sleeps in sleep(deadline_ns) as often as it takes. False:
+  // time is up, or the link is over.
+  template <class Ready, class Sleep>
+  bool wait(int64_t deadline_ns, Ready ready, Sleep sleep);
+
+  const std::shared_ptr<Link> link_;
+
+ private:
+  // The memory stays while an operation runs, or a frame is held: 1 for an open end, and 1 each.
+  class Use;
+  void drop(int uses);
+
+  std::atomic<int> num_uses_{1};
+  std::atomic<bool> is_closed_{false};
+  int64_t spin_ns_ = 30'000;
+};
+
+inline void spin_pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+template <class Ready, class Sleep>
+bool Channel::wait(int64_t deadline_ns, Ready ready, Sleep sleep) {
+  if (ready()) return true;
+  if (deadline_ns <= 0) return false;
+  const int64_t spin_end = std::min(now_ns() + spin_ns_, deadline_ns);
+  while (!link_->is_over()) {
+    for (int i = 0; i < 32; i++) {
+      if (ready()) return true;
+      spin_pause();
+    }
+    if (now_ns() >= spin_end) break;
+  }
+  while (!link_->is_over()) {
+    if (now_ns() >= deadline_ns) return false;
+    sleep(deadline_ns);
+    if (ready()) return true;
+  }
+  return ready();  // what came before the end
+}
+
+}  // namespace ms

@@ -1,0 +1,140 @@
+// Three streams at once: the processor's instruction takes 3 cycles but starts one per cycle. Their
+// remainders are joined by shifting one over the length of the next (a linear map, in tables).
+#include "crc32c.h"
+
+#include <array>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace ms {
+namespace {
+
+constexpr uint32_t POLYNOMIAL = 0x82f63b78;  // reflected
+constexpr size_t LONG = 2048, SHORT = 256;   // bytes of one of the three streams
+
+using Table = std::array<std::array<uint32_t, 256>, 8>;
+using Shift = std::array<std::array<uint32_t, 256>, 4>;
+
+Table make_table() {
+  Table table;
+  for (uint32_t byte = 0; byte < 256; byte++) {
+    uint32_t crc = byte;
+    for (int bit = 0; bit < 8; bit++) crc = crc & 1 ? crc >> 1 ^ POLYNOMIAL : crc >> 1;
+    table[0][byte] = crc;
+  }
+  for (int k = 1; k < 8; k++)
+    for (int byte = 0; byte < 256; byte++)
+      table[k][byte] = table[k - 1][byte] >> 8 ^ table[0][table[k - 1][byte] & 0xff];
+  return table;
+}
+
+const Table& table() {
+  static const Table made = make_table();
+  return made;
+}
+
+uint64_t load64(const uint8_t* from) {
+  uint64_t value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+uint32_t crc_portable(uint32_t crc, const uint8_t* data, size_t size) {
+  const Table& t = table();
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+  for (; size >= 8; size -= 8, data += 8) {
+    const uint64_t word = load64(data) ^ crc;
+    crc = 0;
+    for (int k = 0; k < 8; k++) crc ^= t[7 - k][word >> 8 * k & 0xff];
+  }
+#endif
+  for (; size > 0; size--) crc = crc >> 8 ^ t[0][(crc ^ *data++) & 0xff];
+  return crc;
+}
+
+#if defined(__x86_64__)
+// What `length` zero bytes make of a remainder.
+Shift make_shift(size_t length) {
+  std::array<uint32_t, 32> of_bit;
+  for (int bit = 0; bit < 32; bit++) {
+    uint32_t crc = 1u << bit;
+    for (size_t n = 0; n < length; n++) crc = crc >> 8 ^ table()[0][crc & 0xff];
+    of_bit[bit] = crc;
+  }
+  Shift shift{};
+  for (int k = 0; k < 4; k++)
+    for (int byte = 0; byte < 256; byte++)
+      for (int bit = 0; bit < 8; bit++)
+        if (byte >> bit & 1) shift[k][byte] ^= of_bit[8 * k + bit];
+  return shift;
+}
+
+const Shift SHIFT_LONG = make_shift(LONG), SHIFT_SHORT = make_shift(SHORT);
+
+uint64_t shifted(const Shift& shift, uint64_t crc) {
+  return shift[0][crc & 0xff] ^ shift[1][crc >> 8 & 0xff] ^ shift[2][crc >> 16 & 0xff] ^ shift[3][crc >> 24 & 0xff];
+}
+
+template <bool COPY>
+inline uint64_t take(uint8_t* to, const uint8_t* from) {
+  const uint64_t word = load64(from);
+  if constexpr (COPY) std::memcpy(to, &word, sizeof word);
+  return word;
+}
+
+template <bool COPY, size_t STREAM>
+__attribute__((target("sse4.2"))) inline uint64_t crc_three(uint64_t crc, const Shift& shift, uint8_t* to,
+                                                            const uint8_t* from) {
+  uint64_t second = 0, third = 0;
+  for (size_t i = 0; i < STREAM; i += 8) {
+    crc = _mm_crc32_u64(crc, take<COPY>(to + i, from + i));
+    second = _mm_crc32_u64(second, take<COPY>(to + STREAM + i, from + STREAM + i));
+    third = _mm_crc32_u64(third, take<COPY>(to + 2 * STREAM + i, from + 2 * STREAM + i));
+  }
+  return shifted(shift, shifted(shift, crc) ^ second) ^ third;
+}
+
+template <bool COPY>
+__attribute__((target("sse4.2"))) uint32_t crc_sse42(uint32_t begin, uint8_t* to, const uint8_t* from, size_t size) {
+  uint64_t crc = begin;
+  const auto advance = [&](size_t bytes) {
+    from += bytes;
+    if (COPY) to += bytes;
+    size -= bytes;
+  };
+  for (; size >= 3 * LONG; advance(3 * LONG)) crc = crc_three<COPY, LONG>(crc, SHIFT_LONG, to, from);
+  for (; size >= 3 * SHORT; advance(3 * SHORT)) crc = crc_three<COPY, SHORT>(crc, SHIFT_SHORT, to, from);
+  for (; size >= 8; advance(8)) crc = _mm_crc32_u64(crc, take<COPY>(to, from));
+  for (; size > 0; advance(1)) {
+    if (COPY) *to = *from;
+    crc = _mm_crc32_u8(static_cast<uint32_t>(crc), *from);
+  }
+  return static_cast<uint32_t>(crc);
+}
+
+const bool HAS_SSE42 = __builtin_cpu_supports("sse4.2");
+#endif
+
+}  // namespace
+
+uint32_t crc32c(uint32_t crc, const void* data, size_t size) {
+  const auto* from = static_cast<const uint8_t*>(data);
+#if defined(__x86_64__)
+  if (HAS_SSE42) return ~crc_sse42<false>(~crc, nullptr, from, size);
+#endif
+  return ~crc_portable(~crc, from, size);
+}
+
+uint32_t copy_crc32c(uint32_t crc, void* to, const void* from, size_t size) {
+#if defined(__x86_64__)
+  if (HAS_SSE42)
+    return ~crc_sse42<true>(~crc, static_cast<uint8_t*>(to), static_cast<const uint8_t*>(from), size);
+#endif
+  std::memcpy(to, from, size);
+  return crc32c(crc, to, size);
+}
+
+}  // namespace ms

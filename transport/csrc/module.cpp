@@ -1,0 +1,158 @@
+// Python's view of windows: addresses and sizes come in as integers, the interpreter is released
+// while bytes are copied or waited for.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+
+#include <system_error>
+
+#include "crc32c.h"
+#include "mirrored_channel.h"
+#include "python_writer.h"
+#include "shared_channel.h"
+#include "socket_channel.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace ms;
+
+namespace {
+
+constexpr size_t MAX_WINDOW_BYTES = size_t{1} << 32;
+
+size_t integer(PyObject* object) {
+  const size_t value = PyLong_AsSize_t(object);
+  if (value == static_cast<size_t>(-1) && PyErr_Occurred()) throw nb::python_error();
+  return value;
+}
+
+// From a sequence of transport.base.Segment, or other tuples of four.
+Segments segments_of(nb::handle given) {
+  const auto all = nb::steal<nb::object>(PySequence_Fast(given.ptr(), "segments: not a sequence"));
+  if (!all.is_valid()) throw nb::python_error();
+  Segments segments(static_cast<size_t>(PySequence_Fast_GET_SIZE(all.ptr())));
+  for (size_t i = 0; i < segments.size(); i++) {
+    PyObject* item = PySequence_Fast_GET_ITEM(all.ptr(), static_cast<Py_ssize_t>(i));
+    if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 4) throw nb::type_error("segments: not a Segment");
+    const Py_ssize_t stride = PyLong_AsSsize_t(PyTuple_GET_ITEM(item, 3));
+    if (stride == -1 && PyErr_Occurred()) throw nb::python_error();
+    segments[i] = {reinterpret_cast<const uint8_t*>(integer(PyTuple_GET_ITEM(item, 0))),
+                   integer(PyTuple_GET_ITEM(item, 1)), integer(PyTuple_GET_ITEM(item, 2)), stride};
+  }
+  return segments;
+}
+
+size_t checked_window(size_t bytes) {
+  if (bytes < PAGE || bytes > MAX_WINDOW_BYTES || bytes % PAGE != 0)
+    throw std::invalid_argument("window_bytes must be a multiple of 4096, up to 4 GiB");
+  return bytes;
+}
+
+uint64_t post(Channel& channel, nb::handle given, double timeout_s) {
+  const Segments segments = segments_of(given);
+  nb::gil_scoped_release release;
+  return channel.post(segments, timeout_s);
+}
+
+nb::object poll(Channel& channel, double timeout_s) {
+  std::optional<Message> message;
+  {
+    nb::gil_scoped_release release;
+    message = channel.poll(timeout_s);
+  }
+  if (!message) return nb::none();
+  return nb::make_tuple(message->address, message->num_bytes, message->number);
+}
+
+uint32_t gather_at(uintptr_t address, nb::handle given) {
+  const Segments segments = segments_of(given);
+  nb::gil_scoped_release release;
+  return gather(reinterpret_cast<void*>(address), segments);
+}
+
+template <class Error>
+void translate_to(const char* name) {
+  nb::register_exception_translator(
+      [](const std::exception_ptr& pointer, void* name) {
+        try {
+          std::rethrow_exception(pointer);
+        } catch (const Error& error) {
+          const nb::object type = nb::module_::import_("transport.base").attr(static_cast<const char*>(name));
+          PyErr_SetString(type.ptr(), error.what());
+        }
+      },
+      const_cast<char*>(name));
+}
+
+// errno as Python has it.
+void translate_system_errors() {
+  nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (const std::system_error& error) {
+      PyErr_SetObject(PyExc_OSError, nb::make_tuple(error.code().value(), error.what()).ptr());
+    }
+  });
+}
+
+}  // namespace
+
+NB_MODULE(_windows, m) {
+  translate_system_errors();
+  translate_to<PeerLost>("PeerLostError");
+  translate_to<CorruptMessage>("CorruptMessageError");
+  translate_to<TimedOut>("TransportTimeoutError");
+  m.attr("NUM_SLOTS") = NUM_SLOTS;
+  m.attr("PAYLOAD_AT") = PAYLOAD_AT;
+  m.attr("DESCRIPTOR_BYTES") = DESCRIPTOR_BYTES;
+
+  m.def("crc32c", [](uintptr_t address, size_t size, uint32_t crc) {
+    nb::gil_scoped_release release;
+    return crc32c(crc, reinterpret_cast<const void*>(address), size);
+  }, "address"_a, "num_bytes"_a, "crc"_a = 0);
+  m.def("gather", &gather_at, "address"_a, "segments"_a);
+  m.def("create_window_fd", [](size_t bytes) { return create_window_fd(checked_window(bytes)); }, "window_bytes"_a);
+
+  nb::class_<Link>(m, "Link")
+      .def_static("of_socket", [](int fd) { return std::make_shared<Link>(fd); }, "control_fd"_a)
+      .def_static("pair", &Link::make_pair)
+      .def("watch", &Link::watch)
+      .def("end", &Link::end, "reason"_a)
+      .def("event_fd", &Link::event_fd)
+      .def_prop_ro("is_over", &Link::is_over)
+      .def_prop_ro("reason", &Link::reason)
+      .def_prop_ro("silence_s", &Link::silence_s);
+  nb::class_<Memory>(m, "Memory")
+      .def_static("anonymous", [](size_t bytes) { return std::make_shared<Memory>(checked_window(bytes)); },
+                  "window_bytes"_a)
+      .def_static("of_fd", [](size_t bytes, int fd) { return std::make_shared<Memory>(checked_window(bytes), fd); },
+                  "window_bytes"_a, "fd"_a)
+      .def("keep_from_forks", &Memory::keep_from_forks)
+      .def_prop_ro("address", [](const Memory& memory) { return reinterpret_cast<uintptr_t>(&memory.header()); })
+      .def_prop_ro("num_bytes", [](const Memory& memory) { return PAYLOAD_AT + memory.window_bytes(); });
+  nb::class_<Channel>(m, "Channel")
+      .def_prop_ro("max_message_bytes", &Channel::max_message_bytes)
+      .def("post", &post, "segments"_a, "timeout_s"_a)
+      .def("poll", &poll, "timeout_s"_a)
+      .def("release", &Channel::release, "number"_a)
+      .def("close", &Channel::close, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("is_lost", &Channel::is_lost)
+      .def_prop_ro("silence_s", &Channel::silence_s)
+      .def_prop_rw("spin_s", &Channel::spin_s, &Channel::set_spin_s);
+  nb::class_<SharedChannel, Channel>(m, "SharedChannel")
+      .def(nb::init<std::shared_ptr<Memory>, std::shared_ptr<Memory>, std::shared_ptr<Link>>(), "own"_a, "peers"_a,
+           "link"_a);
+  nb::class_<SocketChannel, Channel>(m, "SocketChannel")
+      .def("__init__", [](SocketChannel* self, int fd, size_t own, size_t peers, std::shared_ptr<Link> link) {
+        new (self) SocketChannel(fd, checked_window(own), checked_window(peers), std::move(link));
+      }, "data_fd"_a, "own_window_bytes"_a, "peer_window_bytes"_a, "link"_a);
+  nb::class_<MirroredChannel, Channel>(m, "MirroredChannel")
+      .def("__init__", [](MirroredChannel* self, std::shared_ptr<Memory> own, std::shared_ptr<Memory> mirror,
+                          std::shared_ptr<Link> link, nb::object writer, size_t max_message_bytes, bool is_ordered) {
+        new (self) MirroredChannel(std::move(own), std::move(mirror), std::move(link),
+                                   std::make_unique<PythonWriter>(std::move(writer)), max_message_bytes, is_ordered);
+      }, "own"_a, "mirror"_a, "link"_a, "writer"_a, "max_message_bytes"_a, "is_ordered"_a);
+}

@@ -1,0 +1,66 @@
+#pragma once
+
+#include <sys/uio.h>
+
+#include <array>
+#include <vector>
+
+#include "channel.h"
+#include "ring.h"
+
+namespace ms {
+
+// Windows emulated on a stream socket. A frame is a descriptor and its payload, which is received
+// straight into our window, where the peer said; whoever waits reads the socket, also while it
+// waits to send, so that two peers which send at once do not block each other.
+class SocketChannel final : public Channel {
+ public:
+  // Takes over the socket.
+  SocketChannel(int data_fd, size_t own_window_bytes, size_t peer_window_bytes, std::shared_ptr<Link> link);
+  ~SocketChannel() override { free_memory(); }
+  size_t max_message_bytes() const override { return outbox_.max_message_bytes(); }
+
+ protected:
+  uint64_t send(const Segments& segments, size_t bytes, int64_t deadline_ns) override;
+  std::optional<Message> receive(int64_t deadline_ns) override;
+  void give_back(uint64_t number) override;
+  void free_memory() override;
+
+ private:
+  static constexpr size_t STAGE_BYTES = 16384, COPIED_BYTES = 65536;
+
+  void pump();
+  bool read_some();
+  void begin_frame(const Descriptor& head);
+  void add_payload(size_t bytes);
+  void end_frame();
+  bool tell_credit();
+  bool flush();
+  void write_all(std::vector<iovec>& pieces, int64_t deadline_ns);
+  void sleep(int64_t deadline_ns, bool to_write);
+  void check_stalled() const;
+
+  int fd_, event_fd_;
+  std::shared_ptr<Memory> own_;
+  Outbox outbox_;
+  Inbox inbox_;
+
+  // Received. The stage holds what came with the bytes that were asked for.
+  std::vector<uint8_t> stage_;
+  size_t stage_begin_ = 0, stage_end_ = 0;
+  bool is_in_frame_ = false, is_at_end_ = false;
+  std::optional<CorruptMessage> corrupt_;  // after the frames before it are taken
+  Descriptor head_{};
+  size_t num_received_ = 0;
+  uint32_t crc_ = 0;
+  int64_t read_ns_ = 0;
+  std::array<Message, NUM_SLOTS> arrived_{};
+  uint64_t num_arrived_ = 0, num_polled_ = 0;
+
+  // To send: what is left of a credit, then pieces of a frame.
+  Descriptor credit_{};
+  size_t credit_left_ = 0;
+  std::vector<uint8_t> copied_;
+};
+
+}  // namespace ms

@@ -1,0 +1,194 @@
+"""Listening sockets: who is let in, how many at a time, and what becomes of the others.
+
+One thread accepts; each connection is set up by a thread of its own within HANDSHAKE_S. Until a
+peer has proved that it knows the key it holds one of MAX_STRANGERS places, and learns nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from transport import control
+from transport.base import RefusedError, TransportError
+from transport.endpoint import ChannelEndpoint
+
+logger = logging.getLogger(__name__)
+
+MAX_STRANGERS = 16
+_LOG_EVERY_S = 5.0
+
+
+class SocketListener(ABC):
+    """Accepts on `sock`; a subclass makes endpoints of authenticated sessions."""
+
+    name: str
+    """The transport's, as in urls."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        url: str,
+        *,
+        key: bytes,
+        info: Mapping[str, object],
+        window_bytes: int,
+        max_peers: int,
+    ) -> None:
+        self.url = url
+        self.window_bytes = window_bytes
+        self._sock = sock
+        self._key = key
+        self._hello = control.hello(self.name, info, window_bytes)
+        self._max_peers = max_peers
+        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+        self._ready: queue.SimpleQueue[ChannelEndpoint | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # of all below
+        self._peers: weakref.WeakSet[ChannelEndpoint] = weakref.WeakSet()
+        self._num_coming = 0  # authenticated, not yet among the peers
+        self._num_refused = 0
+        self._num_logged, self._logged_at = 0, -_LOG_EVERY_S
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._accept_all, name=f"accept {url}", daemon=True)
+        self._thread.start()
+
+    # ---- the Listener protocol
+
+    def accept(self, timeout_s: float | None = None) -> ChannelEndpoint | None:
+        try:
+            endpoint = self._ready.get(timeout_s is None or timeout_s > 0, timeout_s)
+        except queue.Empty:
+            return None
+        if endpoint is None:
+            self._ready.put(None)  # for the next call, or another thread
+        return endpoint
+
+    @property
+    def num_refused(self) -> int:
+        return self._num_refused
+
+    def close(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._sock.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join()
+        self._sock.close()
+        self._clean_up()
+        self._close_waiting()
+        self._ready.put(None)
+
+    def _close_waiting(self) -> None:
+        while True:
+            try:
+                endpoint = self._ready.get_nowait()
+            except queue.Empty:
+                return
+            if endpoint is not None:
+                endpoint.close()
+
+    # ---- for subclasses
+
+    @abstractmethod
+    def _establish(
+        self, session: control.Session, theirs: Mapping[str, Any], address: str
+    ) -> ChannelEndpoint:
+        """The endpoint; what is left of the set-up after both hellos fit."""
+
+    def _data_connection(self, sock: socket.socket, deadline: float) -> None:
+        """A connection that named itself one for data. It is the callee's."""
+        raise RefusedError("a data connection where there are none")
+
+    def _clean_up(self) -> None:
+        """After the socket is closed."""
+        return
+
+    def _own_hello(self) -> dict[str, object]:
+        return dict(self._hello)
+
+    # ---- setting up
+
+    def _accept_all(self) -> None:
+        while not self._is_closed:
+            try:
+                sock, address = self._sock.accept()
+            except OSError as error:
+                if not self._is_closed:  # no descriptors left: some may come back
+                    self._refuse(f"accept: {error}")
+                    time.sleep(0.05)
+                continue
+            if not self._strangers.acquire(blocking=False):
+                sock.close()
+                self._refuse("too many strangers at a time")
+                continue
+            shown = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else self.url
+            try:
+                threading.Thread(
+                    target=self._set_up, args=(sock, shown), name="handshake", daemon=True
+                ).start()
+            except RuntimeError as error:  # no threads left
+                self._strangers.release()
+                sock.close()
+                self._refuse(str(error))
+
+    def _set_up(self, sock: socket.socket, address: str) -> None:
+        deadline = time.monotonic() + control.HANDSHAKE_S
+        session = None
+        try:
+            try:
+                magic = control.receive_exactly(sock, len(control.MAGIC), deadline)
+                if magic == control.DATA_MAGIC:
+                    self._data_connection(sock, deadline)
+                    return
+                if magic != control.MAGIC:
+                    raise RefusedError("no peer of ours")
+                session = control.authenticate_from(sock, self._key, deadline)
+            finally:
+                self._strangers.release()
+            self._admit(session, address)
+        except (TransportError, OSError, ValueError) as error:
+            sock.close()
+            self._refuse(f"{address}: {error}")
+
+    def _admit(self, session: control.Session, address: str) -> None:
+        theirs = session.receive()
+        reason = control.why_not(theirs, self.name)
+        with self._lock:
+            num_peers = sum(not peer.is_lost for peer in self._peers) + self._num_coming
+            if self._is_closed:
+                reason = "it is closing"
+            elif num_peers >= self._max_peers:
+                reason = f"it has {self._max_peers} peers already"
+            self._num_coming += 1
+        try:
+            if reason is not None:
+                session.send({"refused": reason})
+                raise RefusedError(reason)
+            endpoint = self._establish(session, theirs, address)
+            with self._lock:
+                self._peers.add(endpoint)
+        finally:
+            with self._lock:
+                self._num_coming -= 1
+        self._ready.put(endpoint)
+        if self._is_closed:
+            self._close_waiting()
+            self._ready.put(None)
+
+    def _refuse(self, reason: str) -> None:
+        now = time.monotonic()
+        with self._lock:
+            self._num_refused += 1
+            if now - self._logged_at < _LOG_EVERY_S:
+                return
+            num_more = self._num_refused - self._num_logged - 1
+            self._num_logged, self._logged_at = self._num_refused, now
+        logger.warning("%s refused %s (and %d more before)", self.url, reason, num_more)
