@@ -246,17 +246,22 @@ class QueuePair:
     def reap(self) -> int:
         """Take what has completed; how much of it has arrived. PeerLostError: a write did not
         reach the peer; TransportError: it was refused."""
-        num_arrived, completions = self._received.poll(16)
-        for completion in completions:
-            self._check(completion)
+        num_arrived, arrived = self._received.poll(16)
+        flushed = None
+        for completion in arrived:
+            if completion.status != self._e.IBV_WC_SUCCESS:
+                flushed = completion  # because of what a write met with, or the peer did
+                break
             self._pair.post_recv(self._receive)
             self.num_arrived += completion.imm_data != 0
-        count, completions = self._sent.poll(4)
+        count, sent = self._sent.poll(4)
         while count:
-            for completion in completions:
+            for completion in sent:
                 self._check(completion)
                 self._num_completed = completion.wr_id
-            count, completions = self._sent.poll(4)
+            count, sent = self._sent.poll(4)
+        if flushed is not None:
+            self._check(flushed)
         return int(num_arrived)
 
     def _check(self, completion: Any) -> None:

@@ -49,6 +49,10 @@ class Options:
     gid: int | None = None
     imm: bool | None = None
 
+    def for_both(self) -> str:
+        """Of a listener's options, those that a peer on another machine can take over."""
+        return "" if self.imm is None else f"?imm={self.imm:d}"
+
 
 class RdmaTransport:
     @staticmethod
@@ -91,7 +95,7 @@ class RdmaTransport:
         return RdmaListener(
             options,
             sock,
-            f"rdma://{shown}:{sock.getsockname()[1]}",
+            f"rdma://{shown}:{sock.getsockname()[1]}{options.for_both()}",
             key=key,
             info=info,
             window_bytes=window_bytes,

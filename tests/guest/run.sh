@@ -53,7 +53,7 @@ timeout "$limit" qemu-system-x86_64 -accel "$accel" -cpu "$cpu" -smp 1 -m "${GUE
   -device virtio-9p-pci,fsdev=job,mount_tag=job \
   -device virtio-rng-pci < /dev/null 2>&1 |
   sed -u -e 's/\x1b[^a-zA-Z]*[a-zA-Z]//g' -e 's/\r//g' \
-    -e '/^SeaBIOS/d' -e 's/^Booting from ROM\.*//' -e '/reboot: Power/d' || true
+    -e '/^SeaBIOS/d' -e 's/^Booting from ROM\.\.//' -e '/reboot: Power/d' || true
 
 [ -s "$job/code" ] || {
   echo "the guest did not finish within ${limit} s"
