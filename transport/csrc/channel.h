@@ -11,12 +11,6 @@
 
 namespace ms {
 
-struct Message {
-  uintptr_t address;
-  size_t num_bytes;
-  uint64_t number;
-};
-
 class Channel {
  public:
   explicit Channel(std::shared_ptr<Link> link) : link_(std::move(link)) {}

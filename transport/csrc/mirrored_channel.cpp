@@ -4,9 +4,6 @@
 #include <time.h>
 
 #include <algorithm>
-#include <string>
-
-#include "crc32c.h"
 
 namespace ms {
 namespace {
@@ -28,65 +25,44 @@ MirroredChannel::MirroredChannel(std::shared_ptr<Memory> own, std::shared_ptr<Me
       writer_(std::move(writer)),
       max_message_bytes_(std::min(max_message_bytes, mirror_->window_bytes() / 4)),
       is_ordered_(is_ordered),
-      outbox_(mirror_->window_bytes()),
-      inbox_(own_->window_bytes()) {}
+      ring_(own_->base(), own_->window_bytes(), mirror_->window_bytes()) {}
 
 void MirroredChannel::free_memory() {
   own_.reset();
   mirror_.reset();
 }
 
-// It comes by two ways, of which either may be the later one.
-void MirroredChannel::see_consumed(uint64_t consumed) {
-  if (consumed > outbox_.num_consumed()) outbox_.set_consumed(consumed);
-}
-
 uint64_t MirroredChannel::send(const Segments& segments, size_t bytes, int64_t deadline_ns) {
   waiting_since_ns_ = now_ns();
   size_t offset = 0;
-  const auto has_room = [&] {
-    see_consumed(own_->header().consumed.load(std::memory_order_acquire));
-    return outbox_.find_room(bytes, offset);
-  };
+  const auto has_room = [&] { return ring_.find_room(bytes, offset); };
   const bool found = wait(deadline_ns, has_room, [&](int64_t until) { sleep(until); });
   if (link_->is_over()) throw_lost();
   if (!found) throw TimedOut("the peer's window is full");
   const uint32_t crc = gather(mirror_->payload() + offset, segments);
-  const Descriptor made = outbox_.add(offset, bytes, crc, inbox_.tell());
+  const Descriptor made = ring_.outbox.add(offset, bytes, crc, ring_.inbox.tell());
   mirror_->slot(made.number) = made;
   writer_->write(PAYLOAD_AT + offset, bytes, DESCRIPTORS_AT + made.number % NUM_SLOTS * sizeof made);
   return made.number;
 }
 
 bool MirroredChannel::has_arrived() {
-  const uint64_t due = inbox_.next();
-  const uint64_t number = number_in(own_->slot(due));
-  if (number != due) {
-    if (number != (due > NUM_SLOTS ? due - NUM_SLOTS : 0))
-      throw CorruptMessage("message " + std::to_string(number) + " where " + std::to_string(due) + " is due");
-    return false;
-  }
-  if (!is_ordered_ && num_arrived_ < due) num_arrived_ = writer_->num_arrived();
-  return is_ordered_ || num_arrived_ >= due;
+  if (!ring_.has_arrived()) return false;
+  if (is_ordered_) return true;
+  if (num_arrived_ < ring_.inbox.next()) num_arrived_ = writer_->num_arrived();
+  return num_arrived_ >= ring_.inbox.next();
 }
 
 std::optional<Message> MirroredChannel::receive(int64_t deadline_ns) {
   waiting_since_ns_ = now_ns();
   if (!wait(deadline_ns, [&] { return has_arrived(); }, [&](int64_t until) { sleep(until); })) return {};
-  const Descriptor descriptor = own_->slot(inbox_.next());  // ours: the peer can still write there
-  inbox_.check(descriptor);
-  see_consumed(descriptor.consumed);
-  const uint8_t* data = own_->payload() + descriptor.offset;
-  if (crc32c(0, data, descriptor.length) != descriptor.payload_crc)
-    throw CorruptMessage("message " + std::to_string(inbox_.next()) + " does not fit its checksum");
-  inbox_.take(descriptor);
-  return Message{reinterpret_cast<uintptr_t>(data), descriptor.length, descriptor.number};
+  return ring_.take();
 }
 
 void MirroredChannel::give_back(uint64_t number) {
-  inbox_.release(number);
-  if (!inbox_.is_credit_due() || link_->is_over()) return;
-  mirror_->header().consumed.store(inbox_.tell(), std::memory_order_relaxed);
+  ring_.inbox.release(number);
+  if (!ring_.inbox.is_credit_due() || link_->is_over()) return;
+  mirror_->header().consumed.store(ring_.inbox.tell(), std::memory_order_relaxed);
   writer_->tell();
 }
 

@@ -38,15 +38,13 @@ class MirroredChannel final : public Channel {
 
  private:
   bool has_arrived();
-  void see_consumed(uint64_t consumed);
   void sleep(int64_t deadline_ns);
 
   std::shared_ptr<Memory> own_, mirror_;
   const std::unique_ptr<Writer> writer_;
   const size_t max_message_bytes_;
   const bool is_ordered_;
-  Outbox outbox_;
-  Inbox inbox_;
+  Ring ring_;
   uint64_t num_arrived_ = 0;
   int64_t waiting_since_ns_ = 0, asked_ns_ = 0;
 };

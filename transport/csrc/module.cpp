@@ -51,6 +51,10 @@ size_t checked_window(size_t bytes) {
   return bytes;
 }
 
+nb::object tuple_of(const Message& message) {
+  return nb::make_tuple(message.address, message.num_bytes, message.number);
+}
+
 uint64_t post(Channel& channel, nb::handle given, double timeout_s) {
   const Segments segments = segments_of(given);
   nb::gil_scoped_release release;
@@ -63,8 +67,7 @@ nb::object poll(Channel& channel, double timeout_s) {
     nb::gil_scoped_release release;
     message = channel.poll(timeout_s);
   }
-  if (!message) return nb::none();
-  return nb::make_tuple(message->address, message->num_bytes, message->number);
+  return message ? tuple_of(*message) : nb::object(nb::none());
 }
 
 uint32_t gather_at(uintptr_t address, nb::handle given) {
@@ -131,8 +134,8 @@ NB_MODULE(_windows, m) {
       .def_static("of_fd", [](size_t bytes, int fd) { return std::make_shared<Memory>(checked_window(bytes), fd); },
                   "window_bytes"_a, "fd"_a)
       .def("keep_from_forks", &Memory::keep_from_forks)
-      .def_prop_ro("address", [](const Memory& memory) { return reinterpret_cast<uintptr_t>(&memory.header()); })
-      .def_prop_ro("num_bytes", [](const Memory& memory) { return PAYLOAD_AT + memory.window_bytes(); });
+      .def_prop_ro("address", [](const Memory& memory) { return reinterpret_cast<uintptr_t>(memory.base()); })
+      .def_prop_ro("num_bytes", &Memory::num_bytes);
   nb::class_<Channel>(m, "Channel")
       .def_prop_ro("max_message_bytes", &Channel::max_message_bytes)
       .def("post", &post, "segments"_a, "timeout_s"_a)
