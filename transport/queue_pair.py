@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from transport.base import PeerLostError, RefusedError, TransportError
-from transport.verbs import Port, pyverbs, verbs_errors
+from transport.verbs import Port, constants, pyverbs, verbs_errors
 
 MAX_INLINE_BYTES = 64
 """Copied into the work request itself, which saves the device a read of our memory."""
@@ -86,7 +86,7 @@ class QueuePair:
         TransportError.
         """
         self._port = port
-        self._e = e = pyverbs("enums")
+        self._e = e = constants()
         self._wr = pyverbs("wr")
         self._error = pyverbs("pyverbs_error").PyverbsError
         self._send_limit = 2 * max_posts + 4 * SIGNAL_EVERY
@@ -108,7 +108,11 @@ class QueuePair:
             self._pair = qp.QP(
                 self._domain,
                 qp.QPInitAttr(
-                    qp_type=e.IBV_QPT_RC, scq=self._sent, rcq=self._received, cap=capacity
+                    qp_type=e.IBV_QPT_RC,
+                    scq=self._sent,
+                    rcq=self._received,
+                    cap=capacity,
+                    sq_sig_all=0,
                 ),
                 qp.QPAttr(port_num=port.number),
             )

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import enum
+import functools
 import importlib
 import importlib.util
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from transport.base import TransportError
@@ -52,6 +56,22 @@ def _import_debian_package() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     sys.modules["pyverbs"] = module
+
+
+@functools.cache
+def constants() -> SimpleNamespace:
+    """The IBV_... numbers, which releases keep in modules and enumerations of different names."""
+    try:
+        module = pyverbs("enums")
+    except RdmaUnavailableError:
+        module = pyverbs("libibverbs_enums")
+    found: dict[str, int] = {}
+    for name, value in vars(module).items():
+        if isinstance(value, type) and issubclass(value, enum.IntEnum | enum.IntFlag):
+            found |= {member: int(value[member]) for member in value.__members__}
+        elif name.startswith("IBV_"):
+            found[name] = int(value)
+    return SimpleNamespace(**found)
 
 
 @contextlib.contextmanager
@@ -101,7 +121,7 @@ def open_port(
     """
     api = pyverbs("device")
     try:
-        names = [found.name.decode() for found in api.get_device_list()]
+        names = [os.fsdecode(found.name) for found in api.get_device_list()]
     except pyverbs("pyverbs_error").PyverbsError:  # this kernel has no RDMA at all
         names = []
     if device is not None and device not in names:
@@ -132,7 +152,7 @@ def _ports(
     context: Any, name: str, number: int | None, gid_index: int | None, local_ip: str | None
 ) -> Iterator[tuple[int, Port]]:
     """Ports with each of their GIDs, and how well it fits."""
-    e = pyverbs("enums")
+    e = constants()
     gids = context.query_gid_table(1024)
     for i in range(1, context.query_device().phys_port_cnt + 1):
         attributes = context.query_port(i)
