@@ -211,7 +211,8 @@ class Target(NamedTuple):
 
 class StreamSender:
     """Sends from a stream: the host places a message's requests in the send queue beforehand, and
-    the stream tells the device of them when it gets there. One stream at a time."""
+    the stream tells the device of them when it gets there. One stream at a time, and one sender
+    for each open device: they would share pages."""
 
     def __init__(self, gpu: Gpu, queue: SendQueue) -> None:
         """GpuUnavailableError: the driver does not map the device's register. For NVIDIA's it
@@ -242,8 +243,10 @@ class StreamSender:
         """Once the stream has come here, the payload is written to the peer, and the number after
         it. reports: a completion comes of it, which the caller takes, and says so by `done`.
 
-        TransportError: the send queue is full.
+        ValueError: an empty payload. TransportError: the send queue is full.
         """
+        if not 0 < source.num_bytes < 1 << 31:  # 0 would be 2 GiB
+            raise ValueError(f"a payload of {source.num_bytes} bytes")
         if self._num_filled + 2 - self._num_done > self._queue.num_blocks:
             raise TransportError("the send queue is full")
         length, inline = source.num_bytes, struct.pack("<Q", number)

@@ -85,6 +85,7 @@ class QueuePair:
 
         TransportError.
         """
+        self.context = port.context  # this, `domain` and `pair` are pyverbs's, for transport.gpu
         self._port = port
         self._e = e = constants()
         self._wr = pyverbs("wr")
@@ -100,13 +101,13 @@ class QueuePair:
         self._last_requests: dict[tuple[int, int, int | None], Any] = {}
         cq, qp = pyverbs("cq"), pyverbs("qp")
         with verbs_errors("setting up a queue pair"):
-            self._domain = pyverbs("pd").PD(port.context)
+            self.domain = pyverbs("pd").PD(port.context)
             self._channel, self.event_fd = _completion_channel(cq, port.context)
             self._sent = cq.CQ(port.context, self._send_limit)
             self._received = cq.CQ(port.context, self._num_receives, None, self._channel)
             capacity = qp.QPCap(self._send_limit, self._num_receives, 1, 1, MAX_INLINE_BYTES)
-            self._pair = qp.QP(
-                self._domain,
+            self.pair = qp.QP(
+                self.domain,
                 qp.QPInitAttr(
                     qp_type=e.IBV_QPT_RC,
                     scq=self._sent,
@@ -122,7 +123,7 @@ class QueuePair:
             num_sge=1, sg=[self._wr.SGE(window[0], 64, self._window.lkey)]
         )
         self.address = QueuePairAddress(
-            queue_pair=self._pair.qp_num,
+            queue_pair=self.pair.qp_num,
             packet_number=secrets.randbits(24),
             lid=port.lid,
             gid=port.gid,
@@ -134,7 +135,7 @@ class QueuePair:
     def _register(self, address: int, num_bytes: int, access: int) -> Any:
         try:
             return pyverbs("mr").MR(
-                self._domain, num_bytes, access | self._e.IBV_ACCESS_LOCAL_WRITE, address
+                self.domain, num_bytes, access | self._e.IBV_ACCESS_LOCAL_WRITE, address
             )
         except pyverbs("pyverbs_error").PyverbsRDMAError as error:
             raise TransportError(
@@ -173,10 +174,10 @@ class QueuePair:
                 port_num=port.number,
                 gr=route if port.is_ethernet else None,
             )
-            self._pair.to_init(attributes)
+            self.pair.to_init(attributes)
             for _ in range(self._num_receives):
-                self._pair.post_recv(self._receive)
-            self._pair.to_rts(attributes)
+                self.pair.post_recv(self._receive)
+            self.pair.to_rts(attributes)
         self._peer = peer
         self._source = self._wr.SGE(0, 0, self._outgoing.lkey)
         self._outgoing_address = outgoing[0]
@@ -185,7 +186,7 @@ class QueuePair:
         """Whether the device promises that memory fills in the order of the peer's writes. If
         not, only `num_arrived` tells that they are all there. Once connected."""
         write = self._e.IBV_WR_RDMA_WRITE
-        return bool(self._pair.query_data_in_order(write, 0))
+        return bool(self.pair.query_data_in_order(write, 0))
 
     def write(
         self, pieces: list[tuple[int, int]], immediate: int | None, *, reports: bool = False
@@ -216,7 +217,7 @@ class QueuePair:
             chain.append(self._request(e.IBV_WR_RDMA_WRITE, offset, num_bytes))
             chain[-1].next_wr = chain[-2]
         try:
-            self._pair.post_send(chain[-1])
+            self.pair.post_send(chain[-1])
         except self._error as error:
             raise TransportError(f"posting a write: {error}") from error
         finally:
@@ -256,7 +257,7 @@ class QueuePair:
             if completion.status != self._e.IBV_WC_SUCCESS:
                 flushed = completion  # because of what a write met with, or the peer did
                 break
-            self._pair.post_recv(self._receive)
+            self.pair.post_recv(self._receive)
             self.num_arrived += completion.imm_data != 0
         count, sent = self._sent.poll(4)
         while count:
@@ -291,14 +292,14 @@ class QueuePair:
         for request in self._last_requests.values():
             request.close()
         for thing in (
-            self._pair,
+            self.pair,
             self._sent,
             self._received,
             self._channel,
             self._window,
             self._outgoing,
-            self._domain,
-            self._port.context,
+            self.domain,
+            self.context,
         ):
             if thing is not None:
                 thing.close()
