@@ -18,7 +18,7 @@ import pytest
 
 import transport
 from transport import control, verbs
-from transport._windows import DESCRIPTOR_BYTES, PAYLOAD_AT, Link, Memory, MirroredChannel
+from transport._windows import DESCRIPTOR_SENT_BYTES, PAYLOAD_AT, Link, Memory, MirroredChannel
 from transport.base import (
     CorruptMessageError,
     PeerLostError,
@@ -178,7 +178,7 @@ class Copier:
         else:
             self.copy(payload, payload_bytes)
             self.peer.num_arrived_here += 1
-        self.copy(descriptor, DESCRIPTOR_BYTES)
+        self.copy(descriptor, DESCRIPTOR_SENT_BYTES)
 
     def deliver(self) -> None:
         for piece in self.waiting:

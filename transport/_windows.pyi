@@ -4,8 +4,10 @@ from typing import Protocol
 from transport.base import Segment
 
 NUM_SLOTS: int
-PAYLOAD_AT: int
+DESCRIPTORS_AT: int
 DESCRIPTOR_BYTES: int
+DESCRIPTOR_SENT_BYTES: int
+PAYLOAD_AT: int
 
 def crc32c(address: int, num_bytes: int, crc: int = 0) -> int: ...
 def gather(address: int, segments: Sequence[Segment]) -> int: ...

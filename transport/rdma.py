@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from transport import control
-from transport._windows import DESCRIPTOR_BYTES, NUM_SLOTS, Link, Memory, MirroredChannel
+from transport._windows import DESCRIPTOR_SENT_BYTES, NUM_SLOTS, Link, Memory, MirroredChannel
 from transport.base import Peer, PeerLostError, RefusedError, TransportError
 from transport.endpoint import ChannelEndpoint
 from transport.listener import SocketListener
@@ -213,7 +213,7 @@ class _Wire:
                 raise
 
     def write(self, payload: int, payload_bytes: int, descriptor: int) -> None:
-        pieces = [(descriptor, DESCRIPTOR_BYTES)]
+        pieces = [(descriptor, DESCRIPTOR_SENT_BYTES)]
         if payload_bytes:
             pieces.insert(0, (payload, payload_bytes))
         with self._using() as pair:

@@ -32,6 +32,11 @@ void MirroredChannel::free_memory() {
   mirror_.reset();
 }
 
+bool MirroredChannel::is_quick_to_send(size_t bytes) {
+  size_t offset;
+  return ring_.find_room(bytes, offset);
+}
+
 uint64_t MirroredChannel::send(const Segments& segments, size_t bytes, int64_t deadline_ns) {
   waiting_since_ns_ = now_ns();
   size_t offset = 0;

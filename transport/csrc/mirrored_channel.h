@@ -31,6 +31,8 @@ class MirroredChannel final : public Channel {
   size_t max_message_bytes() const override { return max_message_bytes_; }
 
  protected:
+  bool is_quick_to_send(size_t bytes) override;
+  bool is_quick_to_receive() override { return has_arrived() && ring_.due_bytes() <= QUICK_BYTES; }
   uint64_t send(const Segments& segments, size_t bytes, int64_t deadline_ns) override;
   std::optional<Message> receive(int64_t deadline_ns) override;
   void give_back(uint64_t number) override;

@@ -57,23 +57,36 @@ nb::object tuple_of(const Message& message) {
 
 uint64_t post(Channel& channel, nb::handle given, double timeout_s) {
   const Segments segments = segments_of(given);
+  // Who gives the interpreter away may wait long until it is back.
+  if (const auto number = channel.post_at_once(segments)) return *number;
   nb::gil_scoped_release release;
   return channel.post(segments, timeout_s);
 }
 
 nb::object poll(Channel& channel, double timeout_s) {
-  std::optional<Message> message;
-  {
+  std::optional<Message> message = channel.poll_at_once();
+  if (!message) {
     nb::gil_scoped_release release;
     message = channel.poll(timeout_s);
   }
   return message ? tuple_of(*message) : nb::object(nb::none());
 }
 
+// To release the interpreter and take it back costs as much as some ten kilobytes.
+template <class Work>
+uint32_t released_if_long(size_t bytes, Work work) {
+  if (bytes <= Channel::QUICK_BYTES) return work();
+  nb::gil_scoped_release release;
+  return work();
+}
+
 uint32_t gather_at(uintptr_t address, nb::handle given) {
   const Segments segments = segments_of(given);
-  nb::gil_scoped_release release;
-  return gather(reinterpret_cast<void*>(address), segments);
+  return released_if_long(total_bytes(segments), [&] { return gather(reinterpret_cast<void*>(address), segments); });
+}
+
+uint32_t crc32c_at(uintptr_t address, size_t size, uint32_t crc) {
+  return released_if_long(size, [&] { return crc32c(crc, reinterpret_cast<const void*>(address), size); });
 }
 
 template <class Error>
@@ -109,13 +122,12 @@ NB_MODULE(_windows, m) {
   translate_to<CorruptMessage>("CorruptMessageError");
   translate_to<TimedOut>("TransportTimeoutError");
   m.attr("NUM_SLOTS") = NUM_SLOTS;
+  m.attr("DESCRIPTORS_AT") = DESCRIPTORS_AT;
+  m.attr("DESCRIPTOR_BYTES") = sizeof(Descriptor);
+  m.attr("DESCRIPTOR_SENT_BYTES") = DESCRIPTOR_SENT_BYTES;
   m.attr("PAYLOAD_AT") = PAYLOAD_AT;
-  m.attr("DESCRIPTOR_BYTES") = DESCRIPTOR_BYTES;
 
-  m.def("crc32c", [](uintptr_t address, size_t size, uint32_t crc) {
-    nb::gil_scoped_release release;
-    return crc32c(crc, reinterpret_cast<const void*>(address), size);
-  }, "address"_a, "num_bytes"_a, "crc"_a = 0);
+  m.def("crc32c", &crc32c_at, "address"_a, "num_bytes"_a, "crc"_a = 0);
   m.def("gather", &gather_at, "address"_a, "segments"_a);
   m.def("create_window_fd", [](size_t bytes) { return create_window_fd(checked_window(bytes)); }, "window_bytes"_a);
 

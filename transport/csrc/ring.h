@@ -41,8 +41,8 @@ struct alignas(64) Descriptor {
 };
 static_assert(sizeof(Descriptor) == 64);
 // Without what is unused, and ending with the number.
-constexpr size_t DESCRIPTOR_BYTES = 40;
-static_assert(offsetof(Descriptor, number) + sizeof(uint64_t) == DESCRIPTOR_BYTES);
+constexpr size_t DESCRIPTOR_SENT_BYTES = 40;
+static_assert(offsetof(Descriptor, number) + sizeof(uint64_t) == DESCRIPTOR_SENT_BYTES);
 static_assert(NUM_SLOTS * sizeof(Descriptor) <= PAYLOAD_AT - DESCRIPTORS_AT);
 
 // The number in a slot that the peer writes. What it wrote before is seen after this.
@@ -115,6 +115,8 @@ class Ring {
   bool has_news() const { return header().consumed.load() > outbox.num_consumed(); }
   // CorruptMessage: a number that cannot be there.
   bool has_arrived() const;
+  // Of the message that has arrived, as it says.
+  size_t due_bytes() const { return due().length; }
   // The message that has arrived, checked. CorruptMessage.
   Message take();
   Header& header() const { return *reinterpret_cast<Header*>(window_); }

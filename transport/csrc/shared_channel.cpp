@@ -24,6 +24,13 @@ void SharedChannel::free_memory() {
   peers_.reset();
 }
 
+bool SharedChannel::is_quick_to_send(size_t bytes) {
+  size_t offset;
+  return ring_.find_room(bytes, offset);
+}
+
+bool SharedChannel::is_quick_to_receive() { return ring_.has_arrived() && ring_.due_bytes() <= QUICK_BYTES; }
+
 uint64_t SharedChannel::send(const Segments& segments, size_t bytes, int64_t deadline_ns) {
   size_t offset = 0;
   const auto has_room = [&] { return ring_.find_room(bytes, offset); };

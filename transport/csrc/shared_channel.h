@@ -13,6 +13,8 @@ class SharedChannel final : public Channel {
   size_t max_message_bytes() const override { return ring_.outbox.max_message_bytes(); }
 
  protected:
+  bool is_quick_to_send(size_t bytes) override;
+  bool is_quick_to_receive() override;
   uint64_t send(const Segments& segments, size_t bytes, int64_t deadline_ns) override;
   std::optional<Message> receive(int64_t deadline_ns) override;
   void give_back(uint64_t number) override;
