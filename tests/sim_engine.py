@@ -26,14 +26,12 @@ from serve.core import EngineCore
 from serve.memory_policy import make_policy
 from serve.plan import SchedulerLimits
 from serve.recovery import MemoryRecovery, Prober
-from serve.request import SamplingParams
 from serve.runner import ModelRunner
 from serve.scheduler import Scheduler
 from serve.state import RequestState
 from tests.sim_model import FIRST_TOKEN, NUM_TOKENS, ExactModel, layers
 from tests.sim_nodes import SimNode
 from tests.sim_world import InTurn, SimEndpoint, World
-from transport.base import TransportError
 
 MAX_LEN = 160
 MAX_RUNNING = 5
