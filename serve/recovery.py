@@ -27,7 +27,7 @@ _PROBE_S = 1.0
 _PROBE_CONNECT_S = 0.5
 # Computing everything again may take so long, so that a node that is back can take part.
 _REJOIN_S = 2.0
-_SETTLED_S = 5.0
+SETTLED_S = 5.0
 
 
 class MemoryRecovery:
@@ -140,7 +140,7 @@ class MemoryRecovery:
         """A node is back: share the K/V with it when that is cheap."""
         waiting = [m for m in self._nodes.members if any(u in self._nodes.missing for u in m.urls)]
         back = [member for member in waiting if self._is_back(member)]
-        if not back or self._clock() < self._changed_at + _SETTLED_S:
+        if not back or self._clock() < self._changed_at + SETTLED_S:
             return
         running = self._scheduler.running
         num_tokens = sum([sequence.num_computed_tokens for sequence in running])
