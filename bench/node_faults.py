@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -26,6 +27,7 @@ from bench.fault_rig import START_S, EngineProcess, Node, Proxy, Site, can_have_
 
 _LOOK_BACK_S = 0.5
 _LOOK_ON_S = 8.0
+_NOTICED_S = 2.0  # by then, if at all
 GOALS = {"kill": 0.25, "stop_5": 1.5, "down": 1.5, "cut_both": 1.5, "cut_to": 1.5, "cut_from": 1.5}
 """Seconds until it is noticed (RELIABILITY 5)."""
 
@@ -180,6 +182,7 @@ class Run:
         self.faults.append(fault)
         self.kinds()[kind](self.random.choice(self.nodes))
         fault.ended = time.monotonic()
+        time.sleep(max(0.3, fault.at + _NOTICED_S - fault.ended))
         self.engine.wait_for(lambda: self.engine.pages >= self.all_pages, START_S, "recovery")
         noticed = self.engine.first_log("memory node", fault.at)
         fault.noticed_s = None if noticed is None else noticed - fault.at
@@ -219,21 +222,23 @@ class Run:
         for request in self.requests:
             times = request["times"]
             assert isinstance(times, list)
-            for earlier, later in zip(times, times[1:], strict=False):
+            for earlier, later in pairwise(times):
                 if later >= fault.at and first <= later and earlier <= last:
                     longest = max(longest, later - earlier)
         return longest
 
 
 def table(faults: list[Fault]) -> str:
-    lines = [f"{'fault':12} {'n':>4} {'noticed':>8} {'median s':>9} {'max s':>7} {'gap s':>7} {'max':>7}"]
+    lines = [
+        f"{'fault':12} {'n':>4} {'noticed':>8} {'median s':>9} {'max s':>7} {'gap s':>7} {'max':>7}"
+    ]
     for kind in sorted({fault.kind for fault in faults}):
         own = [fault for fault in faults if fault.kind == kind]
         times = [fault.noticed_s for fault in own if fault.noticed_s is not None]
         gaps = [fault.gap_s for fault in own]
-        shown = (f"{median(times):9.3f} {max(times):7.3f}") if times else f"{'-':>9} {'-':>7}"
+        shown = f"{median(times):8.3f} {max(times):8.3f}" if times else f"{'-':>8} {'-':>8}"
         lines.append(
-            f"{kind:12} {len(own):4} {len(times):8} {shown} {median(gaps):7.3f} {max(gaps):7.3f}"
+            f"{kind:12} {len(own):4} {len(times):8} {shown} {median(gaps):8.3f} {max(gaps):8.3f}"
         )
     return "\n".join(lines)
 
@@ -262,7 +267,10 @@ def main() -> int:
                     break
                 run.inflict(kinds[number % len(kinds)])
         except BaseException:
-            print((Path(folder) / "engine.log").read_text()[-4000:], file=sys.stderr)
+            for event in run.engine.of("log")[-30:]:
+                print(f"{event['at']:.3f} {event['text']}", file=sys.stderr)
+            for log in sorted(Path(folder).glob("*.log")):
+                print(log.name, log.read_text()[-1500:], sep="\n", file=sys.stderr)
             raise
         finally:
             run.close()
