@@ -7,11 +7,12 @@ back with a later epoch puts its older self out; one with an older epoch is refu
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -108,7 +109,7 @@ class MemoryNode:
         )
         connection.thread = thread
         with self._lock:
-            if self._is_closing:
+            if self._is_closing or self._is_draining:
                 endpoint.close()
                 return
             self._connections.add(connection)
@@ -130,10 +131,16 @@ class MemoryNode:
         """End all connections and give their memory back."""
         self._is_closing = True
         with self._lock:
-            live = list(self._connections)
-        for connection in live:
-            self._put_out(connection)
+            connections = list(self._connections)
+        self._put_out(connections)
         self._wait(_PUT_OUT_S)
+
+    def _put_out(self, connections: Sequence[_Connection]) -> None:
+        """Their threads, where they have some, find out and end."""
+        for connection in connections:
+            connection.endpoint.close()
+            if connection.thread is None:
+                self._end(connection)
 
     def _wait(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
@@ -151,29 +158,16 @@ class MemoryNode:
         """A message, or work that was put off; False: the connection has ended."""
         if connection.has_ended:
             return False
-        endpoint = connection.endpoint
         try:
             if connection.loop is not None:
                 self._work(connection, connection.loop, wait_s)
                 return True
             if self._attach(connection):
                 return True
-        except WireError as error:
-            self._offended(connection, error)
-        except TransportError as error:
-            logger.info("engine at %s: %s", endpoint.peer.address, error)
         except Exception as error:
-            logger.exception("the engine at %s met a fault of ours", endpoint.peer.address)
-            code = ErrorCode.FULL if isinstance(error, MemoryError) else ErrorCode.FAULT
-            self._tell(connection, WireError(code, type(error).__name__))
+            self._failed(connection, error)
         self._end(connection)
         return False
-
-    def _put_out(self, connection: _Connection) -> None:
-        """Its own thread ends it, if it has one."""
-        connection.endpoint.close()
-        if connection.thread is None:
-            self._end(connection)
 
     def _end(self, connection: _Connection) -> None:
         connection.has_ended = True
@@ -185,13 +179,24 @@ class MemoryNode:
         with self._lock:
             if session is not None:
                 self._num_queries += session.num_queries
+                connection.session = None
             self._connections.discard(connection)
 
-    def _offended(self, connection: _Connection, error: WireError) -> None:
+    def _failed(self, connection: _Connection, error: Exception) -> None:
+        """Why a connection is about to end."""
         address = connection.endpoint.peer.address
-        logger.warning("engine at %s: %s (%s)", address, error, error.code.name)
-        self._num_offences += 1
-        self._tell(connection, error)
+        if isinstance(error, TransportError):
+            logger.info("engine at %s: %s", address, error)
+            return
+        if isinstance(error, WireError):
+            logger.warning("engine at %s: %s (%s)", address, error, error.code.name)
+            self._num_offences += 1
+            self._tell(connection, error)
+            return
+        logger.error("the engine at %s met a fault of ours", address, exc_info=error)
+        is_full = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+        code = ErrorCode.FULL if is_full else ErrorCode.FAULT
+        self._tell(connection, WireError(code, type(error).__name__))
 
     def _tell(self, connection: _Connection, error: WireError) -> None:
         try:
@@ -289,8 +294,7 @@ class MemoryNode:
                 self._epochs.popitem(last=False)
             older = [c for c in self._connections if c.engine == request.engine]
             connection.engine = request.engine
-        for other in older:
-            self._put_out(other)
+        self._put_out(older)
         for other in older:
             if other.thread is not None:
                 other.thread.join(_PUT_OUT_S)

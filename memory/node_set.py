@@ -19,7 +19,7 @@ from memory.attach import AttachRequest, NodeLayout
 from memory.edit_log import EditLog
 from memory.node_link import NodeError, NodeLink
 from memory.placement import Share
-from memory.wire import ErrorCode
+from memory.wire import ErrorCode, WireType
 from transport.base import Endpoint, TransportError
 
 logger = logging.getLogger(__name__)
@@ -68,17 +68,19 @@ class NodeSet:
         partition: str,
         connect: Connect,
         *,
+        wire: WireType = WireType.FLOAT32,
         local: Callable[[], Endpoint] | None = None,
         bytes_per_node: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         pool: Callable[[int], Executor] = ThreadPoolExecutor,
     ) -> None:
-        """template: what a node that holds everything would be asked for. local: attaches this
-        machine's memory. bytes_per_node: asked for at most; None: all that is free. pool: so
-        many connect side by side in it."""
+        """template: what a node that holds everything would be asked for. wire: of q and results.
+        local: attaches this machine's memory. bytes_per_node: asked for at most; None: all that
+        is free. pool: so many connect side by side in it."""
         self.members = list(members)
         self._template = template
         self._partition = partition
+        self._wire = wire
         self.connect = connect
         self._local = local
         self._bytes_per_node = bytes_per_node
@@ -89,6 +91,11 @@ class NodeSet:
         self.min_pages = template.min_pages
         """Less than that is no use, on any node."""
         self.num_lost = 0
+
+    @property
+    def num_nodes(self) -> int:
+        """That there are, attached or missing."""
+        return sum([len(member.urls) for member in self.members])
 
     @property
     def missing(self) -> list[str]:
@@ -157,6 +164,7 @@ class NodeSet:
                     num_pages=self.min_pages,
                 ),
                 timeout_s,
+                self._wire,
             )
         except TransportError:
             return False
@@ -214,7 +222,7 @@ class NodeSet:
                 if min(wanted) < request.min_pages:
                     raise NodeError(ErrorCode.FULL, f"{min(wanted)} pages are too few")
                 request = replace(request, num_pages=min(wanted), epoch=self._epoch)
-                granted.append(link.attach(request, timeout_s))
+                granted.append(link.attach(request, timeout_s, self._wire))
             except TransportError as error:
                 reasons[link.url] = str(error)
                 logger.warning("memory node %s: %s", link.url, error)

@@ -162,6 +162,7 @@ class EngineCore:
         return engine_stats(
             self._scheduler,
             self._rejection,
+            self._recovery,
             num_unfinished=len(self._unfinished),
             num_steps=self._num_steps,
             num_prefill_rows=self._num_prefill_rows,

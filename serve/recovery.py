@@ -44,7 +44,7 @@ class MemoryRecovery:
     ) -> None:
         """books: of each member. end: ends a sequence with an error. prober: looks for nodes
         that are missing; a thread of its own by default."""
-        self._nodes = nodes
+        self.nodes = nodes
         self._books = list(books)
         self._scheduler = scheduler
         self._end = end
@@ -65,7 +65,7 @@ class MemoryRecovery:
         self._try_at = 0.0
 
     def _lose(self) -> None:
-        numbers = set(self._nodes.lose())
+        numbers = set(self.nodes.lose())
         kv = self._scheduler.kv
         members = [book.ranges[0].start for book in self._books]
         ends = [*members[1:], 1 << 62]
@@ -77,7 +77,7 @@ class MemoryRecovery:
         self.num_recomputed += num_lost
         for number in numbers:
             self._books[number].reset(0)
-            self._nodes.members[number].edits.take()
+            self.nodes.members[number].edits.take()
         if numbers:
             logger.info(
                 "K/V of %d sequences is computed again; %d pages left", num_lost, kv.num_pages
@@ -85,7 +85,7 @@ class MemoryRecovery:
 
     def look(self) -> None:
         """In idle moments: nodes that want to go are left, those that are back are taken."""
-        if not self._nodes.look():
+        if not self.nodes.look():
             self._lose()
             self._try_at = 0.0
         self.is_ready()
@@ -93,17 +93,17 @@ class MemoryRecovery:
     def is_ready(self) -> bool:
         """Called before each step: whether there is memory to compute with. Places what is
         nowhere, and lets nodes go or come back."""
-        if self._nodes.is_leaving:
+        if self.nodes.is_leaving:
             self._lose()
             self._try_at = 0.0
-        empty = [i for i, member in enumerate(self._nodes.members) if not member.num_pages]
+        empty = [i for i, member in enumerate(self.nodes.members) if not member.num_pages]
         if empty:
             self._place(empty)
-        elif self._nodes.missing:
+        elif self.nodes.missing:
             self._rejoin()
-        if self._nodes.missing:
+        if self.nodes.missing:
             self._prober.start()
-        if any(member.num_pages for member in self._nodes.members):
+        if any(member.num_pages for member in self.nodes.members):
             self._lost_at = None
             self._num_tries = 0
             return True
@@ -112,16 +112,16 @@ class MemoryRecovery:
 
     def _place(self, numbers: Sequence[int]) -> None:
         now_s = self._clock()
-        has_some = len(numbers) < len(self._nodes.members)
+        has_some = len(numbers) < len(self.nodes.members)
         if has_some:  # the others go on: nobody shall wait for one that does not answer
-            numbers = [i for i in numbers if self._is_back(self._nodes.members[i])]
+            numbers = [i for i in numbers if self._is_back(self.nodes.members[i])]
         if now_s < self._try_at or not numbers:
             return
         self._num_tries += 1
         for number in numbers:
-            member = self._nodes.members[number]
+            member = self.nodes.members[number]
             try:
-                self._nodes.place(member)
+                self.nodes.place(member)
             except NoNodeError as error:
                 logger.warning("no memory for K/V yet: %s", error)
                 continue
@@ -138,7 +138,7 @@ class MemoryRecovery:
 
     def _rejoin(self) -> None:
         """A node is back: share the K/V with it when that is cheap."""
-        waiting = [m for m in self._nodes.members if any(u in self._nodes.missing for u in m.urls)]
+        waiting = [m for m in self.nodes.members if any(u in self.nodes.missing for u in m.urls)]
         back = [member for member in waiting if self._is_back(member)]
         if not back or self._clock() < self._changed_at + SETTLED_S:
             return
@@ -152,7 +152,7 @@ class MemoryRecovery:
             member.close()
         self._lose()
         self._try_at = 0.0
-        self._place([i for i, m in enumerate(self._nodes.members) if not m.num_pages])
+        self._place([i for i, m in enumerate(self.nodes.members) if not m.num_pages])
 
     def _give_up(self) -> None:
         now_s = self._clock()

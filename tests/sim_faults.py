@@ -331,7 +331,7 @@ class Run:
             client.check()
         if self.random.random() < 0.3:
             self.engine.die()
-        core.finish()
+        self.engine.close()
         self._check_nodes()
 
     def _check_nodes(self) -> None:
