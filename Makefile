@@ -8,13 +8,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard ops/csrc/* transport/csrc/*)
 
-.PHONY: serve test check format bench cross-aarch64 clean
+.PHONY: serve test test-faults check format bench cross-aarch64 clean
 
 serve: $(VENV)/.serve
 	$(BIN)/serve run --port $(PORT)
 
 test: check
 	$(BIN)/python -m pytest
+
+# Memory nodes that fail: 1,000 schedules in virtual time (about 4 minutes), then real ones (about
+# 20 minutes; as root, with network namespaces).
+test-faults: $(VENV)/.dev
+	$(BIN)/python -m tests.sim_faults --count 1000
+	$(BIN)/python -m bench.node_faults --count 200
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

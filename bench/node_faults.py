@@ -41,12 +41,28 @@ class Fault:
     gap_s: float = 0.0
 
 
+def reference(folder: Path) -> list[list[int]]:
+    """What an engine without nodes answers to each prompt."""
+    engine = EngineProcess({"nodes": []}, folder / "reference.log")
+    engine.wait_for(lambda: len(engine.of("request")) == NUM_PROMPTS, 120, "reference")
+    found = {event["prompt"]: event["tokens"] for event in engine.of("request")}
+    engine.close()
+    return [found[number] for number in range(NUM_PROMPTS)]
+
+
 class Run:
     """Nodes, an engine, and what is done to them. sites: False for shm."""
 
     def __init__(
-        self, num_nodes: int, partition: str, seed: int, sites: bool, folder: Path
+        self,
+        expected: list[list[int]],
+        folder: Path,
+        num_nodes: int = 3,
+        partition: str = "head",
+        seed: int = 0,
+        sites: bool = True,
     ) -> None:
+        self.expected = expected
         self.random = random.Random(seed)
         self.folder = folder
         self.faults: list[Fault] = []
@@ -63,20 +79,12 @@ class Run:
         ]
         for node in self.nodes:
             node.start()
-        self.expected = self._reference()
         self.proxy = Proxy(self._sites[0].address) if sites else None
         self.urls = [node.url for node in self.nodes]
         if self.proxy is not None:
             self.urls[0] = self.proxy.url
         self.engine = self._start_engine()
         self.all_pages = self.engine.pages
-
-    def _reference(self) -> list[list[int]]:
-        engine = EngineProcess({"nodes": []}, self.folder / "reference.log")
-        engine.wait_for(lambda: len(engine.of("request")) == NUM_PROMPTS, 120, "reference")
-        found = {event["prompt"]: event["tokens"] for event in engine.of("request")}
-        engine.close()
-        return [found[number] for number in range(NUM_PROMPTS)]
 
     def _start_engine(self) -> EngineProcess:
         settings = {
@@ -259,7 +267,8 @@ def main() -> int:
         return 2
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(args.nodes, args.partition, args.seed, not args.shm, Path(folder))
+        path = Path(folder)
+        run = Run(reference(path), path, args.nodes, args.partition, args.seed, sites=not args.shm)
         try:
             kinds = args.kinds.split(",") if args.kinds else sorted(run.kinds())
             for number in range(args.count):

@@ -183,7 +183,7 @@ class Prober:
     def start(self) -> None:
         """Until nobody is missing."""
         with self._lock:
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
                 self._back = frozenset()
                 self._thread = threading.Thread(target=self._run, name="mergestep-probe")
                 self._thread.daemon = True

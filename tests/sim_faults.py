@@ -325,7 +325,6 @@ class Run:
 
     def end(self) -> None:
         """Close everything, and check that all is as it must be."""
-        core = self.engine.core
         assert not self.problems, self.problems
         for client in self.clients:
             client.check()

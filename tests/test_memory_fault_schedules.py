@@ -62,11 +62,10 @@ def test_a_killed_node_is_a_short_pause(partition):
 @pytest.mark.parametrize("partition", _PARTITIONS)
 def test_a_stopped_node_is_left_in_time(partition):
     run = make(partition)
-    for node in run.nodes[:1] if partition != "request" else run.nodes:
-        node.stop()
-        run.world.after(20.0, node.go_on)
-    if partition == "request":  # whichever had it
-        run.world.after(2.0, run.nodes[1].go_on)
+    [sequence] = run.clients[0].state.sequences
+    node = run.nodes[run.engine.kv.home_of(sequence.kv_range) if partition == "request" else 0]
+    node.stop()
+    run.world.after(20.0, node.go_on)
     assert 1.25 < finish(run) < 3.0
 
 
