@@ -7,7 +7,6 @@ everything lies, on both sides alike.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import lcm
@@ -26,11 +25,15 @@ STRIPE_TOKENS = 16
 _SYSTEM_PAGE_BYTES = 4096
 _LINE_BYTES = 64
 _MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM = 1024, 4096, 1024
+_MAX_SCALE = 1e30  # of scores; NaN is not within either
 _MAX_RANGES = 1 << 20
 _MAX_PLACES = 1 << 24
 _MAX_PAGES = 1 << 22
 _MAX_ROWS = 1 << 16
 _MAX_ADDRESSES = 1 << 46  # bytes that a process can reserve, about
+_MAX_RANGE_TOKENS = (1 << 31) - 1  # the kernels count in 32 bits
+_MAX_PARTS = 1 << 20  # a range in a layer group
+_MAX_ALL_PLACES = 1 << 26  # each may take 4 bytes of a node's books
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,12 @@ class AttachRequest:
             raise _shape(f"page_tokens must be multiples of {STRIPE_TOKENS}")
         if min(self.num_places) < 1 or self.min_pages > self.num_pages:
             raise _shape("num_places and min_pages must be positive, min_pages within num_pages")
+        sizes = zip(self.num_places, self.page_tokens, strict=True)
+        if any(places * tokens > _MAX_RANGE_TOKENS for places, tokens in sizes):
+            raise _shape(f"a range has {_MAX_RANGE_TOKENS} tokens at most")
+        num_parts = self.num_ranges * len(self.num_places)
+        if num_parts > _MAX_PARTS or self.num_ranges * sum(self.num_places) > _MAX_ALL_PLACES:
+            raise _shape(f"{num_parts} parts of ranges with places {self.num_places}: too many")
         for ids in self.group_layers:
             if len({self.layers[number].window for number in ids}) != 1:
                 raise _shape("layers of a group have one window")
@@ -194,7 +203,7 @@ def _layer(value: object) -> AttentionLayer:
         raise _shape("layers must be objects")
     fields = _Fields(value)
     scale, window = fields.get("scale"), fields.get("window")
-    if type(scale) not in (int, float) or not math.isfinite(scale):  # type: ignore[arg-type]
+    if type(scale) not in (int, float) or not -_MAX_SCALE <= scale <= _MAX_SCALE:  # type: ignore[operator]
         raise _shape("scale must be a number")
     heads = fields.integer("num_heads", 1, _MAX_HEADS)
     kv_heads = fields.integer("num_kv_heads", 1, heads)
@@ -205,7 +214,7 @@ def _layer(value: object) -> AttentionLayer:
         num_kv_heads=kv_heads,
         head_dim=fields.integer("head_dim", 1, _MAX_HEAD_DIM),
         scale=float(scale),  # type: ignore[arg-type]
-        window=None if window is None else _integer("window", window, 1, 2**31),
+        window=None if window is None else _integer("window", window, 1, 2**31 - 1),
     )
 
 

@@ -21,6 +21,7 @@ from memory.wire import (
     read_header,
     read_json,
 )
+from memory.wire_rows import largest_message
 from transport.base import Endpoint, Frame, Segment, TransportError, TransportTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -63,9 +64,15 @@ class NodeLink:
     def is_lost(self) -> bool:
         return self.endpoint.is_lost
 
-    def attach(self, request: AttachRequest, timeout_s: float) -> int:
-        """Pages that are granted. NodeError, TransportError."""
+    def attach(
+        self, request: AttachRequest, timeout_s: float, wire: WireType = WireType.FLOAT32
+    ) -> int:
+        """Pages that are granted. wire: of the rows to come. NodeError, TransportError."""
         self._epoch = request.epoch
+        most = self.endpoint.max_message_bytes
+        if (largest := largest_message(request.layers, request.max_rows, wire)) > most:
+            text = f"steps of {request.max_rows} rows take messages of {largest} bytes"
+            raise NodeError(ErrorCode.SHAPE, f"{text}, its window has room for {most}")
         message = pack_json(Kind.ATTACH, request.epoch, request.to_json())
         post_bytes(self.endpoint, message)
         frame = self.endpoint.poll(timeout_s)
@@ -124,7 +131,10 @@ class NodeLink:
         except WireError as error:
             raise NodeError(error.code, str(error)) from error
         if header.kind is Kind.PARTIAL and header.plan + _OLD_PLANS >= number:
-            self._arrived[header.plan, header.layer] = header, frame
+            key = header.plan, header.layer
+            if key in self._arrived:
+                raise NodeError(ErrorCode.FORM, f"two answers for layer {key[1]} of plan {key[0]}")
+            self._arrived[key] = header, frame
             return
         if header.kind is Kind.DRAIN:
             logger.info("memory node %s wants to go", self.url)

@@ -8,9 +8,10 @@ is mapped before anything is read or written.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -36,6 +37,7 @@ from memory.wire_rows import WireRows
 from ops.backend import Backend
 
 _PLANS = 8  # that may be in use at once
+_MAX_VIEWS = 1 << 20  # of layers' K/V in a plan: each is an object or two
 _COPIES_OUT = 2  # answers whose memory must stay until the next ones
 
 
@@ -45,9 +47,10 @@ class Places:
     def __init__(self, layout: NodeLayout, num_pages: int) -> None:
         self._layout = layout
         self._num_pages = num_pages
-        count = layout.request.num_ranges
-        self._shown: list[list[int]] = [[] for _ in range(count * len(layout.groups))]
-        self._checked = [(0, 0)] * len(self._shown)  # places that have been found mapped
+        self._num_parts = layout.request.num_ranges * len(layout.groups)
+        # Of parts that were ever mapped; 4 bytes a place, as many as attach.py bounds.
+        self._shown: dict[int, array[int]] = {}
+        self._checked: dict[int, tuple[int, int]] = {}  # places that have been found mapped
 
     def check_edit(self, edit: Edit) -> None:
         """WireError if it leaves what was granted."""
@@ -60,7 +63,7 @@ class Places:
             raise WireError(ErrorCode.RANGE, f"pages {page} to {page + count}")
         if kind is EditKind.RELEASE:
             return
-        if part >= len(self._shown):
+        if part >= self._num_parts:
             raise WireError(ErrorCode.RANGE, f"range part {part}")
         places = self._layout.request.num_places[part // self._layout.request.num_ranges]
         if count < 1 or place + count > places:
@@ -68,28 +71,36 @@ class Places:
 
     def note(self, edit: Edit) -> None:
         """After it was made: MAP or UNMAP."""
-        shown = self._shown[edit.part]
-        end = edit.place + edit.num_pages
+        _, part, place, page, count = edit
+        shown = self._shown.setdefault(part, array("i"))
+        end = place + count
         if len(shown) < end:
-            shown += [HOLE] * (end - len(shown))
-        is_map = edit.kind is EditKind.MAP
-        shown[edit.place : end] = (
-            range(edit.page, edit.page + edit.num_pages) if is_map else [HOLE] * edit.num_pages
-        )
-        if not is_map:
-            self._checked[edit.part] = (0, 0)
+            shown.extend(_holes(end - len(shown)))
+        if edit.kind is EditKind.MAP:
+            shown[place:end] = array("i", range(page, page + count))
+        else:
+            shown[place:end] = _holes(count)
+            self._checked.pop(part, None)
+
+    def shown(self, part: int) -> Sequence[int]:
+        """Pages at the places of a part from its first one on; HOLE where nothing is mapped."""
+        return self._shown.get(part, array("i"))
 
     def require(self, part: int, first: int, end: int) -> None:
         """WireError unless places first to before end of the part show pages."""
-        low, high = self._checked[part]
+        low, high = self._checked.get(part, (0, 0))
         if low <= first and end <= high:
             return
         if not low <= first <= high:
             low, high = first, first
-        shown = self._shown[part]
-        if end > len(shown) or HOLE in shown[high:end]:
+        shown = self._shown.get(part)
+        if shown is None or end > len(shown) or HOLE in shown[high:end]:
             raise WireError(ErrorCode.RANGE, f"places {first} to {end} of part {part}: not mapped")
         self._checked[part] = (low, end)
+
+
+def _holes(count: int) -> array[int]:
+    return array("i", [HOLE]) * count
 
 
 @dataclass(slots=True)
@@ -98,6 +109,8 @@ class _Plan:
     appends: list[object]
     num_query_rows: int
     num_append_rows: int
+    queried: set[int] = field(default_factory=set)  # layers that had their turn
+    updated: set[int] = field(default_factory=set)
 
 
 class NodeSession:
@@ -118,6 +131,7 @@ class NodeSession:
             for place, layer in enumerate(ids)
         }
         self._plans: OrderedDict[int, _Plan] = OrderedDict()
+        self._last_plan = 0
         self._rows = [
             WireRows(layer.num_heads, layer.num_kv_heads, layer.head_dim)
             for layer in request.layers
@@ -152,15 +166,20 @@ class NodeSession:
     def plan(self, header: Header, message: memoryview) -> None:
         """Make the edits and get ready for the queries and updates. All updates of earlier
         plans have been applied. WireError; OSError when memory cannot be had."""
-        if header.plan in self._plans:
-            raise WireError(ErrorCode.STALE, f"plan {header.plan} once more")
+        if header.plan <= self._last_plan:
+            raise WireError(ErrorCode.STALE, f"plan {header.plan} after {self._last_plan}")
+        self._last_plan = header.plan
         plan = read_plan(message)
+        if len(plan.queries) * len(self._rows) > _MAX_VIEWS:
+            raise WireError(ErrorCode.SHAPE, f"{len(plan.queries)} queries of all layers")
+        num_query_rows = self._num_rows(plan.queries)
+        num_append_rows = self._num_rows(plan.appends)
         for edit in plan.edits:
             self._places.check_edit(edit)
             self._edit(edit)
         self.num_edits += len(plan.edits)
-        num_query_rows = self._check_queries(plan.queries)
-        num_append_rows = self._check_appends(plan.appends)
+        self._check_queries(plan.queries)
+        self._check_appends(plan.appends)
         self._plans[header.plan] = _Plan(
             [g.plan_queries(plan.queries) if plan.queries else None for g in self._groups],
             [g.plan_appends(plan.appends) if plan.appends else None for g in self._groups],
@@ -182,10 +201,11 @@ class NodeSession:
         if kind is EditKind.MAP:
             self._memory.map(offset, page, count)
         else:
+            self._plans.clear()  # they were checked with what is mapped no more
             self._memory.unmap(offset, count)
         self._places.note(edit)
 
-    def _check_queries(self, queries: Sequence[Query]) -> int:
+    def _check_queries(self, queries: Sequence[Query]) -> None:
         has_chunk = False
         for index, num_rows, num_keys in queries:
             self._check_range(index, num_rows)
@@ -193,22 +213,22 @@ class NodeSession:
                 raise WireError(ErrorCode.SHAPE, f"{num_rows} rows over {num_keys} keys")
             has_chunk = num_rows > 1
             self._require(index, num_keys, num_keys)
-        return self._num_rows([q.num_rows for q in queries])
 
-    def _check_appends(self, appends: Sequence[Append]) -> int:
+    def _check_appends(self, appends: Sequence[Append]) -> None:
         for index, num_rows, position in appends:
             self._check_range(index, num_rows)
             self._require(index, position, position + num_rows, is_write=True)
-        return self._num_rows([a.num_rows for a in appends])
 
     def _check_range(self, index: int, num_rows: int) -> None:
         if index >= self.request.num_ranges or num_rows < 1:
             raise WireError(ErrorCode.RANGE, f"{num_rows} rows of range {index}")
 
-    def _num_rows(self, rows: list[int]) -> int:
-        if sum(rows) > self.request.max_rows:
-            raise WireError(ErrorCode.SHAPE, f"{sum(rows)} rows, {self.request.max_rows} at most")
-        return sum(rows)
+    def _num_rows(self, items: Sequence[Query] | Sequence[Append]) -> int:
+        """As cheap as can be: nothing else has been looked at yet."""
+        num_rows, most = sum([item.num_rows for item in items]), self.request.max_rows
+        if num_rows > most or len(items) > most:
+            raise WireError(ErrorCode.SHAPE, f"{num_rows} rows in {len(items)}, {most} at most")
+        return num_rows
 
     def _require(self, index: int, first_row: int, end: int, is_write: bool = False) -> None:
         """Pages for every token that the kernels touch: up to `end`, from where `first_row`
@@ -241,6 +261,7 @@ class NodeSession:
         plan = self._planned(header)
         if header.rows != plan.num_query_rows or not header.rows:
             raise WireError(ErrorCode.SHAPE, f"{header.rows} rows of q, {plan.num_query_rows} due")
+        _once(plan.queried, header)
         rows = self._rows[header.layer]
         q = rows.read_q(message[HEADER_BYTES:], header)
         group, place = self._where[header.layer]
@@ -258,9 +279,17 @@ class NodeSession:
                 ErrorCode.SHAPE, f"{header.rows} rows of k and v, {plan.num_append_rows} due"
             )
         self._rows[header.layer].check_kv(len(message) - HEADER_BYTES, header)
+        _once(plan.updated, header)
 
     def update(self, header: Header, message: memoryview) -> None:
         """Write k and v of a layer."""
         k, v = self._rows[header.layer].read_kv(message[HEADER_BYTES:], header)
         group, place = self._where[header.layer]
         self._groups[group].append(self._plans[header.plan].appends[group], place, k, v)
+
+
+def _once(layers: set[int], header: Header) -> None:
+    """A message that comes again, maybe when others own its rows, must not count."""
+    if header.layer in layers:
+        raise WireError(ErrorCode.STALE, f"layer {header.layer} of plan {header.plan} once more")
+    layers.add(header.layer)

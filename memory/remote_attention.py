@@ -21,7 +21,7 @@ from memory.new_part import NewPart
 from memory.node_link import NodeLink
 from memory.node_loop import view_of
 from memory.node_set import NodeSet
-from memory.wire import HEADER_BYTES, Append, Kind, Plan, Query, WireError, WireType
+from memory.wire import HEADER_BYTES, Append, ErrorCode, Kind, Plan, Query, WireError, WireType
 from memory.wire_rows import WireRows, encode, float_type, kv_type
 from ops.backend import Backend, Partial
 from transport.base import Segment, TransportError
@@ -148,7 +148,8 @@ class RemoteAttention:
                 try:
                     link.post_plan(number, Plan(edits, [], []))
                 except TransportError:
-                    break  # the next step finds out
+                    link.close()  # its pages are not what the books say; the next step finds out
+                    break
 
 
 class RemotePlan:
@@ -221,6 +222,8 @@ class RemotePlan:
             link = node.link
             try:
                 header, frame = link.answer(self._number, layer)
+                if header.rows != node.num_queries:
+                    raise WireError(ErrorCode.SHAPE, f"{header.rows} rows, not {node.num_queries}")
                 body = view_of(frame)[HEADER_BYTES:]
                 out, lse = parent.rows_of(link, layer).read_partial(body, header)
             except (TransportError, WireError) as error:

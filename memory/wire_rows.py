@@ -6,10 +6,13 @@ because int8 K/V has scales of its own. Log-sum-exps are always fp32.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
-from memory.wire import ErrorCode, Header, WireError, WireType
+from memory.attention import AttentionLayer
+from memory.wire import HEADER_BYTES, ErrorCode, Header, WireError, WireType
 from ops.native_partials import dequantize_heads, quantize_heads
 
 _FLOATS = {WireType.FLOAT32: torch.float32, WireType.BFLOAT16: torch.bfloat16}
@@ -19,6 +22,11 @@ _SCALE_BYTES = 4
 def kv_type(dtype: WireType) -> WireType:
     """Of k and v where q and out have this type."""
     return WireType.BFLOAT16 if dtype is WireType.INT8 else dtype
+
+
+def fits_int8(head_dim: int) -> bool:
+    """Whether q and out of such heads can go in 8 bits."""
+    return head_dim % 16 == 0
 
 
 def float_type(dtype: WireType) -> torch.dtype:
@@ -53,10 +61,9 @@ class WireRows:
         """Of k and v together: [rows, Hk, D] each."""
         return 2 * rows * self._kv_heads * self._dim * float_type(dtype).itemsize
 
-    def largest(self, rows: int) -> int:
+    def largest(self, rows: int, dtype: WireType = WireType.FLOAT32) -> int:
         """Bytes behind the header of the largest message with so many rows."""
-        kv = self.kv_bytes(rows, WireType.FLOAT32)
-        return max(self.partial_bytes(rows, WireType.FLOAT32), kv)
+        return max(self.partial_bytes(rows, dtype), self.kv_bytes(rows, dtype))
 
     def read_q(self, body: memoryview, header: Header) -> Tensor:
         """[R, H, D]: a view of the message, unless it is in 8 bits. WireError: wrong size."""
@@ -67,6 +74,8 @@ class WireRows:
         shape = (rows, self._heads, self._dim)
         if dtype is not WireType.INT8:
             return torch.frombuffer(body, dtype=_FLOATS[dtype]).view(shape)
+        if not fits_int8(self._dim):
+            raise WireError(ErrorCode.SHAPE, f"heads of {self._dim} in 8 bits")
         count = rows * self._heads * self._dim
         values = torch.frombuffer(body[:count], dtype=torch.int8).view(shape)
         scales = torch.frombuffer(body[count:], dtype=torch.float32).view(shape[:2])
@@ -93,6 +102,12 @@ class WireRows:
         end = self.q_bytes(header.rows, header.dtype)
         lse = torch.frombuffer(body[end:], dtype=torch.float32).view(header.rows, self._heads)
         return self._decode(body[:end], header.rows, header.dtype), lse
+
+
+def largest_message(layers: Iterable[AttentionLayer], max_rows: int, dtype: WireType) -> int:
+    """Bytes, header included, of anything that is sent for so many rows."""
+    rows = [WireRows(x.num_heads, x.num_kv_heads, x.head_dim) for x in layers]
+    return HEADER_BYTES + max(item.largest(max_rows, dtype) for item in rows)
 
 
 def expect(num_bytes: int, due: int, header: Header) -> None:

@@ -30,8 +30,8 @@ from memory.placement import (
 )
 from memory.remote_attention import RemoteAttention
 from memory.split_kv import Books, SplitKV
-from memory.wire import HEADER_BYTES, WireType
-from memory.wire_rows import WireRows
+from memory.wire import WireType
+from memory.wire_rows import fits_int8, largest_message
 from ops.backend import Backend
 from serve.config import EngineConfig
 from serve.errors import ConfigError, reason
@@ -46,6 +46,8 @@ LOCAL_KEY = b"mergestep: only this user"
 _OPEN_KEY_SCHEMES = ("inproc", "shm")  # only this user can reach them
 _MIN_WINDOW_BYTES, _MAX_WINDOW_BYTES = 4 << 20, 256 << 20
 _MESSAGES_IN_WINDOW = 12
+_LEAST_IN_WINDOW = 4  # a message is a quarter of a window at most
+_SYSTEM_PAGE_BYTES = 4096
 _WIRE_TYPES = {torch.float32: WireType.FLOAT32, torch.bfloat16: WireType.BFLOAT16}
 
 
@@ -87,15 +89,21 @@ def open_remote(
     for when no node is left. ConfigError names the setting."""
     key, urls = read_key(config), config.memory_nodes
     max_len = config.max_model_len or spec.max_model_len
+    if max_len > spec.max_model_len:
+        raise ConfigError(f"max_model_len {max_len} is above the model's {spec.max_model_len}")
     try:
         partition = resolve_partition(config.memory_partition, layers, len(urls))
     except PlacementError as error:
         raise ConfigError(str(error)) from error
+    wire = _wire_type(config, precision, layers)
     groups = group_layers(layers, max_len)
-    window_bytes = _window_bytes(layers, config.batched_tokens)
+    window_bytes = _window_bytes(largest_message(layers, config.batched_tokens, wire))
 
     def connect_to(url: str, timeout_s: float) -> Endpoint:
-        return connect(url, key=key, window_bytes=window_bytes, timeout_s=timeout_s)
+        try:
+            return connect(url, key=key, window_bytes=window_bytes, timeout_s=timeout_s)
+        except (ValueError, ImportError) as error:  # an address, or what its transport needs
+            raise TransportError(str(error)) from error
 
     node_bytes = config.memory_node_bytes or _smallest_node(urls, connect_to)
     geometry = _geometry(config, precision, layers, groups, partition, node_bytes)
@@ -128,6 +136,7 @@ def open_remote(
         template,
         partition,
         connect_to,
+        wire=wire,
         local=_local(local_bytes, backend),
         bytes_per_node=config.memory_node_bytes,
     )
@@ -144,7 +153,7 @@ def open_remote(
         nodes,
         kv.range_tokens,
         config.max_num_seqs,
-        _wire_type(config, precision),
+        wire,
     )
     logger.info(
         "K/V on %s (%s partition): %d pages of %d tokens",
@@ -162,14 +171,20 @@ def _smallest_node(urls: Sequence[str], connect_to: Connect) -> int:
     for url in urls:
         try:
             endpoint = connect_to(url, FIRST_CONNECT_S)
-        except (TransportError, OSError, ValueError) as error:
-            raise ConfigError(f"memory_nodes: {url}: {error}") from error
+        except (TransportError, OSError) as error:
+            raise ConfigError(f"memory_nodes: {_said(url, error)}") from error
         size = endpoint.peer.info.get("capacity_bytes")
         endpoint.close()
         if not isinstance(size, int):
             raise ConfigError(f"memory_nodes: {url} is no memory node")
         sizes.append(size)
     return min(sizes)
+
+
+def _said(url: str, error: Exception) -> str:
+    """Most errors say which address they are about."""
+    text = reason(error) if isinstance(error, OSError) else str(error)
+    return text if url in text else f"{url}: {text}"
 
 
 def _geometry(
@@ -229,6 +244,7 @@ def _books(
             f"memory_nodes: {fewest} pages of {geometry.page_tokens[0]} tokens are less than one "
             f"sequence of max_model_len {max_len}; lower it or raise memory_node_bytes"
         )
+    nodes.min_pages = books[0].pages_for(max_len)
     return books[0] if len(books) == 1 else SplitKV(books)
 
 
@@ -243,18 +259,20 @@ def _new_part(
     return PlainNewPart(layers, getattr(torch, precision.kv), backend)
 
 
-def _wire_type(config: EngineConfig, precision: Precision) -> WireType:
+def _wire_type(
+    config: EngineConfig, precision: Precision, layers: Sequence[AttentionLayer]
+) -> WireType:
     if config.memory_wire == "auto":
         return _WIRE_TYPES.get(precision.compute, WireType.FLOAT32)
+    if config.memory_wire == "int8" and not all(fits_int8(layer.head_dim) for layer in layers):
+        raise ConfigError("memory_wire int8: head_dim of the model is no multiple of 16")
     return WireType[config.memory_wire.upper()]
 
 
-def _window_bytes(layers: Sequence[AttentionLayer], max_rows: int) -> int:
-    largest = max(
-        WireRows(x.num_heads, x.num_kv_heads, x.head_dim).largest(max_rows) for x in layers
-    )
-    wanted = _MESSAGES_IN_WINDOW * (largest + HEADER_BYTES)
-    return min(max(wanted, _MIN_WINDOW_BYTES), max(_MAX_WINDOW_BYTES, 3 * largest))
+def _window_bytes(largest: int) -> int:
+    wanted = max(_MESSAGES_IN_WINDOW * largest, _MIN_WINDOW_BYTES)
+    bounded = min(wanted, max(_MAX_WINDOW_BYTES, _LEAST_IN_WINDOW * largest))
+    return -(-bounded // _SYSTEM_PAGE_BYTES) * _SYSTEM_PAGE_BYTES
 
 
 def _local(num_bytes: int, backend: Backend) -> Callable[[], Endpoint]:
