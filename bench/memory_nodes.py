@@ -63,8 +63,8 @@ class _Watch:
 
 
 def measure_capacity(folder: Path, is_quick: bool) -> Table:
-    """The same requests, twice: 52 of 1,024 + 320 tokens of 64 KiB each in fp32."""
-    shape, count, length, answer = ("tiny", 24, 200, 8) if is_quick else ("wide-kv", 52, 1024, 320)
+    """The same requests, twice: 56 of 1,024 + 320 tokens of 64 KiB each in fp32."""
+    shape, count, length, answer = ("tiny", 24, 200, 8) if is_quick else ("wide-kv", 56, 1024, 320)
     model = str(random_checkpoint(shape))
     local = 1 << 20 if is_quick else _LOCAL_BYTES
     capacity = "8M" if is_quick else "2400M"

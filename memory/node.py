@@ -158,7 +158,6 @@ class MemoryNode:
         """A message, or work that was put off; False: the connection has ended."""
         if connection.has_ended:
             return False
-        endpoint = connection.endpoint
         try:
             if connection.loop is not None:
                 self._work(connection, connection.loop, wait_s)

@@ -9,9 +9,10 @@ memory has no room for it, the nodes attend over the prompt's past instead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import torch
 
 from memory.attach import STRIPE_TOKENS, AttachRequest, NodeLayout
 from memory.int8_attention import Int8KVLayout
@@ -52,8 +53,6 @@ class PromptTails:
         if template.kv_dtype == "int8":
             made = Int8KVLayout(layers, template.kv_group)
         else:
-            import torch
-
             made = KVLayout(layers, getattr(torch, template.kv_dtype))
         geometry = page_geometry([made.token_bytes], [None], "request", 1, num_bytes)
         tokens = geometry.page_tokens[0]
@@ -116,10 +115,6 @@ class PromptTails:
         tail = self._tails.pop(start, None)
         if tail is not None:
             self._kv.close(tail.range)
-
-    def drop_but(self, starts: Sequence[int]) -> None:
-        for start in set(self._tails) - set(starts):
-            self.drop(start)
 
     @property
     def num_pages_in_use(self) -> int:
