@@ -18,7 +18,7 @@ class DirectEndpoint:
     def __init__(self) -> None:
         self.peer = Peer("this process", {})
         self.max_message_bytes = 1 << 40
-        self.on_arrival: Callable[[], None] = lambda: None
+        self.on_arrival: Callable[[], object] = lambda: None
         """Called when a message has come, in the sender's thread."""
         self._other: DirectEndpoint | None = None
         self._inbox: deque[bytearray] = deque()

@@ -93,6 +93,7 @@ class KVManager:
             in_background=in_background,
         )
         self._memory = memory
+        self.on_close: Callable[[Range], None] = lambda target: None
         self._idle = set(range(num_ranges))
         self._promised = 0
         self._dirty: set[int] = set()
@@ -310,6 +311,7 @@ class KVManager:
     def close(self, target: Range) -> None:
         """The sequence is gone. Its places go on showing its pages until others are due there."""
         assert target.is_open, f"range {target.index} is not open"
+        self.on_close(target)
         target.is_open = False
         target.capacity = target.num_promised = target.num_due = 0
         self._promise(target)

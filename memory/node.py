@@ -14,11 +14,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from torch import Tensor
 
 from memory.attach import AttachRequest, NodeLayout
-from memory.direct import DirectEndpoint
 from memory.node_loop import NodeLoop, post_bytes, post_error, view_of
 from memory.node_session import NodeSession
 from memory.vmm import LinuxMemory
@@ -56,7 +56,15 @@ class _Connection:
     epoch: int = 0
     bytes_leased: int = 0
     session: NodeSession | None = None
-    is_draining: bool = False
+    loop: NodeLoop | None = None
+    has_asked: bool = False  # the engine to leave
+    has_ended: bool = False
+
+
+class ArrivingEndpoint(Endpoint, Protocol):
+    """One that says when something is to do: a message, or the peer's end."""
+
+    on_arrival: Callable[[], object]
 
 
 class MemoryNode:
@@ -88,8 +96,8 @@ class MemoryNode:
             )
 
     def serve(self, listener: Listener) -> None:
-        """Accept engines until `close` or `drain`; blocks."""
-        while not (self._is_closing or self._is_draining):
+        """Accept engines until `close`; blocks. Once it drains they are refused at once."""
+        while not self._is_closing:
             endpoint = listener.accept(_POLL_S)
             if endpoint is not None:
                 self._begin(endpoint)
@@ -107,34 +115,16 @@ class MemoryNode:
             self._connections.add(connection)
         thread.start()
 
-    def adopt(self, endpoint: DirectEndpoint) -> None:
-        """Serve an engine of this process, in the thread that posts to it."""
+    def adopt(self, endpoint: ArrivingEndpoint) -> None:
+        """Serve an engine in the thread that tells the endpoint of arrivals."""
         connection = _Connection(endpoint)
-        loop: NodeLoop | None = None
-
-        def take() -> None:
-            nonlocal loop
-            try:
-                if loop is None:
-                    loop = self._attach(connection)
-                    if loop is None:
-                        self._end(connection)
-                elif (frame := endpoint.poll()) is not None:
-                    loop.take(frame)
-            except Exception as error:
-                self._failed(connection, error)
-                self._end(connection)
-
         with self._lock:
             self._connections.add(connection)
-        endpoint.on_arrival = take
+        endpoint.on_arrival = lambda: self._turn(connection, 0.0)
 
     def drain(self, timeout_s: float) -> bool:
         """Ask the engines to leave, and wait; whether all did. No new ones are accepted."""
         self._is_draining = True
-        with self._lock:
-            for connection in self._connections:
-                connection.is_draining = True
         return self._wait(timeout_s)
 
     def close(self) -> None:
@@ -161,17 +151,26 @@ class MemoryNode:
     # ---- one connection
 
     def _run(self, connection: _Connection) -> None:
+        while self._turn(connection, _POLL_S):
+            pass
+
+    def _turn(self, connection: _Connection, wait_s: float) -> bool:
+        """A message, or work that was put off; False: the connection has ended."""
+        if connection.has_ended:
+            return False
         try:
-            loop = self._attach(connection)
-            if loop is not None:
-                self._work(connection, loop)
+            if connection.loop is not None:
+                self._work(connection, connection.loop, wait_s)
+                return True
+            if self._attach(connection):
+                return True
         except Exception as error:
             self._failed(connection, error)
-        finally:
-            self._end(connection)
+        self._end(connection)
+        return False
 
     def _end(self, connection: _Connection) -> None:
-        """More than once, but from one thread."""
+        connection.has_ended = True
         connection.endpoint.close()
         session = connection.session
         if session is not None:
@@ -205,18 +204,16 @@ class MemoryNode:
         except TransportError as failed:
             logger.info("the engine could not be told: %s", failed)
 
-    def _work(self, connection: _Connection, loop: NodeLoop) -> None:
+    def _work(self, connection: _Connection, loop: NodeLoop, wait_s: float) -> None:
         endpoint = connection.endpoint
-        has_asked = False
-        while True:
-            frame = endpoint.poll(0.0 if loop.has_later else _POLL_S)
-            if frame is not None:
-                loop.take(frame)
-            elif loop.has_later:
-                loop.do_later()
-            if connection.is_draining and not has_asked:
-                post_bytes(endpoint, pack_json(Kind.DRAIN, connection.epoch, {}))
-                has_asked = True
+        frame = endpoint.poll(0.0 if loop.has_later else wait_s)
+        if frame is not None:
+            loop.take(frame)
+        elif loop.has_later:
+            loop.do_later()
+        if self._is_draining and not connection.has_asked:
+            post_bytes(endpoint, pack_json(Kind.DRAIN, connection.epoch, {}))
+            connection.has_asked = True
 
     def _compute(self, work: Callable[[], list[Tensor]]) -> list[Tensor]:
         with self._computing:
@@ -224,11 +221,11 @@ class MemoryNode:
 
     # ---- attaching
 
-    def _attach(self, connection: _Connection) -> NodeLoop | None:
+    def _attach(self, connection: _Connection) -> bool:
         endpoint = connection.endpoint
         if (frame := endpoint.poll(_ATTACH_S)) is None:
             logger.info("engine at %s: did not attach", endpoint.peer.address)
-            return None
+            return False
         message = view_of(frame)
         try:
             header = read_header(message)
@@ -240,7 +237,7 @@ class MemoryNode:
         connection.epoch = request.epoch
         granted = self._grant(connection, request)
         if granted is None:
-            return None
+            return False
         memory = LinuxMemory(connection.bytes_leased // granted.num_pages, granted.num_pages)
         try:
             connection.session = NodeSession(granted, memory, self._backend)
@@ -257,11 +254,16 @@ class MemoryNode:
             granted.num_pages,
             memory.page_bytes >> 10,
         )
-        return NodeLoop(connection.session, endpoint, endpoint.max_message_bytes, self._compute)
+        connection.loop = NodeLoop(
+            connection.session, endpoint, endpoint.max_message_bytes, self._compute
+        )
+        return True
 
     def _grant(self, connection: _Connection, request: AttachRequest) -> AttachRequest | None:
         """The request with the pages it gets; None if it is refused (and told so)."""
         try:
+            if self._is_draining:
+                raise WireError(ErrorCode.FULL, "the node is about to go")
             layout = NodeLayout(request)
             if not layout.is_addressable:
                 raise WireError(ErrorCode.SHAPE, f"ranges of {layout.total_bytes} bytes in all")

@@ -131,10 +131,10 @@ class NodeLink:
         except WireError as error:
             raise NodeError(error.code, str(error)) from error
         if header.kind is Kind.PARTIAL and header.plan + _OLD_PLANS >= number:
-            before = self._arrived.pop((header.plan, header.layer), None)
-            self._arrived[header.plan, header.layer] = header, frame
-            if before is not None:
-                self.endpoint.release(before[1])
+            key = header.plan, header.layer
+            if key in self._arrived:
+                raise NodeError(ErrorCode.FORM, f"two answers for layer {key[1]} of plan {key[0]}")
+            self._arrived[key] = header, frame
             return
         if header.kind is Kind.DRAIN:
             logger.info("memory node %s wants to go", self.url)

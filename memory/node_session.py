@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -109,6 +109,8 @@ class _Plan:
     appends: list[object]
     num_query_rows: int
     num_append_rows: int
+    queried: set[int] = field(default_factory=set)  # layers that had their turn
+    updated: set[int] = field(default_factory=set)
 
 
 class NodeSession:
@@ -129,6 +131,7 @@ class NodeSession:
             for place, layer in enumerate(ids)
         }
         self._plans: OrderedDict[int, _Plan] = OrderedDict()
+        self._last_plan = 0
         self._rows = [
             WireRows(layer.num_heads, layer.num_kv_heads, layer.head_dim)
             for layer in request.layers
@@ -163,8 +166,9 @@ class NodeSession:
     def plan(self, header: Header, message: memoryview) -> None:
         """Make the edits and get ready for the queries and updates. All updates of earlier
         plans have been applied. WireError; OSError when memory cannot be had."""
-        if header.plan in self._plans:
-            raise WireError(ErrorCode.STALE, f"plan {header.plan} once more")
+        if header.plan <= self._last_plan:
+            raise WireError(ErrorCode.STALE, f"plan {header.plan} after {self._last_plan}")
+        self._last_plan = header.plan
         plan = read_plan(message)
         if len(plan.queries) * len(self._rows) > _MAX_VIEWS:
             raise WireError(ErrorCode.SHAPE, f"{len(plan.queries)} queries of all layers")
@@ -257,6 +261,7 @@ class NodeSession:
         plan = self._planned(header)
         if header.rows != plan.num_query_rows or not header.rows:
             raise WireError(ErrorCode.SHAPE, f"{header.rows} rows of q, {plan.num_query_rows} due")
+        _once(plan.queried, header)
         rows = self._rows[header.layer]
         q = rows.read_q(message[HEADER_BYTES:], header)
         group, place = self._where[header.layer]
@@ -274,9 +279,17 @@ class NodeSession:
                 ErrorCode.SHAPE, f"{header.rows} rows of k and v, {plan.num_append_rows} due"
             )
         self._rows[header.layer].check_kv(len(message) - HEADER_BYTES, header)
+        _once(plan.updated, header)
 
     def update(self, header: Header, message: memoryview) -> None:
         """Write k and v of a layer."""
         k, v = self._rows[header.layer].read_kv(message[HEADER_BYTES:], header)
         group, place = self._where[header.layer]
         self._groups[group].append(self._plans[header.plan].appends[group], place, k, v)
+
+
+def _once(layers: set[int], header: Header) -> None:
+    """A message that comes again, maybe when others own its rows, must not count."""
+    if header.layer in layers:
+        raise WireError(ErrorCode.STALE, f"layer {header.layer} of plan {header.plan} once more")
+    layers.add(header.layer)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 from memory.attach import AttachRequest, NodeLayout
 from memory.edit_log import EditLog
@@ -70,10 +71,11 @@ class NodeSet:
         local: Callable[[], Endpoint] | None = None,
         bytes_per_node: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        pool: Callable[[int], Executor] = ThreadPoolExecutor,
     ) -> None:
         """template: what a node that holds everything would be asked for. wire: of q and results.
         local: attaches this machine's memory. bytes_per_node: asked for at most; None: all that
-        is free."""
+        is free. pool: so many connect side by side in it."""
         self.members = list(members)
         self._template = template
         self._partition = partition
@@ -82,8 +84,17 @@ class NodeSet:
         self._local = local
         self._bytes_per_node = bytes_per_node
         self._clock = clock
+        self._pool = pool
         self._epoch = template.epoch
+        self._questions = count(1)
+        self.min_pages = template.min_pages
+        """Less than that is no use, on any node."""
         self.num_lost = 0
+
+    @property
+    def num_nodes(self) -> int:
+        """That there are, attached or missing."""
+        return sum([len(member.urls) for member in self.members])
 
     @property
     def missing(self) -> list[str]:
@@ -134,6 +145,41 @@ class NodeSet:
                 return
         raise NoNodeError("; ".join(f"{url}: {reason}" for url, reason in reasons.items()))
 
+    def takes(self, url: str, timeout_s: float) -> bool:
+        """Whether a node that is missing is there and has memory for us. From any thread."""
+        try:
+            endpoint = self.connect(url, timeout_s)
+        except (TransportError, OSError):
+            return False
+        [most] = [len(member.urls) for member in self.members if url in member.urls]
+        link = NodeLink(url, endpoint, Share(self._partition, 0, most), self._clock)
+        try:
+            link.attach(
+                replace(
+                    self._request(link.share),
+                    engine=f"{self._template.engine[:60]}?",  # it puts nobody out
+                    epoch=next(self._questions),
+                    num_pages=self.min_pages,
+                ),
+                timeout_s,
+            )
+        except TransportError:
+            return False
+        finally:
+            link.close()
+        return True
+
+    def look(self) -> bool:
+        """Take what links say without being asked; whether all members are well."""
+        for member in self.members:
+            for link in member.links:
+                try:
+                    link.look()
+                except TransportError as error:
+                    logger.warning("memory node %s: %s", link.url, error)
+                    link.close()
+        return not (self.is_leaving or any(member.is_lost for member in self.members))
+
     def _connect_all(
         self, urls: Sequence[str], timeout_s: float, reasons: dict[str, str]
     ) -> dict[str, Endpoint]:
@@ -141,7 +187,7 @@ class NodeSet:
         found: dict[str, Endpoint] = {}
         if not urls:
             return found
-        with ThreadPoolExecutor(len(urls), "mergestep-connect") as pool:
+        with self._pool(len(urls)) as pool:
             futures = [pool.submit(self.connect, url, timeout_s) for url in urls]
         for url, future in zip(urls, futures, strict=True):
             try:
@@ -155,9 +201,8 @@ class NodeSet:
     ) -> str | None:
         """Share the K/V among them; the url of one that does not take part, else None."""
         self._epoch += 1
-        count = len(endpoints)
         links = [
-            NodeLink(url, endpoint, Share(self._partition, index, count), self._clock)
+            NodeLink(url, endpoint, Share(self._partition, index, len(endpoints)), self._clock)
             for index, (url, endpoint) in enumerate(endpoints.items())
         ]
         requests = [self._request(link.share) for link in links]
@@ -185,6 +230,7 @@ class NodeSet:
         template = self._template
         return replace(
             template,
+            min_pages=self.min_pages,
             layers=[share.layer(layer) for layer in template.layers],
             page_tokens=[share.page_tokens(tokens) for tokens in template.page_tokens],
         )

@@ -21,6 +21,7 @@ from memory.new_part import NewPart
 from memory.node_link import NodeLink
 from memory.node_loop import view_of
 from memory.node_set import NodeSet
+from memory.prompt_tails import PromptTails, TailPlace
 from memory.wire import HEADER_BYTES, Append, ErrorCode, Kind, Plan, Query, WireError, WireType
 from memory.wire_rows import WireRows, encode, float_type, kv_type
 from ops.backend import Backend, Partial
@@ -58,13 +59,16 @@ class RemoteAttention:
         range_tokens: int,
         num_ranges: int,
         wire: WireType,
+        tails: PromptTails | None = None,
     ) -> None:
-        """num_ranges: of each member."""
+        """num_ranges: of each member. tails: keep prompts under way here, too."""
         self.layers = list(layers)
         self.new_part = new_part
         self.backend = backend
         self.wire = wire
+        self.tails = tails
         self._nodes = nodes
+        self._has_windows = any(layer.window is not None for layer in layers)
         self._range_tokens = range_tokens
         self._member_tokens = range_tokens * num_ranges
         self._rows: dict[NodeLink, list[WireRows]] = {}
@@ -83,11 +87,12 @@ class RemoteAttention:
 
     def plan(self, step: AttentionStep) -> RemotePlan:
         number = next(self._numbers)
+        places, pasts = self._keep(step)
         found: list[_NodePlan] = []
         for index, member in enumerate(self._nodes.members):
             edits = member.edits.take()
             for link in member.links:
-                node, plan = self._node_plan(link, step, index)
+                node, plan = self._node_plan(link, step, index, pasts)
                 if not (edits or plan.queries or plan.appends):
                     continue
                 try:
@@ -98,14 +103,36 @@ class RemoteAttention:
                 found.append(node)
             if not member.links and index in self._members_of(step):
                 raise NodesLostError("no memory node holds this K/V")
-        return RemotePlan(self, number, found, self.new_part.plan(step.num_decodes, step.num_rows))
+        new = self.new_part.plan(step.num_decodes, step.num_rows, places)
+        return RemotePlan(self, number, found, new)
+
+    def _keep(self, step: AttentionStep) -> tuple[list[TailPlace | None], list[int]]:
+        """Of each sequence: where its K/V is kept here, and how much of it only the nodes have."""
+        places: list[TailPlace | None] = [None] * len(step.starts)
+        pasts = [length - n for length, n in zip(step.kv_lens, step.num_rows, strict=True)]
+        tails = self.tails
+        if tails is None:
+            return places, pasts
+        for i, start in enumerate(step.starts):
+            is_local = self._nodes.members[start // self._member_tokens].is_local
+            if i < step.num_decodes or is_local:
+                tails.drop(start)
+                continue
+            kept = tails.place(start, pasts[i], step.num_rows[i])
+            if kept is not None and kept[1] and self._has_windows:
+                tails.drop(start)  # nodes reckon windows from the end of what they hold
+            elif kept is not None:
+                places[i], pasts[i] = kept
+        tails.commit()
+        return places, pasts
 
     def _members_of(self, step: AttentionStep) -> set[int]:
         return {start // self._member_tokens for start in step.starts}
 
     def _node_plan(
-        self, link: NodeLink, step: AttentionStep, member: int
+        self, link: NodeLink, step: AttentionStep, member: int, pasts: Sequence[int]
     ) -> tuple[_NodePlan, Plan]:
+        """pasts: tokens of each sequence that its rows attend over on the nodes."""
         share, row = link.share, 0
         range_tokens = self._range_tokens
         first_start = member * self._member_tokens
@@ -114,21 +141,23 @@ class RemoteAttention:
         appends: list[Append] = []
         query_runs: list[tuple[int, int]] = []
         append_runs: list[tuple[int, int]] = []
-        for start, num_rows, kv_len in zip(step.starts, step.num_rows, step.kv_lens, strict=True):
+        for start, num_rows, kv_len, past in zip(
+            step.starts, step.num_rows, step.kv_lens, pasts, strict=True
+        ):
             if not first_start <= start < end:
                 row += num_rows
                 continue
-            index, past = (start - first_start) // range_tokens, kv_len - num_rows
+            index, position = (start - first_start) // range_tokens, kv_len - num_rows
             keys = share.num_tokens(past)
             if keys:
                 queries.append(Query(index, num_rows, keys))
                 _extend(query_runs, row, num_rows)
             num_appends = 0
-            for first, length in share.runs(past, kv_len):
-                _extend(append_runs, row + first - past, length)
+            for first, length in share.runs(position, kv_len):
+                _extend(append_runs, row + first - position, length)
                 num_appends += length
             if num_appends:
-                appends.append(Append(index, num_appends, keys))
+                appends.append(Append(index, num_appends, share.num_tokens(position)))
             row += num_rows
         num_queries = sum([n for _, n in query_runs])
         rows = None
@@ -141,6 +170,8 @@ class RemoteAttention:
 
     def _send_edits(self) -> None:
         """Outside of a step: for memory that shall go back to the system over there."""
+        if self.tails is not None:
+            self.tails.trim()
         number = next(self._numbers)
         for member in self._nodes.members:
             edits = member.edits.take()
@@ -148,7 +179,8 @@ class RemoteAttention:
                 try:
                     link.post_plan(number, Plan(edits, [], []))
                 except TransportError:
-                    break  # the next step finds out
+                    link.close()  # its pages are not what the books say; the next step finds out
+                    break
 
 
 class RemotePlan:

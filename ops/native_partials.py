@@ -1,7 +1,7 @@
 """Parts of attention on our own kernels (ops/csrc/partials.inl): joined, and as bytes for a wire.
 
 Attention over disjoint sets of keys is exact: each part's result weighs exp(its log-sum-exp)
-(Flash-Decoding; FlashInfer, arXiv 2501.01005, section 2.2).
+(Flash-Decoding; FlashInfer, arXiv 2501.01005).
 """
 
 from __future__ import annotations

@@ -137,6 +137,9 @@ def run(
         int | None, _a_size(help="K/V on each memory node; by default all that is free there.")
     ] = None,
     memory_node_key_file: NodeKey = None,
+    memory_prefill: Annotated[
+        str, typer.Option(help="Who attends over a prompt in progress: local or remote.")
+    ] = "local",
     memory_wire: Annotated[
         str, typer.Option(help="To memory nodes: auto, float32, bfloat16 or int8.")
     ] = "auto",

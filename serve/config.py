@@ -19,6 +19,7 @@ from serve.orders import ORDERS
 DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "nf4")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 PARTITIONS = ("auto", "head", "request", "sequence")  # of memory.placement, which needs torch
+MEMORY_PREFILLS = ("local", "remote")
 MEMORY_WIRES = ("auto", "float32", "bfloat16", "int8")
 WEIGHT_GROUPS = (32, 64, 128)  # those of the kernels, whose module is slow to import
 DEFAULT_MODEL = "default"
@@ -72,6 +73,8 @@ class EngineConfig:
         sequences) or "sequence" (some tokens of everything); "auto" picks by their number.
     memory_node_bytes: K/V on each node; None takes all that is free there.
     memory_node_key_file: a file with the secret that nodes and engines share.
+    memory_prefill: who attends over a prompt while it is computed: "local" (this machine, in
+        kv_cache_bytes of its own memory; the K/V moves to the nodes meanwhile) or "remote".
     memory_wire: numbers on the way: "float32", "bfloat16", "int8" (q and results in 8 bits) or
         "auto" (as the model computes).
     tokenize_threads: size of pool 1. compute_threads: cores of pool 2; None takes
@@ -105,6 +108,7 @@ class EngineConfig:
     memory_partition: str = "auto"
     memory_node_bytes: int | None = None
     memory_node_key_file: str | Path | None = None
+    memory_prefill: str = "local"
     memory_wire: str = "auto"
     tokenize_threads: int = 2
     compute_threads: int | None = None
@@ -122,6 +126,7 @@ class EngineConfig:
             ("memory_policy", MEMORY_POLICIES),
             ("order", ORDERS),
             ("memory_partition", PARTITIONS),
+            ("memory_prefill", MEMORY_PREFILLS),
             ("memory_wire", MEMORY_WIRES),
         ):
             if getattr(self, setting) not in known:

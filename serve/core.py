@@ -162,6 +162,7 @@ class EngineCore:
         return engine_stats(
             self._scheduler,
             self._rejection,
+            self._recovery,
             num_unfinished=len(self._unfinished),
             num_steps=self._num_steps,
             num_prefill_rows=self._num_prefill_rows,
@@ -270,13 +271,15 @@ class EngineCore:
             try:
                 if not idle:
                     message = self._inbox.get_nowait()
-                elif trimmed and not is_writing:
+                elif trimmed and not is_writing and self._recovery is None:
                     message = self._inbox.get()
                 else:
-                    message = self._inbox.get(timeout=_WRITE_WAIT_S if trimmed else _IDLE_TRIM_S)
+                    message = self._inbox.get(timeout=_WRITE_WAIT_S if is_writing else _IDLE_TRIM_S)
             except queue.Empty:
                 if not idle:
                     return True
+                if self._recovery is not None:
+                    self._recovery.look()
                 self._kv.trim()
                 is_writing = self._kv.prefixes.write_some()
                 trimmed = True
@@ -292,7 +295,7 @@ class EngineCore:
         if self._recovery is not None and not self._recovery.is_ready():
             self._busy_since_s = None
             self._flush_records()
-            time.sleep(_NO_MEMORY_WAIT_S)
+            self._wait_for_memory()
             return
         plan = self._scheduler.schedule(now_s)
         if plan is None and self._kv.prefixes.is_transferring:
@@ -307,6 +310,9 @@ class EngineCore:
             assert self._scheduler.running, "work, but nothing can be scheduled"
             return
         self._run(plan, began_s)
+
+    def _wait_for_memory(self) -> None:
+        time.sleep(_NO_MEMORY_WAIT_S)
 
     def _run(self, plan: StepPlan, began_s: float | None = None) -> None:
         """began_s: when its step began; None: a part of a step, whose time says nothing."""

@@ -2,8 +2,8 @@
 
 K/V that cannot be reached any more is computed again from the tokens, which the engine has: its
 sequences wait as preempted ones do, memory is placed anew (memory/node_set.py), and everything
-goes on. Nobody sees more than a pause. Only when no memory is found for a while, or what is found
-is too small for somebody, do requests end with an error.
+goes on. Nobody sees more than a pause. Only when no memory is found for a while do requests end
+with an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from memory.kv_manager import KVManager
 from memory.node_set import Member, NodeSet, NoNodeError
 from serve.scheduler import Scheduler
 from serve.sequence import Sequence as TokenSequence
-from transport.base import TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +39,11 @@ class MemoryRecovery:
         scheduler: Scheduler,
         end: Callable[[TokenSequence, str], None],
         clock: Callable[[], float] = time.monotonic,
+        prober: Prober | None = None,
     ) -> None:
-        """books: of each member. end: ends a sequence with an error."""
-        self._nodes = nodes
+        """books: of each member. end: ends a sequence with an error. prober: looks for nodes
+        that are missing; a thread of its own by default."""
+        self.nodes = nodes
         self._books = list(books)
         self._scheduler = scheduler
         self._end = end
@@ -51,7 +52,7 @@ class MemoryRecovery:
         self._changed_at = clock()
         self._try_at = 0.0
         self.num_recomputed = 0  # sequences
-        self.prober: Prober | None = Prober(nodes)
+        self._prober = Prober(nodes) if prober is None else prober
 
     def lost(self, error: Exception) -> None:
         """A step has failed because of a node."""
@@ -62,7 +63,7 @@ class MemoryRecovery:
         self._try_at = 0.0
 
     def _lose(self) -> None:
-        numbers = set(self._nodes.lose())
+        numbers = set(self.nodes.lose())
         kv = self._scheduler.kv
         members = [book.ranges[0].start for book in self._books]
         ends = [*members[1:], 1 << 62]
@@ -74,24 +75,33 @@ class MemoryRecovery:
         self.num_recomputed += num_lost
         for number in numbers:
             self._books[number].reset(0)
-            self._nodes.members[number].edits.take()
+            self.nodes.members[number].edits.take()
         if numbers:
             logger.info(
                 "K/V of %d sequences is computed again; %d pages left", num_lost, kv.num_pages
             )
 
+    def look(self) -> None:
+        """In idle moments: nodes that want to go are left, those that are back are taken."""
+        if not self.nodes.look():
+            self._lose()
+            self._try_at = 0.0
+        self.is_ready()
+
     def is_ready(self) -> bool:
         """Called before each step: whether there is memory to compute with. Places what is
         nowhere, and lets nodes go or come back."""
-        if self._nodes.is_leaving:
+        if self.nodes.is_leaving:
             self._lose()
             self._try_at = 0.0
-        empty = [i for i, member in enumerate(self._nodes.members) if not member.num_pages]
+        empty = [i for i, member in enumerate(self.nodes.members) if not member.num_pages]
         if empty:
             self._place(empty)
-        elif self._nodes.missing:
+        elif self.nodes.missing:
             self._rejoin()
-        if any(member.num_pages for member in self._nodes.members):
+        if self.nodes.missing:
+            self._prober.start()
+        if any(member.num_pages for member in self.nodes.members):
             self._lost_at = None
             return True
         self._give_up()
@@ -99,15 +109,15 @@ class MemoryRecovery:
 
     def _place(self, numbers: Sequence[int]) -> None:
         now_s = self._clock()
-        has_some = len(numbers) < len(self._nodes.members)
+        has_some = len(numbers) < len(self.nodes.members)
         if has_some:  # the others go on: nobody shall wait for one that does not answer
-            numbers = [i for i in numbers if self._is_back(self._nodes.members[i])]
+            numbers = [i for i in numbers if self._is_back(self.nodes.members[i])]
         if now_s < self._try_at or not numbers:
             return
         for number in numbers:
-            member = self._nodes.members[number]
+            member = self.nodes.members[number]
             try:
-                self._nodes.place(member)
+                self.nodes.place(member)
             except NoNodeError as error:
                 logger.warning("no memory for K/V yet: %s", error)
                 continue
@@ -118,19 +128,13 @@ class MemoryRecovery:
             if member.is_local:  # it is enough once
                 break
         self._try_at = self._clock() + _RETRY_S
-        self._end_too_long()
-        self._probe()
-
-    def _probe(self) -> None:
-        if self.prober is not None and self._nodes.missing:
-            self.prober.start()
 
     def _is_back(self, member: Member) -> bool:
-        return self.prober is None or any(self.prober.is_back(url) for url in member.urls)
+        return any(self._prober.is_back(url) for url in member.urls)
 
     def _rejoin(self) -> None:
         """A node is back: share the K/V with it when that is cheap."""
-        waiting = [m for m in self._nodes.members if any(u in self._nodes.missing for u in m.urls)]
+        waiting = [m for m in self.nodes.members if any(u in self.nodes.missing for u in m.urls)]
         back = [member for member in waiting if self._is_back(member)]
         if not back or self._clock() < self._changed_at + _SETTLED_S:
             return
@@ -144,7 +148,7 @@ class MemoryRecovery:
             member.close()
         self._lose()
         self._try_at = 0.0
-        self._place([i for i, m in enumerate(self._nodes.members) if not m.num_pages])
+        self._place([i for i, m in enumerate(self.nodes.members) if not m.num_pages])
 
     def _give_up(self) -> None:
         now_s = self._clock()
@@ -155,59 +159,45 @@ class MemoryRecovery:
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
             self._end(sequence, "the memory nodes are lost")
 
-    def _end_too_long(self) -> None:
-        for sequence in list(self._scheduler.waiting):
-            self.check(sequence)
-
-    def check(self, sequence: TokenSequence) -> None:
-        """End it if what memory is left cannot hold it."""
-        kv = self._scheduler.kv
-        if kv.num_pages and kv.pages_for(sequence.max_tokens_total) > kv.most_pages:
-            self._end(sequence, "memory nodes are lost, and what is left is too small")
-
     def close(self) -> None:
-        if self.prober is not None:
-            self.prober.stop()
+        self._prober.stop()
 
 
 class Prober:
-    """A thread that knocks at nodes that are missing, while some are."""
+    """A thread that asks nodes that are missing whether they have memory for us."""
 
     def __init__(self, nodes: NodeSet) -> None:
         self._nodes = nodes
-        self._lock = threading.Lock()
-        self._back: set[str] = set()
+        self._lock = threading.Lock()  # of all below
+        self._back: frozenset[str] = frozenset()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
     def is_back(self, url: str) -> bool:
-        with self._lock:
-            return url in self._back
+        return url in self._back
 
     def start(self) -> None:
-        if self._thread is not None and self._thread.is_alive():
-            return
-        self._back.clear()
-        thread = threading.Thread(target=self._run, name="mergestep-probe", daemon=True)
-        self._thread = thread
-        thread.start()
+        """Until nobody is missing."""
+        with self._lock:
+            if self._thread is None:
+                self._back = frozenset()
+                self._thread = threading.Thread(target=self._run, name="mergestep-probe")
+                self._thread.daemon = True
+                self._thread.start()
 
     def stop(self) -> None:
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+        thread = self._thread
+        if thread is not None:
+            thread.join()
 
     def _run(self) -> None:
         while not self._stop.wait(_PROBE_S):
-            missing = self._nodes.missing
-            if not missing:
-                return
-            found: set[str] = set()
-            for url in missing:
-                try:
-                    self._nodes.connect(url, _PROBE_CONNECT_S).close()
-                except (TransportError, OSError):
-                    continue
-                found.add(url)
             with self._lock:
-                self._back = found
+                missing = self._nodes.missing
+                if not missing:
+                    self._thread = None
+                    return
+            self._back = frozenset(
+                [url for url in missing if self._nodes.takes(url, _PROBE_CONNECT_S)]
+            )

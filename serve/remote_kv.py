@@ -28,6 +28,7 @@ from memory.placement import (
     page_geometry,
     resolve_partition,
 )
+from memory.prompt_tails import PromptTails
 from memory.remote_attention import RemoteAttention
 from memory.split_kv import Books, SplitKV
 from memory.wire import WireType
@@ -58,6 +59,11 @@ class RemoteKV:
     kv: Books
     attention: RemoteAttention
     nodes: NodeSet
+
+    def close(self) -> None:
+        self.nodes.close()
+        if self.attention.tails is not None:
+            self.attention.tails.close()
 
 
 def read_key(config: EngineConfig) -> bytes:
@@ -146,14 +152,20 @@ def open_remote(
     except BaseException:
         nodes.close()
         raise
+    tails = None
+    if config.memory_prefill == "local":
+        tails = PromptTails(template, max_len, local_bytes)
+        for book in [kv] if isinstance(kv, KVManager) else kv.members:
+            book.on_close = lambda target: tails.drop(target.start)
     attention = RemoteAttention(
         layers,
-        _new_part(config, precision, layers, backend),
+        _new_part(config, precision, layers, backend, tails),
         backend,
         nodes,
         kv.range_tokens,
         config.max_num_seqs,
         wire,
+        tails,
     )
     logger.info(
         "K/V on %s (%s partition): %d pages of %d tokens",
@@ -244,6 +256,7 @@ def _books(
             f"memory_nodes: {fewest} pages of {geometry.page_tokens[0]} tokens are less than one "
             f"sequence of max_model_len {max_len}; lower it or raise memory_node_bytes"
         )
+    nodes.min_pages = books[0].pages_for(max_len)
     return books[0] if len(books) == 1 else SplitKV(books)
 
 
@@ -252,10 +265,12 @@ def _new_part(
     precision: Precision,
     layers: Sequence[AttentionLayer],
     backend: Backend,
+    tails: PromptTails | None,
 ) -> NewPart:
     if precision.kv == "int8":
-        return Int8NewPart(layers, config.kv_group, config.batched_tokens, config.max_num_seqs)
-    return PlainNewPart(layers, getattr(torch, precision.kv), backend)
+        rows, sequences = config.batched_tokens, config.max_num_seqs
+        return Int8NewPart(layers, config.kv_group, rows, sequences, tails)
+    return PlainNewPart(layers, getattr(torch, precision.kv), backend, tails)
 
 
 def _wire_type(

@@ -84,7 +84,7 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
         local_bytes = config.kv_cache_bytes or int(available_memory() * _KV_SHARE_OF_FREE_MEMORY)
         remote = open_remote(config, precision, spec, layers, backend, local_bytes)
         return Runtime(
-            spec, precision, model, remote.attention, remote.kv, remote.nodes, nodes=remote.nodes
+            spec, precision, model, remote.attention, remote.kv, remote, nodes=remote.nodes
         )
     groups = group_layers(layers, config.max_model_len or spec.max_model_len)
     layouts = [_kv_layout(config, precision, [layers[i] for i in ids]) for _, ids in groups]

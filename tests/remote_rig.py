@@ -18,6 +18,7 @@ from memory.new_part import Int8NewPart, PlainNewPart
 from memory.node import MemoryNode
 from memory.node_set import Member, NodeSet
 from memory.placement import page_geometry
+from memory.prompt_tails import PromptTails
 from memory.remote_attention import RemoteAttention
 from memory.wire import WireType
 from ops import get_backend
@@ -65,6 +66,7 @@ class RemoteRig:
         wire=WireType.FLOAT32,
         max_len=1024,
         num_pages=400,
+        tail_bytes=0,
     ):
         backend = get_backend("cpu")
         self.layers = layers
@@ -119,12 +121,16 @@ class RemoteRig:
             for number, member in enumerate(members)
         ]
         self.kv = self.kvs[0]
+        self.tails = PromptTails(template, max_len, tail_bytes) if tail_bytes else None
+        if self.tails is not None:
+            for kv in self.kvs:
+                kv.on_close = lambda target: self.tails.drop(target.start)
         if kv_dtype == "int8":
-            new = Int8NewPart(layers, 64, MAX_ROWS, NUM_RANGES)
+            new = Int8NewPart(layers, 64, MAX_ROWS, NUM_RANGES, self.tails)
         else:
-            new = PlainNewPart(layers, getattr(torch, kv_dtype), backend)
+            new = PlainNewPart(layers, getattr(torch, kv_dtype), backend, self.tails)
         self.attention = RemoteAttention(
-            layers, new, backend, self.set, self.kv.range_tokens, NUM_RANGES, wire
+            layers, new, backend, self.set, self.kv.range_tokens, NUM_RANGES, wire, self.tails
         )
 
     def step(self, rows, inputs):

@@ -104,3 +104,41 @@ def test_fewer_bits_on_the_wire(wire):
     rig = RemoteRig(layers, ("a", "b"), "head", "int8", wire)
     run_mixed(rig, layers, "int8", wire)
     rig.close()
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("partition", ["head", "sequence"])
+def test_prompts_are_kept_here_until_they_are_read(kv_dtype, partition):
+    layers = layers_of()
+    rig = RemoteRig(layers, ("a", "b"), partition, kv_dtype, tail_bytes=1 << 22)
+    run_mixed(rig, layers, kv_dtype)
+    assert rig.tails.num_pages_in_use == 0
+    rig.close()
+
+
+@pytest.mark.parametrize(("tail_bytes", "num_queries"), [(1 << 22, 0), (0, 2 * 2 * 2)])
+def test_nodes_are_not_asked_about_a_prompt_that_is_kept(tail_bytes, num_queries):
+    layers = layers_of()
+    rig = RemoteRig(layers, ("a", "b"), tail_bytes=tail_bytes)
+    histories, item = Histories(layers), rig.kv.open(150)
+    for length in (50, 100, 150):
+        inputs, _ = histories.rows([("x", 50)])
+        rig.step([(item, 50, length)], inputs)
+    assert sum(node.stats().num_queries for node in rig.nodes.nodes.values()) == num_queries
+    rig.kv.close(item)
+    rig.close()
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+def test_little_memory_for_prompts_changes_nothing(kv_dtype):
+    layers = layers_of()
+    rig = RemoteRig(layers, ("a", "b"), "head", kv_dtype, tail_bytes=1 << 16)
+    run_mixed(rig, layers, kv_dtype)
+    rig.close()
+
+
+def test_windows_and_prompts_that_are_kept():
+    layers = layers_of(3, windows=(None, 40, 40))
+    rig = RemoteRig(layers, ("a", "b"), "head", "int8", tail_bytes=1 << 22)
+    run_mixed(rig, layers, "int8")
+    rig.close()

@@ -83,31 +83,40 @@ void merge_partials(const PartialRows& total, const PartialRows& part, const int
 
 // Each head of a row in 127ths of its largest magnitude. A head with a NaN or an infinity gets such a
 // scale: it does not come back finite.
+template <DType TYPE>
+void quantize_row_heads(const void* row, int heads, int dim, int8_t* values, float* scales) {
+  for (int h = 0; h < heads; h++) {
+    const int first = h * dim;
+    f32x16 largest = {};
+    for (int d = first; d < first + dim; d += 16) largest = max_magnitude(largest, plain_at<TYPE>(row, d));
+    const float top = reduce_magnitude(largest), step = top > 0.0f ? 127.0f / top : 0.0f;
+    for (int d = first; d < first + dim; d += 16) store_i8(values + d, to_int_nearest(plain_at<TYPE>(row, d) * step));
+    scales[h] = top / 127.0f;
+  }
+}
+
+template <DType TYPE>
+void dequantize_row_heads(const int8_t* values, const float* scales, int heads, int dim, void* row) {
+  for (int h = 0; h < heads; h++) {
+    const f32x16 scale = splat(scales[h]);
+    for (int d = h * dim; d < (h + 1) * dim; d += 16) plain_to<TYPE>(row, d, to_float(from_i8(values + d)) * scale);
+  }
+}
+
 void quantize_heads(const Rows& in, int rows, int heads, int dim, int8_t* values, float* scales) {
+  const auto quantize = in.type == DType::f32 ? quantize_row_heads<DType::f32> : quantize_row_heads<DType::bf16>;
   for_rows(rows, heads * dim, [&](int m) {
+    const size_t head = static_cast<size_t>(m) * heads;
     const void* row = static_cast<const char*>(in.data) + m * in.stride * size_of(in.type);
-    for (int h = 0; h < heads; h++) {
-      const size_t head = static_cast<size_t>(m) * heads + h;
-      f32x16 largest = {};
-      for (int d = 0; d < dim; d += 16) largest = max_magnitude(largest, row_at(row, in.type, h * dim + d, 16));
-      const float top = reduce_magnitude(largest), step = top > 0.0f ? 127.0f / top : 0.0f;
-      for (int d = 0; d < dim; d += 16)
-        store_i8(values + head * dim + d, to_int_nearest(row_at(row, in.type, h * dim + d, 16) * step));
-      scales[head] = top / 127.0f;
-    }
+    quantize(row, heads, dim, values + head * dim, scales + head);
   });
 }
 
 void dequantize_heads(const int8_t* values, const float* scales, int rows, int heads, int dim, void* out, DType type) {
+  const auto restore = type == DType::f32 ? dequantize_row_heads<DType::f32> : dequantize_row_heads<DType::bf16>;
   for_rows(rows, heads * dim, [&](int m) {
-    for (int h = 0; h < heads; h++) {
-      const size_t head = static_cast<size_t>(m) * heads + h, first = head * dim;
-      for (int d = 0; d < dim; d += 16) {
-        const f32x16 x = to_float(MS_WIDEN(i32x16, i8x16, values + first + d)) * scales[head];
-        if (type == DType::f32) plain_to<DType::f32>(out, first + d, x);
-        else plain_to<DType::bf16>(out, first + d, x);
-      }
-    }
+    const size_t head = static_cast<size_t>(m) * heads;
+    restore(values + head * dim, scales + head, heads, dim, static_cast<char*>(out) + head * dim * size_of(type));
   });
 }
 

@@ -1,5 +1,6 @@
 #include "channel.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -34,32 +35,58 @@ int64_t deadline_after(double timeout_s) {
 
 }  // namespace
 
-uint64_t Channel::post(const Segments& segments, double timeout_s) {
-  const size_t bytes = total_bytes(segments);
-  if (bytes > max_message_bytes())
-    throw std::invalid_argument("a message of " + std::to_string(bytes) + " bytes; the peer's window takes " +
-                                std::to_string(max_message_bytes()));
+// What is corrupt ends the connection.
+template <class Operation>
+auto Channel::guarded(Operation operation) {
   Use use(*this);
-  if (link_->is_over()) throw_lost();
   try {
-    return send(segments, bytes, deadline_after(timeout_s));
+    return operation();
   } catch (const CorruptMessage&) {
     link_->end("the peer's messages are corrupt");
     throw;
   }
 }
 
+void Channel::check_size(size_t bytes) const {
+  if (bytes > max_message_bytes())
+    throw std::invalid_argument("a message of " + std::to_string(bytes) + " bytes; the peer's window takes " +
+                                std::to_string(max_message_bytes()));
+}
+
+uint64_t Channel::post(const Segments& segments, double timeout_s) {
+  const size_t bytes = total_bytes(segments);
+  check_size(bytes);
+  return guarded([&] {
+    if (link_->is_over()) throw_lost();
+    return send(segments, bytes, deadline_after(timeout_s));
+  });
+}
+
+std::optional<uint64_t> Channel::post_at_once(const Segments& segments) {
+  const size_t bytes = total_bytes(segments);
+  if (bytes > std::min(QUICK_BYTES, max_message_bytes())) return {};
+  return guarded([&]() -> std::optional<uint64_t> {
+    if (link_->is_over() || !is_quick_to_send(bytes)) return {};
+    return send(segments, bytes, 0);
+  });
+}
+
 std::optional<Message> Channel::poll(double timeout_s) {
-  Use use(*this);
-  try {
+  return guarded([&] {
     auto message = receive(deadline_after(timeout_s));
     if (message) num_uses_.fetch_add(1);
     if (!message && link_->is_over()) throw_lost();
     return message;
-  } catch (const CorruptMessage&) {
-    link_->end("the peer's messages are corrupt");
-    throw;
-  }
+  });
+}
+
+std::optional<Message> Channel::poll_at_once() {
+  return guarded([&]() -> std::optional<Message> {
+    if (!is_quick_to_receive()) return {};
+    auto message = receive(0);
+    if (message) num_uses_.fetch_add(1);
+    return message;
+  });
 }
 
 void Channel::release(uint64_t number) {

@@ -23,6 +23,8 @@ class Memory {
   Descriptor& slot(uint64_t number) const {
     return reinterpret_cast<Descriptor*>(base_ + DESCRIPTORS_AT)[number % NUM_SLOTS];
   }
+  uint8_t* base() const { return base_; }
+  size_t num_bytes() const { return PAYLOAD_AT + window_bytes_; }
   uint8_t* payload() const { return base_ + PAYLOAD_AT; }
   // Wakes who sleeps on this window.
   void wake() const;

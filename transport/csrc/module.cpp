@@ -7,6 +7,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
+#include <sched.h>
+
+#include <cstring>
 #include <system_error>
 
 #include "crc32c.h"
@@ -49,27 +52,92 @@ size_t checked_window(size_t bytes) {
   return bytes;
 }
 
+nb::object tuple_of(const Message& message) {
+  return nb::make_tuple(message.address, message.num_bytes, message.number);
+}
+
 uint64_t post(Channel& channel, nb::handle given, double timeout_s) {
   const Segments segments = segments_of(given);
+  // Who gives the interpreter away may wait long until it is back.
+  if (const auto number = channel.post_at_once(segments)) return *number;
   nb::gil_scoped_release release;
   return channel.post(segments, timeout_s);
 }
 
 nb::object poll(Channel& channel, double timeout_s) {
-  std::optional<Message> message;
-  {
+  std::optional<Message> message = channel.poll_at_once();
+  if (!message) {
     nb::gil_scoped_release release;
     message = channel.poll(timeout_s);
   }
-  if (!message) return nb::none();
-  return nb::make_tuple(message->address, message->num_bytes, message->number);
+  return message ? tuple_of(*message) : nb::object(nb::none());
+}
+
+// To release the interpreter and take it back costs as much as some ten kilobytes.
+template <class Work>
+uint32_t released_if_long(size_t bytes, Work work) {
+  if (bytes <= Channel::QUICK_BYTES) return work();
+  nb::gil_scoped_release release;
+  return work();
 }
 
 uint32_t gather_at(uintptr_t address, nb::handle given) {
   const Segments segments = segments_of(given);
-  nb::gil_scoped_release release;
-  return gather(reinterpret_cast<void*>(address), segments);
+  return released_if_long(total_bytes(segments), [&] { return gather(reinterpret_cast<void*>(address), segments); });
 }
+
+uint32_t crc32c_at(uintptr_t address, size_t size, uint32_t crc) {
+  return released_if_long(size, [&] { return crc32c(crc, reinterpret_cast<const void*>(address), size); });
+}
+
+// For a transport whose posts are Python's. False: time is up, or the link is over.
+template <class Ready>
+bool wait(const Link& link, double timeout_s, double spin_s, Ready ready) {
+  if (ready()) return true;
+  nb::gil_scoped_release release;
+  const int64_t begin = now_ns();
+  for (;;) {
+    if (ready()) return true;
+    const double waited_s = 1e-9 * static_cast<double>(now_ns() - begin);
+    if (waited_s >= timeout_s || link.is_over()) return false;
+    if (waited_s < spin_s) spin_pause();
+    else sched_yield();
+  }
+}
+
+// A ring on a window at any address, and the memory of descriptors to be sent.
+struct RemoteRing : Ring {
+  RemoteRing(uintptr_t window, size_t window_bytes, size_t peer_window_bytes)
+      : Ring(reinterpret_cast<uint8_t*>(window), checked_window(window_bytes), checked_window(peer_window_bytes)) {}
+
+  std::optional<size_t> room(size_t bytes) {
+    size_t offset;
+    return find_room(bytes, offset) ? std::optional(offset) : std::nullopt;
+  }
+  uint64_t describe(uintptr_t at, size_t offset, size_t bytes, uint32_t crc) {
+    const Descriptor made = outbox.add(offset, bytes, crc, inbox.tell());
+    std::memcpy(reinterpret_cast<void*>(at), &made, sizeof made);
+    return made.number;
+  }
+  bool wait_for_room(const Link& link, size_t bytes, double timeout_s, double spin_s) {
+    size_t offset;
+    return wait(link, timeout_s, spin_s, [&] { return find_room(bytes, offset); });
+  }
+  nb::object poll(const Link& link, double timeout_s, double spin_s) {
+    if (!wait(link, timeout_s, spin_s, [&] { return has_arrived(); })) return nb::none();
+    if (due_bytes() <= Channel::QUICK_BYTES) return tuple_of(take());
+    Message message;
+    {
+      nb::gil_scoped_release release;
+      message = take();
+    }
+    return tuple_of(message);
+  }
+  bool give_back(uint64_t number) {
+    inbox.release(number);
+    return inbox.is_credit_due();
+  }
+};
 
 template <class Error>
 void translate_to(const char* name) {
@@ -104,12 +172,11 @@ NB_MODULE(_windows, m) {
   translate_to<CorruptMessage>("CorruptMessageError");
   translate_to<TimedOut>("TransportTimeoutError");
   m.attr("NUM_SLOTS") = NUM_SLOTS;
+  m.attr("DESCRIPTORS_AT") = DESCRIPTORS_AT;
+  m.attr("DESCRIPTOR_BYTES") = sizeof(Descriptor);
   m.attr("PAYLOAD_AT") = PAYLOAD_AT;
 
-  m.def("crc32c", [](uintptr_t address, size_t size, uint32_t crc) {
-    nb::gil_scoped_release release;
-    return crc32c(crc, reinterpret_cast<const void*>(address), size);
-  }, "address"_a, "num_bytes"_a, "crc"_a = 0);
+  m.def("crc32c", &crc32c_at, "address"_a, "num_bytes"_a, "crc"_a = 0);
   m.def("gather", &gather_at, "address"_a, "segments"_a);
   m.def("create_window_fd", [](size_t bytes) { return create_window_fd(checked_window(bytes)); }, "window_bytes"_a);
 
@@ -126,7 +193,19 @@ NB_MODULE(_windows, m) {
       .def_static("anonymous", [](size_t bytes) { return std::make_shared<Memory>(checked_window(bytes)); },
                   "window_bytes"_a)
       .def_static("of_fd", [](size_t bytes, int fd) { return std::make_shared<Memory>(checked_window(bytes), fd); },
-                  "window_bytes"_a, "fd"_a);
+                  "window_bytes"_a, "fd"_a)
+      .def_prop_ro("address", [](const Memory& memory) { return reinterpret_cast<uintptr_t>(memory.base()); })
+      .def_prop_ro("num_bytes", &Memory::num_bytes);
+  nb::class_<RemoteRing>(m, "Ring")
+      .def(nb::init<uintptr_t, size_t, size_t>(), "window"_a, "window_bytes"_a, "peer_window_bytes"_a)
+      .def_prop_ro("max_message_bytes", [](const RemoteRing& ring) { return ring.outbox.max_message_bytes(); })
+      .def_prop_ro("num_held", [](const RemoteRing& ring) { return ring.inbox.num_held(); })
+      .def("find_room", &RemoteRing::room, "num_bytes"_a)
+      .def("wait_for_room", &RemoteRing::wait_for_room, "link"_a, "num_bytes"_a, "timeout_s"_a, "spin_s"_a)
+      .def("describe", &RemoteRing::describe, "at"_a, "offset"_a, "num_bytes"_a, "crc"_a)
+      .def("poll", &RemoteRing::poll, "link"_a, "timeout_s"_a, "spin_s"_a)
+      .def("release", &RemoteRing::give_back, "number"_a)
+      .def("tell", [](RemoteRing& ring) { return ring.inbox.tell(); });
   nb::class_<Channel>(m, "Channel")
       .def_prop_ro("max_message_bytes", &Channel::max_message_bytes)
       .def("post", &post, "segments"_a, "timeout_s"_a)

@@ -53,10 +53,10 @@ Descriptor Outbox::add(size_t offset, size_t bytes, uint32_t payload_crc, uint64
 }
 
 void Outbox::set_consumed(uint64_t consumed) {
-  if (consumed > num_sent_ || consumed < num_consumed_)
+  if (consumed > num_sent_)
     throw CorruptMessage("the peer says it has " + std::to_string(consumed) + " messages of " +
-                         std::to_string(num_sent_) + ", after " + std::to_string(num_consumed_));
-  num_consumed_ = consumed;
+                         std::to_string(num_sent_));
+  if (consumed > num_consumed_) num_consumed_ = consumed;
 }
 
 void Inbox::check(const Descriptor& descriptor) const {
@@ -95,6 +95,30 @@ uint64_t Inbox::tell() {
   num_told_ = num_consumed_;
   untold_bytes_ = 0;
   return num_consumed_;
+}
+
+bool Ring::find_room(size_t bytes, size_t& offset) {
+  outbox.set_consumed(header().consumed.load(std::memory_order_acquire));
+  return outbox.find_room(bytes, offset);
+}
+
+bool Ring::has_arrived() const {
+  const uint64_t number = number_in(due()), next = inbox.next();
+  if (number == next) return true;
+  if (number != (next > NUM_SLOTS ? next - NUM_SLOTS : 0))
+    throw CorruptMessage("message " + std::to_string(number) + " where " + std::to_string(next) + " is due");
+  return false;
+}
+
+Message Ring::take() {
+  const Descriptor descriptor = due();  // a copy: the peer can still write there
+  inbox.check(descriptor);
+  outbox.set_consumed(descriptor.consumed);
+  const uint8_t* data = window_ + PAYLOAD_AT + descriptor.offset;
+  if (crc32c(0, data, descriptor.length) != descriptor.payload_crc)
+    throw CorruptMessage("message " + std::to_string(inbox.next()) + " does not fit its checksum");
+  inbox.take(descriptor);
+  return {reinterpret_cast<uintptr_t>(data), descriptor.length, descriptor.number};
 }
 
 }  // namespace ms

@@ -62,7 +62,7 @@ class Outbox {
   bool find_room(size_t bytes, size_t& offset) const;
   // The descriptor of the next message. It is sent after this.
   Descriptor add(size_t offset, size_t bytes, uint32_t payload_crc, uint64_t consumed);
-  // The peer has freed so many. CorruptMessage: more than were sent, or fewer than before.
+  // The peer has freed so many; what is older than known is ignored. CorruptMessage: more than sent.
   void set_consumed(uint64_t consumed);
   uint64_t num_sent() const { return num_sent_; }
   uint64_t num_consumed() const { return num_consumed_; }
@@ -94,6 +94,38 @@ class Inbox {
   size_t untold_bytes_ = 0;
   std::array<bool, NUM_SLOTS> is_released_{};
   std::array<size_t, NUM_SLOTS> bytes_{};
+};
+
+struct Message {
+  uintptr_t address;
+  size_t num_bytes;
+  uint64_t number;
+};
+
+// One end of a connection whose own window the peer writes by itself: its books, and what it sees.
+class Ring {
+ public:
+  Ring(uint8_t* window, size_t window_bytes, size_t peer_window_bytes)
+      : outbox(peer_window_bytes), inbox(window_bytes), window_(window) {}
+  // Looks whether the peer has freed anything first. CorruptMessage.
+  bool find_room(size_t bytes, size_t& offset);
+  bool has_news() const { return header().consumed.load() > outbox.num_consumed(); }
+  // CorruptMessage: a number that cannot be there.
+  bool has_arrived() const;
+  // Of the message that has arrived, as it says.
+  size_t due_bytes() const { return due().length; }
+  // The message that has arrived, checked. CorruptMessage.
+  Message take();
+  Header& header() const { return *reinterpret_cast<Header*>(window_); }
+
+  Outbox outbox;
+  Inbox inbox;
+
+ private:
+  const Descriptor& due() const {
+    return reinterpret_cast<const Descriptor*>(window_ + DESCRIPTORS_AT)[inbox.next() % NUM_SLOTS];
+  }
+  uint8_t* window_;
 };
 
 }  // namespace ms

@@ -10,23 +10,22 @@ class SharedChannel final : public Channel {
  public:
   SharedChannel(std::shared_ptr<Memory> own, std::shared_ptr<Memory> peers, std::shared_ptr<Link> link);
   ~SharedChannel() override { free_memory(); }
-  size_t max_message_bytes() const override { return outbox_.max_message_bytes(); }
+  size_t max_message_bytes() const override { return ring_.outbox.max_message_bytes(); }
 
  protected:
+  bool is_quick_to_send(size_t bytes) override;
+  bool is_quick_to_receive() override;
   uint64_t send(const Segments& segments, size_t bytes, int64_t deadline_ns) override;
   std::optional<Message> receive(int64_t deadline_ns) override;
   void give_back(uint64_t number) override;
   void free_memory() override;
 
  private:
-  bool has_arrived() const;
   void sleep(int64_t deadline_ns, bool for_room);
-  bool is_due(bool for_room) const;
   void wake_peer() const;
 
   std::shared_ptr<Memory> own_, peers_;
-  Outbox outbox_;
-  Inbox inbox_;
+  Ring ring_;
 };
 
 }  // namespace ms
