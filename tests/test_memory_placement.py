@@ -59,7 +59,7 @@ def test_every_head_is_on_one_node_or_on_all(partition, count, num_kv_heads, gro
     assert sorted(found) == sorted([*range(layer.num_kv_heads)] * times)
 
 
-@given(st.integers(1, 8), TOKENS, TOKENS)
+@given(st.integers(1, 8), TOKENS, TOKENS.map(lambda n: n + 1))
 def test_every_token_is_on_one_node(count, first, length):
     """`runs` says which tokens; `num_tokens` how many come before: the place of the next one."""
     end = first + length
