@@ -174,9 +174,8 @@ def test_an_engine_that_is_put_out_while_it_computes(served):
     one = served.engine(epoch=1, num_pages=100, num_ranges=1, num_places=[50, 25])
     one.attach()
     one.plan([(EditKind.MAP, 0, 0, 0, 50), (EditKind.MAP, 1, 0, 50, 25)])
-    number = one.plan(queries=[(0, 64, 1600)])
     for _ in range(20):
-        one.query(number, 0, torch.ones(64, 4, 16))
+        one.query(one.plan(queries=[(0, 64, 1600)]), 0, torch.ones(64, 4, 16))
     two = served.engine(epoch=2, num_pages=100, min_pages=100)
     assert two.attach() == 100
     assert is_lost(one)
@@ -240,10 +239,10 @@ def test_close_while_engines_are_served(served, num_engines):
     served_once = threading.Semaphore(0)
 
     def work(engine):
-        plan = engine.plan(queries=[(0, 64, 64)], appends=[(1, 20, 0)])
         q, k = torch.ones(64, 4, 16), torch.ones(20, 2, 16)
         with contextlib.suppress(TransportError, AssertionError, WireError):
             while not stop.is_set():
+                plan = engine.plan(queries=[(0, 64, 64)], appends=[(1, 20, 0)])
                 for layer in range(3):
                     engine.query(plan, layer, q)
                     engine.update(plan, layer, k, k)
