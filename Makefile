@@ -21,6 +21,7 @@ test: check
 # The tests that need an RDMA device, over real verbs, in a virtual machine.
 test-rdma: $(VENV)/.dev
 	tests/guest/test.sh $(GUEST) $(BIN)/python
+
 # Memory nodes that fail: 1,000 schedules in virtual time (about 4 minutes), then real ones (about
 # 20 minutes; as root, with network namespaces).
 test-faults: $(VENV)/.dev

@@ -184,7 +184,7 @@ def _smallest_node(urls: Sequence[str], connect_to: Connect) -> int:
         try:
             endpoint = connect_to(url, FIRST_CONNECT_S)
         except (TransportError, OSError) as error:
-            raise ConfigError(f"memory_nodes: {_said(url, error)}") from error
+            raise ConfigError(f"memory_nodes: {what_is_wrong(url, error)}") from error
         size = endpoint.peer.info.get("capacity_bytes")
         endpoint.close()
         if not isinstance(size, int):
@@ -193,7 +193,7 @@ def _smallest_node(urls: Sequence[str], connect_to: Connect) -> int:
     return min(sizes)
 
 
-def _said(url: str, error: Exception) -> str:
+def what_is_wrong(url: str, error: Exception) -> str:
     """Most errors say which address they are about."""
     text = reason(error) if isinstance(error, OSError) else str(error)
     return text if url in text else f"{url}: {text}"
