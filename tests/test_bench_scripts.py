@@ -54,6 +54,7 @@ def test_ops_quick():
     readings = ops_readings("serve", "bench", "ops")
     names = {reading["name"] for reading in readings}
     assert {"int8 linear", "decode attention", "prefill attention", "RoPE + append"} <= names
+    assert {"past attention", "merge parts"} <= names
     assert all(0 < r["share"] < 20 for r in readings if r["ceiling"] != "bf16")
     assert all(r["speedup"] > 0 for r in readings if r["name"] == "decode attention")
 

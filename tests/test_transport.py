@@ -1,6 +1,6 @@
 """What every transport promises (transport/base.py): one suite, for each of them.
 
-TRANSPORT=rdma in the environment runs it on that one alone, where there is a device.
+TRANSPORT=rdma,rdma-polled in the environment runs it on those alone, where there is a device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.transport_rig import (
 )
 from transport.base import Frame, PeerLostError, Segment
 
-TRANSPORTS = [name] if (name := os.environ.get("TRANSPORT")) else ["inproc", "shm", "tcp"]
+TRANSPORTS = os.environ.get("TRANSPORT", "inproc,shm,tcp").split(",")
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -42,6 +42,7 @@ def url_for(name: str, tmp_path) -> str:
         "shm": f"shm://{tmp_path}/socket",
         "tcp": "tcp://127.0.0.1:0",
         "rdma": "rdma://127.77.0.1:0",
+        "rdma-polled": "rdma://127.77.0.1:0?imm=0",
     }[name]
 
 
