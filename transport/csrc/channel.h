@@ -61,7 +61,6 @@ class Channel {
   std::atomic<int> num_uses_{1};
   std::atomic<bool> is_closed_{false};
   int64_t spin_ns_ = 30'000;
-  bool has_napped_ = false;
 };
 
 inline void spin_pause() {
@@ -76,11 +75,7 @@ template <class Ready, class Sleep>
 bool Channel::wait(int64_t deadline_ns, Ready ready, Sleep sleep) {
   if (ready()) return true;
   if (deadline_ns <= 0) return false;
-  const int64_t begin = now_ns();
-  // Two ends that sleep wake each other just too late, for ever: waking takes longer than spinning.
-  // So who slept for a short time spins longer the next time.
-  const int64_t long_spin_ns = 8 * spin_ns_, spin_ns = has_napped_ ? long_spin_ns : spin_ns_;
-  const int64_t spin_end = std::min(begin + spin_ns, deadline_ns);
+  const int64_t spin_end = std::min(now_ns() + spin_ns_, deadline_ns);
   while (!link_->is_over()) {
     for (int i = 0; i < 32; i++) {
       if (ready()) return true;
@@ -91,9 +86,7 @@ bool Channel::wait(int64_t deadline_ns, Ready ready, Sleep sleep) {
   while (!link_->is_over()) {
     if (now_ns() >= deadline_ns) return false;
     sleep(deadline_ns);
-    const bool is_ready = ready();
-    has_napped_ = is_ready && now_ns() - begin < long_spin_ns;
-    if (is_ready) return true;
+    if (ready()) return true;
   }
   return ready();  // what came before the end
 }
