@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import json
-import logging
 import os
 import signal
 import socket
@@ -17,6 +16,7 @@ import time
 import pytest
 
 import transport
+from tests.child import output_of
 from transport import control, verbs
 from transport._windows import DESCRIPTOR_SENT_BYTES, PAYLOAD_AT, Link, Memory, MirroredChannel
 from transport.base import (
@@ -73,6 +73,7 @@ def test_an_address_survives_the_wire():
         ("lid", 0xC000),
         ("mtu", 0),
         ("mtu", 6),
+        ("mtu", True),
         ("window_key", 1 << 32),
         ("window_address", 0),
         ("window_address", (1 << 64) - 4096),
@@ -141,12 +142,18 @@ def test_without_a_device_it_says_so():
 
 
 def test_the_library_leaves_the_log_alone():
-    before = logging.getLogger().handlers[:]
     try:
-        verbs.pyverbs("enums")
+        verbs.pyverbs("device")
     except RdmaUnavailableError as error:
         pytest.skip(str(error))
-    assert logging.getLogger().handlers == before
+    program = """
+import logging
+from transport import verbs
+verbs.pyverbs("device")
+root = logging.getLogger()
+print(root.handlers, root.level == logging.WARNING)
+"""
+    assert output_of("-c", program) == "[] True\n"
 
 
 # ---- a channel whose device is a copy, made when the test says so
