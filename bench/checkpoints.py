@@ -43,6 +43,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "max_position_embeddings": 40960,
     },
+    # little to compute, 64 KiB of K/V a token in fp32
+    "wide-kv": {
+        "hidden_size": 256,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 512,
+        "vocab_size": 4096,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+    },
     # a few milliseconds a step: for smoke tests of the scripts
     "tiny": {
         "hidden_size": 64,

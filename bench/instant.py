@@ -59,7 +59,7 @@ class InstantRunner:
         if self._ended_s is not None:
             self.gaps_s.append(began - self._ended_s)
         self._kv.commit(s.kv_range for s in plan.sequences if s.kv_range is not None)
-        batch = make_batch(plan, self._kv)
+        batch = make_batch(plan)
         self.rows.append(plan.num_total_rows)
         self.batch_s.append(time.perf_counter() - began)
         launched()

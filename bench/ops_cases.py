@@ -20,6 +20,7 @@ from bench.ops_linear import FAR, Case, Timed, int4_cases, linear_cases, plain_c
 from bench.ops_plain import plain_prefills
 from ops import Edges, Norm
 from ops.native import Ceilings, Int8Attention, Int8AttentionStep, Int8Linear
+from ops.native_partials import merge_into
 from ops.sampling import argmax
 from quant.kv import TILE_TOKENS, Int8KVFormat
 
@@ -67,12 +68,16 @@ class KV:
             op.append(whole, k, k.roll(1, 0), None)
         return self
 
-    def step(self, rows: int, starts: Sequence[int] | None = None) -> Int8AttentionStep:
-        """The last `rows` positions of each sequence, or of those that begin at `starts`."""
+    def step(
+        self, rows: int, starts: Sequence[int] | None = None, *, past_only: bool = False
+    ) -> Int8AttentionStep:
+        """The last `rows` positions of each sequence, or of those that begin at `starts`; with
+        past_only those behind them."""
         starts = self.starts if starts is None else starts
         n = len(starts)
+        where = (self.address, self.tile_bytes)
         return Int8AttentionStep(
-            self.address, self.tile_bytes, starts, [rows] * n, [self.context] * n
+            *where, starts, [rows] * n, [self.context] * n, past_only=past_only
         )
 
 
@@ -113,6 +118,44 @@ def prefill_cases(quick: bool) -> Iterator[Case]:
             0.5,
             Timed(partial(_attend_all, kv, step, q)),
         )
+
+
+def past_cases(quick: bool) -> Iterator[Case]:
+    """What a memory node does: decode rows and chunks over the keys held before the step."""
+    for dim, batch, context in [(64, 1, 512)] if quick else [(64, 8, 4096), (128, 8, 4096)]:
+        layer_bytes = Int8KVFormat(KV_HEADS, dim, 64).token_bytes * context * batch
+        kv = KV(batch, context, dim, 1 if quick else max(1, FAR // layer_bytes)).fill()
+        step, q = kv.step(1, past_only=True), torch.randn(batch, HEADS, dim)
+        timed = Timed(partial(_attend_all, kv, step, q))
+        shape = f"B={batch} L={context} {HEADS}/{KV_HEADS} D={dim}"
+        yield Case("past attention", shape, "read", kv.bytes_read, 0.8, timed)
+    for dim, rows in [(64, 16)] if quick else [(d, n) for d in (64, 128) for n in (64, 256)]:
+        past = 64 if quick else 4096
+        kv = KV(1, past, dim, 1).fill()
+        step, q = kv.step(rows, past_only=True), torch.randn(rows, HEADS, dim)
+        timed = Timed(partial(_attend_all, kv, step, q))
+        shape = f"{rows} on {past} {HEADS}/{KV_HEADS} D={dim}"
+        yield Case("past attention", shape, "bf16", 4.0 * HEADS * dim * rows * past, 0.5, timed)
+
+
+def merge_cases(quick: bool) -> Iterator[Case]:
+    """Two parts to one, in the place of the first."""
+    dim = 64
+    for rows in (1, 16) if quick else (1, 16, 256):
+        count = (8 << 20 if quick else FAR) // (2 * 4 * rows * HEADS * dim)
+        operands = torch.ones(count, 2, rows, HEADS, dim)
+        written = torch.zeros(count * rows * HEADS * dim)
+        lse = torch.zeros(2, rows, HEADS)
+        pairs = [(out, part) for out, part in operands]
+        none = [(operands[0, 0, :0], operands[0, 1, :0])] * count
+        timed = Timed(partial(_merge_all, pairs, lse), partial(_merge_all, none, lse[:, :0]))
+        size = 4 * rows * HEADS * dim
+        yield _moving("merge parts", rows, operands, size, timed, to=written.view(torch.uint8))
+
+
+def _merge_all(parts: Sequence[tuple[Tensor, Tensor]], lse: Tensor) -> None:
+    for out, part in parts:
+        merge_into(out, lse[0], part, lse[1])
 
 
 def plain_prefill_cases(quick: bool) -> Iterator[Case]:
@@ -225,5 +268,6 @@ def _pieces(x: Tensor) -> list[Tensor]:
 
 def cases(quick: bool) -> Iterator[Case]:
     linear = (linear_cases, plain_cases, int4_cases)
-    for make in (*linear, decode_cases, prefill_cases, plain_prefill_cases, fused_cases):
+    attention = (decode_cases, prefill_cases, past_cases, plain_prefill_cases)
+    for make in (*linear, *attention, merge_cases, fused_cases):
         yield from make(quick)

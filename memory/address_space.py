@@ -213,6 +213,13 @@ class AddressSpace:
             self._memory.unmap(self._offset(index, place), length)
             self._note(index, place, [HOLE] * length)
 
+    def forget(self) -> None:
+        """The memory is another one: nothing is mapped."""
+        self.settle()
+        self._shown = [[] for _ in self._offsets]
+        self._num_runs = [0] * len(self._offsets)
+        self.num_mappings = 0
+
     def close(self) -> None:
         """End the thread."""
         self.settle()

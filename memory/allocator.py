@@ -17,6 +17,10 @@ class PageAllocator:
     """Reference-counted pages 0..num_pages-1. Everything is O(1)."""
 
     def __init__(self, num_pages: int) -> None:
+        self.reset(num_pages)
+
+    def reset(self, num_pages: int) -> None:
+        """So many pages, all free and without memory."""
         self.num_pages = num_pages
         self._refs = [0] * num_pages
         self._warm: OrderedDict[int, None] = OrderedDict()  # free, with memory behind them

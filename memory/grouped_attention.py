@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from memory.attention import AttentionLayer, AttentionStep, PlannedAttention, Rotation, Ticket
+from memory.attention import (
+    Attention,
+    AttentionLayer,
+    AttentionStep,
+    Pending,
+    PlannedAttention,
+    Rotation,
+    Ticket,
+)
 
 
 class GroupedAttention:
@@ -19,21 +27,33 @@ class GroupedAttention:
         self._groups = list(groups)
         self._places = {
             layer: (group, place)
-            for group, layers in zip(groups, layers_of, strict=True)
+            for group, layers in enumerate(layers_of)
             for place, layer in enumerate(layers)
         }
 
-    def plan(self, step: AttentionStep) -> None:
-        for group in self._groups:
-            group.plan(step)
+    @property
+    def is_remote(self) -> bool:
+        return any(group.is_remote for group in self._groups)
+
+    def plan(self, step: AttentionStep) -> GroupedPlan:
+        return GroupedPlan([group.plan(step) for group in self._groups], self._places)
+
+
+class GroupedPlan:
+    """Attention for one step's rows."""
+
+    def __init__(self, groups: Sequence[Attention], places: Mapping[int, tuple[int, int]]) -> None:
+        """places: of each layer, its group and its number in there."""
+        self._groups = groups
+        self._places = places
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
         group, place = self._places[layer]
-        return Ticket(layer, group.begin(place, q).q)
+        return Ticket(layer, self._groups[group].begin(place, q).q)
 
-    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
+    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Pending:
         group, place = self._places[ticket.layer]
-        return group.finish(Ticket(place, ticket.q), k, v, rotation)
+        return self._groups[group].finish(Ticket(place, ticket.q), k, v, rotation)
 
 
 def group_layers(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from memory.attention import AttentionLayer, AttentionStep, Rotation, Ticket
+from memory.attention import AttentionLayer, AttentionStep, Finished, Rotation, Ticket
 from ops.native import Int8Attention, Int8AttentionStep
 from quant.kv import TILE_TOKENS, Int8KVFormat, fitting_group
 
@@ -48,44 +48,56 @@ class Int8KVLayout:
         return all(fitting_group(layer.head_dim, 8) is not None for layer in layers)
 
 
+def int8_ops(layout: Int8KVLayout) -> list[Int8Attention]:
+    """The kernels' view of each layer of a layout."""
+    return [
+        Int8Attention(
+            offset_bytes=offset,
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            group=form.group,
+            scale=layer.scale,
+            window=layer.window,
+        )
+        for layer, form, offset in zip(layout.layers, layout.formats, layout.offsets, strict=True)
+    ]
+
+
 class Int8LocalAttention:
     """PlannedAttention over int8 K/V at `address`."""
+
+    is_remote = False
 
     def __init__(self, layout: Int8KVLayout, address: int) -> None:
         self._layout = layout
         self._address = address
-        self._step: Int8AttentionStep | None = None
-        self._ops = [
-            Int8Attention(
-                offset_bytes=offset,
-                num_heads=layer.num_heads,
-                num_kv_heads=layer.num_kv_heads,
-                head_dim=layer.head_dim,
-                group=form.group,
-                scale=layer.scale,
-                window=layer.window,
-            )
-            for layer, form, offset in zip(
-                layout.layers, layout.formats, layout.offsets, strict=True
-            )
-        ]
+        self._ops = int8_ops(layout)
 
-    def plan(self, step: AttentionStep) -> None:
+    def plan(self, step: AttentionStep) -> Int8LocalPlan:
         token_bytes = self._layout.token_bytes
-        self._step = Int8AttentionStep(
+        native_step = Int8AttentionStep(
             self._address,
             self._layout.tile_bytes,
             [start * token_bytes for start in step.starts],
             step.num_rows,
             step.kv_lens,
         )
+        return Int8LocalPlan(self._ops, native_step)
+
+
+class Int8LocalPlan:
+    """Attention for one step's rows."""
+
+    def __init__(self, ops: Sequence[Int8Attention], step: Int8AttentionStep) -> None:
+        self._ops = ops
+        self._step = step
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
         return Ticket(layer, q)
 
-    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
+    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Finished:
         layer, q = ticket
-        assert self._step is not None, "plan comes first"
         op = self._ops[layer]
         op.append(self._step, k.float(), v.float(), rotation)
-        return op.attend(self._step, q.float()).to(q.dtype)
+        return Finished(op.attend(self._step, q.float()).to(q.dtype))

@@ -66,7 +66,7 @@ class KVCache:
     def views(self, start: int, num_tokens: int) -> list[KeyValues]:
         """K and V of `num_tokens` token places from `start` on, one pair for each layer."""
         if not self._is_uniform:
-            return [self._view(i, start, num_tokens) for i in range(len(self.layout.layers))]
+            return [self.view(i, start, num_tokens) for i in range(len(self.layout.layers))]
         item = self.layout.layers[0]
         heads, dim, stride = item.num_kv_heads, item.head_dim, self.layout.token_elements
         # one strided view of everything, taken apart in C++: cheaper than one per layer
@@ -77,7 +77,8 @@ class KVCache:
         )
         return [KeyValues(*pair.unbind(0)) for pair in whole.unbind(0)]
 
-    def _view(self, index: int, start: int, num_tokens: int) -> KeyValues:
+    def view(self, index: int, start: int, num_tokens: int) -> KeyValues:
+        """As `views`, of one layer."""
         item = self.layout.layers[index]
         heads, dim, stride = item.num_kv_heads, item.head_dim, self.layout.token_elements
         pair = self._flat.as_strided(

@@ -53,10 +53,12 @@ class KVManager:
         groups: Sequence[LayerGroup] = (),
         max_rows: int | None = None,
         in_background: bool = True,
+        first_start: int = 0,
     ) -> None:
         """groups: of layers; by default one without a window, of these token_bytes in tiles of
         tile_tokens. max_rows: tokens that one step computes of a sequence, at most.
-        in_background: map ahead of need in a thread."""
+        in_background: map ahead of need in a thread. first_start: where the ranges begin, in
+        tokens, if others are before them."""
         groups = groups or (LayerGroup(token_bytes, tile_tokens),)
         self.page_bytes = memory.page_bytes
         self.max_model_len = max_model_len
@@ -73,7 +75,11 @@ class KVManager:
         self.num_held = self._finder.num_held
         numbered = list(enumerate(self.layout.groups))
         self.ranges = [
-            Range(i, [RangePart(group, number * num_ranges + i) for number, group in numbered])
+            Range(
+                i,
+                [RangePart(group, number * num_ranges + i) for number, group in numbered],
+                first_start + i * self.range_tokens,
+            )
             for i in range(num_ranges)
         ]
         self.space = AddressSpace(
@@ -87,6 +93,7 @@ class KVManager:
             in_background=in_background,
         )
         self._memory = memory
+        self.on_close: Callable[[Range], None] = lambda target: None
         self._idle = set(range(num_ranges))
         self._promised = 0
         self._dirty: set[int] = set()
@@ -127,9 +134,14 @@ class KVManager:
         """Pages with memory behind them."""
         return self.num_pages - self.allocator.num_free + self.allocator.num_warm
 
-    def start_of(self, index: int) -> int:
-        """Where the range begins, in tokens from the start of the reservation."""
-        return index * self.range_tokens
+    @property
+    def most_pages(self) -> int:
+        """That one sequence may have."""
+        return self.num_pages
+
+    def shares_memory(self, one: Range, other: Range) -> bool:
+        """Whether what one range gives back can be had by the other."""
+        return True
 
     def can_fit(self, num_tokens: int, spare_pages: int = 0, hit: PrefixHit | None = None) -> bool:
         """Whether a new range could be opened and grown to that many tokens, and leave some.
@@ -299,6 +311,7 @@ class KVManager:
     def close(self, target: Range) -> None:
         """The sequence is gone. Its places go on showing its pages until others are due there."""
         assert target.is_open, f"range {target.index} is not open"
+        self.on_close(target)
         target.is_open = False
         target.capacity = target.num_promised = target.num_due = 0
         self._promise(target)
@@ -407,6 +420,14 @@ class KVManager:
                 self._memory.release(first, length)
             except OSError as error:  # the pages are free all the same; only the system waits
                 logger.warning("giving memory back failed: %s", error)
+
+    def reset(self, num_pages: int) -> None:
+        """All K/V is lost, and there are so many pages now. No range is open."""
+        assert len(self._idle) == len(self.ranges), "ranges are open"
+        while self.prefixes.num_evictable:
+            self.prefixes.evict()
+        self.space.forget()
+        self.allocator.reset(num_pages)
 
     def close_all(self, timeout_s: float = 30.0) -> None:
         """Forget the prefixes, give all memory back, end the threads. The disk has so long to

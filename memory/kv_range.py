@@ -65,12 +65,14 @@ class RangePart:
 
 @dataclass(slots=True)
 class Range:
-    """One range. capacity: tokens that fit in its pages; num_promised: tokens it was opened for;
-    promised: pages that it may still need until it has them. num_due: mappings of its hit that the
-    next commit makes, at most."""
+    """One range. start: where it begins, in tokens, as attention counts them. capacity: tokens
+    that fit in its pages; num_promised: tokens it was opened for; promised: pages that it may
+    still need until it has them. num_due: mappings of its hit that the next commit makes, at
+    most."""
 
     index: int
     parts: list[RangePart]
+    start: int = 0
     capacity: int = 0
     num_promised: int = 0
     promised: int = 0

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from memory.attention import AttentionLayer, AttentionStep, Rotation, Ticket
+from memory.attention import AttentionLayer, AttentionStep, Finished, Rotation, Ticket
 from memory.kv_cache import KVCache
 from memory.layer_groups import READ_BLOCK
 from ops.backend import Backend, KeyValues
@@ -21,37 +21,49 @@ from ops.backend import Backend, KeyValues
 class LocalAttention:
     """PlannedAttention on one KVCache."""
 
-    def __init__(self, layers: Sequence[AttentionLayer], cache: KVCache, backend: Backend) -> None:
-        self._layers = list(layers)
-        self._cache = cache
-        self._backend = backend
-        self._layer_tensors = [cache.layer(i) for i in range(len(self._layers))]
-        self._step = AttentionStep(0, (), (), ())
-        self._rows = torch.empty(0, dtype=torch.int64)
-        self._views: list[list[KeyValues]] = []
+    is_remote = False
 
-    def plan(self, step: AttentionStep) -> None:
+    def __init__(self, layers: Sequence[AttentionLayer], cache: KVCache, backend: Backend) -> None:
+        self.layers = list(layers)
+        self.cache = cache
+        self.backend = backend
+        self.layer_tensors = [cache.layer(i) for i in range(len(self.layers))]
+
+    def plan(self, step: AttentionStep) -> LocalPlan:
+        return LocalPlan(self, step)
+
+
+class LocalPlan:
+    """Attention for one step's rows."""
+
+    def __init__(self, parent: LocalAttention, step: AttentionStep) -> None:
+        self._parent = parent
         self._step = step
         rows: list[int] = []
         for start, num_rows, kv_len in zip(step.starts, step.num_rows, step.kv_lens, strict=True):
             rows.extend(range(start + kv_len - num_rows, start + kv_len))
         self._rows = torch.tensor(rows, dtype=torch.int64)
-        self._views = [
-            self._cache.views(start, kv_len)
+        self._views: list[list[KeyValues]] = [
+            parent.cache.views(start, kv_len)
             for start, kv_len in zip(step.starts, step.kv_lens, strict=True)
         ]
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
         return Ticket(layer, q)
 
-    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
+    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Finished:
         layer, q = ticket
-        shape, backend = self._layers[layer], self._backend
+        parent = self._parent
+        dtype = parent.cache.layout.dtype
         if rotation is not None:
-            k = backend.rotary(k, *rotation)
-        if q.dtype != self._cache.layout.dtype:
-            return self._in_cache_dtype(ticket, k, v).to(q.dtype)
-        backend.store_kv(k, v, self._layer_tensors[layer], self._rows)
+            k = parent.backend.rotary(k, *rotation)
+        if q.dtype == dtype:
+            return Finished(self._attend(layer, q, k, v))
+        return Finished(self._attend(layer, q.to(dtype), k.to(dtype), v.to(dtype)).to(q.dtype))
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        shape, backend = self._parent.layers[layer], self._parent.backend
+        backend.store_kv(k, v, self._parent.layer_tensors[layer], self._rows)
         num_decodes = self._step.num_decodes
         parts: list[Tensor] = []
         if num_decodes:
@@ -65,10 +77,6 @@ class LocalAttention:
             parts.append(backend.prefill_attention(rows, cache, shape.scale, shape.window).out)
             row += n
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _in_cache_dtype(self, ticket: Ticket, k: Tensor, v: Tensor) -> Tensor:
-        dtype = self._cache.layout.dtype
-        return self.finish(Ticket(ticket.layer, ticket.q.to(dtype)), k.to(dtype), v.to(dtype), None)
 
 
 def _reached(cache: KeyValues, num_rows: int, window: int | None) -> KeyValues:

@@ -31,6 +31,26 @@ def decode_plain(
     out: int,
     lse: int,
 ) -> None: ...
+def merge_partials(
+    out: int,
+    dtype: int,
+    lse: int,
+    part_out: int,
+    part_type: int,
+    part_lse: int,
+    stride: int,
+    lse_stride: int,
+    rows: int,
+    num_rows: int,
+    heads: int,
+    head_dim: int,
+) -> None: ...
+def quantize_heads(
+    x: int, stride: int, dtype: int, rows: int, heads: int, head_dim: int, values: int, scales: int
+) -> None: ...
+def dequantize_heads(
+    values: int, scales: int, rows: int, heads: int, head_dim: int, out: int, dtype: int
+) -> None: ...
 def checksum(address: int, size: int) -> int: ...
 def read_bytes(address: int, size: int) -> int: ...
 def copy_bytes(to: int, source: int, size: int) -> None: ...
@@ -119,6 +139,7 @@ class StepPlan:
         starts: Sequence[int],
         num_rows: Sequence[int],
         kv_lens: Sequence[int],
+        past_only: bool,
     ) -> None: ...
 
 class Int8Attention:

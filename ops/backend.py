@@ -100,7 +100,10 @@ class Backend(Protocol):
         """
 
     def decode_attention(self, q: Tensor, caches: Sequence[KeyValues], scale: float) -> Partial:
-        """q: [S, H, D], one row per sequence; caches[s]: all keys that row s may see."""
+        """q: [S, H, D], one row per sequence; caches[s]: all keys that row s may see.
+
+        Without keys a row gives 0 and an lse of -inf.
+        """
 
     def prefill_attention(
         self, q: Tensor, cache: KeyValues, scale: float, window: int | None
@@ -111,5 +114,20 @@ class Backend(Protocol):
         window w, only j > L - n + i - w.
         """
 
+    def past_attention(
+        self, q: Tensor, cache: KeyValues, scale: float, window: int | None
+    ) -> Partial:
+        """q: [n, H, D], the n positions after the last one of cache, which holds L, maybe none.
+
+        Every row sees all keys; with a window w row i sees keys j > L + i - w, which may be none:
+        0 and an lse of -inf. With prefill_attention of the rows over their own keys, merged, it
+        is attention over all.
+        """
+
     def merge_partials(self, parts: Sequence[Partial]) -> Partial:
         """Attention over the union of disjoint key sets, from attention over each."""
+
+    def merge_into(self, total: Partial, part: Partial, rows: Tensor | None = None) -> None:
+        """The same of two, written to total. part's row i belongs to row rows[i], [R] int64
+        without repeats, or to row i. What has an lse of -inf counts for nothing, whatever it is.
+        """

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops import native, native_attention, native_plain
+from ops import native, native_attention, native_partials, native_plain
 from ops.backend import PLAIN, Edges, KeyValues, LinearOp, Partial
 from ops.linear import PlainLinear
 from ops.reference import ReferenceBackend
@@ -96,7 +96,7 @@ class CpuBackend:
     def decode_attention(self, q: Tensor, caches: Sequence[KeyValues], scale: float) -> Partial:
         if self._has_native and all(native_attention.can_attend(q, cache) for cache in caches):
             return native_attention.decode_attention(q, caches, scale)
-        if q.dtype not in self._flash_types:
+        if q.dtype not in self._flash_types or any(cache.k.shape[2] == 0 for cache in caches):
             return self._reference.decode_attention(q, caches, scale)
         num_rows, num_heads, head_dim = q.shape
         num_kv_heads = caches[0].k.shape[1]
@@ -136,8 +136,34 @@ class CpuBackend:
         past = _folded(q, cache.k[:, :, :num_past], cache.v[:, :, :num_past], scale, None)
         return self.merge_partials([past, own])
 
+    def past_attention(
+        self, q: Tensor, cache: KeyValues, scale: float, window: int | None
+    ) -> Partial:
+        can_run = self._has_native and self._has_vectors
+        if can_run and native_attention.can_attend(q, cache):
+            return native_attention.past_attention(q, cache, scale, window)
+        if q.dtype not in self._flash_types:
+            return self._reference.past_attention(q, cache, scale, window)
+        n, length = q.shape[0], cache.k.shape[2]
+        num_seeing = 0 if length == 0 else n if window is None else min(n, window - 1)
+        out = torch.zeros(q.shape, dtype=q.dtype)
+        lse = torch.full(q.shape[:2], float("-inf"))
+        if num_seeing:
+            mask = None
+            if window is not None:
+                hidden = torch.ones(num_seeing, length, dtype=torch.bool).tril_(length - window)
+                mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
+            seen = _folded(q[:num_seeing], *cache, scale, mask)
+            out[:num_seeing], lse[:num_seeing] = seen
+        return Partial(out, lse)
+
     def merge_partials(self, parts: Sequence[Partial]) -> Partial:
         return self._reference.merge_partials(parts)
+
+    def merge_into(self, total: Partial, part: Partial, rows: Tensor | None = None) -> None:
+        if self._has_native and native_partials.can_merge(total, part):
+            return native_partials.merge_into(*total, *part, rows)
+        return self._reference.merge_into(total, part, rows)
 
 
 def _flash(

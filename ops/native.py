@@ -250,19 +250,29 @@ class Int8AttentionStep:
         starts: Sequence[int],
         num_rows: Sequence[int],
         kv_lens: Sequence[int],
+        *,
+        past_only: bool = False,
     ) -> None:
-        """starts: byte offset of each range from address; num_rows, kv_lens as in the seam."""
+        """starts: byte offset of each range from address; num_rows, kv_lens as in the seam.
+
+        past_only: kv_lens, maybe 0, count the keys before the step. The rows follow them: they
+        attend to these alone, and append writes behind them.
+        """
         assert len(starts) == len(num_rows) == len(kv_lens), "one of each for every sequence"
-        assert all(0 < n <= length for n, length in zip(num_rows, kv_lens, strict=True))
+        counts = zip(num_rows, kv_lens, strict=True)
+        assert all(n > 0 and length >= (0 if past_only else n) for n, length in counts)
         self.num_rows = sum(num_rows)
-        self.plan: Any = library().StepPlan(address, tile_bytes, starts, num_rows, kv_lens)
+        self.plan: Any = library().StepPlan(
+            address, tile_bytes, starts, num_rows, kv_lens, past_only
+        )
 
 
 class Int8Attention:
     """One layer over int8 K/V: append with rotation and quantization, then attend.
 
     Switches: window (keys a row sees, itself included), soft_cap (cap * tanh(score / cap)),
-    slopes (ALiBi, one per head), sinks (a logit per head that only joins the denominator).
+    slopes (ALiBi, one per head), sinks (a logit per head that only joins the denominator, but not
+    in a step of the past only: it belongs to the part with the row's own key).
     """
 
     def __init__(
@@ -313,7 +323,11 @@ class Int8Attention:
         self._op.append(step.plan, k.data_ptr(), v.data_ptr(), k.stride(0), cos, sin, half)
 
     def attend(self, step: Int8AttentionStep, q: Tensor, lse: Tensor | None = None) -> Tensor:
-        """q: [T, H, D] fp32 -> [T, H, D]; lse: [T, H] fp32 to be written, natural log."""
+        """q: [T, H, D] fp32 -> [T, H, D]; lse: [T, H] fp32 to be written, natural log.
+
+        A row that sees no key gives 0 and an lse of -inf. Bits of a row and head depend neither
+        on the other rows nor on the other K/V heads.
+        """
         heads, _, dim = self._shape
         assert q.dtype == torch.float32 and q.shape == (step.num_rows, heads, dim)
         if q.stride()[1:] != (dim, 1):

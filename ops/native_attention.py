@@ -34,7 +34,7 @@ def decode_attention(q: Tensor, caches: Sequence[KeyValues], scale: float) -> Pa
     shape = (1, caches[0].k.shape[1], dim) if rows else ()
     for k, v in caches:
         assert k.shape == v.shape and (k.shape[0], k.shape[1], k.shape[3]) == shape, f"{k.shape}"
-        assert k.shape[2] > 0 and heads % k.shape[1] == 0 and k.dtype == caches[0].k.dtype
+        assert heads % k.shape[1] == 0 and k.dtype == caches[0].k.dtype
         sequences += (k.data_ptr(), v.data_ptr(), k.stride(2), k.stride(1), k.shape[2])
     if rows:
         first = caches[0].k
@@ -60,10 +60,24 @@ def prefill_attention(q: Tensor, cache: KeyValues, scale: float, window: int | N
     For that the cache must begin at the same position whatever rows are asked for: the kernel
     takes its keys in blocks from there, and leaves out those that no row sees.
     """
+    first_position = cache.k.shape[2] - len(q)
+    assert first_position >= 0, f"{q.shape} with {cache.k.shape}"
+    return _attend_rows(q, cache, scale, window, first_position)
+
+
+def past_attention(q: Tensor, cache: KeyValues, scale: float, window: int | None) -> Partial:
+    """Backend.past_attention. Of a row's bits the same holds as in prefill_attention."""
+    return _attend_rows(q, cache, scale, window, cache.k.shape[2])
+
+
+def _attend_rows(
+    q: Tensor, cache: KeyValues, scale: float, window: int | None, first_position: int
+) -> Partial:
+    """Rows at first_position and on of a sequence whose cache begins at 0."""
     rows, heads, dim = q.shape
     k, v = cache
     assert k.shape == v.shape and (k.shape[0], k.shape[3]) == (1, dim), f"{k.shape} {v.shape}"
-    assert rows <= k.shape[2] and heads % k.shape[1] == 0, f"{q.shape} with {k.shape}"
+    assert heads % k.shape[1] == 0, f"{q.shape} with {k.shape}"
     assert window is None or window > 0, f"{window=}"
     out = torch.empty(rows, heads, dim, dtype=q.dtype)
     lse = torch.empty(rows, heads, dtype=torch.float32)
@@ -83,6 +97,7 @@ def prefill_attention(q: Tensor, cache: KeyValues, scale: float, window: int | N
             q.stride(0),
             TYPES[q.dtype],
             rows,
+            first_position,
             window or 0,
             out.data_ptr(),
             lse.data_ptr(),

@@ -90,27 +90,50 @@ class ReferenceBackend:
     def prefill_attention(
         self, q: Tensor, cache: KeyValues, scale: float, window: int | None
     ) -> Partial:
-        n, num_heads, _ = q.shape
-        k, v = _wide(cache.k[0]), _wide(cache.v[0])
-        num_kv_heads, length, _ = k.shape
-        group = num_heads // num_kv_heads
-        row = torch.arange(length - n, length)[:, None]
-        key = torch.arange(length)[None]
-        visible = key <= row
-        if window is not None:
-            visible &= key > row - window
-        out = torch.empty_like(q)
-        lse = torch.empty(n, num_heads, dtype=k.dtype)
-        for head in range(num_heads):
-            scores = (_wide(q[:, head]) @ k[head // group].T) * scale
-            scores = scores.masked_fill(~visible, float("-inf"))
-            lse[:, head] = torch.logsumexp(scores, dim=-1)
-            out[:, head] = (torch.softmax(scores, dim=-1) @ v[head // group]).to(q.dtype)
-        return Partial(out, lse)
+        return _attend(q, cache, scale, window, cache.k.shape[2] - len(q))
+
+    def past_attention(
+        self, q: Tensor, cache: KeyValues, scale: float, window: int | None
+    ) -> Partial:
+        return _attend(q, cache, scale, window, cache.k.shape[2])
 
     def merge_partials(self, parts: Sequence[Partial]) -> Partial:
         # softmax over a union: each part weighs exp(lse_part - lse_union)
         lse = torch.logsumexp(torch.stack([p.lse for p in parts]), dim=0)
-        out = sum(_wide(p.out) * torch.exp(p.lse - lse)[..., None] for p in parts)
+        weights = [torch.exp(p.lse - lse)[..., None] for p in parts]
+        nothing = [torch.isneginf(p.lse)[..., None] for p in parts]
+        out = sum(
+            (_wide(p.out) * weight).masked_fill(is_nothing, 0.0)
+            for p, weight, is_nothing in zip(parts, weights, nothing, strict=True)
+        )
         assert isinstance(out, Tensor)
         return Partial(out.to(parts[0].out.dtype), lse)
+
+    def merge_into(self, total: Partial, part: Partial, rows: Tensor | None = None) -> None:
+        where = slice(None) if rows is None else rows
+        merged = self.merge_partials([Partial(total.out[where], total.lse[where]), part])
+        total.out[where], total.lse[where] = merged.out, merged.lse
+
+
+def _attend(
+    q: Tensor, cache: KeyValues, scale: float, window: int | None, first_position: int
+) -> Partial:
+    """Rows at first_position and on; the cache begins at position 0."""
+    n, num_heads, _ = q.shape
+    k, v = _wide(cache.k[0]), _wide(cache.v[0])
+    num_kv_heads, length, _ = k.shape
+    group = num_heads // num_kv_heads
+    row = torch.arange(first_position, first_position + n)[:, None]
+    key = torch.arange(length)[None]
+    visible = key <= row
+    if window is not None:
+        visible &= key > row - window
+    out = torch.empty_like(q)
+    lse = torch.empty(n, num_heads, dtype=k.dtype)
+    for head in range(num_heads):
+        scores = (_wide(q[:, head]) @ k[head // group].T) * scale
+        scores = scores.masked_fill(~visible, float("-inf"))
+        lse[:, head] = torch.logsumexp(scores, dim=-1)
+        weights = torch.softmax(scores, dim=-1).masked_fill(~visible, 0.0)  # maybe of no key
+        out[:, head] = (weights @ v[head // group]).to(q.dtype)
+    return Partial(out, lse)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from memory.attention import AttentionStep
-from memory.kv_manager import KVManager
 from serve.plan import StepPlan
 from serve.sequence import Sequence
 
@@ -28,7 +27,7 @@ class Batch:
     attention: AttentionStep
 
 
-def make_batch(plan: StepPlan, kv: KVManager) -> Batch:
+def make_batch(plan: StepPlan) -> Batch:
     """Flatten a plan. Every sequence in it is running and its pages are committed."""
     input_ids: list[int] = []
     positions: list[int] = []
@@ -36,7 +35,6 @@ def make_batch(plan: StepPlan, kv: KVManager) -> Batch:
     kv_lens: list[int] = []
     sampled: list[Sequence] = []
     sample_rows: list[int] = []
-    range_tokens = kv.range_tokens
     for sequence, rows, samples in zip(plan.sequences, plan.num_rows, plan.samples, strict=True):
         first = sequence.num_computed_tokens
         end = first + rows
@@ -46,7 +44,7 @@ def make_batch(plan: StepPlan, kv: KVManager) -> Batch:
         else:
             input_ids.extend(sequence.token_ids[first:end])
             positions.extend(range(first, end))
-        starts.append(sequence.kv_range.index * range_tokens)  # type: ignore[union-attr]
+        starts.append(sequence.kv_range.start)  # type: ignore[union-attr]
         kv_lens.append(end)
         if samples:
             sampled.append(sequence)

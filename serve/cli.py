@@ -65,6 +65,13 @@ ComputeThreads = Annotated[int | None, typer.Option(help="Cores that compute; al
 Backend = Annotated[str, typer.Option(help="Operator back end, or auto.")]
 Seed = Annotated[int | None, typer.Option(help="Base seed of requests that bring none.")]
 _a_size: Any = functools.partial(typer.Option, parser=parse_size, metavar="SIZE")
+NodeKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar="MERGESTEP_NODE_KEY_FILE",
+        help="A file with the secret that engines and memory nodes share (tcp and rdma).",
+    ),
+]
 Quick = Annotated[bool, typer.Option("--quick", help="A few seconds, and no targets.")]
 
 
@@ -119,6 +126,23 @@ def run(
     ttft_slo: Annotated[
         float | None, typer.Option(help="Refuse whose first token would come after that many s.")
     ] = None,
+    memory_nodes: Annotated[
+        str,
+        typer.Option(help="Memory nodes, with commas between: K/V and attention go there."),
+    ] = "",
+    memory_partition: Annotated[
+        str, typer.Option(help="What each node gets: auto, head, request or sequence.")
+    ] = "auto",
+    memory_node_bytes: Annotated[
+        int | None, _a_size(help="K/V on each memory node; by default all that is free there.")
+    ] = None,
+    memory_node_key_file: NodeKey = None,
+    memory_prefill: Annotated[
+        str, typer.Option(help="Who attends over a prompt in progress: local or remote.")
+    ] = "local",
+    memory_wire: Annotated[
+        str, typer.Option(help="To memory nodes: auto, float32, bfloat16 or int8.")
+    ] = "auto",
     tokenize_threads: Annotated[int, typer.Option(help="Threads that tokenize.")] = 2,
     compute_threads: ComputeThreads = None,
     backend: Backend = "auto",
@@ -135,6 +159,32 @@ def run(
     _set_up_logging(log_level)
     with _reported():
         run_cli.serve(_engine(model, progress=True, **settings), host, port, drain_s)
+
+
+@app.command()
+def node(
+    url: Annotated[
+        str,
+        typer.Argument(help="Where: tcp://HOST:PORT, shm:///PATH or rdma://HOST:PORT."),
+    ] = "tcp://127.0.0.1:7000",
+    kv_cache_bytes: Annotated[
+        int | None,
+        _a_size(help="K/V of all engines, such as 8GiB; by default 80 % of what is free."),
+    ] = None,
+    memory_node_key_file: NodeKey = None,
+    threads: Annotated[int | None, typer.Option(help="Cores that compute; all by default.")] = None,
+    drain_s: Annotated[float, typer.Option(help="How long a stop waits for engines.")] = 30.0,
+    max_engines: Annotated[int, typer.Option(help="Engines at once.")] = 64,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Hold K/V of engines elsewhere, and attend over it (`serve run --memory-nodes`)."""
+    from serve import node_cli
+
+    _set_up_logging(log_level)
+    with _reported():
+        node_cli.serve_node(
+            url, kv_cache_bytes, memory_node_key_file, threads, drain_s, max_engines
+        )
 
 
 @app.command()

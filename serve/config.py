@@ -18,6 +18,9 @@ from serve.orders import ORDERS
 
 DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "nf4")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
+PARTITIONS = ("auto", "head", "request", "sequence")  # of memory.placement, which needs torch
+MEMORY_PREFILLS = ("local", "remote")
+MEMORY_WIRES = ("auto", "float32", "bfloat16", "int8")
 WEIGHT_GROUPS = (32, 64, 128)  # those of the kernels, whose module is slow to import
 DEFAULT_MODEL = "default"
 _DEFAULT_BATCHED_TOKENS = 256
@@ -64,6 +67,16 @@ class EngineConfig:
         request's, a lower one first), "mlfq" (short requests do not wait for long ones) or
         "fair" (every client gets its share).
     ttft_slo: seconds; a request whose first token is predicted to come later is refused at once.
+    memory_nodes: addresses of memory nodes that hold the K/V and attend over it (`serve node`);
+        kv_cache_bytes of this machine's memory are used only when none is left.
+    memory_partition: what a node gets: "head" (some heads of everything), "request" (whole
+        sequences) or "sequence" (some tokens of everything); "auto" picks by their number.
+    memory_node_bytes: K/V on each node; None takes all that is free there.
+    memory_node_key_file: a file with the secret that nodes and engines share.
+    memory_prefill: who attends over a prompt while it is computed: "local" (this machine, in
+        kv_cache_bytes of its own memory; the K/V moves to the nodes meanwhile) or "remote".
+    memory_wire: numbers on the way: "float32", "bfloat16", "int8" (q and results in 8 bits) or
+        "auto" (as the model computes).
     tokenize_threads: size of pool 1. compute_threads: cores of pool 2; None takes
         all that affinity and the cgroup's quota leave.
     backend: name in ops.BACKENDS, or "auto".
@@ -91,6 +104,12 @@ class EngineConfig:
     length_predictor: LengthPredictor | None = None
     order: str = "fcfs"
     ttft_slo: float | None = None
+    memory_nodes: tuple[str, ...] = ()
+    memory_partition: str = "auto"
+    memory_node_bytes: int | None = None
+    memory_node_key_file: str | Path | None = None
+    memory_prefill: str = "local"
+    memory_wire: str = "auto"
     tokenize_threads: int = 2
     compute_threads: int | None = None
     backend: str = "auto"
@@ -106,6 +125,9 @@ class EngineConfig:
             ("kv_dtype", KV_DTYPES),
             ("memory_policy", MEMORY_POLICIES),
             ("order", ORDERS),
+            ("memory_partition", PARTITIONS),
+            ("memory_prefill", MEMORY_PREFILLS),
+            ("memory_wire", MEMORY_WIRES),
         ):
             if getattr(self, setting) not in known:
                 names = ", ".join(known)
@@ -126,6 +148,7 @@ class EngineConfig:
             "kv_cache_bytes",
             "kv_page_bytes",
             "kv_disk_bytes",
+            "memory_node_bytes",
             "tokenize_threads",
             "compute_threads",
         ):
@@ -159,9 +182,23 @@ class EngineConfig:
                 raise ConfigError("length_predictor needs memory_policy predicted")
         if self.kv_cache_dir is not None and not self.prefix_cache:
             raise ConfigError("kv_cache_dir needs prefix_cache")
+        self._check_nodes()
         page = self.kv_page_bytes
         if page is not None and page % 4096:
             raise ConfigError(f"kv_page_bytes must be a multiple of 4096, not {page}")
+
+    def _check_nodes(self) -> None:
+        nodes = self.memory_nodes
+        if isinstance(nodes, str):  # as the command line gives them
+            nodes = tuple(url.strip() for url in nodes.split(",") if url.strip())
+            object.__setattr__(self, "memory_nodes", nodes)
+        if not isinstance(nodes, tuple | list) or not all(isinstance(url, str) for url in nodes):
+            raise ConfigError(f"memory_nodes must be addresses, not {nodes!r}")
+        object.__setattr__(self, "memory_nodes", tuple(nodes))
+        if len(set(nodes)) < len(nodes):
+            raise ConfigError("memory_nodes: an address is there twice")
+        if nodes and self.kv_cache_dir is not None:
+            raise ConfigError("kv_cache_dir cannot be used with memory_nodes")
 
     @property
     def batched_tokens(self) -> int:

@@ -19,6 +19,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from memory.kv_manager import KVManager
+from memory.node_set import NodeSet
+from memory.remote_attention import NodesLostError
+from memory.split_kv import Books
 from serve.admission import RequestLimits
 from serve.compute_thread import ComputeThread
 from serve.detokenizer import DetokenizerFactory
@@ -27,6 +30,7 @@ from serve.intake import Arrival, Encode, Intake
 from serve.output import OutputProcessor, OutputState, Sink, StepRecord
 from serve.overload import EarlyRejection
 from serve.plan import StepPlan
+from serve.recovery import MemoryRecovery
 from serve.request import FinishReason, Prompt, Request, SamplingParams
 from serve.runner import Runner, StepResult
 from serve.scheduler import Scheduler
@@ -42,6 +46,7 @@ logger = logging.getLogger(__name__)
 _MAX_RECORDS_BEHIND = 8
 _IDLE_TRIM_S = 0.5
 _WRITE_WAIT_S = 0.05  # between batches of pages that are written to the disk in idle moments
+_NO_MEMORY_WAIT_S = 0.02  # until memory nodes are looked for again
 _FETCH_WAIT_S = 0.02  # with nothing to compute; messages are looked at in between
 # How long a thread may hold the interpreter before another that waits gets it. The default of
 # 5 ms would let pool 3 and HTTP stand in the way of the compute thread after every operator.
@@ -60,11 +65,12 @@ class EngineCore:
         *,
         runner: Runner,
         scheduler: Scheduler,
-        kv: KVManager,
+        kv: Books,
         tokenizer: Tokenizer,
         eos_token_ids: frozenset[int],
         limits: RequestLimits,
         compute: ComputeThread,
+        nodes: NodeSet | None = None,
         tokenize_threads: int = 2,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -79,6 +85,7 @@ class EngineCore:
         self._clock = clock
         slo_s = limits.ttft_slo_s
         self._rejection = None if slo_s is None else EarlyRejection(scheduler, slo_s)
+        self._recovery = None if nodes is None else self._make_recovery(nodes)
         self._intake = Intake(tokenizer, limits, scheduler.prefixes, self._rejection)
         self._counter = itertools.count()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -103,6 +110,12 @@ class EngineCore:
         self._tokenize = ThreadPoolExecutor(tokenize_threads, "mergestep-tokenize")
         self._compute = compute
         self._post = threading.Thread(target=self._post_loop, name="mergestep-output", daemon=True)
+
+    def _make_recovery(self, nodes: NodeSet) -> MemoryRecovery:
+        books = [self._kv] if isinstance(self._kv, KVManager) else self._kv.members
+        return MemoryRecovery(
+            nodes, books, self._scheduler, lambda s, why: self._end(s, FinishReason.ERROR, why)
+        )
 
     def start(self) -> None:
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
@@ -149,6 +162,7 @@ class EngineCore:
         return engine_stats(
             self._scheduler,
             self._rejection,
+            self._recovery,
             num_unfinished=len(self._unfinished),
             num_steps=self._num_steps,
             num_prefill_rows=self._num_prefill_rows,
@@ -177,6 +191,8 @@ class EngineCore:
             self._compute.stop()
 
     def _close_memory(self) -> None:
+        if self._recovery is not None:
+            self._recovery.close()
         try:
             self._kv.close_all()
         except Exception:
@@ -255,13 +271,15 @@ class EngineCore:
             try:
                 if not idle:
                     message = self._inbox.get_nowait()
-                elif trimmed and not is_writing:
+                elif trimmed and not is_writing and self._recovery is None:
                     message = self._inbox.get()
                 else:
-                    message = self._inbox.get(timeout=_WRITE_WAIT_S if trimmed else _IDLE_TRIM_S)
+                    message = self._inbox.get(timeout=_WRITE_WAIT_S if is_writing else _IDLE_TRIM_S)
             except queue.Empty:
                 if not idle:
                     return True
+                if self._recovery is not None:
+                    self._recovery.look()
                 self._kv.trim()
                 is_writing = self._kv.prefixes.write_some()
                 trimmed = True
@@ -274,6 +292,11 @@ class EngineCore:
         now_s = self._clock()
         # From token to token: what lies between two steps counts too.
         began_s = now_s if self._busy_since_s is None else self._busy_since_s
+        if self._recovery is not None and not self._recovery.is_ready():
+            self._busy_since_s = None
+            self._flush_records()
+            self._wait_for_memory()
+            return
         plan = self._scheduler.schedule(now_s)
         if plan is None and self._kv.prefixes.is_transferring:
             # The head waits for its pages, or the pages it needs are still being written.
@@ -288,10 +311,20 @@ class EngineCore:
             return
         self._run(plan, began_s)
 
+    def _wait_for_memory(self) -> None:
+        time.sleep(_NO_MEMORY_WAIT_S)
+
     def _run(self, plan: StepPlan, began_s: float | None = None) -> None:
         """began_s: when its step began; None: a part of a step, whose time says nothing."""
+        if any(sequence.kv_range is None for sequence in plan.sequences):
+            return  # lost with its memory node, while a part of the step ran
         try:
             result = self._runner.run(plan, self._flush_records)
+        except NodesLostError as error:
+            assert self._recovery is not None
+            self._busy_since_s = None
+            self._recovery.lost(error)
+            return
         except Exception as error:
             self._busy_since_s = None
             self._isolate(plan, error)

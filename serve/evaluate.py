@@ -183,10 +183,9 @@ def _read(runtime: Runtime, tokens: list[int]) -> Iterator[tuple[int, Tensor]]:
             end = start + len(part)
             assert kv.grow(item, end, start), "a single sequence always fits"
             kv.commit()
-            step = AttentionStep(0, [kv.start_of(item.index)], [len(part)], [end])
-            runtime.attention.plan(step)
+            step = AttentionStep(0, [item.start], [len(part)], [end])
             hidden = runtime.model.forward(
-                torch.tensor(part), torch.arange(start, end), runtime.attention
+                torch.tensor(part), torch.arange(start, end), runtime.attention.plan(step)
             )
             yield start, torch.log_softmax(runtime.model.logits(hidden), -1)
     finally:

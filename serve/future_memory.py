@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from heapq import heappop, heappush
 
-from memory.kv_manager import KVManager
+from memory.split_kv import Books
 
 Entry = tuple[int, int, int]
 """(end, start, key): see Future."""
@@ -35,7 +35,7 @@ class Future:
         """Those that should have ended before `step`."""
         return self.entries[: bisect_left(self.entries, (step,))]
 
-    def peak_pages(self, kv: KVManager, capacity: int) -> int:
+    def peak_pages(self, kv: Books, capacity: int) -> int:
         """Pages at the peak, exact where that decides whether they are more than `capacity`.
 
         The peak is found in tokens and half a page for each sequence. Where rounding to pages
@@ -52,7 +52,7 @@ class Future:
         last = alive[0][0]
         return sum([kv.layout.pages_at(start + last) for _, start, _ in alive])
 
-    def _peak(self, kv: KVManager) -> tuple[int, int]:
+    def _peak(self, kv: Books) -> tuple[int, int]:
         """Pages at the peak, and how many sequences are alive then."""
         half_page = kv.page_bytes // kv.token_bytes // 2
         most = total = at = 0
@@ -63,7 +63,7 @@ class Future:
                 most, at = need, number
         return most * kv.token_bytes // kv.page_bytes, at
 
-    def _peak_with_windows(self, kv: KVManager) -> tuple[int, int]:
+    def _peak_with_windows(self, kv: Books) -> tuple[int, int]:
         """The same where a group of layers needs no more than so many tokens of a sequence.
 
         Going back from the last end, sequences that were full at one end are below the bound at

@@ -92,6 +92,7 @@ def _load(config: EngineConfig, compute: ComputeThread, progress: bool) -> Loade
         eos_token_ids=frozenset(_eos(defaults, spec, tokenizer)),
         limits=request_limits,
         compute=compute,
+        nodes=runtime.nodes,
         tokenize_threads=config.tokenize_threads,
         seed=secrets.randbits(62) if config.seed is None else config.seed,
     )

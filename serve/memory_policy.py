@@ -16,8 +16,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memory.kv_manager import KVManager
 from memory.kv_range import PrefixHit
+from memory.split_kv import Books
 from serve.future_memory import Entry, Future
 from serve.length_predictor import (
     Coverage,
@@ -85,7 +85,7 @@ class MemoryPolicy:
         return False
 
 
-def _num_shared(kv: KVManager, hit: PrefixHit | None) -> int:
+def _num_shared(kv: Books, hit: PrefixHit | None) -> int:
     """Pages that count once for each sequence, and are there once for several: those that the
     running ones share, and those of a hit that some of them hold. When a sharer ends, what it
     needed goes with it, so the difference never turns against the others. With windows it
@@ -98,7 +98,7 @@ def _num_shared(kv: KVManager, hit: PrefixHit | None) -> int:
 class PromptOnly(MemoryPolicy):
     """Grow greedily."""
 
-    def __init__(self, kv: KVManager) -> None:
+    def __init__(self, kv: Books) -> None:
         self._kv = kv
 
     def admits(
@@ -117,7 +117,7 @@ class PromptOnly(MemoryPolicy):
 class WorstCase(MemoryPolicy):
     """Nobody is ever preempted: prompt and max_tokens of everyone fit."""
 
-    def __init__(self, kv: KVManager) -> None:
+    def __init__(self, kv: Books) -> None:
         self._kv = kv
         self._reserved = 0
 
@@ -159,7 +159,7 @@ class FuturePeak(MemoryPolicy):
     """
 
     def __init__(
-        self, kv: KVManager, draw: Callable[[Sequence, int], int], num_futures: int, rows: int
+        self, kv: Books, draw: Callable[[Sequence, int], int], num_futures: int, rows: int
     ) -> None:
         self._kv = kv
         self._draw = draw
@@ -300,7 +300,7 @@ def _entry(sequence: Sequence, length: int, first: int, key: int) -> Entry:
 class Oracle(FuturePeak):
     """Knows how long every answer will be. Only for simulation."""
 
-    def __init__(self, kv: KVManager, length: Callable[[Sequence], int], rows: int) -> None:
+    def __init__(self, kv: Books, length: Callable[[Sequence], int], rows: int) -> None:
         super().__init__(kv, lambda sequence, k: length(sequence), 1, rows)
 
 
@@ -320,7 +320,7 @@ class PredictedPeak(FuturePeak):
     STEP = 0.01
     MAX_RESERVE = 0.3
 
-    def __init__(self, kv: KVManager, rows: int, predictor: LengthPredictor | None = None) -> None:
+    def __init__(self, kv: Books, rows: int, predictor: LengthPredictor | None = None) -> None:
         super().__init__(kv, self._draw_length, _NUM_FUTURES, rows)
         self.predictor = HistoryPredictor() if predictor is None else predictor
         self.reserve = 0.05
@@ -379,7 +379,7 @@ POLICIES = ("predicted", "worst_case", "prompt_only")
 
 def make_policy(
     name: str,
-    kv: KVManager,
+    kv: Books,
     max_num_batched_tokens: int,
     predictor: LengthPredictor | None = None,
 ) -> MemoryPolicy:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from memory.kv_manager import KVManager
 from memory.kv_range import PrefixHit
 from memory.prefix_index import PrefixHasher
+from memory.split_kv import Books
 from serve.request import Request
 from serve.sequence import Sequence
 
@@ -19,7 +19,7 @@ class PrefixUse:
 
     def __init__(
         self,
-        kv: KVManager,
+        kv: Books,
         hasher: PrefixHasher | None,
         prefill_seconds: Callable[[int, int], float],
     ) -> None:

@@ -6,26 +6,31 @@ rows run, the KV manager which pages are mapped.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 
 from memory.attention import PlannedAttention
-from memory.kv_manager import KVManager
 from memory.kv_range import Range
-from memory.vmm import VirtualMemory
+from memory.split_kv import Books
 from serve.batch import make_batch
-from serve.models import Decoder
+from serve.models import Decoder, take_turns
 from serve.plan import StepPlan
 from serve.request import TokenLogprobs
 from serve.sampler import sample
 from serve.sequence import Sequence
+from serve.stagger import Stagger, StaggerChoice, halve, part_of
 
 # Decoding, pages are mapped ahead for so many steps, and so often: waking the thread costs more
 # than what it does.
 _STEPS_AHEAD = 12
 _LOOK_EVERY = 6
+
+
+Sampled = tuple[torch.Tensor, list[Sequence]]
+"""The last rows of sequences that get a token, before the final norm, in the plan's order."""
 
 
 class StepResult(NamedTuple):
@@ -50,6 +55,11 @@ def next_needs(plan: StepPlan) -> list[tuple[Range, int]]:
     return needs
 
 
+class Closes(Protocol):
+    def close(self) -> None:
+        """Give memory back."""
+
+
 class Runner(Protocol):
     """What the engine's loop needs of the device."""
 
@@ -69,15 +79,23 @@ class ModelRunner:
     def __init__(
         self,
         model: Decoder,
-        kv: KVManager,
+        kv: Books,
         attention: PlannedAttention,
         *,
-        memory: VirtualMemory | None = None,
+        memory: Closes | None = None,
+        stagger: Stagger | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """stagger: when a step is computed as two halves in turn; by default it is learned where
+        attention is remote, and never done where it is not."""
         self._model = model
         self._kv = kv
         self._attention = attention
         self._memory = memory
+        self._clock = clock
+        if stagger is None and attention.is_remote:
+            stagger = StaggerChoice()
+        self._stagger = stagger
         self._num_steps = 0
 
     @torch.inference_mode()
@@ -87,16 +105,55 @@ class ModelRunner:
         has_prompts = len(plan.num_rows) > plan.num_decodes
         if self._kv.space.maps_ahead and (has_prompts or self._num_steps % _LOOK_EVERY == 0):
             self._kv.look_ahead(next_needs(plan))
-        batch = make_batch(plan, self._kv)
-        self._attention.plan(batch.attention)
-        launched()
-        hidden = self._model.forward(batch.input_ids, batch.positions, self._attention)
-        if not batch.sampled:
+        if self._stagger is None or len(plan.sequences) < 2:
+            hidden, sampled = self._whole(plan, launched)
+        else:
+            hidden, sampled = self._staggered(self._stagger, plan, launched)
+        if not sampled:
             return StepResult([], [], None)
+        result = sample(self._model.logits(hidden), sampled)
+        return StepResult(sampled, result.token_ids, result.logprobs)
+
+    def _staggered(self, stagger: Stagger, plan: StepPlan, launched: Callable[[], None]) -> Sampled:
+        """One way or the other, and how long it took."""
+        work = plan.num_decodes, plan.num_total_rows - plan.num_decodes
+        is_split = stagger.splits(*work)
+        began_s = self._clock()
+        found = (self._halves if is_split else self._whole)(plan, launched)
+        stagger.learn(*work, is_split, self._clock() - began_s)
+        return found
+
+    def _whole(self, plan: StepPlan, launched: Callable[[], None]) -> Sampled:
+        batch = make_batch(plan)
+        attention = self._attention.plan(batch.attention)
+        launched()
+        hidden = self._model.forward(batch.input_ids, batch.positions, attention)
         if len(batch.sampled) < hidden.shape[0]:
             hidden = hidden[batch.sample_rows]
-        result = sample(self._model.logits(hidden), batch.sampled)
-        return StepResult(batch.sampled, result.token_ids, result.logprobs)
+        return hidden, batch.sampled
+
+    def _halves(self, plan: StepPlan, launched: Callable[[], None]) -> Sampled:
+        """The same rows with the same bits, in two batches that take turns."""
+        halves = halve(plan)
+        assert halves is not None
+        batches = [make_batch(part_of(plan, half)) for half in halves]
+        passes = [
+            self._model.slices(
+                batch.input_ids, batch.positions, self._attention.plan(batch.attention)
+            )
+            for batch in batches
+        ]
+        launched()
+        hidden = torch.cat(take_turns(passes))
+        row_of: dict[int, int] = {}  # of each place that samples
+        num_rows = 0
+        for half, batch in zip(halves, batches, strict=True):
+            places = [place for place in half if plan.samples[place]]
+            rows = (batch.sample_rows + num_rows).tolist()
+            row_of.update(zip(places, rows, strict=True))
+            num_rows += len(batch.input_ids)
+        order = sorted(row_of)  # the plan's
+        return hidden[[row_of[place] for place in order]], [plan.sequences[p] for p in order]
 
     def close(self) -> None:
         del self._model, self._attention  # views of the reservation go before it does

@@ -23,6 +23,8 @@ from memory.kv_cache import KVCache, KVLayout
 from memory.kv_manager import KVManager
 from memory.layer_groups import LayerGroup, PageLayout
 from memory.local_attention import LocalAttention
+from memory.node_set import NodeSet
+from memory.split_kv import Books
 from memory.vmm import LinuxMemory
 from ops import Backend, get_backend, native
 from ops.heap import keep_freed_memory
@@ -34,6 +36,8 @@ from serve.kv_store import open_kv_store
 from serve.models import Decoder, ModelSpec, load_model, read_spec
 from serve.models.weights import MakeLinear, joining
 from serve.precision import Precision, resolve_precision
+from serve.remote_kv import open_remote
+from serve.runner import Closes
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +61,10 @@ class Runtime:
     precision: Precision
     model: Decoder
     attention: PlannedAttention
-    kv: KVManager
-    memory: LinuxMemory
+    kv: Books
+    memory: Closes
     prefix_secret: bytes | None = None  # of the pages on disk, if there are any
+    nodes: NodeSet | None = None
 
 
 def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
@@ -75,6 +80,12 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
     model = _load_model(config, precision, backend, progress)
     layers = model.attention_layers()
     _leave_cores_to_native(precision, layers)
+    if config.memory_nodes:
+        local_bytes = config.kv_cache_bytes or int(available_memory() * _KV_SHARE_OF_FREE_MEMORY)
+        remote = open_remote(config, precision, spec, layers, backend, local_bytes)
+        return Runtime(
+            spec, precision, model, remote.attention, remote.kv, remote, nodes=remote.nodes
+        )
     groups = group_layers(layers, config.max_model_len or spec.max_model_len)
     layouts = [_kv_layout(config, precision, [layers[i] for i in ids]) for _, ids in groups]
     windows = [window for window, _ in groups]
@@ -160,9 +171,15 @@ def _load_model(
     config: EngineConfig, precision: Precision, backend: Backend, progress: bool
 ) -> Decoder:
     path = config.model_path
+    q_first = bool(config.memory_nodes)  # so that nodes have it early
     if not precision.is_int8:
         return load_model(
-            path, dtype=precision.compute, backend=backend, unpack=True, progress=progress
+            path,
+            dtype=precision.compute,
+            backend=backend,
+            unpack=True,
+            q_first=q_first,
+            progress=progress,
         )
     make_linear: MakeLinear = int8_linear
     if precision.weights in _LINEARS4:
@@ -174,6 +191,7 @@ def _load_model(
         make_linear=make_linear,
         make_head=int8_linear,
         keep_weight_dtype=True,
+        q_first=q_first,
         progress=progress,
     )
 

@@ -11,11 +11,12 @@ higher rank that cannot run otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 
-from memory.kv_manager import KVManager
-from memory.kv_range import PrefixHit
+from memory.kv_range import PrefixHit, Range
 from memory.prefix_index import PrefixHasher
+from memory.split_kv import Books
 from serve.chunking import ChunkPolicy, StepBudget
 from serve.memory_policy import MemoryPolicy, PromptOnly
 from serve.order import Order
@@ -44,7 +45,7 @@ class Scheduler:
     def __init__(
         self,
         limits: SchedulerLimits,
-        kv: KVManager,
+        kv: Books,
         policy: MemoryPolicy | None = None,
         hasher: PrefixHasher | None = None,
         order: Order | None = None,
@@ -155,13 +156,29 @@ class Scheduler:
             return True
         num_computed = sequence.num_computed_tokens
         while not self.kv.grow(sequence.kv_range, num_tokens, num_computed):
-            victim = self.waiting.victim(self.running)
+            victim = self.waiting.victim(self._rivals(sequence.kv_range))
             self._preempt(victim)
             self.policy.stopped(victim)
             self._preempted = True
             if victim is sequence:
                 return False
         return True
+
+    def _rivals(self, target: Range) -> list[Sequence]:
+        """Running ones that use the same memory, itself included."""
+        return [
+            s
+            for s in self.running
+            if s.kv_range is not None and self.kv.shares_memory(s.kv_range, target)
+        ]
+
+    def lose(self, is_lost: Callable[[Range], bool]) -> int:
+        """K/V of these ranges is gone: their sequences wait and compute it again. How many."""
+        lost = [s for s in self.running if s.kv_range is not None and is_lost(s.kv_range)]
+        for sequence in reversed(lost):
+            self._preempt(sequence)
+            self.policy.stopped(sequence)
+        return len(lost)
 
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.kv_range is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serve.overload import EarlyRejection
+from serve.recovery import MemoryRecovery
 from serve.scheduler import Scheduler
 
 
@@ -66,12 +67,18 @@ class EngineStats:
     disk_refused_requests: int
     disk_is_paused: bool
     kv_bytes_per_token: int
+    kv_page_bytes: int
+    memory_nodes: int
+    memory_nodes_missing: int
+    memory_nodes_lost: int
+    recomputed_sequences: int
     last_step_age_s: float | None
 
 
 def engine_stats(
     scheduler: Scheduler,
     rejection: EarlyRejection | None,
+    recovery: MemoryRecovery | None,
     *,
     num_unfinished: int,
     num_steps: int,
@@ -80,7 +87,7 @@ def engine_stats(
     last_step_age_s: float | None,
 ) -> EngineStats:
     """A snapshot, from any thread: what is read may be a step old."""
-    kv = scheduler.kv
+    kv, nodes = scheduler.kv, recovery.nodes if recovery else None
     prefixes = kv.prefixes.stats
     disk = kv.prefixes.store_stats()
     coverage_p50, coverage_p90 = scheduler.policy.coverage()
@@ -124,5 +131,10 @@ def engine_stats(
         disk_refused_requests=disk.refused,
         disk_is_paused=disk.is_paused,
         kv_bytes_per_token=kv.token_bytes,
+        kv_page_bytes=kv.page_bytes,
+        memory_nodes=nodes.num_nodes if nodes else 0,
+        memory_nodes_missing=len(nodes.missing) if nodes else 0,
+        memory_nodes_lost=nodes.num_lost if nodes else 0,
+        recomputed_sequences=recovery.num_recomputed if recovery else 0,
         last_step_age_s=last_step_age_s,
     )

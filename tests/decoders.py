@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from memory.attention import AttentionLayer, Rotation, Ticket
+from memory.attention import AttentionLayer, Finished, Rotation, Ticket
 from ops.reference import ReferenceBackend
 from serve.models import Decoder, load_model
 
@@ -28,7 +28,7 @@ class ListAttention:
         self.calls.append(("begin", layer))
         return Ticket(layer, q)
 
-    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
+    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Finished:
         index, q = ticket
         if rotation is not None:
             k = ReferenceBackend().rotary(k, *rotation)
@@ -49,7 +49,7 @@ class ListAttention:
         if layer.window is not None:
             visible &= key > row - layer.window
         weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
-        return torch.einsum("htl,lhd->thd", weights, values).to(q.dtype)
+        return Finished(torch.einsum("htl,lhd->thd", weights, values).to(q.dtype))
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:

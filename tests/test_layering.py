@@ -28,6 +28,8 @@ PURE = [
     "serve/orders.py",
     "serve/plan.py",
     "serve/prefix_use.py",
+    "serve/rotation.py",
+    "serve/stagger.py",
     "memory/load_times.py",
     "memory/runs.py",
     "serve/length_predictor.py",

@@ -44,7 +44,7 @@ class DeviceKVMachine(RuleBasedStateMachine):
         self.next_byte = 0
 
     def address(self, item: Range, position: int) -> int:
-        return self.base + (self.kv.start_of(item.index) + position) * self.TOKEN
+        return self.base + (item.start + position) * self.TOKEN
 
     @property
     def visible(self) -> list[Range]:

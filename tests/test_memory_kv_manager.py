@@ -206,7 +206,7 @@ def test_trim_unmaps_everything_idle():
 def test_token_addresses_are_range_start_plus_position():
     kv, _ = make_kv(tokens_per_page=3)  # 64-byte tokens do not divide most sizes
     assert kv.range_tokens * kv.token_bytes % kv.page_bytes == 0
-    assert kv.start_of(2) == 2 * kv.range_tokens
+    assert kv.ranges[2].start == 2 * kv.range_tokens
 
 
 def wait_for_thread(kv) -> None:

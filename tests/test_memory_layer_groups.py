@@ -268,9 +268,9 @@ class Sequence:
         )
 
     def compute(self, start: int, end: int, is_decode: bool = False) -> torch.Tensor:
-        self._attention.plan(AttentionStep(int(is_decode), [0], [end - start], [end]))
-        ticket = self._attention.begin(0, self.q[start:end])
-        return self._attention.finish(ticket, self.k[start:end], self.v[start:end], None)
+        plan = self._attention.plan(AttentionStep(int(is_decode), [0], [end - start], [end]))
+        ticket = plan.begin(0, self.q[start:end])
+        return plan.finish(ticket, self.k[start:end], self.v[start:end], None).wait()
 
     def spoil(self, num_computed: int) -> int:
         """Fill the places that would be given back; their number."""

@@ -58,7 +58,7 @@ class Sequence:
         kv.remember(self.item, keys, len(tokens))
 
     def views(self, num_tokens: int):
-        return self.cache.views(self.kv.start_of(self.item.index), num_tokens)
+        return self.cache.views(self.item.start, num_tokens)
 
     def check(self, num_rows: int, tolerance: float) -> None:
         num_tokens = self.values.shape[3]

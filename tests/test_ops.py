@@ -119,6 +119,50 @@ def test_prefill_attention(cpu, dtype, window, n, past):
     close(got.lse, expected.lse, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 1, 5, 100])
+@pytest.mark.parametrize(("n", "past"), [(1, 0), (3, 0), (1, 9), (7, 30), (80, 3), (30, 150)])
+def test_past_attention(cpu, dtype, window, n, past):
+    q = torch.randn(n, 8, 32).to(dtype)
+    cache = cache_of(past, 2, 32, dtype)
+    got = cpu.past_attention(q, cache, 0.2, window)
+    expected = REFERENCE.past_attention(q.double(), wide(cache), 0.2, window)
+    close(got.out, expected.out, dtype)
+    seen = expected.lse > float("-inf")
+    assert torch.equal(got.lse > float("-inf"), seen)
+    close(got.lse[seen], expected.lse[seen], dtype)
+    num_seeing = n if window is None else min(n, window - 1)
+    assert seen[:, 0].tolist() == [past > 0 and i < num_seeing for i in range(n)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [32, 20])
+def test_past_and_own_keys_merge_to_the_whole(cpu, dtype, dim):
+    """The rows with a past are some of the step's."""
+    q, cache = torch.randn(12, 8, dim).to(dtype), cache_of(40, 2, dim, dtype)
+    whole = cpu.prefill_attention(q, cache, 0.2, 20)
+    own = KeyValues(cache.k[:, :, 28:], cache.v[:, :, 28:])
+    total = Partial(torch.randn(17, 8, dim).to(dtype), torch.randn(17, 8))
+    rows = torch.arange(17).flip(0)[:12]
+    before = Partial(total.out[:5].clone(), total.lse[:5].clone())
+    total.out[rows], total.lse[rows] = cpu.prefill_attention(q, own, 0.2, 20)
+    past = KeyValues(cache.k[:, :, :28], cache.v[:, :, :28])
+    cpu.merge_into(total, cpu.past_attention(q, past, 0.2, 20), rows)
+    close(total.out[rows], whole.out, dtype)
+    close(total.lse[rows], whole.lse, dtype)
+    assert torch.equal(total.out[:5], before.out)
+    assert torch.equal(total.lse[:5], before.lse)
+
+
+def test_a_decode_row_without_keys(cpu):
+    q, caches = torch.randn(2, 4, 16), [cache_of(n, 2, 16, torch.float32) for n in (9, 0)]
+    got = cpu.decode_attention(q, caches, 0.25)
+    close(got.out[:1], cpu.decode_attention(q[:1], caches[:1], 0.25).out, torch.float32)
+    assert bool((got.out[1] == 0).all()) and bool((got.lse[1] == float("-inf")).all())
+    merged = cpu.merge_partials([Partial(got.out[1:], got.lse[1:])] * 2)
+    assert bool((merged.out == 0).all()) and bool((merged.lse == float("-inf")).all())
+
+
 def test_merging_parts_is_attending_to_all(cpu):
     q, cache = torch.randn(3, 4, 16), cache_of(90, 2, 16, torch.float32)
     cuts = [0, 1, 40, 90]

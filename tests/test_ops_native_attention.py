@@ -7,7 +7,6 @@ nobody may read.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import random
 
@@ -15,60 +14,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory.attention import AttentionLayer
-from memory.kv_cache import KVCache, KVLayout
 from ops import native
-from ops.backend import KeyValues, Partial
+from ops.backend import KeyValues
 from ops.native_attention import can_attend, prefill_attention
-from ops.reference import ReferenceBackend
+from tests.plain_kv import REFERENCE, TYPES, Range, exact
 
 pytestmark = [
     pytest.mark.skipif(not native.is_available(), reason="native kernels not built"),
     pytest.mark.usefixtures("seeded"),
 ]
-REFERENCE = ReferenceBackend()
-TYPES = [torch.float32, torch.bfloat16]
-EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # of one rounding, relative
-
-
-class Range:
-    """K and V of one sequence in the middle of three layers; what is not its own is NaN."""
-
-    def __init__(self, kv_heads: int, dim: int, length: int, dtype: torch.dtype) -> None:
-        layer = AttentionLayer(kv_heads, kv_heads, dim, 1.0)
-        layout = KVLayout([layer] * 3, dtype)
-        self.first, self.length = 5, length
-        size = (length + 10) * layout.token_bytes
-        self._memory = ctypes.create_string_buffer(b"\xff" * size, size)
-        self._cache = KVCache(layout, ctypes.addressof(self._memory), size)
-        k, v = self.view()
-        self.k, self.v = k.normal_(), v.normal_()
-
-    def view(self, length: int | None = None) -> KeyValues:
-        """The first `length` positions."""
-        return self._cache.views(self.first, self.length if length is None else length)[1]
-
-
-def exact(q: Tensor, cache: KeyValues, scale: float, window: int | None) -> tuple[Partial, Tensor]:
-    """Attention in float64, and how far each element may lie from it, by what is rounded."""
-    wide = KeyValues(cache.k.double(), cache.v.double())
-    expected = REFERENCE.prefill_attention(q.double(), wide, scale, window)
-    spread = REFERENCE.prefill_attention(
-        q.double(), KeyValues(wide.k, wide.v.abs()), scale, window
-    ).out
-    # each score: D products and their sum; each sum over keys: L products and rescalings
-    most = float(q.double().norm(dim=-1).max() * wide.k.norm(dim=-1).max()) * scale
-    score = (q.shape[2] + 8) * 2.0**-24 * most + 1e-6
-    sums = (cache.k.shape[2] + 16) * 2.0**-24
-    weights = 2.0**-8 if q.dtype == cache.k.dtype == torch.bfloat16 else 0.0
-    bound = spread * (weights + 2 * score + sums) + expected.out.abs() * EPS[q.dtype] + 1e-7
-    of_lse = score + sums + 1e-6 + 2.0**-23 * expected.lse.abs()
-    return expected, torch.cat((bound, of_lse[..., None]), -1)
 
 
 def check(q: Tensor, kv: Range, scale: float, window: int | None) -> None:
     cache = kv.view()
-    expected, bound = exact(q, cache, scale, window)
+    expected, bound = exact(REFERENCE.prefill_attention, q, cache, scale, window)
     got = prefill_attention(q, cache, scale, window)
     assert got.out.dtype == q.dtype and got.lse.dtype == torch.float32
     error = torch.cat((got.out - expected.out, (got.lse - expected.lse)[..., None]), -1).abs()

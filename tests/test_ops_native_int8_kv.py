@@ -9,83 +9,17 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from ops import native
-from ops.native import Int8Attention, Int8AttentionStep
 from ops.reference import ReferenceBackend
-from quant.kv import GROUPS, TILE_TOKENS, Int8KVFormat, fitting_group
+from quant.kv import GROUPS
+from tests.int8_kv import Cache, attention64, out_error, rounded_kv, score_error
 
 pytestmark = [
     pytest.mark.skipif(not native.is_available(), reason="native kernels not built"),
     pytest.mark.usefixtures("seeded"),
 ]
 REFERENCE = ReferenceBackend()
-
-
-def rounded_kv(x: Tensor, group: int) -> Tensor:
-    """[..., D] as it is stored: fp16 scales rounded up, values to the nearest step."""
-    parts = x.reshape(*x.shape[:-1], -1, group)
-    wanted = parts.abs().amax(-1, keepdim=True) / 127.0
-    scale = wanted.half()
-    above = (scale.view(torch.int16) + 1).view(torch.float16)
-    scale = torch.where(scale.float() < wanted, above, scale).float()
-    return ((parts / scale).round().clamp(-127, 127) * scale).reshape(x.shape)
-
-
-class Cache:
-    """K/V of one or more sequences in two layers; only the second is used."""
-
-    def __init__(self, *, heads, kv_heads, dim, group=64, tokens, sequences=1, **switches):
-        form = Int8KVFormat(kv_heads, dim, fitting_group(dim, group))
-        self.group, self.heads = form.group, heads
-        self.tile_bytes = 2 * form.tile_bytes
-        self.range_bytes = -(-tokens // TILE_TOKENS) * self.tile_bytes
-        # 0x7f7f is not a number in fp16: whoever reads what was not written finds out
-        self.memory = torch.full((sequences * self.range_bytes + 64,), 0x7F, dtype=torch.uint8)
-        self.address = self.memory.data_ptr() + -self.memory.data_ptr() % 64
-        self.op = Int8Attention(
-            offset_bytes=form.tile_bytes,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=dim,
-            group=form.group,
-            scale=dim**-0.5,
-            **switches,
-        )
-
-    def step(self, sequences, num_rows, kv_lens) -> Int8AttentionStep:
-        starts = [i * self.range_bytes for i in sequences]
-        return Int8AttentionStep(self.address, self.tile_bytes, starts, num_rows, kv_lens)
-
-    def fill(self, k: Tensor, v: Tensor, sequence=0, chunk=10**9) -> None:
-        for at in range(0, len(k), chunk):
-            part = slice(at, min(at + chunk, len(k)))
-            step = self.step([sequence], [part.stop - at], [part.stop])
-            self.op.append(step, k[part], v[part], None)
-
-    def attend(self, q: Tensor, kv_len: int, sequence=0, lse=None) -> Tensor:
-        return self.op.attend(self.step([sequence], [len(q)], [kv_len]), q, lse)
-
-
-def attention64(q, k, v, scale, *, window=None, soft_cap=0.0, slopes=None, sinks=None):
-    """(out, lse) in float64. q: [n, H, D], the last n positions; k, v: [L, Hk, D]."""
-    n, heads, _ = q.shape
-    length = len(k)
-    k, v = (x.double().repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("nhd,lhd->hnl", q.double(), k) * scale
-    if soft_cap:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
-    row, key = torch.arange(length - n, length)[:, None], torch.arange(length)[None]
-    if slopes is not None:
-        scores = scores + torch.tensor(slopes).double()[:, None, None] * (key - row)
-    seen = key <= row if window is None else (key <= row) & (key > row - window)
-    scores = scores.masked_fill(~seen, -math.inf)
-    if sinks is not None:
-        extra = torch.tensor(sinks).double()[:, None, None].expand(heads, n, 1)
-        scores = torch.cat((scores, extra), -1)
-    weights = scores.softmax(-1)[..., :length]
-    return torch.einsum("hnl,lhd->nhd", weights, v), scores.logsumexp(-1).T
 
 
 CASES = [
@@ -117,13 +51,9 @@ def test_attention(isa, case):
     whole = cache.attend(q, length, lse=lse)
     stored_k, stored_v = rounded_kv(k, cache.group), rounded_kv(v, cache.group)
     expected, expected_lse = attention64(q, stored_k, stored_v, dim**-0.5, **case)
-    # q is rounded to 1 / 32,512 of its largest; weights to 1 / 65,534 of a stretch's largest,
-    # 64 of them against values up to 127 steps
-    step = q.abs().max() / 32512
-    score_error = float(dim**-0.5 * step * stored_k.abs().sum(-1).max()) + 1e-5
-    bound = float(stored_v.abs().max()) * (2 * score_error + 64 / 65534) + 1e-5
-    assert float((whole - expected).abs().max()) <= bound
-    assert float((lse - expected_lse).abs().max()) <= score_error + 1e-4
+    of_score = score_error(q, stored_k, dim**-0.5)
+    assert float((whole - expected).abs().max()) <= out_error(of_score, stored_v)
+    assert float((lse - expected_lse).abs().max()) <= of_score + 1e-4
     # the same bits in whatever pieces the rows are computed
     for first in (length - 1, length - 3, length // 2):
         assert torch.equal(cache.attend(q[first:], length), whole[first:]), f"from {first}"

@@ -110,10 +110,10 @@ def _logprobs(path, precision, tokens):
         item = runtime.kv.open(len(tokens))
         assert runtime.kv.grow(item, len(tokens))
         runtime.kv.commit()
-        start = runtime.kv.start_of(item.index)
-        runtime.attention.plan(AttentionStep(0, [start], [len(tokens)], [len(tokens)]))
+        start = item.start
+        attention = runtime.attention.plan(AttentionStep(0, [start], [len(tokens)], [len(tokens)]))
         positions = torch.arange(len(tokens))
-        hidden = runtime.model.forward(torch.tensor(tokens), positions, runtime.attention)
+        hidden = runtime.model.forward(torch.tensor(tokens), positions, attention)
         result = torch.log_softmax(runtime.model.logits(hidden), -1).double()
     memory = runtime.memory
     del runtime

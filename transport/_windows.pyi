@@ -4,6 +4,8 @@ from typing import Protocol
 from transport.base import Segment
 
 NUM_SLOTS: int
+HEARTBEAT_S: float
+LOST_AFTER_S: float
 DESCRIPTORS_AT: int
 DESCRIPTOR_BYTES: int
 DESCRIPTOR_SENT_BYTES: int

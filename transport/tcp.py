@@ -40,7 +40,9 @@ class TcpTransport:
             sock = undo.enter_context(connected_to(host, port, url, deadline))
             session = control.authenticate_to(sock, key, deadline)
             theirs = control.exchange_hellos(session, ours)
-            data = undo.enter_context(connected_to(host, port, url, deadline))
+            # The same machine, where a name has several.
+            there = session.sock.getpeername()
+            data = undo.enter_context(connected_to(there[0], there[1], url, deadline))
             try:
                 token = bytes.fromhex(theirs["token"])
             except (KeyError, TypeError, ValueError) as error:
@@ -126,7 +128,8 @@ def _endpoint(
     window_bytes: int,
 ) -> ChannelEndpoint:
     set_options(session.sock)
-    set_options(data)
+    # Not for the data: a peer that is busy for longer reads nothing, and lives.
+    data.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     data.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     data.setblocking(False)
     link = Link.of_socket(session.detach())

@@ -26,10 +26,11 @@ class AttendPlan {
     int parts = 0;
     for (int s = 0; s < step.num_sequences; s++) {
       const SequenceRows& seq = step.sequences[s];
-      if (seq.num_rows == 1) {
+      const int splits = seq.num_rows == 1 ? num_splits(seq) : 0;
+      if (splits) {
         memory_.singles.push_back(s);
         memory_.first_parts.push_back(parts);
-        parts += (seq.kv_len + SPLIT - 1) / SPLIT - first_split(seq);
+        parts += splits;
         continue;
       }
       // the last rows see the most: they go first
@@ -60,7 +61,12 @@ class AttendPlan {
   }
 
  private:
-  int first_split(const SequenceRows& seq) const { return call_.low_of(seq.kv_len - 1) / SPLIT; }
+  // Of a row that stands alone; it may see nothing.
+  int first_split(const SequenceRows& seq) const { return call_.low_of(seq.first_position) / SPLIT; }
+  int num_splits(const SequenceRows& seq) const {
+    const int low = call_.low_of(seq.first_position), high = call_.high_of(seq, seq.first_position);
+    return low < high ? (high + SPLIT - 1) / SPLIT - low / SPLIT : 0;
+  }
 
   void add_single(int i, int kv_heads) {
     const int sequence = memory_.singles[i], low = first_split(call_.step.sequences[sequence]);
@@ -84,7 +90,7 @@ class AttendPlan {
         merge(total[0], total[1], total + 2, more[0], more[1], more + 2, dim);
       }
       float* lse = call_.lse ? call_.lse + static_cast<size_t>(seq.first_row) * heads + h : nullptr;
-      const float inverse = finish_row(call_.layer, h, total[0], total[1], lse);
+      const float inverse = finish_row(call_.layer, h, seq.first_position < seq.kv_len, total[0], total[1], lse);
       float* out = call_.out + seq.first_row * call_.out_stride + h * dim;
       for (int d = 0; d < dim; d += 16) store(out + d, load<f32x16>(total + 2 + d) * inverse);
     }

@@ -4,6 +4,7 @@ namespace MS_ISA {
 namespace {
 
 constexpr float NOTHING = -1e30f;  // a masked score
+constexpr float NO_KEYS = -__builtin_inff();  // log-sum-exp of a row that sees none
 constexpr int SPLIT = 512;         // positions after which sums start afresh; the parts are merged in order
 
 // Of prefill kernels, which have a query row in each lane: registers beside each other, and keys or
@@ -56,16 +57,17 @@ MS_INLINE f32x16 alibi(f32x16 score, i32x16 distance, f32x16 slope) {
 }
 MS_INLINE bool bends(const AttentionLayer& layer) { return layer.soft_cap > 0.0f || layer.slopes; }
 
-// What a row's sums are to be multiplied by at the end, its sink included; writes lse unless null.
-MS_INLINE float finish_row(const AttentionLayer& layer, int head, float m, float l, float* lse) {
+// What a row's sums are to be multiplied by at the end, its sink included; writes lse unless null. Where
+// attention is cut into parts the sink belongs to the one with the row's own key.
+MS_INLINE float finish_row(const AttentionLayer& layer, int head, bool has_own_key, float m, float l, float* lse) {
   float keep = 1.0f;
-  if (layer.sinks) {
+  if (layer.sinks && has_own_key) {
     const float sink = layer.sinks[head] * LOG2E, now = m > sink ? m : sink;
     keep = exp2_neg(splat(m - now))[0];
     l = l * keep + exp2_neg(splat(sink - now))[0];
     m = now;
   }
-  if (lse) *lse = l == 0.0f ? NOTHING : (m + __builtin_log2f(l)) * LN2;
+  if (lse) *lse = l == 0.0f ? NO_KEYS : (m + __builtin_log2f(l)) * LN2;
   return l == 0.0f ? 0.0f : keep / l;
 }
 
@@ -93,8 +95,12 @@ struct AttendCall {
   const uint8_t* head_at(const SequenceRows& seq, int tile, int kv_head) const {
     return seq.base + static_cast<size_t>(tile) * step.tile_bytes + layer.cache.offset_bytes + kv_head * shape.bytes;
   }
+  // The keys that a row sees: from low_of its position to before high_of it; none if these cross.
   int low_of(int position) const {
     return layer.window > 0 && position + 1 > layer.window ? position + 1 - layer.window : 0;
+  }
+  int high_of(const SequenceRows& seq, int position) const {
+    return position < seq.kv_len ? position + 1 : seq.kv_len;
   }
 };
 

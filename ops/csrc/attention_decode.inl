@@ -25,6 +25,7 @@ struct Scratch {
   float* q_scale;      // [rows]
   float *m, *l, *acc;  // of a split: [rows], [rows], [rows][dim]
   int low, high;       // visible positions
+  int position;        // the row's own
   int head;            // query head of the first row
 };
 
@@ -40,7 +41,7 @@ MS_INLINE Scratch scratch_for(int rows, int dim, int groups) {
   for (int i = 0; i < 7; i++) part[i] = at, at += round(bytes[i]);
   auto f = [&](int i) { return static_cast<float*>(part[i]); };
   return {static_cast<int8_t*>(part[0]), static_cast<int8_t*>(part[1]), static_cast<int32_t*>(part[2]),
-          f(3), f(4), f(5), f(6), 0, 0, 0};
+          f(3), f(4), f(5), f(6), 0, 0, 0, 0};
 }
 
 void round_query(const float* q, const HeadShape& shape, float scale, Scratch& s, int row) {
@@ -115,7 +116,7 @@ __attribute__((noinline)) void bend_scores(const AttentionLayer& layer, const Sc
   for (int t = 0; t < tiles; t++) {
     if (layer.soft_cap > 0.0f) score[t] = soft_capped(layer, score[t]);
     if (layer.slopes)
-      score[t] = alibi(score[t], LANES + (first + t * TILE - (s.high - 1)), splat(layer.slopes[s.head + row]));
+      score[t] = alibi(score[t], LANES + (first + t * TILE - s.position), splat(layer.slopes[s.head + row]));
   }
 }
 
@@ -311,7 +312,8 @@ void attend_stretch(const AttendCall& call, const Scratch& s, int rows, const Se
 void attend_part(const AttendCall& call, const SequenceRows& seq, int split, int from, int to, float* parts) {
   const int per_kv = call.per_kv, heads = (to - from) * per_kv, dim = call.shape.dim, groups = call.shape.num_groups;
   Scratch s = scratch_for(heads, dim, groups);
-  s.low = call.low_of(seq.kv_len - 1), s.high = seq.kv_len;
+  s.position = seq.first_position;
+  s.low = call.low_of(s.position), s.high = call.high_of(seq, s.position);
   const float* rows = call.q + seq.first_row * call.q_stride + from * per_kv * dim;
   for (int h = 0; h < heads; h++) round_query(rows + h * dim, call.shape, call.layer.scale * LOG2E, s, h);
   clear(s, heads, dim);

@@ -117,6 +117,7 @@ void decode_plain(const PlainSequence* sequences, int count, const PlainLayer& l
   const int* starts = firsts.data();
   ms::Team::get().parallel(count * layer.num_kv_heads, [&](int i) {
     float* total = all_parts + starts[i] * part_size;
+    const bool is_empty = starts[i] == starts[i + 1];
     for (int p = starts[i] + 1; p < starts[i + 1]; p++) {
       float* more = all_parts + p * part_size;
       for (int g = 0; g < per_kv; g++)
@@ -125,6 +126,11 @@ void decode_plain(const PlainSequence* sequences, int count, const PlainLayer& l
     }
     for (int g = 0; g < per_kv; g++) {
       const size_t head = static_cast<size_t>(i / layer.num_kv_heads) * heads + i % layer.num_kv_heads * per_kv + g;
+      if (is_empty) {
+        std::memset(out + head * dim, 0, sizeof(float) * dim);
+        lse[head] = NO_KEYS;
+        continue;
+      }
       const float l = total[per_kv + g];
       for (int d = 0; d < dim; d += 16)
         store(out + head * dim + d, load<f32x16>(total + 2 * per_kv + g * dim + d) * (1.0f / l));

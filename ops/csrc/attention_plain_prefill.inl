@@ -226,11 +226,11 @@ struct PrefillCall {
   // Rows [from, to) of a K/V head, `to` at most TILE_ROWS later. Lanes beyond see what the last row sees.
   template <class U>
   void begin_tile(QueryTile& tile, int kv_head, int from, int to) const {
-    const int dim = layer.head_dim, units = dim / U::COUNT, past = seq.length - rows.count;
+    const int dim = layer.head_dim, units = dim / U::COUNT;
     tile.vecs = (to - from + 15) / 16;
     for (int i = 0; i < tile.vecs * 16; i++) {
-      const int row = from + i < to ? from + i : to - 1, position = past + row / per_kv;
-      tile.high[i] = position + 1;
+      const int row = from + i < to ? from + i : to - 1, position = rows.first_position + row / per_kv;
+      tile.high[i] = position < seq.length ? position + 1 : seq.length;
       tile.low[i] = rows.window > 0 && position >= rows.window ? position + 1 - rows.window : 0;
       tile.m[i] = NOTHING, tile.l[i] = 0.0f;
     }
@@ -253,7 +253,7 @@ struct PrefillCall {
   void finish_tile(const QueryTile& tile, int kv_head, int from, int to) const {
     const int dim = layer.head_dim;
     for (int c = 0; c < tile.vecs; c++) {
-      const f32x16 inverse = 1.0f / load<f32x16>(tile.l + 16 * c);
+      const f32x16 sum = load<f32x16>(tile.l + 16 * c), inverse = select(sum == 0.0f, sum, 1.0f / sum);
       const int first = from + c * 16, count = to - first < 16 ? to - first : 16;
       for (int i = 0; i < count; i++)
         rows.lse[head_of(first + i, kv_head)] = (tile.m[16 * c + i] + __builtin_log2f(tile.l[16 * c + i])) * LN2;

@@ -18,7 +18,7 @@ struct RowTile {
   float *q_scale, *slope;              // [vecs][16]
   float *m, *l, *acc;                  // of the current split: [vecs][16], [vecs][16], [dim][vecs][16]
   float *total_m, *total_l, *total;    // of all splits before
-  int *low, *high;                     // of each row the positions it sees, from low to before high
+  int *low, *high, *position;          // of each row the positions it sees, from low to before high, and its own
   int min_low, max_low, min_high, max_high;
 };
 
@@ -68,8 +68,8 @@ __attribute__((noinline)) void bend_and_mask(const AttentionLayer& layer, const 
       f32x16 x = load<f32x16>(at);
       if (layer.soft_cap > 0.0f) x = soft_capped(layer, x);
       if (layer.slopes) {
-        const i32x16 last = load<i32x16>(tile.high + 16 * c) - 1;
-        x = alibi(x, (position + r) - last, load<f32x16>(tile.slope + 16 * c));
+        const i32x16 own = load<i32x16>(tile.position + 16 * c);
+        x = alibi(x, (position + r) - own, load<f32x16>(tile.slope + 16 * c));
       }
       store(at, select(sees<C>(tile, c, position + r), x + more[r], splat(NOTHING)));
     }

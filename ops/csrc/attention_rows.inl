@@ -41,7 +41,7 @@ class RowTask {
       : call_(call), seq_(seq), kv_head_(kv_head), from_(from), to_(to), dim_(call.shape.dim) {
     const HeadShape& shape = call.shape;
     const int count = (to - from + TILE_ROWS - 1) / TILE_ROWS, groups = shape.num_groups;
-    const size_t tile_size = static_cast<size_t>(dim_ / 2 + 2 * dim_ + 8) * TILE_ROWS;
+    const size_t tile_size = static_cast<size_t>(dim_ / 2 + 2 * dim_ + 9) * TILE_ROWS;
     const size_t need = STRETCH * (dim_ + groups * 3 + 2) + MAX_GROUPS + count * tile_size +
                         TILE_ROWS * (STRETCH + groups * (STRETCH / 2 + 2)) + 16;
     if (memory().size() < need) memory().resize(need);
@@ -56,7 +56,8 @@ class RowTask {
 
   void run() {
     const int count = static_cast<int>(tiles().size()), low = tiles()[0].min_low, high = tiles()[count - 1].max_high;
-    for (int split = low / SPLIT * SPLIT; split < high; split += SPLIT) {
+    int split = low / SPLIT * SPLIT;
+    do {  // once at least: a window may end before all keys
       const int end = split + SPLIT < high ? split + SPLIT : high;
       for (int first = low > split ? low / STRETCH * STRETCH : split; first < end; first += STRETCH) {
         widen(first, high);
@@ -66,7 +67,8 @@ class RowTask {
         }
       }
       for (RowTile& tile : tiles()) end_split(tile, split <= low, split + SPLIT < high);
-    }
+      split += SPLIT;
+    } while (split < high);
     for (int i = 0; i < count; i++) finish(tiles()[i], first_of(i), end_of(i));
   }
 
@@ -94,17 +96,17 @@ class RowTask {
 
   // Rows [from, to). Lanes beyond are copies of the last row.
   void begin(RowTile& tile, int from, int to) {
-    const int past = seq_.kv_len - seq_.num_rows;
     tile = {(to - from + 15) / 16, ints(dim_ / 2 * TILE_ROWS), take(TILE_ROWS), take(TILE_ROWS), take(TILE_ROWS),
             take(TILE_ROWS), take(dim_ * TILE_ROWS), take(TILE_ROWS), take(TILE_ROWS), take(dim_ * TILE_ROWS),
-            ints(TILE_ROWS), ints(TILE_ROWS), 0, 0, 0, 0};
+            ints(TILE_ROWS), ints(TILE_ROWS), ints(TILE_ROWS), 0, 0, 0, 0};
     alignas(64) int16_t rounded[16][MAX_HEAD_DIM];
     for (int c = 0; c < tile.vecs; c++) {
       for (int i = 0; i < 16; i++) {
         const int lane = c * 16 + i, row = from + lane < to ? from + lane : to - 1, head = head_of(row);
-        const int position = past + row / call_.per_kv, later = row + 16 < to_ ? row + 16 : row;
+        const int position = seq_.first_position + row / call_.per_kv, later = row + 16 < to_ ? row + 16 : row;
         for (int d = 0; d < dim_; d += 16) prefetch(query(later) + d);
-        tile.low[lane] = call_.low_of(position), tile.high[lane] = position + 1;
+        tile.low[lane] = call_.low_of(position), tile.high[lane] = call_.high_of(seq_, position);
+        tile.position[lane] = position;
         tile.slope[lane] = call_.layer.slopes ? call_.layer.slopes[head] : 0.0f;
         const float worth = round_row(query(row), dim_, rounded[i]);
         tile.q_scale[lane] = worth * (call_.layer.scale * LOG2E);
@@ -200,7 +202,8 @@ class RowTask {
         const int head = head_of(first + i), lane = c * 16 + i, later = first + i + 16;
         for (int d = 0; d < dim_ && later < to_; d += 16) __builtin_prefetch(result(later) + d, 1, 3);
         float* lse = call_.lse ? call_.lse + step_row(first + i) * call_.layer.num_heads + head : nullptr;
-        inverse[i] = finish_row(call_.layer, head, tile.total_m[lane], tile.total_l[lane], lse);
+        const bool has_own_key = tile.position[lane] < seq_.kv_len;
+        inverse[i] = finish_row(call_.layer, head, has_own_key, tile.total_m[lane], tile.total_l[lane], lse);
       }
       for (int d = 0; d < dim_; d += 16) {
         f32x16 x[16];

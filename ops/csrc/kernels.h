@@ -105,10 +105,11 @@ struct AttentionLayer {
   const float* sinks;   // a logit per head that only adds to the denominator, or null
 };
 
-// One sequence of a step: its last num_rows positions are rows first_row... of the step.
+// One sequence of a step: its rows first_row... of the step stand at positions first_position... A row
+// sees its own position and those before, as far as they are among the kv_len keys.
 struct SequenceRows {
   uint8_t* base;
-  int first_row, num_rows, kv_len;
+  int first_row, num_rows, kv_len, first_position;
 };
 
 // K and V of one sequence in bf16 or fp32; strides in elements.
@@ -122,15 +123,23 @@ struct PlainLayer {
   float scale;
   DType type;
 };
-// Rows of queries, [count][heads][dim] with dense heads, at the end of a sequence. window: keys a
-// row sees, itself included; 0: all. out is dense and of the queries' type; lse: [count][heads].
+// Rows of queries, [count][heads][dim] with dense heads, at positions first_position... of a sequence.
+// window: keys a row sees, itself included; 0: all. out is dense and of the queries' type; lse: [count][heads].
 struct PrefillRows {
   const void* q;
   size_t q_stride;
   DType type;
-  int count, window;
+  int count, first_position, window;
   void* out;
   float* lse;
+};
+
+// Attention of some rows over a part of the keys, dense: out [rows][heads][dim], lse [rows][heads].
+struct PartialRows {
+  void* out;
+  DType type;
+  float* lse;
+  size_t stride, lse_stride;  // from row to row, in elements
 };
 
 struct Step {
@@ -192,6 +201,12 @@ struct Kernels {
                        float* out, float* lse);
   void (*prefill_plain)(const PlainSequence&, const PlainLayer&, const PrefillRows&);
   void (*linear_plain)(const LinearPlain&, const Rows&, int rows, const Norm&, void* out, size_t out_stride, bool add);
+  // part's row i joins row rows[i] of total, or row i where rows is null.
+  void (*merge_partials)(const PartialRows& total, const PartialRows& part, const int64_t* rows, int count, int heads,
+                         int dim);
+  // Rows of [heads][dim] to [rows][heads][dim] signed bytes and [rows][heads] scales, and back.
+  void (*quantize_heads)(const Rows&, int rows, int heads, int dim, int8_t* values, float* scales);
+  void (*dequantize_heads)(const int8_t* values, const float* scales, int rows, int heads, int dim, void* out, DType);
 };
 
 const Kernels* portable_kernels();

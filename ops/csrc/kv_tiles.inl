@@ -146,7 +146,7 @@ class LaneBlocks {
   void place(bool is_first) {
     while (row_ >= step_.sequences[sequence_].first_row + step_.sequences[sequence_].num_rows) sequence_++;
     const SequenceRows& seq = step_.sequences[sequence_];
-    const int position = seq.kv_len - seq.num_rows + row_ - seq.first_row;
+    const int position = seq.first_position + row_ - seq.first_row;
     t_ = position % TILE;
     is_cold_ = is_first || t_ % 2 == 0 || row_ == seq.first_row;
     tile_ = seq.base + static_cast<size_t>(position / TILE) * step_.tile_bytes + layer_.offset_bytes;
@@ -169,7 +169,7 @@ int next_tile(const Step& step, int row, int rows) {
   const SequenceRows* seq = step.sequences;
   while (row >= seq->first_row + seq->num_rows) seq++;
   if (row == seq->first_row) return row;
-  const int past = (seq->kv_len - seq->num_rows + row - seq->first_row) % TILE;
+  const int past = (seq->first_position + row - seq->first_row) % TILE;
   const int next = past ? row + TILE - past : row, end = seq->first_row + seq->num_rows;
   return next < end ? next : end;
 }

@@ -16,15 +16,16 @@ using namespace ms;
 
 namespace {
 
-// The sequences of one step, shared by all layers.
+// The sequences of one step, shared by all layers. past_only: their rows stand behind all keys.
 class StepPlan {
  public:
   StepPlan(uintptr_t cache, size_t tile_bytes, const std::vector<size_t>& starts,
-           const std::vector<int>& num_rows, const std::vector<int>& kv_lens)
+           const std::vector<int>& num_rows, const std::vector<int>& kv_lens, bool past_only)
       : tile_bytes_(tile_bytes) {
     int row = 0;
     for (size_t i = 0; i < starts.size(); i++) {
-      sequences_.push_back({pointer<uint8_t>(cache) + starts[i], row, num_rows[i], kv_lens[i]});
+      const int first = past_only ? kv_lens[i] : kv_lens[i] - num_rows[i];
+      sequences_.push_back({pointer<uint8_t>(cache) + starts[i], row, num_rows[i], kv_lens[i], first});
       row += num_rows[i];
     }
   }
@@ -83,12 +84,35 @@ void decode_plain(const std::vector<size_t>& sequences, int num_heads, int num_k
 // q, out: [count][num_heads][head_dim], of one type.
 void prefill_plain(uintptr_t k, uintptr_t v, size_t token_stride, size_t head_stride, int length, int num_heads,
                    int num_kv_heads, int head_dim, float scale, int type, uintptr_t q, size_t q_stride, int q_type,
-                   int count, int window, uintptr_t out, uintptr_t lse) {
+                   int count, int first_position, int window, uintptr_t out, uintptr_t lse) {
   nb::gil_scoped_release release;
   kernels().prefill_plain({pointer<void>(k), pointer<void>(v), token_stride, head_stride, length},
                           {num_heads, num_kv_heads, head_dim, scale, static_cast<DType>(type)},
-                          {pointer<void>(q), q_stride, static_cast<DType>(q_type), count, window, pointer<void>(out),
+                          {pointer<void>(q), q_stride, static_cast<DType>(q_type), count, first_position, window, pointer<void>(out),
                            pointer<float>(lse)});
+}
+
+void merge_partials(uintptr_t out, int type, uintptr_t lse, uintptr_t part, int part_type, uintptr_t part_lse,
+                    size_t stride, size_t lse_stride, uintptr_t rows, int count, int heads, int dim) {
+  nb::gil_scoped_release release;
+  const size_t width = static_cast<size_t>(heads) * dim;
+  kernels().merge_partials({pointer<void>(out), static_cast<DType>(type), pointer<float>(lse), stride, lse_stride},
+                           {pointer<void>(part), static_cast<DType>(part_type), pointer<float>(part_lse), width,
+                            static_cast<size_t>(heads)},
+                           pointer<int64_t>(rows), count, heads, dim);
+}
+
+void quantize_heads(uintptr_t x, size_t stride, int type, int rows, int heads, int dim, uintptr_t values,
+                    uintptr_t scales) {
+  nb::gil_scoped_release release;
+  kernels().quantize_heads({pointer<void>(x), stride, static_cast<DType>(type)}, rows, heads, dim,
+                           pointer<int8_t>(values), pointer<float>(scales));
+}
+
+void dequantize_heads(uintptr_t values, uintptr_t scales, int rows, int heads, int dim, uintptr_t out, int type) {
+  nb::gil_scoped_release release;
+  kernels().dequantize_heads(pointer<int8_t>(values), pointer<float>(scales), rows, heads, dim, pointer<void>(out),
+                             static_cast<DType>(type));
 }
 
 std::vector<std::string> instruction_sets() {
@@ -138,10 +162,13 @@ NB_MODULE(_native, m) {
   bind_storage(m);
   nb::class_<StepPlan>(m, "StepPlan")
       .def(nb::init<uintptr_t, size_t, const std::vector<size_t>&, const std::vector<int>&,
-                    const std::vector<int>&>());
+                    const std::vector<int>&, bool>());
   nb::class_<Int8Attention>(m, "Int8Attention")
       .def(nb::init<size_t, int, int, int, int, float, int, float, std::vector<float>, std::vector<float>>())
       .def("append", &Int8Attention::append)
       .def("attend", &Int8Attention::attend);
   m.def("prefill_plain", &prefill_plain);
+  m.def("merge_partials", &merge_partials);
+  m.def("quantize_heads", &quantize_heads);
+  m.def("dequantize_heads", &dequantize_heads);
 }

@@ -389,6 +389,19 @@ MS_INLINE void store_i8(int8_t* p, i32x16 v) {
 }
 #endif
 
+MS_INLINE i32x16 from_i8(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (i32x16)_mm512_cvtepi8_epi32(load<__m128i>(p));
+#elif defined(__AVX2__)
+  i32x16 v;  // gcc 12 takes a vector of 8 bytes apart
+  unroll<2>([&](auto i) MS_LAMBDA {
+    v.piece[i] = (i32x16::Piece)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i)));
+  });
+  return v;
+#else
+  return MS_WIDEN(i32x16, i8x16, p);
+#endif
+}
 MS_INLINE f32x16 from_bf16(const uint16_t* p) { return (f32x16)(MS_WIDEN(u32x16, u16x16, p) << 16); }
 MS_INLINE f32x16 round_bf16(f32x16 v) {  // nearest, ties to even
   u32x16 bits = (u32x16)v;

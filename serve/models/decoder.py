@@ -6,13 +6,14 @@ goes through a LinearOp, so precision is whatever made those; this file never na
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from memory.attention import Attention, AttentionLayer, Rotation
+from memory.attention import Attention, AttentionLayer, Pending, Rotation
 from ops.backend import Backend, LinearOp, Norm
 from ops.linear import apply_norm
 from serve.models.rope import RotaryTable
@@ -21,12 +22,14 @@ from serve.models.spec import ModelSpec
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One block. qkv gives q, k and v side by side; up is the MLP with its activation.
+    """One block. qkv gives q, k and v side by side, or k and v where q has a product of its own,
+    to be there first; up is the MLP with its activation.
 
     In a pre-norm block qkv and up normalize what they read; in a post-norm one attn_norm and
     mlp_norm follow the sums.
     """
 
+    q: LinearOp | None
     qkv: LinearOp
     q_norm: Tensor | None
     k_norm: Tensor | None
@@ -50,6 +53,32 @@ class DecoderWeights:
     layers: list[LayerWeights]
     project_out: LinearOp | None
     head: LinearOp
+
+
+Slices = Generator[None, None, Tensor]
+"""A forward pass in pieces: it stops each time before it waits for attention, and returns what
+`Decoder.forward` does."""
+
+
+def take_turns(passes: Sequence[Slices]) -> list[Tensor]:
+    """Several passes at once: while one waits for attention, the products of the others run.
+
+    If one of them fails, the others are abandoned.
+    """
+    found: dict[int, Tensor] = {}
+    running = list(enumerate(passes))
+    try:
+        while running:
+            for turn in list(running):
+                try:
+                    next(turn[1])
+                except StopIteration as end:
+                    found[turn[0]] = end.value
+                    running.remove(turn)
+    finally:
+        for one in passes:
+            one.close()
+    return [found[number] for number in range(len(passes))]
 
 
 class Decoder:
@@ -76,11 +105,22 @@ class Decoder:
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """input_ids, positions: [T] int64 -> [T, hidden], before the final norm."""
-        weights = self.weights
+        slices = self.slices(input_ids, positions, attention)
+        while True:
+            try:
+                next(slices)
+            except StopIteration as end:
+                hidden: Tensor = end.value
+                return hidden
+
+    def slices(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Slices:
+        """`forward`, with room for other work before each wait. Closing it abandons the pass."""
         x = self._embed(input_ids, positions)
         rotation = self._rotary.lookup(positions) if self._rotary is not None else None
-        for index, layer in enumerate(weights.layers):
-            x = self._block(index, layer, x, rotation, attention)
+        for index, layer in enumerate(self.weights.layers):
+            pending = self._attend(index, layer, x, rotation, attention)
+            yield
+            x = self._block(layer, pending.wait().flatten(1), x)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -99,15 +139,9 @@ class Decoder:
             x = x + functional.embedding(rows, weights.positions).to(self.dtype)
         return x
 
-    def _block(
-        self,
-        index: int,
-        layer: LayerWeights,
-        x: Tensor,
-        rotation: Rotation | None,
-        attention: Attention,
-    ) -> Tensor:
-        x = layer.o(self._attend(index, layer, x, rotation, attention), residual=x)
+    def _block(self, layer: LayerWeights, attended: Tensor, x: Tensor) -> Tensor:
+        """What follows attention. attended: [T, H * D]."""
+        x = layer.o(attended, residual=x)
         if layer.attn_norm is not None:
             x = apply_norm(self._backend, x, layer.attn_norm)
         x = layer.down(layer.up(x), residual=x)
@@ -122,18 +156,23 @@ class Decoder:
         x: Tensor,
         rotation: Rotation | None,
         attention: Attention,
-    ) -> Tensor:
+    ) -> Pending:
         """The seam gets q before k and v are touched, so that a remote one can start."""
-        spec = self.spec
-        heads, kv_heads = spec.num_heads, spec.num_kv_heads
-        qkv = layer.qkv(x).view(x.shape[0], heads + 2 * kv_heads, spec.head_dim)
-        q = self._normed(qkv[:, :heads], layer.q_norm)
+        spec, rows = self.spec, x.shape[0]
+        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        if layer.q is None:
+            qkv, k_at = layer.qkv(x).view(rows, heads + 2 * kv_heads, dim), heads
+            q = qkv[:, :heads]
+        else:
+            q = layer.q(x).view(rows, heads, dim)
+        q = self._normed(q, layer.q_norm)
         if rotation is not None:
             q = self._backend.rotary(q, *rotation)
         ticket = attention.begin(index, q)
-        k = self._normed(qkv[:, heads : heads + kv_heads], layer.k_norm)
-        out = attention.finish(ticket, k, qkv[:, heads + kv_heads :], rotation)
-        return out.reshape(x.shape[0], heads * spec.head_dim)
+        if layer.q is not None:
+            qkv, k_at = layer.qkv(x).view(rows, 2 * kv_heads, dim), 0
+        k = self._normed(qkv[:, k_at : k_at + kv_heads], layer.k_norm)
+        return attention.finish(ticket, k, qkv[:, k_at + kv_heads :], rotation)
 
     def _normed(self, x: Tensor, norm: Tensor | None) -> Tensor:
         """x: [T, H, D], a view with strided rows -> normalized per head."""

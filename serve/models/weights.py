@@ -8,7 +8,7 @@ there is never more than one product unpacked in memory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from serve.errors import ModelLoadError
 from serve.models.checkpoint import FLOATS, Checkpoint, check_rule
 from serve.models.decoder import Decoder, DecoderWeights, LayerWeights
 from serve.models.families import FAMILIES, WeightNames
+from serve.models.progress import shown
 from serve.models.spec import ModelSpec, read_spec
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ def load_model(
     make_head: MakeLinear | None = None,
     keep_weight_dtype: bool = False,
     unpack: bool = False,
+    q_first: bool = False,
     progress: bool = False,
 ) -> Decoder:
     """The model of a Hugging Face directory, computing in `dtype`.
@@ -45,7 +47,8 @@ def load_model(
     like the others) from the parts of its weight, one under the other as [out, in], in `dtype`,
     or in the file's with keep_weight_dtype. Products that the checkpoint has quantized are taken
     as they are, which needs the native kernels, or with `unpack` as the plain weights that they
-    stand for. ModelLoadError names what is wrong with the checkpoint.
+    stand for. With q_first q has a product of its own, so that it is there before k and v: slower,
+    but for attention on other machines. ModelLoadError names what is wrong with the checkpoint.
     """
     spec = read_spec(path)
     checkpoint = Checkpoint(path)
@@ -54,10 +57,11 @@ def load_model(
         checkpoint,
         dtype,
         make_linear or joining(backend.pack_linear),
-        _device(backend),
+        torch.device(getattr(backend, "device", "cpu")),
         make_head=make_head,
         keep_weight_dtype=keep_weight_dtype,
         unpack=unpack,
+        q_first=q_first,
     )
     loader.check()
     weights = loader.load(progress=progress)
@@ -75,12 +79,6 @@ def joining(pack: Callable[[Tensor, Tensor | None, Edges], LinearOp]) -> MakeLin
     return lambda parts, bias, edges: pack(join(parts), bias, edges)
 
 
-def _device(backend: Backend) -> torch.device:
-    """Where a backend computes; one that does not say computes on the CPU."""
-    device = getattr(backend, "device", "cpu")
-    return device if isinstance(device, torch.device) else torch.device(device)
-
-
 class _Loader:
     """The names and shapes of one checkpoint, and the making of each piece."""
 
@@ -95,6 +93,7 @@ class _Loader:
         make_head: MakeLinear | None,
         keep_weight_dtype: bool,
         unpack: bool,
+        q_first: bool,
     ) -> None:
         self.spec = spec
         self.checkpoint = checkpoint
@@ -104,6 +103,7 @@ class _Loader:
         self.device = device
         self.weight_dtype = None if keep_weight_dtype else dtype
         self.unpack = unpack
+        self.q_first = q_first
         self.names = FAMILIES[spec.model_type].names
         self.prefix = _find_prefix(self.names, checkpoint)
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -265,7 +265,7 @@ class _Loader:
         final_norm = self._norm(prefix + names.final_norm) if spec.has_final_norm else None
         layers = [
             self._layer(prefix + names.layer.format(index))
-            for index in _shown(range(spec.num_layers), spec, progress)
+            for index in shown(range(spec.num_layers), spec, progress)
         ]
         return DecoderWeights(
             embed=self._table(self._embed_name),
@@ -288,10 +288,12 @@ class _Loader:
         before_attn = before_mlp = None
         if not spec.is_post_norm:
             before_attn, before_mlp = attn_norm, mlp_norm
-        qkv, up = [at + part for part in names.qkv], [at + part for part in names.up]
+        q, qkv = self._qkv([at + part for part in names.qkv], Edges(before_attn))
+        up = [at + part for part in names.up]
         mlp = Edges(before_mlp, spec.activation, spec.is_gated)
         layer = LayerWeights(
-            qkv=self._linear(qkv, spec.has_qkv_bias, Edges(before_attn)),
+            q=q,
+            qkv=qkv,
             q_norm=self._vector(f"{at}{names.q_norm}.weight") if spec.has_qk_norm else None,
             k_norm=self._vector(f"{at}{names.k_norm}.weight") if spec.has_qk_norm else None,
             o=self._linear([at + names.o], spec.has_o_bias),
@@ -302,6 +304,24 @@ class _Loader:
         )
         self.checkpoint.release()
         return layer
+
+    def _qkv(self, parts: list[str], edges: Edges) -> tuple[LinearOp | None, LinearOp]:
+        """(None, the product of all three), or that of q and that of k and v."""
+        has_bias = self.spec.has_qkv_bias
+        if not self.q_first:
+            return None, self._linear(parts, has_bias, edges)
+        if len(parts) == 3:
+            q, *kv = parts
+            return self._linear([q], has_bias, edges), self._linear(kv, has_bias, edges)
+        # stored as one tensor, which is never packed
+        size = self.spec.num_heads * self.spec.head_dim
+        (weight,) = self._parts([f"{parts[0]}.weight"])
+        bias = self._parts([f"{parts[0]}.bias"])[0] if has_bias else None
+
+        def product(rows: slice) -> LinearOp:
+            return self.make_linear([weight[rows]], None if bias is None else bias[rows], edges)
+
+        return product(slice(size)), product(slice(size, None))
 
     def _linear(self, parts: list[str], has_bias: bool, edges: Edges = PLAIN) -> LinearOp:
         bias = join(self._parts([f"{part}.bias" for part in parts])) if has_bias else None
@@ -378,20 +398,3 @@ def _find_prefix(names: WeightNames, checkpoint: Checkpoint) -> str:
 def _sizes_of_parts(parts: tuple[str, ...], sizes: list[int]) -> list[int]:
     """A product stored as one tensor has the sum of the sizes."""
     return sizes if len(parts) == len(sizes) else [sum(sizes)]
-
-
-def _shown(indices: Iterable[int], spec: ModelSpec, progress: bool) -> Iterable[int]:
-    if not progress:
-        return indices
-    from rich.console import Console  # only where somebody watches
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    return track(
-        indices,
-        description=f"loading {spec.model_type}",
-        total=spec.num_layers,
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )

@@ -117,11 +117,14 @@ void translate_system_errors() {
 }  // namespace
 
 NB_MODULE(_windows, m) {
+  nb::set_leak_warnings(false);  // an endpoint may well live until the process ends
   translate_system_errors();
   translate_to<PeerLost>("PeerLostError");
   translate_to<CorruptMessage>("CorruptMessageError");
   translate_to<TimedOut>("TransportTimeoutError");
   m.attr("NUM_SLOTS") = NUM_SLOTS;
+  m.attr("HEARTBEAT_S") = 1e-9 * HEARTBEAT_NS;
+  m.attr("LOST_AFTER_S") = 1e-9 * LOST_AFTER_NS;
   m.attr("DESCRIPTORS_AT") = DESCRIPTORS_AT;
   m.attr("DESCRIPTOR_BYTES") = sizeof(Descriptor);
   m.attr("DESCRIPTOR_SENT_BYTES") = DESCRIPTOR_SENT_BYTES;

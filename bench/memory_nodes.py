@@ -1,0 +1,152 @@
+"""Engines over memory nodes: python -m bench.memory_nodes [capacity|speed|layer] [--quick].
+
+capacity: how many sequences run at once with 256 MiB of K/V in this machine, and with two nodes
+of 2,400 MiB each. speed: decoding over nodes beside decoding in this process, with the same number
+of cores in all. layer: what a layer of 16 rows costs beside its kernels, by transport.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.checkpoints import random_checkpoint
+from bench.node_layer import measure_layers
+from bench.node_processes import memory_nodes
+from serve import LLM, SamplingParams
+
+_LOCAL_BYTES = 256 << 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("what", nargs="*", default=["capacity", "speed", "layer"])
+    parser.add_argument("--quick", action="store_true", help="tiny models, as a smoke test")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="mergestep-nodes-") as folder:
+        for what in args.what:
+            Console().print(MEASUREMENTS[what](Path(folder), args.quick))
+
+
+class _Watch:
+    """The most sequences and K/V bytes at once, looked at every few milliseconds."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self.most_running = 0
+        self.most_bytes = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> _Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._stop.wait(0.005):
+            stats = self._llm.stats()
+            self.most_running = max(self.most_running, stats.num_running)
+            used = stats.pages_in_use * stats.kv_page_bytes
+            self.most_bytes = max(self.most_bytes, used)
+
+
+def measure_capacity(folder: Path, is_quick: bool) -> Table:
+    """The same requests, twice: 56 of 1,024 + 320 tokens of 64 KiB each in fp32."""
+    shape, count, length, answer = ("tiny", 24, 200, 8) if is_quick else ("wide-kv", 56, 1024, 320)
+    model = str(random_checkpoint(shape))
+    local = 1 << 20 if is_quick else _LOCAL_BYTES
+    capacity = "8M" if is_quick else "2400M"
+    rng = random.Random(1)
+    prompts = [[rng.randrange(300, 1000) for _ in range(length)] for _ in range(count)]
+    table = Table("K/V", "sequences at once", "K/V in use, MiB", "tokens/s", "seconds")
+    table.title = f"{count} requests of {length} + {answer} tokens, {shape}, K/V fp32"
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": length + answer,
+        "max_num_seqs": 64,
+        "prefix_cache": False,
+        "kv_cache_bytes": local,
+    }
+    rows = [_serve(model, prompts, answer, settings)]
+    with memory_nodes(2, folder, capacity=capacity) as urls:
+        rows.append(_serve(model, prompts, answer, settings | _over(urls, folder)))
+    names = [f"{local >> 20} MiB here", f"two nodes of {capacity}"]
+    for name, (watch, seconds, _) in zip(names, rows, strict=True):
+        rate = count * answer / seconds
+        used = f"{watch.most_bytes / 2**20:,.0f}"
+        table.add_row(name, str(watch.most_running), used, f"{rate:.1f}", f"{seconds:.1f}")
+    alone, nodes = rows
+    times = nodes[0].most_running / alone[0].most_running
+    table.caption = f"{times:.1f}x the batch; same tokens: {alone[2] == nodes[2]}"
+    return table
+
+
+def _over(urls: list[str], folder: Path) -> dict[str, Any]:
+    return {"memory_nodes": tuple(urls), "memory_node_key_file": folder / "key"}
+
+
+def _serve(
+    model: str, prompts: list[list[int]], answer: int, settings: dict[str, Any]
+) -> tuple[_Watch, float, list[list[int]]]:
+    params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
+    with LLM(model, seed=0, **settings) as llm, _Watch(llm) as watch:
+        began = time.perf_counter()
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        seconds = time.perf_counter() - began
+    return watch, seconds, [list(o.outputs[0].token_ids) for o in outputs]
+
+
+def measure_speed(folder: Path, is_quick: bool) -> Table:
+    """Decoding, 16 sequences: in one process with two threads, and over one node with one each."""
+    shape, length, answer = ("tiny", 64, 16) if is_quick else ("llama-1b", 512, 48)
+    model = str(random_checkpoint(shape))
+    rng = random.Random(2)
+    prompts = [[rng.randrange(300, 1000) for _ in range(length)] for _ in range(16)]
+    table = Table("", "time between tokens, ms", "of local")
+    table.title = f"16 sequences, {length} tokens of context, {shape}"
+    settings: dict[str, Any] = {"max_model_len": length + answer, "max_num_seqs": 16}
+    base = _decode_ms(model, prompts, answer, settings | {"compute_threads": 2})
+    table.add_row("local, two threads", f"{base:.1f}", "1.00")
+    one = _decode_ms(model, prompts, answer, settings | {"compute_threads": 1})
+    table.add_row("local, one thread", f"{one:.1f}", f"{one / base:.2f}")
+    for scheme in ("shm", "tcp"):
+        with memory_nodes(1, folder, scheme=scheme) as urls:
+            remote = settings | _over(urls, folder) | {"compute_threads": 1}
+            ms = _decode_ms(model, prompts, answer, remote)
+        table.add_row(f"one node over {scheme}, a thread each", f"{ms:.1f}", f"{ms / base:.2f}")
+    return table
+
+
+def _decode_ms(
+    model: str, prompts: list[list[int]], answer: int, settings: dict[str, Any]
+) -> float:
+    """Median time of a step in which all decode."""
+    params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
+    with LLM(model, seed=0, **settings) as llm:
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        first = max(o.metrics.first_token_s for o in outputs)
+        last = max(o.metrics.finished_s for o in outputs)
+        fewest = answer - 1
+    return (last - first) / fewest * 1e3
+
+
+def measure_layer(folder: Path, is_quick: bool) -> Table:
+    return measure_layers(folder, num_steps=20 if is_quick else 300)
+
+
+MEASUREMENTS = {"capacity": measure_capacity, "speed": measure_speed, "layer": measure_layer}
+
+if __name__ == "__main__":
+    main()

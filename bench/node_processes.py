@@ -1,0 +1,56 @@
+"""Memory nodes as processes of this machine, for measurements."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+KEY = b"of no use to anybody else"
+
+
+@contextmanager
+def memory_nodes(
+    count: int,
+    folder: Path,
+    *,
+    scheme: str = "shm",
+    capacity: str = "1G",
+    threads: int = 1,
+) -> Iterator[list[str]]:
+    """Urls of nodes that are ready, in processes that end with the block. The key is in
+    folder/key."""
+    key = folder / "key"
+    key.write_bytes(KEY)
+    urls = [_url(scheme, folder, number) for number in range(count)]
+    processes = [_start(url, key, capacity, threads) for url in urls]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert "memory node at" in line, line
+        yield urls
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+
+
+def _url(scheme: str, folder: Path, number: int) -> str:
+    if scheme == "shm":
+        return f"shm://{folder}/node{number}.sock"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"{scheme}://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def _start(url: str, key: Path, capacity: str, threads: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "serve", "node", url, "--kv-cache-bytes", capacity]
+    command += ["--memory-node-key-file", str(key), "--threads", str(threads)]
+    command += ["--log-level", "warning"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ})

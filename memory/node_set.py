@@ -1,0 +1,255 @@
+"""The memory nodes of one engine: who holds what, and what happens when one is lost.
+
+A *member* is a part of the K/V memory with books of its own. With the head and sequence
+partitions there is one, spread over all nodes; with the request partition every node is one. When
+a node is lost its member is placed anew, with a later epoch, on the nodes that are left, or in
+this machine's memory if none is; what it held is computed again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from memory.attach import AttachRequest, NodeLayout
+from memory.edit_log import EditLog
+from memory.node_link import NodeError, NodeLink
+from memory.placement import Share
+from memory.wire import ErrorCode, WireType
+from transport.base import Endpoint, TransportError
+
+logger = logging.getLogger(__name__)
+
+_FIRST_ATTACH_S = 5.0
+_ATTACH_S = 1.5  # others wait, or could be asked
+_CONNECT_S = 0.5  # to somebody who was there before
+FIRST_CONNECT_S = 5.0
+
+Connect = Callable[[str, float], Endpoint]
+"""url, timeout in seconds -> an endpoint, or TransportError (or OSError)."""
+
+
+class NoNodeError(Exception):
+    """Nobody takes the K/V. The text says why."""
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """urls: of the nodes it may lie on. num_pages: 0 while it is nowhere."""
+
+    urls: list[str]
+    edits: EditLog
+    links: list[NodeLink] = field(default_factory=list)
+    num_pages: int = 0
+    is_local: bool = False
+
+    @property
+    def is_lost(self) -> bool:
+        return not self.links or any(link.is_lost for link in self.links)
+
+    def close(self) -> None:
+        for link in self.links:
+            link.close()
+        self.links = []
+        self.num_pages = 0
+
+
+class NodeSet:
+    """Members and their links. Used by the thread that computes."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        template: AttachRequest,
+        partition: str,
+        connect: Connect,
+        *,
+        wire: WireType = WireType.FLOAT32,
+        local: Callable[[], Endpoint] | None = None,
+        bytes_per_node: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        pool: Callable[[int], Executor] = ThreadPoolExecutor,
+    ) -> None:
+        """template: what a node that holds everything would be asked for. wire: of q and results.
+        local: attaches this machine's memory. bytes_per_node: asked for at most; None: all that
+        is free. pool: so many connect side by side in it."""
+        self.members = list(members)
+        self._template = template
+        self._partition = partition
+        self._wire = wire
+        self.connect = connect
+        self._local = local
+        self._bytes_per_node = bytes_per_node
+        self._clock = clock
+        self._pool = pool
+        self._epoch = template.epoch
+        self._questions = count(1)
+        self.min_pages = template.min_pages
+        """Less than that is no use, on any node."""
+        self.num_lost = 0
+
+    @property
+    def num_nodes(self) -> int:
+        """That there are, attached or missing."""
+        return sum([len(member.urls) for member in self.members])
+
+    @property
+    def missing(self) -> list[str]:
+        """Nodes that hold nothing, although they could."""
+        held = {link.url for member in self.members for link in member.links}
+        return [url for member in self.members for url in member.urls if url not in held]
+
+    @property
+    def is_leaving(self) -> bool:
+        """A node has asked us to go."""
+        return any(link.is_leaving for member in self.members for link in member.links)
+
+    def lose(self) -> list[int]:
+        """Numbers of the members that are lost (again), or have to leave a node; they are
+        nowhere from now on."""
+        numbers = []
+        for number, member in enumerate(self.members):
+            if member.is_lost or any(link.is_leaving for link in member.links):
+                self.num_lost += any(link.is_lost for link in member.links)
+                member.close()
+                numbers.append(number)
+        return numbers
+
+    def place(
+        self, member: Member, connect_s: float = _CONNECT_S, *, needs_all: bool = False
+    ) -> None:
+        """Attach to every node that answers, else to this machine's memory. NoNodeError.
+
+        needs_all: nobody may be missing."""
+        member.close()
+        member.is_local = False
+        reasons: dict[str, str] = {}
+        endpoints = self._connect_all(member.urls, connect_s, reasons)
+        while endpoints:
+            if needs_all and reasons:
+                break
+            attach_s = _FIRST_ATTACH_S if needs_all else _ATTACH_S
+            failed = self._attach(member, endpoints, reasons, attach_s)
+            if failed is None:
+                return
+            # who is left is asked anew: a connection has one session
+            urls = [url for url in endpoints if url != failed]
+            endpoints = self._connect_all(urls, connect_s, reasons)
+        if self._local is not None and not needs_all:
+            endpoint = self._local()
+            if self._attach(member, {"this machine": endpoint}, reasons, _ATTACH_S) is None:
+                member.is_local = True
+                logger.warning("no memory node is left: K/V is in this machine's memory")
+                return
+        raise NoNodeError("; ".join(f"{url}: {reason}" for url, reason in reasons.items()))
+
+    def takes(self, url: str, timeout_s: float) -> bool:
+        """Whether a node that is missing is there and has memory for us. From any thread."""
+        try:
+            endpoint = self.connect(url, timeout_s)
+        except (TransportError, OSError):
+            return False
+        [most] = [len(member.urls) for member in self.members if url in member.urls]
+        link = NodeLink(url, endpoint, Share(self._partition, 0, most), self._clock)
+        try:
+            link.attach(
+                replace(
+                    self._request(link.share),
+                    engine=f"{self._template.engine[:60]}?",  # it puts nobody out
+                    epoch=next(self._questions),
+                    num_pages=self.min_pages,
+                ),
+                timeout_s,
+                self._wire,
+            )
+        except TransportError:
+            return False
+        finally:
+            link.close()
+        return True
+
+    def look(self) -> bool:
+        """Take what links say without being asked; whether all members are well."""
+        for member in self.members:
+            for link in member.links:
+                try:
+                    link.look()
+                except TransportError as error:
+                    logger.warning("memory node %s: %s", link.url, error)
+                    link.close()
+        return not (self.is_leaving or any(member.is_lost for member in self.members))
+
+    def _connect_all(
+        self, urls: Sequence[str], timeout_s: float, reasons: dict[str, str]
+    ) -> dict[str, Endpoint]:
+        """Those that answer, in the order of urls."""
+        found: dict[str, Endpoint] = {}
+        if not urls:
+            return found
+        with self._pool(len(urls)) as pool:
+            futures = [pool.submit(self.connect, url, timeout_s) for url in urls]
+        for url, future in zip(urls, futures, strict=True):
+            try:
+                found[url] = future.result()
+            except (TransportError, OSError) as error:
+                reasons[url] = str(error) or type(error).__name__
+        return found
+
+    def _attach(
+        self,
+        member: Member,
+        endpoints: Mapping[str, Endpoint],
+        reasons: dict[str, str],
+        timeout_s: float,
+    ) -> str | None:
+        """Share the K/V among them; the url of one that does not take part, else None."""
+        self._epoch += 1
+        links = [
+            NodeLink(url, endpoint, Share(self._partition, index, len(endpoints)), self._clock)
+            for index, (url, endpoint) in enumerate(endpoints.items())
+        ]
+        requests = [self._request(link.share) for link in links]
+        wanted = [
+            self._wanted(request, link) for request, link in zip(requests, links, strict=True)
+        ]
+        granted: list[int] = []
+        for link, request in zip(links, requests, strict=True):
+            try:
+                if min(wanted) < request.min_pages:
+                    raise NodeError(ErrorCode.FULL, f"{min(wanted)} pages are too few")
+                request = replace(request, num_pages=min(wanted), epoch=self._epoch)
+                granted.append(link.attach(request, timeout_s, self._wire))
+            except TransportError as error:
+                reasons[link.url] = str(error)
+                logger.warning("memory node %s: %s", link.url, error)
+                for other in links:
+                    other.close()
+                return link.url
+        member.links = links
+        member.num_pages = min(granted)
+        return None
+
+    def _request(self, share: Share) -> AttachRequest:
+        template = self._template
+        return replace(
+            template,
+            min_pages=self.min_pages,
+            layers=[share.layer(layer) for layer in template.layers],
+            page_tokens=[share.page_tokens(tokens) for tokens in template.page_tokens],
+        )
+
+    def _wanted(self, request: AttachRequest, link: NodeLink) -> int:
+        """Pages that the node may have room for."""
+        capacity = link.endpoint.peer.info.get("capacity_bytes")
+        most = capacity if isinstance(capacity, int) and capacity > 0 else 1 << 62
+        if self._bytes_per_node is not None:
+            most = min(most, self._bytes_per_node)
+        return min(request.num_pages, most // NodeLayout(request).page_bytes)
+
+    def close(self) -> None:
+        for member in self.members:
+            member.close()

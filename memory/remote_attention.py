@@ -1,0 +1,313 @@
+"""The attention seam over memory nodes: q goes out, partial results come back (DESIGN 3.6).
+
+`begin` ships q of the rows that have a past. Meanwhile the model projects k and v; `finish`
+ships them (nobody waits for that) and computes what the step's rows see of each other here;
+`wait` takes the nodes' partial results and merges them by their log-sum-exp. So what is waited
+for is attention over the past alone, and a prompt's first chunk waits for nobody. This goes
+further than Lamina (arXiv 2405.01814, section 4.3), whose nodes wait for k and v to answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from memory.attention import AttentionLayer, AttentionStep, Rotation, Ticket
+from memory.new_part import NewPart
+from memory.node_link import NodeLink
+from memory.node_loop import view_of
+from memory.node_set import NodeSet
+from memory.prompt_tails import PromptTails, TailPlace
+from memory.wire import HEADER_BYTES, Append, ErrorCode, Kind, Plan, Query, WireError, WireType
+from memory.wire_rows import WireRows, encode, float_type, kv_type
+from ops.backend import Backend, Partial
+from transport.base import Segment, TransportError
+
+
+class NodesLostError(Exception):
+    """K/V on a memory node cannot be reached: what it held has to be computed again."""
+
+
+@dataclass(slots=True)
+class _NodePlan:
+    """query_runs, append_runs: (first row, how many) of the step's rows that go to this node.
+    rows: the querying ones' numbers, None: all rows of the step."""
+
+    link: NodeLink
+    query_runs: list[tuple[int, int]]
+    append_runs: list[tuple[int, int]]
+    num_queries: int
+    num_appends: int
+    rows: Tensor | None
+
+
+class RemoteAttention:
+    """PlannedAttention over the links of one placement."""
+
+    is_remote = True
+
+    def __init__(
+        self,
+        layers: Sequence[AttentionLayer],
+        new_part: NewPart,
+        backend: Backend,
+        nodes: NodeSet,
+        range_tokens: int,
+        num_ranges: int,
+        wire: WireType,
+        tails: PromptTails | None = None,
+    ) -> None:
+        """num_ranges: of each member. tails: keep prompts under way here, too."""
+        self.layers = list(layers)
+        self.new_part = new_part
+        self.backend = backend
+        self.wire = wire
+        self.tails = tails
+        self._nodes = nodes
+        self._has_windows = any(layer.window is not None for layer in layers)
+        self._range_tokens = range_tokens
+        self._member_tokens = range_tokens * num_ranges
+        self._rows: dict[NodeLink, list[WireRows]] = {}
+        self._numbers = count(1)
+        for member in nodes.members:
+            member.edits.on_release = self._send_edits
+
+    def rows_of(self, link: NodeLink, layer: int) -> WireRows:
+        rows = self._rows.get(link)
+        if rows is None:
+            parts = [link.share.layer(item) for item in self.layers]
+            rows = [WireRows(x.num_heads, x.num_kv_heads, x.head_dim) for x in parts]
+            self._rows = {old: self._rows[old] for old in self._rows if not old.is_lost}
+            self._rows[link] = rows
+        return rows[layer]
+
+    def plan(self, step: AttentionStep) -> RemotePlan:
+        number = next(self._numbers)
+        places, pasts = self._keep(step)
+        found: list[_NodePlan] = []
+        for index, member in enumerate(self._nodes.members):
+            edits = member.edits.take()
+            for link in member.links:
+                node, plan = self._node_plan(link, step, index, pasts)
+                if not (edits or plan.queries or plan.appends):
+                    continue
+                try:
+                    link.look()
+                    link.post_plan(number, plan._replace(edits=edits))
+                except TransportError as error:
+                    raise lost(link, error) from error
+                found.append(node)
+            if not member.links and index in self._members_of(step):
+                raise NodesLostError("no memory node holds this K/V")
+        new = self.new_part.plan(step.num_decodes, step.num_rows, places)
+        return RemotePlan(self, number, found, new)
+
+    def _keep(self, step: AttentionStep) -> tuple[list[TailPlace | None], list[int]]:
+        """Of each sequence: where its K/V is kept here, and how much of it only the nodes have."""
+        places: list[TailPlace | None] = [None] * len(step.starts)
+        pasts = [length - n for length, n in zip(step.kv_lens, step.num_rows, strict=True)]
+        tails = self.tails
+        if tails is None:
+            return places, pasts
+        for i, start in enumerate(step.starts):
+            is_local = self._nodes.members[start // self._member_tokens].is_local
+            if i < step.num_decodes or is_local:
+                tails.drop(start)
+                continue
+            kept = tails.place(start, pasts[i], step.num_rows[i])
+            if kept is not None and kept[1] and self._has_windows:
+                tails.drop(start)  # nodes reckon windows from the end of what they hold
+            elif kept is not None:
+                places[i], pasts[i] = kept
+        tails.commit()
+        return places, pasts
+
+    def _members_of(self, step: AttentionStep) -> set[int]:
+        return {start // self._member_tokens for start in step.starts}
+
+    def _node_plan(
+        self, link: NodeLink, step: AttentionStep, member: int, pasts: Sequence[int]
+    ) -> tuple[_NodePlan, Plan]:
+        """pasts: tokens of each sequence that its rows attend over on the nodes."""
+        share, row = link.share, 0
+        range_tokens = self._range_tokens
+        first_start = member * self._member_tokens
+        end = first_start + self._member_tokens
+        queries: list[Query] = []
+        appends: list[Append] = []
+        query_runs: list[tuple[int, int]] = []
+        append_runs: list[tuple[int, int]] = []
+        for start, num_rows, kv_len, past in zip(
+            step.starts, step.num_rows, step.kv_lens, pasts, strict=True
+        ):
+            if not first_start <= start < end:
+                row += num_rows
+                continue
+            index, position = (start - first_start) // range_tokens, kv_len - num_rows
+            keys = share.num_tokens(past)
+            if keys:
+                queries.append(Query(index, num_rows, keys))
+                _extend(query_runs, row, num_rows)
+            num_appends = 0
+            for first, length in share.runs(position, kv_len):
+                _extend(append_runs, row + first - position, length)
+                num_appends += length
+            if num_appends:
+                appends.append(Append(index, num_appends, share.num_tokens(position)))
+            row += num_rows
+        num_queries = sum([n for _, n in query_runs])
+        rows = None
+        if num_queries < row:
+            rows = torch.tensor([i for at, n in query_runs for i in range(at, at + n)])
+        node = _NodePlan(
+            link, query_runs, append_runs, num_queries, sum([n for _, n in append_runs]), rows
+        )
+        return node, Plan([], queries, appends)
+
+    def _send_edits(self) -> None:
+        """Outside of a step: for memory that shall go back to the system over there."""
+        if self.tails is not None:
+            self.tails.trim()
+        number = next(self._numbers)
+        for member in self._nodes.members:
+            edits = member.edits.take()
+            for link in member.links:
+                try:
+                    link.post_plan(number, Plan(edits, [], []))
+                except TransportError:
+                    link.close()  # its pages are not what the books say; the next step finds out
+                    break
+
+
+class RemotePlan:
+    """Attention for one step's rows."""
+
+    def __init__(
+        self, parent: RemoteAttention, number: int, nodes: list[_NodePlan], new: object
+    ) -> None:
+        self._parent = parent
+        self._number = number
+        self._nodes = nodes
+        self._new = new
+
+    def begin(self, layer: int, q: Tensor) -> Ticket:
+        parent = self._parent
+        if any(node.num_queries for node in self._nodes):
+            shape = parent.layers[layer]
+            group = shape.num_heads // shape.num_kv_heads
+            parts = encode(_dense(q), parent.wire)
+            for node in self._nodes:
+                if node.num_queries:
+                    first, kv_heads = node.link.share.heads(shape)
+                    segments = [
+                        segment
+                        for part in parts
+                        for segment in _pieces(
+                            part, node.query_runs, first * group, kv_heads * group
+                        )
+                    ]
+                    self._post(node, Kind.QUERY, layer, node.num_queries, segments)
+        return Ticket(layer, q)
+
+    def finish(
+        self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None
+    ) -> RemotePending:
+        layer, q = ticket
+        parent = self._parent
+        shape = parent.layers[layer]
+        if rotation is not None:
+            k = parent.backend.rotary(k, *rotation)
+        dtype = float_type(parent.wire)
+        wire_k, wire_v = _dense(k.to(dtype)), _dense(v.to(dtype))
+        for node in self._nodes:
+            if node.num_appends:
+                heads = node.link.share.heads(shape)
+                segments = _pieces(wire_k, node.append_runs, *heads)
+                segments += _pieces(wire_v, node.append_runs, *heads)
+                self._post(node, Kind.UPDATE, layer, node.num_appends, segments)
+        out, lse = parent.new_part.attend(self._new, layer, q, wire_k, wire_v)
+        return RemotePending(self, layer, Partial(out, lse), q.dtype)
+
+    def _post(
+        self, node: _NodePlan, kind: Kind, layer: int, num_rows: int, segments: list[Segment]
+    ) -> None:
+        wire = self._parent.wire
+        dtype = wire if kind is Kind.QUERY else kv_type(wire)
+        try:
+            node.link.post_rows(kind, self._number, layer, dtype, num_rows, segments)
+        except TransportError as error:
+            raise lost(node.link, error) from error
+
+    def merge(self, layer: int, total: Partial) -> None:
+        """Wait for the nodes' partial results and take them into `total`."""
+        parent = self._parent
+        shape = parent.layers[layer]
+        group = shape.num_heads // shape.num_kv_heads
+        for node in self._nodes:
+            if not node.num_queries:
+                continue
+            link = node.link
+            try:
+                header, frame = link.answer(self._number, layer)
+                if header.rows != node.num_queries:
+                    raise WireError(ErrorCode.SHAPE, f"{header.rows} rows, not {node.num_queries}")
+                body = view_of(frame)[HEADER_BYTES:]
+                out, lse = parent.rows_of(link, layer).read_partial(body, header)
+            except (TransportError, WireError) as error:
+                raise lost(link, error) from error
+            first, kv_heads = link.share.heads(shape)
+            own = slice(first * group, (first + kv_heads) * group)
+            part = Partial(total.out[:, own], total.lse[:, own])
+            parent.backend.merge_into(part, Partial(out, lse), node.rows)
+            del out, lse, body
+            link.endpoint.release(frame)
+
+
+class RemotePending:
+    """A layer's attention, while nodes work on it."""
+
+    def __init__(self, plan: RemotePlan, layer: int, total: Partial, dtype: torch.dtype) -> None:
+        self._plan = plan
+        self._layer = layer
+        self._total = total
+        self._dtype = dtype
+
+    def wait(self) -> Tensor:
+        self._plan.merge(self._layer, self._total)
+        return self._total.out.to(self._dtype)
+
+
+def lost(link: NodeLink, error: Exception) -> NodesLostError:
+    """The link is of no use any more, whatever went wrong on it."""
+    link.close()
+    return NodesLostError(f"memory node {link.url}: {error}")
+
+
+def _extend(runs: list[tuple[int, int]], first: int, length: int) -> None:
+    if runs and sum(runs[-1]) == first:
+        runs[-1] = runs[-1][0], runs[-1][1] + length
+    else:
+        runs.append((first, length))
+
+
+def _dense(x: Tensor) -> Tensor:
+    """[T, H, D] whose heads lie side by side; rows may be apart."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+
+
+def _pieces(
+    x: Tensor, runs: Sequence[tuple[int, int]], first_head: int, num_heads: int
+) -> list[Segment]:
+    """Of x, [T, H, D] or [T, H], some rows and heads."""
+    size = x.element_size()
+    stride = x.stride(0) * size
+    head_bytes = x.stride(1) * size
+    address = x.data_ptr() + first_head * head_bytes
+    return [
+        Segment(address + row * stride, num_rows, num_heads * head_bytes, stride)
+        for row, num_rows in runs
+    ]

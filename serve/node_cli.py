@@ -1,0 +1,93 @@
+"""`serve node`: the life of a memory node process."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+
+import torch
+from rich.console import Console
+
+from memory.node import MemoryNode
+from ops import get_backend, native
+from serve.config import EngineConfig
+from serve.errors import ConfigError
+from serve.remote_kv import read_key, what_is_wrong
+from serve.runtime import available_memory, usable_processors
+from transport import listen
+from transport.base import TransportError
+
+logger = logging.getLogger(__name__)
+
+_SHARE_OF_FREE_MEMORY = 0.8
+_WINDOW_BYTES = 64 << 20  # for each engine; memory is taken as it is used
+
+
+def serve_node(
+    url: str,
+    capacity_bytes: int | None,
+    key_file: str | None,
+    threads: int | None,
+    drain_s: float,
+    max_engines: int,
+) -> None:
+    """Until a signal: the first one asks engines to leave, a second one ends at once.
+    ConfigError names the setting."""
+    if url.startswith("inproc:"):
+        raise ConfigError(f"{url}: only this process could reach it")
+    key = read_key(EngineConfig(memory_nodes=(url,), memory_node_key_file=key_file))
+    capacity = capacity_bytes or int(available_memory() * _SHARE_OF_FREE_MEMORY)
+    count = min(threads or usable_processors(), usable_processors())
+    torch.set_num_threads(1)
+    if native.is_available():
+        native.set_num_threads(count)
+    node = MemoryNode(capacity, get_backend("auto"))
+    try:
+        listener = listen(
+            url,
+            key=key,
+            info={"capacity_bytes": capacity},
+            window_bytes=_WINDOW_BYTES,
+            max_peers=max_engines,
+        )
+    except (TransportError, OSError, ValueError, ImportError) as error:
+        raise ConfigError(what_is_wrong(url, error)) from error
+    signals = _Signals()
+    server = threading.Thread(target=node.serve, args=(listener,), name="mergestep-accept")
+    server.start()
+    Console().print(
+        f"memory node at {listener.url}: {capacity / 2**20:.5g} MiB of K/V, {count} threads",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    signals.wait()
+    logger.info("asking %d engines to leave", node.stats().num_engines)
+    done = threading.Thread(target=_drain, args=(node, drain_s, signals), daemon=True)
+    done.start()
+    signals.wait()
+    listener.close()
+    node.close()
+    server.join()
+
+
+def _drain(node: MemoryNode, drain_s: float, signals: _Signals) -> None:
+    node.drain(drain_s)
+    signals.set()
+
+
+class _Signals:
+    """SIGTERM and SIGINT, one after the other."""
+
+    def __init__(self) -> None:
+        self._semaphore = threading.Semaphore(0)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self.set())
+
+    def set(self) -> None:
+        self._semaphore.release()
+
+    def wait(self) -> None:
+        while not self._semaphore.acquire(timeout=0.5):  # so that handlers run
+            pass

@@ -1,0 +1,207 @@
+"""When memory nodes are lost, want to go, or come back: what the loop does then.
+
+K/V that cannot be reached any more is computed again from the tokens, which the engine has: its
+sequences wait as preempted ones do, memory is placed anew (memory/node_set.py), and everything
+goes on. Nobody sees more than a pause. Only when no memory is found for a while do requests end
+with an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from memory.kv_manager import KVManager
+from memory.node_set import Member, NodeSet, NoNodeError
+from serve.scheduler import Scheduler
+from serve.sequence import Sequence as TokenSequence
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.25
+_GIVE_UP_S = 5.0
+_LEAST_TRIES = 3
+_PROBE_S = 1.0
+_PROBE_CONNECT_S = 0.5
+# Computing everything again may take so long, so that a node that is back can take part.
+_REJOIN_S = 2.0
+SETTLED_S = 5.0
+
+
+class MemoryRecovery:
+    """Used by the thread that computes."""
+
+    def __init__(
+        self,
+        nodes: NodeSet,
+        books: Sequence[KVManager],
+        scheduler: Scheduler,
+        end: Callable[[TokenSequence, str], None],
+        clock: Callable[[], float] = time.monotonic,
+        prober: Prober | None = None,
+    ) -> None:
+        """books: of each member. end: ends a sequence with an error. prober: looks for nodes
+        that are missing; a thread of its own by default."""
+        self.nodes = nodes
+        self._books = list(books)
+        self._scheduler = scheduler
+        self._end = end
+        self._clock = clock
+        self._lost_at: float | None = None
+        self._changed_at = clock()
+        self._try_at = 0.0
+        self._num_tries = 0  # since there was memory
+        self.num_recomputed = 0  # sequences
+        self._prober = Prober(nodes) if prober is None else prober
+
+    def lost(self, error: Exception) -> None:
+        """A step has failed because of a node."""
+        logger.warning("%s", error)
+        self._lose()
+        if self._lost_at is None:
+            self._lost_at = self._clock()
+        self._try_at = 0.0
+
+    def _lose(self) -> None:
+        numbers = set(self.nodes.lose())
+        kv = self._scheduler.kv
+        members = [book.ranges[0].start for book in self._books]
+        ends = [*members[1:], 1 << 62]
+
+        def is_lost(start: int) -> bool:
+            return any(members[i] <= start < ends[i] for i in numbers)
+
+        num_lost = self._scheduler.lose(lambda target: is_lost(target.start))
+        self.num_recomputed += num_lost
+        for number in numbers:
+            self._books[number].reset(0)
+            self.nodes.members[number].edits.take()
+        if numbers:
+            logger.info(
+                "K/V of %d sequences is computed again; %d pages left", num_lost, kv.num_pages
+            )
+
+    def look(self) -> None:
+        """In idle moments: nodes that want to go are left, those that are back are taken."""
+        if not self.nodes.look():
+            self._lose()
+            self._try_at = 0.0
+        self.is_ready()
+
+    def is_ready(self) -> bool:
+        """Called before each step: whether there is memory to compute with. Places what is
+        nowhere, and lets nodes go or come back."""
+        if self.nodes.is_leaving:
+            self._lose()
+            self._try_at = 0.0
+        empty = [i for i, member in enumerate(self.nodes.members) if not member.num_pages]
+        if empty:
+            self._place(empty)
+        elif self.nodes.missing:
+            self._rejoin()
+        if self.nodes.missing:
+            self._prober.start()
+        if any(member.num_pages for member in self.nodes.members):
+            self._lost_at = None
+            self._num_tries = 0
+            return True
+        self._give_up()
+        return False
+
+    def _place(self, numbers: Sequence[int]) -> None:
+        now_s = self._clock()
+        has_some = len(numbers) < len(self.nodes.members)
+        if has_some:  # the others go on: nobody shall wait for one that does not answer
+            numbers = [i for i in numbers if self._is_back(self.nodes.members[i])]
+        if now_s < self._try_at or not numbers:
+            return
+        self._num_tries += 1
+        for number in numbers:
+            member = self.nodes.members[number]
+            try:
+                self.nodes.place(member)
+            except NoNodeError as error:
+                logger.warning("no memory for K/V yet: %s", error)
+                continue
+            self._books[number].reset(member.num_pages)
+            member.edits.take()
+            self._changed_at = now_s
+            logger.info("K/V has %d pages again", self._scheduler.kv.num_pages)
+            if member.is_local:  # it is enough once
+                break
+        self._try_at = self._clock() + _RETRY_S
+
+    def _is_back(self, member: Member) -> bool:
+        return any(self._prober.is_back(url) for url in member.urls)
+
+    def _rejoin(self) -> None:
+        """A node is back: share the K/V with it when that is cheap."""
+        waiting = [m for m in self.nodes.members if any(u in self.nodes.missing for u in m.urls)]
+        back = [member for member in waiting if self._is_back(member)]
+        if not back or self._clock() < self._changed_at + SETTLED_S:
+            return
+        running = self._scheduler.running
+        num_tokens = sum([sequence.num_computed_tokens for sequence in running])
+        seconds = self._scheduler.chunks.model.prefill_seconds(num_tokens, 0)
+        if running and seconds > _REJOIN_S and not any(member.is_local for member in back):
+            return
+        for member in back:
+            logger.info("a memory node is back: %s", ", ".join(member.urls))
+            member.close()
+        self._lose()
+        self._try_at = 0.0
+        self._place([i for i, m in enumerate(self.nodes.members) if not m.num_pages])
+
+    def _give_up(self) -> None:
+        now_s = self._clock()
+        if self._lost_at is None:
+            self._lost_at = now_s
+        if now_s < self._lost_at + _GIVE_UP_S or self._num_tries < _LEAST_TRIES:
+            return
+        for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
+            self._end(sequence, "the memory nodes are lost")
+
+    def close(self) -> None:
+        self._prober.stop()
+
+
+class Prober:
+    """A thread that asks nodes that are missing whether they have memory for us."""
+
+    def __init__(self, nodes: NodeSet) -> None:
+        self._nodes = nodes
+        self._lock = threading.Lock()  # of all below
+        self._back: frozenset[str] = frozenset()
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def is_back(self, url: str) -> bool:
+        return url in self._back
+
+    def start(self) -> None:
+        """Until nobody is missing."""
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive():
+                self._back = frozenset()
+                self._thread = threading.Thread(target=self._run, name="mergestep-probe")
+                self._thread.daemon = True
+                self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_PROBE_S):
+            with self._lock:
+                missing = self._nodes.missing
+                if not missing:
+                    self._thread = None
+                    return
+            self._back = frozenset(
+                [url for url in missing if self._nodes.takes(url, _PROBE_CONNECT_S)]
+            )

@@ -1,0 +1,497 @@
+"""A memory node and engines that break the rules: the right answer, and nobody else notices."""
+
+from __future__ import annotations
+
+import random
+import struct
+from dataclasses import replace
+
+import pytest
+import torch
+
+from memory.layer_groups import READ_BLOCK
+from memory.node import MemoryNode
+from memory.wire import HEADER_BYTES, EditKind, ErrorCode, Header, Kind, WireType, pack_json
+from ops import get_backend
+from tests.raw_engine import LAYER, REQUEST, RawEngine, Witness, page_bytes
+
+MAP, UNMAP, COPY, RELEASE = EditKind
+FORM, FULL, STALE, RANGE, SHAPE, FAULT = ErrorCode
+CAPACITY = 4 << 20
+
+
+@pytest.fixture
+def node():
+    made = MemoryNode(CAPACITY, get_backend("cpu"))
+    yield made
+    made.close()
+    assert made.stats().bytes_leased == 0
+
+
+@pytest.fixture
+def engine(node):
+    made = RawEngine.beside(node)
+    made.attach()
+    made.map_ranges()
+    yield made
+    made.close()
+
+
+Q1, Q2 = torch.ones(1, 4, 16), torch.ones(2, 4, 16)
+KV1 = torch.ones(1, 2, 16)
+
+
+def planned(number_of_message=1, **plan):
+    def act(engine):
+        engine.plan(**plan)
+
+    return act
+
+
+def queried(q, layer=0, queries=((0, 1, 40),), **more):
+    def act(engine):
+        number = engine.plan(queries=queries)
+        engine.query(more.pop("number", number), layer, q, **more)
+
+    return act
+
+
+def updated(k, v, layer=0, appends=((0, 1, 40),), **more):
+    def act(engine):
+        number = engine.plan(appends=appends)
+        engine.update(more.pop("number", number), layer, k, v, **more)
+
+    return act
+
+
+def after_unmapping(is_update):
+    """What was checked when it was planned is not there any more when it comes."""
+
+    def act(engine):
+        first = engine.plan(queries=[(0, 1, 40)], appends=[(0, 1, 40)])
+        engine.plan([(UNMAP, 0, 0, 0, 2)])
+        if is_update:
+            engine.update(first, 0, KV1, KV1)
+            engine.plan()  # now it would be written
+        else:
+            engine.query(first, 0, Q1)
+
+    return act
+
+
+def sent(message):
+    def act(engine):
+        engine.send(message)
+
+    return act
+
+
+def after_many_plans(engine):
+    number = engine.plan(queries=[(0, 1, 40)])
+    for _ in range(8):
+        engine.plan(queries=[(0, 1, 40)])
+    engine.query(number, 0, Q1)
+
+
+def twice_the_same(engine):
+    engine.plan(number=77)
+    engine.plan(number=77)
+
+
+def twice_queried(engine):
+    number = engine.plan(queries=[(0, 1, 40)])
+    for _ in range(2):
+        engine.query(number, 0, Q1)
+
+
+def twice_updated(engine):
+    number = engine.plan(appends=[(0, 1, 40)])
+    for _ in range(2):
+        engine.update(number, 0, KV1, KV1)
+
+
+HUGE = 2**32 - 1
+PAGES = REQUEST.num_pages
+OFFENCES = {
+    # form
+    "nothing": (sent(b""), FORM),
+    "half a header": (sent(bytes(16)), FORM),
+    "zeros": (sent(bytes(64)), FORM),
+    "http": (sent(b"POST /v1/chat/completions HTTP/1.1\r\n\r\n"), FORM),
+    "attach again": (sent(pack_json(Kind.ATTACH, 1, REQUEST.to_json())), FORM),
+    "attached": (sent(pack_json(Kind.ATTACHED, 1, {})), FORM),
+    "partial": (sent(Header(Kind.PARTIAL, 1).packed()), FORM),
+    "drain": (sent(Header(Kind.DRAIN, 1).packed()), FORM),
+    "error": (sent(pack_json(Kind.ERROR, 1, {})), FORM),
+    "half a plan": (sent(Header(Kind.PLAN, 1, 9).packed() + bytes(8)), FORM),
+    "huge counts": (
+        sent(Header(Kind.PLAN, 1, 9).packed() + struct.pack("<III", HUGE, HUGE, HUGE)),
+        FORM,
+    ),
+    "an edit of no kind": (
+        sent(Header(Kind.PLAN, 1, 9).packed() + struct.pack("<8I", 1, 0, 0, 4, 0, 0, 0, 1)),
+        FORM,
+    ),
+    # epochs and plans
+    "plan of an old epoch": (planned(epoch=0), STALE),
+    "plan of a later epoch": (planned(epoch=2), STALE),
+    "query of an old epoch": (queried(Q1, epoch=0), STALE),
+    "update of a later epoch": (updated(KV1, KV1, epoch=2), STALE),
+    "a plan twice": (twice_the_same, STALE),
+    "query of no plan": (queried(Q1, number=99), STALE),
+    "update of no plan": (updated(KV1, KV1, number=99), STALE),
+    "query of a plan long ago": (after_many_plans, STALE),
+    "a plan before the last one": (planned(number=1), STALE),
+    "the same query twice": (twice_queried, STALE),
+    "the same update twice": (twice_updated, STALE),
+    "query of what is unmapped since": (after_unmapping(False), STALE),
+    "update of what is unmapped since": (after_unmapping(True), STALE),
+    # edits
+    "map into no part": (planned(edits=[(MAP, 6, 0, 0, 1)]), RANGE),
+    "map into part 2^32 - 1": (planned(edits=[(MAP, HUGE, 0, 0, 1)]), RANGE),
+    "map behind a range": (planned(edits=[(MAP, 0, 8, 0, 1)]), RANGE),
+    "map over the end of a range": (planned(edits=[(MAP, 5, 3, 0, 2)]), RANGE),
+    "map place 2^32 - 1": (planned(edits=[(MAP, 0, HUGE, 0, HUGE)]), RANGE),
+    "map a page that is none": (planned(edits=[(MAP, 0, 0, PAGES, 1)]), RANGE),
+    "map pages over the end": (planned(edits=[(MAP, 0, 0, PAGES - 1, 2)]), RANGE),
+    "map nothing": (planned(edits=[(MAP, 0, 0, 0, 0)]), RANGE),
+    "map 2^32 - 1 pages": (planned(edits=[(MAP, 0, 0, 1, HUGE)]), RANGE),
+    "unmap behind a range": (planned(edits=[(UNMAP, 0, 7, 0, 2)]), RANGE),
+    "unmap in no part": (planned(edits=[(UNMAP, 6, 0, 0, 1)]), RANGE),
+    "unmap nothing": (planned(edits=[(UNMAP, 0, 0, 0, 0)]), RANGE),
+    "copy from no page": (planned(edits=[(COPY, 0, PAGES, 0, 1)]), RANGE),
+    "copy to no page": (planned(edits=[(COPY, 0, 0, HUGE, 1)]), RANGE),
+    "release over the end": (planned(edits=[(RELEASE, 0, 0, PAGES - 1, 2)]), RANGE),
+    "release nothing": (planned(edits=[(RELEASE, 0, 0, 0, 0)]), RANGE),
+    "a bad edit after a good one": (
+        planned(edits=[(MAP, 0, 2, 30, 1), (MAP, 0, 9, 0, 1)]),
+        RANGE,
+    ),
+    # who queries, who appends
+    "query no range": (planned(queries=[(3, 1, 40)]), RANGE),
+    "query range 2^32 - 1": (planned(queries=[(HUGE, 1, 40)]), RANGE),
+    "query no rows": (planned(queries=[(0, 0, 40)]), RANGE),
+    "query no keys": (planned(queries=[(0, 1, 0)]), SHAPE),
+    "query beyond what is mapped": (planned(queries=[(0, 1, 65)]), RANGE),
+    "query beyond the window's pages": (planned(queries=[(0, 1, 129)]), RANGE),
+    "query 2^32 - 1 keys": (planned(queries=[(0, 1, HUGE)]), RANGE),
+    "too many rows": (planned(queries=[(0, 65, 40)]), SHAPE),
+    "2^32 - 1 rows": (planned(queries=[(0, HUGE, 40)]), SHAPE),
+    "too many queries": (planned(queries=[(0, 1, 40)] * 65), SHAPE),
+    "queries without rows": (planned(queries=[(0, 0, 40)] * 65), SHAPE),
+    "one row after a chunk": (planned(queries=[(0, 2, 40), (1, 1, 40)]), SHAPE),
+    "append to no range": (planned(appends=[(3, 1, 0)]), RANGE),
+    "append nothing": (planned(appends=[(0, 0, 0)]), RANGE),
+    "append behind what is mapped": (planned(appends=[(0, 1, 64)]), RANGE),
+    "append over the end of it": (planned(appends=[(0, 5, 60)]), RANGE),
+    "append at 2^32 - 1": (planned(appends=[(0, 1, HUGE)]), RANGE),
+    "append too many rows": (planned(appends=[(0, 40, 0), (1, 25, 0)]), SHAPE),
+    # rows
+    "q of more rows than planned": (queried(Q2), SHAPE),
+    "q of fewer rows": (queried(Q1, queries=((0, 2, 40),)), SHAPE),
+    "no q": (queried(Q1[:0], rows=0), SHAPE),
+    "q where nobody queries": (queried(Q1[:0], rows=0, queries=()), SHAPE),
+    "rows that are not there": (queried(Q1, queries=((0, 2, 40),), rows=2), SHAPE),
+    "more q than rows": (queried(Q2, rows=1), SHAPE),
+    "2^32 - 1 rows of q": (queried(Q1, rows=HUGE), SHAPE),
+    "q of no layer": (queried(Q1, layer=3), RANGE),
+    "q of layer 65535": (queried(Q1, layer=65535), RANGE),
+    "k of no layer": (updated(KV1, KV1, layer=3), RANGE),
+    "k without v": (updated(KV1, KV1[:0]), SHAPE),
+    "k and v of more rows": (updated(Q2, Q2), SHAPE),
+    "k and v where nobody appends": (updated(KV1, KV1, appends=()), SHAPE),
+    "2^32 - 1 rows of k and v": (updated(KV1, KV1, rows=HUGE), SHAPE),
+}
+
+
+@pytest.mark.parametrize(("act", "code"), OFFENCES.values(), ids=OFFENCES)
+def test_who_breaks_the_rules_is_out_and_nobody_else_notices(node, act, code):
+    witness = Witness.beside(node)
+    leased = node.stats().bytes_leased
+    engine = RawEngine.beside(node)
+    engine.attach()
+    engine.map_ranges()
+    assert node.stats().bytes_leased == 2 * leased
+    act(engine)
+    assert engine.error() is code
+    assert node.stats().bytes_leased == leased
+    assert node.stats().num_offences == 1
+    witness.check()
+    witness.close()
+
+
+BEFORE_ATTACHING = {
+    "nothing": (b"", FORM),
+    "a plan": (Header(Kind.PLAN, 1, 1).packed() + bytes(12), FORM),
+    "a query": (Header(Kind.QUERY, 1, 1, 0, WireType.FLOAT32, 1).packed() + bytes(256), FORM),
+    "no json": (Header(Kind.ATTACH, 1).packed() + b"{", FORM),
+    "no fields": (pack_json(Kind.ATTACH, 1, {}), SHAPE),
+    "no epoch": (pack_json(Kind.ATTACH, 1, REQUEST.to_json() | {"epoch": 0}), SHAPE),
+}
+
+
+@pytest.mark.parametrize(("message", "code"), BEFORE_ATTACHING.values(), ids=BEFORE_ATTACHING)
+def test_who_does_not_attach_is_out(node, message, code):
+    engine = RawEngine.beside(node)
+    engine.send(message)
+    assert engine.error() is code
+    assert node.stats().num_attached == 0
+
+
+def test_absurd_requests_take_no_memory(node):
+    """What a node sets up is bounded by what it grants, however large the numbers are."""
+    before = resident_bytes()
+    tall = replace(LAYER, num_heads=4096, num_kv_heads=4096, head_dim=512)
+    wide = {"num_places": [2000, 2000], "page_tokens": [1 << 20, 1 << 20]}
+    requests = {
+        "parts": (replace(REQUEST, num_ranges=1 << 20, num_places=[1, 1]), SHAPE, None),
+        "places": (replace(REQUEST, num_ranges=1 << 12, num_places=[1 << 16, 1]), SHAPE, None),
+        "addresses": (replace(REQUEST, num_ranges=9999, **wide), SHAPE, None),
+        "pages": (replace(REQUEST, num_pages=1 << 22, min_pages=1 << 22), FULL, None),
+        "heads": (replace(REQUEST, layers=[tall, tall, replace(tall, window=40)]), FULL, None),
+        "all pages": (replace(REQUEST, num_pages=1 << 22), None, CAPACITY // page_bytes()),
+        "many ranges": (replace(REQUEST, num_ranges=1 << 19), None, PAGES),
+    }
+    for number, (name, (request, code, granted)) in enumerate(requests.items()):
+        engine = RawEngine.beside(node, replace(request, engine=name, epoch=1 + number))
+        if code is None:
+            assert engine.attach() == granted, name
+            engine.close()
+        else:
+            engine.send(pack_json(Kind.ATTACH, 1 + number, engine.request.to_json()))
+            assert engine.error() is code, name
+        assert node.stats().bytes_leased == 0
+    assert resident_bytes() - before < 64 << 20
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+# ---- what kernels may touch
+
+
+KV_DTYPES = ["float32", "bfloat16", "int8"]
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("window", [None, 1, 17, 40, 128, 200])
+def test_nothing_is_touched_but_what_is_required(node, kv_dtype, window, isa):
+    """Only the pages that a node asks for are mapped: reading one byte beside them is the end
+    of this process."""
+    layer = replace(LAYER, window=window)
+    request = replace(
+        REQUEST,
+        kv_dtype=kv_dtype,
+        layers=[layer],
+        group_layers=[[0]],
+        page_tokens=[16],
+        num_places=[64],
+        num_pages=64,
+        max_rows=300,
+    )
+    engine = RawEngine.beside(node, request)
+    engine.attach()
+    generator = torch.Generator().manual_seed(1)
+    for num_keys in (1, 15, 16, 17, 64, 129, 255, 256, 300, 513):
+        for num_rows in (1, 2, 18, 130):
+            first = 0 if window is None or num_keys < window else num_keys + 1 - window
+            first -= first % READ_BLOCK
+            places = first // 16, -(-num_keys // 16)
+            edits = [(UNMAP, 1, 0, 0, 64)]
+            if places[0] < places[1]:  # with a window of 1, none may be in reach
+                edits.append((MAP, 1, places[0], 0, places[1] - places[0]))
+            number = engine.plan(edits, queries=[(1, num_rows, num_keys)])
+            engine.query(number, 0, torch.randn(num_rows, 4, 16, generator=generator))
+            out, lse = engine.partial(0)
+            assert out.shape == (num_rows, 4, 16) and not bool(lse.isnan().any())
+    for position, num_rows in ((0, 1), (15, 2), (16, 16), (47, 1), (63, 130)):
+        end = -(-(position + num_rows) // 16)
+        first = position // 16
+        edits = [(UNMAP, 1, 0, 0, 64), (MAP, 1, first, 0, end - first)]
+        number = engine.plan(edits, appends=[(1, num_rows, position)])
+        engine.update(number, 0, *torch.ones(2, num_rows, 2, 16))
+        engine.plan()
+    assert node.stats().num_offences == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_a_page_less_is_an_error_and_not_a_signal(node, kv_dtype):
+    """The same at the limits: one place less at either end is refused."""
+    for window in (None, 40):
+        layer = replace(LAYER, window=window)
+        request = replace(REQUEST, layers=[layer], group_layers=[[0]], kv_dtype=kv_dtype)
+        request = replace(request, page_tokens=[16], num_places=[64], num_pages=64)
+        first = 0 if window is None else 256 // 16
+        for low, high, code in ((first, 19, None), (first, 18, RANGE), (first + 1, 19, RANGE)):
+            engine = RawEngine.beside(node, replace(request, engine=f"{window} {low} {high}"))
+            engine.attach()
+            engine.plan([(MAP, 0, low, 0, high - low)])
+            number = engine.plan(queries=[(0, 1, 300)])
+            if code is None:
+                engine.query(number, 0, Q1)
+                engine.partial(0)
+            else:
+                assert engine.error() is code
+            engine.close()
+
+
+def test_a_hole_in_the_middle_is_found_again_after_an_edit(engine):
+    """What was found mapped once is looked at anew when something was unmapped."""
+    engine.plan([(MAP, 0, 2, 30, 6)])
+    engine.query(engine.plan(queries=[(0, 1, 256)], edits=[(MAP, 3, 0, 20, 4)]), 0, Q1)
+    engine.partial(0)
+    engine.plan([(UNMAP, 0, 4, 0, 1)])
+    engine.query(engine.plan(queries=[(0, 1, 128)]), 0, Q1)
+    engine.partial(0)
+    engine.plan([(MAP, 0, 4, 34, 1)])
+    engine.query(engine.plan(queries=[(0, 1, 256)]), 0, Q1)
+    engine.partial(0)
+    engine.plan([(UNMAP, 0, 4, 0, 1)])
+    engine.plan(queries=[(0, 1, 129)])
+    assert engine.error() is RANGE
+
+
+def test_pages_that_were_released_are_zero(engine):
+    engine.update(engine.plan(appends=[(0, 1, 0)]), 0, KV1, KV1)
+    engine.query(engine.plan(queries=[(0, 1, 1)]), 0, Q1)
+    assert torch.equal(engine.partial(0)[0], torch.ones(1, 4, 16))
+    engine.query(engine.plan([(RELEASE, 0, 0, 0, 2)], queries=[(0, 1, 1)]), 0, Q1)
+    assert not bool(engine.partial(0)[0].any())
+
+
+def test_a_copied_page_has_the_same_content(engine):
+    for layer in range(3):
+        engine.update(engine.plan(appends=[(0, 1, 0)]), layer, KV1, 3 * KV1)
+    engine.plan([(COPY, 0, 0, 30, 1), (MAP, 1, 0, 30, 1)])
+    engine.query(engine.plan(queries=[(1, 1, 1)]), 0, Q1)
+    assert torch.equal(engine.partial(0)[0], torch.full((1, 4, 16), 3.0))
+
+
+# ---- random messages
+
+
+class Fuzzer:
+    """Messages that are mostly right, and then not."""
+
+    def __init__(self, seed, node, kv_dtype):
+        self.rng = random.Random(seed)
+        request = replace(REQUEST, engine=f"fuzz {seed} {kv_dtype}", kv_dtype=kv_dtype)
+        self.engine = RawEngine.beside(node, request)
+        self.engine.attach()
+        self.plans = []  # number, rows of q, rows of k
+        self.sent = set()
+        self.engine.map_ranges(4)
+
+    def number(self, usual, most):
+        """Mostly below `usual`, sometimes on an edge."""
+        if self.rng.random() < 0.995:
+            return self.rng.randrange(max(1, usual))
+        return self.rng.choice([most, most + 1, 2 * most, 2**31, 2**32 - 3])
+
+    def edit(self):
+        kind = self.rng.choice([MAP, MAP, MAP, COPY, RELEASE, UNMAP])
+        part = self.number(6, 6)
+        places = 8 if part < 3 else 4
+        place = self.number(places, places)
+        count = self.number(4, places) + (self.rng.random() < 0.95)
+        if self.rng.random() < 0.99:
+            count = min(count, max(1, places - place))
+        page = self.number(PAGES, PAGES)
+        if kind in (MAP, RELEASE) and self.rng.random() < 0.99:
+            page = min(page, max(0, PAGES - count))
+        if kind is COPY:
+            place = self.number(PAGES, PAGES)
+        return kind, part, place, page, count
+
+    def plan(self):
+        rng = self.rng
+        edits = [self.edit() for _ in range(rng.choice([0, 0, 1, 3]))]
+        if any(edit[0] is UNMAP for edit in edits):
+            edits += self.engine.all_mapped(4) if rng.random() < 0.95 else []
+            self.plans = self.plans if rng.random() < 0.05 else []
+        singles = [(self.number(3, 3), 1, 1 + self.number(128, 256))] * rng.randrange(3)
+        chunks = [
+            (self.number(3, 3), 2 + self.number(20, 64), 1 + self.number(128, 256))
+            for _ in range(rng.randrange(2))
+        ]
+        queries = singles + chunks
+        if rng.random() < 0.005:
+            rng.shuffle(queries)
+        appends = [
+            (self.number(3, 3), 1 + self.number(20, 64), self.number(100, 256))
+            for _ in range(rng.randrange(3))
+        ]
+        number = self.engine.plan(edits, queries, appends)
+        self.plans.append((number, sum(q[1] for q in queries), sum(a[1] for a in appends)))
+
+    def rows(self):
+        rng = self.rng
+        number, num_query_rows, num_append_rows = rng.choice(self.plans[-3:])
+        if rng.random() < 0.005:
+            number += rng.choice([9, 2**31])
+        layer = self.number(3, 3)
+        layer %= 65536
+        off = rng.choice([-1, 1]) if rng.random() < 0.005 else 0
+        if num_query_rows and (rng.random() < 0.5 or not num_append_rows):
+            count = min(max(0, num_query_rows + off), 200)
+            if self.is_first(number, layer, Kind.QUERY):
+                self.engine.query(number, layer, torch.randn(count, 4, 16))
+        elif num_append_rows or rng.random() < 0.005:
+            count = min(max(0, num_append_rows + off), 200)
+            if self.is_first(number, layer, Kind.UPDATE):
+                self.engine.update(number, layer, *torch.randn(2, count, 2, 16))
+
+    def is_first(self, *message):
+        """Or one that comes again, which is an offence."""
+        is_new = message not in self.sent
+        self.sent.add(message)
+        return is_new or self.rng.random() < 0.005
+
+    def noise(self):
+        rng = self.rng
+        header = Header(rng.choice(list(Kind)), 1, rng.randrange(4), rng.randrange(4), rows=1)
+        data = bytearray(header.packed() + rng.randbytes(rng.choice([0, 12, 44, 256])))
+        if rng.random() < 0.5:
+            data[rng.randrange(HEADER_BYTES)] = rng.randrange(256)
+        self.engine.send(bytes(data[: rng.randrange(len(data) + 1)]))
+
+    def run(self, num_messages):
+        """How the node answered: kinds of its messages."""
+        self.plan()
+        for _ in range(num_messages):
+            draw = self.rng.random()
+            if draw < 0.3:
+                self.plan()
+            elif draw < 0.99:
+                self.rows()
+            else:
+                self.noise()
+            if self.engine.endpoint.is_lost:
+                break
+        found = []
+        while self.engine.endpoint._inbox:
+            header, _ = self.engine.receive()
+            found.append(header.kind)
+        self.engine.close()
+        return found
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_random_messages(node, kv_dtype):
+    witness = Witness.beside(node)
+    leased = node.stats().bytes_leased
+    num_answered = num_refused = 0
+    for seed in range(60):
+        found = Fuzzer(seed, node, kv_dtype).run(60)
+        num_answered += found.count(Kind.PARTIAL)
+        assert Kind.ERROR not in found[:-1] and {*found} <= {Kind.PARTIAL, Kind.ERROR}
+        num_refused += Kind.ERROR in found
+        assert node.stats().bytes_leased == leased
+    witness.check()
+    witness.close()
+    stats = node.stats()
+    assert (stats.num_offences, stats.num_refused) == (num_refused, 0)
+    assert num_answered > 100 and num_refused > 30

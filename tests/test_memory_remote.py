@@ -1,0 +1,144 @@
+"""Attention over memory nodes against plain attention in higher precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memory.wire import WireType
+from tests.remote_rig import RemoteRig, layers_of, reference
+
+BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2, "int8": 3e-2}
+
+
+class Histories:
+    """What each sequence's q, k, v were, layer by layer."""
+
+    def __init__(self, layers, seed=0):
+        self.layers = layers
+        self.generator = torch.Generator().manual_seed(seed)
+        self.keys = {}
+        self.values = {}
+
+    def rows(self, sequences):
+        """(name, number of rows) -> inputs of each layer, and what must come out."""
+        inputs, expected = [], []
+        for number, layer in enumerate(self.layers):
+            qs, ks, vs, outs = [], [], [], []
+            for name, n in sequences:
+                q = torch.randn(n, layer.num_heads, layer.head_dim, generator=self.generator)
+                k, v = (
+                    torch.randn(n, layer.num_kv_heads, layer.head_dim, generator=self.generator)
+                    for _ in range(2)
+                )
+                at = (name, number)
+                empty = k[:0]
+                self.keys[at] = torch.cat([self.keys.get(at, empty), k])
+                self.values[at] = torch.cat([self.values.get(at, empty), v])
+                outs.append(reference(layer, q, self.keys[at], self.values[at]))
+                qs.append(q)
+                ks.append(k)
+                vs.append(v)
+            inputs.append((torch.cat(qs), torch.cat(ks), torch.cat(vs)))
+            expected.append(torch.cat(outs))
+        return inputs, expected
+
+
+def run_mixed(rig, layers, kv_dtype, wire=WireType.FLOAT32):
+    """Prompts in chunks beside sequences that decode, over several steps."""
+    histories = Histories(layers)
+    lengths = dict.fromkeys("xyz", 0)
+    items = {name: rig.kv.open(600) for name in lengths}
+    bound = BOUNDS[kv_dtype] + (3e-2 if wire is WireType.INT8 else 0)
+    steps = [
+        [("x", 20), ("y", 33)],
+        [("x", 1), ("y", 1), ("z", 50)],
+        [("x", 1), ("z", 130)],
+        [("y", 1), ("x", 17), ("z", 64)],
+        [("x", 1), ("y", 1), ("z", 1)],
+    ]
+    for sequences in steps:
+        inputs, expected = histories.rows(sequences)
+        rows = []
+        for name, n in sequences:
+            lengths[name] += n
+            rows.append((items[name], n, lengths[name]))
+        for out, due in zip(rig.step(rows, inputs), expected, strict=True):
+            assert float((out - due).abs().max()) < bound
+    for item in items.values():
+        rig.kv.close(item)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("partition", "names"),
+    [
+        ("head", "a"),
+        ("head", "ab"),
+        ("head", "abc"),
+        ("head", "abcd"),
+        ("sequence", "ab"),
+        ("sequence", "abc"),
+        ("sequence", "abcd"),
+    ],
+)
+def test_any_partition_gives_plain_attention(kv_dtype, partition, names):
+    layers = layers_of()
+    rig = RemoteRig(layers, tuple(names), partition, kv_dtype)
+    run_mixed(rig, layers, kv_dtype)
+    rig.close()
+    assert rig.nodes.leased() == 0
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+def test_sliding_windows(kv_dtype):
+    layers = layers_of(3, windows=(None, 40, 40))
+    rig = RemoteRig(layers, ("a", "b"), "head", kv_dtype)
+    run_mixed(rig, layers, kv_dtype)
+    rig.close()
+
+
+@pytest.mark.parametrize("wire", [WireType.BFLOAT16, WireType.INT8])
+def test_fewer_bits_on_the_wire(wire):
+    layers = layers_of()
+    rig = RemoteRig(layers, ("a", "b"), "head", "int8", wire)
+    run_mixed(rig, layers, "int8", wire)
+    rig.close()
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("partition", ["head", "sequence"])
+def test_prompts_are_kept_here_until_they_are_read(kv_dtype, partition):
+    layers = layers_of()
+    rig = RemoteRig(layers, ("a", "b"), partition, kv_dtype, tail_bytes=1 << 22)
+    run_mixed(rig, layers, kv_dtype)
+    assert rig.tails.num_pages_in_use == 0
+    rig.close()
+
+
+@pytest.mark.parametrize(("tail_bytes", "num_queries"), [(1 << 22, 0), (0, 2 * 2 * 2)])
+def test_nodes_are_not_asked_about_a_prompt_that_is_kept(tail_bytes, num_queries):
+    layers = layers_of()
+    rig = RemoteRig(layers, ("a", "b"), tail_bytes=tail_bytes)
+    histories, item = Histories(layers), rig.kv.open(150)
+    for length in (50, 100, 150):
+        inputs, _ = histories.rows([("x", 50)])
+        rig.step([(item, 50, length)], inputs)
+    assert sum(node.stats().num_queries for node in rig.nodes.nodes.values()) == num_queries
+    rig.kv.close(item)
+    rig.close()
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+def test_little_memory_for_prompts_changes_nothing(kv_dtype):
+    layers = layers_of()
+    rig = RemoteRig(layers, ("a", "b"), "head", kv_dtype, tail_bytes=1 << 16)
+    run_mixed(rig, layers, kv_dtype)
+    rig.close()
+
+
+def test_windows_and_prompts_that_are_kept():
+    layers = layers_of(3, windows=(None, 40, 40))
+    rig = RemoteRig(layers, ("a", "b"), "head", "int8", tail_bytes=1 << 22)
+    run_mixed(rig, layers, "int8")
+    rig.close()
