@@ -17,6 +17,7 @@ import pytest
 
 import transport
 from tests.child import output_of
+from tests.rdma_device import device
 from transport import control, verbs
 from transport._windows import DESCRIPTOR_SENT_BYTES, PAYLOAD_AT, Link, Memory, MirroredChannel
 from transport.base import (
@@ -29,6 +30,8 @@ from transport.base import (
 )
 from transport.queue_pair import QueuePairAddress
 from transport.verbs import RdmaUnavailableError, open_port
+
+__all__ = ["device"]
 
 KEY = b"a key for tests, 32 bytes or so."
 WINDOW_BYTES = 64 << 10
@@ -313,17 +316,6 @@ def test_a_wait_ends_with_the_link(is_ordered):
 
 
 # ---- with a device
-
-
-@pytest.fixture
-def device():
-    """Skips where there is none; where one is promised, that is a failure."""
-    try:
-        open_port().context.close()
-    except RdmaUnavailableError as error:
-        if os.environ.get("TRANSPORT", "").startswith("rdma"):
-            raise
-        pytest.skip(str(error))
 
 
 @pytest.fixture
