@@ -186,10 +186,10 @@ class MemoryNode:
         """Why a connection is about to end."""
         address = connection.endpoint.peer.address
         if isinstance(error, TransportError):
-            logger.info("engine at %s: %s", address, error)
+            logger.info("engine at %s: %s", address, str(error))  # not what its frames hold
             return
         if isinstance(error, WireError):
-            logger.warning("engine at %s: %s (%s)", address, error, error.code.name)
+            logger.warning("engine at %s: %s (%s)", address, str(error), error.code.name)
             self._num_offences += 1
             self._tell(connection, error)
             return
@@ -286,7 +286,9 @@ class MemoryNode:
                     connection.bytes_leased = num_pages * layout.page_bytes
         except WireError as error:
             self._num_refused += 1
-            logger.warning("engine at %s: refused: %s", connection.endpoint.peer.address, error)
+            logger.warning(
+                "engine at %s: refused: %s", connection.endpoint.peer.address, str(error)
+            )
             self._tell(connection, error)
             return None
         return replace(request, num_pages=num_pages)

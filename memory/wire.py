@@ -27,8 +27,8 @@ import orjson
 VERSION = 1
 MAX_JSON_BYTES = 1 << 20
 _MAGIC = 0x534D  # "MS"
-_HEADER = struct.Struct("<HBBIIHHII")  # magic version kind epoch plan layer dtype rows spare
-HEADER_BYTES = 32
+_HEADER = struct.Struct("<HBBIQHHIQ")  # magic version kind epoch plan layer dtype rows spare
+HEADER_BYTES = _HEADER.size  # 32: what follows is aligned
 _EDIT = struct.Struct("<IIIII")
 _QUERY = struct.Struct("<III")
 _APPEND = struct.Struct("<III")
@@ -76,7 +76,8 @@ class WireType(IntEnum):
 
 
 class Header(NamedTuple):
-    """plan: its number. rows: of the tensors that follow."""
+    """plan: its number, of 64 bits, as 32 would be used up in weeks. rows: of the tensors that
+    follow."""
 
     kind: Kind
     epoch: int

@@ -13,7 +13,7 @@ from memory.node import MemoryNode
 from ops import get_backend, native
 from serve.config import EngineConfig
 from serve.errors import ConfigError
-from serve.remote_kv import read_key
+from serve.remote_kv import read_key, what_is_wrong
 from serve.runtime import available_memory, usable_processors
 from transport import listen
 from transport.base import TransportError
@@ -34,6 +34,8 @@ def serve_node(
 ) -> None:
     """Until a signal: the first one asks engines to leave, a second one ends at once.
     ConfigError names the setting."""
+    if url.startswith("inproc:"):
+        raise ConfigError(f"{url}: only this process could reach it")
     key = read_key(EngineConfig(memory_nodes=(url,), memory_node_key_file=key_file))
     capacity = capacity_bytes or int(available_memory() * _SHARE_OF_FREE_MEMORY)
     count = min(threads or usable_processors(), usable_processors())
@@ -49,8 +51,8 @@ def serve_node(
             window_bytes=_WINDOW_BYTES,
             max_peers=max_engines,
         )
-    except (TransportError, OSError, ValueError) as error:
-        raise ConfigError(f"{url}: {error}") from error
+    except (TransportError, OSError, ValueError, ImportError) as error:
+        raise ConfigError(what_is_wrong(url, error)) from error
     signals = _Signals()
     server = threading.Thread(target=node.serve, args=(listener,), name="mergestep-accept")
     server.start()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from memory.kv_manager import KVManager
 from memory.layer_groups import LayerGroup
+from memory.split_kv import SplitKV
 from serve.plan import SchedulerLimits, StepPlan
 from serve.request import Request, SamplingParams
 from serve.runner import StepResult
@@ -75,6 +77,7 @@ def make_kv(
     groups: tuple[LayerGroup, ...] = (),
     max_rows: int | None = None,
     in_background: bool = False,
+    first_start: int = 0,
 ) -> tuple[KVManager, FakeMemory]:
     memory = FakeMemory(page_bytes or 64 * tokens_per_page)
     kv = KVManager(
@@ -87,8 +90,19 @@ def make_kv(
         groups=groups,
         max_rows=max_rows,
         in_background=in_background,
+        first_start=first_start,
     )
     return kv, memory
+
+
+def make_split_kv(num_members: int, *args: Any, **kwargs: Any) -> tuple[SplitKV, list[FakeMemory]]:
+    """As many of make_kv's, one after the other."""
+    made = [make_kv(*args, **kwargs)]
+    first = made[0][0]
+    for number in range(1, num_members):
+        start = number * first.range_tokens * len(first.ranges)
+        made.append(make_kv(*args, **kwargs, first_start=start))
+    return SplitKV([kv for kv, _ in made]), [memory for _, memory in made]
 
 
 def check_mapping(kv: KVManager, memory: FakeMemory) -> None:
@@ -100,7 +114,7 @@ def check_mapping(kv: KVManager, memory: FakeMemory) -> None:
             part = item.parts[number]
             held = part.pages[part.num_passed : part.valid]
             assert kv.space.shows(part.index, held, part.num_passed), f"range {item.index}"
-            start = kv.group_offset(number) + item.start * group.token_bytes
+            start = kv.group_offset(number) + item.index * kv.range_tokens * group.token_bytes
             starts.add(start)
             for place, page in enumerate(kv.space.shown(part.index)):
                 if page >= 0:

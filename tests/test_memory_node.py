@@ -98,6 +98,18 @@ def twice_the_same(engine):
     engine.plan(number=77)
 
 
+def twice_queried(engine):
+    number = engine.plan(queries=[(0, 1, 40)])
+    for _ in range(2):
+        engine.query(number, 0, Q1)
+
+
+def twice_updated(engine):
+    number = engine.plan(appends=[(0, 1, 40)])
+    for _ in range(2):
+        engine.update(number, 0, KV1, KV1)
+
+
 HUGE = 2**32 - 1
 PAGES = REQUEST.num_pages
 OFFENCES = {
@@ -129,6 +141,9 @@ OFFENCES = {
     "query of no plan": (queried(Q1, number=99), STALE),
     "update of no plan": (updated(KV1, KV1, number=99), STALE),
     "query of a plan long ago": (after_many_plans, STALE),
+    "a plan before the last one": (planned(number=1), STALE),
+    "the same query twice": (twice_queried, STALE),
+    "the same update twice": (twice_updated, STALE),
     "query of what is unmapped since": (after_unmapping(False), STALE),
     "update of what is unmapped since": (after_unmapping(True), STALE),
     # edits
@@ -367,6 +382,7 @@ class Fuzzer:
         self.engine = RawEngine.beside(node, request)
         self.engine.attach()
         self.plans = []  # number, rows of q, rows of k
+        self.sent = set()
         self.engine.map_ranges(4)
 
     def number(self, usual, most):
@@ -421,10 +437,18 @@ class Fuzzer:
         off = rng.choice([-1, 1]) if rng.random() < 0.005 else 0
         if num_query_rows and (rng.random() < 0.5 or not num_append_rows):
             count = min(max(0, num_query_rows + off), 200)
-            self.engine.query(number % 2**32, layer, torch.randn(count, 4, 16))
+            if self.is_first(number, layer, Kind.QUERY):
+                self.engine.query(number, layer, torch.randn(count, 4, 16))
         elif num_append_rows or rng.random() < 0.005:
             count = min(max(0, num_append_rows + off), 200)
-            self.engine.update(number % 2**32, layer, *torch.randn(2, count, 2, 16))
+            if self.is_first(number, layer, Kind.UPDATE):
+                self.engine.update(number, layer, *torch.randn(2, count, 2, 16))
+
+    def is_first(self, *message):
+        """Or one that comes again, which is an offence."""
+        is_new = message not in self.sent
+        self.sent.add(message)
+        return is_new or self.rng.random() < 0.005
 
     def noise(self):
         rng = self.rng

@@ -35,8 +35,8 @@ from memory.wire import (
 )
 from memory.wire_rows import WireRows, encode, kv_type, largest_message
 
-U8, U16, U32 = (st.integers(0, 2**bits - 1) for bits in (8, 16, 32))
-HEADERS = st.builds(Header, st.sampled_from(Kind), U32, U32, U16, st.sampled_from(WireType), U32)
+U8, U16, U32, U64 = (st.integers(0, 2**bits - 1) for bits in (8, 16, 32, 64))
+HEADERS = st.builds(Header, st.sampled_from(Kind), U32, U64, U16, st.sampled_from(WireType), U32)
 PLANS = st.builds(
     Plan,
     st.lists(st.builds(Edit, st.sampled_from(EditKind), U32, U32, U32, U32), max_size=9),
@@ -64,7 +64,7 @@ def test_headers_come_back(header):
     assert read_header(view(header.packed() + b"what follows")) == header
 
 
-@given(U32, U32, PLANS)
+@given(U32, U64, PLANS)
 def test_plans_come_back(epoch, number, plan):
     message = view(pack_plan(epoch, number, plan))
     assert read_header(message) == Header(Kind.PLAN, epoch, number)
@@ -111,8 +111,9 @@ def test_random_bytes_are_refused(data):
         (2, b"\x00", "version 0"),
         (3, b"\x00", "Kind"),
         (3, b"\x09", "Kind"),
-        (14, b"\x03", "WireType"),
-        (20, b"\x01", "not a message"),
+        (18, b"\x03", "WireType"),
+        (24, b"\x01", "not a message"),
+        (31, b"\x01", "not a message"),
     ],
 )
 def test_every_field_of_a_header_is_looked_at(offset, value, said):

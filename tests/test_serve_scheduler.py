@@ -146,8 +146,8 @@ def test_abort_at_each_status(steps):
 def check_invariants(scheduler, plan, max_rows, max_chunk):
     kv = scheduler.kv
     kv.check_integrity()
-    open_ranges = {item.index for item in kv.ranges if item.is_open}
-    assert open_ranges == {s.kv_range.index for s in scheduler.running}
+    open_ranges = {item.start for item in kv.ranges if item.is_open}
+    assert open_ranges == {s.kv_range.start for s in scheduler.running}
     for sequence in scheduler.waiting:
         assert sequence.kv_range is None
         assert sequence.num_computed_tokens == 0

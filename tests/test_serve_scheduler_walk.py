@@ -15,7 +15,7 @@ from serve.plan import SchedulerLimits
 from serve.request import FinishReason
 from serve.scheduler import Scheduler
 from serve.sequence import make_sequences
-from tests.fakes import make_kv, make_request
+from tests.fakes import make_kv, make_request, make_split_kv
 from tests.test_serve_scheduler import check_invariants
 
 EOS, OTHER = 5, 9
@@ -28,7 +28,7 @@ GROUPS = [
 
 
 class Walk:
-    def __init__(self, seed, order):
+    def __init__(self, seed, order, num_memories=1):
         self.rng = rng = random.Random(seed)
         budget = rng.choice([2, 7, 16, 64, 200])
         slo_s = rng.choice([None, 1e-6, 0.01, 0.05, 1e9])
@@ -40,6 +40,8 @@ class Walk:
         longest = make_kv(1, 1, MAX_LEN, **settings)[0].pages_for(MAX_LEN)
         pages = longest + rng.choice([0, 3, 20, 300])
         self.kv, _ = make_kv(pages, max_num_seqs, MAX_LEN, **settings)
+        if num_memories > 1:
+            self.kv, _ = make_split_kv(num_memories, pages, max_num_seqs, MAX_LEN, **settings)
         self.policy = rng.choice(POLICIES)
         self.scheduler = Scheduler(
             self.limits,
@@ -108,9 +110,12 @@ class Walk:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("seed", range(12))
-def test_everybody_ends_and_nothing_is_left(order, seed):
-    walk = Walk(seed, order)
+@pytest.mark.parametrize(
+    ("seed", "num_memories"), [(seed, 1 if seed < 12 else 2 + seed % 2) for seed in range(20)]
+)
+def test_everybody_ends_and_nothing_is_left(order, seed, num_memories):
+    """Also where sequences are on one of several memories (the request partition)."""
+    walk = Walk(seed, order, num_memories)
     walk.run(40)
     scheduler = walk.scheduler
     assert walk.kv.num_in_use == 0 and scheduler._num_aside_pages == 0

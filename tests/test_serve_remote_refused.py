@@ -1,0 +1,162 @@
+"""Memory nodes that cannot be used: one line that names the setting, and never the key."""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+
+import pytest
+from typer.testing import CliRunner
+
+import transport
+from serve import LLM
+from serve.cli import app
+from serve.errors import ConfigError
+from tests.checkpoints import checkpoint
+from tests.served_nodes import KEY, MIB, key_file, nodes
+
+
+def run(*arguments):
+    model = str(checkpoint("llama"))
+    return CliRunner().invoke(app, ["run", model, "--port", "0", *map(str, arguments)])
+
+
+def assert_refused(result, said, caplog):
+    assert result.exit_code == 2, result.output
+    output = re.sub(r"\s*\n[│ ]*", " ", result.output)
+    assert re.search(said, output), output
+    assert "Traceback" not in output
+    for text in (output, caplog.text):
+        assert KEY.decode() not in text and "other" not in text
+
+
+@pytest.fixture
+def all_logs(caplog):
+    caplog.set_level(logging.DEBUG)
+    return caplog
+
+
+ADDRESSES = [
+    ("http://127.0.0.1:9", "memory_nodes: http://127.0.0.1:9: no transport 'http'"),
+    ("node", "memory_nodes: node: no transport ''"),
+    ("tcp://127.0.0.1", "memory_nodes: tcp://127.0.0.1"),
+    ("tcp://127.0.0.1:99999", "memory_nodes: tcp://127.0.0.1:99999"),
+    ("tcp://127.0.0.1:9", "memory_nodes: tcp://127.0.0.1:9: .*refused"),
+    ("tcp://:9", "memory_nodes: tcp://:9"),
+    ("shm://here/there", "memory_nodes: shm://here/there: an absolute path"),
+    ("shm:///nowhere/node", "memory_nodes: shm:///nowhere/node: No such file"),
+    ("inproc://nobody", "memory_nodes: inproc://nobody: nobody listens there"),
+    ("tcp://x:1,tcp://x:1", "memory_nodes: an address is there twice"),
+]
+
+
+@pytest.mark.parametrize("more", [(), ("--memory-node-bytes", "1M")])
+@pytest.mark.parametrize(("url", "said"), ADDRESSES)
+def test_addresses_where_no_node_is(url, said, more, tmp_path, all_logs):
+    result = run("--memory-nodes", url, "--memory-node-key-file", key_file(tmp_path), *more)
+    assert_refused(result, said, all_logs)
+
+
+def test_tcp_needs_a_key(all_logs):
+    said = "memory_nodes: tcp://127.0.0.1:9 needs a memory_node_key_file"
+    assert_refused(run("--memory-nodes", "tcp://127.0.0.1:9"), said, all_logs)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "memory_node_key_file .*: No such file"), (b"other", "has less than 16 bytes")],
+)
+def test_a_key_that_is_none(content, said, tmp_path, all_logs):
+    path = tmp_path / "key"
+    if content is not None:
+        path.write_bytes(content)
+    result = run("--memory-nodes", "tcp://127.0.0.1:9", "--memory-node-key-file", path)
+    assert_refused(result, said, all_logs)
+
+
+@pytest.mark.parametrize("more", [(), ("--memory-node-bytes", "1M")])
+def test_another_key(more, tmp_path, all_logs):
+    path = key_file(tmp_path, b"another key, also long enough")
+    with nodes("tcp", 1, tmp_path) as urls:
+        result = run("--memory-nodes", urls[0], "--memory-node-key-file", path, *more)
+    assert result.exit_code == 2
+    assert re.search(r"memory_nodes: tcp://\S+: the peer .*key", result.output)
+    for text in (result.output, all_logs.text):
+        assert KEY.decode() not in text and "long enough" not in text
+
+
+def test_who_listens_is_no_memory_node(tmp_path, all_logs):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        server.close()
+        listener = transport.listen(url, key=KEY)
+        result = run("--memory-nodes", url, "--memory-node-key-file", key_file(tmp_path))
+        listener.close()
+    assert_refused(result, f"memory_nodes: {url} is no memory node", all_logs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("--memory-node-bytes", "16K"), "max_model_len .*raise memory_node_bytes"),
+        (("--memory-node-bytes", "100"), "memory_nodes: .*FULL: .* pages are too few"),
+        (("--memory-partition", "head"), "memory_partition head needs a K/V head for each of 3"),
+        (("--memory-partition", "half"), "memory_partition must be one of"),
+        (("--memory-wire", "int4"), "memory_wire must be one of"),
+        (("--memory-prefill", "none"), "memory_prefill must be one of"),
+        (("--max-model-len", "999999"), "max_model_len 999999 is above the model's"),
+        (("--kv-cache-dir", "/tmp/x"), "kv_cache_dir cannot be used with memory_nodes"),
+        (("--max-num-batched-tokens", "60000"), "memory_nodes: .*rows take messages of"),
+    ],
+)
+def test_settings_that_cannot_be(settings, said, tmp_path, all_logs):
+    with nodes("inproc", 3, tmp_path) as urls:
+        result = run("--memory-nodes", ",".join(urls), *settings)
+        assert_refused(result, said, all_logs)
+
+
+def test_a_model_that_the_partition_or_wire_does_not_fit(tmp_path):
+    with nodes("inproc", 2, tmp_path) as urls:
+        for name, settings, said in (
+            (("qwen2", "window"), {"memory_partition": "sequence"}, "memory_partition sequence"),
+            (("llama", "head-dim"), {"memory_wire": "int8"}, "memory_wire int8"),
+        ):
+            with pytest.raises(ConfigError, match=said):
+                LLM(str(checkpoint(*name)), memory_nodes=urls, **settings)
+
+
+def test_a_node_that_is_full(tmp_path):
+    """All its memory is another engine's."""
+    with nodes("inproc", 1, tmp_path, capacity_bytes=4 * MIB) as urls:
+        model = str(checkpoint("llama"))
+        with LLM(model, memory_nodes=urls, max_model_len=128) as llm:
+            with pytest.raises(ConfigError, match=r"memory_nodes: .*FULL.* bytes are free"):
+                LLM(model, memory_nodes=urls, max_model_len=128)
+            assert llm.generate("hi", use_tqdm=False)[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("nodes_setting", [3, ["tcp://x:1", 3], {"tcp://x:1": 1}])
+def test_addresses_that_are_none(nodes_setting):
+    with pytest.raises(ConfigError, match="memory_nodes must be addresses"):
+        LLM(str(checkpoint("llama")), memory_nodes=nodes_setting)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("http://127.0.0.1:1",), "no transport 'http'"),
+        (("tcp://127.0.0.1:99999",), "tcp://127.0.0.1:99999"),
+        (("tcp://192.0.2.1:7000",), "Cannot assign requested address"),
+        (("shm:///nowhere/at/all",), "shm:///nowhere/at/all: No such file"),
+        (("inproc://x",), "inproc://x: .*only this process"),
+    ],
+)
+def test_a_node_that_cannot_be_started(arguments, said, tmp_path, all_logs):
+    options = ("--memory-node-key-file", str(key_file(tmp_path)), "--kv-cache-bytes", "1M")
+    assert_refused(CliRunner().invoke(app, ["node", *arguments, *options]), said, all_logs)
+
+
+def test_a_node_on_tcp_needs_a_key(all_logs):
+    said = "tcp://127.0.0.1:0 needs a memory_node_key_file"
+    assert_refused(CliRunner().invoke(app, ["node", "tcp://127.0.0.1:0"]), said, all_logs)
