@@ -40,7 +40,8 @@ def load(vocab_size, count=14):
                 temperature=rng.choice([0.0, 0.0, 0.8]),
                 top_p=rng.choice([1.0, 0.9]),
                 seed=number,
-                min_tokens=rng.choice([0, 5]),
+                min_tokens=rng.choice([0, 1]),
+                ignore_eos=rng.random() < 0.8,
                 stop_token_ids=[rng.randrange(5, vocab_size) for _ in range(20)],
                 n=rng.choice([1, 1, 2]),
             )
@@ -164,7 +165,7 @@ QUESTIONS = [
     "What is 3 plus 4?",
     "What is your name?",
     "What is the capital of France?",
-    "Tell me a short story.",
+    "What is the opposite of up?",
     "What is the opposite of big?",
 ]
 
@@ -189,13 +190,10 @@ def answers(**settings):
     ],
 )
 def test_answers_of_the_trained_model(dtype, partition, count, more, tmp_path):
-    """In int8 rounding noise moves logits, so what is compared are answers that end by
-    themselves; the story may go another way after a while."""
+    """In fewer bits rounding moves logits, and a story may go another way at a near-tie: what
+    is compared are short answers, which end by themselves."""
     with nodes("inproc", count, tmp_path) as urls:
         found = answers(dtype=dtype, memory_nodes=urls, memory_partition=partition, **more)
     local = answers(dtype=dtype)
-    short = [i for i, (_, reason) in enumerate(local) if reason == "stop"]
-    assert len(short) >= 4
-    assert [found[i] for i in short] == [local[i] for i in short]
-    if dtype == "bfloat16":
-        assert found == local
+    assert {reason for _, reason in local} == {"stop"}
+    assert found == local
