@@ -66,7 +66,7 @@ def remote_tokens(model, vocab_size, urls, folder, partition="auto", **settings)
         model_path(model),
         memory_nodes=urls,
         memory_partition=partition,
-        memory_node_key_file=key_file(folder),
+        memory_node_key_file=key_file(folder) if urls[0].startswith("tcp") else None,
         kv_cache_bytes=16 * MIB,
         **(SETTINGS | settings),
     ) as llm:
@@ -106,7 +106,8 @@ def test_tokens_are_those_of_the_local_engine(
     with nodes(scheme, count, tmp_path) as urls:
         found, stats = remote_tokens(model, vocab, urls, tmp_path, partition, **more)
     assert found == local_tokens(model, vocab)
-    assert stats.prefix_hit_tokens > 0
+    if (partition, count) != ("sequence", 4):  # whose pages are longer than what is alike
+        assert stats.prefix_hit_tokens > 0
 
 
 @pytest.mark.parametrize("prefill", ["local", "remote"])
@@ -131,7 +132,8 @@ def test_without_prefix_sharing(partition, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("partition", "node_bytes"), [("head", 3 * MIB), ("sequence", 3 * MIB), ("request", 5 * MIB)]
+    ("partition", "node_bytes"),
+    [("head", 800 << 10), ("sequence", 800 << 10), ("request", 3 << 19)],
 )
 def test_with_little_memory_sequences_are_preempted(partition, node_bytes, tmp_path):
     """What was given back is computed again, on pages that others have written since."""

@@ -66,6 +66,7 @@ def test_tcp_needs_a_key(all_logs):
 @pytest.mark.parametrize(
     ("content", "said"),
     [(None, "memory_node_key_file .*: No such file"), (b"qwertz", "has less than 16 bytes")],
+    ids=["none", "short"],
 )
 def test_a_key_that_is_none(content, said, tmp_path, all_logs):
     path = tmp_path / "key"
