@@ -6,15 +6,27 @@ PORT ?= 8000
 PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+# A virtual machine with an RDMA device in software: see docs/rdma.md.
+GUEST := build/guest
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard ops/csrc/* transport/csrc/*)
 
-.PHONY: serve test check format bench cross-aarch64 clean
+.PHONY: serve test test-rdma check format bench cross-aarch64 clean test-faults
 
 serve: $(VENV)/.serve
 	$(BIN)/serve run --port $(PORT)
 
 test: check
 	$(BIN)/python -m pytest
+
+# The tests that need an RDMA device, over real verbs, in a virtual machine.
+test-rdma: $(VENV)/.dev
+	tests/guest/test.sh $(GUEST) $(BIN)/python
+
+# Memory nodes that fail: 1,000 schedules in virtual time (about 4 minutes), then real ones (about
+# 20 minutes; as root, with network namespaces).
+test-faults: $(VENV)/.dev
+	$(BIN)/python -m tests.sim_faults --count 1000
+	$(BIN)/python -m bench.node_faults --count 200
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -58,7 +58,8 @@ class Pending(Protocol):
         """[T, H, D], once. Blocks until it is there."""
 
 
-class Finished(NamedTuple):
+@dataclass(slots=True)
+class Finished:
     """A Pending whose result is there already."""
 
     out: Tensor

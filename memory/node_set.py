@@ -24,7 +24,8 @@ from transport.base import Endpoint, TransportError
 
 logger = logging.getLogger(__name__)
 
-_ATTACH_S = 5.0
+_FIRST_ATTACH_S = 5.0
+_ATTACH_S = 1.5  # others wait, or could be asked
 _CONNECT_S = 0.5  # to somebody who was there before
 FIRST_CONNECT_S = 5.0
 
@@ -131,7 +132,8 @@ class NodeSet:
         while endpoints:
             if needs_all and reasons:
                 break
-            failed = self._attach(member, endpoints, reasons)
+            attach_s = _FIRST_ATTACH_S if needs_all else _ATTACH_S
+            failed = self._attach(member, endpoints, reasons, attach_s)
             if failed is None:
                 return
             # who is left is asked anew: a connection has one session
@@ -139,7 +141,7 @@ class NodeSet:
             endpoints = self._connect_all(urls, connect_s, reasons)
         if self._local is not None and not needs_all:
             endpoint = self._local()
-            if self._attach(member, {"this machine": endpoint}, reasons) is None:
+            if self._attach(member, {"this machine": endpoint}, reasons, _ATTACH_S) is None:
                 member.is_local = True
                 logger.warning("no memory node is left: K/V is in this machine's memory")
                 return
@@ -163,6 +165,7 @@ class NodeSet:
                     num_pages=self.min_pages,
                 ),
                 timeout_s,
+                self._wire,
             )
         except TransportError:
             return False
@@ -198,7 +201,11 @@ class NodeSet:
         return found
 
     def _attach(
-        self, member: Member, endpoints: Mapping[str, Endpoint], reasons: dict[str, str]
+        self,
+        member: Member,
+        endpoints: Mapping[str, Endpoint],
+        reasons: dict[str, str],
+        timeout_s: float,
     ) -> str | None:
         """Share the K/V among them; the url of one that does not take part, else None."""
         self._epoch += 1
@@ -216,7 +223,7 @@ class NodeSet:
                 if min(wanted) < request.min_pages:
                     raise NodeError(ErrorCode.FULL, f"{min(wanted)} pages are too few")
                 request = replace(request, num_pages=min(wanted), epoch=self._epoch)
-                granted.append(link.attach(request, _ATTACH_S, self._wire))
+                granted.append(link.attach(request, timeout_s, self._wire))
             except TransportError as error:
                 reasons[link.url] = str(error)
                 logger.warning("memory node %s: %s", link.url, error)

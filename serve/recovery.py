@@ -22,11 +22,12 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.25
 _GIVE_UP_S = 5.0
+_LEAST_TRIES = 3
 _PROBE_S = 1.0
 _PROBE_CONNECT_S = 0.5
 # Computing everything again may take so long, so that a node that is back can take part.
 _REJOIN_S = 2.0
-_SETTLED_S = 5.0
+SETTLED_S = 5.0
 
 
 class MemoryRecovery:
@@ -51,6 +52,7 @@ class MemoryRecovery:
         self._lost_at: float | None = None
         self._changed_at = clock()
         self._try_at = 0.0
+        self._num_tries = 0  # since there was memory
         self.num_recomputed = 0  # sequences
         self._prober = Prober(nodes) if prober is None else prober
 
@@ -103,6 +105,7 @@ class MemoryRecovery:
             self._prober.start()
         if any(member.num_pages for member in self.nodes.members):
             self._lost_at = None
+            self._num_tries = 0
             return True
         self._give_up()
         return False
@@ -114,6 +117,7 @@ class MemoryRecovery:
             numbers = [i for i in numbers if self._is_back(self.nodes.members[i])]
         if now_s < self._try_at or not numbers:
             return
+        self._num_tries += 1
         for number in numbers:
             member = self.nodes.members[number]
             try:
@@ -136,7 +140,7 @@ class MemoryRecovery:
         """A node is back: share the K/V with it when that is cheap."""
         waiting = [m for m in self.nodes.members if any(u in self.nodes.missing for u in m.urls)]
         back = [member for member in waiting if self._is_back(member)]
-        if not back or self._clock() < self._changed_at + _SETTLED_S:
+        if not back or self._clock() < self._changed_at + SETTLED_S:
             return
         running = self._scheduler.running
         num_tokens = sum([sequence.num_computed_tokens for sequence in running])
@@ -154,7 +158,7 @@ class MemoryRecovery:
         now_s = self._clock()
         if self._lost_at is None:
             self._lost_at = now_s
-        if now_s < self._lost_at + _GIVE_UP_S:
+        if now_s < self._lost_at + _GIVE_UP_S or self._num_tries < _LEAST_TRIES:
             return
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
             self._end(sequence, "the memory nodes are lost")
@@ -179,7 +183,7 @@ class Prober:
     def start(self) -> None:
         """Until nobody is missing."""
         with self._lock:
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
                 self._back = frozenset()
                 self._thread = threading.Thread(target=self._run, name="mergestep-probe")
                 self._thread.daemon = True

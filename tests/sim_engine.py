@@ -17,6 +17,7 @@ from memory.node import MemoryNode
 from memory.node_set import Member, NodeSet
 from memory.placement import PageGeometry, page_geometry
 from memory.prefix_index import PrefixHasher
+from memory.prompt_tails import PromptTails
 from memory.remote_attention import RemoteAttention
 from memory.split_kv import SplitKV
 from memory.wire import WireType
@@ -206,6 +207,7 @@ class SimEngine:
         ]
         self.nodes.min_pages = books[0].pages_for(MAX_LEN)
         self.kv = books[0] if len(books) == 1 else SplitKV(books)
+        self.tails = self._make_tails()
         self.core = self._core(backend)
 
     def _attach_own(self):
@@ -213,16 +215,33 @@ class SimEngine:
         self.own.adopt(node_end)
         return engine_end
 
+    def _make_tails(self) -> PromptTails | None:
+        """Sometimes, and sometimes with room for few."""
+        size_bytes = self.world.random.choice([0, 0, 64 << 10, 1 << 20])
+        if not size_bytes:
+            return None
+        tails = PromptTails(self.template, MAX_LEN, size_bytes)
+        for book in [self.kv] if isinstance(self.kv, KVManager) else self.kv.members:
+            book.on_close = lambda target: tails.drop(target.start)
+        return tails
+
+    def close(self) -> None:
+        self.core.finish()
+        if self.tails is not None:
+            assert not self.tails.num_pages_in_use
+            self.tails.close()
+
     def _core(self, backend) -> SimCore:
         world, kv = self.world, self.kv
         attention = RemoteAttention(
             layers(),
-            PlainNewPart(layers(), torch.float32, backend),
+            PlainNewPart(layers(), torch.float32, backend, self.tails),
             backend,
             self.nodes,
             kv.range_tokens,
             MAX_RUNNING,
             WireType.FLOAT32,
+            self.tails,
         )
         runner = ModelRunner(
             ExactModel(),

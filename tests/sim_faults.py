@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -94,22 +95,34 @@ class Sink:
 class Run:
     """One schedule."""
 
-    def __init__(self, seed: int, tell: Callable[[str], None] = lambda text: None) -> None:
-        self.seed = seed
+    def __init__(
+        self,
+        seed: int,
+        tell: Callable[[str], None] = lambda text: None,
+        *,
+        partition: str | None = None,
+        num_nodes: int | None = None,
+        local_factor: int | None = None,
+        node_factor: int | None = None,
+    ) -> None:
+        """The factors: sequences of full length that fit into the engine's own memory, and into
+        that of one node. What is not given is drawn."""
         self.world = World(seed)
         self.random = random.Random(seed + 1)
         self.tell = tell
         self.counts: Counter[str] = Counter()
         choose = self.random.choice
-        self.partition = choose(["head", "head", "request", "sequence"])
-        count = choose([1, 2, 2, 3, 3, 4])
+        self.partition = partition or choose(["head", "head", "request", "sequence"])
+        count = num_nodes or choose([1, 2, 2, 3, 3, 4])
         pages = geometry_of(self.partition, count)
         most = -(-MAX_LEN // pages.page_tokens[0])
         self.pages_needed = most
         backend = get_backend("cpu")
         self.nodes: list[SimNode] = []
-        self.local_pages = choose([0, most, most * 4])
-        capacity = most * choose([1, 2, 5]) * pages.page_bytes
+        if local_factor is None:
+            local_factor = choose([0, 1, 4])
+        self.local_pages = most * local_factor
+        capacity = most * (node_factor or choose([1, 2, 5])) * pages.page_bytes
         for number in range(count):
             self.nodes.append(SimNode(self.world, f"sim://{number}", capacity, backend))
         self.engine = SimEngine(self.world, self.nodes, self.partition, self.local_pages)
@@ -293,8 +306,13 @@ class Run:
     def go(self) -> None:
         self.plan_requests()
         self.plan_faults()
+        self.work(lambda: all(client.reason is not None for client in self.clients))
+        self.end()
+
+    def work(self, is_over: Callable[[], bool]) -> None:
+        """The engine's loop, until then."""
         core, world = self.engine.core, self.world
-        while any(client.reason is None for client in self.clients):
+        while not is_over():
             assert world.now < _MOST_S, "it takes for ever"
             if core.turn():
                 world.wait(self.random.choice([0.002, 0.01, 0.03]))
@@ -304,12 +322,15 @@ class Run:
             if self.random.random() < 0.05:
                 core.check()
         core.check()
+
+    def end(self) -> None:
+        """Close everything, and check that all is as it must be."""
         assert not self.problems, self.problems
         for client in self.clients:
             client.check()
         if self.random.random() < 0.3:
             self.engine.die()
-        core.finish()
+        self.engine.close()
         self._check_nodes()
 
     def _check_nodes(self) -> None:
@@ -327,9 +348,7 @@ class Run:
     @property
     def longest_gap_s(self) -> float:
         gaps = [
-            later - earlier
-            for client in self.clients
-            for earlier, later in zip(client.times, client.times[1:], strict=False)
+            later - earlier for client in self.clients for earlier, later in pairwise(client.times)
         ]
         return max(gaps, default=0.0)
 

@@ -148,7 +148,7 @@ class SimNode:
         node.gets_through = lambda: not self.is_cut_from
         for end in (engine, node):
             end.delay_s = lambda: self.delay_s * self.world.random.uniform(0.5, 2.0)
-        self._ends = [pair for pair in self._ends if not (pair[0].is_lost and pair[1].is_lost)]
+        self._ends = [pair for pair in self._ends if not pair[1].is_closed]
         self._ends.append((engine, node))
         self.process.adopt(node)
         node.on_event = lambda: self._look_soon(node)

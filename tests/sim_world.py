@@ -98,7 +98,7 @@ class SimEndpoint:
         self._inbox: deque[tuple[bytes, int]] = deque()
         self._frames: dict[int, ctypes.Array] = {}
         self._num_taken = self._num_posted = self._bytes_out = 0
-        self._is_closed = self._has_lost = False
+        self.is_closed = self._has_lost = False
         self._silence = 0  # counts up when it begins or ends; odd: it is silent
 
     # ---- the Endpoint protocol
@@ -127,7 +127,7 @@ class SimEndpoint:
         return self._num_posted
 
     def poll(self, timeout_s: float = 0.0) -> Frame | None:
-        if self._is_closed:
+        if self.is_closed:
             raise PeerLostError("closed")
         if self._is_engine and timeout_s:
             self._world.wait(timeout_s, lambda: bool(self._inbox) or self.is_lost)
@@ -156,12 +156,12 @@ class SimEndpoint:
 
     @property
     def is_lost(self) -> bool:
-        return self._is_closed or self._has_lost
+        return self.is_closed or self._has_lost
 
     def close(self) -> None:
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
+        self.is_closed = True
         self._inbox.clear()
         self._frames.clear()
         self._put_on_wire(None, 0)

@@ -184,3 +184,10 @@ def test_prefix_cache_quick(tmp_path):
     cached = [int(row.split("│")[4]) for row in rows]
     assert cached[0] == 0 and min(cached[1:]) >= 256
     assert all("True" in row for row in rows)
+
+
+def test_transport_quick():
+    readings = last_json(output_of("-m", "bench.transport", "--quick"))
+    for name in ("inproc", "shm", "tcp"):
+        assert 0 < readings[f"{name} 64 B median"] <= readings[f"{name} 64 B p99"]
+        assert all(readings[f"{name} {2**k} B one way"] > 0 for k in (16, 18, 20, 22))

@@ -14,12 +14,11 @@ import time
 import pytest
 
 import transport
-from tests.transport_peer import KEY, WINDOW_BYTES, authenticated, open_socket
+from tests.transport_peer import authenticated, open_socket
+from tests.transport_rig import KEY, PATIENCE_S, WINDOW_BYTES, wait_until
 from transport import _windows, control
 from transport.base import PeerLostError, RefusedError, TransportError
 from transport.listener import MAX_STRANGERS
-
-PATIENCE_S = 20.0
 
 
 def listen_at(url: str, **settings):
@@ -46,10 +45,7 @@ def assert_a_peer_gets_in(listener) -> None:
 
 
 def wait_for_refusals(listener, count: int) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while listener.num_refused < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: listener.num_refused >= count)
     assert listener.num_refused == count
     assert listener.accept(0.0) is None
 
@@ -100,8 +96,8 @@ def test_who_says_nothing_or_too_little_is_closed_in_time(listener):
     assert_a_peer_gets_in(listener)
 
 
-def test_a_hundred_strangers_at_once(listener):
-    """Places are few, and free again after the deadline; sockets and threads stay few too."""
+def test_a_hundred_strangers_at_once(listener, caplog):
+    """Places are few, and free again after the deadline; threads and lines in the log stay few."""
     num_threads = threading.active_count()
     socks = [open_socket(listener.url) for _ in range(100)]
     wait_for_refusals(listener, 100 - MAX_STRANGERS)
@@ -109,6 +105,7 @@ def test_a_hundred_strangers_at_once(listener):
     wait_for_refusals(listener, 100)
     for sock in socks:
         sock.close()
+    assert 1 <= sum("refused" in line.getMessage() for line in caplog.records) <= 2
     assert_a_peer_gets_in(listener)
 
 
@@ -281,6 +278,33 @@ def test_control_messages_are_checked_before_they_are_believed(listener, message
     assert_a_peer_gets_in(listener)
 
 
+def sessions() -> tuple[control.Session, control.Session]:
+    one, other = socket.socketpair()
+    deadline = time.monotonic() + PATIENCE_S
+    return (
+        control.Session(one, b"session key", deadline, is_client=True),
+        control.Session(other, b"session key", deadline, is_client=False),
+    )
+
+
+def test_a_control_message_is_believed_once_and_from_the_other_side():
+    client, server = sessions()
+    client.send({"n": 1})
+    sent = server.sock.recv(4096)
+    for replayed in (b"", sent):  # as the first message, and again as the second
+        client.sock.sendall(sent)
+        if not replayed:
+            assert server.receive() == {"n": 1}
+        else:
+            with pytest.raises(RefusedError, match="did not send"):
+                server.receive()
+    server.sock.sendall(sent)  # back to who said it
+    with pytest.raises(RefusedError, match="did not send"):
+        client.receive()
+    client.sock.close()
+    server.sock.close()
+
+
 def test_a_data_connection_needs_the_token_that_was_given_and_works_once(tmp_path):
     with_tcp = listen_at("tcp://127.0.0.1:0")
     for token in (b"t" * control.TOKEN_BYTES, b"", b"short"):
@@ -438,10 +462,7 @@ def test_a_thousand_connections_one_after_the_other_leave_nothing(tmp_path):
         for _ in range(334):
             cycle(listener)
     gc.collect()
-    deadline = time.monotonic() + PATIENCE_S
-    while num_open() > before and time.monotonic() < deadline:
-        time.sleep(0.01)  # the last handshake's thread ends
-    assert num_open() == before
+    wait_until(lambda: num_open() <= before)  # the last handshake's thread ends
     assert resident_bytes() - resident < 8 << 20
     assert [listener.num_refused for listener in listeners] == [0, 0, 0]
     for listener in listeners:

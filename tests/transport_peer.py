@@ -1,5 +1,5 @@
 """A peer made by hand, that says on the wire what it likes; and one in a process of its own:
-`python tests/transport_peer.py URL HOW`."""
+`python -m tests.transport_peer URL HOW`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from tests.transport_rig import KEY, WINDOW_BYTES
 from transport import _windows, connect, control
 from transport.base import PeerLostError, Segment
 
-KEY = b"a key for tests, 32 bytes or so."
-WINDOW_BYTES = 256 << 10
+ROOT = Path(__file__).parent.parent
 
 
 def address_of(url: str) -> tuple[str, int]:
@@ -57,6 +59,21 @@ def descriptor(
     )
 
 
+# Descriptors whose checksums are right, and that nobody can mean.
+IMPOSSIBLE: dict[str, dict[str, Any]] = {
+    "length 2^63": {"length": 2**63},
+    "length 2^31": {"length": 2**31},
+    "length -1": {"length": 2**64 - 1},
+    "larger than a message": {"length": WINDOW_BYTES // 4 + 1},
+    "past the end": {"offset": WINDOW_BYTES - 64, "length": 65},
+    "offset 2^64-64": {"offset": 2**64 - 64, "length": 128},
+    "offset 2^63": {"offset": 2**63, "length": 64},
+    "not aligned": {"offset": 8, "length": 64},
+    "credit for what was never sent": {"consumed": 1},
+    "credit -1": {"consumed": 2**64 - 1},
+}
+
+
 def authenticated(url: str, key: bytes = KEY) -> control.Session:
     return control.authenticate_to(open_socket(url), key, time.monotonic() + 20.0)
 
@@ -79,7 +96,8 @@ def raw_tcp_peer(url: str) -> Iterator[socket.socket]:
 @contextlib.contextmanager
 def child(url: str, how: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process that connects to url, and then does as HOW says in main below."""
-    process = subprocess.Popen([sys.executable, "-P", __file__, url, how])
+    command = [sys.executable, "-m", "tests.transport_peer", url, how]
+    process = subprocess.Popen(command, cwd=ROOT)
     try:
         yield process
     finally:

@@ -1,10 +1,14 @@
 from collections.abc import Sequence
+from typing import Protocol
 
 from transport.base import Segment
 
 NUM_SLOTS: int
+HEARTBEAT_S: float
+LOST_AFTER_S: float
 DESCRIPTORS_AT: int
 DESCRIPTOR_BYTES: int
+DESCRIPTOR_SENT_BYTES: int
 PAYLOAD_AT: int
 
 def crc32c(address: int, num_bytes: int, crc: int = 0) -> int: ...
@@ -31,43 +35,11 @@ class Memory:
     def anonymous(window_bytes: int) -> Memory: ...
     @staticmethod
     def of_fd(window_bytes: int, fd: int) -> Memory: ...
+    def keep_from_forks(self) -> None: ...
     @property
     def address(self) -> int: ...
     @property
     def num_bytes(self) -> int: ...
-
-class Ring:
-    """The books of one end whose window, at an address, the peer writes by itself: for rdma.
-
-    window = page of the header (its first 8 bytes: how many of our messages the peer has freed,
-    written by the peer) | NUM_SLOTS descriptors from DESCRIPTORS_AT, number n's in slot
-    n % NUM_SLOTS | payloads from PAYLOAD_AT. All methods raise CorruptMessageError.
-    """
-
-    def __init__(self, window: int, window_bytes: int, peer_window_bytes: int) -> None: ...
-    @property
-    def max_message_bytes(self) -> int: ...
-    @property
-    def num_held(self) -> int: ...
-    def find_room(self, num_bytes: int) -> int | None:
-        """Where in the peer's payloads the next message may lie."""
-
-    def wait_for_room(self, link: Link, num_bytes: int, timeout_s: float, spin_s: float) -> bool:
-        """Spins, then yields. False: not in time, or the link is over."""
-
-    def describe(self, at: int, offset: int, num_bytes: int, crc: int) -> int:
-        """Writes the next message's descriptor to `at`, to be sent after its payload; its
-        number. Tells the peer what we have freed, too."""
-
-    def poll(self, link: Link, timeout_s: float, spin_s: float) -> tuple[int, int, int] | None:
-        """Address, bytes and number of the next message, checked."""
-
-    def release(self, number: int) -> bool:
-        """Whether the peer should be told now, without waiting for a message to it: write
-        tell() into its header. ValueError: not held."""
-
-    def tell(self) -> int:
-        """How many messages we have freed; counts as told."""
 
 class Channel:
     spin_s: float
@@ -88,4 +60,21 @@ class SharedChannel(Channel):
 class SocketChannel(Channel):
     def __init__(
         self, data_fd: int, own_window_bytes: int, peer_window_bytes: int, link: Link
+    ) -> None: ...
+
+class Writer(Protocol):
+    def write(self, payload: int, payload_bytes: int, descriptor: int) -> None: ...
+    def tell(self) -> None: ...
+    def num_arrived(self) -> int: ...
+    def sleep(self, timeout_s: float) -> None: ...
+
+class MirroredChannel(Channel):
+    def __init__(
+        self,
+        own: Memory,
+        mirror: Memory,
+        link: Link,
+        writer: Writer,
+        max_message_bytes: int,
+        is_ordered: bool,
     ) -> None: ...

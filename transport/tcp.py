@@ -31,16 +31,18 @@ class TcpTransport:
     def connect(
         url: str, *, key: bytes, info: Mapping[str, object], window_bytes: int, timeout_s: float
     ) -> ChannelEndpoint:
-        host, port = _address(url)
+        host, port = address_of(url)
         control.check_key(key)
         control.check_window(window_bytes)
         ours = control.hello("tcp", info, window_bytes)
         deadline = time.monotonic() + timeout_s
         with contextlib.ExitStack() as undo:
-            sock = undo.enter_context(_connected(host, port, url, deadline))
+            sock = undo.enter_context(connected_to(host, port, url, deadline))
             session = control.authenticate_to(sock, key, deadline)
             theirs = control.exchange_hellos(session, ours)
-            data = undo.enter_context(_connected(host, port, url, deadline))
+            # The same machine, where a name has several.
+            there = session.sock.getpeername()
+            data = undo.enter_context(connected_to(there[0], there[1], url, deadline))
             try:
                 token = bytes.fromhex(theirs["token"])
             except (KeyError, TypeError, ValueError) as error:
@@ -53,7 +55,7 @@ class TcpTransport:
     def listen(
         url: str, *, key: bytes, info: Mapping[str, object], window_bytes: int, max_peers: int
     ) -> TcpListener:
-        host, port = _address(url)
+        host, port = address_of(url)
         control.check_key(key)
         control.check_window(window_bytes)
         control.hello("tcp", info, window_bytes)
@@ -125,8 +127,9 @@ def _endpoint(
     address: str,
     window_bytes: int,
 ) -> ChannelEndpoint:
-    _set_options(session.sock)
-    _set_options(data)
+    set_options(session.sock)
+    # Not for the data: a peer that is busy for longer reads nothing, and lives.
+    data.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     data.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     data.setblocking(False)
     link = Link.of_socket(session.detach())
@@ -135,19 +138,19 @@ def _endpoint(
     return ChannelEndpoint(channel, Peer(address, theirs["info"]))
 
 
-def _set_options(sock: socket.socket) -> None:
+def set_options(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
 
 
-def _connected(host: str, port: int, url: str, deadline: float) -> socket.socket:
+def connected_to(host: str, port: int, url: str, deadline: float) -> socket.socket:
     try:
         return socket.create_connection((host, port), max(deadline - time.monotonic(), 1e-3))
     except OSError as error:
         raise control.connection_error(url, error) from error
 
 
-def _address(url: str) -> tuple[str, int]:
+def address_of(url: str) -> tuple[str, int]:
     parts = urlsplit(url)
     try:
         port = parts.port

@@ -19,7 +19,6 @@
 namespace ms {
 namespace {
 
-constexpr int64_t HEARTBEAT_NS = 250'000'000, LOST_AFTER_NS = 1'250'000'000;  // transport/base.py
 constexpr char BEAT = 'h';
 
 }  // namespace
@@ -116,7 +115,7 @@ class Monitor {
   std::unordered_map<uint64_t, std::weak_ptr<Link>> links_;
 };
 
-Link::Link(int control_fd) : heard_ns_(now_ns()), control_fd_(control_fd) {}
+Link::Link(int control_fd) : heard_ns_(now_ns()), pid_(getpid()), control_fd_(control_fd) {}
 
 Link::~Link() {
   end("closed");
@@ -157,14 +156,14 @@ void Link::end(const std::string& reason) {
     if (is_over()) return;
     reason_ = reason;
     is_over_.store(true);
+    const bool is_ours = pid_ == getpid();  // a forked process must not end the original's
     if (control_fd_ >= 0) {
-      shutdown(control_fd_, SHUT_RDWR);
-      // Closing alone would not do where a forked process has it too.
-      if (watched_by_ >= 0) epoll_ctl(watched_by_, EPOLL_CTL_DEL, control_fd_, nullptr);
+      if (is_ours && watched_by_ >= 0) epoll_ctl(watched_by_, EPOLL_CTL_DEL, control_fd_, nullptr);
+      if (is_ours) shutdown(control_fd_, SHUT_RDWR);
       close(control_fd_);
       control_fd_ = -1;
     }
-    if (event_fd_ >= 0) eventfd_write(event_fd_, 1);
+    if (is_ours && event_fd_ >= 0) eventfd_write(event_fd_, 1);
     sleeper = std::move(sleeper_);
     other = other_.lock();
   }

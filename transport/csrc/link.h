@@ -13,6 +13,8 @@
 
 namespace ms {
 
+constexpr int64_t HEARTBEAT_NS = 250'000'000, LOST_AFTER_NS = 1'250'000'000;  // as in transport/base.py
+
 int64_t now_ns();
 
 class Link : public std::enable_shared_from_this<Link> {
@@ -45,6 +47,7 @@ class Link : public std::enable_shared_from_this<Link> {
   std::atomic<int64_t> heard_ns_;
   mutable std::mutex mutex_;  // the rest
   std::string reason_;
+  const int pid_;
   int control_fd_, event_fd_ = -1, watched_by_ = -1;  // the monitor's epoll
   std::shared_ptr<Memory> sleeper_;
   std::weak_ptr<Link> other_;

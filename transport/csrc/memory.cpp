@@ -40,6 +40,11 @@ Memory::Memory(size_t window_bytes, int fd) : window_bytes_(window_bytes) {
 
 Memory::~Memory() { munmap(base_, PAYLOAD_AT + window_bytes_); }
 
+void Memory::keep_from_forks() const {
+  if (madvise(base_, PAYLOAD_AT + window_bytes_, MADV_DONTFORK) < 0)
+    throw std::system_error(errno, std::generic_category(), "madvise of a window");
+}
+
 void Memory::wake() const {
   header().num_wakes.fetch_add(1);
   syscall(SYS_futex, &header().num_wakes, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);

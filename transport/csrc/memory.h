@@ -26,6 +26,8 @@ class Memory {
   uint8_t* base() const { return base_; }
   size_t num_bytes() const { return PAYLOAD_AT + window_bytes_; }
   uint8_t* payload() const { return base_ + PAYLOAD_AT; }
+  // Memory that a device writes must stay this process's: a fork may leave it with copies.
+  void keep_from_forks() const;
   // Wakes who sleeps on this window.
   void wake() const;
 

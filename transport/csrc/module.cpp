@@ -7,12 +7,11 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
-#include <sched.h>
-
-#include <cstring>
 #include <system_error>
 
 #include "crc32c.h"
+#include "mirrored_channel.h"
+#include "python_writer.h"
 #include "shared_channel.h"
 #include "socket_channel.h"
 
@@ -90,55 +89,6 @@ uint32_t crc32c_at(uintptr_t address, size_t size, uint32_t crc) {
   return released_if_long(size, [&] { return crc32c(crc, reinterpret_cast<const void*>(address), size); });
 }
 
-// For a transport whose posts are Python's. False: time is up, or the link is over.
-template <class Ready>
-bool wait(const Link& link, double timeout_s, double spin_s, Ready ready) {
-  if (ready()) return true;
-  nb::gil_scoped_release release;
-  const int64_t begin = now_ns();
-  for (;;) {
-    if (ready()) return true;
-    const double waited_s = 1e-9 * static_cast<double>(now_ns() - begin);
-    if (waited_s >= timeout_s || link.is_over()) return false;
-    if (waited_s < spin_s) spin_pause();
-    else sched_yield();
-  }
-}
-
-// A ring on a window at any address, and the memory of descriptors to be sent.
-struct RemoteRing : Ring {
-  RemoteRing(uintptr_t window, size_t window_bytes, size_t peer_window_bytes)
-      : Ring(reinterpret_cast<uint8_t*>(window), checked_window(window_bytes), checked_window(peer_window_bytes)) {}
-
-  std::optional<size_t> room(size_t bytes) {
-    size_t offset;
-    return find_room(bytes, offset) ? std::optional(offset) : std::nullopt;
-  }
-  uint64_t describe(uintptr_t at, size_t offset, size_t bytes, uint32_t crc) {
-    const Descriptor made = outbox.add(offset, bytes, crc, inbox.tell());
-    std::memcpy(reinterpret_cast<void*>(at), &made, sizeof made);
-    return made.number;
-  }
-  bool wait_for_room(const Link& link, size_t bytes, double timeout_s, double spin_s) {
-    size_t offset;
-    return wait(link, timeout_s, spin_s, [&] { return find_room(bytes, offset); });
-  }
-  nb::object poll(const Link& link, double timeout_s, double spin_s) {
-    if (!wait(link, timeout_s, spin_s, [&] { return has_arrived(); })) return nb::none();
-    if (due_bytes() <= Channel::QUICK_BYTES) return tuple_of(take());
-    Message message;
-    {
-      nb::gil_scoped_release release;
-      message = take();
-    }
-    return tuple_of(message);
-  }
-  bool give_back(uint64_t number) {
-    inbox.release(number);
-    return inbox.is_credit_due();
-  }
-};
-
 template <class Error>
 void translate_to(const char* name) {
   nb::register_exception_translator(
@@ -167,13 +117,17 @@ void translate_system_errors() {
 }  // namespace
 
 NB_MODULE(_windows, m) {
+  nb::set_leak_warnings(false);  // an endpoint may well live until the process ends
   translate_system_errors();
   translate_to<PeerLost>("PeerLostError");
   translate_to<CorruptMessage>("CorruptMessageError");
   translate_to<TimedOut>("TransportTimeoutError");
   m.attr("NUM_SLOTS") = NUM_SLOTS;
+  m.attr("HEARTBEAT_S") = 1e-9 * HEARTBEAT_NS;
+  m.attr("LOST_AFTER_S") = 1e-9 * LOST_AFTER_NS;
   m.attr("DESCRIPTORS_AT") = DESCRIPTORS_AT;
   m.attr("DESCRIPTOR_BYTES") = sizeof(Descriptor);
+  m.attr("DESCRIPTOR_SENT_BYTES") = DESCRIPTOR_SENT_BYTES;
   m.attr("PAYLOAD_AT") = PAYLOAD_AT;
 
   m.def("crc32c", &crc32c_at, "address"_a, "num_bytes"_a, "crc"_a = 0);
@@ -194,18 +148,9 @@ NB_MODULE(_windows, m) {
                   "window_bytes"_a)
       .def_static("of_fd", [](size_t bytes, int fd) { return std::make_shared<Memory>(checked_window(bytes), fd); },
                   "window_bytes"_a, "fd"_a)
+      .def("keep_from_forks", &Memory::keep_from_forks)
       .def_prop_ro("address", [](const Memory& memory) { return reinterpret_cast<uintptr_t>(memory.base()); })
       .def_prop_ro("num_bytes", &Memory::num_bytes);
-  nb::class_<RemoteRing>(m, "Ring")
-      .def(nb::init<uintptr_t, size_t, size_t>(), "window"_a, "window_bytes"_a, "peer_window_bytes"_a)
-      .def_prop_ro("max_message_bytes", [](const RemoteRing& ring) { return ring.outbox.max_message_bytes(); })
-      .def_prop_ro("num_held", [](const RemoteRing& ring) { return ring.inbox.num_held(); })
-      .def("find_room", &RemoteRing::room, "num_bytes"_a)
-      .def("wait_for_room", &RemoteRing::wait_for_room, "link"_a, "num_bytes"_a, "timeout_s"_a, "spin_s"_a)
-      .def("describe", &RemoteRing::describe, "at"_a, "offset"_a, "num_bytes"_a, "crc"_a)
-      .def("poll", &RemoteRing::poll, "link"_a, "timeout_s"_a, "spin_s"_a)
-      .def("release", &RemoteRing::give_back, "number"_a)
-      .def("tell", [](RemoteRing& ring) { return ring.inbox.tell(); });
   nb::class_<Channel>(m, "Channel")
       .def_prop_ro("max_message_bytes", &Channel::max_message_bytes)
       .def("post", &post, "segments"_a, "timeout_s"_a)
@@ -222,4 +167,10 @@ NB_MODULE(_windows, m) {
       .def("__init__", [](SocketChannel* self, int fd, size_t own, size_t peers, std::shared_ptr<Link> link) {
         new (self) SocketChannel(fd, checked_window(own), checked_window(peers), std::move(link));
       }, "data_fd"_a, "own_window_bytes"_a, "peer_window_bytes"_a, "link"_a);
+  nb::class_<MirroredChannel, Channel>(m, "MirroredChannel")
+      .def("__init__", [](MirroredChannel* self, std::shared_ptr<Memory> own, std::shared_ptr<Memory> mirror,
+                          std::shared_ptr<Link> link, nb::object writer, size_t max_message_bytes, bool is_ordered) {
+        new (self) MirroredChannel(std::move(own), std::move(mirror), std::move(link),
+                                   std::make_unique<PythonWriter>(std::move(writer)), max_message_bytes, is_ordered);
+      }, "own"_a, "mirror"_a, "link"_a, "writer"_a, "max_message_bytes"_a, "is_ordered"_a);
 }

@@ -40,6 +40,9 @@ struct alignas(64) Descriptor {
   uint32_t crc() const;
 };
 static_assert(sizeof(Descriptor) == 64);
+// Without what is unused, and ending with the number.
+constexpr size_t DESCRIPTOR_SENT_BYTES = 40;
+static_assert(offsetof(Descriptor, number) + sizeof(uint64_t) == DESCRIPTOR_SENT_BYTES);
 static_assert(NUM_SLOTS * sizeof(Descriptor) <= PAYLOAD_AT - DESCRIPTORS_AT);
 
 // The number in a slot that the peer writes. What it wrote before is seen after this.

@@ -62,7 +62,7 @@ void SharedChannel::wake_peer() const {
 }
 
 void SharedChannel::sleep(int64_t deadline_ns, bool for_room) {
-  constexpr int64_t AT_MOST_NS = 100'000'000;
+  constexpr int64_t AT_MOST_NS = 1'000'000'000;
   Header& header = own_->header();
   header.is_asleep.store(1);
   const uint32_t num_wakes = header.num_wakes.load();

@@ -161,8 +161,14 @@ bool SocketChannel::flush() {
   while (credit_left_ > 0) {
     const auto* at = reinterpret_cast<const uint8_t*>(&credit_) + (sizeof credit_ - credit_left_);
     const ssize_t sent = ::send(fd_, at, credit_left_, MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (sent >= 0) credit_left_ -= static_cast<size_t>(sent);
-    else if (errno != EINTR) return false;  // that it broke is seen by who reads
+    if (sent >= 0) {
+      credit_left_ -= static_cast<size_t>(sent);
+    } else if (!is_temporary(errno)) {
+      is_at_end_ = true;
+      credit_left_ = 0;
+    } else if (errno != EINTR) {
+      return false;
+    }
   }
   return true;
 }
@@ -247,7 +253,7 @@ void SocketChannel::write_all(std::vector<iovec>& pieces, int64_t deadline_ns) {
 }
 
 void SocketChannel::sleep(int64_t deadline_ns, bool to_write) {
-  constexpr int64_t AT_MOST_NS = 100'000'000;
+  constexpr int64_t AT_MOST_NS = 1'000'000'000;  // who stalls is looked at then
   const int64_t ns = std::clamp<int64_t>(deadline_ns - now_ns(), 0, AT_MOST_NS);
   const timespec time{static_cast<time_t>(ns / 1'000'000'000), static_cast<long>(ns % 1'000'000'000)};
   pollfd fds[2] = {{fd_, static_cast<short>(POLLIN | (to_write ? POLLOUT : 0)), 0}, {event_fd_, POLLIN, 0}};

@@ -1,0 +1,303 @@
+"""Device memory that a peer writes, and streams that wait for its writes and send their own, with
+no host code between two kernels. None of it has run on hardware yet (docs/rdma.md).
+
+A stream can neither make nor check a checksum, and its waits must be enqueued before it is known
+what comes. So this is no Endpoint: both sides agree beforehand where each message lies and which
+number is written behind it, and the control connection and its endpoint stay beside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from transport.base import TransportError
+from transport.verbs import RdmaUnavailableError, constants, pyverbs
+
+_MELLANOX = 0x02C9
+_BLOCK_BYTES = 64  # of a send queue: one request each, here
+_RDMA_WRITE = 0x08  # the opcode of mlx5's requests
+_REPORT = 0x08  # ask for a completion
+_INLINE = 1 << 31
+_INIT_QUEUE_PAIR = 1  # mlx5dv_init_obj
+
+
+class GpuUnavailableError(RdmaUnavailableError):
+    """What this GPU, driver, device or library cannot do. The host can, in its stead."""
+
+
+class Gpu:
+    """The calls of `cuda.bindings.driver`, of which each returns (error, value...). The device's
+    context is current on every thread that uses this."""
+
+    def __init__(self, driver: Any, device: Any) -> None:
+        self.driver = driver
+        self._device = device
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        error, *values = getattr(self.driver, name)(*arguments)
+        if error != self.driver.CUresult.CUDA_SUCCESS:
+            raise TransportError(f"{name}: {error.name}")
+        return values[0] if values else None
+
+    def can(self, what: str) -> bool:
+        attribute = getattr(self.driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{what}")
+        return bool(self.call("cuDeviceGetAttribute", attribute, self._device))
+
+    def require(self, what: str) -> None:
+        if not self.can(what):
+            raise GpuUnavailableError(f"the GPU lacks {what}")
+
+
+class DeviceRegion:
+    """Device memory that a queue pair's device reads and its peer may write, until it is closed.
+
+    Whoever writes to it names `address_of` a place and `key`.
+    """
+
+    def __init__(self, gpu: Gpu, domain: Any, address: int, num_bytes: int) -> None:
+        """domain: the queue pair's protection domain. The range is mapped as long as this lives.
+
+        ValueError: not whole pages of the host's size. GpuUnavailableError.
+        """
+        if address % mmap.PAGESIZE or num_bytes % mmap.PAGESIZE or num_bytes <= 0:
+            raise ValueError(f"{num_bytes} bytes at {address:#x} are not whole pages")
+        gpu.require("DMA_BUF_SUPPORTED")
+        driver = gpu.driver
+        # Otherwise a synchronous copy may return before it is seen by the device's reads.
+        sync = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
+        gpu.call("cuPointerSetAttribute", 1, sync, address)
+        kind = driver.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+        fd = int(gpu.call("cuMemGetHandleForAddressRange", address, num_bytes, kind, 0))
+        api, e = pyverbs("mr"), constants()
+        access = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE
+        try:
+            if hasattr(api, "MREx"):
+                self._region = api.MREx(domain, num_bytes, access, fd=fd, iova=address)
+                self._first = address
+            else:  # whose addresses begin at 0
+                self._region = api.DmaBufMR(domain, num_bytes, access, dmabuf=fd, offset=0)
+                self._first = 0
+        except pyverbs("pyverbs_error").PyverbsError as error:
+            raise GpuUnavailableError(f"device memory was not registered: {error}") from error
+        finally:
+            os.close(fd)  # the registration has its own reference
+        self._address, self._num_bytes = address, num_bytes
+
+    @property
+    def key(self) -> int:
+        """For the peer's writes."""
+        return int(self._region.rkey)
+
+    @property
+    def local_key(self) -> int:
+        """For our own sends."""
+        return int(self._region.lkey)
+
+    def address_of(self, address: int) -> int:
+        """What work requests call this place."""
+        if not self._address <= address < self._address + self._num_bytes:
+            raise ValueError(f"{address:#x} is not in the region")
+        return address - self._address + self._first
+
+    def close(self) -> None:
+        self._region.close()
+
+
+class StreamReceiver:
+    """Has streams wait for the numbers that a peer writes behind its messages."""
+
+    def __init__(self, gpu: Gpu, *, is_device_memory: bool) -> None:
+        """is_device_memory: the messages, not only the numbers. GpuUnavailableError."""
+        self._gpu = gpu
+        flags = gpu.driver.CUstreamWaitValue_flags
+        self._flags = int(flags.CU_STREAM_WAIT_VALUE_GEQ)
+        if is_device_memory:
+            # A number that has arrived does not mean that what was written before it is seen.
+            gpu.require("CAN_FLUSH_REMOTE_WRITES")
+            self._flags |= int(flags.CU_STREAM_WAIT_VALUE_FLUSH)
+        self._is_64_bit = gpu.can("CAN_USE_64_BIT_STREAM_MEM_OPS")
+
+    def wait(self, stream: Any, address: int, number: int) -> None:
+        """What is enqueued later runs once the word at this device address is `number` or more.
+        Nothing ends the wait if the peer is lost, except a write to the word from here."""
+        if self._is_64_bit:
+            self._gpu.call("cuStreamWaitValue64", stream, address, number, self._flags)
+        else:  # the low half: the comparison is cyclic
+            low = number & 0xFFFFFFFF
+            self._gpu.call("cuStreamWaitValue32", stream, address, low, self._flags)
+
+
+@dataclass(frozen=True, slots=True)
+class SendQueue:
+    """Of an mlx5 queue pair, as its device sees it: addresses in this process."""
+
+    queue_pair: int
+    blocks: int
+    num_blocks: int
+    record: int
+    """How many blocks are filled: 4 bytes, big-endian, of which 2 count."""
+    register: int
+    """Of the device: 8 bytes written here make it look. `other_register` bytes on there is a
+    second one, to be used in turn."""
+    other_register: int
+
+
+class _DirectQueuePair(ctypes.Structure):
+    """struct mlx5dv_qp"""
+
+    _fields_ = (
+        ("record", ctypes.c_void_p),
+        ("blocks", ctypes.c_void_p),
+        ("num_blocks", ctypes.c_uint32),
+        ("block_bytes", ctypes.c_uint32),
+        ("receive_blocks", ctypes.c_void_p),
+        ("num_receive_blocks", ctypes.c_uint32),
+        ("receive_block_bytes", ctypes.c_uint32),
+        ("register", ctypes.c_void_p),
+        ("register_bytes", ctypes.c_uint32),
+        ("mask", ctypes.c_uint64),
+        ("more", ctypes.c_uint64 * 4),
+    )
+
+
+def send_queue_of(context: Any, pair: Any, library: Any = None) -> SendQueue:
+    """The send queue of a queue pair of pyverbs that is connected and has sent nothing; after
+    this it sends by StreamSender only. library: libmlx5. GpuUnavailableError, with the reason.
+    """
+    if context.query_device().vendor_id != _MELLANOX:
+        raise GpuUnavailableError("the RDMA device is not one of mlx5")
+    address = getattr(pair, "qp", None)
+    if address is None:
+        raise GpuUnavailableError("this release of pyverbs does not tell a queue pair's address")
+    if library is None:
+        try:
+            library = ctypes.CDLL("libmlx5.so.1")
+        except OSError as error:
+            raise GpuUnavailableError(f"mlx5's direct verbs: {error}") from error
+    found = _DirectQueuePair()
+    # struct mlx5dv_obj: pairs of (in, out) for seven kinds of objects, queue pairs first
+    objects = (ctypes.c_void_p * 14)(address, ctypes.addressof(found))
+    if library.mlx5dv_init_obj(ctypes.byref(objects), ctypes.c_uint64(_INIT_QUEUE_PAIR)) != 0:
+        raise GpuUnavailableError("mlx5dv_init_obj refused the queue pair")
+    if found.block_bytes != _BLOCK_BYTES or not found.blocks or not found.register:
+        raise GpuUnavailableError("the queue pair's send queue is not of the usual kind")
+    return SendQueue(
+        queue_pair=pair.qp_num,
+        blocks=found.blocks,
+        num_blocks=found.num_blocks,
+        record=found.record + 4,  # after the receive queue's
+        register=found.register,
+        other_register=found.register_bytes,
+    )
+
+
+class Source(NamedTuple):
+    local_key: int
+    address: int
+    num_bytes: int
+
+
+class Target(NamedTuple):
+    key: int
+    address: int
+    number_address: int
+    """Where the number is written after the payload, under the same key."""
+
+
+class StreamSender:
+    """Sends from a stream: the host places a message's requests in the send queue beforehand, and
+    the stream tells the device of them when it gets there. One stream at a time, and one sender
+    for each open device: they would share pages."""
+
+    def __init__(self, gpu: Gpu, queue: SendQueue) -> None:
+        """GpuUnavailableError: the driver does not map the device's register. For NVIDIA's it
+        must be loaded with PeerMappingOverride=1."""
+        self._gpu, self._queue = gpu, queue
+        self._num_filled = self._num_done = 0
+        gpu.require("CAN_USE_64_BIT_STREAM_MEM_OPS")
+        driver = gpu.driver
+        self._mapped: list[int] = []
+        try:
+            self._record = self._map(queue.record, driver.CU_MEMHOSTREGISTER_DEVICEMAP)
+            flags = driver.CU_MEMHOSTREGISTER_DEVICEMAP | driver.CU_MEMHOSTREGISTER_IOMEMORY
+            self._register = self._map(queue.register, flags)
+        except TransportError as error:
+            self.close()
+            raise GpuUnavailableError(f"the device's doorbell: {error}") from error
+
+    def _map(self, address: int, flags: int) -> int:
+        """The device's address of a host address, of which the page is mapped."""
+        page = address - address % mmap.PAGESIZE
+        self._gpu.call("cuMemHostRegister", page, mmap.PAGESIZE, flags)
+        self._mapped.append(page)
+        return int(self._gpu.call("cuMemHostGetDevicePointer", page, 0)) + address - page
+
+    def send(
+        self, stream: Any, source: Source, target: Target, number: int, *, reports: bool = False
+    ) -> None:
+        """Once the stream has come here, the payload is written to the peer, and the number after
+        it. reports: a completion comes of it, which the caller takes, and says so by `done`.
+
+        ValueError: an empty payload. TransportError: the send queue is full.
+        """
+        if not 0 < source.num_bytes < 1 << 31:  # 0 would be 2 GiB
+            raise ValueError(f"a payload of {source.num_bytes} bytes")
+        if self._num_filled + 2 - self._num_done > self._queue.num_blocks:
+            raise TransportError("the send queue is full")
+        length, inline = source.num_bytes, struct.pack("<Q", number)
+        self._place(
+            target.key,
+            target.address,
+            struct.pack(">IIQ", length, source.local_key, source.address),
+            reports=False,
+        )
+        first = self._place(
+            target.key,
+            target.number_address,
+            struct.pack(">I", len(inline) | _INLINE) + inline,
+            reports=reports,
+        )
+        record = (self._num_filled & 0xFFFF).to_bytes(4, "big")
+        # By default a write of a stream follows all that the stream did before it.
+        self._write(stream, 32, self._record, record)
+        self._write(stream, 64, self._register, first)
+        self._register ^= self._queue.other_register
+
+    def _place(self, key: int, address: int, tail: bytes, *, reports: bool) -> bytes:
+        """Fill the next block with a write; its first 8 bytes."""
+        queue, index = self._queue, self._num_filled
+        segments = (16 + 16 + len(tail) + 15) // 16
+        control = struct.pack(
+            ">IIBHBI",
+            (index & 0xFFFF) << 8 | _RDMA_WRITE,
+            queue.queue_pair << 8 | segments,
+            0,
+            0,
+            _REPORT if reports else 0,
+            0,
+        )
+        block = (control + struct.pack(">QII", address, key, 0) + tail).ljust(_BLOCK_BYTES, b"\0")
+        at = queue.blocks + index % queue.num_blocks * _BLOCK_BYTES
+        ctypes.memmove(at, block, _BLOCK_BYTES)
+        self._num_filled += 1
+        return block[:8]
+
+    def _write(self, stream: Any, bits: int, address: int, data: bytes) -> None:
+        flags = self._gpu.driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
+        value = int.from_bytes(data, "little")
+        self._gpu.call(f"cuStreamWriteValue{bits}", stream, address, value, int(flags))
+
+    def done(self, num_messages: int) -> None:
+        """So many messages, the oldest ones, are known to have reached the peer."""
+        self._num_done += 2 * num_messages
+        assert self._num_done <= self._num_filled
+
+    def close(self) -> None:
+        """The stream has finished what it was given."""
+        while self._mapped:
+            self._gpu.call("cuMemHostUnregister", self._mapped.pop())
