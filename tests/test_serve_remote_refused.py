@@ -47,6 +47,7 @@ ADDRESSES = [
     ("shm://here/there", "memory_nodes: shm://here/there: an absolute path"),
     ("shm:///nowhere/node", "memory_nodes: shm:///nowhere/node: No such file"),
     ("inproc://nobody", "memory_nodes: inproc://nobody: nobody listens there"),
+    ("rdma://127.0.0.1:9", "memory_nodes: rdma://127.0.0.1:9: "),
     ("tcp://x:1,tcp://x:1", "memory_nodes: an address is there twice"),
 ]
 
