@@ -151,6 +151,31 @@ def test_with_little_memory_sequences_are_preempted(partition, node_bytes, tmp_p
     assert found == local_tokens(DEFAULT_MODEL, 4096)
 
 
+class AlwaysSplits:
+    """A step is computed as two halves in turn whenever it can be."""
+
+    num_split = 0
+
+    def splits(self, num_decodes, num_prompt_rows):
+        AlwaysSplits.num_split += 1
+        return True
+
+    def learn(self, num_decodes, num_prompt_rows, is_split, seconds):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("partition", "scheme"), [("head", "tcp"), ("sequence", "inproc"), ("request", "shm")]
+)
+def test_two_batches_in_flight(partition, scheme, tmp_path, monkeypatch):
+    monkeypatch.setattr("serve.runner.StaggerChoice", AlwaysSplits)
+    AlwaysSplits.num_split = 0
+    with nodes(scheme, 2, tmp_path) as urls:
+        found, stats = remote_tokens(DEFAULT_MODEL, 4096, urls, tmp_path, partition)
+    assert found == local_tokens(DEFAULT_MODEL, 4096)
+    assert AlwaysSplits.num_split > stats.num_steps / 2
+
+
 def test_two_engines_share_a_node(tmp_path):
     with nodes("shm", 1, tmp_path) as urls:
         half = {"memory_node_bytes": 8 * MIB, "kv_cache_bytes": 16 * MIB}
