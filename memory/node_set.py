@@ -235,13 +235,7 @@ class NodeSet:
         return None
 
     def _request(self, share: Share) -> AttachRequest:
-        template = self._template
-        return replace(
-            template,
-            min_pages=self.min_pages,
-            layers=[share.layer(layer) for layer in template.layers],
-            page_tokens=[share.page_tokens(tokens) for tokens in template.page_tokens],
-        )
+        return replace(share_request(self._template, share), min_pages=self.min_pages)
 
     def _wanted(self, request: AttachRequest, link: NodeLink) -> int:
         """Pages that the node may have room for."""
@@ -254,3 +248,12 @@ class NodeSet:
     def close(self) -> None:
         for member in self.members:
             member.close()
+
+
+def share_request(template: AttachRequest, share: Share) -> AttachRequest:
+    """What one node is asked for."""
+    return replace(
+        template,
+        layers=[share.layer(layer) for layer in template.layers],
+        page_tokens=[share.page_tokens(tokens) for tokens in template.page_tokens],
+    )

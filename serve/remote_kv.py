@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import secrets
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from memory.attach import AttachRequest
+from memory.attach import AttachRequest, NodeLayout
 from memory.attention import AttentionLayer
 from memory.direct import direct_pair
 from memory.edit_log import EditLog
@@ -18,13 +19,22 @@ from memory.grouped_attention import group_layers
 from memory.int8_attention import Int8KVLayout
 from memory.kv_cache import KVLayout
 from memory.kv_manager import KVManager
+from memory.layer_groups import PageLayout
 from memory.new_part import Int8NewPart, NewPart, PlainNewPart
 from memory.node import MemoryNode
-from memory.node_set import FIRST_CONNECT_S, Connect, Member, NodeSet, NoNodeError
+from memory.node_set import (
+    FIRST_CONNECT_S,
+    Connect,
+    Member,
+    NodeSet,
+    NoNodeError,
+    share_request,
+)
 from memory.placement import (
     MAX_PAGES,
     PageGeometry,
     PlacementError,
+    Share,
     page_geometry,
     resolve_partition,
 )
@@ -92,71 +102,16 @@ def open_remote(
     local_bytes: int,
 ) -> RemoteKV:
     """Connect to the nodes and share the K/V among them. local_bytes: of this machine's memory,
-    for when no node is left. ConfigError names the setting."""
-    key, urls = read_key(config), config.memory_nodes
-    max_len = config.max_model_len or spec.max_model_len
-    if max_len > spec.max_model_len:
-        raise ConfigError(f"max_model_len {max_len} is above the model's {spec.max_model_len}")
-    try:
-        partition = resolve_partition(config.memory_partition, layers, len(urls))
-    except PlacementError as error:
-        raise ConfigError(str(error)) from error
-    wire = _wire_type(config, precision, layers)
-    groups = group_layers(layers, max_len)
-    window_bytes = _window_bytes(largest_message(layers, config.batched_tokens, wire))
-
-    def connect_to(url: str, timeout_s: float) -> Endpoint:
-        try:
-            return connect(url, key=key, window_bytes=window_bytes, timeout_s=timeout_s)
-        except (ValueError, ImportError) as error:  # an address, or what its transport needs
-            raise TransportError(str(error)) from error
-
-    node_bytes = config.memory_node_bytes or _smallest_node(urls, connect_to)
-    geometry = _geometry(config, precision, layers, groups, partition, node_bytes)
-    num_members = len(urls) if partition == "request" else 1
-    max_rows = config.batched_tokens
-    range_places = geometry.range_places(max_len)
-    edits = [
-        EditLog(geometry.page_bytes, config.max_num_seqs, range_places) for _ in range(num_members)
-    ]
-    template = AttachRequest(
-        engine=secrets.token_hex(16),
-        epoch=1,
-        kv_dtype=precision.kv,
-        kv_group=config.kv_group,
-        layers=list(layers),
-        group_layers=[ids for _, ids in groups],
-        page_tokens=geometry.page_tokens,
-        num_places=range_places,
-        num_ranges=config.max_num_seqs,
-        num_pages=MAX_PAGES,
-        min_pages=1,
-        max_rows=max_rows,
-    )
-    members = [
-        Member([url] if partition == "request" else list(urls), log)
-        for url, log in zip(urls, edits, strict=False)
-    ]
-    nodes = NodeSet(
-        members,
-        template,
-        partition,
-        connect_to,
-        wire=wire,
-        local=_local(local_bytes, backend),
-        bytes_per_node=config.memory_node_bytes,
-    )
+    for prompts under way and for when no node is left. ConfigError names the setting."""
+    opening = _Opening(config, precision, spec, layers, backend, local_bytes)
+    nodes = opening.nodes()
     try:
         _place_first(nodes)
-        kv = _books(config, geometry, nodes, max_len, range_places)
+        kv = opening.books(nodes)
+        tails = opening.tails(kv)
     except BaseException:
         nodes.close()
         raise
-    tails = None
-    if config.memory_prefill == "local":
-        tails = PromptTails(template, max_len, local_bytes)
-        for book in [kv] if isinstance(kv, KVManager) else kv.members:
-            book.on_close = lambda target: tails.drop(target.start)
     attention = RemoteAttention(
         layers,
         _new_part(config, precision, layers, backend, tails),
@@ -164,17 +119,148 @@ def open_remote(
         nodes,
         kv.range_tokens,
         config.max_num_seqs,
-        wire,
+        opening.wire,
         tails,
     )
     logger.info(
-        "K/V on %s (%s partition): %d pages of %d tokens",
-        ", ".join(urls),
-        partition,
+        "K/V on %s (%s partition): context %d, %d pages of %d tokens",
+        ", ".join(config.memory_nodes),
+        opening.partition,
+        kv.max_model_len,
         kv.num_pages,
-        geometry.page_tokens[0],
+        opening.geometry.page_tokens[0],
     )
     return RemoteKV(kv, attention, nodes)
+
+
+class _Opening:
+    """What is decided before the nodes are asked for memory."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        precision: Precision,
+        spec: ModelSpec,
+        layers: Sequence[AttentionLayer],
+        backend: Backend,
+        local_bytes: int,
+    ) -> None:
+        self._config, self._layers, self._backend = config, list(layers), backend
+        self._precision, self._local_bytes = precision, local_bytes
+        self._key = read_key(config)
+        self._max_len = config.max_model_len or spec.max_model_len
+        if self._max_len > spec.max_model_len:
+            raise ConfigError(
+                f"max_model_len {self._max_len} is above the model's {spec.max_model_len}"
+            )
+        urls = config.memory_nodes
+        try:
+            self.partition = resolve_partition(config.memory_partition, layers, len(urls))
+        except PlacementError as error:
+            raise ConfigError(str(error)) from error
+        self.wire = _wire_type(config, precision, layers)
+        self._window_bytes = _window_bytes(
+            largest_message(layers, config.batched_tokens, self.wire)
+        )
+        node_bytes = config.memory_node_bytes or _smallest_node(urls, self.connect)
+        groups = group_layers(layers, self._max_len)
+        self.geometry = _geometry(config, precision, layers, groups, self.partition, node_bytes)
+        self._group_layers = [ids for _, ids in groups]
+        if config.max_model_len is None:
+            self._fit_into(node_bytes)
+
+    def connect(self, url: str, timeout_s: float) -> Endpoint:
+        try:
+            return connect(url, key=self._key, window_bytes=self._window_bytes, timeout_s=timeout_s)
+        except (ValueError, ImportError) as error:  # an address, or what its transport needs
+            raise TransportError(str(error)) from error
+
+    def _fit_into(self, node_bytes: int) -> None:
+        """Lower the context to what the nodes have room for."""
+        count = len(self._config.memory_nodes)
+        requests = [
+            share_request(self.template, Share(self.partition, i, count)) for i in range(count)
+        ]
+        page_bytes = max(NodeLayout(request).page_bytes for request in requests)
+        pages_for = PageLayout(
+            self.geometry.groups, self.geometry.page_bytes, self._max_len, self._config.chunk_tokens
+        ).pages_for
+        fits = bisect_right(range(1, self._max_len + 1), node_bytes // page_bytes, key=pages_for)
+        if 0 < fits < self._max_len:
+            logger.warning("nodes hold %d tokens; max_model_len is lowered to that", fits)
+            self._max_len = fits
+
+    @property
+    def template(self) -> AttachRequest:
+        return AttachRequest(
+            engine=secrets.token_hex(16),
+            epoch=1,
+            kv_dtype=self._precision.kv,
+            kv_group=self._config.kv_group,
+            layers=self._layers,
+            group_layers=self._group_layers,
+            page_tokens=self.geometry.page_tokens,
+            num_places=self.geometry.range_places(self._max_len),
+            num_ranges=self._config.max_num_seqs,
+            num_pages=MAX_PAGES,
+            min_pages=1,
+            max_rows=self._config.batched_tokens,
+        )
+
+    def nodes(self) -> NodeSet:
+        """Not placed yet."""
+        config, template = self._config, self.template
+        urls = config.memory_nodes
+        shares = [[url] for url in urls] if self.partition == "request" else [list(urls)]
+        members = [
+            Member(
+                share, EditLog(self.geometry.page_bytes, config.max_num_seqs, template.num_places)
+            )
+            for share in shares
+        ]
+        return NodeSet(
+            members,
+            template,
+            self.partition,
+            self.connect,
+            wire=self.wire,
+            local=_local(self._local_bytes, self._backend),
+            bytes_per_node=config.memory_node_bytes,
+        )
+
+    def books(self, nodes: NodeSet) -> Books:
+        config, geometry, max_len = self._config, self.geometry, self._max_len
+        range_tokens = geometry.range_places(max_len)[0] * geometry.page_tokens[0]
+        books = [
+            KVManager(
+                member.edits,
+                num_pages=member.num_pages,
+                num_ranges=config.max_num_seqs,
+                max_model_len=max_len,
+                groups=geometry.groups,
+                max_rows=config.chunk_tokens,
+                in_background=False,
+                first_start=number * config.max_num_seqs * range_tokens,
+            )
+            for number, member in enumerate(nodes.members)
+        ]
+        assert books[0].range_tokens == range_tokens
+        nodes.min_pages = books[0].pages_for(max_len)
+        fewest = min(book.num_pages for book in books)
+        if nodes.min_pages > fewest:
+            raise ConfigError(
+                f"memory_nodes: {fewest} pages of {geometry.page_tokens[0]} tokens are less than "
+                f"one sequence of max_model_len {max_len}; lower it or raise memory_node_bytes"
+            )
+        return books[0] if len(books) == 1 else SplitKV(books)
+
+    def tails(self, kv: Books) -> PromptTails | None:
+        if self._config.memory_prefill != "local":
+            return None
+        tails = PromptTails(self.template, self._max_len, self._local_bytes)
+        for book in [kv] if isinstance(kv, KVManager) else kv.members:
+            book.on_close = lambda target: tails.drop(target.start)
+        return tails
 
 
 def _smallest_node(urls: Sequence[str], connect_to: Connect) -> int:
@@ -227,37 +313,6 @@ def _place_first(nodes: NodeSet) -> None:
             nodes.place(member, FIRST_CONNECT_S, needs_all=True)
         except NoNodeError as error:
             raise ConfigError(f"memory_nodes: {error}") from error
-
-
-def _books(
-    config: EngineConfig,
-    geometry: PageGeometry,
-    nodes: NodeSet,
-    max_len: int,
-    range_places: Sequence[int],
-) -> Books:
-    member_tokens = config.max_num_seqs * range_places[0] * geometry.page_tokens[0]
-    books = [
-        KVManager(
-            member.edits,
-            num_pages=member.num_pages,
-            num_ranges=config.max_num_seqs,
-            max_model_len=max_len,
-            groups=geometry.groups,
-            max_rows=config.chunk_tokens,
-            in_background=False,
-            first_start=number * member_tokens,
-        )
-        for number, member in enumerate(nodes.members)
-    ]
-    fewest = min(book.num_pages for book in books)
-    if books[0].pages_for(max_len) > fewest:
-        raise ConfigError(
-            f"memory_nodes: {fewest} pages of {geometry.page_tokens[0]} tokens are less than one "
-            f"sequence of max_model_len {max_len}; lower it or raise memory_node_bytes"
-        )
-    nodes.min_pages = books[0].pages_for(max_len)
-    return books[0] if len(books) == 1 else SplitKV(books)
 
 
 def _new_part(
