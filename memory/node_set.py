@@ -143,7 +143,8 @@ class NodeSet:
                 member.is_local = True
                 logger.warning("no memory node is left: K/V is in this machine's memory")
                 return
-        raise NoNodeError("; ".join(f"{url}: {reason}" for url, reason in reasons.items()))
+        texts = [text if url in text else f"{url}: {text}" for url, text in reasons.items()]
+        raise NoNodeError("; ".join(texts))
 
     def takes(self, url: str, timeout_s: float) -> bool:
         """Whether a node that is missing is there and has memory for us. From any thread."""

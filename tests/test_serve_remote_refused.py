@@ -28,7 +28,7 @@ def assert_refused(result, said, caplog):
     assert re.search(said, output), output
     assert "Traceback" not in output
     for text in (output, caplog.text):
-        assert KEY.decode() not in text and "other" not in text
+        assert KEY.decode() not in text and "qwertz" not in text
 
 
 @pytest.fixture
@@ -47,6 +47,7 @@ ADDRESSES = [
     ("shm://here/there", "memory_nodes: shm://here/there: an absolute path"),
     ("shm:///nowhere/node", "memory_nodes: shm:///nowhere/node: No such file"),
     ("inproc://nobody", "memory_nodes: inproc://nobody: nobody listens there"),
+    ("rdma://127.0.0.1:9", "memory_nodes: rdma://127.0.0.1:9: "),
     ("tcp://x:1,tcp://x:1", "memory_nodes: an address is there twice"),
 ]
 
@@ -65,7 +66,8 @@ def test_tcp_needs_a_key(all_logs):
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(None, "memory_node_key_file .*: No such file"), (b"other", "has less than 16 bytes")],
+    [(None, "memory_node_key_file .*: No such file"), (b"qwertz", "has less than 16 bytes")],
+    ids=["none", "short"],
 )
 def test_a_key_that_is_none(content, said, tmp_path, all_logs):
     path = tmp_path / "key"
