@@ -25,7 +25,6 @@ from serve.runtime import Runtime, load_runtime
 from serve.scheduler import Scheduler
 from serve.sequence import make_sequences
 
-
 _STEP_ROWS = 256
 
 
