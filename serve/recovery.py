@@ -156,6 +156,11 @@ class MemoryRecovery:
         self._try_at = 0.0
         self._place([i for i, m in enumerate(self.nodes.members) if not m.num_pages])
 
+    @property
+    def is_short(self) -> bool:
+        """There is memory, but too little for a sequence of full length."""
+        return self._short_at is not None
+
     def _mind_the_long(self) -> None:
         """Memory may be left that some sequences do not fit into. They wait a while for more."""
         kv, now_s = self._scheduler.kv, self._clock()
