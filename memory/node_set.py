@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import count
 
 from memory.attach import AttachRequest, NodeLayout
 from memory.edit_log import EditLog
@@ -87,7 +86,6 @@ class NodeSet:
         self._clock = clock
         self._pool = pool
         self._epoch = template.epoch
-        self._questions = count(1)
         self.min_pages = template.min_pages
         """Less than that is no use, on any node."""
         self.num_lost = 0
@@ -158,12 +156,7 @@ class NodeSet:
         link = NodeLink(url, endpoint, Share(self._partition, 0, most), self._clock)
         try:
             link.attach(
-                replace(
-                    self._request(link.share),
-                    engine=f"{self._template.engine[:60]}?",  # it puts nobody out
-                    epoch=next(self._questions),
-                    num_pages=self.min_pages,
-                ),
+                replace(self._request(link.share), is_question=True),
                 timeout_s,
                 self._wire,
             )

@@ -321,6 +321,7 @@ class Run:
                 world.wait(0.05)
             if self.random.random() < 0.05:
                 core.check()
+                core.stats()  # as those do who ask for metrics, also when there is no memory
         core.check()
 
     def end(self) -> None:
