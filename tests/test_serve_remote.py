@@ -49,19 +49,25 @@ def load(vocab_size, count=14):
     return prompts, params
 
 
-def tokens_of(llm, vocab_size):
-    outputs = llm.generate(*load(vocab_size), use_tqdm=False)
+def growing(vocab_size):
+    """More than there is room for: all prompts fit, and then they grow."""
+    rng = random.Random(12)
+    prompts = [[rng.randrange(5, vocab_size) for _ in range(50)] for _ in range(8)]
+    return prompts, SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+
+
+def tokens_of(llm, vocab_size, make_load=load):
+    outputs = llm.generate(*make_load(vocab_size), use_tqdm=False)
     return [[o.token_ids for o in output.outputs] for output in outputs]
 
 
 @functools.cache
-def local_tokens(model, vocab_size, dtype="float32"):
-    settings = SETTINGS | {"dtype": dtype}
-    with LLM(model_path(model), kv_cache_bytes=64 * MIB, **settings) as llm:
-        return tokens_of(llm, vocab_size)
+def local_tokens(model, vocab_size, make_load=load):
+    with LLM(model_path(model), kv_cache_bytes=64 * MIB, **SETTINGS) as llm:
+        return tokens_of(llm, vocab_size, make_load)
 
 
-def remote_tokens(model, vocab_size, urls, folder, partition="auto", **settings):
+def remote_tokens(model, vocab_size, urls, folder, partition="auto", make_load=load, **settings):
     with LLM(
         model_path(model),
         memory_nodes=urls,
@@ -70,7 +76,7 @@ def remote_tokens(model, vocab_size, urls, folder, partition="auto", **settings)
         kv_cache_bytes=16 * MIB,
         **(SETTINGS | settings),
     ) as llm:
-        found = tokens_of(llm, vocab_size)
+        found = tokens_of(llm, vocab_size, make_load)
         stats = llm.stats()
         assert (stats.pages_in_use, stats.num_unfinished) == (0, 0)
         assert (stats.memory_nodes, stats.memory_nodes_missing) == (len(urls), 0)
@@ -144,11 +150,12 @@ def test_with_little_memory_sequences_are_preempted(partition, node_bytes, tmp_p
             urls,
             tmp_path,
             partition,
+            growing,
             memory_node_bytes=node_bytes,
             memory_policy="prompt_only",
         )
     assert stats.num_preemptions > 0
-    assert found == local_tokens(DEFAULT_MODEL, 4096)
+    assert found == local_tokens(DEFAULT_MODEL, 4096, growing)
 
 
 class AlwaysSplits:

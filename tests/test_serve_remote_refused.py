@@ -37,6 +37,7 @@ def all_logs(caplog):
     return caplog
 
 
+LONG = ("--max-model-len", "250")
 ADDRESSES = [
     ("http://127.0.0.1:9", "memory_nodes: http://127.0.0.1:9: no transport 'http'"),
     ("node", "memory_nodes: node: no transport ''"),
@@ -101,8 +102,8 @@ def test_who_listens_is_no_memory_node(tmp_path, all_logs):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (("--memory-node-bytes", "16K"), "max_model_len .*raise memory_node_bytes"),
-        (("--memory-node-bytes", "100"), "memory_nodes: .*FULL: .* pages are too few"),
+        (("--memory-node-bytes", "16K", *LONG), "max_model_len .*raise memory_node_bytes"),
+        (("--memory-node-bytes", "100", *LONG), "memory_nodes: .*FULL: .* pages are too few"),
         (("--memory-partition", "head"), "memory_partition head needs a K/V head for each of 3"),
         (("--memory-partition", "half"), "memory_partition must be one of"),
         (("--memory-wire", "int4"), "memory_wire must be one of"),
