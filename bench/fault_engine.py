@@ -9,8 +9,10 @@ Without nodes it answers every prompt once: what is right. It ends when its inpu
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import json
 import logging
+import signal
 import sys
 import threading
 import time
@@ -61,6 +63,7 @@ async def _ask(engine: Engine, number: int) -> None:
             reason, error = delta.finish_reason, delta.error
     except Exception as failed:
         reason, error = "error", repr(failed)
+        await asyncio.sleep(0.2)  # it may be so for a while
     tell(
         kind="request",
         prompt=number,
@@ -111,6 +114,8 @@ async def _serve(settings: dict[str, Any]) -> None:
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
     for name in ("serve.recovery", "memory"):
         logging.getLogger(name).setLevel(logging.INFO)
         logging.getLogger(name).addHandler(_Log())

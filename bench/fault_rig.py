@@ -237,7 +237,11 @@ class EngineProcess:
         deadline = time.monotonic() + seconds
         while not condition():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the engine: no {what} within {seconds:.3g} s")
+                status = self._process.poll()
+                if status is None:
+                    self._process.send_signal(signal.SIGUSR1)  # its stacks, in the log
+                    time.sleep(0.5)
+                raise RuntimeError(f"the engine: no {what} in {seconds:.3g} s, {status=}")
             time.sleep(0.01)
 
     def kill(self) -> None:

@@ -1,13 +1,15 @@
-"""Engines over memory nodes: python -m bench.memory_nodes [capacity|speed|layer] [--quick].
+"""Engines over memory nodes: python -m bench.memory_nodes [WHAT ...] [--quick].
 
 capacity: how many sequences run at once with 256 MiB of K/V in this machine, and with two nodes
-of 2,400 MiB each. speed: decoding over nodes beside decoding in this process, with the same number
-of cores in all. layer: what a layer of 16 rows costs beside its kernels, by transport.
+of 2,400 MiB each. speed: decoding over nodes beside decoding in this process, with the same
+number of cores in all. overlap: what early q and two batches in flight bring over a real node.
+layer: what a layer of 16 rows costs beside its kernels, by transport.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import tempfile
 import threading
@@ -20,20 +22,26 @@ from rich.table import Table
 
 from bench.checkpoints import random_checkpoint
 from bench.node_layer import measure_layers
+from bench.node_overlap import measure_overlap
 from bench.node_processes import memory_nodes
 from serve import LLM, SamplingParams
 
 _LOCAL_BYTES = 256 << 20
 
+Result = tuple[Table, dict[str, Any]]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", nargs="*", default=["capacity", "speed", "layer"])
+    parser.add_argument("what", nargs="*", default=list(MEASUREMENTS))
     parser.add_argument("--quick", action="store_true", help="tiny models, as a smoke test")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="mergestep-nodes-") as folder:
+        results: dict[str, Any] = {}
         for what in args.what:
-            Console().print(MEASUREMENTS[what](Path(folder), args.quick))
+            table, results[what] = MEASUREMENTS[what](Path(folder), args.quick)
+            Console().print(table)
+    print(json.dumps(results))
 
 
 class _Watch:
@@ -62,7 +70,7 @@ class _Watch:
             self.most_bytes = max(self.most_bytes, used)
 
 
-def measure_capacity(folder: Path, is_quick: bool) -> Table:
+def measure_capacity(folder: Path, is_quick: bool) -> Result:
     """The same requests, twice: 56 of 1,024 + 320 tokens of 64 KiB each in fp32."""
     shape, count, length, answer = ("tiny", 24, 200, 8) if is_quick else ("wide-kv", 56, 1024, 320)
     model = str(random_checkpoint(shape))
@@ -89,8 +97,10 @@ def measure_capacity(folder: Path, is_quick: bool) -> Table:
         table.add_row(name, str(watch.most_running), used, f"{rate:.1f}", f"{seconds:.1f}")
     alone, nodes = rows
     times = nodes[0].most_running / alone[0].most_running
-    table.caption = f"{times:.1f}x the batch; same tokens: {alone[2] == nodes[2]}"
-    return table
+    is_same = alone[2] == nodes[2]
+    table.caption = f"{times:.1f}x the batch; same tokens: {is_same}"
+    found = {"times": times, "bytes": nodes[0].most_bytes, "is_same": is_same}
+    return table, found
 
 
 def _over(urls: list[str], folder: Path) -> dict[str, Any]:
@@ -108,7 +118,7 @@ def _serve(
     return watch, seconds, [list(o.outputs[0].token_ids) for o in outputs]
 
 
-def measure_speed(folder: Path, is_quick: bool) -> Table:
+def measure_speed(folder: Path, is_quick: bool) -> Result:
     """Decoding, 16 sequences: in one process with two threads, and over one node with one each."""
     shape, length, answer = ("tiny", 64, 16) if is_quick else ("llama-1b", 512, 48)
     model = str(random_checkpoint(shape))
@@ -117,16 +127,17 @@ def measure_speed(folder: Path, is_quick: bool) -> Table:
     table = Table("", "time between tokens, ms", "of local")
     table.title = f"16 sequences, {length} tokens of context, {shape}"
     settings: dict[str, Any] = {"max_model_len": length + answer, "max_num_seqs": 16}
-    base = _decode_ms(model, prompts, answer, settings | {"compute_threads": 2})
-    table.add_row("local, two threads", f"{base:.1f}", "1.00")
-    one = _decode_ms(model, prompts, answer, settings | {"compute_threads": 1})
-    table.add_row("local, one thread", f"{one:.1f}", f"{one / base:.2f}")
+    found = {"local, two threads": _decode_ms(model, prompts, answer, settings)}
+    one_thread = settings | {"compute_threads": 1}
+    found["local, one thread"] = _decode_ms(model, prompts, answer, one_thread)
     for scheme in ("shm", "tcp"):
         with memory_nodes(1, folder, scheme=scheme) as urls:
-            remote = settings | _over(urls, folder) | {"compute_threads": 1}
-            ms = _decode_ms(model, prompts, answer, remote)
-        table.add_row(f"one node over {scheme}, a thread each", f"{ms:.1f}", f"{ms / base:.2f}")
-    return table
+            remote = one_thread | _over(urls, folder)
+            name = f"one node over {scheme}, a thread each"
+            found[name] = _decode_ms(model, prompts, answer, remote)
+    for name, ms in found.items():
+        table.add_row(name, f"{ms:.1f}", f"{ms / found['local, two threads']:.2f}")
+    return table, found
 
 
 def _decode_ms(
@@ -142,11 +153,16 @@ def _decode_ms(
     return (last - first) / fewest * 1e3
 
 
-def measure_layer(folder: Path, is_quick: bool) -> Table:
+def measure_layer(folder: Path, is_quick: bool) -> Result:
     return measure_layers(folder, num_steps=20 if is_quick else 300)
 
 
-MEASUREMENTS = {"capacity": measure_capacity, "speed": measure_speed, "layer": measure_layer}
+MEASUREMENTS = {
+    "capacity": measure_capacity,
+    "speed": measure_speed,
+    "overlap": measure_overlap,
+    "layer": measure_layer,
+}
 
 if __name__ == "__main__":
     main()

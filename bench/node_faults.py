@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import random
 import signal
 import sys
@@ -25,8 +26,8 @@ from statistics import median
 from bench.fault_engine import NUM_PROMPTS
 from bench.fault_rig import START_S, EngineProcess, Node, Proxy, Site, can_have_namespaces
 
-_LOOK_BACK_S = 0.5
-_LOOK_ON_S = 8.0
+logger = logging.getLogger(__name__)
+
 _NOTICED_S = 2.0  # by then, if at all
 GOALS = {"kill": 0.25, "stop_5": 1.5, "down": 1.5, "cut_both": 1.5, "cut_to": 1.5, "cut_from": 1.5}
 """Seconds until it is noticed (RELIABILITY 5)."""
@@ -37,6 +38,7 @@ class Fault:
     kind: str
     at: float
     ended: float = 0.0
+    over: float = 0.0  # everything is as before
     noticed_s: float | None = None
     gap_s: float = 0.0
 
@@ -58,7 +60,7 @@ class Run:
         expected: list[list[int]],
         folder: Path,
         num_nodes: int = 3,
-        partition: str = "head",
+        partition: str = "auto",
         seed: int = 0,
         sites: bool = True,
     ) -> None:
@@ -83,7 +85,11 @@ class Run:
         self.urls = [node.url for node in self.nodes]
         if self.proxy is not None:
             self.urls[0] = self.proxy.url
-        self.engine = self._start_engine()
+        try:
+            self.engine = self._start_engine()
+        except BaseException:
+            self._close_nodes()
+            raise
         self.all_pages = self.engine.pages
 
     def _start_engine(self) -> EngineProcess:
@@ -96,11 +102,11 @@ class Run:
         while True:  # nodes may not listen yet
             engine = EngineProcess(settings, self.folder / "engine.log")
             try:
-                engine.wait_for(lambda e=engine: e.pages and len(e.of("request")) >= 1, 60, "start")  # type: ignore[misc]
+                engine.wait_for(lambda e=engine: e.pages and len(e.of("request")) >= 1, 60, "start")
             except RuntimeError:
                 engine.close()
                 if time.monotonic() > deadline:
-                    raise
+                    raise RuntimeError((self.folder / "engine.log").read_text()[-2000:]) from None
             else:
                 return engine
 
@@ -187,19 +193,28 @@ class Run:
         """One fault, when all nodes are there; until they are there again."""
         time.sleep(self.random.random() * 0.5)
         fault = Fault(kind, time.monotonic())
+        logger.info("%.3f %s", fault.at, kind)
         self.faults.append(fault)
         self.kinds()[kind](self.random.choice(self.nodes))
         fault.ended = time.monotonic()
         time.sleep(max(0.3, fault.at + _NOTICED_S - fault.ended))
         self.engine.wait_for(lambda: self.engine.pages >= self.all_pages, START_S, "recovery")
+        fault.over = time.monotonic()
         noticed = self.engine.first_log("memory node", fault.at)
         fault.noticed_s = None if noticed is None else noticed - fault.at
+        logger.info("%s: noticed after %s", kind, fault.noticed_s)
+        for request in self.engine.of("request"):
+            if request["error"] is not None:
+                raise RuntimeError(f"a request has failed: {request['error']}")
 
     # ---- afterwards
 
     def close(self) -> None:
         self.engine.close()
         self.requests += self.engine.of("request")
+        self._close_nodes()
+
+    def _close_nodes(self) -> None:
         for node in self.nodes:
             node.close()
         for site in self._sites:
@@ -224,14 +239,13 @@ class Run:
         return wrong, failed
 
     def _longest_gap(self, fault: Fault) -> float:
-        """From token to token of a client, while it lasted or soon after."""
-        first, last = fault.at - _LOOK_BACK_S, fault.ended + _LOOK_ON_S
+        """From token to token of a client, until everything was as before."""
         longest = 0.0
         for request in self.requests:
             times = request["times"]
             assert isinstance(times, list)
             for earlier, later in pairwise(times):
-                if later >= fault.at and first <= later and earlier <= last:
+                if later >= fault.at and earlier <= fault.over:
                     longest = max(longest, later - earlier)
         return longest
 
@@ -256,11 +270,13 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--nodes", type=int, default=3)
-    parser.add_argument("--partition", default="head")
+    parser.add_argument("--partition", default="auto")
     parser.add_argument("--shm", action="store_true", help="without a network")
     parser.add_argument("--kinds", default="", help="with commas between; all by default")
     parser.add_argument("--seconds", type=float, default=3600.0, help="no new fault after that")
+    parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING)
     reason = None if args.shm else can_have_namespaces()
     if reason is not None:
         print(f"no network namespaces here: {reason}; --shm needs none")

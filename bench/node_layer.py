@@ -39,21 +39,25 @@ _LAYER = AttentionLayer(32, 8, 64, 64**-0.5)
 _WINDOW_BYTES = 32 << 20
 
 
-def measure_layers(folder: Path, num_steps: int) -> Table:
+def measure_layers(folder: Path, num_steps: int) -> tuple[Table, dict[str, Any]]:
+    """Medians by transport."""
     native.set_num_threads(1)
     table = Table("transport", "message path µs", "of it copies", "answer µs", "layer µs")
     table.title = f"{_ROWS} rows, {_LAYER.num_heads}/{_LAYER.num_kv_heads} heads of 64, one node"
     table.caption = "medians of layers; the goal for the message path is 60"
     node = MemoryNode(1 << 30, get_backend("cpu"))
-    listener = listen("inproc://layer", key=KEY, info={"capacity_bytes": 1 << 30})
+    info = {"capacity_bytes": 1 << 30}
+    listener = listen("inproc://layer", key=KEY, info=info, window_bytes=_WINDOW_BYTES)
     threading.Thread(target=node.serve, args=(listener,), daemon=True).start()
-    _measure(table, "inproc", "inproc://layer", num_steps)
+    found = {"inproc": _measure("inproc://layer", num_steps)}
     listener.close()
     node.close()
     for scheme in ("shm", "tcp"):
         with memory_nodes(1, folder, scheme=scheme) as urls:
-            _measure(table, scheme, urls[0], num_steps)
-    return table
+            found[scheme] = _measure(urls[0], num_steps)
+    for name, values in found.items():
+        table.add_row(name, *(f"{value:.0f}" for value in values))
+    return table, found
 
 
 class _Timer:
@@ -84,7 +88,7 @@ class _Timer:
 
 
 @torch.inference_mode()
-def _measure(table: Table, name: str, url: str, num_steps: int) -> None:
+def _measure(url: str, num_steps: int) -> list[float]:
     kv, attention, nodes = _attention(url)
     items = [kv.open(_PAST + num_steps + 40) for _ in range(_ROWS)]
     generator = torch.Generator().manual_seed(0)
@@ -116,9 +120,8 @@ def _measure(table: Table, name: str, url: str, num_steps: int) -> None:
         layer - mine - answer
         for layer, mine, answer in zip(layers, own.times, answers.times, strict=True)
     ]
-    cells = (path, copies, answers.times, layers)
-    table.add_row(name, *(f"{statistics.median(values):.0f}" for values in cells))
     nodes.close()
+    return [statistics.median(values) for values in (path, copies, answers.times, layers)]
 
 
 def _step(

@@ -40,7 +40,8 @@ _MAX_ALL_PLACES = 1 << 26  # each may take 4 bytes of a node's books
 class AttachRequest:
     """engine, epoch: a later epoch of the same engine puts an earlier one out. groups: of each
     layer group, the numbers of its layers and the tokens in one page. num_places: of a range, in
-    each group. num_pages: wanted, at least min_pages. max_rows: of one message."""
+    each group. num_pages: wanted, at least min_pages. max_rows: of one message.
+    is_question: what would be granted is said, and that is all."""
 
     engine: str
     epoch: int
@@ -54,6 +55,7 @@ class AttachRequest:
     num_pages: int
     min_pages: int
     max_rows: int
+    is_question: bool = False
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -79,6 +81,7 @@ class AttachRequest:
             num_pages=fields.integer("num_pages", 1, _MAX_PAGES),
             min_pages=fields.integer("min_pages", 1, _MAX_PAGES),
             max_rows=fields.integer("max_rows", 1, _MAX_ROWS),
+            is_question=content.get("is_question") is True,
         )
         request.check()
         return request

@@ -238,6 +238,9 @@ class MemoryNode:
         granted = self._grant(connection, request)
         if granted is None:
             return False
+        if granted.is_question:
+            self._post_attached(connection, granted)
+            return False
         memory = LinuxMemory(connection.bytes_leased // granted.num_pages, granted.num_pages)
         try:
             connection.session = NodeSession(granted, memory, self._backend)
@@ -245,8 +248,7 @@ class MemoryNode:
             memory.close()
             raise
         self._num_attached += 1
-        content: dict[str, object] = {"num_pages": granted.num_pages}
-        post_bytes(endpoint, pack_json(Kind.ATTACHED, request.epoch, content))
+        self._post_attached(connection, granted)
         logger.info(
             "engine %s at %s: %d pages of %d KiB",
             request.engine[:16],
@@ -259,6 +261,11 @@ class MemoryNode:
         )
         return True
 
+    @staticmethod
+    def _post_attached(connection: _Connection, granted: AttachRequest) -> None:
+        content: dict[str, object] = {"num_pages": granted.num_pages}
+        post_bytes(connection.endpoint, pack_json(Kind.ATTACHED, granted.epoch, content))
+
     def _grant(self, connection: _Connection, request: AttachRequest) -> AttachRequest | None:
         """The request with the pages it gets; None if it is refused (and told so)."""
         try:
@@ -267,14 +274,16 @@ class MemoryNode:
             layout = NodeLayout(request)
             if not layout.is_addressable:
                 raise WireError(ErrorCode.SHAPE, f"ranges of {layout.total_bytes} bytes in all")
-            self._fence(connection, request)
+            if not request.is_question:
+                self._fence(connection, request)
             with self._lock:
                 free = self._capacity - sum(c.bytes_leased for c in self._connections)
                 num_pages = min(request.num_pages, free // layout.page_bytes)
                 if num_pages < request.min_pages:
                     need = request.min_pages * layout.page_bytes
                     raise WireError(ErrorCode.FULL, f"{free} bytes are free, {need} needed")
-                connection.bytes_leased = num_pages * layout.page_bytes
+                if not request.is_question:
+                    connection.bytes_leased = num_pages * layout.page_bytes
         except WireError as error:
             self._num_refused += 1
             logger.warning(

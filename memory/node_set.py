@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import count
 
 from memory.attach import AttachRequest, NodeLayout
 from memory.edit_log import EditLog
@@ -87,9 +86,8 @@ class NodeSet:
         self._clock = clock
         self._pool = pool
         self._epoch = template.epoch
-        self._questions = count(1)
         self.min_pages = template.min_pages
-        """Less than that is no use, on any node."""
+        """Of a member: with less, a sequence may find itself without room."""
         self.num_lost = 0
 
     @property
@@ -122,30 +120,53 @@ class NodeSet:
     def place(
         self, member: Member, connect_s: float = _CONNECT_S, *, needs_all: bool = False
     ) -> None:
-        """Attach to every node that answers, else to this machine's memory. NoNodeError.
+        """Attach to every node that answers, else to this machine's memory; where neither has
+        min_pages, to what nodes have. NoNodeError.
 
         needs_all: nobody may be missing."""
         member.close()
         member.is_local = False
         reasons: dict[str, str] = {}
-        endpoints = self._connect_all(member.urls, connect_s, reasons)
+        if needs_all:
+            endpoints = self._connect_all(member.urls, connect_s, reasons)
+            if not reasons:
+                self._attach(member, endpoints, reasons, self.min_pages, _FIRST_ATTACH_S)
+        elif not self._place_on(member, member.urls, connect_s, reasons, self.min_pages):
+            if self._place_here(member, reasons):
+                return
+            full = [url for url in member.urls if reasons[url].startswith(ErrorCode.FULL.name)]
+            self._place_on(member, full, connect_s, reasons, 1)
+        if not member.links:
+            texts = [text if url in text else f"{url}: {text}" for url, text in reasons.items()]
+            raise NoNodeError("; ".join(texts))
+
+    def _place_on(
+        self,
+        member: Member,
+        urls: Sequence[str],
+        connect_s: float,
+        reasons: dict[str, str],
+        least: int,
+    ) -> bool:
+        endpoints = self._connect_all(urls, connect_s, reasons)
         while endpoints:
-            if needs_all and reasons:
-                break
-            attach_s = _FIRST_ATTACH_S if needs_all else _ATTACH_S
-            failed = self._attach(member, endpoints, reasons, attach_s)
+            failed = self._attach(member, endpoints, reasons, least, _ATTACH_S)
             if failed is None:
-                return
+                return True
             # who is left is asked anew: a connection has one session
-            urls = [url for url in endpoints if url != failed]
-            endpoints = self._connect_all(urls, connect_s, reasons)
-        if self._local is not None and not needs_all:
-            endpoint = self._local()
-            if self._attach(member, {"this machine": endpoint}, reasons, _ATTACH_S) is None:
-                member.is_local = True
-                logger.warning("no memory node is left: K/V is in this machine's memory")
-                return
-        raise NoNodeError("; ".join(f"{url}: {reason}" for url, reason in reasons.items()))
+            left = [url for url in endpoints if url != failed]
+            endpoints = self._connect_all(left, connect_s, reasons)
+        return False
+
+    def _place_here(self, member: Member, reasons: dict[str, str]) -> bool:
+        if self._local is None:
+            return False
+        own = {"this machine": self._local()}
+        if self._attach(member, own, reasons, self.min_pages, _ATTACH_S) is not None:
+            return False
+        member.is_local = True
+        logger.warning("no memory node is left: K/V is in this machine's memory")
+        return True
 
     def takes(self, url: str, timeout_s: float) -> bool:
         """Whether a node that is missing is there and has memory for us. From any thread."""
@@ -157,12 +178,7 @@ class NodeSet:
         link = NodeLink(url, endpoint, Share(self._partition, 0, most), self._clock)
         try:
             link.attach(
-                replace(
-                    self._request(link.share),
-                    engine=f"{self._template.engine[:60]}?",  # it puts nobody out
-                    epoch=next(self._questions),
-                    num_pages=self.min_pages,
-                ),
+                replace(self._request(link.share, self.min_pages), is_question=True),
                 timeout_s,
                 self._wire,
             )
@@ -204,6 +220,7 @@ class NodeSet:
         member: Member,
         endpoints: Mapping[str, Endpoint],
         reasons: dict[str, str],
+        least: int,
         timeout_s: float,
     ) -> str | None:
         """Share the K/V among them; the url of one that does not take part, else None."""
@@ -212,7 +229,7 @@ class NodeSet:
             NodeLink(url, endpoint, Share(self._partition, index, len(endpoints)), self._clock)
             for index, (url, endpoint) in enumerate(endpoints.items())
         ]
-        requests = [self._request(link.share) for link in links]
+        requests = [self._request(link.share, least) for link in links]
         wanted = [
             self._wanted(request, link) for request, link in zip(requests, links, strict=True)
         ]
@@ -233,8 +250,8 @@ class NodeSet:
         member.num_pages = min(granted)
         return None
 
-    def _request(self, share: Share) -> AttachRequest:
-        return replace(share_request(self._template, share), min_pages=self.min_pages)
+    def _request(self, share: Share, least: int) -> AttachRequest:
+        return replace(share_request(self._template, share), min_pages=least)
 
     def _wanted(self, request: AttachRequest, link: NodeLink) -> int:
         """Pages that the node may have room for."""

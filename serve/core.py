@@ -304,6 +304,12 @@ class EngineCore:
             self._flush_records()
             self._kv.prefixes.wait(_FETCH_WAIT_S)
             return
+        is_short = self._recovery is not None and self._recovery.is_short
+        if plan is None and is_short and not self._scheduler.running:
+            self._busy_since_s = None
+            self._flush_records()
+            self._wait_for_memory()  # what is left is too small for who is next
+            return
         if plan is None:
             # Waiting sequences that fit nowhere although nothing runs: cannot happen, because
             # one sequence of max_model_len always fits (checked at start-up).

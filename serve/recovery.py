@@ -50,6 +50,7 @@ class MemoryRecovery:
         self._end = end
         self._clock = clock
         self._lost_at: float | None = None
+        self._short_at: float | None = None  # since when there is not enough for everyone
         self._changed_at = clock()
         self._try_at = 0.0
         self._num_tries = 0  # since there was memory
@@ -106,6 +107,7 @@ class MemoryRecovery:
         if any(member.num_pages for member in self.nodes.members):
             self._lost_at = None
             self._num_tries = 0
+            self._mind_the_long()
             return True
         self._give_up()
         return False
@@ -153,6 +155,34 @@ class MemoryRecovery:
         self._lose()
         self._try_at = 0.0
         self._place([i for i, m in enumerate(self.nodes.members) if not m.num_pages])
+
+    @property
+    def is_short(self) -> bool:
+        """There is memory, but too little for a sequence of full length."""
+        return self._short_at is not None
+
+    def _mind_the_long(self) -> None:
+        """Memory may be left that some sequences do not fit into. They wait a while for more."""
+        kv, now_s = self._scheduler.kv, self._clock()
+        if kv.most_pages >= self.nodes.min_pages:
+            self._short_at = None
+            return
+        if self._short_at is None:
+            self._short_at = now_s
+        if now_s < self._short_at + _GIVE_UP_S:
+            return
+        if not self._scheduler.running and now_s >= self._changed_at + SETTLED_S:
+            self._place_all_anew()
+        for sequence in list(self._scheduler.waiting):
+            if kv.num_pages and kv.pages_for(sequence.max_tokens_total) > kv.most_pages:
+                self._end(sequence, "memory nodes are lost, and what is left is too small")
+
+    def _place_all_anew(self) -> None:
+        for member in self.nodes.members:
+            member.close()
+        self._lose()
+        self._try_at = 0.0
+        self._place(range(len(self.nodes.members)))
 
     def _give_up(self) -> None:
         now_s = self._clock()

@@ -91,7 +91,7 @@ def engine_stats(
     prefixes = kv.prefixes.stats
     disk = kv.prefixes.store_stats()
     coverage_p50, coverage_p90 = scheduler.policy.coverage()
-    page_steps = max(1, scheduler.num_steps) * kv.num_pages
+    page_steps = max(1, scheduler.num_steps * kv.num_pages)  # of none while nodes are lost
     return EngineStats(
         num_unfinished=num_unfinished,
         num_running=len(scheduler.running),

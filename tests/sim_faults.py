@@ -17,17 +17,16 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 
 from memory.attach import NodeLayout
 from ops import get_backend
-from serve.request import FinishReason, SamplingParams
-from serve.state import RequestState
+from serve.request import SamplingParams
+from tests.sim_clients import Client, Sink
 from tests.sim_engine import MAX_LEN, SimEngine, geometry_of
-from tests.sim_model import FIRST_TOKEN, NUM_TOKENS, expected_tokens
+from tests.sim_model import FIRST_TOKEN, NUM_TOKENS
 from tests.sim_nodes import Recorder, SimNode
 from tests.sim_world import SimEndpoint, World
 
@@ -35,61 +34,6 @@ _SPAN_S = 6.0  # in which requests and faults begin
 _MOST_S = 150.0  # of virtual time
 _GOOD_S = 3.0  # a node that can be had for so long has been found
 _AFTER_S = 60.0  # until nodes have noticed everything
-
-
-@dataclass
-class Client:
-    """One request and what came of it."""
-
-    prompt: list[int]
-    num_tokens: int
-    got: list[int] = field(default_factory=list)
-    reason: FinishReason | None = None
-    error: str | None = None
-    was_excused: bool = True  # no memory was left when it ended with an error
-    is_cancelled: bool = False
-    state: RequestState | None = None
-    times: list[float] = field(default_factory=list)
-
-    def check(self) -> None:
-        expected = expected_tokens(self.prompt, self.num_tokens)
-        due = expected[: len(self.got)]
-        assert self.got == due, f"wrong tokens: {self.got}, expected {due}"
-        if self.reason is FinishReason.ERROR:
-            assert self.was_excused, f"ended although there was memory: {self.error}"
-        elif self.reason is FinishReason.ABORT:
-            assert self.is_cancelled
-        else:
-            assert self.reason is FinishReason.LENGTH, self.reason
-            assert self.got == expected, "tokens are missing"
-
-
-class Sink:
-    def __init__(self, run: Run, client: Client) -> None:
-        self._run = run
-        self._client = client
-
-    def accept(self, request) -> None:
-        pass
-
-    def wake(self) -> None:
-        pass
-
-    def fail(self, error: Exception) -> None:
-        self._run.problems.append(f"refused: {error!r}")
-        self._client.reason = FinishReason.ERROR
-
-    def push(self, delta) -> None:
-        client = self._client
-        if client.reason is not None:
-            self._run.problems.append("more after the end")
-        client.got += delta.token_ids
-        client.times += [self._run.world.now] * len(delta.token_ids)
-        client.reason = delta.finish_reason
-        if delta.finish_reason is FinishReason.ERROR:
-            client.error = delta.error
-            client.was_excused = self._run.is_short()
-            self._run.note("error", client.error or "")
 
 
 class Run:
@@ -103,7 +47,7 @@ class Run:
         partition: str | None = None,
         num_nodes: int | None = None,
         local_factor: int | None = None,
-        node_factor: int | None = None,
+        node_factor: float | None = None,
     ) -> None:
         """The factors: sequences of full length that fit into the engine's own memory, and into
         that of one node. What is not given is drawn."""
@@ -122,20 +66,33 @@ class Run:
         if local_factor is None:
             local_factor = choose([0, 1, 4])
         self.local_pages = most * local_factor
-        capacity = most * (node_factor or choose([1, 2, 5])) * pages.page_bytes
+        if node_factor is None:
+            has_shares = count > 1 and self.partition != "request"
+            node_factor = choose([1, 2, 5, 0.7 if has_shares else 1])
+        self.node_pages = int(most * node_factor)
+        capacity = self.node_pages * pages.page_bytes
         for number in range(count):
             self.nodes.append(SimNode(self.world, f"sim://{number}", capacity, backend))
         self.engine = SimEngine(self.world, self.nodes, self.partition, self.local_pages)
         self.clients: list[Client] = []
         self.num_open_faults = 0
-        self.problems: list[str] = []  # where raising would only end the request
+        self.problems: list[str] = []
 
     def note(self, what: str, text: str = "") -> None:
         self.counts[what] += 1
         self.tell(f"{self.world.now:8.3f} {what} {text}")
 
-    def is_short(self) -> bool:
-        """Whether there was no memory for a while: then requests may end."""
+    def is_excused(self, client: Client, error: str | None) -> bool:
+        """Whether it may end: there was no memory, or not enough for it."""
+        if error is None or "too small" not in error:
+            return self._has_none()
+        num_good = sum(node.good_since is not None for node in self.nodes)
+        found = self.node_pages * (min(1, num_good) if self.partition == "request" else num_good)
+        need = self.engine.kv.pages_for(len(client.prompt) + client.num_tokens)
+        return need > max(found - 1, self.local_pages) or self._has_none()
+
+    def _has_none(self) -> bool:
+        """Whether no node could be had for a while."""
         if self.local_pages >= self.pages_needed:
             return False
         now = self.world.now
@@ -164,7 +121,7 @@ class Run:
 
     def _begin(self, client: Client, number: int) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=client.num_tokens, seed=number)
-        sink = Sink(self, client)
+        sink = Sink(client, self.world.clock, self.is_excused, self.problems)
         client.state = self.engine.core.begin(client.prompt, params, sink, f"r{number}")
 
     def _cancel(self, client: Client) -> None:
@@ -321,11 +278,13 @@ class Run:
                 world.wait(0.05)
             if self.random.random() < 0.05:
                 core.check()
+                core.stats()  # as those do who ask for metrics, also when there is no memory
         core.check()
 
     def end(self) -> None:
         """Close everything, and check that all is as it must be."""
         assert not self.problems, self.problems
+        self.counts["error"] += sum(client.error is not None for client in self.clients)
         for client in self.clients:
             client.check()
         if self.random.random() < 0.3:

@@ -191,3 +191,13 @@ def test_transport_quick():
     for name in ("inproc", "shm", "tcp"):
         assert 0 < readings[f"{name} 64 B median"] <= readings[f"{name} 64 B p99"]
         assert all(readings[f"{name} {2**k} B one way"] > 0 for k in (16, 18, 20, 22))
+
+
+def test_memory_nodes_quick(tmp_path):
+    """More runs at once over nodes, with the same tokens; every layer's path is timed."""
+    command = ("-m", "bench.memory_nodes", "capacity", "overlap", "layer", "--quick")
+    found = last_json(output_of(*command, XDG_CACHE_HOME=str(tmp_path)))
+    assert found["capacity"]["is_same"] and found["capacity"]["times"] > 1
+    assert all(ms > 0 for case in found["overlap"].values() for ms in case.values())
+    assert set(found["layer"]) == {"inproc", "shm", "tcp"}
+    assert all(0 < copies < path < layer for path, copies, _, layer in found["layer"].values())

@@ -6,7 +6,8 @@ import pytest
 
 from serve.request import FinishReason
 from tests import sim_world
-from tests.sim_faults import Client, Run, run_schedule
+from tests.sim_clients import Client
+from tests.sim_faults import Run, run_schedule
 from tests.sim_nodes import Recorder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -41,7 +42,7 @@ def make(partition="head", num_nodes=2, local=0, node=3, num_tokens=60):
 
 def finish(run):
     """The client's longest gap."""
-    run.work(lambda: run.clients[0].reason is not None)
+    run.work(lambda: all(client.reason is not None for client in run.clients))
     run.end()
     return run.longest_gap_s
 
@@ -174,3 +175,25 @@ def test_the_model_sees_what_a_checksum_would_have(monkeypatch):
         except AssertionError as error:
             num_wrong += "wrong tokens" in str(error)
     assert num_wrong
+
+
+def test_memory_that_is_too_small_for_one_ends_that_one():
+    run = make(num_nodes=2, node=0.7, num_tokens=79)
+    short = Client([run._token() for _ in range(8)], 20)
+    run.nodes[0].kill()
+    go_on(run, 0.2)
+    run.clients.append(short)
+    run._begin(short, 1)
+    run.work(lambda: run.clients[0].reason is not None)
+    assert run.clients[0].reason is FinishReason.ERROR
+    assert "too small" in run.clients[0].error
+    finish(run)
+    assert short.reason is FinishReason.LENGTH
+
+
+def test_a_node_that_is_back_in_time_helps_the_long_one():
+    run = make(num_nodes=2, node=0.7, num_tokens=79)
+    run.nodes[0].kill()
+    run.world.after(2.0, run.nodes[0].start)
+    finish(run)
+    assert run.clients[0].reason is FinishReason.LENGTH
