@@ -25,6 +25,8 @@ from serve.runtime import Runtime, load_runtime
 from serve.scheduler import Scheduler
 from serve.sequence import make_sequences
 
+_STEP_ROWS = 256
+
 
 class LateQ:
     """The same attention, with q sent only when k and v are there."""
@@ -80,7 +82,7 @@ def _steps(
             memory_node_key_file=folder / "key",
             compute_threads=1,
             max_num_seqs=count,
-            max_model_len=length + 8 * num_steps,
+            max_model_len=length + _answer(count, length, num_steps),
         )
     )
     try:
@@ -99,8 +101,9 @@ def _alternate(runtime: Runtime, count: int, length: int, num_steps: int) -> lis
         ModelRunner(runtime.model, runtime.kv, attention, stagger=Fixed(False)),
         ModelRunner(runtime.model, runtime.kv, attention, stagger=Fixed(True)),
     ]
-    scheduler = Scheduler(SchedulerLimits(count, 256, 256), runtime.kv)
-    params = SamplingParams(max_tokens=4 * num_steps, temperature=0.0, seed=0, ignore_eos=True)
+    scheduler = Scheduler(SchedulerLimits(count, _STEP_ROWS, _STEP_ROWS), runtime.kv)
+    answer = _answer(count, length, num_steps)
+    params = SamplingParams(max_tokens=answer, temperature=0.0, seed=0, ignore_eos=True)
     for number in range(count):
         prompt = tuple((7 * number + 3 * i) % 900 + 300 for i in range(length))
         request = Request(str(number), None, prompt, params, 0.0)
@@ -117,6 +120,11 @@ def _alternate(runtime: Runtime, count: int, length: int, num_steps: int) -> lis
         assert sequence.kv_range is not None
         runtime.kv.close(sequence.kv_range)
     return [statistics.median(found) for found in times]
+
+
+def _answer(count: int, length: int, num_steps: int) -> int:
+    """Tokens, so that the first sequence still decodes when the last one has been read for long."""
+    return 4 * num_steps + count * length // (_STEP_ROWS - count)
 
 
 def _all_decode(plan: StepPlan, count: int) -> bool:

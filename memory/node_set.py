@@ -137,7 +137,8 @@ class NodeSet:
             full = [url for url in member.urls if reasons[url].startswith(ErrorCode.FULL.name)]
             self._place_on(member, full, connect_s, reasons, 1)
         if not member.links:
-            raise NoNodeError("; ".join(f"{url}: {reason}" for url, reason in reasons.items()))
+            texts = [text if url in text else f"{url}: {text}" for url, text in reasons.items()]
+            raise NoNodeError("; ".join(texts))
 
     def _place_on(
         self,

@@ -143,7 +143,7 @@ class LinuxMemory:
     def close(self) -> None:
         if self._address:
             _libc.munmap(self._address, self._size)
-            self._address = 0
+            self._address = self._size = 0  # whatever still maps here fails
         if self._pool and not self._is_kept:
             _libc.munmap(self._pool, self._pool_size)
             self._pool = 0

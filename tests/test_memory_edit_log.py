@@ -143,7 +143,11 @@ def test_a_node_shows_what_the_books_show(share, windows, monkeypatch):
         operation = rng.random()
         if operation < 0.2:
             prompt = rng.choice(PROMPTS)[: rng.randint(1, 300)]
-            model.open([*prompt[:-1], rng.randrange(3)], rng.choice("ab"))
+            if rng.random() < 0.4:  # whole pages once more: the last one is copied
+                prompt = prompt[: max(1, len(prompt) // 96) * 96]
+            else:
+                prompt = [*prompt[:-1], rng.randrange(3)]
+            model.open(prompt, rng.choice("ab"))
         elif operation < 0.8 and model.running:
             model.advance(rng.choice(model.running), rng.choice([1, 1, 2, 30, 200]))
         elif operation < 0.95 and model.running:

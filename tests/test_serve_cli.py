@@ -58,7 +58,7 @@ def test_every_engine_setting_is_an_option() -> None:
     defaults = {item.name: item.default for item in fields(EngineConfig)}
     for parameter in command.commands["run"].params:
         if parameter.name in defaults:
-            assert parameter.default == defaults[parameter.name]
+            assert (parameter.default or None) == (defaults[parameter.name] or None)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,8 @@ def load(vocab_size, count=14):
                 temperature=rng.choice([0.0, 0.0, 0.8]),
                 top_p=rng.choice([1.0, 0.9]),
                 seed=number,
-                min_tokens=rng.choice([0, 5]),
+                min_tokens=rng.choice([0, 1]),
+                ignore_eos=rng.random() < 0.8,
                 stop_token_ids=[rng.randrange(5, vocab_size) for _ in range(20)],
                 n=rng.choice([1, 1, 2]),
             )
@@ -48,28 +49,34 @@ def load(vocab_size, count=14):
     return prompts, params
 
 
-def tokens_of(llm, vocab_size):
-    outputs = llm.generate(*load(vocab_size), use_tqdm=False)
+def growing(vocab_size):
+    """More than there is room for: all prompts fit, and then they grow."""
+    rng = random.Random(12)
+    prompts = [[rng.randrange(5, vocab_size) for _ in range(50)] for _ in range(8)]
+    return prompts, SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+
+
+def tokens_of(llm, vocab_size, make_load=load):
+    outputs = llm.generate(*make_load(vocab_size), use_tqdm=False)
     return [[o.token_ids for o in output.outputs] for output in outputs]
 
 
 @functools.cache
-def local_tokens(model, vocab_size, dtype="float32"):
-    settings = SETTINGS | {"dtype": dtype}
-    with LLM(model_path(model), kv_cache_bytes=64 * MIB, **settings) as llm:
-        return tokens_of(llm, vocab_size)
+def local_tokens(model, vocab_size, make_load=load):
+    with LLM(model_path(model), kv_cache_bytes=64 * MIB, **SETTINGS) as llm:
+        return tokens_of(llm, vocab_size, make_load)
 
 
-def remote_tokens(model, vocab_size, urls, folder, partition="auto", **settings):
+def remote_tokens(model, vocab_size, urls, folder, partition="auto", make_load=load, **settings):
     with LLM(
         model_path(model),
         memory_nodes=urls,
         memory_partition=partition,
-        memory_node_key_file=key_file(folder),
+        memory_node_key_file=key_file(folder) if urls[0].startswith("tcp") else None,
         kv_cache_bytes=16 * MIB,
         **(SETTINGS | settings),
     ) as llm:
-        found = tokens_of(llm, vocab_size)
+        found = tokens_of(llm, vocab_size, make_load)
         stats = llm.stats()
         assert (stats.pages_in_use, stats.num_unfinished) == (0, 0)
         assert (stats.memory_nodes, stats.memory_nodes_missing) == (len(urls), 0)
@@ -105,7 +112,8 @@ def test_tokens_are_those_of_the_local_engine(
     with nodes(scheme, count, tmp_path) as urls:
         found, stats = remote_tokens(model, vocab, urls, tmp_path, partition, **more)
     assert found == local_tokens(model, vocab)
-    assert stats.prefix_hit_tokens > 0
+    if (partition, count) != ("sequence", 4):  # whose pages are longer than what is alike
+        assert stats.prefix_hit_tokens > 0
 
 
 @pytest.mark.parametrize("prefill", ["local", "remote"])
@@ -130,7 +138,8 @@ def test_without_prefix_sharing(partition, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("partition", "node_bytes"), [("head", 3 * MIB), ("sequence", 3 * MIB), ("request", 5 * MIB)]
+    ("partition", "node_bytes"),
+    [("head", 800 << 10), ("sequence", 800 << 10), ("request", 3 << 19)],
 )
 def test_with_little_memory_sequences_are_preempted(partition, node_bytes, tmp_path):
     """What was given back is computed again, on pages that others have written since."""
@@ -141,11 +150,37 @@ def test_with_little_memory_sequences_are_preempted(partition, node_bytes, tmp_p
             urls,
             tmp_path,
             partition,
+            growing,
             memory_node_bytes=node_bytes,
             memory_policy="prompt_only",
         )
     assert stats.num_preemptions > 0
+    assert found == local_tokens(DEFAULT_MODEL, 4096, growing)
+
+
+class AlwaysSplits:
+    """A step is computed as two halves in turn whenever it can be."""
+
+    num_split = 0
+
+    def splits(self, num_decodes, num_prompt_rows):
+        AlwaysSplits.num_split += 1
+        return True
+
+    def learn(self, num_decodes, num_prompt_rows, is_split, seconds):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("partition", "scheme"), [("head", "tcp"), ("sequence", "inproc"), ("request", "shm")]
+)
+def test_two_batches_in_flight(partition, scheme, tmp_path, monkeypatch):
+    monkeypatch.setattr("serve.runner.StaggerChoice", AlwaysSplits)
+    AlwaysSplits.num_split = 0
+    with nodes(scheme, 2, tmp_path) as urls:
+        found, stats = remote_tokens(DEFAULT_MODEL, 4096, urls, tmp_path, partition)
     assert found == local_tokens(DEFAULT_MODEL, 4096)
+    assert AlwaysSplits.num_split > stats.num_steps / 2
 
 
 def test_two_engines_share_a_node(tmp_path):
@@ -164,7 +199,7 @@ QUESTIONS = [
     "What is 3 plus 4?",
     "What is your name?",
     "What is the capital of France?",
-    "Tell me a short story.",
+    "What is the opposite of up?",
     "What is the opposite of big?",
 ]
 
@@ -189,13 +224,10 @@ def answers(**settings):
     ],
 )
 def test_answers_of_the_trained_model(dtype, partition, count, more, tmp_path):
-    """In int8 rounding noise moves logits, so what is compared are answers that end by
-    themselves; the story may go another way after a while."""
+    """In fewer bits rounding moves logits, and a story may go another way at a near-tie: what
+    is compared are short answers, which end by themselves."""
     with nodes("inproc", count, tmp_path) as urls:
         found = answers(dtype=dtype, memory_nodes=urls, memory_partition=partition, **more)
     local = answers(dtype=dtype)
-    short = [i for i, (_, reason) in enumerate(local) if reason == "stop"]
-    assert len(short) >= 4
-    assert [found[i] for i in short] == [local[i] for i in short]
-    if dtype == "bfloat16":
-        assert found == local
+    assert {reason for _, reason in local} == {"stop"}
+    assert found == local

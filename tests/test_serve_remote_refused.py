@@ -28,7 +28,7 @@ def assert_refused(result, said, caplog):
     assert re.search(said, output), output
     assert "Traceback" not in output
     for text in (output, caplog.text):
-        assert KEY.decode() not in text and "other" not in text
+        assert KEY.decode() not in text and "qwertz" not in text
 
 
 @pytest.fixture
@@ -37,6 +37,7 @@ def all_logs(caplog):
     return caplog
 
 
+LONG = ("--max-model-len", "250")
 ADDRESSES = [
     ("http://127.0.0.1:9", "memory_nodes: http://127.0.0.1:9: no transport 'http'"),
     ("node", "memory_nodes: node: no transport ''"),
@@ -47,6 +48,7 @@ ADDRESSES = [
     ("shm://here/there", "memory_nodes: shm://here/there: an absolute path"),
     ("shm:///nowhere/node", "memory_nodes: shm:///nowhere/node: No such file"),
     ("inproc://nobody", "memory_nodes: inproc://nobody: nobody listens there"),
+    ("rdma://127.0.0.1:9", "memory_nodes: rdma://127.0.0.1:9: "),
     ("tcp://x:1,tcp://x:1", "memory_nodes: an address is there twice"),
 ]
 
@@ -65,7 +67,8 @@ def test_tcp_needs_a_key(all_logs):
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(None, "memory_node_key_file .*: No such file"), (b"other", "has less than 16 bytes")],
+    [(None, "memory_node_key_file .*: No such file"), (b"qwertz", "has less than 16 bytes")],
+    ids=["none", "short"],
 )
 def test_a_key_that_is_none(content, said, tmp_path, all_logs):
     path = tmp_path / "key"
@@ -99,8 +102,8 @@ def test_who_listens_is_no_memory_node(tmp_path, all_logs):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (("--memory-node-bytes", "16K"), "max_model_len .*raise memory_node_bytes"),
-        (("--memory-node-bytes", "100"), "memory_nodes: .*FULL: .* pages are too few"),
+        (("--memory-node-bytes", "16K", *LONG), "max_model_len .*raise memory_node_bytes"),
+        (("--memory-node-bytes", "100", *LONG), "memory_nodes: .*FULL: .* pages are too few"),
         (("--memory-partition", "head"), "memory_partition head needs a K/V head for each of 3"),
         (("--memory-partition", "half"), "memory_partition must be one of"),
         (("--memory-wire", "int4"), "memory_wire must be one of"),

@@ -120,7 +120,7 @@ def test_everybody_ends_and_nothing_is_left(order, seed, num_memories):
     scheduler = walk.scheduler
     assert walk.kv.num_in_use == 0 and scheduler._num_aside_pages == 0
     walk.kv.check_integrity()
-    if walk.policy == "worst_case":
+    if walk.policy == "worst_case" and num_memories == 1:  # it reckons with all memory as one
         assert scheduler.num_preemptions == scheduler.num_given_way, "for want of memory"
     if walk.policy == "predicted":
         assert not scheduler.policy.steps_left(0) and not scheduler.policy._prefilling

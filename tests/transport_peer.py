@@ -68,7 +68,7 @@ IMPOSSIBLE: dict[str, dict[str, Any]] = {
     "past the end": {"offset": WINDOW_BYTES - 64, "length": 65},
     "offset 2^64-64": {"offset": 2**64 - 64, "length": 128},
     "offset 2^63": {"offset": 2**63, "length": 64},
-    "not aligned": {"offset": 8, "length": 64},
+    "not aligned": {"offset": 8, "payload": bytes(64)},
     "credit for what was never sent": {"consumed": 1},
     "credit -1": {"consumed": 2**64 - 1},
 }

@@ -103,6 +103,8 @@ class QueuePair:
         with verbs_errors("setting up a queue pair"):
             self.domain = pyverbs("pd").PD(port.context)
             self._channel, self.event_fd = _completion_channel(cq, port.context)
+            self._event = select.poll()
+            self._event.register(self.event_fd, select.POLLIN)
             self._sent = cq.CQ(port.context, self._send_limit)
             self._received = cq.CQ(port.context, self._num_receives, None, self._channel)
             capacity = qp.QPCap(self._send_limit, self._num_receives, 1, 1, MAX_INLINE_BYTES)
@@ -284,7 +286,7 @@ class QueuePair:
 
     def disarm(self) -> None:
         """After `arm` and a wait, whether something came or not."""
-        if is_readable([self.event_fd], 0):
+        if self._event.poll(0):
             self._channel.get_cq_event(self._received)
             self._received.ack_events(1)
 
@@ -327,11 +329,3 @@ def _event_files() -> set[int]:
         except OSError:  # the one that lists
             pass
     return found
-
-
-def is_readable(fds: list[int], timeout_s: float) -> bool:
-    """Wait until one of them is."""
-    poller = select.poll()
-    for fd in fds:
-        poller.register(fd, select.POLLIN)
-    return bool(poller.poll(timeout_s * 1000))

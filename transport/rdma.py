@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import select
 import socket
 import threading
 import time
@@ -26,7 +27,7 @@ from transport._windows import DESCRIPTOR_SENT_BYTES, NUM_SLOTS, Link, Memory, M
 from transport.base import Peer, PeerLostError, RefusedError, TransportError
 from transport.endpoint import ChannelEndpoint
 from transport.listener import SocketListener
-from transport.queue_pair import QueuePair, QueuePairAddress, is_readable
+from transport.queue_pair import QueuePair, QueuePairAddress
 from transport.tcp import address_of, connected_to, set_options
 from transport.verbs import RdmaUnavailableError, open_port
 
@@ -196,7 +197,9 @@ class _Wire:
         self._memory: tuple[Memory, ...] = memory  # as long as it is registered
         self._message: int | None = 1 if notifies else None
         self._credit: int | None = 0 if notifies else None
-        self._fds = [pair.event_fd, link.event_fd()]
+        self._news = select.poll()
+        for fd in (pair.event_fd, link.event_fd()):
+            self._news.register(fd, select.POLLIN)
         self._lock = threading.Lock()
         self._num_arrived = 0
 
@@ -236,7 +239,7 @@ class _Wire:
         with contextlib.suppress(TransportError), self._using() as pair:
             is_quiet = pair.arm()
         if is_quiet:
-            is_readable(self._fds, min(timeout_s, _LOOK_AGAIN_S))
+            self._news.poll(1000 * min(timeout_s, _LOOK_AGAIN_S))
             with self._lock:
                 if self._pair is not None:
                     self._pair.disarm()
