@@ -259,4 +259,7 @@ class EngineProcess:
                 self._process.kill()
                 self._process.wait()
         self._thread.join(5)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
         self._log.close()

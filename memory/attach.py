@@ -81,7 +81,7 @@ class AttachRequest:
             num_pages=fields.integer("num_pages", 1, _MAX_PAGES),
             min_pages=fields.integer("min_pages", 1, _MAX_PAGES),
             max_rows=fields.integer("max_rows", 1, _MAX_ROWS),
-            is_question=content.get("is_question") is True,
+            is_question=fields.flag("is_question"),
         )
         request.check()
         return request
@@ -174,6 +174,12 @@ class _Fields:
 
     def integer(self, name: str, least: int, most: int) -> int:
         return _integer(name, self.get(name), least, most)
+
+    def flag(self, name: str) -> bool:
+        value = self.get(name)
+        if type(value) is not bool:
+            raise _shape(f"{name} must be true or false")
+        return value
 
     def name(self, name: str) -> str:
         value = self.get(name)

@@ -189,7 +189,7 @@ class NodeSet:
         return True
 
     def look(self) -> bool:
-        """Take what links say without being asked; whether all members are well."""
+        """Take what links say without being asked; whether somebody is lost or wants to go."""
         for member in self.members:
             for link in member.links:
                 try:
@@ -197,7 +197,7 @@ class NodeSet:
                 except TransportError as error:
                     logger.warning("memory node %s: %s", link.url, error)
                     link.close()
-        return not (self.is_leaving or any(member.is_lost for member in self.members))
+        return self.is_leaving or any(member.links and member.is_lost for member in self.members)
 
     def _connect_all(
         self, urls: Sequence[str], timeout_s: float, reasons: dict[str, str]

@@ -21,6 +21,7 @@ from serve.sequence import Sequence as TokenSequence
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.25
+_LOOK_S = 0.1
 _GIVE_UP_S = 5.0
 _LEAST_TRIES = 3
 _PROBE_S = 1.0
@@ -52,7 +53,7 @@ class MemoryRecovery:
         self._lost_at: float | None = None
         self._short_at: float | None = None  # since when there is not enough for everyone
         self._changed_at = clock()
-        self._try_at = 0.0
+        self._try_at = self._look_at = 0.0
         self._num_tries = 0  # since there was memory
         self.num_recomputed = 0  # sequences
         self._prober = Prober(nodes) if prober is None else prober
@@ -86,15 +87,17 @@ class MemoryRecovery:
 
     def look(self) -> None:
         """In idle moments: nodes that want to go are left, those that are back are taken."""
-        if not self.nodes.look():
-            self._lose()
-            self._try_at = 0.0
         self.is_ready()
 
     def is_ready(self) -> bool:
         """Called before each step: whether there is memory to compute with. Places what is
         nowhere, and lets nodes go or come back."""
-        if self.nodes.is_leaving:
+        now_s = self._clock()
+        # Those to whom nothing is sent at present have something to say, too.
+        is_due = now_s >= self._look_at
+        if is_due:
+            self._look_at = now_s + _LOOK_S
+        if self.nodes.is_leaving or (is_due and self.nodes.look()):
             self._lose()
             self._try_at = 0.0
         empty = [i for i, member in enumerate(self.nodes.members) if not member.num_pages]

@@ -69,7 +69,7 @@ class Run:
         if node_factor is None:
             has_shares = count > 1 and self.partition != "request"
             node_factor = choose([1, 2, 5, 0.7 if has_shares else 1])
-        self.node_pages = int(most * node_factor)
+        self.node_pages = max(1, int(most * node_factor))
         capacity = self.node_pages * pages.page_bytes
         for number in range(count):
             self.nodes.append(SimNode(self.world, f"sim://{number}", capacity, backend))

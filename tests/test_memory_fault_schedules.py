@@ -197,3 +197,14 @@ def test_a_node_that_is_back_in_time_helps_the_long_one():
     run.world.after(2.0, run.nodes[0].start)
     finish(run)
     assert run.clients[0].reason is FinishReason.LENGTH
+
+
+def test_a_node_without_sequences_can_go_beside_the_work():
+    run = make("request", num_nodes=2, num_tokens=79)
+    [sequence] = run.clients[0].state.sequences
+    other = run.nodes[1 - run.engine.kv.home_of(sequence.kv_range)]
+    other.drain()
+    go_on(run, 0.3)
+    assert other.bytes_leased == 0
+    assert run.clients[0].reason is None
+    assert finish(run) < 0.3
