@@ -86,18 +86,18 @@ class Run:
         """Whether it may end: there was no memory, or not enough for it."""
         if error is None or "too small" not in error:
             return self._has_none()
-        num_good = sum(node.good_since is not None for node in self.nodes)
+        num_good = len(self._found())
         found = self.node_pages * (min(1, num_good) if self.partition == "request" else num_good)
         need = self.engine.kv.pages_for(len(client.prompt) + client.num_tokens)
         return need > max(found - 1, self.local_pages) or self._has_none()
 
     def _has_none(self) -> bool:
-        """Whether no node could be had for a while."""
-        if self.local_pages >= self.pages_needed:
-            return False
-        now = self.world.now
-        good = [n for n in self.nodes if n.good_since is not None]
-        return all(now - (n.good_since or 0.0) < _GOOD_S for n in good)
+        return self.local_pages < self.pages_needed and not self._found()
+
+    def _found(self) -> list[SimNode]:
+        """Nodes that could be had for a while."""
+        since = self.world.now - _GOOD_S
+        return [n for n in self.nodes if n.good_since is not None and n.good_since <= since]
 
     # ---- requests
 
