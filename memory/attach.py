@@ -30,7 +30,7 @@ _MAX_RANGES = 1 << 20
 _MAX_PLACES = 1 << 24
 _MAX_PAGES = 1 << 22
 _MAX_ROWS = 1 << 16
-_MAX_ADDRESSES = 1 << 46  # bytes that a process can reserve, about
+MAX_ADDRESSES = 1 << 46  # bytes that a process can reserve, about
 _MAX_RANGE_TOKENS = (1 << 31) - 1  # the kernels count in 32 bits
 _MAX_PARTS = 1 << 20  # a range in a layer group
 _MAX_ALL_PLACES = 1 << 26  # each may take 4 bytes of a node's books
@@ -151,7 +151,7 @@ class NodeLayout:
 
     @property
     def is_addressable(self) -> bool:
-        return self.total_bytes <= _MAX_ADDRESSES
+        return self.total_bytes <= MAX_ADDRESSES
 
     def part_offset(self, part: int) -> int:
         """Where a part begins, in bytes from the start of the reservation."""

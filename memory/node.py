@@ -7,6 +7,7 @@ back with a later epoch puts its older self out; one with an older epoch is refu
 
 from __future__ import annotations
 
+import atexit
 import errno
 import logging
 import threading
@@ -18,7 +19,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from memory.attach import AttachRequest, NodeLayout
+from memory.attach import MAX_ADDRESSES, AttachRequest, NodeLayout
 from memory.node_loop import NodeLoop, post_bytes, post_error, view_of
 from memory.node_session import NodeSession
 from memory.vmm import LinuxMemory
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _ATTACH_S = 5.0
 _POLL_S = 0.2
+_MAX_PAGES = 48_000  # of all engines: Linux allows 65,530 mappings in a process
 _PUT_OUT_S = 2.0
 _ENGINES = 1024  # whose epochs are remembered
 
@@ -55,6 +57,8 @@ class _Connection:
     engine: str = ""
     epoch: int = 0
     bytes_leased: int = 0
+    num_pages: int = 0
+    bytes_reserved: int = 0
     session: NodeSession | None = None
     loop: NodeLoop | None = None
     has_asked: bool = False  # the engine to leave
@@ -75,6 +79,7 @@ class MemoryNode:
         self._capacity = capacity_bytes
         self._backend = backend
         self._lock = threading.Lock()
+        self._serving = threading.Lock()
         self._computing = threading.Lock()
         self._connections: set[_Connection] = set()
         self._epochs: OrderedDict[str, int] = OrderedDict()
@@ -97,10 +102,16 @@ class MemoryNode:
 
     def serve(self, listener: Listener) -> None:
         """Accept engines until `close`; blocks. Once it drains they are refused at once."""
-        while not self._is_closing:
-            endpoint = listener.accept(_POLL_S)
-            if endpoint is not None:
-                self._begin(endpoint)
+        atexit.register(self.close)  # a thread that waits in a transport must not see the end
+        self._serving.acquire()
+        try:
+            while not self._is_closing:
+                endpoint = listener.accept(_POLL_S)
+                if endpoint is not None:
+                    self._begin(endpoint)
+        finally:
+            self._serving.release()
+            atexit.unregister(self.close)
 
     def _begin(self, endpoint: Endpoint) -> None:
         connection = _Connection(endpoint)
@@ -113,7 +124,13 @@ class MemoryNode:
                 endpoint.close()
                 return
             self._connections.add(connection)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has no thread left
+            logger.warning("engine at %s: refused: %s", endpoint.peer.address, error)
+            self._num_refused += 1
+            connection.thread = None
+            self._end(connection)
 
     def adopt(self, endpoint: ArrivingEndpoint) -> None:
         """Serve an engine in the thread that tells the endpoint of arrivals."""
@@ -134,6 +151,8 @@ class MemoryNode:
             connections = list(self._connections)
         self._put_out(connections)
         self._wait(_PUT_OUT_S)
+        if self._serving.acquire(timeout=_PUT_OUT_S):
+            self._serving.release()
 
     def _put_out(self, connections: Sequence[_Connection]) -> None:
         """Their threads, where they have some, find out and end."""
@@ -278,12 +297,19 @@ class MemoryNode:
                 self._fence(connection, request)
             with self._lock:
                 free = self._capacity - sum(c.bytes_leased for c in self._connections)
-                num_pages = min(request.num_pages, free // layout.page_bytes)
+                left = _MAX_PAGES - sum(c.num_pages for c in self._connections)
+                num_pages = min(request.num_pages, free // layout.page_bytes, left)
                 if num_pages < request.min_pages:
                     need = request.min_pages * layout.page_bytes
-                    raise WireError(ErrorCode.FULL, f"{free} bytes are free, {need} needed")
+                    text = f"{free} bytes and {left} pages are free, {need} bytes needed"
+                    raise WireError(ErrorCode.FULL, text)
+                reserved = sum(c.bytes_reserved for c in self._connections)
+                if reserved + layout.total_bytes > MAX_ADDRESSES:
+                    raise WireError(ErrorCode.FULL, "no addresses are left for these ranges")
                 if not request.is_question:
                     connection.bytes_leased = num_pages * layout.page_bytes
+                    connection.num_pages = num_pages
+                    connection.bytes_reserved = layout.total_bytes
         except WireError as error:
             self._num_refused += 1
             logger.warning(

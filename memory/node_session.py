@@ -1,7 +1,7 @@
 """One engine on a memory node: its pages, its ranges, and what its messages make of them.
 
-Synchronous and without a clock or a socket: `handle` takes a message and says what to answer, so
-the same code serves a connection, the engine's own fallback, and simulations. Nothing that
+Synchronous and without a clock or a socket: it takes messages and says what to answer, so the
+same code serves a connection, the engine's own fallback, and simulations. Nothing that
 arrives is believed: every place, page, length and size is checked against what was granted and
 is mapped before anything is read or written.
 """
@@ -28,6 +28,7 @@ from memory.wire import (
     EditKind,
     ErrorCode,
     Header,
+    Plan,
     Query,
     WireError,
     read_header,
@@ -37,7 +38,7 @@ from memory.wire_rows import WireRows
 from ops.backend import Backend
 
 _PLANS = 8  # that may be in use at once
-_MAX_VIEWS = 1 << 20  # of layers' K/V in a plan: each is an object or two
+_MAX_VIEWS = 1 << 17  # of layers' K/V in all plans: each is an object or two
 _COPIES_OUT = 2  # answers whose memory must stay until the next ones
 
 
@@ -109,6 +110,7 @@ class _Plan:
     appends: list[object]
     num_query_rows: int
     num_append_rows: int
+    num_views: int
     queried: set[int] = field(default_factory=set)  # layers that had their turn
     updated: set[int] = field(default_factory=set)
 
@@ -170,8 +172,7 @@ class NodeSession:
             raise WireError(ErrorCode.STALE, f"plan {header.plan} after {self._last_plan}")
         self._last_plan = header.plan
         plan = read_plan(message)
-        if len(plan.queries) * len(self._rows) > _MAX_VIEWS:
-            raise WireError(ErrorCode.SHAPE, f"{len(plan.queries)} queries of all layers")
+        self._check_counts(plan)
         num_query_rows = self._num_rows(plan.queries)
         num_append_rows = self._num_rows(plan.appends)
         for edit in plan.edits:
@@ -180,14 +181,25 @@ class NodeSession:
         self.num_edits += len(plan.edits)
         self._check_queries(plan.queries)
         self._check_appends(plan.appends)
+        num_views = len(plan.queries) * len(self._rows)
+        num_live = sum([old.num_views for old in self._plans.values()])
+        while self._plans and (len(self._plans) >= _PLANS or num_live + num_views > _MAX_VIEWS):
+            num_live -= self._plans.popitem(last=False)[1].num_views
         self._plans[header.plan] = _Plan(
             [g.plan_queries(plan.queries) if plan.queries else None for g in self._groups],
             [g.plan_appends(plan.appends) if plan.appends else None for g in self._groups],
             num_query_rows,
             num_append_rows,
+            num_views,
         )
-        while len(self._plans) > _PLANS:
-            self._plans.popitem(last=False)
+
+    def _check_counts(self, plan: Plan) -> None:
+        """A range is asked for once, and written once."""
+        for items in (plan.queries, plan.appends):
+            if len({item.range for item in items}) < len(items):
+                raise WireError(ErrorCode.SHAPE, "a range is there twice")
+        if len(plan.queries) * len(self._rows) > _MAX_VIEWS:
+            raise WireError(ErrorCode.SHAPE, f"{len(plan.queries)} queries of all layers")
 
     def _edit(self, edit: Edit) -> None:
         kind, part, place, page, count = edit

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 
 from memory.attach import AttachRequest, NodeLayout
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_ATTACH_S = 5.0
 _ATTACH_S = 1.5  # others wait, or could be asked
+_CONNECT_GRACE_S = 0.25
 _CONNECT_S = 0.5  # to somebody who was there before
 FIRST_CONNECT_S = 5.0
 
@@ -168,14 +169,25 @@ class NodeSet:
         logger.warning("no memory node is left: K/V is in this machine's memory")
         return True
 
-    def takes(self, url: str, timeout_s: float) -> bool:
-        """Whether a node that is missing is there and has memory for us. From any thread."""
+    def back(self, timeout_s: float) -> list[str]:
+        """Of the nodes that are missing, those that have memory for us, sharing with all that
+        would be there then. From any thread."""
+        missing = self.missing
+        found = [url for url in missing if self._takes(url, timeout_s, None)]
+        num_there = self.num_nodes - len(missing) + len(found)
+        if self._partition == "request" or not found or num_there == self.num_nodes:
+            return found
+        return [url for url in found if self._takes(url, timeout_s, num_there)]
+
+    def _takes(self, url: str, timeout_s: float, count: int | None) -> bool:
+        """Whether it is there and has memory for one of `count` shares; None: of all nodes."""
         try:
             endpoint = self.connect(url, timeout_s)
         except (TransportError, OSError):
             return False
         [most] = [len(member.urls) for member in self.members if url in member.urls]
-        link = NodeLink(url, endpoint, Share(self._partition, 0, most), self._clock)
+        share = Share(self._partition, 0, count or most)
+        link = NodeLink(url, endpoint, share, self._clock)
         try:
             link.attach(
                 replace(self._request(link.share, self.min_pages), is_question=True),
@@ -206,9 +218,20 @@ class NodeSet:
         found: dict[str, Endpoint] = {}
         if not urls:
             return found
-        with self._pool(len(urls)) as pool:
+        try:
+            pool = self._pool(len(urls))
             futures = [pool.submit(self.connect, url, timeout_s) for url in urls]
+        except RuntimeError as error:  # the system has no thread left
+            reasons.update({url: str(error) for url in urls})
+            return found
+        # Looking up a name takes what it takes: nobody waits for that.
+        wait(futures, timeout_s + _CONNECT_GRACE_S)
+        pool.shutdown(wait=False)
         for url, future in zip(urls, futures, strict=True):
+            if not future.done():
+                future.add_done_callback(_close_late)
+                reasons[url] = f"{url} took longer than {timeout_s:.3g} s"
+                continue
             try:
                 found[url] = future.result()
             except (TransportError, OSError) as error:
@@ -234,7 +257,8 @@ class NodeSet:
             self._wanted(request, link) for request, link in zip(requests, links, strict=True)
         ]
         granted: list[int] = []
-        for link, request in zip(links, requests, strict=True):
+        order = sorted(range(len(links)), key=wanted.__getitem__)  # the smallest says no first
+        for link, request in [(links[i], requests[i]) for i in order]:
             try:
                 if min(wanted) < request.min_pages:
                     raise NodeError(ErrorCode.FULL, f"{min(wanted)} pages are too few")
@@ -261,6 +285,12 @@ class NodeSet:
             most = min(most, self._bytes_per_node)
         return min(request.num_pages, most // NodeLayout(request).page_bytes)
 
+    def interrupt(self) -> None:
+        """From any thread: nobody waits for an answer any more."""
+        for member in self.members:
+            for link in list(member.links):
+                link.endpoint.close()
+
     def close(self) -> None:
         for member in self.members:
             member.close()
@@ -273,3 +303,8 @@ def share_request(template: AttachRequest, share: Share) -> AttachRequest:
         layers=[share.layer(layer) for layer in template.layers],
         page_tokens=[share.page_tokens(tokens) for tokens in template.page_tokens],
     )
+
+
+def _close_late(future: Future[Endpoint]) -> None:
+    if future.exception() is None:
+        future.result().close()

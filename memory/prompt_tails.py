@@ -9,6 +9,7 @@ memory has no room for it, the nodes attend over the prompt's past instead.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ from memory.kv_range import Range
 from memory.layer_groups import LayerGroup
 from memory.placement import page_geometry
 from memory.vmm import LinuxMemory
+
+logger = logging.getLogger(__name__)
 
 _MAX_PROMPTS = 64
 
@@ -90,7 +93,7 @@ class PromptTails:
 
     def place(self, start: int, past: int, num_rows: int) -> tuple[TailPlace, int] | None:
         """Room for num_rows more rows of the prompt whose range begins at `start`, and from which
-        position on it is here; None if there is none (any more). `commit` comes before use."""
+        position on it is here; None if there is none (any more)."""
         tail = self._tails.get(start)
         if tail is not None and tail.end != past:
             self.drop(start)
@@ -104,11 +107,14 @@ class PromptTails:
         if not self._kv.grow(tail.range, length):
             self.drop(start)
             return None
+        try:
+            self._kv.commit([tail.range])
+        except OSError as error:  # the nodes attend over this prompt instead
+            logger.warning("no memory to keep a prompt: %s", error)
+            self.drop(start)
+            return None
         tail.end = past + num_rows
         return TailPlace(tail.range.start, length), tail.first
-
-    def commit(self) -> None:
-        self._kv.commit()
 
     def drop(self, start: int) -> None:
         """The prompt is read, or its sequence is gone."""
@@ -122,6 +128,13 @@ class PromptTails:
 
     def trim(self) -> None:
         self._kv.trim()
+
+    def clear(self) -> None:
+        """Keep nothing, and give the memory back."""
+        if self._kv.num_mapped:
+            for start in list(self._tails):
+                self.drop(start)
+            self._kv.trim()
 
     def close(self) -> None:
         self._kv.close_all()

@@ -113,9 +113,11 @@ class RemoteAttention:
         tails = self.tails
         if tails is None:
             return places, pasts
+        if any(member.is_local for member in self._nodes.members):
+            tails.clear()  # the same bytes hold everything now
+            return places, pasts
         for i, start in enumerate(step.starts):
-            is_local = self._nodes.members[start // self._member_tokens].is_local
-            if i < step.num_decodes or is_local:
+            if i < step.num_decodes:
                 tails.drop(start)
                 continue
             kept = tails.place(start, pasts[i], step.num_rows[i])
@@ -123,7 +125,6 @@ class RemoteAttention:
                 tails.drop(start)  # nodes reckon windows from the end of what they hold
             elif kept is not None:
                 places[i], pasts[i] = kept
-        tails.commit()
         return places, pasts
 
     def _members_of(self, step: AttentionStep) -> set[int]:

@@ -47,6 +47,7 @@ _MAX_RECORDS_BEHIND = 8
 _IDLE_TRIM_S = 0.5
 _WRITE_WAIT_S = 0.05  # between batches of pages that are written to the disk in idle moments
 _NO_MEMORY_WAIT_S = 0.02  # until memory nodes are looked for again
+_STEP_END_S = 2.0  # for a step that is under way when the engine stops
 _FETCH_WAIT_S = 0.02  # with nothing to compute; messages are looked at in between
 # How long a thread may hold the interpreter before another that waits gets it. The default of
 # 5 ms would let pool 3 and HTTP stand in the way of the compute thread after every operator.
@@ -181,7 +182,7 @@ class EngineCore:
         self._tokenize.shutdown(wait=True)  # quick: what is aborted is not tokenized
         if self._loop_job is not None:
             self._inbox.put(None)
-            self._loop_job.result()
+            self._wait_for_loop(self._loop_job)
             self._records.put(None)
             self._post.join()
             self._loop_job = None
@@ -189,6 +190,15 @@ class EngineCore:
             self._compute.submit(self._close_memory)
         if self._compute.is_alive():
             self._compute.stop()
+
+    def _wait_for_loop(self, job: Future[None]) -> None:
+        """A memory node that lives and does not answer shall not keep us."""
+        try:
+            job.result(_STEP_END_S)
+        except TimeoutError:
+            if self._recovery is not None:
+                self._recovery.nodes.interrupt()
+            job.result()
 
     def _close_memory(self) -> None:
         if self._recovery is not None:

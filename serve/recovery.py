@@ -29,6 +29,8 @@ _PROBE_CONNECT_S = 0.5
 # Computing everything again may take so long, so that a node that is back can take part.
 _REJOIN_S = 2.0
 SETTLED_S = 5.0
+_MOST_SETTLED_S = 300.0
+_POOR_S = 60.0  # with this machine's memory alone: then a node is taken whatever it costs
 
 
 class MemoryRecovery:
@@ -54,6 +56,7 @@ class MemoryRecovery:
         self._short_at: float | None = None  # since when there is not enough for everyone
         self._changed_at = clock()
         self._try_at = self._look_at = 0.0
+        self._settled_s = SETTLED_S
         self._num_tries = 0  # since there was memory
         self.num_recomputed = 0  # sequences
         self._prober = Prober(nodes) if prober is None else prober
@@ -145,19 +148,30 @@ class MemoryRecovery:
         """A node is back: share the K/V with it when that is cheap."""
         waiting = [m for m in self.nodes.members if any(u in self.nodes.missing for u in m.urls)]
         back = [member for member in waiting if self._is_back(member)]
-        if not back or self._clock() < self._changed_at + SETTLED_S:
+        now_s = self._clock()
+        if not back or now_s < self._changed_at + self._settled_s:
             return
         running = self._scheduler.running
         num_tokens = sum([sequence.num_computed_tokens for sequence in running])
         seconds = self._scheduler.chunks.model.prefill_seconds(num_tokens, 0)
-        if running and seconds > _REJOIN_S and not any(member.is_local for member in back):
+        is_poor = any(member.is_local for member in back)
+        has_waited = is_poor and now_s >= self._changed_at + _POOR_S
+        if running and seconds > _REJOIN_S and not has_waited:
             return
         for member in back:
-            logger.info("a memory node is back: %s", ", ".join(member.urls))
+            logger.info("memory nodes are back: %s", ", ".join(member.urls))
+        self._place_again(back)
+
+    def _place_again(self, members: Sequence[Member]) -> None:
+        """Where that brings nothing, the next time is later."""
+        num_missing = len(self.nodes.missing)
+        for member in members:
             member.close()
         self._lose()
         self._try_at = 0.0
         self._place([i for i, m in enumerate(self.nodes.members) if not m.num_pages])
+        is_better = len(self.nodes.missing) < num_missing
+        self._settled_s = SETTLED_S if is_better else min(2 * self._settled_s, _MOST_SETTLED_S)
 
     @property
     def is_short(self) -> bool:
@@ -174,18 +188,13 @@ class MemoryRecovery:
             self._short_at = now_s
         if now_s < self._short_at + _GIVE_UP_S:
             return
-        if not self._scheduler.running and now_s >= self._changed_at + SETTLED_S:
-            self._place_all_anew()
+        if not self._scheduler.running and now_s >= self._changed_at + self._settled_s:
+            self._place_again(self.nodes.members)
         for sequence in list(self._scheduler.waiting):
+            if now_s < sequence.request.arrival_s + _GIVE_UP_S:
+                continue
             if kv.num_pages and kv.pages_for(sequence.max_tokens_total) > kv.most_pages:
                 self._end(sequence, "memory nodes are lost, and what is left is too small")
-
-    def _place_all_anew(self) -> None:
-        for member in self.nodes.members:
-            member.close()
-        self._lose()
-        self._try_at = 0.0
-        self._place(range(len(self.nodes.members)))
 
     def _give_up(self) -> None:
         now_s = self._clock()
@@ -220,7 +229,11 @@ class Prober:
                 self._back = frozenset()
                 self._thread = threading.Thread(target=self._run, name="mergestep-probe")
                 self._thread.daemon = True
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError as error:  # the system has none left: later
+                    logger.warning("nobody looks for missing memory nodes: %s", error)
+                    self._thread = None
 
     def stop(self) -> None:
         self._stop.set()
@@ -235,6 +248,4 @@ class Prober:
                 if not missing:
                     self._thread = None
                     return
-            self._back = frozenset(
-                [url for url in missing if self._nodes.takes(url, _PROBE_CONNECT_S)]
-            )
+            self._back = frozenset(self._nodes.back(_PROBE_CONNECT_S))

@@ -71,15 +71,21 @@ class Fuzzer:
             (self.number(3, 3), 2 + self.number(20, 64), 1 + self.number(128, 256))
             for _ in range(rng.randrange(2))
         ]
-        queries = singles + chunks
+        queries, appends = self.mostly_once(singles + chunks), []
         if rng.random() < 0.005:
             rng.shuffle(queries)
-        appends = [
-            (self.number(3, 3), 1 + self.number(20, 64), self.number(100, 256))
-            for _ in range(rng.randrange(3))
-        ]
+        for _ in range(rng.randrange(3)):
+            rows = 1 + self.number(20, 64)
+            appends.append((self.number(3, 3), rows, self.number(100, 256)))
+        appends = self.mostly_once(appends)
         number = self.engine.plan(edits, queries, appends)
         self.plans.append((number, sum(q[1] for q in queries), sum(a[1] for a in appends)))
+
+    def mostly_once(self, items):
+        """Each range; a node takes no range twice."""
+        return (
+            list({item[0]: item for item in items}.values()) if self.rng.random() < 0.99 else items
+        )
 
     def rows(self):
         rng = self.rng
