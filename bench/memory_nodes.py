@@ -33,12 +33,14 @@ Result = tuple[Table, dict[str, Any]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", nargs="*", default=list(MEASUREMENTS))
+    parser.add_argument("what", nargs="*", metavar="WHAT", help=", ".join(MEASUREMENTS))
     parser.add_argument("--quick", action="store_true", help="tiny models, as a smoke test")
     args = parser.parse_args()
+    if unknown := set(args.what) - set(MEASUREMENTS):
+        parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(MEASUREMENTS)}")
     with tempfile.TemporaryDirectory(prefix="mergestep-nodes-") as folder:
         results: dict[str, Any] = {}
-        for what in args.what:
+        for what in args.what or MEASUREMENTS:
             table, results[what] = MEASUREMENTS[what](Path(folder), args.quick)
             Console().print(table)
     print(json.dumps(results))

@@ -301,7 +301,9 @@ class MemoryNode:
                 num_pages = min(request.num_pages, free // layout.page_bytes, left)
                 if num_pages < request.min_pages:
                     need = request.min_pages * layout.page_bytes
-                    text = f"{free} bytes and {left} pages are free, {need} bytes needed"
+                    text = (
+                        f"{free} bytes and {left} pages are not held by others, {need} bytes needed"
+                    )
                     raise WireError(ErrorCode.FULL, text)
                 reserved = sum(c.bytes_reserved for c in self._connections)
                 if reserved + layout.total_bytes > MAX_ADDRESSES:
@@ -324,7 +326,11 @@ class MemoryNode:
         with self._lock:
             known = self._epochs.get(request.engine, 0)
             if request.epoch <= known:
-                raise WireError(ErrorCode.STALE, f"epoch {request.epoch}, known is {known}")
+                raise WireError(
+                    ErrorCode.STALE,
+                    f"epoch {request.epoch} of an engine that was here with {known} (is this node "
+                    "listed under two addresses?)",
+                )
             self._epochs[request.engine] = request.epoch
             self._epochs.move_to_end(request.engine)
             while len(self._epochs) > _ENGINES:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 from memory.attach import AttachRequest, NodeLayout
 from memory.edit_log import EditLog
@@ -90,6 +91,7 @@ class NodeSet:
         self.min_pages = template.min_pages
         """Of a member: with less, a sequence may find itself without room."""
         self.num_lost = 0
+        self._leaving: set[str] = set()  # they want to go, and are not asked at once
 
     @property
     def num_nodes(self) -> int:
@@ -114,6 +116,7 @@ class NodeSet:
         for number, member in enumerate(self.members):
             if member.is_lost or any(link.is_leaving for link in member.links):
                 self.num_lost += any(link.is_lost for link in member.links)
+                self._leaving |= {link.url for link in member.links if link.is_leaving}
                 member.close()
                 numbers.append(number)
         return numbers
@@ -132,14 +135,25 @@ class NodeSet:
             endpoints = self._connect_all(member.urls, connect_s, reasons)
             if not reasons:
                 self._attach(member, endpoints, reasons, self.min_pages, _FIRST_ATTACH_S)
-        elif not self._place_on(member, member.urls, connect_s, reasons, self.min_pages):
+            if member.links:
+                return
+            self._refuse(reasons)
+        leaving = self._leaving & {*member.urls}
+        urls = [url for url in member.urls if url not in leaving]
+        reasons.update(dict.fromkeys(leaving, "it wants to go"))
+        self._leaving -= leaving
+        if not self._place_on(member, urls, connect_s, reasons, self.min_pages):
             if self._place_here(member, reasons):
                 return
-            full = [url for url in member.urls if reasons[url].startswith(ErrorCode.FULL.name)]
+            full = [url for url in urls if reasons[url].startswith(ErrorCode.FULL.name)]
             self._place_on(member, full, connect_s, reasons, 1)
         if not member.links:
-            texts = [text if url in text else f"{url}: {text}" for url, text in reasons.items()]
-            raise NoNodeError("; ".join(texts))
+            self._refuse(reasons)
+
+    @staticmethod
+    def _refuse(reasons: Mapping[str, str]) -> NoReturn:
+        texts = [text if url in text else f"{url}: {text}" for url, text in reasons.items()]
+        raise NoNodeError("; ".join(texts))
 
     def _place_on(
         self,
@@ -266,7 +280,7 @@ class NodeSet:
                 granted.append(link.attach(request, timeout_s, self._wire))
             except TransportError as error:
                 reasons[link.url] = str(error)
-                logger.warning("memory node %s: %s", link.url, error)
+                logger.info("memory node %s: %s", link.url, error)
                 for other in links:
                     other.close()
                 return link.url

@@ -155,6 +155,11 @@ class EngineCore:
         """The loop met an error it could not lay on a request; nothing is accepted any more."""
         return self._failure is not None
 
+    @property
+    def has_memory(self) -> bool:
+        """For K/V; memory nodes may be lost."""
+        return self._kv.num_pages > 0
+
     def num_unfinished(self) -> int:
         return len(self._unfinished)
 

@@ -252,6 +252,11 @@ class Engine:
         )
 
     @property
+    def has_memory(self) -> bool:
+        """For K/V; memory nodes may be lost for a while."""
+        return self._loaded is not None and self._loaded.core.has_memory
+
+    @property
     def model_name(self) -> str:
         return self.config.model_name
 

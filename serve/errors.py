@@ -8,6 +8,7 @@ MergestepError
 ├── OverloadedError        the queue is full; try again later
 ├── EngineStoppedError     the engine is shutting down or has shut down
 └── GenerationError        the engine failed while serving this request
+    └── MemoryLostError    memory nodes are lost, and no other memory is there; try again later
 """
 
 from __future__ import annotations
@@ -57,6 +58,10 @@ class EngineStoppedError(MergestepError):
 
 class GenerationError(MergestepError):
     """The engine failed while serving this request; other requests go on."""
+
+
+class MemoryLostError(GenerationError):
+    """Memory nodes are lost, and what is left has no room for the request; try again later."""
 
 
 def plain(error: Exception) -> str:

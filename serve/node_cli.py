@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import math
 import signal
 import threading
 
@@ -12,7 +14,7 @@ from rich.console import Console
 from memory.node import MemoryNode
 from ops import get_backend, native
 from serve.config import EngineConfig
-from serve.errors import ConfigError
+from serve.errors import ConfigError, MergestepError
 from serve.remote_kv import read_key, what_is_wrong
 from serve.runtime import available_memory, usable_processors
 from transport import listen
@@ -21,6 +23,7 @@ from transport.base import TransportError
 logger = logging.getLogger(__name__)
 
 _SHARE_OF_FREE_MEMORY = 0.8
+_LEAST_BYTES = 1 << 16
 _WINDOW_BYTES = 64 << 20  # for each engine; memory is taken as it is used
 
 
@@ -36,6 +39,7 @@ def serve_node(
     ConfigError names the setting."""
     if url.startswith("inproc:"):
         raise ConfigError(f"{url}: only this process could reach it")
+    _check(capacity_bytes, threads, drain_s, max_engines)
     key = read_key(EngineConfig(memory_nodes=(url,), memory_node_key_file=key_file))
     capacity = capacity_bytes or int(available_memory() * _SHARE_OF_FREE_MEMORY)
     count = min(threads or usable_processors(), usable_processors())
@@ -52,7 +56,10 @@ def serve_node(
             max_peers=max_engines,
         )
     except (TransportError, OSError, ValueError, ImportError) as error:
-        raise ConfigError(what_is_wrong(url, error)) from error
+        cause = error.__cause__
+        is_in_use = isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE
+        wrong = MergestepError if is_in_use else ConfigError
+        raise wrong(what_is_wrong(url, error)) from error
     signals = _Signals()
     server = threading.Thread(target=node.serve, args=(listener,), name="mergestep-accept")
     server.start()
@@ -70,6 +77,22 @@ def serve_node(
     listener.close()
     node.close()
     server.join()
+
+
+def _check(
+    capacity_bytes: int | None, threads: int | None, drain_s: float, max_engines: int
+) -> None:
+    free = available_memory()
+    if capacity_bytes is not None and not _LEAST_BYTES <= capacity_bytes <= free:
+        raise ConfigError(
+            f"kv_cache_bytes {capacity_bytes} must be from {_LEAST_BYTES} to the {free} bytes that "
+            "are free"
+        )
+    for name, value, least in (("threads", threads, 1), ("max_engines", max_engines, 1)):
+        if value is not None and value < least:
+            raise ConfigError(f"{name} must be {least} or more, not {value}")
+    if not 0 <= drain_s < math.inf:
+        raise ConfigError(f"drain_s must be 0 or more seconds, not {drain_s}")
 
 
 def _drain(node: MemoryNode, drain_s: float, signals: _Signals) -> None:

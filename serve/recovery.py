@@ -20,6 +20,10 @@ from serve.sequence import Sequence as TokenSequence
 
 logger = logging.getLogger(__name__)
 
+NODES_LOST = "the memory nodes are lost; try again later"
+TOO_LITTLE_LEFT = "memory nodes are lost, and what is left is too small for this request"
+NO_MEMORY = (NODES_LOST, TOO_LITTLE_LEFT)
+
 _RETRY_S = 0.25
 _LOOK_S = 0.1
 _GIVE_UP_S = 5.0
@@ -57,6 +61,7 @@ class MemoryRecovery:
         self._changed_at = clock()
         self._try_at = self._look_at = 0.0
         self._settled_s = SETTLED_S
+        self._said = ""  # why there was no memory, the last time
         self._num_tries = 0  # since there was memory
         self.num_recomputed = 0  # sequences
         self._prober = Prober(nodes) if prober is None else prober
@@ -71,7 +76,6 @@ class MemoryRecovery:
 
     def _lose(self) -> None:
         numbers = set(self.nodes.lose())
-        kv = self._scheduler.kv
         members = [book.ranges[0].start for book in self._books]
         ends = [*members[1:], 1 << 62]
 
@@ -83,10 +87,8 @@ class MemoryRecovery:
         for number in numbers:
             self._books[number].reset(0)
             self.nodes.members[number].edits.take()
-        if numbers:
-            logger.info(
-                "K/V of %d sequences is computed again; %d pages left", num_lost, kv.num_pages
-            )
+        if num_lost:
+            logger.info("K/V of %d sequences is computed again", num_lost)
 
     def look(self) -> None:
         """In idle moments: nodes that want to go are left, those that are back are taken."""
@@ -131,12 +133,16 @@ class MemoryRecovery:
             try:
                 self.nodes.place(member)
             except NoNodeError as error:
-                logger.warning("no memory for K/V yet: %s", error)
+                if str(error) != self._said:
+                    logger.warning("no memory for K/V yet: %s", error)
+                self._said = str(error)
                 continue
             self._books[number].reset(member.num_pages)
             member.edits.take()
             self._changed_at = now_s
-            logger.info("K/V has %d pages again", self._scheduler.kv.num_pages)
+            self._said = ""
+            where = ", ".join([link.url for link in member.links])
+            logger.info("K/V has %d pages again, on %s", self._scheduler.kv.num_pages, where)
             if member.is_local:  # it is enough once
                 break
         self._try_at = self._clock() + _RETRY_S
@@ -158,8 +164,8 @@ class MemoryRecovery:
         has_waited = is_poor and now_s >= self._changed_at + _POOR_S
         if running and seconds > _REJOIN_S and not has_waited:
             return
-        for member in back:
-            logger.info("memory nodes are back: %s", ", ".join(member.urls))
+        urls = [url for url in self.nodes.missing if self._prober.is_back(url)]
+        logger.info("memory nodes are back: %s", ", ".join(urls))
         self._place_again(back)
 
     def _place_again(self, members: Sequence[Member]) -> None:
@@ -194,7 +200,7 @@ class MemoryRecovery:
             if now_s < sequence.request.arrival_s + _GIVE_UP_S:
                 continue
             if kv.num_pages and kv.pages_for(sequence.max_tokens_total) > kv.most_pages:
-                self._end(sequence, "memory nodes are lost, and what is left is too small")
+                self._end(sequence, TOO_LITTLE_LEFT)
 
     def _give_up(self) -> None:
         now_s = self._clock()
@@ -203,7 +209,7 @@ class MemoryRecovery:
         if now_s < self._lost_at + _GIVE_UP_S or self._num_tries < _LEAST_TRIES:
             return
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
-            self._end(sequence, "the memory nodes are lost")
+            self._end(sequence, NODES_LOST)
 
     def close(self) -> None:
         self._prober.stop()

@@ -82,7 +82,9 @@ def read_key(config: EngineConfig) -> bytes:
     if path is None:
         for url in config.memory_nodes:
             if url.partition("://")[0] not in _OPEN_KEY_SCHEMES:
-                raise ConfigError(f"memory_nodes: {url} needs a memory_node_key_file")
+                raise ConfigError(
+                    f"{url} needs a memory_node_key_file, a secret that engines and nodes share"
+                )
         return LOCAL_KEY
     try:
         key = Path(path).read_bytes().strip()
@@ -187,7 +189,12 @@ class _Opening:
         ).pages_for
         fits = bisect_right(range(1, self._max_len + 1), node_bytes // page_bytes, key=pages_for)
         if 0 < fits < self._max_len:
-            logger.warning("nodes hold %d tokens; max_model_len is lowered to that", fits)
+            logger.warning(
+                "the smallest memory node has room for %d tokens a sequence, of the model's %d: "
+                "max_model_len is lowered to that; more K/V on each node raises it",
+                fits,
+                self._max_len,
+            )
             self._max_len = fits
 
     @property
@@ -251,6 +258,14 @@ class _Opening:
             raise ConfigError(
                 f"memory_nodes: {fewest} pages of {geometry.page_tokens[0]} tokens are less than "
                 f"one sequence of max_model_len {max_len}; lower it or raise memory_node_bytes"
+            )
+        if self._local_bytes < nodes.min_pages * geometry.page_bytes:
+            logger.warning(
+                "kv_cache_bytes %d is too little to go on with when no memory node is left: one "
+                "sequence of %d tokens takes %d",
+                self._local_bytes,
+                max_len,
+                nodes.min_pages * geometry.page_bytes,
             )
         return books[0] if len(books) == 1 else SplitKV(books)
 

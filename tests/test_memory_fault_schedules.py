@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from serve.recovery import NODES_LOST
 from serve.request import FinishReason
 from tests import sim_world
 from tests.sim_clients import Client
@@ -93,7 +94,7 @@ def test_without_memory_requests_end_within_bounds():
         node.kill()
     finish(run)
     assert run.clients[0].reason is FinishReason.ERROR
-    assert run.clients[0].error == "the memory nodes are lost"
+    assert run.clients[0].error == NODES_LOST
     assert 5.0 <= run.world.now - began - 65.0 < 6.0  # `end` lets 65 s pass
 
 

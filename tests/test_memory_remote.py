@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
+from memory.node import MemoryNode
+from memory.node_set import NoNodeError
 from memory.wire import WireType
+from ops import get_backend
 from tests.remote_rig import RemoteRig, layers_of, reference
 
 BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2, "int8": 3e-2}
@@ -141,4 +150,70 @@ def test_windows_and_prompts_that_are_kept():
     layers = layers_of(3, windows=(None, 40, 40))
     rig = RemoteRig(layers, ("a", "b"), "head", "int8", tail_bytes=1 << 22)
     run_mixed(rig, layers, "int8")
+    rig.close()
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+def test_a_prompt_that_cannot_be_kept_is_left_to_the_nodes(kv_dtype, monkeypatch):
+    """Mapping fails at every other place; nobody notices."""
+    layers = layers_of()
+    rig = RemoteRig(layers, ("a", "b"), "head", kv_dtype, tail_bytes=1 << 22)
+    memory, calls = rig.tails._memory, itertools.count()
+    mapped = memory.map
+
+    def fail(*arguments):
+        if next(calls) % 2:
+            raise OSError(errno.ENOMEM, "no mappings left")
+        mapped(*arguments)
+
+    monkeypatch.setattr(memory, "map", fail)
+    run_mixed(rig, layers, kv_dtype)
+    assert next(calls) > 2
+    assert rig.tails.num_pages_in_use == 0
+    rig.close()
+
+
+def test_the_small_node_is_left_out():
+    """b has come back with too little for its share; a goes on with all of it."""
+    rig = RemoteRig(layers_of(), ("a", "b"), num_pages=40)
+    rig.set.min_pages = 30
+    rig.nodes.kill("b")
+    rig.nodes.nodes["b"] = MemoryNode(1 << 16, get_backend("cpu"))
+    rig.nodes.gone.clear()
+    [member] = rig.set.members
+    rig.set.place(member)
+    assert [link.url for link in member.links] == ["a"]
+    assert member.num_pages >= 30
+    assert rig.set.back(0.1) == []  # and nobody asks it to share again
+    rig.close()
+
+
+def test_without_a_thread_nodes_are_looked_for_later():
+    def no_pool(count):
+        raise RuntimeError("can't start new thread")
+
+    rig = RemoteRig(layers_of())
+    rig.set._pool = no_pool
+    with pytest.raises(NoNodeError, match="new thread"):
+        rig.set.place(rig.set.members[0])
+    rig.set._pool = ThreadPoolExecutor
+    rig.set.place(rig.set.members[0])
+    rig.close()
+
+
+def test_nobody_waits_for_a_name_that_is_looked_up_slowly():
+    rig = RemoteRig(layers_of())
+    connect, slow = rig.nodes.connect, threading.Event()
+
+    def connect_slowly(url, timeout_s):
+        if url == "b":
+            slow.wait(30)
+        return connect(url, timeout_s)
+
+    rig.set.connect = connect_slowly
+    began = time.monotonic()
+    rig.set.place(rig.set.members[0], 0.1)
+    assert time.monotonic() - began < 5
+    assert [link.url for link in rig.set.members[0].links] == ["a"]
+    slow.set()
     rig.close()

@@ -61,7 +61,7 @@ def test_addresses_where_no_node_is(url, said, more, tmp_path, all_logs):
 
 
 def test_tcp_needs_a_key(all_logs):
-    said = "memory_nodes: tcp://127.0.0.1:9 needs a memory_node_key_file"
+    said = "tcp://127.0.0.1:9 needs a memory_node_key_file"
     assert_refused(run("--memory-nodes", "tcp://127.0.0.1:9"), said, all_logs)
 
 
@@ -134,7 +134,7 @@ def test_a_node_that_is_full(tmp_path):
     with nodes("inproc", 1, tmp_path, capacity_bytes=4 * MIB) as urls:
         model = str(checkpoint("llama"))
         with LLM(model, memory_nodes=urls, max_model_len=128) as llm:
-            with pytest.raises(ConfigError, match=r"memory_nodes: .*FULL.* bytes are free"):
+            with pytest.raises(ConfigError, match=r"memory_nodes: .*FULL.* not held by others"):
                 LLM(model, memory_nodes=urls, max_model_len=128)
             assert llm.generate("hi", use_tqdm=False)[0].outputs[0].token_ids
 

@@ -25,6 +25,7 @@ from serve.http.errors import (
     error_response,
     json_response,
     new_request_id,
+    no_memory,
     not_ready,
     quoted,
     to_api_error,
@@ -128,6 +129,8 @@ class HttpApp:
 
     async def _ready(self, request: web.BaseRequest, request_id: str) -> web.Response:
         self._check_ready()
+        if not self._engine.has_memory:
+            raise no_memory("memory nodes are lost, and no other memory is there")
         return json_response({"status": "ready"}, request_id)
 
     async def _models(self, request: web.BaseRequest, request_id: str) -> web.Response:

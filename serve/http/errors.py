@@ -11,7 +11,13 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from serve.errors import EngineStoppedError, GenerationError, OverloadedError, RequestError
+from serve.errors import (
+    EngineStoppedError,
+    GenerationError,
+    MemoryLostError,
+    OverloadedError,
+    RequestError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +80,16 @@ def not_ready() -> ApiError:
     )
 
 
+def no_memory(message: str) -> ApiError:
+    return ApiError(
+        503,
+        message,
+        kind=SERVER_ERROR,
+        code="memory_nodes_lost",
+        headers={"Retry-After": "5"},
+    )
+
+
 def draining() -> ApiError:
     return ApiError(
         503,
@@ -118,6 +134,8 @@ def to_api_error(exc: Exception, request_id: str) -> ApiError:
         )
     if isinstance(exc, EngineStoppedError):
         return draining()
+    if isinstance(exc, MemoryLostError):
+        return no_memory(str(exc))
     if isinstance(exc, GenerationError):
         logger.warning("request %s failed in the engine: %s", request_id, exc)
         return internal_error()

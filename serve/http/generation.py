@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from serve.errors import GenerationError
+from serve.errors import GenerationError, MemoryLostError
 from serve.http import shapes
 from serve.http.errors import draining, to_api_error
 from serve.http.sse import DONE, ChunkFormat, EventStream
+from serve.recovery import NO_MEMORY
 from serve.request import FinishReason, TokenDelta
 
 if TYPE_CHECKING:
@@ -125,6 +126,8 @@ async def _pump(
 def _checked(delta: TokenDelta) -> TokenDelta:
     """Only the server aborts a sequence whose client still listens."""
     if delta.finish_reason is FinishReason.ERROR:
+        if delta.error in NO_MEMORY:
+            raise MemoryLostError(delta.error)
         raise GenerationError(delta.error or "the engine failed")
     if delta.finish_reason is FinishReason.ABORT:
         raise draining()
