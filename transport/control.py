@@ -138,8 +138,8 @@ def _proof(key: bytes, role: bytes, client_nonce: bytes, server_nonce: bytes) ->
 def authenticate_to(sock: socket.socket, key: bytes, deadline: float) -> Session:
     """The client's half. RefusedError if the peer does not know the key, or says that we do not."""
     nonce = os.urandom(_NONCE_BYTES)
-    send_all(sock, MAGIC + nonce, deadline)
     try:
+        send_all(sock, MAGIC + nonce, deadline)
         answer = receive_exactly(sock, len(MAGIC) + _NONCE_BYTES, deadline)
     except PeerLostError as error:
         raise RefusedError(
@@ -148,8 +148,8 @@ def authenticate_to(sock: socket.socket, key: bytes, deadline: float) -> Session
     theirs = answer[len(MAGIC) :]
     if answer[: len(MAGIC)] != MAGIC or theirs == nonce:
         raise RefusedError("what answers does not speak our protocol")
-    send_all(sock, _proof(key, b"client", nonce, theirs), deadline)
     try:
+        send_all(sock, _proof(key, b"client", nonce, theirs), deadline)
         proof = receive_exactly(sock, _MAC_BYTES, deadline)
     except PeerLostError as error:
         raise RefusedError("the peer ended the handshake: it has another key") from error

@@ -6,6 +6,7 @@ peer has proved that it knows the key it holds one of MAX_STRANGERS places, and 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import socket
@@ -48,10 +49,10 @@ class SocketListener(ABC):
         self._key = key
         self._hello = control.hello(self.name, info, window_bytes)
         self._max_peers = max_peers
-        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         self._ready: queue.SimpleQueue[ChannelEndpoint | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of all below
         self._peers: weakref.WeakSet[ChannelEndpoint] = weakref.WeakSet()
+        self._strangers: list[socket.socket] = []  # oldest first
         self._num_coming = 0  # authenticated, not yet among the peers
         self._num_refused = 0
         self._num_logged, self._logged_at = 0, -_LOG_EVERY_S
@@ -125,19 +126,30 @@ class SocketListener(ABC):
                     self._refuse(f"accept: {error}")
                     time.sleep(0.05)
                 continue
-            if not self._strangers.acquire(blocking=False):
-                sock.close()
-                self._refuse("too many strangers at a time")
-                continue
+            self._make_room(sock)
             shown = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else self.url
             try:
                 threading.Thread(
                     target=self._set_up, args=(sock, shown), name="handshake", daemon=True
                 ).start()
             except RuntimeError as error:  # no threads left
-                self._strangers.release()
+                self._forget(sock)
                 sock.close()
                 self._refuse(str(error))
+
+    def _make_room(self, sock: socket.socket) -> None:
+        """Who has been silent for longest goes: strangers that say nothing keep nobody out."""
+        with self._lock:
+            oldest = self._strangers.pop(0) if len(self._strangers) >= MAX_STRANGERS else None
+            self._strangers.append(sock)
+        if oldest is not None:
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # its thread finds out, and refuses it
+
+    def _forget(self, sock: socket.socket) -> None:
+        with self._lock:
+            if sock in self._strangers:
+                self._strangers.remove(sock)
 
     def _set_up(self, sock: socket.socket, address: str) -> None:
         deadline = time.monotonic() + control.HANDSHAKE_S
@@ -152,7 +164,7 @@ class SocketListener(ABC):
                     raise RefusedError("no peer of ours")
                 session = control.authenticate_from(sock, self._key, deadline)
             finally:
-                self._strangers.release()
+                self._forget(sock)
             self._admit(session, address)
         except (TransportError, OSError, ValueError) as error:
             sock.close()
