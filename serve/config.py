@@ -166,10 +166,6 @@ class EngineConfig:
             raise ConfigError(f"inter_token_slo_ms must be a positive number, not {slo!r}")
         if self.seed is not None and type(self.seed) is not int:
             raise ConfigError(f"seed must be an integer, not {self.seed!r}")
-        if self.kv_cache_dir is not None and (
-            not isinstance(self.kv_cache_dir, str | Path) or not str(self.kv_cache_dir)
-        ):
-            raise ConfigError(f"kv_cache_dir must be a path, not {self.kv_cache_dir!r}")
         slo = self.ttft_slo
         if slo is not None and (type(slo) not in (int, float) or not 0 < slo < math.inf):
             raise ConfigError(f"ttft_slo must be a positive number of seconds, not {slo!r}")
@@ -180,12 +176,19 @@ class EngineConfig:
                     raise ConfigError(f"length_predictor has no method {method}")
             if self.memory_policy != "predicted":
                 raise ConfigError("length_predictor needs memory_policy predicted")
-        if self.kv_cache_dir is not None and not self.prefix_cache:
-            raise ConfigError("kv_cache_dir needs prefix_cache")
+        self._check_store()
         self._check_nodes()
         page = self.kv_page_bytes
         if page is not None and page % 4096:
             raise ConfigError(f"kv_page_bytes must be a multiple of 4096, not {page}")
+
+    def _check_store(self) -> None:
+        if self.kv_cache_dir is not None and (
+            not isinstance(self.kv_cache_dir, str | Path) or not str(self.kv_cache_dir)
+        ):
+            raise ConfigError(f"kv_cache_dir must be a path, not {self.kv_cache_dir!r}")
+        if self.kv_cache_dir is not None and not self.prefix_cache:
+            raise ConfigError("kv_cache_dir needs prefix_cache")
 
     def _check_nodes(self) -> None:
         nodes = self.memory_nodes

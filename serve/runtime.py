@@ -86,6 +86,14 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
         return Runtime(
             spec, precision, model, remote.attention, remote.kv, remote, nodes=remote.nodes
         )
+    return _load_local(config, spec, precision, model, backend)
+
+
+def _load_local(
+    config: EngineConfig, spec: ModelSpec, precision: Precision, model: Decoder, backend: Backend
+) -> Runtime:
+    """K/V in this machine's memory."""
+    layers = model.attention_layers()
     groups = group_layers(layers, config.max_model_len or spec.max_model_len)
     layouts = [_kv_layout(config, precision, [layers[i] for i in ids]) for _, ids in groups]
     windows = [window for window, _ in groups]
