@@ -212,6 +212,22 @@ def test_noise_on_the_control_connection_ends_it():
     theirs.close()
 
 
+def test_a_peer_that_does_not_hear_us_is_lost():
+    """Its heartbeats say so: 0x80 and hundredths of a second of silence."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    link = _windows.Link.of_socket(ours.detach())
+    link.watch()
+    theirs.settimeout(PATIENCE_S)
+    theirs.sendall(bytes([0x80, 0x80 + 25, 0x80 + 99]))
+    assert 0x80 <= theirs.recv(1)[0] < 0x80 + 100
+    assert not link.is_over
+    theirs.sendall(bytes([0x80 + 100]))
+    wait_until(lambda: link.is_over)
+    assert "hears nothing" in link.reason
+    theirs.close()
+
+
 # ---- a process that dies, hangs, or is only slow
 
 

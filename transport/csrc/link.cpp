@@ -19,7 +19,10 @@
 namespace ms {
 namespace {
 
-constexpr char BEAT = 'h';
+// A heartbeat is a byte, BEAT and for how long its sender has heard nothing. So a connection that is cut
+// one way is noticed by both ends.
+constexpr int64_t BEAT_UNIT_NS = 10'000'000, DEAF_AFTER_NS = 1'000'000'000;
+constexpr int64_t BEAT = 0x80, MOST_UNITS = 0x7f;
 
 }  // namespace
 
@@ -192,11 +195,13 @@ void Link::listen() {
   {
     std::lock_guard lock(mutex_);
     if (control_fd_ < 0) return;
-    char bytes[256];
+    unsigned char bytes[256];
     const ssize_t got = recv(control_fd_, bytes, sizeof bytes, MSG_DONTWAIT);
     if (got > 0) {
       heard_ns_ = now_ns();
-      if (std::count(bytes, bytes + got, BEAT) != got) reason = "the peer sent what is no heartbeat";
+      if (*std::min_element(bytes, bytes + got) < BEAT) reason = "the peer sent what is no heartbeat";
+      else if ((*std::max_element(bytes, bytes + got) - BEAT) * BEAT_UNIT_NS >= DEAF_AFTER_NS)
+        reason = "the peer hears nothing of us";
     } else if (got == 0) {
       reason = "the peer closed the connection";
     } else if (errno != EAGAIN && errno != EINTR) {
@@ -208,8 +213,10 @@ void Link::listen() {
 
 void Link::beat() {
   std::lock_guard lock(mutex_);
+  const auto silence = (now_ns() - heard_ns_.load()) / BEAT_UNIT_NS;
+  const auto beat = static_cast<unsigned char>(BEAT + std::clamp<int64_t>(silence, 0, MOST_UNITS));
   // What fails here is seen by listen().
-  if (control_fd_ >= 0) (void)!send(control_fd_, &BEAT, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
+  if (control_fd_ >= 0) (void)!send(control_fd_, &beat, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
 }  // namespace ms

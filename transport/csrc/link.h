@@ -1,6 +1,6 @@
 // Whether the peer is alive. A link owns the control connection after the set-up: one thread of the
 // process (not Python's: a busy interpreter delays nothing) sends a byte on all of them every
-// HEARTBEAT and listens. End of file or silence end the link, and who waits on it is woken.
+// HEARTBEAT, which says for how long it has heard nothing, and listens. End of file or silence end the link, and who waits on it is woken.
 #pragma once
 
 #include <atomic>
