@@ -227,7 +227,8 @@ with LLM(sys.argv[1], kv_cache_dir=sys.argv[2], **(SETTINGS | SMALL)) as llm:
     while True:
         for requests in (TALKS, PREFIXES):
             generate(llm, requests)
-            if llm.stats().disk_stored_pages:
+            stats = llm.stats()  # the next one may find all that it needs
+            if stats.disk_stored_pages or stats.disk_loaded_pages:
                 print("stored", flush=True)
 """
 
