@@ -59,6 +59,7 @@ class FakeEngine:
     submitted: list[tuple[Any, SamplingParams]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     is_ready: bool = False
+    has_memory: bool = True
     is_stopped: bool = False
 
     def __post_init__(self) -> None:

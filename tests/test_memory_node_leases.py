@@ -339,6 +339,7 @@ def test_200_engines_come_and_go(scheme, tmp_path):
     served = Served(url)
 
     def come_and_go(number):
+        served.wait(lambda stats: stats.num_engines < 2)  # there is memory for a few at once
         engine = served.engine(engine=str(number))
         engine.attach()
         engine.map_ranges(4)
