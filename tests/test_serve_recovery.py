@@ -228,7 +228,7 @@ class Missing:
         self.missing = list(missing)
         self.num_asked = 0
 
-    def back(self, timeout_s):
+    def back(self):
         self.num_asked += 1
         return list(self.missing)
 
