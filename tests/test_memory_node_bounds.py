@@ -110,6 +110,30 @@ def test_addresses_of_all_engines_are_what_a_process_can_reserve(node, monkeypat
     assert ask(node, "three")[1] == 40
 
 
+def test_plans_that_are_kept_are_few_objects(node, monkeypatch):
+    """A plan's queries are views of each layer: older plans make room for it."""
+    monkeypatch.setattr("memory.node_session._MAX_VIEWS", 9)  # of three layers
+    engine = RawEngine.beside(node)
+    engine.attach()
+    engine.map_ranges()
+    rows = torch.ones(1, 4, 16)
+    numbers = [engine.plan(queries=[(0, 1, 1)]) for _ in range(4)]
+    for number in numbers[1:]:
+        engine.query(number, 0, rows)
+        engine.partial(0)
+    largest = engine.plan(queries=[(0, 1, 1), (1, 1, 1), (2, 1, 1)])
+    engine.query(largest, 0, torch.ones(3, 4, 16))
+    engine.partial(0)
+    engine.query(numbers[3], 1, rows)
+    assert engine.error() is ErrorCode.STALE
+    monkeypatch.setattr("memory.node_session._MAX_VIEWS", 8)
+    engine = RawEngine.beside(node, replace(REQUEST, epoch=2))
+    engine.attach()
+    engine.map_ranges()
+    engine.plan(queries=[(0, 1, 1), (1, 1, 1), (2, 1, 1)])
+    assert engine.error() is ErrorCode.SHAPE
+
+
 def test_without_a_thread_an_engine_is_refused_and_the_next_one_is_not(tmp_path, monkeypatch):
     node = MemoryNode(100 * page_bytes(), get_backend("cpu"))
     url = f"inproc://{tmp_path.name}"
