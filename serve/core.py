@@ -12,7 +12,6 @@ import itertools
 import logging
 import queue
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +27,7 @@ from serve.detokenizer import DetokenizerFactory
 from serve.errors import EngineStoppedError, GenerationError
 from serve.intake import Arrival, Encode, Intake
 from serve.output import OutputProcessor, OutputState, Sink, StepRecord
+from serve.output_thread import OutputThread
 from serve.overload import EarlyRejection
 from serve.plan import StepPlan
 from serve.recovery import MemoryRecovery
@@ -42,8 +42,6 @@ from serve.unfinished import Unfinished
 
 logger = logging.getLogger(__name__)
 
-# Steps that pool 3 may be behind before the loop waits for it.
-_MAX_RECORDS_BEHIND = 8
 _IDLE_TRIM_S = 0.5
 _WRITE_WAIT_S = 0.05  # between batches of pages that are written to the disk in idle moments
 _NO_MEMORY_WAIT_S = 0.02  # until memory nodes are looked for again
@@ -90,11 +88,7 @@ class EngineCore:
         self._intake = Intake(tokenizer, limits, scheduler.prefixes, self._rejection)
         self._counter = itertools.count()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._records: queue.Queue[StepRecord | None] = queue.Queue(_MAX_RECORDS_BEHIND)
         self._unfinished = Unfinished(limits)
-        # Records wait here until the next step is under way: pool 3 then works beside the
-        # device and not between two steps.
-        self._pending_records: list[StepRecord] = []
         self._loop_job: Future[None] | None = None
         self._failure: BaseException | None = None
         self._num_steps = 0
@@ -103,14 +97,15 @@ class EngineCore:
         self._last_step_s: float | None = None
         # Since when the loop has been busy with the next step; None: it was idle.
         self._busy_since_s: float | None = None
-        self._output = OutputProcessor(
-            eos_token_ids,
-            lambda s: self._inbox.put(lambda: self._end(s, FinishReason.STOP)),
-            lambda s: self._inbox.put(lambda: self._end(s, FinishReason.ERROR)),
+        self._output = OutputThread(
+            OutputProcessor(
+                eos_token_ids,
+                lambda s: self._inbox.put(lambda: self._end(s, FinishReason.STOP)),
+                lambda s: self._inbox.put(lambda: self._end(s, FinishReason.ERROR)),
+            )
         )
         self._tokenize = ThreadPoolExecutor(tokenize_threads, "mergestep-tokenize")
         self._compute = compute
-        self._post = threading.Thread(target=self._post_loop, name="mergestep-output", daemon=True)
 
     def _make_recovery(self, nodes: NodeSet) -> MemoryRecovery:
         books = [self._kv] if isinstance(self._kv, KVManager) else self._kv.members
@@ -121,7 +116,7 @@ class EngineCore:
     def start(self) -> None:
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
         self._loop_job = self._compute.submit(self._compute_loop)
-        self._post.start()
+        self._output.start()
 
     # ---- any thread
 
@@ -188,8 +183,7 @@ class EngineCore:
         if self._loop_job is not None:
             self._inbox.put(None)
             self._wait_for_loop(self._loop_job)
-            self._records.put(None)
-            self._post.join()
+            self._output.stop()
             self._loop_job = None
         elif self._compute.is_alive():  # loaded, but never started
             self._compute.submit(self._close_memory)
@@ -268,7 +262,7 @@ class EngineCore:
                 self._end(sequence, reason, error)
         except Exception:
             logger.exception("ending the sequences failed")
-        self._flush_records()
+        self._output.flush()
 
     def _answer_rest(self) -> None:
         """Nobody may wait for ever for a request that got lost."""
@@ -282,7 +276,7 @@ class EngineCore:
             idle = not self._scheduler.has_work()
             if idle:
                 self._busy_since_s = None
-                self._flush_records()
+                self._output.flush()
             try:
                 if not idle:
                     message = self._inbox.get_nowait()
@@ -309,20 +303,20 @@ class EngineCore:
         began_s = now_s if self._busy_since_s is None else self._busy_since_s
         if self._recovery is not None and not self._recovery.is_ready():
             self._busy_since_s = None
-            self._flush_records()
+            self._output.flush()
             self._wait_for_memory()
             return
         plan = self._scheduler.schedule(now_s)
         if plan is None and self._kv.prefixes.is_transferring:
             # The head waits for its pages, or the pages it needs are still being written.
             self._busy_since_s = None
-            self._flush_records()
+            self._output.flush()
             self._kv.prefixes.wait(_FETCH_WAIT_S)
             return
         is_short = self._recovery is not None and self._recovery.is_short
         if plan is None and is_short and not self._scheduler.running:
             self._busy_since_s = None
-            self._flush_records()
+            self._output.flush()
             self._wait_for_memory()  # what is left is too small for who is next
             return
         if plan is None:
@@ -340,7 +334,7 @@ class EngineCore:
         if any(sequence.kv_range is None for sequence in plan.sequences):
             return  # lost with its memory node, while a part of the step ran
         try:
-            result = self._runner.run(plan, self._flush_records)
+            result = self._runner.run(plan, self._output.flush)
         except NodesLostError as error:
             assert self._recovery is not None
             self._busy_since_s = None
@@ -363,16 +357,11 @@ class EngineCore:
         self._num_prefill_rows += plan.num_total_rows - plan.num_decodes
         self._last_step_s = now_s
         if result.sampled:
-            self._pending_records.append(
+            self._output.add(
                 StepRecord(result.sampled, result.tokens, result.logprobs, finished, now_s)
             )
         if finished:
             self._forget(finished)
-
-    def _flush_records(self) -> None:
-        for record in self._pending_records:
-            self._records.put(record)
-        self._pending_records.clear()
 
     def _isolate(self, plan: StepPlan, error: Exception) -> None:
         """A step failed: find whose fault it is by halves. Rows are idempotent (they write the
@@ -414,7 +403,7 @@ class EngineCore:
             for sequence in sequences:
                 sequence.status = SequenceStatus.FINISHED
                 sequence.finish_reason = reason
-            self._pending_records.append(StepRecord([], [], None, sequences, self._clock()))
+            self._output.add(StepRecord([], [], None, sequences, self._clock()))
             self._forget(sequences)
             return
         for sequence in sequences:
@@ -423,12 +412,12 @@ class EngineCore:
     def _abort(self, state: RequestState) -> None:
         ended = [s for s in state.sequences if self._scheduler.finish(s, FinishReason.ABORT)]
         if ended:
-            self._pending_records.append(StepRecord([], [], None, ended, self._clock()))
+            self._output.add(StepRecord([], [], None, ended, self._clock()))
             self._forget(ended)
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         if self._scheduler.finish(sequence, reason):
-            self._pending_records.append(StepRecord([], [], None, [sequence], self._clock(), error))
+            self._output.add(StepRecord([], [], None, [sequence], self._clock(), error))
             self._forget([sequence])
 
     def _forget(self, finished: list[Sequence]) -> None:
@@ -445,9 +434,3 @@ class EngineCore:
         except Exception:
             logger.exception("queueing %s failed", state.request_id)
             self._refuse(state, GenerationError("the engine failed to queue the request"))
-
-    # ---- pool 3
-
-    def _post_loop(self) -> None:
-        while (record := self._records.get()) is not None:
-            self._output.process(record)

@@ -115,9 +115,9 @@ class SimCore(EngineCore):
         has_work = self._scheduler.has_work()
         if has_work:
             self._step()
-        self._flush_records()
-        while not self._records.empty():
-            self._output.process(self._records.get())
+        self._output.flush()
+        while not self._output._records.empty():
+            self._output._processor.process(self._output._records.get())
         self._drain_inbox()
         return has_work
 
