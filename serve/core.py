@@ -35,6 +35,7 @@ from serve.request import FinishReason, Prompt, Request, SamplingParams
 from serve.runner import Runner, StepResult
 from serve.scheduler import Scheduler
 from serve.sequence import Sequence, SequenceStatus, make_sequences
+from serve.stagger import part_of
 from serve.state import RequestState
 from serve.stats import EngineStats, engine_stats
 from serve.tokenizer import Tokenizer
@@ -372,17 +373,8 @@ class EngineCore:
             self._end(sequence, FinishReason.ERROR, f"{type(error).__name__} in the engine")
             return
         middle = len(plan.sequences) // 2
-        for part in (slice(0, middle), slice(middle, None)):
-            rows = plan.num_rows[part]
-            self._run(
-                StepPlan(
-                    sequences=plan.sequences[part],
-                    num_rows=rows,
-                    num_decodes=max(0, min(len(rows), plan.num_decodes - (part.start or 0))),
-                    samples=plan.samples[part],
-                    num_total_rows=sum(rows),
-                )
-            )
+        for part in (range(middle), range(middle, len(plan.sequences))):
+            self._run(part_of(plan, part))
 
     # ---- pool 2: messages
 
