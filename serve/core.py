@@ -37,7 +37,7 @@ from serve.scheduler import Scheduler
 from serve.sequence import Sequence, SequenceStatus, make_sequences
 from serve.stagger import part_of
 from serve.state import RequestState
-from serve.stats import EngineStats, engine_stats
+from serve.stats import EngineStats, StepCounts, engine_stats
 from serve.tokenizer import Tokenizer
 from serve.unfinished import Unfinished
 
@@ -92,10 +92,7 @@ class EngineCore:
         self._unfinished = Unfinished(limits)
         self._loop_job: Future[None] | None = None
         self._failure: BaseException | None = None
-        self._num_steps = 0
-        self._num_prefill_rows = 0
-        self._num_decode_rows = 0
-        self._last_step_s: float | None = None
+        self._counts = StepCounts()
         # Since when the loop has been busy with the next step; None: it was idle.
         self._busy_since_s: float | None = None
         self._output = OutputThread(
@@ -160,16 +157,13 @@ class EngineCore:
         return len(self._unfinished)
 
     def stats(self) -> EngineStats:
-        last_s = self._last_step_s
         return engine_stats(
             self._scheduler,
             self._rejection,
             self._recovery,
+            self._counts,
             num_unfinished=len(self._unfinished),
-            num_steps=self._num_steps,
-            num_prefill_rows=self._num_prefill_rows,
-            num_decode_rows=self._num_decode_rows,
-            last_step_age_s=None if last_s is None else self._clock() - last_s,
+            clock=self._clock,
         )
 
     def stop_accepting(self) -> None:
@@ -353,10 +347,7 @@ class EngineCore:
 
     def _finish_step(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
         finished = self._scheduler.update(plan, result.tokens)
-        self._num_steps += 1
-        self._num_decode_rows += plan.num_decodes
-        self._num_prefill_rows += plan.num_total_rows - plan.num_decodes
-        self._last_step_s = now_s
+        self._counts.add(plan, now_s)
         if result.sampled:
             self._output.add(
                 StepRecord(result.sampled, result.tokens, result.logprobs, finished, now_s)
