@@ -8,14 +8,12 @@ outside is on the path between two steps. asyncio and offline faces sit on top o
 
 from __future__ import annotations
 
-import itertools
 import logging
 import queue
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 
 from memory.kv_manager import KVManager
 from memory.node_set import NodeSet
@@ -52,10 +50,6 @@ _FETCH_WAIT_S = 0.02  # with nothing to compute; messages are looked at in betwe
 # 5 ms would let pool 3 and HTTP stand in the way of the compute thread after every operator.
 _SWITCH_INTERVAL_S = 2e-4
 
-# Requests without a seed get distinct ones: multiples of 2^64 / golden ratio.
-_SEED_STEP = 0x9E3779B97F4A7C15
-_SEED_MASK = (1 << 62) - 1
-
 
 class EngineCore:
     """Threads, queues and the loop. submit() and abort() may be called from any thread."""
@@ -81,13 +75,11 @@ class EngineCore:
         self._detokenizers = DetokenizerFactory(tokenizer)
         self._eos = eos_token_ids
         self._limits = limits
-        self._seed = seed
         self._clock = clock
         slo_s = limits.ttft_slo_s
         self._rejection = None if slo_s is None else EarlyRejection(scheduler, slo_s)
         self._recovery = None if nodes is None else self._make_recovery(nodes)
-        self._intake = Intake(tokenizer, limits, scheduler.prefixes, self._rejection)
-        self._counter = itertools.count()
+        self._intake = Intake(tokenizer, limits, scheduler.prefixes, self._rejection, seed)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._unfinished = Unfinished(limits)
         self._loop_job: Future[None] | None = None
@@ -128,12 +120,7 @@ class EngineCore:
     ) -> RequestState:
         """Queue a request; its fate is told to the sink. `prompt` may be a function to run in
         pool 1 that returns token ids. Raises OverloadedError or EngineStoppedError."""
-        text = prompt if isinstance(prompt, str) else None
-        number = next(self._counter)
-        if params.seed is None:
-            params = replace(params, seed=(self._seed + number * _SEED_STEP) & _SEED_MASK)
-        name = request_id or f"req-{number}"
-        state = RequestState(name, text, params, sink, self._clock(), client)
+        state = self._intake.register(prompt, params, sink, self._clock(), request_id, client)
         # under the table's lock: a shutdown that begins now finds it queued
         self._unfinished.add(state, lambda: self._tokenize.submit(self._prepare, state, prompt))
         return state
@@ -270,8 +257,7 @@ class EngineCore:
         while True:
             idle = not self._scheduler.has_work()
             if idle:
-                self._busy_since_s = None
-                self._output.flush()
+                self._pause()
             try:
                 if not idle:
                     message = self._inbox.get_nowait()
@@ -297,21 +283,18 @@ class EngineCore:
         # From token to token: what lies between two steps counts too.
         began_s = now_s if self._busy_since_s is None else self._busy_since_s
         if self._recovery is not None and not self._recovery.is_ready():
-            self._busy_since_s = None
-            self._output.flush()
+            self._pause()
             self._wait_for_memory()
             return
         plan = self._scheduler.schedule(now_s)
         if plan is None and self._kv.prefixes.is_transferring:
             # The head waits for its pages, or the pages it needs are still being written.
-            self._busy_since_s = None
-            self._output.flush()
+            self._pause()
             self._kv.prefixes.wait(_FETCH_WAIT_S)
             return
         is_short = self._recovery is not None and self._recovery.is_short
         if plan is None and is_short and not self._scheduler.running:
-            self._busy_since_s = None
-            self._output.flush()
+            self._pause()
             self._wait_for_memory()  # what is left is too small for who is next
             return
         if plan is None:
@@ -320,6 +303,11 @@ class EngineCore:
             assert self._scheduler.running, "work, but nothing can be scheduled"
             return
         self._run(plan, began_s)
+
+    def _pause(self) -> None:
+        """Nothing is computed for a while: that belongs to no step."""
+        self._busy_since_s = None
+        self._output.flush()
 
     def _wait_for_memory(self) -> None:
         time.sleep(_NO_MEMORY_WAIT_S)
