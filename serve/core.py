@@ -88,11 +88,7 @@ class EngineCore:
         # Since when the loop has been busy with the next step; None: it was idle.
         self._busy_since_s: float | None = None
         self._output = OutputThread(
-            OutputProcessor(
-                eos_token_ids,
-                lambda s: self._inbox.put(lambda: self._end(s, FinishReason.STOP)),
-                lambda s: self._inbox.put(lambda: self._end(s, FinishReason.ERROR)),
-            )
+            OutputProcessor(lambda s, why: self._inbox.put(lambda: self._end(s, why)))
         )
         self._tokenize = ThreadPoolExecutor(tokenize_threads, "mergestep-tokenize")
         self._compute = compute
@@ -203,9 +199,7 @@ class EngineCore:
             self._refuse(state, error)
         else:
             state.tell(lambda: state.sink.accept(request))
-            self._inbox.put(
-                lambda: self._guarded(state, lambda: self._enqueue(state, request, arrival))
-            )
+            self._inbox.put(lambda: self._enqueue_or_refuse(state, request, arrival))
 
     # ---- pool 2: the loop
 
@@ -226,11 +220,10 @@ class EngineCore:
 
     def _answer_failed(self) -> None:
         """The loop has failed: until shutdown, whatever still comes in is told so."""
-        message: Callable[[], None] | None = lambda: None  # noqa: E731
-        while message is not None:
+        self._answer_all(FinishReason.ERROR, "the engine failed")
+        while (message := self._inbox.get()) is not None:
             message()
             self._answer_all(FinishReason.ERROR, "the engine failed")
-            message = self._inbox.get()
 
     def _drain_inbox(self) -> None:
         while not self._inbox.empty():
@@ -287,22 +280,24 @@ class EngineCore:
             self._wait_for_memory()
             return
         plan = self._scheduler.schedule(now_s)
-        if plan is None and self._kv.prefixes.is_transferring:
+        if plan is None:
+            self._wait_for_room()
+        else:
+            self._run(plan, began_s)
+
+    def _wait_for_room(self) -> None:
+        """Nothing can be scheduled."""
+        if self._kv.prefixes.is_transferring:
             # The head waits for its pages, or the pages it needs are still being written.
             self._pause()
             self._kv.prefixes.wait(_FETCH_WAIT_S)
-            return
-        is_short = self._recovery is not None and self._recovery.is_short
-        if plan is None and is_short and not self._scheduler.running:
+        elif not self._scheduler.running:
+            # One sequence of max_model_len always fits (checked at start-up), except into what
+            # is left when memory nodes are lost.
+            is_short = self._recovery is not None and self._recovery.is_short
+            assert is_short, "work, but nothing can be scheduled"
             self._pause()
-            self._wait_for_memory()  # what is left is too small for who is next
-            return
-        if plan is None:
-            # Waiting sequences that fit nowhere although nothing runs: cannot happen, because
-            # one sequence of max_model_len always fits (checked at start-up).
-            assert self._scheduler.running, "work, but nothing can be scheduled"
-            return
-        self._run(plan, began_s)
+            self._wait_for_memory()
 
     def _pause(self) -> None:
         """Nothing is computed for a while: that belongs to no step."""
@@ -357,6 +352,14 @@ class EngineCore:
 
     # ---- pool 2: messages
 
+    def _enqueue_or_refuse(self, state: RequestState, request: Request, arrival: Arrival) -> None:
+        """A fault while taking in a request ends that request only."""
+        try:
+            self._enqueue(state, request, arrival)
+        except Exception:
+            logger.exception("queueing %s failed", state.request_id)
+            self._refuse(state, GenerationError("the engine failed to queue the request"))
+
     def _enqueue(self, state: RequestState, request: Request, arrival: Arrival) -> None:
         if self._rejection is not None:
             self._rejection.queued(arrival.seconds)
@@ -374,8 +377,7 @@ class EngineCore:
             for sequence in sequences:
                 sequence.status = SequenceStatus.FINISHED
                 sequence.finish_reason = reason
-            self._output.add(StepRecord([], [], None, sequences, self._clock()))
-            self._forget(sequences)
+            self._tell_ended(sequences)
             return
         for sequence in sequences:
             self._scheduler.add(sequence)
@@ -383,13 +385,16 @@ class EngineCore:
     def _abort(self, state: RequestState) -> None:
         ended = [s for s in state.sequences if self._scheduler.finish(s, FinishReason.ABORT)]
         if ended:
-            self._output.add(StepRecord([], [], None, ended, self._clock()))
-            self._forget(ended)
+            self._tell_ended(ended)
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         if self._scheduler.finish(sequence, reason):
-            self._output.add(StepRecord([], [], None, [sequence], self._clock(), error))
-            self._forget([sequence])
+            self._tell_ended([sequence], error)
+
+    def _tell_ended(self, sequences: list[Sequence], error: str | None = None) -> None:
+        """These ended, and not with a step."""
+        self._output.add(StepRecord([], [], None, sequences, self._clock(), error))
+        self._forget(sequences)
 
     def _forget(self, finished: list[Sequence]) -> None:
         """A request whose sequences have all ended is not unfinished any more."""
@@ -397,11 +402,3 @@ class EngineCore:
             state = self._unfinished.get(request_id)
             if state is not None and all(s.is_finished for s in state.sequences):
                 self._unfinished.remove(state)
-
-    def _guarded(self, state: RequestState, act: Callable[[], None]) -> None:
-        """A fault while taking in a request ends that request only."""
-        try:
-            act()
-        except Exception:
-            logger.exception("queueing %s failed", state.request_id)
-            self._refuse(state, GenerationError("the engine failed to queue the request"))
