@@ -111,6 +111,11 @@ class KVManager:
         return self.range_tokens * len(self.ranges) * before
 
     @property
+    def members(self) -> list[KVManager]:
+        """The memories: this one."""
+        return [self]
+
+    @property
     def num_pages(self) -> int:
         return self.allocator.num_pages
 

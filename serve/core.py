@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from memory.kv_manager import KVManager
 from memory.node_set import NodeSet
 from memory.remote_attention import NodesLostError
 from memory.split_kv import Books
@@ -30,7 +29,7 @@ from serve.overload import EarlyRejection
 from serve.plan import StepPlan
 from serve.recovery import MemoryRecovery
 from serve.request import FinishReason, Prompt, Request, SamplingParams
-from serve.runner import Runner, StepResult
+from serve.runner import Runner
 from serve.scheduler import Scheduler
 from serve.sequence import Sequence, SequenceStatus, make_sequences
 from serve.stagger import part_of
@@ -94,9 +93,9 @@ class EngineCore:
         self._compute = compute
 
     def _make_recovery(self, nodes: NodeSet) -> MemoryRecovery:
-        books = [self._kv] if isinstance(self._kv, KVManager) else self._kv.members
+        members, scheduler = self._kv.members, self._scheduler
         return MemoryRecovery(
-            nodes, books, self._scheduler, lambda s, why: self._end(s, FinishReason.ERROR, why)
+            nodes, members, scheduler, lambda s, why: self._end(s, FinishReason.ERROR, why)
         )
 
     def start(self) -> None:
@@ -326,9 +325,6 @@ class EngineCore:
         if began_s is not None:
             self._scheduler.observe(plan, now_s - began_s)
         self._busy_since_s = now_s
-        self._finish_step(plan, result, now_s)
-
-    def _finish_step(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
         finished = self._scheduler.update(plan, result.tokens)
         self._counts.add(plan, now_s)
         if result.sampled:

@@ -109,8 +109,7 @@ def engine_stats(
 ) -> EngineStats:
     """A snapshot, from any thread: what is read may be a step old."""
     kv, nodes = scheduler.kv, recovery.nodes if recovery else None
-    prefixes = kv.prefixes.stats
-    disk = kv.prefixes.store_stats()
+    prefixes, disk = kv.prefixes.stats, kv.prefixes.store_stats()
     coverage_p50, coverage_p90 = scheduler.policy.coverage()
     page_steps = max(1, scheduler.num_steps * kv.num_pages)  # of none while nodes are lost
     return EngineStats(

@@ -221,7 +221,7 @@ class SimEngine:
         if not size_bytes:
             return None
         tails = PromptTails(self.template, MAX_LEN, size_bytes)
-        for book in [self.kv] if isinstance(self.kv, KVManager) else self.kv.members:
+        for book in self.kv.members:
             book.on_close = lambda target: tails.drop(target.start)
         return tails
 
