@@ -37,10 +37,12 @@ PURE = [
     "serve/request.py",
     "memory/address_space.py",
     "memory/allocator.py",
+    "memory/idle_ranges.py",
     "memory/kv_manager.py",
     "memory/kv_range.py",
     "memory/layer_groups.py",
     "memory/prefix_finder.py",
+    "memory/range_mapper.py",
     "memory/prefix_index.py",
     "memory/vmm.py",
 ]
