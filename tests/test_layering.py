@@ -30,6 +30,7 @@ PURE = [
     "serve/prefix_use.py",
     "serve/rotation.py",
     "serve/stagger.py",
+    "serve/step_draft.py",
     "memory/load_times.py",
     "memory/runs.py",
     "serve/length_predictor.py",
