@@ -183,7 +183,7 @@ class _Fields:
 
     def name(self, name: str) -> str:
         value = self.get(name)
-        if not isinstance(value, str) or not 0 < len(value) <= 64:
+        if not (isinstance(value, str) and 0 < len(value) <= 64 and value.isprintable()):
             raise _shape(f"{name} must be a name")
         return value
 

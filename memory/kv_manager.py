@@ -166,6 +166,13 @@ class KVManager:
         unpromised = self.num_available - self._promised - spare_pages
         return bool(self._idle) and need <= unpromised and self._mapper.has_room(hit)
 
+    def room_without(self, num_tokens: int, leaving: Sequence[Range]) -> list[Range] | None:
+        """Of ranges that could be closed, those that have to do with room for so many tokens;
+        None where there would be none even without them all."""
+        num_pages = sum([len(target.pages) for target in leaving])
+        fits = self.pages_for(num_tokens) <= self.num_available + num_pages
+        return list(leaving) if fits else None
+
     @property
     def num_saved(self) -> int:
         """Pages that sequences would hold more if they shared none; a little less while pages are

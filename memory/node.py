@@ -205,7 +205,9 @@ class MemoryNode:
         """Why a connection is about to end."""
         address = connection.endpoint.peer.address
         if isinstance(error, TransportError):
-            logger.info("engine at %s: %s", address, str(error))  # not what its frames hold
+            # Who only asks how large the node is leaves without attaching.
+            level = logging.INFO if connection.loop is not None else logging.DEBUG
+            logger.log(level, "engine at %s: %s", address, str(error))  # not what its frames hold
             return
         if isinstance(error, WireError):
             logger.warning("engine at %s: %s (%s)", address, str(error), error.code.name)

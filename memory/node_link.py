@@ -23,6 +23,7 @@ from memory.wire import (
 )
 from memory.wire_rows import largest_message
 from transport.base import Endpoint, Frame, Segment, TransportError, TransportTimeoutError
+from transport.control import printable
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ class NodeLink:
             content = read_json(message)
             code, text = content.get("code"), content.get("text")
             if isinstance(code, int) and code in ErrorCode.__members__.values():
-                raise NodeError(ErrorCode(code), str(text)[:500])
+                raise NodeError(ErrorCode(code), printable(text, 500))
             raise WireError(ErrorCode.FORM, "an error without a code")
         return header
 

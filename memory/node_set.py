@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 _FIRST_ATTACH_S = 5.0
 _ATTACH_S = 1.5  # others wait, or could be asked
 _CONNECT_GRACE_S = 0.25
-_CONNECT_S = 0.5  # to somebody who was there before
+_CONNECT_S = 0.5  # to somebody who was there before, and close by
+_SLOWER = 4.0  # than the first time
 FIRST_CONNECT_S = 5.0
 
 Connect = Callable[[str, float], Endpoint]
@@ -90,6 +91,8 @@ class NodeSet:
         self._epoch = template.epoch
         self.min_pages = template.min_pages
         """Of a member: with less, a sequence may find itself without room."""
+        self.connect_s = _CONNECT_S
+        """How long a node may take that was there before."""
         self.num_lost = 0
         self._leaving: set[str] = set()  # they want to go, and are not asked at once
 
@@ -122,7 +125,7 @@ class NodeSet:
         return numbers
 
     def place(
-        self, member: Member, connect_s: float = _CONNECT_S, *, needs_all: bool = False
+        self, member: Member, connect_s: float | None = None, *, needs_all: bool = False
     ) -> None:
         """Attach to every node that answers, else to this machine's memory; where neither has
         min_pages, to what nodes have. NoNodeError.
@@ -130,9 +133,14 @@ class NodeSet:
         needs_all: nobody may be missing."""
         member.close()
         member.is_local = False
+        connect_s = connect_s or self.connect_s
         reasons: dict[str, str] = {}
         if needs_all:
+            began_s = self._clock()
             endpoints = self._connect_all(member.urls, connect_s, reasons)
+            # Far nodes take longer, every time.
+            usual_s = _SLOWER * (self._clock() - began_s)
+            self.connect_s = min(max(self.connect_s, usual_s), connect_s)
             if not reasons:
                 self._attach(member, endpoints, reasons, self.min_pages, _FIRST_ATTACH_S)
             if member.links:
@@ -183,20 +191,20 @@ class NodeSet:
         logger.warning("no memory node is left: K/V is in this machine's memory")
         return True
 
-    def back(self, timeout_s: float) -> list[str]:
+    def back(self) -> list[str]:
         """Of the nodes that are missing, those that have memory for us, sharing with all that
         would be there then. From any thread."""
         missing = self.missing
-        found = [url for url in missing if self._takes(url, timeout_s, None)]
+        found = [url for url in missing if self._takes(url, None)]
         num_there = self.num_nodes - len(missing) + len(found)
         if self._partition == "request" or not found or num_there == self.num_nodes:
             return found
-        return [url for url in found if self._takes(url, timeout_s, num_there)]
+        return [url for url in found if self._takes(url, num_there)]
 
-    def _takes(self, url: str, timeout_s: float, count: int | None) -> bool:
+    def _takes(self, url: str, count: int | None) -> bool:
         """Whether it is there and has memory for one of `count` shares; None: of all nodes."""
         try:
-            endpoint = self.connect(url, timeout_s)
+            endpoint = self.connect(url, self.connect_s)
         except (TransportError, OSError):
             return False
         [most] = [len(member.urls) for member in self.members if url in member.urls]
@@ -205,7 +213,7 @@ class NodeSet:
         try:
             link.attach(
                 replace(self._request(link.share, self.min_pages), is_question=True),
-                timeout_s,
+                self.connect_s,
                 self._wire,
             )
         except TransportError:

@@ -52,6 +52,9 @@ class PromptTails:
     def __init__(self, template: AttachRequest, max_model_len: int, num_bytes: int) -> None:
         """template: shapes and type of the K/V. num_bytes: at most."""
         layers = template.layers
+        # Nodes reckon windows from the end of what they hold: there must be nothing of a prompt
+        # that only they have.
+        self._is_whole = any(layer.window is not None for layer in layers)
         made: Int8KVLayout | KVLayout
         if template.kv_dtype == "int8":
             made = Int8KVLayout(layers, template.kv_group)
@@ -99,6 +102,8 @@ class PromptTails:
             self.drop(start)
             tail = None
         if tail is None:
+            if self._is_whole and past:
+                return None
             if not (self.is_usable and self._kv.can_fit(num_rows)):
                 return None
             tail = _Tail(self._kv.open(num_rows), past, past)

@@ -68,7 +68,6 @@ class RemoteAttention:
         self.wire = wire
         self.tails = tails
         self._nodes = nodes
-        self._has_windows = any(layer.window is not None for layer in layers)
         self._range_tokens = range_tokens
         self._member_tokens = range_tokens * num_ranges
         self._rows: dict[NodeLink, list[WireRows]] = {}
@@ -121,9 +120,7 @@ class RemoteAttention:
                 tails.drop(start)
                 continue
             kept = tails.place(start, pasts[i], step.num_rows[i])
-            if kept is not None and kept[1] and self._has_windows:
-                tails.drop(start)  # nodes reckon windows from the end of what they hold
-            elif kept is not None:
+            if kept is not None:
                 places[i], pasts[i] = kept
         return places, pasts
 

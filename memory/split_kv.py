@@ -86,11 +86,21 @@ class SplitKV:
         return self._fitting(num_tokens, self._share(spare_pages)) is not None
 
     def _share(self, pages: int) -> int:
-        return -(-pages // len(self.members))
+        """Of pages that are to stay free, those of one memory; a lost one has none."""
+        return -(-pages // max(1, sum([member.num_pages > 0 for member in self.members])))
 
     def _fitting(self, num_tokens: int, spare_pages: int) -> KVManager | None:
         fitting = [m for m in self.members if m.can_fit(num_tokens, spare_pages)]
         return max(fitting, key=lambda member: member.num_available, default=None)
+
+    def room_without(self, num_tokens: int, leaving: Sequence[Range]) -> list[Range] | None:
+        """As KVManager's: of ranges in one memory, that of the last one if that will do."""
+        homes = [self.home_of(target) for target in reversed(leaving)]
+        for home in dict.fromkeys([*homes, *range(len(self.members))]):
+            own = [target for target in leaving if self.home_of(target) == home]
+            if self.members[home].room_without(num_tokens, own) is not None:
+                return own
+        return None
 
     def map_seconds(self, hit: PrefixHit) -> float:
         assert isinstance(hit, HomedHit)
@@ -99,12 +109,16 @@ class SplitKV:
     # ---- prefix cache
 
     def match(self, keys: Sequence[bytes], max_tokens: int) -> PrefixHit | None:
-        best: HomedHit | None = None
-        for home, member in enumerate(self.members):
-            hit = member.match(keys, max_tokens)
-            if hit is not None and (best is None or hit.num_tokens > best.num_tokens):
-                best = HomedHit(hit.num_tokens, hit.parts, home)
-        return best
+        """The longest one whose memory has room for it; with room elsewhere alone, none: rather
+        compute it again than leave a node idle. max_tokens: one less than the sequence has."""
+        found = [(member.match(keys, max_tokens), home) for home, member in enumerate(self.members)]
+        hits = [HomedHit(hit.num_tokens, hit.parts, home) for hit, home in found if hit is not None]
+        if not hits:
+            return None
+        fitting = [hit for hit in hits if self.can_fit(max_tokens + 1, hit=hit)]
+        if not fitting and self.can_fit(max_tokens + 1):
+            return None
+        return max(fitting or hits, key=lambda hit: hit.num_tokens)
 
     def num_held(self, hit: PrefixHit) -> int:
         assert isinstance(hit, HomedHit)

@@ -200,8 +200,9 @@ class EngineConfig:
         object.__setattr__(self, "memory_nodes", tuple(nodes))
         if len(set(nodes)) < len(nodes):
             raise ConfigError("memory_nodes: an address is there twice")
-        if nodes and self.kv_cache_dir is not None:
-            raise ConfigError("kv_cache_dir cannot be used with memory_nodes")
+        for name in ("kv_cache_dir", "kv_page_bytes") if nodes else ():
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{name} cannot be used with memory_nodes")
 
     @property
     def batched_tokens(self) -> int:

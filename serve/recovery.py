@@ -29,7 +29,6 @@ _LOOK_S = 0.1
 _GIVE_UP_S = 5.0
 _LEAST_TRIES = 3
 _PROBE_S = 1.0
-_PROBE_CONNECT_S = 0.5
 # Computing everything again may take so long, so that a node that is back can take part.
 _REJOIN_S = 2.0
 SETTLED_S = 5.0
@@ -254,4 +253,4 @@ class Prober:
                 if not missing:
                     self._thread = None
                     return
-            self._back = frozenset(self._nodes.back(_PROBE_CONNECT_S))
+            self._back = frozenset(self._nodes.back())

@@ -88,6 +88,8 @@ def read_key(config: EngineConfig) -> bytes:
         return LOCAL_KEY
     try:
         key = Path(path).read_bytes().strip()
+        if Path(path).stat().st_mode & 0o077:
+            logger.warning("memory_node_key_file %s can be read by other users: chmod 600", path)
     except OSError as error:
         raise ConfigError(f"memory_node_key_file {path}: {reason(error)}") from error
     if len(key) < 16:
@@ -164,7 +166,7 @@ class _Opening:
         self._window_bytes = _window_bytes(
             largest_message(layers, config.batched_tokens, self.wire)
         )
-        node_bytes = config.memory_node_bytes or _smallest_node(urls, self.connect)
+        node_bytes = _smallest_node(urls, self.connect, config.memory_node_bytes)
         groups = group_layers(layers, self._max_len)
         self.geometry = _geometry(config, precision, layers, groups, self.partition, node_bytes)
         self._group_layers = [ids for _, ids in groups]
@@ -278,8 +280,9 @@ class _Opening:
         return tails
 
 
-def _smallest_node(urls: Sequence[str], connect_to: Connect) -> int:
-    """K/V bytes of the node with the least. ConfigError if one cannot be reached."""
+def _smallest_node(urls: Sequence[str], connect_to: Connect, most: int | None) -> int:
+    """K/V bytes of the node with the least, of which `most` are wanted. ConfigError if one cannot
+    be reached."""
     sizes: list[int] = []
     for url in urls:
         try:
@@ -290,8 +293,10 @@ def _smallest_node(urls: Sequence[str], connect_to: Connect) -> int:
         endpoint.close()
         if not isinstance(size, int):
             raise ConfigError(f"memory_nodes: {url} is no memory node")
+        if most is not None and size < most:
+            logger.warning("memory_node_bytes %d: %s has only %d", most, url, size)
         sizes.append(size)
-    return min(sizes)
+    return min(sizes) if most is None else min(*sizes, most)
 
 
 def what_is_wrong(url: str, error: Exception) -> str:

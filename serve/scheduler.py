@@ -278,10 +278,12 @@ class Scheduler:
         victims = self.waiting.outranked(sequence, self.running)
         if victims and not self._keeps_all(sequence):
             victims = [s for s in victims if self.waiting.is_worth_a_swap(s)]
-        pages = sum([len(s.kv_range.pages) for s in victims if s.kv_range is not None])
-        if self.kv.pages_for(sequence.num_tokens) > self.kv.num_available + pages:
-            return None  # not even if all of them went
-        return victims[-1] if victims else None
+        ranges = [s.kv_range for s in victims if s.kv_range is not None]
+        leaving = self.kv.room_without(sequence.num_tokens, ranges)
+        if leaving:
+            starts = {target.start for target in leaving}
+            victims = [s for s in victims if s.kv_range is not None and s.kv_range.start in starts]
+        return victims[-1] if victims and leaving is not None else None
 
     def _give_way(self, victim: Sequence) -> None:
         self._preempt(victim)

@@ -10,7 +10,7 @@ from serve.orders import make_order
 from serve.plan import SchedulerLimits
 from serve.scheduler import Scheduler
 from serve.sequence import make_sequences
-from tests.fakes import make_kv, make_request
+from tests.fakes import make_kv, make_request, make_split_kv
 from tests.test_serve_scheduler import check_invariants
 
 NEVER = frozenset()
@@ -58,8 +58,12 @@ class Rig:
     """A scheduler with a prefix cache and a clock: a step takes a millisecond and another for
     each row."""
 
-    def __init__(self, order, num_pages=64, max_num_seqs=4, budget=16, chunk=None, cache=True):
-        self.kv, _ = make_kv(num_pages, max_num_seqs, 256)
+    def __init__(
+        self, order, num_pages=64, max_num_seqs=4, budget=16, chunk=None, cache=True, num_memories=1
+    ):
+        self.kv = make_kv(num_pages, max_num_seqs, 256)[0]
+        if num_memories > 1:
+            self.kv = make_split_kv(num_memories, num_pages, max_num_seqs, 256)[0]
         hasher = PrefixHasher(self.kv.page_end) if cache else None
         limits = SchedulerLimits(max_num_seqs, budget, chunk or budget)
         self.order = make_order(order) if isinstance(order, str) else order

@@ -53,4 +53,5 @@ def nodes(scheme, count, folder, capacity_bytes=16 * MIB, key=None):
 def key_file(folder, key=KEY):
     path = folder / "key"
     path.write_bytes(key + b"\n")
+    path.chmod(0o600)
     return path

@@ -66,7 +66,7 @@ class SimProber(Prober):
         if self._due_at is None or self._world.now < self._due_at:
             return
         missing = self._nodes.missing
-        self._back = frozenset(self._nodes.back(0.5))
+        self._back = frozenset(self._nodes.back())
         self._world.owed_s = 0.0
         self._due_at = self._world.now + _PROBE_S if missing else None
 

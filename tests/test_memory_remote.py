@@ -16,6 +16,7 @@ from memory.node_set import NoNodeError
 from memory.wire import WireType
 from ops import get_backend
 from tests.remote_rig import RemoteRig, layers_of, reference
+from transport.base import TransportTimeoutError
 
 BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2, "int8": 3e-2}
 
@@ -184,7 +185,7 @@ def test_the_small_node_is_left_out():
     rig.set.place(member)
     assert [link.url for link in member.links] == ["a"]
     assert member.num_pages >= 30
-    assert rig.set.back(0.1) == []  # and nobody asks it to share again
+    assert rig.set.back() == []  # and nobody asks it to share again
     rig.close()
 
 
@@ -217,3 +218,44 @@ def test_nobody_waits_for_a_name_that_is_looked_up_slowly():
     assert [link.url for link in rig.set.members[0].links] == ["a"]
     slow.set()
     rig.close()
+
+
+def test_nodes_far_away_are_found_again():
+    """Connecting takes 0.6 s, which is longer than a node nearby is given."""
+    rig = RemoteRig(layers_of())
+    connect, now = rig.nodes.connect, [0.0]
+
+    def connect_far(url, timeout_s):
+        if timeout_s < 0.6:
+            raise TransportTimeoutError(f"{url}: no answer in time")
+        now[0] += 0.6  # one after the other, for a clock of our own
+        return connect(url, timeout_s)
+
+    rig.set.connect, rig.set._clock = connect_far, lambda: now[0]
+    [member] = rig.set.members
+    with pytest.raises(NoNodeError):
+        rig.set.place(member)
+    rig.set.place(member, 5.0, needs_all=True)  # as at the start
+    rig.set.place(member)
+    assert [link.url for link in member.links] == ["a", "b"]
+    rig.nodes.kill("b")
+    rig.set.place(member)
+    rig.nodes.gone.clear()
+    assert rig.set.back() == ["b"]
+    rig.close()
+
+
+def test_a_prompt_with_windows_is_kept_whole_or_not_at_all():
+    """Its beginning came from the prefix cache: nothing is opened for the rest, step after step."""
+    layers = layers_of(2, windows=(None, 40))
+    rig = RemoteRig(layers, ("a", "b"), "head", "int8", tail_bytes=1 << 22)
+    assert rig.tails.place(0, 30, 20) is None
+    assert rig.tails.num_pages_in_use == 0
+    assert rig.tails.place(0, 0, 20) is not None
+    assert rig.tails.place(0, 20, 20) is not None
+    rig.tails.drop(0)
+    rig.close()
+    whole = RemoteRig(layers_of(), ("a", "b"), "head", "int8", tail_bytes=1 << 22)
+    assert whole.tails.place(0, 30, 20) is not None, "without windows the end is worth keeping"
+    whole.tails.drop(0)
+    whole.close()

@@ -43,10 +43,15 @@ class SplitModel(KVModel):
         keys: list[bytes] = []
         self.hasher.extend(keys, tokens, salt)
         hit = self.kv.match(keys, len(tokens) - 1)
+        found = [
+            found.num_tokens
+            for member in self.kv.members
+            if (found := member.match(keys, len(tokens) - 1)) is not None
+            and member.can_fit(len(tokens), 0, found)
+        ]
         has_opened = super().open(tokens, salt)
         if has_opened and hit is not None:
-            found = [member.match(keys, len(tokens) - 1) for member in self.kv.members]
-            assert hit.num_tokens == max(h.num_tokens for h in found if h is not None)
+            assert hit.num_tokens == max(found)
             assert isinstance(hit, HomedHit)
             assert self.kv.home_of(self.running[-1].kv_range) == hit.home
         return has_opened
@@ -72,8 +77,9 @@ class SplitModel(KVModel):
             for other in self.running:
                 is_one = kv.home_of(other.kv_range) == kv.home_of(sequence.kv_range)
                 assert kv.shares_memory(sequence.kv_range, other.kv_range) == is_one
+        num_live = sum(member.num_pages > 0 for member in members)
         for spare in (0, 3):
-            fits = [m.can_fit(20, -(-spare // len(members))) for m in members]
+            fits = [m.can_fit(20, -(-spare // max(1, num_live))) for m in members]
             assert kv.can_fit(20, spare) == any(fits)
 
     def lose(self, home: int, num_pages: int) -> None:
@@ -123,6 +129,54 @@ def test_a_sequence_is_never_in_two_memories():
         assert kv.grow(kv.open(12), 12)
     assert kv.num_available == 6
     assert kv.can_fit(12) and not kv.can_fit(16)
+
+
+def open_computed(kv, tokens):
+    """A sequence whose tokens are computed and known to the prefix cache; its keys."""
+    keys: list[bytes] = []
+    PrefixHasher(kv.page_end, b"secret").extend(keys, tokens, "")
+    item = kv.open(len(tokens), kv.match(keys, len(tokens) - 1))
+    assert kv.grow(item, len(tokens))
+    kv.commit([item])
+    kv.remember(item, keys, len(tokens))
+    return item, keys
+
+
+def test_a_full_memory_that_knows_a_prompt_keeps_it_from_no_other():
+    kv, _ = make_split_kv(2, 12, NUM_RANGES, 40, tokens_per_page=4)
+    tokens = list(range(16))
+    first, keys = open_computed(kv, tokens)
+    home = kv.home_of(first)
+    hit = kv.match(keys, 15)
+    assert isinstance(hit, HomedHit) and hit.home == home
+    while kv.members[home].can_fit(16, 0, kv.members[home].match(keys, 15)):
+        kv.members[home].open(40)
+    assert kv.match(keys, 15) is None and kv.can_fit(16), "there is room elsewhere"
+    assert kv.home_of(kv.open(16, None)) != home
+    while kv.can_fit(1):
+        kv.open(1)
+    assert kv.match(keys, 15) is not None, "it waits for the one that knows it"
+
+
+def test_only_ranges_of_one_memory_make_room():
+    kv, _ = make_split_kv(2, 6, NUM_RANGES, 40, tokens_per_page=4)
+    ranges = []
+    for num_tokens in (8, 8, 12, 12):  # two memories of 6 pages: 5 are in use in each
+        ranges.append(kv.open(num_tokens))
+        assert kv.grow(ranges[-1], num_tokens)
+    by_home = [[item for item in ranges if kv.home_of(item) == home] for home in (0, 1)]
+    assert [sum(len(item.pages) for item in items) for items in by_home] == [5, 5]
+    assert kv.room_without(24, [by_home[0][0], by_home[1][0]]) is None, "no memory has 6"
+    assert kv.room_without(24, [*by_home[1], *by_home[0]]) == by_home[0], "of the last one"
+    assert kv.room_without(24, [*by_home[1], by_home[0][0]]) == by_home[1]
+    assert kv.room_without(4, []) == []
+
+
+def test_what_is_to_stay_free_is_asked_of_those_that_have_memory():
+    kv, _ = make_split_kv(2, 6, NUM_RANGES, 40, tokens_per_page=4)
+    assert kv.can_fit(16, 4)
+    kv.members[0].reset(0)
+    assert kv.can_fit(16, 2) and not kv.can_fit(16, 4)
 
 
 class SplitMachine(RuleBasedStateMachine):

@@ -206,6 +206,7 @@ BAD_REQUESTS = {
     "no engine": {"engine": ""},
     "a long name": {"engine": "x" * 65},
     "a number as a name": {"engine": 3},
+    "a name that is no line": {"engine": "a\nb"},
     "epoch 0": {"epoch": 0},
     "epoch of 33 bits": {"epoch": 2**32},
     "true as an epoch": {"epoch": True},

@@ -52,6 +52,23 @@ def test_nobody_gives_way_when_it_does_not_help():
     rig.run()
 
 
+def test_only_who_is_in_the_same_memory_gives_way():
+    """c fits into neither of two memories, although both together have room for two of it."""
+    rig = Rig("priority", num_pages=64, budget=512, num_memories=2)
+    first, second = (rig.add(name, num_prompt=100, num_tokens=5, priority=0) for name in "ab")
+    third = rig.add("x", num_prompt=20, num_tokens=30, priority=2)
+    rig.step()
+    homes = [rig.kv.home_of(s.kv_range) for s in (first, second, third)]
+    assert homes[0] != homes[1]
+    rig.add("c", num_prompt=240, num_tokens=5, priority=1)
+    for _ in range(3):
+        rig.step()
+    assert names(rig.scheduler.running) == "abx"
+    assert rig.scheduler.num_given_way == 0
+    rig.run()
+    assert set(rig.finished_s) == {*"abxc"}
+
+
 def test_a_long_prompt_gives_its_rows_to_a_request_of_a_higher_rank():
     """It goes on in the same step with what is left, and computes nothing again."""
     for order in ("priority", "mlfq"):

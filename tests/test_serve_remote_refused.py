@@ -110,6 +110,7 @@ def test_who_listens_is_no_memory_node(tmp_path, all_logs):
         (("--memory-prefill", "none"), "memory_prefill must be one of"),
         (("--max-model-len", "999999"), "max_model_len 999999 is above the model's"),
         (("--kv-cache-dir", "/tmp/x"), "kv_cache_dir cannot be used with memory_nodes"),
+        (("--kv-page-bytes", "8192"), "kv_page_bytes cannot be used with memory_nodes"),
         (("--max-num-batched-tokens", "60000"), "memory_nodes: .*rows take messages of"),
     ],
 )
@@ -163,3 +164,24 @@ def test_a_node_that_cannot_be_started(arguments, said, tmp_path, all_logs):
 def test_a_node_on_tcp_needs_a_key(all_logs):
     said = "tcp://127.0.0.1:0 needs a memory_node_key_file"
     assert_refused(CliRunner().invoke(app, ["node", "tcp://127.0.0.1:0"]), said, all_logs)
+
+
+def test_what_is_not_as_one_may_think_is_said(tmp_path, caplog):
+    """A key that others may read, and nodes with less than was asked for."""
+    path = key_file(tmp_path)
+    path.chmod(0o644)
+    with nodes("tcp", 1, tmp_path) as urls:
+        settings = {"memory_node_key_file": path, "memory_node_bytes": 1 << 40}
+        with LLM(str(checkpoint("llama")), memory_nodes=urls, **settings):
+            pass
+    assert re.search(r"memory_node_key_file \S+ can be read by other users", caplog.text)
+    assert re.search(rf"memory_node_bytes {1 << 40}: tcp://\S+ has only \d+\n", caplog.text)
+    assert KEY.decode() not in caplog.text
+    caplog.clear()
+    path.chmod(0o600)
+    with (
+        nodes("tcp", 1, tmp_path) as urls,
+        LLM(str(checkpoint("llama")), memory_nodes=urls, memory_node_key_file=path),
+    ):
+        pass
+    assert "WARNING" not in caplog.text

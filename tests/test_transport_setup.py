@@ -474,3 +474,8 @@ def test_a_thousand_connections_one_after_the_other_leave_nothing(tmp_path):
     assert [listener.num_refused for listener in listeners] == [0, 0, 0]
     for listener in listeners:
         listener.close()
+
+
+def test_a_peers_words_stay_on_a_line_of_the_log():
+    said = control.printable("no\n\x1b[2Jroom" + "x" * 300, 20)
+    assert said == "no??[2Jroomxxxxxxxxx"

@@ -30,7 +30,7 @@ MAGIC = b"mergstp1"  # of the handshake itself, which is meant never to change
 DATA_MAGIC = b"mergdat1"
 PROTOCOL_VERSION = 2
 """Of everything after the handshake. Both ends must have the same."""
-HANDSHAKE_S = 1.0
+HANDSHAKE_S = 2.0
 MAX_MESSAGE_BYTES = 4096
 MIN_KEY_BYTES = 16
 TOKEN_BYTES = 32
@@ -200,6 +200,11 @@ def why_not(theirs: Mapping[str, Any], transport: str) -> str | None:
     return None
 
 
+def printable(text: object, most: int) -> str:
+    """A peer's words as a log may have them: a line, and not a long one."""
+    return "".join([c if c.isprintable() else "?" for c in str(text)[:most]])
+
+
 def _shown(value: object) -> str:
     return repr(value)[:40]
 
@@ -218,7 +223,7 @@ def exchange_hellos(session: Session, ours: Mapping[str, object]) -> dict[str, A
     session.send(ours)
     theirs = session.receive()
     if "refused" in theirs:
-        raise RefusedError(f"the peer refuses: {str(theirs['refused'])[:200]}")
+        raise RefusedError(f"the peer refuses: {printable(theirs['refused'], 200)}")
     if reason := why_not(theirs, str(ours["transport"])):
         raise RefusedError(reason)
     return theirs
