@@ -27,6 +27,7 @@ def memory_nodes(
     folder/key."""
     key = folder / "key"
     key.write_bytes(KEY)
+    key.chmod(0o600)
     urls = [_url(scheme, folder, number) for number in range(count)]
     processes = [_start(url, key, capacity, threads) for url in urls]
     try:

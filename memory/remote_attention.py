@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from memory.new_part import NewPart
 from memory.node_link import NodeLink
 from memory.node_loop import view_of
 from memory.node_set import NodeSet
+from memory.placement import Share
 from memory.prompt_tails import PromptTails, TailPlace
 from memory.wire import HEADER_BYTES, Append, ErrorCode, Kind, Plan, Query, WireError, WireType
 from memory.wire_rows import WireRows, encode, float_type, kv_type
@@ -32,12 +34,25 @@ class NodesLostError(Exception):
     """K/V on a memory node cannot be reached: what it held has to be computed again."""
 
 
+class _Part(NamedTuple):
+    """Of a layer, what is on a node: heads and K/V heads from the first one on, and their rows in
+    messages. own: of all heads, None where these are all."""
+
+    first_head: int
+    num_heads: int
+    first_kv_head: int
+    num_kv_heads: int
+    rows: WireRows
+    own: slice | None
+
+
 @dataclass(slots=True)
 class _NodePlan:
-    """query_runs, append_runs: (first row, how many) of the step's rows that go to this node.
-    rows: the querying ones' numbers, None: all rows of the step."""
+    """parts: by layer. query_runs, append_runs: (first row, how many) of the step's rows that go
+    to this node. rows: the querying ones' numbers, None: all rows of the step."""
 
     link: NodeLink
+    parts: list[_Part]
     query_runs: list[tuple[int, int]]
     append_runs: list[tuple[int, int]]
     num_queries: int
@@ -70,19 +85,18 @@ class RemoteAttention:
         self._nodes = nodes
         self._range_tokens = range_tokens
         self._member_tokens = range_tokens * num_ranges
-        self._rows: dict[NodeLink, list[WireRows]] = {}
+        self._parts: dict[NodeLink, list[_Part]] = {}
         self._numbers = count(1)
         for member in nodes.members:
             member.edits.on_release = self._send_edits
 
-    def rows_of(self, link: NodeLink, layer: int) -> WireRows:
-        rows = self._rows.get(link)
-        if rows is None:
-            parts = [link.share.layer(item) for item in self.layers]
-            rows = [WireRows(x.num_heads, x.num_kv_heads, x.head_dim) for x in parts]
-            self._rows = {old: self._rows[old] for old in self._rows if not old.is_lost}
-            self._rows[link] = rows
-        return rows[layer]
+    def _parts_of(self, link: NodeLink) -> list[_Part]:
+        parts = self._parts.get(link)
+        if parts is None:
+            parts = [_part(link.share, layer) for layer in self.layers]
+            self._parts = {old: self._parts[old] for old in self._parts if not old.is_lost}
+            self._parts[link] = parts
+        return parts
 
     def plan(self, step: AttentionStep) -> RemotePlan:
         number = next(self._numbers)
@@ -162,7 +176,13 @@ class RemoteAttention:
         if num_queries < row:
             rows = torch.tensor([i for at, n in query_runs for i in range(at, at + n)])
         node = _NodePlan(
-            link, query_runs, append_runs, num_queries, sum([n for _, n in append_runs]), rows
+            link,
+            self._parts_of(link),
+            query_runs,
+            append_runs,
+            num_queries,
+            sum([n for _, n in append_runs]),
+            rows,
         )
         return node, Plan([], queries, appends)
 
@@ -194,21 +214,14 @@ class RemotePlan:
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
         parent = self._parent
-        if any(node.num_queries for node in self._nodes):
-            shape = parent.layers[layer]
-            group = shape.num_heads // shape.num_kv_heads
-            parts = encode(_dense(q), parent.wire)
-            for node in self._nodes:
-                if node.num_queries:
-                    first, kv_heads = node.link.share.heads(shape)
-                    segments = [
-                        segment
-                        for part in parts
-                        for segment in _pieces(
-                            part, node.query_runs, first * group, kv_heads * group
-                        )
-                    ]
-                    self._post(node, Kind.QUERY, layer, node.num_queries, segments)
+        asked = [node for node in self._nodes if node.num_queries]
+        tensors = encode(_dense(q), parent.wire) if asked else []
+        for node in asked:
+            part = node.parts[layer]
+            segments: list[Segment] = []
+            for x in tensors:
+                segments += _pieces(x, node.query_runs, part.first_head, part.num_heads)
+            self._post(node, Kind.QUERY, layer, node.num_queries, segments)
         return Ticket(layer, q)
 
     def finish(
@@ -216,16 +229,16 @@ class RemotePlan:
     ) -> RemotePending:
         layer, q = ticket
         parent = self._parent
-        shape = parent.layers[layer]
         if rotation is not None:
             k = parent.backend.rotary(k, *rotation)
         dtype = float_type(parent.wire)
         wire_k, wire_v = _dense(k.to(dtype)), _dense(v.to(dtype))
         for node in self._nodes:
             if node.num_appends:
-                heads = node.link.share.heads(shape)
-                segments = _pieces(wire_k, node.append_runs, *heads)
-                segments += _pieces(wire_v, node.append_runs, *heads)
+                part = node.parts[layer]
+                segments: list[Segment] = []
+                for x in (wire_k, wire_v):
+                    segments += _pieces(x, node.append_runs, part.first_kv_head, part.num_kv_heads)
                 self._post(node, Kind.UPDATE, layer, node.num_appends, segments)
         out, lse = parent.new_part.attend(self._new, layer, q, wire_k, wire_v)
         return RemotePending(self, layer, Partial(out, lse), q.dtype)
@@ -242,25 +255,20 @@ class RemotePlan:
 
     def merge(self, layer: int, total: Partial) -> None:
         """Wait for the nodes' partial results and take them into `total`."""
-        parent = self._parent
-        shape = parent.layers[layer]
-        group = shape.num_heads // shape.num_kv_heads
         for node in self._nodes:
             if not node.num_queries:
                 continue
-            link = node.link
+            link, (*_, rows, own) = node.link, node.parts[layer]
             try:
                 header, frame = link.answer(self._number, layer)
                 if header.rows != node.num_queries:
                     raise WireError(ErrorCode.SHAPE, f"{header.rows} rows, not {node.num_queries}")
                 body = view_of(frame)[HEADER_BYTES:]
-                out, lse = parent.rows_of(link, layer).read_partial(body, header)
+                out, lse = rows.read_partial(body, header)
             except (TransportError, WireError) as error:
                 raise lost(link, error) from error
-            first, kv_heads = link.share.heads(shape)
-            own = slice(first * group, (first + kv_heads) * group)
-            part = Partial(total.out[:, own], total.lse[:, own])
-            parent.backend.merge_into(part, Partial(out, lse), node.rows)
+            mine = total if own is None else Partial(total.out[:, own], total.lse[:, own])
+            self._parent.backend.merge_into(mine, Partial(out, lse), node.rows)
             del out, lse, body
             link.endpoint.release(frame)
 
@@ -285,6 +293,15 @@ def lost(link: NodeLink, error: Exception) -> NodesLostError:
     return NodesLostError(f"memory node {link.url}: {error}")
 
 
+def _part(share: Share, layer: AttentionLayer) -> _Part:
+    first, kv_heads = share.heads(layer)
+    group = layer.num_heads // layer.num_kv_heads
+    heads = group * kv_heads
+    own = slice(first * group, first * group + heads) if heads < layer.num_heads else None
+    rows = WireRows(heads, kv_heads, layer.head_dim)
+    return _Part(first * group, heads, first, kv_heads, rows, own)
+
+
 def _extend(runs: list[tuple[int, int]], first: int, length: int) -> None:
     if runs and sum(runs[-1]) == first:
         runs[-1] = runs[-1][0], runs[-1][1] + length
@@ -294,7 +311,9 @@ def _extend(runs: list[tuple[int, int]], first: int, length: int) -> None:
 
 def _dense(x: Tensor) -> Tensor:
     """[T, H, D] whose heads lie side by side; rows may be apart."""
-    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+    if x.is_contiguous() or x.stride()[1:] == (x.shape[2], 1):
+        return x
+    return x.contiguous()
 
 
 def _pieces(
@@ -302,8 +321,8 @@ def _pieces(
 ) -> list[Segment]:
     """Of x, [T, H, D] or [T, H], some rows and heads."""
     size = x.element_size()
-    stride = x.stride(0) * size
-    head_bytes = x.stride(1) * size
+    row_stride, head_stride, *_ = x.stride()
+    stride, head_bytes = row_stride * size, head_stride * size
     address = x.data_ptr() + first_head * head_bytes
     return [
         Segment(address + row * stride, num_rows, num_heads * head_bytes, stride)
