@@ -304,7 +304,8 @@ class MemoryNode:
                 if num_pages < request.min_pages:
                     need = request.min_pages * layout.page_bytes
                     text = (
-                        f"{free} bytes and {left} pages are not held by others, {need} bytes needed"
+                        f"{free} bytes and {left} pages are not held by others, {need} bytes in "
+                        f"{request.min_pages} pages needed"
                     )
                     raise WireError(ErrorCode.FULL, text)
                 reserved = sum(c.bytes_reserved for c in self._connections)

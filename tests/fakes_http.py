@@ -41,7 +41,7 @@ class FakeEngine:
     """reply: what every sequence says; one delta per character, `step_s` apart.
 
     slots: how many requests run at once; the rest waits. fail_at: after that many characters
-    the sequence ends in an error.
+    the sequence ends in an error, which the engine calls fail_error.
     """
 
     reply: str = "Hello there"
@@ -51,6 +51,7 @@ class FakeEngine:
     max_model_len: int = 2000
     load_s: float = 0.0
     fail_at: int | None = None
+    fail_error: str = "a bad step"
     model_name: str = "fake"
     repeat: int = 1
     generation_defaults: dict[str, Any] = field(default_factory=dict)
@@ -190,7 +191,8 @@ class FakeStream:
                 return
             if self.engine.fail_at is not None and position >= self.engine.fail_at:
                 self._release()
-                yield TokenDelta(0, "", [], finish_reason=FinishReason.ERROR, error="a bad step")
+                error = self.engine.fail_error
+                yield TokenDelta(0, "", [], finish_reason=FinishReason.ERROR, error=error)
                 return
             is_last = position >= len(text) - 1
             if is_last:

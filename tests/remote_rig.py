@@ -65,11 +65,13 @@ class RemoteRig:
         max_len=1024,
         num_pages=400,
         tail_bytes=0,
+        capacity_bytes=16 * MIB,
     ):
+        """capacity_bytes: of each node. tail_bytes: for prompts that are kept here, too."""
         backend = get_backend("cpu")
         self.layers = layers
         self.max_len = max_len
-        self.nodes = Nodes(names)
+        self.nodes = Nodes(names, capacity_bytes)
         groups = group_layers(layers, max_len)
         token_bytes = []
         for _, ids in groups:

@@ -98,6 +98,20 @@ def test_without_memory_requests_end_within_bounds():
     assert 5.0 <= run.world.now - began - 65.0 < 6.0  # `end` lets 65 s pass
 
 
+def test_whether_there_is_memory_can_be_asked():
+    run = make(num_nodes=2)
+    core = run.engine.core
+    assert core.has_memory
+    for node in run.nodes:
+        node.kill()
+    go_on(run, 0.5)
+    assert not core.has_memory
+    run.nodes[1].start()
+    go_on(run, 1.0)
+    assert core.has_memory
+    finish(run)
+
+
 def test_without_memory_for_a_moment_requests_wait():
     run = make(num_nodes=2)
     for node in run.nodes:

@@ -11,11 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from memory.direct import direct_pair
 from memory.node import MemoryNode
 from memory.node_set import NoNodeError
 from memory.wire import WireType
 from ops import get_backend
-from tests.remote_rig import RemoteRig, layers_of, reference
+from tests.remote_rig import MIB, RemoteRig, layers_of, reference
 from transport.base import TransportTimeoutError
 
 BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2, "int8": 3e-2}
@@ -151,6 +152,86 @@ def test_windows_and_prompts_that_are_kept():
     layers = layers_of(3, windows=(None, 40, 40))
     rig = RemoteRig(layers, ("a", "b"), "head", "int8", tail_bytes=1 << 22)
     run_mixed(rig, layers, "int8")
+    rig.close()
+
+
+class OwnMemory:
+    """This machine's, for when no node is left; the same bytes keep prompts until then."""
+
+    def __init__(self, rig, num_bytes):
+        self.node = MemoryNode(num_bytes, get_backend("cpu"))
+        self._tails = rig.tails
+        rig.set._local = self._attach
+
+    def _attach(self):
+        engine_end, node_end = direct_pair()
+        self.node.adopt(node_end)
+        return engine_end
+
+    @property
+    def is_leased(self):
+        return self.node.stats().bytes_leased > 0
+
+    @property
+    def keeps_prompts(self):
+        """Whether the system has given memory for them."""
+        return self._tails._kv.num_mapped > 0
+
+
+def chunks_of_a_prompt(rig, histories, name):
+    """Two of them, with the right results; the range."""
+    item = rig.kv.open(200)
+    for num_rows, length in ((60, 60), (50, 110)):
+        inputs, expected = histories.rows([(name, num_rows)])
+        for out, due in zip(rig.step([(item, num_rows, length)], inputs), expected, strict=True):
+            assert float((out - due).abs().max()) < 1e-5
+    return item
+
+
+def place_anew(rig, item):
+    """As when all that the nodes held is lost, and `item` was the only range."""
+    [member] = rig.set.members
+    rig.kv.close(item)
+    rig.set.place(member)
+    rig.kv.reset(member.num_pages)
+    member.edits.take()
+    return member.is_local
+
+
+def test_own_memory_holds_prompts_or_everything_but_not_both():
+    layers = layers_of()
+    rig = RemoteRig(layers, tail_bytes=MIB)
+    own, histories = OwnMemory(rig, MIB), Histories(layers)
+    item = chunks_of_a_prompt(rig, histories, "x")
+    assert own.keeps_prompts and not own.is_leased
+    rig.nodes.kill("a")
+    rig.nodes.kill("b")
+    assert place_anew(rig, item)
+    assert own.is_leased
+    item = chunks_of_a_prompt(rig, histories, "y")
+    assert not own.keeps_prompts, "K/V is twice in this machine's memory"
+    rig.nodes.gone.clear()
+    assert not place_anew(rig, item)
+    assert not own.is_leased
+    chunks_of_a_prompt(rig, histories, "z")
+    assert own.keeps_prompts
+    rig.close()
+
+
+def test_prompts_on_other_nodes_go_on_when_own_memory_takes_the_place_of_one():
+    layers = layers_of()
+    rig = RemoteRig(layers, ("a", "b"), "request", tail_bytes=MIB)
+    own, histories = OwnMemory(rig, MIB), Histories(layers)
+    rig.kv = rig.kvs[1]
+    item = chunks_of_a_prompt(rig, histories, "x")
+    assert own.keeps_prompts
+    rig.nodes.kill("a")
+    rig.set.place(rig.set.members[0])
+    assert rig.set.members[0].is_local and not rig.set.members[1].is_lost
+    inputs, expected = histories.rows([("x", 50)])
+    for out, due in zip(rig.step([(item, 50, 160)], inputs), expected, strict=True):
+        assert float((out - due).abs().max()) < 1e-5
+    assert not own.keeps_prompts
     rig.close()
 
 

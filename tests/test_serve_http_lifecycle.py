@@ -9,12 +9,14 @@ import time
 from typing import Any
 
 import aiohttp
+import pytest
 import uvloop
 from fakes_http import FakeEngine, Served, run_with_server
 
 from serve.http import HttpServer, HttpSettings
 from serve.http.app import ServerState
 from serve.http.server import serve_until_signal
+from serve.recovery import NO_MEMORY
 
 CHAT = "/v1/chat/completions"
 CHAT_BODY: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
@@ -52,6 +54,37 @@ def test_a_failed_engine_is_not_ready() -> None:
         assert await _status(served, "GET", "/health") == (200, None, None)
 
     run_with_server(FakeEngine(), check)
+
+
+def test_without_memory_it_is_not_ready_until_there_is_some() -> None:
+    """Memory nodes are lost. A balancer sends requests elsewhere; those that come can wait."""
+
+    async def check(served: Served) -> None:
+        served.engine.has_memory = False
+        assert await _status(served, "GET", "/ready") == (503, "memory_nodes_lost", "5")
+        assert await _status(served, "GET", "/health") == (200, None, None)
+        assert await _status(served, "POST", CHAT) == (200, None, None)
+        served.engine.has_memory = True
+        assert await _status(served, "GET", "/ready") == (200, None, None)
+
+    run_with_server(FakeEngine(), check)
+
+
+@pytest.mark.parametrize("error", NO_MEMORY)
+def test_who_waited_for_memory_in_vain_is_told_to_try_again(error: str) -> None:
+    async def check(served: Served) -> None:
+        for body in (CHAT_BODY, {**CHAT_BODY, "stream": True}):
+            assert await _status(served, "POST", CHAT, body) == (503, "memory_nodes_lost", "5")
+        _, answer = await served.post(CHAT, CHAT_BODY)
+        assert answer["error"]["message"] == error
+        assert answer["error"]["type"] == "server_error"
+        served.engine.fail_at = 3  # in mid-stream, after tokens were computed again
+        async with served.session.post(CHAT, json={**CHAT_BODY, "stream": True}) as response:
+            told = await response.read()
+        assert b'"code":"memory_nodes_lost"' in told.rpartition(b"data: ")[2]
+        assert b"[DONE]" not in told
+
+    run_with_server(FakeEngine(fail_at=0, fail_error=error), check)
 
 
 def test_draining() -> None:
@@ -148,9 +181,11 @@ def _session(server: HttpServer) -> Any:
     return aiohttp.ClientSession(server.url)
 
 
-async def _status(served: Served, method: str, path: str) -> tuple[int, str | None, str | None]:
-    body = CHAT_BODY if method == "POST" else None
-    async with served.session.request(method, path, json=body) as response:
+async def _status(
+    served: Served, method: str, path: str, body: dict[str, Any] = CHAT_BODY
+) -> tuple[int, str | None, str | None]:
+    sent = body if method == "POST" else None
+    async with served.session.request(method, path, json=sent) as response:
         answer = await response.json()
         code = answer.get("error", {}).get("code")
         return response.status, code, response.headers.get("Retry-After")

@@ -161,6 +161,32 @@ def test_a_node_that_cannot_be_started(arguments, said, tmp_path, all_logs):
     assert_refused(CliRunner().invoke(app, ["node", *arguments, *options]), said, all_logs)
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("--kv-cache-bytes", "64"), "kv_cache_bytes 64 must be from 65536 to"),
+        (("--kv-cache-bytes", "900TiB"), "kv_cache_bytes .* bytes that are free"),
+        (("--threads", "0"), "threads must be 1 or more, not 0"),
+        (("--max-engines", "0"), "max_engines must be 1 or more, not 0"),
+        (("--drain-s", "-1"), "drain_s must be 0 or more seconds, not -1"),
+        (("--drain-s", "nan"), "drain_s must be 0 or more seconds, not nan"),
+        (("--drain-s", "inf"), "drain_s must be 0 or more seconds, not inf"),
+    ],
+)
+def test_settings_of_a_node_that_cannot_be(settings, said, tmp_path, all_logs):
+    url = f"shm://{tmp_path}/node"
+    assert_refused(CliRunner().invoke(app, ["node", url, *settings]), said, all_logs)
+
+
+def test_an_address_that_another_node_has_is_no_setting_that_is_wrong(tmp_path, all_logs):
+    """Who starts it again may have luck; a setting that is wrong stays wrong."""
+    with nodes("tcp", 1, tmp_path) as urls:
+        options = ("--memory-node-key-file", str(key_file(tmp_path)), "--kv-cache-bytes", "1M")
+        result = CliRunner().invoke(app, ["node", urls[0], *options])
+    assert result.exit_code == 1
+    assert re.search("Address already in use", result.output)
+
+
 def test_a_node_on_tcp_needs_a_key(all_logs):
     said = "tcp://127.0.0.1:0 needs a memory_node_key_file"
     assert_refused(CliRunner().invoke(app, ["node", "tcp://127.0.0.1:0"]), said, all_logs)

@@ -1,0 +1,166 @@
+"""What a memory node gives to all engines together is bounded: pages that can become mappings,
+addresses, threads. Who asks for more is told why, and changes nothing for the others."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+import transport
+from memory.attach import NodeLayout
+from memory.direct import direct_pair
+from memory.node import MemoryNode
+from memory.node_link import NodeError, NodeLink
+from memory.placement import Share
+from memory.wire import ErrorCode
+from ops import get_backend
+from tests.raw_engine import PATIENCE_S, REQUEST, RawEngine, Witness, page_bytes
+from tests.transport_rig import KEY, wait_until
+from transport.base import PeerLostError
+
+LINUX_MAPPINGS = 65_530  # vm.max_map_count, unless somebody has changed it
+MANY = 30_000
+
+
+@pytest.fixture
+def node():
+    made = MemoryNode(4 * LINUX_MAPPINGS * page_bytes(), get_backend("cpu"))
+    yield made
+    made.close()
+    assert made.stats().bytes_leased == 0
+
+
+def ask(node, engine, **changed) -> tuple[NodeLink, int]:
+    """A link that has attached, and its pages; NodeError if the node refuses."""
+    ours, theirs = direct_pair()
+    node.adopt(theirs)
+    link = NodeLink("node", ours, Share("head", 0, 1))
+    return link, link.attach(replace(REQUEST, engine=engine, **changed), 0.0)
+
+
+def num_mappings() -> int:
+    with open("/proc/self/maps") as maps:
+        return sum(1 for _ in maps)
+
+
+def test_pages_of_all_engines_can_be_mappings_of_one_process():
+    """The node has memory for many more: what is short is what the system maps in a process."""
+    node = MemoryNode(4 * LINUX_MAPPINGS * page_bytes(), get_backend("cpu"))
+    granted = []
+    while True:
+        try:
+            granted.append(ask(node, str(len(granted)), num_pages=MANY)[1])
+        except NodeError:
+            break
+    assert granted[0] == MANY and len(granted) == 2
+    assert 40_000 < sum(granted) < LINUX_MAPPINGS - 5000  # the rest of the process has some, too
+    node.close()
+    assert node.stats().bytes_leased == 0
+
+
+def test_who_asks_for_more_mappings_is_refused_and_the_others_go_on(node, monkeypatch):
+    monkeypatch.setattr("memory.node._MAX_PAGES", 100)
+    witness = Witness.beside(node)  # has 40
+    one, num_pages = ask(node, "one")
+    assert num_pages == 40
+    before = node.stats()
+    mappings = num_mappings()
+    for number in range(30):  # nothing adds up
+        with pytest.raises(NodeError, match=r"and 20 pages are not .* in 21 pages needed") as error:
+            ask(node, f"refused {number}", min_pages=21)
+        assert error.value.code is ErrorCode.FULL
+    assert node.stats() == replace(before, num_refused=before.num_refused + 30)
+    assert num_mappings() <= mappings + 5
+    witness.check()
+    assert ask(node, "two", min_pages=20)[1] == 20, "what is left"
+    with pytest.raises(NodeError, match="and 0 pages are not"):
+        ask(node, "refused")
+    one.close()
+    assert node.stats().bytes_leased == 60 * page_bytes()
+    assert ask(node, "three", min_pages=40)[1] == 40
+    witness.check()
+    witness.close()
+
+
+def test_who_only_asks_is_told_what_there_is_and_puts_nobody_out(node, monkeypatch):
+    monkeypatch.setattr("memory.node._MAX_PAGES", 50)
+    one, _ = ask(node, "one")
+    for epoch in (1, 2):
+        assert ask(node, "one", epoch=epoch, is_question=True)[1] == 10
+    with pytest.raises(NodeError, match="FULL"):
+        ask(node, "one", epoch=2, is_question=True, min_pages=11)
+    assert not one.is_lost
+    assert ask(node, "one", epoch=2, min_pages=40)[1] == 40, "epoch 2 was only asked for"
+    assert one.is_lost
+
+
+def test_addresses_of_all_engines_are_what_a_process_can_reserve(node, monkeypatch):
+    """Ranges are reserved in full, however few pages there are."""
+    monkeypatch.setattr("memory.node.MAX_ADDRESSES", NodeLayout(REQUEST).total_bytes * 5 // 2)
+    link, _ = ask(node, "one")
+    ask(node, "two")
+    leased = node.stats().bytes_leased
+    with pytest.raises(NodeError, match="FULL: no addresses are left"):
+        ask(node, "refused")
+    assert node.stats().bytes_leased == leased
+    link.close()
+    assert ask(node, "three")[1] == 40
+
+
+def test_plans_that_are_kept_are_few_objects(node, monkeypatch):
+    """A plan's queries are views of each layer: older plans make room for it."""
+    monkeypatch.setattr("memory.node_session._MAX_VIEWS", 9)  # of three layers
+    engine = RawEngine.beside(node)
+    engine.attach()
+    engine.map_ranges()
+    rows = torch.ones(1, 4, 16)
+    numbers = [engine.plan(queries=[(0, 1, 1)]) for _ in range(4)]
+    for number in numbers[1:]:
+        engine.query(number, 0, rows)
+        engine.partial(0)
+    largest = engine.plan(queries=[(0, 1, 1), (1, 1, 1), (2, 1, 1)])
+    engine.query(largest, 0, torch.ones(3, 4, 16))
+    engine.partial(0)
+    engine.query(numbers[3], 1, rows)
+    assert engine.error() is ErrorCode.STALE
+    monkeypatch.setattr("memory.node_session._MAX_VIEWS", 8)
+    engine = RawEngine.beside(node, replace(REQUEST, epoch=2))
+    engine.attach()
+    engine.map_ranges()
+    engine.plan(queries=[(0, 1, 1), (1, 1, 1), (2, 1, 1)])
+    assert engine.error() is ErrorCode.SHAPE
+
+
+def test_without_a_thread_an_engine_is_refused_and_the_next_one_is_not(tmp_path, monkeypatch):
+    node = MemoryNode(100 * page_bytes(), get_backend("cpu"))
+    url = f"inproc://{tmp_path.name}"
+    listener = transport.listen(url, key=KEY)
+    server = threading.Thread(target=node.serve, args=(listener,))
+    server.start()
+    start = threading.Thread.start
+
+    def fail(thread):
+        if thread.name == "mergestep-node-engine":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        for number in range(1, 4):
+            endpoint = transport.connect(url, key=KEY)
+            with pytest.raises(PeerLostError):
+                endpoint.poll(PATIENCE_S)
+            assert node.stats().num_refused == number
+    wait_until(lambda: not node._connections)  # drain would wait for them
+    engine = RawEngine(transport.connect(url, key=KEY))
+    assert engine.attach() == 40
+    engine.map_ranges()
+    engine.query(engine.plan(queries=[(0, 1, 1)]), 0, torch.ones(1, 4, 16))
+    engine.partial(0)
+    listener.close()
+    node.close()
+    server.join(PATIENCE_S)
+    assert not server.is_alive()
