@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
+import sys
 import tempfile
 import threading
 import time
@@ -38,6 +40,7 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.what) - set(MEASUREMENTS):
         parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(MEASUREMENTS)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # folders and processes go, too
     with tempfile.TemporaryDirectory(prefix="mergestep-nodes-") as folder:
         results: dict[str, Any] = {}
         for what in args.what or MEASUREMENTS:

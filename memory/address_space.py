@@ -213,6 +213,15 @@ class AddressSpace:
             self._memory.unmap(self._offset(index, place), length)
             self._note(index, place, [HOLE] * length)
 
+    def try_cut(self, index: int, first: int = 0, end: int | None = None) -> bool:
+        """As `cut`, where nobody looks, and mapping replaces what is there: an error is logged."""
+        try:
+            self.cut(index, first, end)
+        except OSError as error:
+            logger.warning("unmapping failed: %s", error)
+            return False
+        return True
+
     def forget(self) -> None:
         """The memory is another one: nothing is mapped."""
         self.settle()

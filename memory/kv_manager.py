@@ -23,10 +23,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from memory.address_space import AddressSpace
 from memory.allocator import PageAllocator
+from memory.idle_ranges import IdleRanges
 from memory.kv_range import HOLE, PrefixHit, Range, RangePart, check_ranges
 from memory.layer_groups import LayerGroup, PageLayout
 from memory.prefix_cache import PrefixCache
 from memory.prefix_finder import PrefixFinder
+from memory.range_mapper import RangeMapper
 from memory.runs import runs_of
 from memory.vmm import VirtualMemory
 
@@ -35,7 +37,6 @@ logger = logging.getLogger(__name__)
 # Linux allows 65,530 mappings in a process, and others need some too.
 MAX_MAPPINGS = 48_000
 _EAGER_TOKENS = 256  # mapped in an idle range for whoever comes next: a first chunk
-_UNMAP_PLACES = 64  # behind a window, in one call
 
 
 class KVManager:
@@ -94,9 +95,12 @@ class KVManager:
         )
         self._memory = memory
         self.on_close: Callable[[Range], None] = lambda target: None
-        self._idle = set(range(num_ranges))
+        self._idle = IdleRanges(self.ranges, self.layout, self.space)
         self._promised = 0
-        self._dirty: set[int] = set()
+        self._mapper = RangeMapper(
+            self.ranges, self._idle, self.space, memory, self.prefixes.let_go
+        )
+        self.commit = self._mapper.commit
 
     # ---- sizes
 
@@ -109,6 +113,11 @@ class KVManager:
         """Where a group's ranges begin in the reservation; for the last number + 1, its end."""
         before = sum([group.token_bytes for group in self.layout.groups[:number]])
         return self.range_tokens * len(self.ranges) * before
+
+    @property
+    def members(self) -> list[KVManager]:
+        """The memories: this one."""
+        return [self]
 
     @property
     def num_pages(self) -> int:
@@ -155,7 +164,7 @@ class KVManager:
             for part in hit.parts:
                 need += sum([references(page) == 1 for page in part.copied])
         unpromised = self.num_available - self._promised - spare_pages
-        return bool(self._idle) and need <= unpromised and self._has_mappings_for(hit)
+        return bool(self._idle) and need <= unpromised and self._mapper.has_room(hit)
 
     def room_without(self, num_tokens: int, leaving: Sequence[Range]) -> list[Range] | None:
         """Of ranges that could be closed, those that have to do with room for so many tokens;
@@ -174,20 +183,6 @@ class KVManager:
     def map_seconds(self, hit: PrefixHit) -> float:
         """What mapping it takes, as mapping went so far."""
         return self.space.stats.seconds_for(hit.num_calls)
-
-    def _has_mappings_for(self, hit: PrefixHit | None) -> bool:
-        num_calls = hit.num_calls if hit is not None else 0
-        is_anyone_open = len(self._idle) < len(self.ranges)
-        return not is_anyone_open or self.space.has_room(self._num_due + num_calls, self._stale)
-
-    @property
-    def _num_due(self) -> int:
-        return sum([self.ranges[index].num_due for index in self._dirty])
-
-    @property
-    def _stale(self) -> list[int]:
-        """Places that nobody looks at."""
-        return [part.index for i in self._idle for part in self.ranges[i].parts]
 
     # ---- prefix cache
 
@@ -215,12 +210,9 @@ class KVManager:
     def open(self, num_tokens: int, hit: PrefixHit | None = None) -> Range:
         """A range that num_tokens are promised to; `grow` maps them as they are needed.
 
-        With a hit, its tokens are there at once. The range is the idle one that shows the hit's
-        pages already, else the best fit: the fewest mapped pages that suffice, else the fullest.
-        The caller has checked can_fit.
+        With a hit, its tokens are there at once. The caller has checked can_fit.
         """
-        found = self.ranges[self._choose(num_tokens, hit)]
-        self._idle.discard(found.index)
+        found = self._idle.take(num_tokens, hit)
         found.is_open = True
         found.num_promised = num_tokens
         if hit is not None:
@@ -245,21 +237,6 @@ class KVManager:
     def _shows(self, target: Range, hit: PrefixHit) -> bool:
         parts = zip(target.parts, hit.parts, strict=True)
         return all(self.space.shows(part.index, found.shared, found.first) for part, found in parts)
-
-    def _choose(self, num_tokens: int, hit: PrefixHit | None = None) -> int:
-        need = self.layout.groups[0].places_for(num_tokens)
-        sizes: dict[int, int] = {}
-        first, shared = (hit.parts[0].first, hit.parts[0].shared) if hit else (0, [])
-        last = first + len(shared) - 1
-        for index in self._idle:
-            shown = self.space.shown(index)
-            sizes[index] = size = len(shown)
-            # Many may show the beginning: where the last page is another one, no list is compared.
-            is_like = first <= last < size and shown[last] == shared[-1]
-            if is_like and self.space.shows(index, shared, first):
-                return index
-        enough = [index for index, size in sizes.items() if size >= need]
-        return min(enough, key=sizes.__getitem__) if enough else max(sizes, key=sizes.__getitem__)
 
     def _promise(self, target: Range) -> None:
         promised = 0
@@ -305,7 +282,7 @@ class KVManager:
 
     def _has_grown(self, target: Range) -> None:
         target.capacity = min([part.group.tokens_in(len(part.pages)) for part in target.parts])
-        self._dirty.add(target.index)
+        self._mapper.due.add(target.index)
 
     def _pass(self, part: RangePart, first: int) -> None:
         """Give back pages before place `first`. The places may go on showing them; nobody looks."""
@@ -328,59 +305,10 @@ class KVManager:
             for page in (*part.held, *(source for source, _ in part.copies)):
                 self.prefixes.let_go(page)
             part.clear()
-        self._dirty.discard(target.index)
-        self._idle.add(target.index)
+        self._mapper.due.discard(target.index)
+        self._idle.put_back(target)
 
     # ---- the address space
-
-    def commit(self, targets: Iterable[Range] | None = None) -> None:
-        """Edit the address space so that it shows what was decided since the last commit.
-
-        Only the given ranges are mapped (all, if None), so that one whose mapping fails with an
-        OSError does not stop the others; it stays due.
-        """
-        if not self._dirty:
-            return
-        if not self.space.has_room(self._num_due, ()):
-            self._unmap_idle()
-        wanted = self._dirty if targets is None else {item.index for item in targets}
-        for index in sorted(wanted & self._dirty):
-            for part in self.ranges[index].parts:
-                self._commit_part(part)
-            self.ranges[index].num_due = 0
-            self._dirty.discard(index)
-        if self.space.num_mappings > self.space.max_mappings:
-            self._unmap_idle()
-
-    def _commit_part(self, part: RangePart) -> None:
-        self.space.show(part.index, part.pages, part.valid)
-        while part.copies:
-            source, place = part.copies[-1]
-            self._memory.copy_page(source, part.pages[place])
-            part.copies.pop()
-            self.prefixes.let_go(source)
-        part.valid = len(part.pages)
-        if part.num_passed - part.num_unmapped >= _UNMAP_PLACES:
-            self._unmap_passed(part)
-
-    def _unmap_idle(self) -> None:
-        """Stale mappings give way when there are too many in all."""
-        for index in sorted(self._stale, key=lambda i: -len(self.space.shown(i))):
-            if self.space.num_mappings + self._num_due < self.space.max_mappings * 3 // 4:
-                return
-            self._cut(index)
-
-    def _unmap_passed(self, part: RangePart) -> None:
-        if self._cut(part.index, part.num_unmapped, part.num_passed):
-            part.num_unmapped = part.num_passed
-
-    def _cut(self, index: int, first: int = 0, end: int | None = None) -> bool:
-        try:
-            self.space.cut(index, first, end)
-        except OSError as error:  # nobody looks there, and mapping replaces what is there
-            logger.warning("unmapping failed: %s", error)
-            return False
-        return True
 
     def look_ahead(self, wanted: Iterable[tuple[Range, int]]) -> None:
         """Let the thread map what the ranges need for that many tokens, and a little for the
@@ -392,7 +320,7 @@ class KVManager:
         needs = [(item, min(number, longest)) for item, number in wanted if number > item.capacity]
         if self._idle:
             eager = min(_EAGER_TOKENS, longest)
-            needs.append((self.ranges[self._choose(eager)], eager))
+            needs.append((self._idle.best(eager), eager))
         places = [
             self._ahead_of(part, part.group.places_for(num_tokens))
             for target, num_tokens in needs
@@ -417,11 +345,7 @@ class KVManager:
         """Unmap what no sequence needs and give free pages' memory back to the system."""
         self.space.settle()
         self.prefixes.poll()
-        for part in [part for item in self.ranges for part in item.parts]:
-            if len(self.space.shown(part.index)) > part.valid:
-                self._cut(part.index, part.valid)
-            if part.num_passed > part.num_unmapped:
-                self._unmap_passed(part)
+        self._mapper.unmap_unneeded()
         for first, length in runs_of(self.allocator.cool()):
             try:
                 self._memory.release(first, length)
@@ -447,7 +371,7 @@ class KVManager:
 
     def check_integrity(self) -> None:
         """AssertionError tells which invariant does not hold. For tests and idle moments."""
-        owners = check_ranges(self.ranges, self._idle, self._dirty, self.space)
+        owners = check_ranges(self.ranges, self._idle, self._mapper.due, self.space)
         promised = sum(item.promised for item in self.ranges)
         assert promised == self._promised, f"{promised} promised, counted {self._promised}"
         self.prefixes.check_integrity(owners)

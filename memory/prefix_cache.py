@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 
 from memory.allocator import PageAllocator
+from memory.backoff import FAILURES_IN_A_ROW, Backoff
 from memory.load_times import LoadTimes
 from memory.page_store import Chain, Load, PageStore, PrefixStats, Write, has_worked
 from memory.prefix_index import PrefixIndex
@@ -33,8 +34,6 @@ logger = logging.getLogger(__name__)
 _CLEAN_SHARE = 0.25
 # Under way at once, and not more than an eighth of the pages: nobody can have them meanwhile.
 _MAX_WRITES = 64
-_FAILURES_IN_A_ROW = 3
-_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 _HUNG_S = 10.0  # a write that takes longer is given up
 _CLOSE_SHARE = 0.7  # of the time that `close` has: until then it begins to write
 
@@ -64,8 +63,7 @@ class PrefixCache:
         self._max_writes = max(1, min(_MAX_WRITES, num_pages // 8))
         beside = max(num_pages - num_reserved, num_pages // 8)
         self._max_loads = max(1, min(num_pages // 4, beside))
-        self._failures = 0  # in a row
-        self._pause_s = self._paused_until = 0.0
+        self._backoff = Backoff()
 
     def use_store(
         self,
@@ -173,14 +171,14 @@ class PrefixCache:
             return False
         self.poll()
         self._write()
-        return bool(self._writes or (self._unwritten and self._pause_s < _MAX_PAUSE_S))
+        return bool(self._writes or (self._unwritten and not self._backoff.is_longest))
 
     def _write(self) -> None:
         """The oldest pages that are not on the disk, if it has not just failed."""
         assert self._store is not None
         now_s = self._clock()
         count = min(len(self._unwritten), self._max_writes - len(self._writes), self._store.room)
-        if count <= 0 or now_s < self._paused_until:
+        if count <= 0 or self._backoff.is_paused(now_s):
             return
         chosen = [self._unwritten.popitem(last=False) for _ in range(count)]
         try:
@@ -194,7 +192,7 @@ class PrefixCache:
             logger.exception("K/V on disk: storing pages failed")
             self._unwritten.update(chosen)
             self.stats.num_failed += len(chosen)
-            self._pause(now_s)
+            self._backoff.pause(now_s)
             return
         for (page, key), future in zip(new, futures, strict=True):
             self.hold(page)
@@ -211,7 +209,8 @@ class PrefixCache:
                 last = write
                 self._end_write(write, now_s, is_stored=has_worked(write.future))
             elif now_s - write.began_s > _HUNG_S and self._discards(write.key):
-                self._failures += _FAILURES_IN_A_ROW  # so that others get the page meanwhile
+                # so that others get the page meanwhile
+                self._backoff.failed(now_s, FAILURES_IN_A_ROW)
                 self._end_write(write, now_s, is_stored=False)
             else:
                 self._writes.append(write)
@@ -246,21 +245,13 @@ class PrefixCache:
     def _end_write(self, write: Write, now_s: float, *, is_stored: bool) -> None:
         if is_stored:
             self.stats.num_stored += 1
-            self._failures = 0
-            self._pause_s = 0.0
+            self._backoff.worked()
         else:
             self.stats.num_failed += 1
-            self._failures += 1
+            self._backoff.failed(now_s)
             if self.index.has_key(write.key):  # maybe with another page by now
                 self._unwritten[self.index.page_of(write.key)] = write.key
-            if self._failures >= _FAILURES_IN_A_ROW and now_s >= self._paused_until:
-                self._pause(now_s)
         self.let_go(write.page)
-
-    def _pause(self, now_s: float) -> None:
-        """Nothing is written for a while, twice as long each time until something is."""
-        self._pause_s = min(max(_PAUSE_S, 2 * self._pause_s), _MAX_PAUSE_S)
-        self._paused_until = now_s + self._pause_s
 
     def _end_load(self, load: Load) -> None:
         is_here = has_worked(load.future)
@@ -371,7 +362,7 @@ class PrefixCache:
 
     def _close_store(self, store: PageStore, end_s: float, timeout_s: float) -> None:
         self._rest = None
-        self._paused_until = 0.0  # a last trial
+        self._backoff.end_pause()
         write_until = end_s - (1 - _CLOSE_SHARE) * timeout_s
         while (now_s := self._clock()) < write_until:
             self._write()

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from memory.backoff import Backoff
+
 logger = logging.getLogger(__name__)
 
-_ERRORS_IN_A_ROW = 3
-_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 _WARNING_S = 60.0
 
 
@@ -41,29 +41,25 @@ class DiskHealth:
         self.stats = SpillStats()
         self._where = where
         self._clock = clock
-        self._failures = self._num_pauses = 0
-        self._paused_until = 0.0
+        self._backoff = Backoff()
         self._warn_from = 0.0
         self._num_unread = 0  # that no warning has told yet
 
     @property
     def is_paused(self) -> bool:
-        return self._clock() < self._paused_until
+        return self._backoff.is_paused(self._clock())
 
     def count_write(self, length: int, error: OSError | None) -> None:
         """After some errors in a row nothing is written for a while, twice as long each time."""
         if error is None:
             self.stats.stores += 1
             self.stats.bytes_written += length
-            self._failures = self._num_pauses = 0
+            self._backoff.worked()
             return
         self.stats.write_errors += 1
-        self._failures += 1
-        if self._failures >= _ERRORS_IN_A_ROW and not self.is_paused:
-            pause = min(_PAUSE_S * 2.0 ** min(self._num_pauses, 10), _MAX_PAUSE_S)
-            self._num_pauses += 1
-            self._paused_until = self._clock() + pause
-            logger.warning("K/V on disk: not writing for %.0f s (%s)", pause, error)
+        if self._backoff.failed(self._clock()):
+            pause_s = self._backoff.pause_s
+            logger.warning("K/V on disk: not writing for %.0f s (%s)", pause_s, error)
 
     def count_read(self, length: int, error: OSError | None, *, is_right: bool) -> None:
         """is_right: the page is what was stored."""

@@ -5,10 +5,8 @@ Heavy imports happen inside the commands, so that `serve --help` is quick.
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +16,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
+from serve import cli_options as opt
 from serve.config import DEFAULT_MODEL
 from serve.errors import ConfigError, MergestepError, RequestError, plain
 
@@ -34,119 +33,43 @@ app = typer.Typer(
 measurements = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 errors = Console(stderr=True)
 
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-
-
-def parse_size(text: str) -> int:
-    """ "2GiB", "512M", "1e3"-free plain bytes. K, M, G and T are powers of 1024 here."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise typer.BadParameter(f"{text!r} is not a size such as 512M or 2GiB")
-    return int(float(match[1]) * 1024 ** _POWERS[match[2].upper()])
-
-
-Model = Annotated[
-    str,
-    typer.Argument(
-        help="A Hugging Face directory.", metavar="MODEL", show_default="the embedded model"
-    ),
-]
-DType = Annotated[str, typer.Option(help="auto, int8, int4, nf4, bfloat16 or float32.")]
-WeightGroup = Annotated[
-    int, typer.Option(help="Inputs that share a scale in int4 and nf4: 32, 64 or 128.")
-]
-KVDType = Annotated[str, typer.Option(help="K/V: auto, int8, bfloat16 or float32.")]
-KVGroup = Annotated[int, typer.Option(help="Values that share a scale in int8 K/V.")]
-MaxModelLen = Annotated[
-    int | None, typer.Option(help="Longest sequence in tokens; the model's by default.")
-]
-ComputeThreads = Annotated[int | None, typer.Option(help="Cores that compute; all by default.")]
-Backend = Annotated[str, typer.Option(help="Operator back end, or auto.")]
-Seed = Annotated[int | None, typer.Option(help="Base seed of requests that bring none.")]
-_a_size: Any = functools.partial(typer.Option, parser=parse_size, metavar="SIZE")
-NodeKey = Annotated[
-    str | None,
-    typer.Option(
-        envvar="MERGESTEP_NODE_KEY_FILE",
-        help="A file with the secret that engines and memory nodes share (tcp and rdma).",
-    ),
-]
-Quick = Annotated[bool, typer.Option("--quick", help="A few seconds, and no targets.")]
-
 
 @app.command()
 def run(
-    model: Model = DEFAULT_MODEL,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
-    drain_s: Annotated[float, typer.Option(help="How long a stop waits for requests.")] = 30.0,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
-    served_model_name: Annotated[
-        str | None, typer.Option(help="The name clients use; the directory's by default.")
-    ] = None,
-    dtype: DType = "auto",
-    weight_group: WeightGroup = 64,
-    kv_dtype: KVDType = "auto",
-    kv_group: KVGroup = 64,
-    max_model_len: MaxModelLen = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 256,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Rows of one step.")] = None,
-    max_chunk_tokens: Annotated[
-        int | None, typer.Option(help="Most prompt rows of one sequence in a step.")
-    ] = None,
-    inter_token_slo_ms: Annotated[
-        float | None,
-        typer.Option(
-            "--inter-token-slo",
-            metavar="MS",
-            help="Cut prompts so that streams wait for a token no longer than this.",
-        ),
-    ] = None,
-    max_num_waiting: Annotated[int, typer.Option(help="Requests that may wait.")] = 4096,
-    kv_cache_bytes: Annotated[
-        int | None, _a_size(help="Most K/V memory, such as 2GiB; by default 40 % of what is free.")
-    ] = None,
-    kv_page_bytes: Annotated[
-        int | None, _a_size(help="Unit of K/V memory, such as 64K; by default about 16 tokens.")
-    ] = None,
-    prefix_cache: Annotated[
-        bool, typer.Option(help="Share K/V between requests that begin alike.")
-    ] = True,
-    kv_cache_dir: Annotated[
-        str | None, typer.Option(help="K/V that memory has no room for goes here, and stays.")
-    ] = None,
-    kv_disk_bytes: Annotated[
-        int | None, _a_size(help="Most that --kv-cache-dir holds of a model; by default 16GiB.")
-    ] = None,
-    memory_policy: Annotated[
-        str, typer.Option(help="Admission: predicted, worst_case or prompt_only.")
-    ] = "predicted",
-    order: Annotated[str, typer.Option(help="Who is next: fcfs, priority, mlfq or fair.")] = "fcfs",
-    ttft_slo: Annotated[
-        float | None, typer.Option(help="Refuse whose first token would come after that many s.")
-    ] = None,
-    memory_nodes: Annotated[
-        str,
-        typer.Option(help="Memory nodes, with commas between: K/V and attention go there."),
-    ] = "",
-    memory_partition: Annotated[
-        str, typer.Option(help="What each node gets: auto, head, request or sequence.")
-    ] = "auto",
-    memory_node_bytes: Annotated[
-        int | None, _a_size(help="K/V on each memory node; by default all that is free there.")
-    ] = None,
-    memory_node_key_file: NodeKey = None,
-    memory_prefill: Annotated[
-        str, typer.Option(help="Who attends over a prompt in progress: local or remote.")
-    ] = "local",
-    memory_wire: Annotated[
-        str, typer.Option(help="To memory nodes: auto, float32, bfloat16 or int8.")
-    ] = "auto",
-    tokenize_threads: Annotated[int, typer.Option(help="Threads that tokenize.")] = 2,
-    compute_threads: ComputeThreads = None,
-    backend: Backend = "auto",
-    seed: Seed = None,
+    model: opt.Model = DEFAULT_MODEL,
+    host: opt.Host = "127.0.0.1",
+    port: opt.Port = 8000,
+    drain_s: opt.DrainRequests = 30.0,
+    log_level: opt.LogLevel = "info",
+    served_model_name: opt.ServedModelName = None,
+    dtype: opt.DType = "auto",
+    weight_group: opt.WeightGroup = 64,
+    kv_dtype: opt.KVDType = "auto",
+    kv_group: opt.KVGroup = 64,
+    max_model_len: opt.MaxModelLen = None,
+    max_num_seqs: opt.MaxNumSeqs = 256,
+    max_num_batched_tokens: opt.MaxNumBatchedTokens = None,
+    max_chunk_tokens: opt.MaxChunkTokens = None,
+    inter_token_slo_ms: opt.InterTokenSLO = None,
+    max_num_waiting: opt.MaxNumWaiting = 4096,
+    kv_cache_bytes: opt.KVCacheBytes = None,
+    kv_page_bytes: opt.KVPageBytes = None,
+    prefix_cache: opt.UsePrefixCache = True,
+    kv_cache_dir: opt.KVCacheDir = None,
+    kv_disk_bytes: opt.KVDiskBytes = None,
+    memory_policy: opt.MemoryPolicy = "predicted",
+    order: opt.Order = "fcfs",
+    ttft_slo: opt.TTFTSLO = None,
+    memory_nodes: opt.MemoryNodes = "",
+    memory_partition: opt.MemoryPartition = "auto",
+    memory_node_bytes: opt.MemoryNodeBytes = None,
+    memory_node_key_file: opt.NodeKey = None,
+    memory_prefill: opt.MemoryPrefill = "local",
+    memory_wire: opt.MemoryWire = "auto",
+    tokenize_threads: opt.TokenizeThreads = 2,
+    compute_threads: opt.ComputeThreads = None,
+    backend: opt.Backend = "auto",
+    seed: opt.Seed = None,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API."""
     settings = {
@@ -163,19 +86,13 @@ def run(
 
 @app.command()
 def node(
-    url: Annotated[
-        str,
-        typer.Argument(help="Where: tcp://HOST:PORT, shm:///PATH or rdma://HOST:PORT."),
-    ] = "tcp://127.0.0.1:7000",
-    kv_cache_bytes: Annotated[
-        int | None,
-        _a_size(help="K/V of all engines, such as 8GiB; by default 80 % of what is free."),
-    ] = None,
-    memory_node_key_file: NodeKey = None,
-    threads: Annotated[int | None, typer.Option(help="Cores that compute; all by default.")] = None,
+    url: opt.NodeUrl = "tcp://127.0.0.1:7000",
+    kv_cache_bytes: opt.NodeKVBytes = None,
+    memory_node_key_file: opt.NodeKey = None,
+    threads: opt.ComputeThreads = None,
     drain_s: Annotated[float, typer.Option(help="How long a stop waits for engines.")] = 30.0,
     max_engines: Annotated[int, typer.Option(help="Engines at once.")] = 64,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_level: opt.LogLevel = "info",
 ) -> None:
     """Hold K/V of engines elsewhere, and attend over it (`serve run --memory-nodes`)."""
     from serve import node_cli
@@ -200,10 +117,10 @@ def chat(
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer in tokens.")] = None,
-    dtype: DType = "auto",
-    max_model_len: MaxModelLen = None,
-    compute_threads: ComputeThreads = None,
-    backend: Backend = "auto",
+    dtype: opt.DType = "auto",
+    max_model_len: opt.MaxModelLen = None,
+    compute_threads: opt.ComputeThreads = None,
+    backend: opt.Backend = "auto",
 ) -> None:
     """Chat in the terminal, with a model in this process or a server."""
     from serve import terminal_chat
@@ -244,7 +161,7 @@ class _Bench(TyperCommand):
 
 @app.command(cls=_Bench)
 def bench(
-    model: Model = DEFAULT_MODEL,
+    model: opt.Model = DEFAULT_MODEL,
     qps: Annotated[str, typer.Option(help="Offered requests per second, or inf.")] = "1",
     url: Annotated[
         str | None, typer.Option(help="Measure this server; else an engine in this process.")
@@ -260,10 +177,10 @@ def bench(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write settings, summary and every request.")
     ] = None,
-    dtype: DType = "auto",
-    max_model_len: MaxModelLen = None,
-    compute_threads: ComputeThreads = None,
-    backend: Backend = "auto",
+    dtype: opt.DType = "auto",
+    max_model_len: opt.MaxModelLen = None,
+    compute_threads: opt.ComputeThreads = None,
+    backend: opt.Backend = "auto",
 ) -> None:
     """Measure latency under an open-loop Poisson load.
 
@@ -303,7 +220,7 @@ def bench(
 
 
 @measurements.command("ops")
-def bench_ops(quick: Quick = False) -> None:
+def bench_ops(quick: opt.Quick = False) -> None:
     """Measure the kernels, each against what the machine can do."""
     from bench import ops
 
@@ -318,7 +235,7 @@ def bench_io(
         Path | None,
         typer.Option("--dir", metavar="DIR", help="Where; here by default.", show_default=False),
     ] = None,
-    quick: Quick = False,
+    quick: opt.Quick = False,
 ) -> None:
     """Measure the way to the disk below DIR, in a temporary folder."""
     from bench import io
@@ -337,7 +254,7 @@ def _need_kernels(what: str) -> None:
 
 @app.command("eval")
 def evaluate(
-    model: Model = DEFAULT_MODEL,
+    model: opt.Model = DEFAULT_MODEL,
     text: Annotated[
         Path | None, typer.Option(help="A text file; the built-in held-out text by default.")
     ] = None,
@@ -347,8 +264,8 @@ def evaluate(
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="How much of the text is read.")] = 4096,
     window: Annotated[int, typer.Option(help="Tokens read from an empty context.")] = 512,
-    weight_group: WeightGroup = 64,
-    kv_group: KVGroup = 64,
+    weight_group: opt.WeightGroup = 64,
+    kv_group: opt.KVGroup = 64,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the table here.")] = None,
 ) -> None:
     """Compare precisions: perplexity, KL divergence and greedy agreement on a text."""

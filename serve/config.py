@@ -116,6 +116,32 @@ class EngineConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_names()
+        self._check_counts()
+        if type(self.prefix_cache) is not bool:
+            raise ConfigError(f"prefix_cache must be true or false, not {self.prefix_cache!r}")
+        slo = self.inter_token_slo_ms
+        if slo is not None and (type(slo) not in (int, float) or not 0 < slo < math.inf):
+            raise ConfigError(f"inter_token_slo_ms must be a positive number, not {slo!r}")
+        if self.seed is not None and type(self.seed) is not int:
+            raise ConfigError(f"seed must be an integer, not {self.seed!r}")
+        slo = self.ttft_slo
+        if slo is not None and (type(slo) not in (int, float) or not 0 < slo < math.inf):
+            raise ConfigError(f"ttft_slo must be a positive number of seconds, not {slo!r}")
+        predictor = self.length_predictor
+        if predictor is not None:
+            for method in ("quantile", "observe", "observe_cut"):
+                if not callable(getattr(predictor, method, None)):
+                    raise ConfigError(f"length_predictor has no method {method}")
+            if self.memory_policy != "predicted":
+                raise ConfigError("length_predictor needs memory_policy predicted")
+        self._check_store()
+        self._check_nodes()
+        page = self.kv_page_bytes
+        if page is not None and page % 4096:
+            raise ConfigError(f"kv_page_bytes must be a multiple of 4096, not {page}")
+
+    def _check_names(self) -> None:
         for setting in ("model", "served_model_name"):
             name = getattr(self, setting)
             if name is not None and (not isinstance(name, str) or not name):
@@ -139,6 +165,8 @@ class EngineConfig:
             if type(group) is not int or group not in groups:
                 names = ", ".join(map(str, groups))
                 raise ConfigError(f"{setting} must be one of {names}, not {group!r}")
+
+    def _check_counts(self) -> None:
         for name in (
             "max_model_len",
             "max_num_seqs",
@@ -159,28 +187,6 @@ class EngineConfig:
             raise ConfigError(
                 f"max_num_seqs must be at most {MAX_NUM_SEQS}, not {self.max_num_seqs}"
             )
-        if type(self.prefix_cache) is not bool:
-            raise ConfigError(f"prefix_cache must be true or false, not {self.prefix_cache!r}")
-        slo = self.inter_token_slo_ms
-        if slo is not None and (type(slo) not in (int, float) or not 0 < slo < math.inf):
-            raise ConfigError(f"inter_token_slo_ms must be a positive number, not {slo!r}")
-        if self.seed is not None and type(self.seed) is not int:
-            raise ConfigError(f"seed must be an integer, not {self.seed!r}")
-        slo = self.ttft_slo
-        if slo is not None and (type(slo) not in (int, float) or not 0 < slo < math.inf):
-            raise ConfigError(f"ttft_slo must be a positive number of seconds, not {slo!r}")
-        predictor = self.length_predictor
-        if predictor is not None:
-            for method in ("quantile", "observe", "observe_cut"):
-                if not callable(getattr(predictor, method, None)):
-                    raise ConfigError(f"length_predictor has no method {method}")
-            if self.memory_policy != "predicted":
-                raise ConfigError("length_predictor needs memory_policy predicted")
-        self._check_store()
-        self._check_nodes()
-        page = self.kv_page_bytes
-        if page is not None and page % 4096:
-            raise ConfigError(f"kv_page_bytes must be a multiple of 4096, not {page}")
 
     def _check_store(self) -> None:
         if self.kv_cache_dir is not None and (

@@ -8,17 +8,13 @@ outside is on the path between two steps. asyncio and offline faces sit on top o
 
 from __future__ import annotations
 
-import itertools
 import logging
 import queue
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 
-from memory.kv_manager import KVManager
 from memory.node_set import NodeSet
 from memory.remote_attention import NodesLostError
 from memory.split_kv import Books
@@ -28,22 +24,22 @@ from serve.detokenizer import DetokenizerFactory
 from serve.errors import EngineStoppedError, GenerationError
 from serve.intake import Arrival, Encode, Intake
 from serve.output import OutputProcessor, OutputState, Sink, StepRecord
+from serve.output_thread import OutputThread
 from serve.overload import EarlyRejection
 from serve.plan import StepPlan
 from serve.recovery import MemoryRecovery
 from serve.request import FinishReason, Prompt, Request, SamplingParams
-from serve.runner import Runner, StepResult
+from serve.runner import Runner
 from serve.scheduler import Scheduler
 from serve.sequence import Sequence, SequenceStatus, make_sequences
+from serve.stagger import part_of
 from serve.state import RequestState
-from serve.stats import EngineStats, engine_stats
+from serve.stats import EngineStats, StepCounts, engine_stats
 from serve.tokenizer import Tokenizer
 from serve.unfinished import Unfinished
 
 logger = logging.getLogger(__name__)
 
-# Steps that pool 3 may be behind before the loop waits for it.
-_MAX_RECORDS_BEHIND = 8
 _IDLE_TRIM_S = 0.5
 _WRITE_WAIT_S = 0.05  # between batches of pages that are written to the disk in idle moments
 _NO_MEMORY_WAIT_S = 0.02  # until memory nodes are looked for again
@@ -52,10 +48,6 @@ _FETCH_WAIT_S = 0.02  # with nothing to compute; messages are looked at in betwe
 # How long a thread may hold the interpreter before another that waits gets it. The default of
 # 5 ms would let pool 3 and HTTP stand in the way of the compute thread after every operator.
 _SWITCH_INTERVAL_S = 2e-4
-
-# Requests without a seed get distinct ones: multiples of 2^64 / golden ratio.
-_SEED_STEP = 0x9E3779B97F4A7C15
-_SEED_MASK = (1 << 62) - 1
 
 
 class EngineCore:
@@ -82,46 +74,34 @@ class EngineCore:
         self._detokenizers = DetokenizerFactory(tokenizer)
         self._eos = eos_token_ids
         self._limits = limits
-        self._seed = seed
         self._clock = clock
         slo_s = limits.ttft_slo_s
         self._rejection = None if slo_s is None else EarlyRejection(scheduler, slo_s)
         self._recovery = None if nodes is None else self._make_recovery(nodes)
-        self._intake = Intake(tokenizer, limits, scheduler.prefixes, self._rejection)
-        self._counter = itertools.count()
+        self._intake = Intake(tokenizer, limits, scheduler.prefixes, self._rejection, seed)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._records: queue.Queue[StepRecord | None] = queue.Queue(_MAX_RECORDS_BEHIND)
         self._unfinished = Unfinished(limits)
-        # Records wait here until the next step is under way: pool 3 then works beside the
-        # device and not between two steps.
-        self._pending_records: list[StepRecord] = []
         self._loop_job: Future[None] | None = None
         self._failure: BaseException | None = None
-        self._num_steps = 0
-        self._num_prefill_rows = 0
-        self._num_decode_rows = 0
-        self._last_step_s: float | None = None
+        self._counts = StepCounts()
         # Since when the loop has been busy with the next step; None: it was idle.
         self._busy_since_s: float | None = None
-        self._output = OutputProcessor(
-            eos_token_ids,
-            lambda s: self._inbox.put(lambda: self._end(s, FinishReason.STOP)),
-            lambda s: self._inbox.put(lambda: self._end(s, FinishReason.ERROR)),
+        self._output = OutputThread(
+            OutputProcessor(lambda s, why: self._inbox.put(lambda: self._end(s, why)))
         )
         self._tokenize = ThreadPoolExecutor(tokenize_threads, "mergestep-tokenize")
         self._compute = compute
-        self._post = threading.Thread(target=self._post_loop, name="mergestep-output", daemon=True)
 
     def _make_recovery(self, nodes: NodeSet) -> MemoryRecovery:
-        books = [self._kv] if isinstance(self._kv, KVManager) else self._kv.members
+        members, scheduler = self._kv.members, self._scheduler
         return MemoryRecovery(
-            nodes, books, self._scheduler, lambda s, why: self._end(s, FinishReason.ERROR, why)
+            nodes, members, scheduler, lambda s, why: self._end(s, FinishReason.ERROR, why)
         )
 
     def start(self) -> None:
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
         self._loop_job = self._compute.submit(self._compute_loop)
-        self._post.start()
+        self._output.start()
 
     # ---- any thread
 
@@ -135,12 +115,7 @@ class EngineCore:
     ) -> RequestState:
         """Queue a request; its fate is told to the sink. `prompt` may be a function to run in
         pool 1 that returns token ids. Raises OverloadedError or EngineStoppedError."""
-        text = prompt if isinstance(prompt, str) else None
-        number = next(self._counter)
-        if params.seed is None:
-            params = replace(params, seed=(self._seed + number * _SEED_STEP) & _SEED_MASK)
-        name = request_id or f"req-{number}"
-        state = RequestState(name, text, params, sink, self._clock(), client)
+        state = self._intake.register(prompt, params, sink, self._clock(), request_id, client)
         # under the table's lock: a shutdown that begins now finds it queued
         self._unfinished.add(state, lambda: self._tokenize.submit(self._prepare, state, prompt))
         return state
@@ -164,16 +139,13 @@ class EngineCore:
         return len(self._unfinished)
 
     def stats(self) -> EngineStats:
-        last_s = self._last_step_s
         return engine_stats(
             self._scheduler,
             self._rejection,
             self._recovery,
+            self._counts,
             num_unfinished=len(self._unfinished),
-            num_steps=self._num_steps,
-            num_prefill_rows=self._num_prefill_rows,
-            num_decode_rows=self._num_decode_rows,
-            last_step_age_s=None if last_s is None else self._clock() - last_s,
+            clock=self._clock,
         )
 
     def stop_accepting(self) -> None:
@@ -188,8 +160,7 @@ class EngineCore:
         if self._loop_job is not None:
             self._inbox.put(None)
             self._wait_for_loop(self._loop_job)
-            self._records.put(None)
-            self._post.join()
+            self._output.stop()
             self._loop_job = None
         elif self._compute.is_alive():  # loaded, but never started
             self._compute.submit(self._close_memory)
@@ -227,9 +198,7 @@ class EngineCore:
             self._refuse(state, error)
         else:
             state.tell(lambda: state.sink.accept(request))
-            self._inbox.put(
-                lambda: self._guarded(state, lambda: self._enqueue(state, request, arrival))
-            )
+            self._inbox.put(lambda: self._enqueue_or_refuse(state, request, arrival))
 
     # ---- pool 2: the loop
 
@@ -250,11 +219,10 @@ class EngineCore:
 
     def _answer_failed(self) -> None:
         """The loop has failed: until shutdown, whatever still comes in is told so."""
-        message: Callable[[], None] | None = lambda: None  # noqa: E731
-        while message is not None:
+        self._answer_all(FinishReason.ERROR, "the engine failed")
+        while (message := self._inbox.get()) is not None:
             message()
             self._answer_all(FinishReason.ERROR, "the engine failed")
-            message = self._inbox.get()
 
     def _drain_inbox(self) -> None:
         while not self._inbox.empty():
@@ -268,7 +236,7 @@ class EngineCore:
                 self._end(sequence, reason, error)
         except Exception:
             logger.exception("ending the sequences failed")
-        self._flush_records()
+        self._output.flush()
 
     def _answer_rest(self) -> None:
         """Nobody may wait for ever for a request that got lost."""
@@ -281,8 +249,7 @@ class EngineCore:
         while True:
             idle = not self._scheduler.has_work()
             if idle:
-                self._busy_since_s = None
-                self._flush_records()
+                self._pause()
             try:
                 if not idle:
                     message = self._inbox.get_nowait()
@@ -308,29 +275,33 @@ class EngineCore:
         # From token to token: what lies between two steps counts too.
         began_s = now_s if self._busy_since_s is None else self._busy_since_s
         if self._recovery is not None and not self._recovery.is_ready():
-            self._busy_since_s = None
-            self._flush_records()
+            self._pause()
             self._wait_for_memory()
             return
         plan = self._scheduler.schedule(now_s)
-        if plan is None and self._kv.prefixes.is_transferring:
-            # The head waits for its pages, or the pages it needs are still being written.
-            self._busy_since_s = None
-            self._flush_records()
-            self._kv.prefixes.wait(_FETCH_WAIT_S)
-            return
-        is_short = self._recovery is not None and self._recovery.is_short
-        if plan is None and is_short and not self._scheduler.running:
-            self._busy_since_s = None
-            self._flush_records()
-            self._wait_for_memory()  # what is left is too small for who is next
-            return
         if plan is None:
-            # Waiting sequences that fit nowhere although nothing runs: cannot happen, because
-            # one sequence of max_model_len always fits (checked at start-up).
-            assert self._scheduler.running, "work, but nothing can be scheduled"
-            return
-        self._run(plan, began_s)
+            self._wait_for_room()
+        else:
+            self._run(plan, began_s)
+
+    def _wait_for_room(self) -> None:
+        """Nothing can be scheduled."""
+        if self._kv.prefixes.is_transferring:
+            # The head waits for its pages, or the pages it needs are still being written.
+            self._pause()
+            self._kv.prefixes.wait(_FETCH_WAIT_S)
+        elif not self._scheduler.running:
+            # One sequence of max_model_len always fits (checked at start-up), except into what
+            # is left when memory nodes are lost.
+            is_short = self._recovery is not None and self._recovery.is_short
+            assert is_short, "work, but nothing can be scheduled"
+            self._pause()
+            self._wait_for_memory()
+
+    def _pause(self) -> None:
+        """Nothing is computed for a while: that belongs to no step."""
+        self._busy_since_s = None
+        self._output.flush()
 
     def _wait_for_memory(self) -> None:
         time.sleep(_NO_MEMORY_WAIT_S)
@@ -340,7 +311,7 @@ class EngineCore:
         if any(sequence.kv_range is None for sequence in plan.sequences):
             return  # lost with its memory node, while a part of the step ran
         try:
-            result = self._runner.run(plan, self._flush_records)
+            result = self._runner.run(plan, self._output.flush)
         except NodesLostError as error:
             assert self._recovery is not None
             self._busy_since_s = None
@@ -354,25 +325,14 @@ class EngineCore:
         if began_s is not None:
             self._scheduler.observe(plan, now_s - began_s)
         self._busy_since_s = now_s
-        self._finish_step(plan, result, now_s)
-
-    def _finish_step(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
         finished = self._scheduler.update(plan, result.tokens)
-        self._num_steps += 1
-        self._num_decode_rows += plan.num_decodes
-        self._num_prefill_rows += plan.num_total_rows - plan.num_decodes
-        self._last_step_s = now_s
+        self._counts.add(plan, now_s)
         if result.sampled:
-            self._pending_records.append(
+            self._output.add(
                 StepRecord(result.sampled, result.tokens, result.logprobs, finished, now_s)
             )
         if finished:
             self._forget(finished)
-
-    def _flush_records(self) -> None:
-        for record in self._pending_records:
-            self._records.put(record)
-        self._pending_records.clear()
 
     def _isolate(self, plan: StepPlan, error: Exception) -> None:
         """A step failed: find whose fault it is by halves. Rows are idempotent (they write the
@@ -383,19 +343,18 @@ class EngineCore:
             self._end(sequence, FinishReason.ERROR, f"{type(error).__name__} in the engine")
             return
         middle = len(plan.sequences) // 2
-        for part in (slice(0, middle), slice(middle, None)):
-            rows = plan.num_rows[part]
-            self._run(
-                StepPlan(
-                    sequences=plan.sequences[part],
-                    num_rows=rows,
-                    num_decodes=max(0, min(len(rows), plan.num_decodes - (part.start or 0))),
-                    samples=plan.samples[part],
-                    num_total_rows=sum(rows),
-                )
-            )
+        for part in (range(middle), range(middle, len(plan.sequences))):
+            self._run(part_of(plan, part))
 
     # ---- pool 2: messages
+
+    def _enqueue_or_refuse(self, state: RequestState, request: Request, arrival: Arrival) -> None:
+        """A fault while taking in a request ends that request only."""
+        try:
+            self._enqueue(state, request, arrival)
+        except Exception:
+            logger.exception("queueing %s failed", state.request_id)
+            self._refuse(state, GenerationError("the engine failed to queue the request"))
 
     def _enqueue(self, state: RequestState, request: Request, arrival: Arrival) -> None:
         if self._rejection is not None:
@@ -414,8 +373,7 @@ class EngineCore:
             for sequence in sequences:
                 sequence.status = SequenceStatus.FINISHED
                 sequence.finish_reason = reason
-            self._pending_records.append(StepRecord([], [], None, sequences, self._clock()))
-            self._forget(sequences)
+            self._tell_ended(sequences)
             return
         for sequence in sequences:
             self._scheduler.add(sequence)
@@ -423,13 +381,16 @@ class EngineCore:
     def _abort(self, state: RequestState) -> None:
         ended = [s for s in state.sequences if self._scheduler.finish(s, FinishReason.ABORT)]
         if ended:
-            self._pending_records.append(StepRecord([], [], None, ended, self._clock()))
-            self._forget(ended)
+            self._tell_ended(ended)
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         if self._scheduler.finish(sequence, reason):
-            self._pending_records.append(StepRecord([], [], None, [sequence], self._clock(), error))
-            self._forget([sequence])
+            self._tell_ended([sequence], error)
+
+    def _tell_ended(self, sequences: list[Sequence], error: str | None = None) -> None:
+        """These ended, and not with a step."""
+        self._output.add(StepRecord([], [], None, sequences, self._clock(), error))
+        self._forget(sequences)
 
     def _forget(self, finished: list[Sequence]) -> None:
         """A request whose sequences have all ended is not unfinished any more."""
@@ -437,17 +398,3 @@ class EngineCore:
             state = self._unfinished.get(request_id)
             if state is not None and all(s.is_finished for s in state.sequences):
                 self._unfinished.remove(state)
-
-    def _guarded(self, state: RequestState, act: Callable[[], None]) -> None:
-        """A fault while taking in a request ends that request only."""
-        try:
-            act()
-        except Exception:
-            logger.exception("queueing %s failed", state.request_id)
-            self._refuse(state, GenerationError("the engine failed to queue the request"))
-
-    # ---- pool 3
-
-    def _post_loop(self) -> None:
-        while (record := self._records.get()) is not None:
-            self._output.process(record)

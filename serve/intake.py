@@ -6,6 +6,7 @@ predicting do not take time between two steps.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -14,13 +15,18 @@ from typing import Any, NamedTuple
 
 from serve.admission import RequestLimits, check_request, check_text
 from serve.errors import MergestepError, RequestError
+from serve.output import Sink
 from serve.overload import EarlyRejection
 from serve.prefix_use import PrefixUse
-from serve.request import Prompt, Request
+from serve.request import Prompt, Request, SamplingParams
 from serve.state import RequestState
 from serve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+# Requests without a seed get distinct ones: multiples of 2^64 / golden ratio.
+_SEED_STEP = 0x9E3779B97F4A7C15
+_SEED_MASK = (1 << 62) - 1
 
 Encode = Callable[[], "list[int]"]
 """A prompt that is still to be made, in this pool."""
@@ -43,11 +49,30 @@ class Intake:
         limits: RequestLimits,
         prefixes: PrefixUse,
         rejection: EarlyRejection | None,
+        seed: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
         self._prefixes = prefixes
         self._rejection = rejection
+        self._seed = seed
+        self._counter = itertools.count()
+
+    def register(
+        self,
+        prompt: Prompt | Encode,
+        params: SamplingParams,
+        sink: Sink,
+        now_s: float,
+        request_id: str | None = None,
+        client: str | None = None,
+    ) -> RequestState:
+        """What the core keeps of it; with a name and a seed, if it brings none."""
+        text = prompt if isinstance(prompt, str) else None
+        number = next(self._counter)
+        if params.seed is None:
+            params = replace(params, seed=(self._seed + number * _SEED_STEP) & _SEED_MASK)
+        return RequestState(request_id or f"req-{number}", text, params, sink, now_s, client)
 
     def take_in(self, state: RequestState, prompt: Prompt | Encode) -> tuple[Request, Arrival]:
         """MergestepError: what is wrong with it, or OverloadedError: it would come too late."""

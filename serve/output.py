@@ -150,17 +150,11 @@ class OutputState:
 
 
 class OutputProcessor:
-    """Turns step records into deltas. on_stop(sequence): end it, its stop string has come."""
+    """Turns step records into deltas. on_end(sequence, reason): end it, its stop string has come
+    (STOP) or its text cannot be made (ERROR)."""
 
-    def __init__(
-        self,
-        eos_token_ids: frozenset[int],
-        on_stop: Callable[[Sequence], None],
-        on_error: Callable[[Sequence], None],
-    ) -> None:
-        self._eos = eos_token_ids
-        self._on_stop = on_stop
-        self._on_error = on_error
+    def __init__(self, on_end: Callable[[Sequence, FinishReason], None]) -> None:
+        self._on_end = on_end
 
     def process(self, record: StepRecord) -> None:
         """Push the record's deltas, then wake the consumers. Never raises: a fault, be it of a
@@ -178,7 +172,7 @@ class OutputProcessor:
             try:
                 if state.push(record.tokens[i], None if logprobs is None else logprobs[i]):
                     self._note_end(sequence, state.times, record.now_s)
-                    self._on_stop(sequence)
+                    self._on_end(sequence, FinishReason.STOP)
             except Exception as error:
                 self._fail(sequence, state, error)
             touched[id(state.sink)] = state.sink
@@ -220,7 +214,7 @@ class OutputProcessor:
         logger.exception("post-processing of %s failed", sequence.request.request_id)
         state.is_done = True
         message = f"post-processing failed: {type(error).__name__}"
-        self._on_error(sequence)
+        self._on_end(sequence, FinishReason.ERROR)
         delta = TokenDelta(state.index, "", [], None, FinishReason.ERROR, None, message)
         try:
             state.sink.push(delta)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from serve.sequence import Sequence
+from serve.sequence import Sequence, SequenceStatus
 
 
 @dataclass(slots=True)
@@ -20,6 +20,26 @@ class StepPlan:
     num_decodes: int
     samples: list[bool]
     num_total_rows: int
+
+
+def plan_of(decodes: list[Sequence], chunks: list[tuple[Sequence, int]]) -> StepPlan | None:
+    """Of those that still run, with one row and with more (how many)."""
+    # A sequence planned early in the loop may have been preempted by a later one.
+    running = SequenceStatus.RUNNING
+    sequences = [s for s in decodes if s.status is running]
+    num_decodes = len(sequences)
+    num_rows = [1] * num_decodes
+    for sequence, rows in chunks:
+        if sequence.status is running:
+            sequences.append(sequence)
+            num_rows.append(rows)
+    if not sequences:
+        return None
+    samples = [
+        s.num_computed_tokens + rows == len(s.token_ids)
+        for s, rows in zip(sequences, num_rows, strict=True)
+    ]
+    return StepPlan(sequences, num_rows, num_decodes, samples, sum(num_rows))
 
 
 @dataclass(frozen=True, slots=True)

@@ -275,7 +275,7 @@ class _Opening:
         if self._config.memory_prefill != "local":
             return None
         tails = PromptTails(self.template, self._max_len, self._local_bytes)
-        for book in [kv] if isinstance(kv, KVManager) else kv.members:
+        for book in kv.members:
             book.on_close = lambda target: tails.drop(target.start)
         return tails
 

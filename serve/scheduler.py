@@ -17,13 +17,14 @@ from itertools import islice
 from memory.kv_range import PrefixHit, Range
 from memory.prefix_index import PrefixHasher
 from memory.split_kv import Books
-from serve.chunking import ChunkPolicy, StepBudget
+from serve.chunking import ChunkPolicy
 from serve.memory_policy import MemoryPolicy, PromptOnly
 from serve.order import Order
-from serve.plan import SchedulerLimits, StepPlan
+from serve.plan import SchedulerLimits, StepPlan, plan_of
 from serve.prefix_use import PrefixUse
 from serve.request import FinishReason
 from serve.sequence import Sequence, SequenceStatus
+from serve.step_draft import StepDraft
 from serve.step_time import StepWork
 
 # Waiting sequences that are looked at for one whose beginning nobody else is computing.
@@ -101,7 +102,7 @@ class Scheduler:
         if prefilling or self.waiting:
             prompts = [(self._rank(s), s) for s in prefilling]
             budget = self.chunks.begin(prompts, decodes, rows, now_s, self._rank_of_next(prompts))
-            self._share(budget, now_s, chunks, decodes)
+            self._share(StepDraft(budget, decodes, chunks), now_s)
             self.chunks.end(budget)
         if self.waiting.preempts:
             given = {s for s, _ in chunks}
@@ -109,44 +110,28 @@ class Scheduler:
         self._preempted = False
         self.num_steps += 1
         self.num_page_steps += self.kv.num_in_use
-        return self._plan(decodes, chunks)
+        return plan_of(decodes, chunks)
 
-    def _share(
-        self,
-        budget: StepBudget,
-        now_s: float,
-        chunks: list[tuple[Sequence, int]],
-        decodes: list[Sequence],
-    ) -> None:
+    def _share(self, draft: StepDraft, now_s: float) -> None:
         """Give a step's rows to prompts: short ones, new ones, long ones, and who is behind."""
+        budget = draft.budget
         for sequence in budget.shorts:
-            self._add_chunk(sequence, budget, chunks, decodes)
+            self._add_chunk(sequence, draft)
         if not self._preempted:
-            self._admit(budget, now_s, chunks, decodes)
+            self._admit(draft, now_s)
         budget.release()
         for sequence in (*budget.longs, *budget.rest):
-            self._add_chunk(sequence, budget, chunks, decodes)
+            self._add_chunk(sequence, draft)
 
-    def _add_chunk(
-        self,
-        sequence: Sequence,
-        budget: StepBudget,
-        chunks: list[tuple[Sequence, int]],
-        decodes: list[Sequence],
-    ) -> None:
+    def _add_chunk(self, sequence: Sequence, draft: StepDraft) -> None:
         """Rows for a sequence that has more than one to compute (or is new)."""
         if sequence.status is not SequenceStatus.RUNNING:
             return
         context = sequence.num_computed_tokens
         missing = len(sequence.token_ids) - context
-        rows = budget.rows_for(context, min(missing, self.limits.max_chunk_tokens))
-        if rows and not self._grow(sequence, context + rows):
-            return
-        budget.take(rows, context)
-        if rows == 1:
-            decodes.append(sequence)
-        elif rows:
-            chunks.append((sequence, rows))
+        rows = draft.budget.rows_for(context, min(missing, self.limits.max_chunk_tokens))
+        if not rows or self._grow(sequence, context + rows):
+            draft.give(sequence, rows)
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Pages for the sequence's next rows, preempting others; False if it had (or has) to go."""
@@ -193,19 +178,14 @@ class Scheduler:
         self._num_aside_pages += self._pages_aside(sequence)
         self.num_preemptions += 1
 
-    def _admit(
-        self,
-        budget: StepBudget,
-        now_s: float,
-        chunks: list[tuple[Sequence, int]],
-        decodes: list[Sequence],
-    ) -> None:
+    def _admit(self, draft: StepDraft, now_s: float) -> None:
+        budget = draft.budget
         paused: list[Sequence] = []
         while self.waiting:
             has_slot = len(self.running) < self.limits.max_num_seqs
             if not (self.waiting.preempts or (has_slot and budget.has_room)):
                 break
-            sequence = self._next(budget, chunks)
+            sequence = self._next(draft)
             if sequence is None:
                 break
             is_refused = self._is_refused(sequence)
@@ -220,20 +200,20 @@ class Scheduler:
                 victim = self._gives_way(sequence)
                 if victim is None:
                     break
-                _withdraw(victim, budget, chunks, decodes)
+                draft.withdraw(victim)
                 paused = [s for s in paused if s is not victim]  # it may be admitted again
                 self._give_way(victim)
                 continue
             if not budget.has_room:
-                self._pause(sequence, budget, chunks, paused)
+                self._pause(sequence, draft, paused)
             if not budget.has_room:
                 break
             self._start(sequence, hit, now_s)
             is_rival = self.waiting.rank(sequence) == budget.rank
             if not (is_rival and self.chunks.defer(sequence, budget)):
-                self._add_chunk(sequence, budget, chunks, decodes)
+                self._add_chunk(sequence, draft)
         for sequence in reversed(paused):
-            self._add_chunk(sequence, budget, chunks, decodes)
+            self._add_chunk(sequence, draft)
 
     def _is_refused(self, sequence: Sequence) -> bool:
         """It did not fit, and no memory has been given back since: asking again, which takes the
@@ -258,25 +238,20 @@ class Scheduler:
             return self.waiting.rank(next(iter(self.waiting)))
         return min([rank for rank, _ in prompts])
 
-    def _pause(
-        self,
-        sequence: Sequence,
-        budget: StepBudget,
-        chunks: list[tuple[Sequence, int]],
-        paused: list[Sequence],
-    ) -> None:
+    def _pause(self, sequence: Sequence, draft: StepDraft, paused: list[Sequence]) -> None:
         """A prompt gives its rows to a waiting one of a higher rank; it gets what that leaves."""
-        prompts = [s for s, _ in chunks if not self._is_overdue(s)]
+        prompts = [s for s, _ in draft.chunks if not self._is_overdue(s)]
         victims = self.waiting.outranked(sequence, prompts)
         if victims:
             paused.append(victims[-1])
-            _withdraw(victims[-1], budget, chunks, [])
+            draft.withdraw(victims[-1])
 
-    def _next(self, budget: StepBudget, chunks: list[tuple[Sequence, int]]) -> Sequence | None:
+    def _next(self, draft: StepDraft) -> Sequence | None:
         """The first waiting one that is not a long prompt too many, and of whose beginning nobody
         is just computing what is missing: to wait for that costs less than to compute it twice.
         Who is passed over is so only for its equals in rank."""
-        prompts = [s for s, _ in chunks] + budget.longs
+        budget = draft.budget
+        prompts = [s for s, _ in draft.chunks] + budget.longs
         passed: int | None = None
         num_under_way = 0
         for sequence in islice(self.waiting, _MAX_PASSED):
@@ -336,24 +311,6 @@ class Scheduler:
             sequence.first_scheduled_s = now_s
         self.running.append(sequence)
         self.policy.started(sequence, self.num_steps)
-
-    def _plan(self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]]) -> StepPlan | None:
-        # A sequence planned early in the loop may have been preempted by a later one.
-        running = SequenceStatus.RUNNING
-        sequences = [s for s in decodes if s.status is running]
-        num_decodes = len(sequences)
-        num_rows = [1] * num_decodes
-        for sequence, rows in chunks:
-            if sequence.status is running:
-                sequences.append(sequence)
-                num_rows.append(rows)
-        if not sequences:
-            return None
-        samples = [
-            s.num_computed_tokens + rows == len(s.token_ids)
-            for s, rows in zip(sequences, num_rows, strict=True)
-        ]
-        return StepPlan(sequences, num_rows, num_decodes, samples, sum(num_rows))
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """A step ran through in that time; call it before update()."""
@@ -416,19 +373,3 @@ class Scheduler:
             self.policy.stopped(sequence)
         self.policy.ended(sequence)
         self.waiting.ended(sequence)
-
-
-def _withdraw(
-    sequence: Sequence,
-    budget: StepBudget,
-    chunks: list[tuple[Sequence, int]],
-    decodes: list[Sequence],
-) -> None:
-    """Take back the rows that a sequence was given in this step."""
-    given = [(place, rows) for place, (other, rows) in enumerate(chunks) if other is sequence]
-    for place, rows in given:
-        del chunks[place]
-        budget.give_back(rows, sequence.num_computed_tokens)
-    if sequence in decodes:
-        decodes.remove(sequence)
-        budget.give_back(1, sequence.num_computed_tokens)

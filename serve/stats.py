@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from serve.overload import EarlyRejection
+from serve.plan import StepPlan
 from serve.recovery import MemoryRecovery
 from serve.scheduler import Scheduler
 
@@ -75,30 +77,48 @@ class EngineStats:
     last_step_age_s: float | None
 
 
+@dataclass(slots=True)
+class StepCounts:
+    """Steps that ran through and their rows; when the last one ended."""
+
+    num_steps: int = 0
+    num_prefill_rows: int = 0
+    num_decode_rows: int = 0
+    last_s: float | None = None
+
+    def add(self, plan: StepPlan, now_s: float) -> None:
+        self.num_steps += 1
+        self.num_decode_rows += plan.num_decodes
+        self.num_prefill_rows += plan.num_total_rows - plan.num_decodes
+        self.last_s = now_s
+
+    def last_age_s(self, clock: Callable[[], float]) -> float | None:
+        """Seconds since the last one. From any thread."""
+        last_s = self.last_s
+        return None if last_s is None else clock() - last_s
+
+
 def engine_stats(
     scheduler: Scheduler,
     rejection: EarlyRejection | None,
     recovery: MemoryRecovery | None,
+    steps: StepCounts,
     *,
     num_unfinished: int,
-    num_steps: int,
-    num_prefill_rows: int,
-    num_decode_rows: int,
-    last_step_age_s: float | None,
+    clock: Callable[[], float],
 ) -> EngineStats:
     """A snapshot, from any thread: what is read may be a step old."""
     kv, nodes = scheduler.kv, recovery.nodes if recovery else None
-    prefixes = kv.prefixes.stats
-    disk = kv.prefixes.store_stats()
+    prefixes, disk = kv.prefixes.stats, kv.prefixes.store_stats()
     coverage_p50, coverage_p90 = scheduler.policy.coverage()
     page_steps = max(1, scheduler.num_steps * kv.num_pages)  # of none while nodes are lost
     return EngineStats(
         num_unfinished=num_unfinished,
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),
-        num_steps=num_steps,
-        num_prefill_rows=num_prefill_rows,
-        num_decode_rows=num_decode_rows,
+        num_steps=steps.num_steps,
+        num_prefill_rows=steps.num_prefill_rows,
+        num_decode_rows=steps.num_decode_rows,
         num_finished=scheduler.num_finished,
         num_preemptions=scheduler.num_preemptions,
         num_given_way=scheduler.num_given_way,
@@ -136,5 +156,5 @@ def engine_stats(
         memory_nodes_missing=len(nodes.missing) if nodes else 0,
         memory_nodes_lost=nodes.num_lost if nodes else 0,
         recomputed_sequences=recovery.num_recomputed if recovery else 0,
-        last_step_age_s=last_step_age_s,
+        last_step_age_s=steps.last_age_s(clock),
     )

@@ -72,10 +72,10 @@ class Rig:
         assert core.stats().pages_in_use == 0
         assert core.stats().pages_mapped == 0
         assert core._inbox.empty()
-        assert core._records.empty()
+        assert core._output._records.empty()
         assert self.runner.is_closed
         assert not core._compute.is_alive()
-        assert not core._post.is_alive()
+        assert not core._output.is_alive()
 
 
 def go(coroutine):

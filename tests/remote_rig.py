@@ -6,22 +6,20 @@ from dataclasses import replace
 
 import torch
 
-from memory.attach import AttachRequest
 from memory.attention import AttentionLayer, AttentionStep
 from memory.direct import direct_pair
-from memory.edit_log import EditLog
 from memory.grouped_attention import group_layers
 from memory.int8_attention import Int8KVLayout
 from memory.kv_cache import KVLayout
-from memory.kv_manager import KVManager
 from memory.new_part import Int8NewPart, PlainNewPart
 from memory.node import MemoryNode
-from memory.node_set import Member, NodeSet
+from memory.node_set import NodeSet
 from memory.placement import page_geometry
 from memory.prompt_tails import PromptTails
 from memory.remote_attention import RemoteAttention
 from memory.wire import WireType
 from ops import get_backend
+from tests.remote_books import books_of, members_of, template_of
 from transport.base import PeerLostError
 
 MIB = 1 << 20
@@ -85,43 +83,22 @@ class RemoteRig:
         geometry = page_geometry(
             token_bytes, [window for window, _ in groups], partition, len(names), 1 << 20
         )
-        places = geometry.range_places(max_len)
-        num_members = len(names) if partition == "request" else 1
-        logs = [EditLog(geometry.page_bytes, NUM_RANGES, places) for _ in range(num_members)]
-        template = AttachRequest(
+        template = template_of(
+            geometry,
+            layers,
+            [ids for _, ids in groups],
             engine="test",
-            epoch=1,
+            max_len=max_len,
             kv_dtype=kv_dtype,
-            kv_group=64,
-            layers=list(layers),
-            group_layers=[ids for _, ids in groups],
-            page_tokens=geometry.page_tokens,
-            num_places=places,
             num_ranges=NUM_RANGES,
             num_pages=num_pages,
-            min_pages=1,
             max_rows=MAX_ROWS,
         )
-        members = [
-            Member([name] if partition == "request" else list(names), log)
-            for name, log in zip(names, logs, strict=False)
-        ]
+        members = members_of(names, partition, geometry, template)
         self.set = NodeSet(members, template, partition, self.nodes.connect)
         for member in members:
             self.set.place(member)
-        self.kvs = [
-            KVManager(
-                member.edits,
-                num_pages=member.num_pages,
-                num_ranges=NUM_RANGES,
-                max_model_len=max_len,
-                groups=geometry.groups,
-                max_rows=MAX_ROWS,
-                in_background=False,
-                first_start=number * NUM_RANGES * places[0] * geometry.page_tokens[0],
-            )
-            for number, member in enumerate(members)
-        ]
+        self.kvs = books_of(members, geometry, template, max_len)
         self.kv = self.kvs[0]
         self.tails = PromptTails(template, max_len, tail_bytes) if tail_bytes else None
         if self.tails is not None:

@@ -7,14 +7,12 @@ from types import SimpleNamespace
 
 import torch
 
-from memory.attach import AttachRequest, NodeLayout
+from memory.attach import NodeLayout
 from memory.direct import direct_pair
-from memory.edit_log import EditLog
 from memory.kv_cache import KVLayout
-from memory.kv_manager import KVManager
 from memory.new_part import PlainNewPart
 from memory.node import MemoryNode
-from memory.node_set import Member, NodeSet
+from memory.node_set import NodeSet
 from memory.placement import PageGeometry, page_geometry
 from memory.prefix_index import PrefixHasher
 from memory.prompt_tails import PromptTails
@@ -30,6 +28,7 @@ from serve.recovery import MemoryRecovery, Prober
 from serve.runner import ModelRunner
 from serve.scheduler import Scheduler
 from serve.state import RequestState
+from tests.remote_books import books_of, members_of, template_of
 from tests.sim_model import FIRST_TOKEN, NUM_TOKENS, ExactModel, layers
 from tests.sim_nodes import SimNode
 from tests.sim_world import InTurn, SimEndpoint, World
@@ -115,9 +114,9 @@ class SimCore(EngineCore):
         has_work = self._scheduler.has_work()
         if has_work:
             self._step()
-        self._flush_records()
-        while not self._records.empty():
-            self._output.process(self._records.get())
+        self._output.flush()
+        while not self._output._records.empty():
+            self._output._processor.process(self._output._records.get())
         self._drain_inbox()
         return has_work
 
@@ -157,28 +156,17 @@ class SimEngine:
         self.world = world
         by_url = {node.url: node for node in nodes}
         geometry = geometry_of(partition, len(nodes))
-        places = geometry.range_places(MAX_LEN)
-        num_members = len(nodes) if partition == "request" else 1
-        logs = [EditLog(geometry.page_bytes, MAX_RUNNING, places) for _ in range(num_members)]
-        self.template = AttachRequest(
+        self.template = template_of(
+            geometry,
+            layers(),
+            [[0, 1]],
             engine=f"engine {world.random.random()}",
-            epoch=1,
-            kv_dtype="float32",
-            kv_group=64,
-            layers=layers(),
-            group_layers=[[0, 1]],
-            page_tokens=geometry.page_tokens,
-            num_places=places,
+            max_len=MAX_LEN,
             num_ranges=MAX_RUNNING,
             num_pages=30_000,
-            min_pages=1,
             max_rows=MAX_ROWS,
         )
-        urls = list(by_url)
-        members = [
-            Member([url] if partition == "request" else urls, log)
-            for url, log in zip(urls, logs, strict=False)
-        ]
+        members = members_of(by_url, partition, geometry, self.template)
         backend = get_backend("cpu")
         self.own = MemoryNode(local_pages * NodeLayout(self.template).page_bytes, backend)
         self.nodes = NodeSet(
@@ -192,19 +180,7 @@ class SimEngine:
         )
         for member in members:
             self.nodes.place(member, needs_all=True)
-        books = [
-            KVManager(
-                member.edits,
-                num_pages=member.num_pages,
-                num_ranges=MAX_RUNNING,
-                max_model_len=MAX_LEN,
-                groups=geometry.groups,
-                max_rows=MAX_ROWS,
-                in_background=False,
-                first_start=number * MAX_RUNNING * places[0] * geometry.page_tokens[0],
-            )
-            for number, member in enumerate(members)
-        ]
+        books = books_of(members, geometry, self.template, MAX_LEN)
         self.nodes.min_pages = books[0].pages_for(MAX_LEN)
         self.kv = books[0] if len(books) == 1 else SplitKV(books)
         self.tails = self._make_tails()
@@ -221,7 +197,7 @@ class SimEngine:
         if not size_bytes:
             return None
         tails = PromptTails(self.template, MAX_LEN, size_bytes)
-        for book in [self.kv] if isinstance(self.kv, KVManager) else self.kv.members:
+        for book in self.kv.members:
             book.on_close = lambda target: tails.drop(target.start)
         return tails
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from concurrent.futures import Future, wait
@@ -15,87 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from memory.host_arena import HostArena
 from memory.host_tier import HostTier
 from memory.page_copy import MemoryCopier
-from memory.vmm import LinuxMemory
+from tests.host_pages import PAGE, FailingCopier, Pages, fetch, fill, name, pages, results
 from tests.late_store import LateStore, content
 
-PAGE = 4096
-
-
-class Pages:
-    """Pages of a LinuxMemory that a test writes and reads."""
-
-    def __init__(self, num_pages: int) -> None:
-        self.memory = LinuxMemory(PAGE, num_pages)
-        self.memory.prepare(0, num_pages)
-
-    def __getitem__(self, page: int) -> bytes:
-        return ctypes.string_at(self.memory.page_address(page), PAGE)
-
-    def __setitem__(self, page: int, data: bytes) -> None:
-        ctypes.memmove(self.memory.page_address(page), data, PAGE)
-
-    def address(self, page: int) -> int:
-        return self.memory.page_address(page)
-
-
-class FailingCopier(MemoryCopier):
-    """`fail_next`: one batch is garbage; `is_lost`: nobody knows; `may_go_on`: until it is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fail_next = self.is_lost = self.is_unordered = False
-        self.may_go_on = threading.Event()
-        self.may_go_on.set()
-        self.is_asked = threading.Event()
-
-    @property
-    def is_closed(self) -> bool:
-        return self._memory is None
-
-    def follow(self) -> None:
-        if self.is_unordered:
-            raise OSError(5, "no event")
-
-    def copy(self, copies, size_bytes, *, to_host):
-        self.is_asked.set()
-        assert self.may_go_on.wait(10)
-        if self.is_lost:
-            raise OSError(5, "the device is gone")
-        if self.fail_next:
-            self.fail_next = False
-            for target, _ in copies:
-                ctypes.memset(target, 0xDD, size_bytes)
-            return False
-        return super().copy(copies, size_bytes, to_host=to_host)
-
-
-@pytest.fixture
-def pages():
-    pages = Pages(32)
-    yield pages
-    pages.memory.close()
-
-
-def name(number: int) -> bytes:
-    return b"key %d" % number
-
-
-def fill(pages: Pages, tier: HostTier, numbers: list[int]) -> list[Future[bool]]:
-    """Store these keys from the pages of the same numbers."""
-    for number in numbers:
-        pages[number] = content(name(number), PAGE)
-    return tier.store_many([(name(number), pages.address(number)) for number in numbers])
-
-
-def fetch(pages: Pages, tier: HostTier, number: int, timeout_s: float = 10) -> bytes | None:
-    """What is loaded under a key, into the last page."""
-    pages[31] = bytes(PAGE)
-    (future,) = tier.load_many([(name(number), pages.address(31))])
-    return pages[31] if future.result(timeout_s) else None
-
-
-def results(futures: list[Future[bool]]) -> list[bool]:
-    return [future.result(10) for future in futures]
+__all__ = ["pages"]
 
 
 def test_pages_come_back_from_host_memory(pages):
@@ -265,111 +187,6 @@ def test_a_copy_that_nobody_knows_of_ends_everything_else(pages, caplog):
     assert not tier.close() and not load.done()
     assert "out of order (" in caplog.text and "they may still be written" in caplog.text
     assert not copier.is_closed
-    assert below.num_closed == 1
-
-
-def test_closing_is_bounded_in_time(pages, caplog):
-    """With a store below that never ends: its slots keep their memory, everybody is answered."""
-    copier, below = FailingCopier(), LateStore(PAGE)
-    tier = HostTier(PAGE, 2 * PAGE, copier, below)
-    for number in range(6):
-        results(fill(pages, tier, [number]))
-    below.mode = "held"
-    loads = tier.load_many([(name(0), pages.address(20)), (name(1), pages.address(21))])
-    while not below.num_loads:
-        time.sleep(0.001)
-    began = time.monotonic()
-    assert not tier.close(0.2)
-    assert time.monotonic() - began < 2
-    assert results(loads) == [False, False]
-    assert not copier.is_closed
-    assert "they may still be written" in caplog.text
-    tier._worker._thread.join(5)
-    assert not tier._worker._thread.is_alive()
-    pages[20] = pages[21] = bytes(PAGE)
-    below.let_go()  # the late answer changes nothing any more
-    assert pages[20] == pages[21] == bytes(PAGE)
-
-
-def test_closing_beside_a_copy_that_never_ends(pages):
-    copier = FailingCopier()
-    tier = HostTier(PAGE, 2 * PAGE, copier)
-    copier.may_go_on.clear()
-    futures = fill(pages, tier, [0, 1])
-    assert copier.is_asked.wait(10)
-    assert not tier.close(0.1)
-    assert [future.result(0) for future in futures] == [False, False]
-    assert not copier.is_closed
-    copier.may_go_on.set()
-    tier._worker._thread.join(5)
-    assert not tier._worker._thread.is_alive()
-
-
-def test_closing_beside_a_load_that_never_ends(pages):
-    """Its page may be written until then; what waits behind it has not begun."""
-    copier = FailingCopier()
-    tier = HostTier(PAGE, 2 * PAGE, copier)
-    results(fill(pages, tier, [0, 1]))
-    copier.is_asked.clear()
-    copier.may_go_on.clear()
-    (first,) = tier.load_many([(name(0), pages.address(20))])
-    assert copier.is_asked.wait(10)
-    (second,) = tier.load_many([(name(1), pages.address(21))])
-    assert not tier.close(0.1)
-    assert not first.done() and not second.result(0)
-    copier.may_go_on.set()
-    assert first.result(10) and pages[20] == content(name(0), PAGE)
-    assert pages[21] == bytes(PAGE)
-
-
-def test_closing_begins_nothing_new(pages):
-    """Not even what a flush had not come to."""
-    below = LateStore(PAGE)
-    below.mode = "held"
-    tier = HostTier(PAGE, 80 * PAGE, MemoryCopier(), below)
-    for number in range(72):
-        pages[0] = content(name(number), PAGE)
-        assert tier.store_many([(name(number), pages.address(0))])[0].result(10)
-    assert not tier.flush(0.05)
-    assert below.num_held == 64
-    closing = threading.Thread(target=tier._worker.stop, args=(10,))
-    closing.start()
-    while not tier._worker.is_closing:
-        time.sleep(0.001)
-    below.mode = "at once"
-    below.let_go(1)
-    assert not closing.join(0.05) and len(below.pages) == 1
-    below.let_go()
-    closing.join(5)
-    assert len(below.pages) == 64
-    assert tier.close()
-
-
-def test_closing_ends_what_is_under_way_and_refuses_what_waits(pages):
-    copier, below = FailingCopier(), LateStore(PAGE)
-    below.mode = "held"
-    tier = HostTier(PAGE, 2 * PAGE, copier, below)
-    futures = fill(pages, tier, [0, 1, 2, 3])
-    results(futures[:2])
-    while below.num_held < 2:
-        time.sleep(0.001)
-    closing = threading.Thread(target=tier._worker.stop, args=(10,))
-    closing.start()
-    assert results(futures[2:]) == [False, False]
-    assert closing.is_alive()
-    below.let_go()
-    closing.join(5)
-    assert tier.close()
-    assert copier.is_closed and below.num_closed == 1
-
-
-def test_closing_writes_what_is_not_below_yet(pages):
-    below = LateStore(PAGE)
-    tier = HostTier(PAGE, 16 * PAGE, MemoryCopier(), below)
-    results(fill(pages, tier, list(range(10))))
-    assert len(below.pages) < 10
-    assert tier.close() and tier.close()
-    assert len(below.pages) == 10
     assert below.num_closed == 1
 
 

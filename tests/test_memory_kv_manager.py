@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-import memory.kv_manager
+import memory.range_mapper
 from memory.layer_groups import LayerGroup
 from tests.fakes import check_mapping, make_kv
 from tests.kv_model import KVModel
@@ -366,7 +366,7 @@ TestKVMachine.settings = settings(max_examples=1000, stateful_step_count=100, de
 @pytest.mark.parametrize("layout", LAYOUTS + GROUPS)
 def test_25_000_random_operations(layout, monkeypatch):
     """Many more than hypothesis has time for; hits and evictions must really happen."""
-    monkeypatch.setattr(memory.kv_manager, "_UNMAP_PLACES", 3)
+    monkeypatch.setattr(memory.range_mapper, "_UNMAP_PLACES", 3)
     rng = random.Random(5)
     model = KVModel(**layout)
     for number in range(25_000):

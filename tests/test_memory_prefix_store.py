@@ -12,7 +12,7 @@ import pytest
 from memory.layer_groups import LayerGroup
 from memory.prefix_index import PrefixHasher
 from memory.vmm import LinuxMemory
-from tests.fakes import check_mapping, make_kv
+from tests.fakes import make_kv
 from tests.kv_model import KVModel
 from tests.page_store import FakeStore
 
@@ -327,51 +327,6 @@ def test_pages_of_a_hung_disk_stay_mapped():
     memory.close()
     ctypes.memset(address + 1, 9, 4095)  # what the disk might do; else this is a SIGSEGV
     assert ctypes.string_at(address, 3) == b"\x07\x09\x09"
-
-
-def test_without_a_thread_nothing_is_mapped_ahead(monkeypatch, caplog):
-    kv, memory = make_kv(in_background=True, num_ranges=2)
-    old = kv.open(12)
-    assert kv.grow(old, 12)
-    kv.commit()
-    kv.close(old)
-    item = kv.open(4)
-    assert kv.grow(item, 4)
-    kv.commit()
-
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    shown = [list(kv.space.shown(i)) for i in range(2)]
-    for _ in range(2):
-        kv.look_ahead([(item, 12)])
-        kv.check_integrity()
-        check_mapping(kv, memory)
-    assert [list(kv.space.shown(i)) for i in range(2)] == shown
-    assert caplog.text.count("mapped ahead") == 1
-    assert kv.grow(item, 12)
-    kv.commit()
-    check_mapping(kv, memory)
-    kv.close_all()
-
-
-def test_pages_for_mapping_ahead_are_given_back_whatever_happens(monkeypatch):
-    kv, _ = make_kv(in_background=True)
-    item = kv.open(4)
-    assert kv.grow(item, 4)
-    kv.commit()
-    with monkeypatch.context() as patch:
-        patch.setattr(kv.space, "ahead", lambda places: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            kv.look_ahead([(item, 12)])
-    kv.check_integrity()
-    assert kv.num_in_use == 1
-    kv.look_ahead([(item, 12)])
-    monkeypatch.setattr(kv.prefixes, "close", lambda timeout_s: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        kv.close_all()
-    assert kv.space._worker is None, "the thread has ended: the memory may go"
 
 
 class StoreModel(KVModel):

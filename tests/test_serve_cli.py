@@ -26,7 +26,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from serve import terminal_chat
-from serve.cli import app, parse_size
+from serve.cli import app
+from serve.cli_options import parse_size
 from serve.config import EngineConfig
 
 ROOT = Path(__file__).parent.parent

@@ -21,6 +21,7 @@ from memory.spill import SpillStore
 from serve import LLM, SamplingParams
 from serve.errors import ConfigError
 from serve.kv_store import checkpoint_fingerprint
+from serve.step_time import StepTimeModel
 from tests.checkpoints import checkpoint
 from tests.faulty_storage import faulty
 
@@ -39,8 +40,10 @@ SMALL = {"kv_cache_bytes": 26 * PAGE, "memory_policy": "prompt_only"}
 
 @pytest.fixture(autouse=True)
 def loading_costs_nothing(monkeypatch):
-    """Or the tiny model would rather compute (tests/test_serve_hit_costs.py)."""
+    """Or the tiny model would rather compute (tests/test_serve_hit_costs.py). Mapping does not
+    either: on a busy machine it takes as long."""
     monkeypatch.setattr(LoadTimes, "seconds", lambda times, num_pages: 0.0)
+    monkeypatch.setattr(StepTimeModel, "prefill_seconds", lambda *_: 0.0)
 
 
 def prompt(first: int, length: int) -> dict[str, list[int]]:

@@ -204,4 +204,4 @@ def test_the_device_is_closed_whatever_the_books_do(caplog):
     core._kv.close_all = fail
     llm.shutdown()
     assert closed and "the books are broken" in caplog.text
-    assert not core._compute.is_alive() and not core._post.is_alive()
+    assert not core._compute.is_alive() and not core._output.is_alive()

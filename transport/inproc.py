@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import queue
 import threading
-import weakref
 from collections.abc import Mapping
 
 from transport import control
 from transport._windows import Link, Memory, SharedChannel
 from transport.base import Peer, RefusedError, TransportError
 from transport.endpoint import ChannelEndpoint
+from transport.listener_base import ListenerBase
 
 _listeners: dict[str, InprocListener] = {}
 _lock = threading.Lock()
@@ -44,60 +43,34 @@ class InprocTransport:
         return listener
 
 
-class InprocListener:
+class InprocListener(ListenerBase):
     def __init__(
         self, url: str, info: Mapping[str, object], window_bytes: int, max_peers: int
     ) -> None:
-        self.url = url
+        super().__init__(url, window_bytes, max_peers)
         self._info = info
-        self._window_bytes = window_bytes
-        self._max_peers = max_peers
-        self._ready: queue.SimpleQueue[ChannelEndpoint | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # of all below
-        self._peers: weakref.WeakSet[ChannelEndpoint] = weakref.WeakSet()
-        self._num_refused = 0
-        self._is_closed = False
 
     def join(self, info: Mapping[str, object], window_bytes: int) -> ChannelEndpoint:
         """The end of who connects."""
         with self._lock:
             if self._is_closed:
                 raise TransportError(f"{self.url}: nobody listens there")
-            if sum(not peer.is_lost for peer in self._peers) >= self._max_peers:
+            if self._num_peers() >= self._max_peers:
                 self._num_refused += 1
                 raise RefusedError(f"the peer refuses: it has {self._max_peers} peers already")
-            theirs, ours = Memory.anonymous(window_bytes), Memory.anonymous(self._window_bytes)
+            theirs, ours = Memory.anonymous(window_bytes), Memory.anonymous(self.window_bytes)
             one, other = Link.pair()
             accepted = ChannelEndpoint(SharedChannel(ours, theirs, one), Peer(self.url, info))
             self._peers.add(accepted)
             self._ready.put(accepted)
         return ChannelEndpoint(SharedChannel(theirs, ours, other), Peer(self.url, self._info))
 
-    def accept(self, timeout_s: float | None = None) -> ChannelEndpoint | None:
-        try:
-            endpoint = self._ready.get(timeout_s is None or timeout_s > 0, timeout_s)
-        except queue.Empty:
-            return None
-        if endpoint is None:
-            self._ready.put(None)  # for the next call, or another thread
-        return endpoint
-
-    @property
-    def num_refused(self) -> int:
-        return self._num_refused
-
     def close(self) -> None:
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
+        if not self._begin_close():
+            return
         with _lock:
             _listeners.pop(_name(self.url), None)
-        while not self._ready.empty():
-            endpoint = self._ready.get()
-            if endpoint is not None:
-                endpoint.close()
-        self._ready.put(None)
+        self._end_ready()
 
 
 def _name(url: str) -> str:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import socket
 import threading
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 from transport import control
 from transport.base import RefusedError, TransportError
 from transport.endpoint import ChannelEndpoint
+from transport.listener_base import ListenerBase
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +26,7 @@ MAX_STRANGERS = 16
 _LOG_EVERY_S = 5.0
 
 
-class SocketListener(ABC):
+class SocketListener(ListenerBase, ABC):
     """Accepts on `sock`; a subclass makes endpoints of authenticated sessions."""
 
     name: str
@@ -43,58 +42,25 @@ class SocketListener(ABC):
         window_bytes: int,
         max_peers: int,
     ) -> None:
-        self.url = url
-        self.window_bytes = window_bytes
+        super().__init__(url, window_bytes, max_peers)
         self._sock = sock
         self._key = key
         self._hello = control.hello(self.name, info, window_bytes)
-        self._max_peers = max_peers
-        self._ready: queue.SimpleQueue[ChannelEndpoint | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # of all below
-        self._peers: weakref.WeakSet[ChannelEndpoint] = weakref.WeakSet()
+        # The lock is of these, too.
         self._strangers: list[socket.socket] = []  # oldest first
         self._num_coming = 0  # authenticated, not yet among the peers
-        self._num_refused = 0
         self._num_logged, self._logged_at = 0, -_LOG_EVERY_S
-        self._is_closed = False
         self._thread = threading.Thread(target=self._accept_all, name=f"accept {url}", daemon=True)
         self._thread.start()
 
-    # ---- the Listener protocol
-
-    def accept(self, timeout_s: float | None = None) -> ChannelEndpoint | None:
-        try:
-            endpoint = self._ready.get(timeout_s is None or timeout_s > 0, timeout_s)
-        except queue.Empty:
-            return None
-        if endpoint is None:
-            self._ready.put(None)  # for the next call, or another thread
-        return endpoint
-
-    @property
-    def num_refused(self) -> int:
-        return self._num_refused
-
     def close(self) -> None:
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
+        if not self._begin_close():
+            return
         self._sock.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join()
         self._sock.close()
         self._clean_up()
-        self._close_waiting()
-        self._ready.put(None)
-
-    def _close_waiting(self) -> None:
-        while True:
-            try:
-                endpoint = self._ready.get_nowait()
-            except queue.Empty:
-                return
-            if endpoint is not None:
-                endpoint.close()
+        self._end_ready()
 
     # ---- for subclasses
 
@@ -174,7 +140,7 @@ class SocketListener(ABC):
         theirs = session.receive()
         reason = control.why_not(theirs, self.name)
         with self._lock:
-            num_peers = sum(not peer.is_lost for peer in self._peers) + self._num_coming
+            num_peers = self._num_peers() + self._num_coming
             if self._is_closed:
                 reason = "it is closing"
             elif num_peers >= self._max_peers:
@@ -192,8 +158,7 @@ class SocketListener(ABC):
                 self._num_coming -= 1
         self._ready.put(endpoint)
         if self._is_closed:
-            self._close_waiting()
-            self._ready.put(None)
+            self._end_ready()
 
     def _refuse(self, reason: str) -> None:
         now = time.monotonic()

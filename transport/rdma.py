@@ -28,7 +28,7 @@ from transport.base import Peer, PeerLostError, RefusedError, TransportError
 from transport.endpoint import ChannelEndpoint
 from transport.listener import SocketListener
 from transport.queue_pair import QueuePair, QueuePairAddress
-from transport.tcp import address_of, connected_to, set_options
+from transport.tcp import address_of, connected_to, server_at, set_options
 from transport.verbs import RdmaUnavailableError, open_port
 
 __all__ = ["RdmaTransport", "RdmaUnavailableError"]
@@ -87,16 +87,11 @@ class RdmaTransport:
         _check_window(window_bytes)
         control.hello("rdma", info, window_bytes)
         open_port(options.device, options.port, options.gid).context.close()  # is there one?
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            sock = socket.create_server((host, port), family=family, backlog=128)
-        except OSError as error:
-            raise control.connection_error(url, error) from error
-        shown = f"[{host}]" if ":" in host else host
+        sock, where = server_at(host, port, url)
         return RdmaListener(
             options,
             sock,
-            f"rdma://{shown}:{sock.getsockname()[1]}{options.for_both()}",
+            f"rdma://{where}{options.for_both()}",
             key=key,
             info=info,
             window_bytes=window_bytes,

@@ -59,15 +59,14 @@ class TcpTransport:
         control.check_key(key)
         control.check_window(window_bytes)
         control.hello("tcp", info, window_bytes)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            sock = socket.create_server((host, port), family=family, backlog=128)
-        except OSError as error:
-            raise control.connection_error(url, error) from error
-        shown = f"[{host}]" if ":" in host else host
-        url = f"tcp://{shown}:{sock.getsockname()[1]}"
+        sock, where = server_at(host, port, url)
         return TcpListener(
-            sock, url, key=key, info=info, window_bytes=window_bytes, max_peers=max_peers
+            sock,
+            f"tcp://{where}",
+            key=key,
+            info=info,
+            window_bytes=window_bytes,
+            max_peers=max_peers,
         )
 
 
@@ -148,6 +147,17 @@ def connected_to(host: str, port: int, url: str, deadline: float) -> socket.sock
         return socket.create_connection((host, port), max(deadline - time.monotonic(), 1e-3))
     except OSError as error:
         raise control.connection_error(url, error) from error
+
+
+def server_at(host: str, port: int, url: str) -> tuple[socket.socket, str]:
+    """A socket that listens, and its host:port as in urls."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        sock = socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        raise control.connection_error(url, error) from error
+    shown = f"[{host}]" if ":" in host else host
+    return sock, f"{shown}:{sock.getsockname()[1]}"
 
 
 def address_of(url: str) -> tuple[str, int]:
