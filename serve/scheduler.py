@@ -255,6 +255,8 @@ class Scheduler:
         passed: int | None = None
         num_under_way = 0
         for sequence in islice(self.waiting, _MAX_PASSED):
+            if self.kv.pages_for(sequence.num_tokens) > self.kv.most_pages:
+                continue  # memory was lost: until there is more, this one keeps nobody waiting
             rank = self.waiting.rank(sequence)
             if passed is not None and rank > passed:
                 return None

@@ -166,21 +166,23 @@ def steps(run, seconds):
 
 def test_what_is_too_small_for_the_long_serves_the_short():
     run = make_short()
-    short = arrive(run, 50)
     longs = [arrive(run, 800, ago_s=100.0), arrive(run, 900)]
-    behind = arrive(run, 40)
-    assert steps(run, 4.5) == {short}
+    shorts = [arrive(run, 300), arrive(run, 40)]  # nor do they wait for those before them
+    patient = arrive(run, 300)  # it fits when the others have ended
+    steps(run, 3.0)
+    assert run.scheduler.running == shorts and list(run.scheduler.waiting) == [*longs, patient]
+    assert steps(run, 1.5) == {*shorts}
     assert run.ended == {}, "a node could still come back"
-    assert behind in steps(run, 1.0)
+    assert steps(run, 1.0) == {*shorts}
     for long in longs:  # however long the first one has been here
         why, when = run.ended[long]
         assert why == TOO_LITTLE_LEFT and 5.0 <= when - 1000.0 <= 5.5
     late = arrive(run, 800)  # it waits as long as they did
-    assert steps(run, 4.5) == {short, behind} and late not in run.ended
+    assert steps(run, 4.5) == {*shorts} and late not in run.ended
     steps(run, 1.0)
     assert run.ended[late][0] == TOO_LITTLE_LEFT
-    assert run.scheduler.running == [short, behind] and len(run.ended) == 3
-    assert short.num_output_tokens > 30
+    assert run.scheduler.running == shorts and list(run.scheduler.waiting) == [patient]
+    assert shorts[1].num_output_tokens > 30
     run.close()
 
 
