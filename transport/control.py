@@ -28,7 +28,7 @@ from transport.base import PeerLostError, RefusedError, TransportError, Transpor
 
 MAGIC = b"mergstp1"  # of the handshake itself, which is meant never to change
 DATA_MAGIC = b"mergdat1"
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 1
 """Of everything after the handshake. Both ends must have the same."""
 HANDSHAKE_S = 2.0
 MAX_MESSAGE_BYTES = 4096

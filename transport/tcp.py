@@ -20,8 +20,8 @@ from transport.base import Peer, RefusedError, TransportTimeoutError
 from transport.endpoint import ChannelEndpoint
 from transport.listener import SocketListener
 
-# Longer than heartbeats take to notice anything: who hears nothing gets no acknowledgement either,
-# and must live to say so (with 1 s a cut one way took up to 1.7 s to be seen, now 1.3).
+# Longer than heartbeats take: who hears nothing gets no acknowledgement either, and must live to
+# reset the connection, which is how the peer learns of it.
 _USER_TIMEOUT_MS = 2000
 # What is on its way stays in the caches: twice as fast on loopback as with the kernel's own choice
 # (up to 4 MiB), and enough for 20 Gbit/s at 100 us (the kernel doubles it).

@@ -1,6 +1,6 @@
 // Whether the peer is alive. A link owns the control connection after the set-up: one thread of the
 // process (not Python's: a busy interpreter delays nothing) sends a byte on all of them every
-// HEARTBEAT, which says for how long it has heard nothing, and listens. End of file or silence end the link, and who waits on it is woken.
+// HEARTBEAT and listens. End of file or silence end the link, and who waits on it is woken.
 #pragma once
 
 #include <atomic>
@@ -41,6 +41,9 @@ class Link : public std::enable_shared_from_this<Link> {
   friend class Monitor;
   void listen();  // takes what has come on the control connection
   void beat();
+  // The peer, if it can be reached, hears of the end at once (RST). Heartbeats and the end of a stream
+  // would wait for acknowledgements, which do not come where the connection is cut one way.
+  void reset();
   int64_t deadline_ns() const;
 
   std::atomic<bool> is_over_{false};
