@@ -36,6 +36,23 @@ _MAX_PARTS = 1 << 20  # a range in a layer group
 _MAX_ALL_PLACES = 1 << 26  # each may take 4 bytes of a node's books
 
 
+def mappings_of(num_pages: int) -> int:
+    """Of a process, what an engine with so many pages may always have on a node: every page may
+    be a mapping, some are shared, and there are gaps in between."""
+    return num_pages + (num_pages + 1) // 2 + 64
+
+
+def runs_of_pages(num_pages: int) -> int:
+    """That an engine begins requests with, so that gaps and what grows find the rest of
+    mappings_of."""
+    return num_pages + 64
+
+
+def pages_within(num_mappings: int) -> int:
+    """The most pages that so many mappings suffice for; less than 1: for none."""
+    return (num_mappings - 64) * 2 // 3
+
+
 @dataclass(frozen=True, slots=True)
 class AttachRequest:
     """engine, epoch: a later epoch of the same engine puts an earlier one out. groups: of each

@@ -55,11 +55,13 @@ class KVManager:
         max_rows: int | None = None,
         in_background: bool = True,
         first_start: int = 0,
+        max_mappings: Callable[[int], int] = lambda num_pages: MAX_MAPPINGS,
     ) -> None:
         """groups: of layers; by default one without a window, of these token_bytes in tiles of
         tile_tokens. max_rows: tokens that one step computes of a sequence, at most.
         in_background: map ahead of need in a thread. first_start: where the ranges begin, in
-        tokens, if others are before them."""
+        tokens, if others are before them. max_mappings: of that many pages, runs of which may be
+        mapped at once."""
         groups = groups or (LayerGroup(token_bytes, tile_tokens),)
         self.page_bytes = memory.page_bytes
         self.max_model_len = max_model_len
@@ -90,10 +92,11 @@ class KVManager:
                 for number, group in numbered
                 for i in range(num_ranges)
             ],
-            max_mappings=MAX_MAPPINGS,
+            max_mappings=max_mappings(num_pages),
             in_background=in_background,
         )
         self._memory = memory
+        self._max_mappings = max_mappings
         self.on_close: Callable[[Range], None] = lambda target: None
         self._idle = IdleRanges(self.ranges, self.layout, self.space)
         self._promised = 0
@@ -358,6 +361,7 @@ class KVManager:
         while self.prefixes.num_evictable:
             self.prefixes.evict()
         self.space.forget()
+        self.space.max_mappings = self._max_mappings(num_pages)
         self.allocator.reset(num_pages)
 
     def close_all(self, timeout_s: float = 30.0) -> None:

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from memory.attach import MAX_ADDRESSES, AttachRequest, NodeLayout
+from memory.attach import MAX_ADDRESSES, AttachRequest, NodeLayout, mappings_of, pages_within
 from memory.node_loop import NodeLoop, post_bytes, post_error, view_of
 from memory.node_session import NodeSession
 from memory.vmm import LinuxMemory
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _ATTACH_S = 5.0
 _POLL_S = 0.2
-_MAX_PAGES = 48_000  # of all engines: Linux allows 65,530 mappings in a process
+_MAX_MAPPINGS = 60_000  # of all engines: Linux allows 65,530 in a process
 _PUT_OUT_S = 2.0
 _ENGINES = 1024  # whose epochs are remembered
 
@@ -214,10 +214,12 @@ class MemoryNode:
             self._num_offences += 1
             self._tell(connection, error)
             return
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+            logger.warning("engine at %s: no memory is left for it: %s", address, error)
+            self._tell(connection, WireError(ErrorCode.FULL, "no memory is left"))
+            return
         logger.error("the engine at %s met a fault of ours", address, exc_info=error)
-        is_full = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
-        code = ErrorCode.FULL if is_full else ErrorCode.FAULT
-        self._tell(connection, WireError(code, type(error).__name__))
+        self._tell(connection, WireError(ErrorCode.FAULT, type(error).__name__))
 
     def _tell(self, connection: _Connection, error: WireError) -> None:
         try:
@@ -264,7 +266,9 @@ class MemoryNode:
             return False
         memory = LinuxMemory(connection.bytes_leased // granted.num_pages, granted.num_pages)
         try:
-            connection.session = NodeSession(granted, memory, self._backend)
+            connection.session = NodeSession(
+                granted, memory, self._backend, lambda: self._most_mappings(connection)
+            )
         except BaseException:
             memory.close()
             raise
@@ -299,7 +303,7 @@ class MemoryNode:
                 self._fence(connection, request)
             with self._lock:
                 free = self._capacity - sum(c.bytes_leased for c in self._connections)
-                left = _MAX_PAGES - sum(c.num_pages for c in self._connections)
+                left = max(0, pages_within(self._mappings_beside(connection)))
                 num_pages = min(request.num_pages, free // layout.page_bytes, left)
                 if num_pages < request.min_pages:
                     need = request.min_pages * layout.page_bytes
@@ -323,6 +327,17 @@ class MemoryNode:
             self._tell(connection, error)
             return None
         return replace(request, num_pages=num_pages)
+
+    def _mappings_beside(self, connection: _Connection) -> int:
+        """What the others neither have nor were promised. With the lock."""
+        others = [c for c in self._connections if c is not connection and c.num_pages]
+        held = [0 if (session := c.session) is None else session.num_mappings for c in others]
+        promised = [mappings_of(c.num_pages) for c in others]
+        return _MAX_MAPPINGS - sum(map(max, held, promised))
+
+    def _most_mappings(self, connection: _Connection) -> int:
+        with self._lock:
+            return self._mappings_beside(connection)
 
     def _fence(self, connection: _Connection, request: AttachRequest) -> None:
         """Of one engine only the latest epoch stays."""

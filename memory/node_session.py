@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from memory.attach import AttachRequest, NodeLayout
+from memory.attach import AttachRequest, NodeLayout, mappings_of
 from memory.int8_attention import Int8KVLayout
 from memory.kv_range import HOLE
 from memory.layer_groups import READ_BLOCK
@@ -52,6 +52,8 @@ class Places:
         # Of parts that were ever mapped; 4 bytes a place, as many as attach.py bounds.
         self._shown: dict[int, array[int]] = {}
         self._checked: dict[int, tuple[int, int]] = {}  # places that have been found mapped
+        self.num_mappings = 0
+        """As the system counts: runs of pages in order, and gaps."""
 
     def check_edit(self, edit: Edit) -> None:
         """WireError if it leaves what was granted."""
@@ -77,11 +79,13 @@ class Places:
         end = place + count
         if len(shown) < end:
             shown.extend(_holes(end - len(shown)))
+        self.num_mappings -= _num_breaks(shown, place, end)
         if edit.kind is EditKind.MAP:
             shown[place:end] = array("i", range(page, page + count))
         else:
             shown[place:end] = _holes(count)
             self._checked.pop(part, None)
+        self.num_mappings += _num_breaks(shown, place, end)
 
     def shown(self, part: int) -> Sequence[int]:
         """Pages at the places of a part from its first one on; HOLE where nothing is mapped."""
@@ -98,6 +102,16 @@ class Places:
         if shown is None or end > len(shown) or HOLE in shown[high:end]:
             raise WireError(ErrorCode.RANGE, f"places {first} to {end} of part {part}: not mapped")
         self._checked[part] = (low, end)
+
+
+def _num_breaks(shown: array[int], first: int, end: int) -> int:
+    """Places from `first` to `end` where a mapping, or a gap behind one, begins."""
+    count, before = 0, shown[first - 1] if first else HOLE
+    for page in (*shown[first : end + 1], HOLE)[: end + 1 - first]:
+        goes_on = before == HOLE if page == HOLE else before != HOLE and page == before + 1
+        count += not goes_on
+        before = page
+    return count
 
 
 def _holes(count: int) -> array[int]:
@@ -118,8 +132,15 @@ class _Plan:
 class NodeSession:
     """K/V of one engine, and attention over it. Used by one thread at a time."""
 
-    def __init__(self, request: AttachRequest, memory: VirtualMemory, backend: Backend) -> None:
-        """memory: of the layout's page size, with at least request.num_pages pages."""
+    def __init__(
+        self,
+        request: AttachRequest,
+        memory: VirtualMemory,
+        backend: Backend,
+        most_mappings: Callable[[], int] = lambda: 1 << 62,
+    ) -> None:
+        """memory: of the layout's page size, with at least request.num_pages pages.
+        most_mappings: what is not for others; asked when it is more than mappings_of says."""
         self.request = request
         self.layout = layout = NodeLayout(request)
         assert memory.page_bytes == layout.page_bytes, f"{memory.page_bytes=}"
@@ -139,6 +160,8 @@ class NodeSession:
             for layer in request.layers
         ]
         self._answers: deque[object] = deque(maxlen=_COPIES_OUT)
+        self._own_mappings = mappings_of(request.num_pages)
+        self._most_mappings = most_mappings
         self.num_queries = 0
         self.num_edits = 0
 
@@ -216,6 +239,12 @@ class NodeSession:
             self._plans.clear()  # they were checked with what is mapped no more
             self._memory.unmap(offset, count)
         self._places.note(edit)
+        if self.num_mappings > self._own_mappings and self.num_mappings > self._most_mappings():
+            raise WireError(ErrorCode.FULL, f"{self.num_mappings} mappings are too many")
+
+    @property
+    def num_mappings(self) -> int:
+        return self._places.num_mappings
 
     def _check_queries(self, queries: Sequence[Query]) -> None:
         has_chunk = False

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from memory.attach import AttachRequest, NodeLayout
+from memory.attach import AttachRequest, NodeLayout, runs_of_pages
 from memory.attention import AttentionLayer
 from memory.direct import direct_pair
 from memory.edit_log import EditLog
@@ -250,6 +250,7 @@ class _Opening:
                 max_rows=config.chunk_tokens,
                 in_background=False,
                 first_start=number * config.max_num_seqs * range_tokens,
+                max_mappings=runs_of_pages,
             )
             for number, member in enumerate(nodes.members)
         ]

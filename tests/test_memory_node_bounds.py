@@ -3,6 +3,7 @@ addresses, threads. Who asks for more is told why, and changes nothing for the o
 
 from __future__ import annotations
 
+import random
 import threading
 from dataclasses import replace
 
@@ -10,12 +11,14 @@ import pytest
 import torch
 
 import transport
-from memory.attach import NodeLayout
+from memory.attach import NodeLayout, mappings_of, pages_within
 from memory.direct import direct_pair
 from memory.node import MemoryNode
 from memory.node_link import NodeError, NodeLink
+from memory.node_session import NodeSession
 from memory.placement import Share
-from memory.wire import ErrorCode
+from memory.vmm import LinuxMemory
+from memory.wire import Edit, EditKind, ErrorCode, Plan, pack_plan
 from ops import get_backend
 from tests.raw_engine import PATIENCE_S, REQUEST, RawEngine, Witness, page_bytes
 from tests.transport_rig import KEY, wait_until
@@ -56,14 +59,17 @@ def test_pages_of_all_engines_can_be_mappings_of_one_process():
         except NodeError:
             break
     assert granted[0] == MANY and len(granted) == 2
-    assert 40_000 < sum(granted) < LINUX_MAPPINGS - 5000  # the rest of the process has some, too
+    assert sum(granted) > 39_000
+    # the rest of the process has some, too
+    assert sum(map(mappings_of, granted)) < LINUX_MAPPINGS - 5000
     node.close()
     assert node.stats().bytes_leased == 0
 
 
 def test_who_asks_for_more_mappings_is_refused_and_the_others_go_on(node, monkeypatch):
-    monkeypatch.setattr("memory.node._MAX_PAGES", 100)
-    witness = Witness.beside(node)  # has 40
+    most = mappings_of(40) * 2 + mappings_of(20)
+    monkeypatch.setattr("memory.node._MAX_MAPPINGS", most)
+    witness = Witness.beside(node)  # has 40 pages
     one, num_pages = ask(node, "one")
     assert num_pages == 40
     before = node.stats()
@@ -85,8 +91,61 @@ def test_who_asks_for_more_mappings_is_refused_and_the_others_go_on(node, monkey
     witness.close()
 
 
+def test_few_pages_shown_often_do_not_use_up_the_mappings_of_others(monkeypatch):
+    """Every second place of many ranges shows the same page."""
+    monkeypatch.setattr("memory.node._MAX_MAPPINGS", 600)
+    node = MemoryNode(1000 * page_bytes(), get_backend("cpu"))
+    witness = Witness.beside(node)
+    hog = RawEngine.beside(node, replace(REQUEST, engine="hog", num_ranges=100))
+    assert hog.attach() == 40
+    [session] = [c.session for c in node._connections if c.engine == "hog"]
+    before, own = num_mappings(), mappings_of(40)
+    places = [(part, place) for part in range(100) for place in (1, 3, 5, 7)]
+    while session.num_mappings < 600 - own - 10:
+        hog.plan([(EditKind.MAP, *places.pop(), 7, 1)])
+    assert session.num_mappings > own, "what nobody needs may be used"
+    assert abs(num_mappings() - before - session.num_mappings) <= 3
+    with pytest.raises(NodeError, match="pages are not held"):
+        ask(node, "late")  # nothing is left to promise
+    hog.plan([(EditKind.MAP, *places.pop(), 7, 1) for _ in range(10)])
+    assert hog.error() is ErrorCode.FULL
+    assert num_mappings() <= before + 3
+    witness.check()
+    assert ask(node, "later")[1] == 40
+    witness.close()
+    node.close()
+
+
+def test_mappings_are_counted_as_the_system_counts_them():
+    rng = random.Random(3)
+    request = replace(REQUEST, num_ranges=4)
+    memory = LinuxMemory(page_bytes(), request.num_pages)
+    began = num_mappings()
+    session = NodeSession(request, memory, get_backend("cpu"))
+    for number in range(1, 200):
+        part = rng.randrange(8)
+        most = request.num_places[part // 4]
+        place = rng.randrange(most)
+        count = rng.randint(1, most - place)
+        kind = rng.choice([EditKind.MAP, EditKind.UNMAP])
+        page = rng.randrange(request.num_pages - count) if kind is EditKind.MAP else 0
+        plan = Plan([Edit(kind, part, place, page, count)], [], [])
+        message = memoryview(pack_plan(request.epoch, number, plan))
+        session.plan(session.header(message), message)
+        # gaps at the ends of neighbouring parts are one
+        assert session.num_mappings - 8 <= num_mappings() - began <= session.num_mappings + 2
+    assert session.num_mappings > 5
+    session.close()
+
+
+def test_pages_and_mappings():
+    for num_mappings in range(64, 600):
+        fit = pages_within(num_mappings)
+        assert mappings_of(fit) <= num_mappings < mappings_of(fit + 1)
+
+
 def test_who_only_asks_is_told_what_there_is_and_puts_nobody_out(node, monkeypatch):
-    monkeypatch.setattr("memory.node._MAX_PAGES", 50)
+    monkeypatch.setattr("memory.node._MAX_MAPPINGS", mappings_of(40) + mappings_of(10))
     one, _ = ask(node, "one")
     for epoch in (1, 2):
         assert ask(node, "one", epoch=epoch, is_question=True)[1] == 10
