@@ -169,13 +169,14 @@ class MemoryRecovery:
 
     def _place_again(self, members: Sequence[Member]) -> None:
         """Where that brings nothing, the next time is later."""
-        num_missing = len(self.nodes.missing)
+        num_missing, num_pages = len(self.nodes.missing), self._scheduler.kv.num_pages
         for member in members:
             member.close()
         self._lose()
         self._try_at = 0.0
         self._place([i for i, m in enumerate(self.nodes.members) if not m.num_pages])
-        is_better = len(self.nodes.missing) < num_missing
+        has_more = self._scheduler.kv.num_pages > num_pages
+        is_better = has_more or len(self.nodes.missing) < num_missing
         self._settled_s = SETTLED_S if is_better else min(2 * self._settled_s, _MOST_SETTLED_S)
 
     @property

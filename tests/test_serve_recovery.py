@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 
 from serve import recovery
-from serve.recovery import TOO_LITTLE_LEFT, MemoryRecovery, Prober
+from serve.recovery import SETTLED_S, TOO_LITTLE_LEFT, MemoryRecovery, Prober
 from tests.fakes import make_scheduler, make_seq
 from tests.raw_engine import REQUEST, RawEngine, page_bytes
 from tests.remote_rig import RemoteRig, layers_of
@@ -217,6 +217,7 @@ def test_what_is_short_is_not_so_for_ever():
     rival.close()
     assert len(run.attempts(1200.0)) == 1
     assert not run.recovery.is_short and run.rig.kv.num_pages == 70
+    assert run.recovery._settled_s == SETTLED_S, "it was worth it"
     run.close()
 
 
