@@ -3,6 +3,7 @@ step by step in virtual time."""
 
 from __future__ import annotations
 
+import queue
 from types import SimpleNamespace
 
 import torch
@@ -85,6 +86,7 @@ class SimCore(EngineCore):
             compute=None,
             **settings,
         )
+        self._output._records = queue.Queue()  # without a bound: nobody takes them meanwhile
 
     def _make_recovery(self, nodes):
         recovery = super()._make_recovery(nodes)
