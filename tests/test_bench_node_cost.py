@@ -72,6 +72,31 @@ def test_a_step_by_hand() -> None:
     assert found.tokens_per_dollar == pytest.approx(875 / found.step_s * 3600 / 4)
 
 
+def test_a_turn_of_a_and_b_by_hand() -> None:
+    """70 GB for each of two H100s: one batch hides nothing, so two are in flight."""
+    model = Model("made up", 140e9, 100, 10_000, 4, kv_bytes=2)
+    found = disaggregated(model, 1000, replace(ROUND, bytes_per_s=2e12), 2, 4)
+    assert found is not None and found.name == "(2, 4)" and found.in_flight == 2
+    assert found.batch == pytest.approx(4 * 90e9 / (1000 * 1e6)) == 360
+    products = max(140e9 / (2 * 0.8 * 3.35e12), 2 * 70e9 * 180 / (2 * 0.6 * 989e12))
+    products += 200 * (1e-5 + 180 * 10_000 * 2 / 450e9)
+    attention = 180 * 1000 * 1e6 / 6.4e12
+    network = 100 * (33e-6 + 180 * 50_000 / 100e9)
+    assert 2 * attention < products + attention + network > 2 * products
+    assert found.step_s == pytest.approx(products + attention + network)
+    assert found.tokens_per_dollar == pytest.approx(3600 * 360 / found.step_s / (2 * 11.06 + 4 * 2))
+    whole = model.products_s(360, H100, 2) + 2 * attention
+    assert found.asked_bytes_per_s == pytest.approx(360 * 100 * 50_000 / (0.2 * whole))
+
+
+def test_replicas_rotate() -> None:
+    """Two of them, where products are what takes long: three batches, more of each in a second."""
+    one, two = (disaggregated(LLAMA_70B, 1500, H20, a, 4) for a in (2, 4))
+    assert one is not None and two is not None and one.batch == two.batch
+    assert (one.in_flight, two.in_flight) == (2, 3)
+    assert 1.5 * one.tokens_per_s < two.tokens_per_s < 2 * one.tokens_per_s
+
+
 def test_attention_can_be_bound_by_arithmetic() -> None:
     slow = replace(ROUND, flops=1e11)
     assert LLAMA_70B.attention_s(10, 100, ROUND, 1) == pytest.approx(
