@@ -170,6 +170,11 @@ class NodeLayout:
     def is_addressable(self) -> bool:
         return self.total_bytes <= MAX_ADDRESSES
 
+    @property
+    def book_bytes(self) -> int:
+        """That a node needs at most to know what is at each place."""
+        return 4 * self.request.num_ranges * sum(self.request.num_places)
+
     def part_offset(self, part: int) -> int:
         """Where a part begins, in bytes from the start of the reservation."""
         group, index = divmod(part, self.request.num_ranges)

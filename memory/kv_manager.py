@@ -172,8 +172,8 @@ class KVManager:
     def room_without(self, num_tokens: int, leaving: Sequence[Range]) -> list[Range] | None:
         """Of ranges that could be closed, those that have to do with room for so many tokens;
         None where there would be none even without them all."""
-        num_pages = sum([len(target.pages) for target in leaving])
-        fits = self.pages_for(num_tokens) <= self.num_available + num_pages
+        num_pages = sum([len(target.pages) + target.promised for target in leaving])
+        fits = self.pages_for(num_tokens) <= self.num_available - self._promised + num_pages
         return list(leaving) if fits else None
 
     @property

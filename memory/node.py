@@ -33,6 +33,7 @@ _ATTACH_S = 5.0
 _POLL_S = 0.2
 _MAX_MAPPINGS = 60_000  # of all engines: Linux allows 65,530 in a process
 _PUT_OUT_S = 2.0
+_FREE_BOOK_BYTES = 16 << 20  # of an engine's places; what is above counts as K/V
 _ENGINES = 1024  # whose epochs are remembered
 
 
@@ -57,6 +58,7 @@ class _Connection:
     engine: str = ""
     epoch: int = 0
     bytes_leased: int = 0
+    bytes_books: int = 0  # that count as leased, too
     num_pages: int = 0
     bytes_reserved: int = 0
     session: NodeSession | None = None
@@ -128,7 +130,8 @@ class MemoryNode:
             thread.start()
         except RuntimeError as error:  # the system has no thread left
             logger.warning("engine at %s: refused: %s", endpoint.peer.address, error)
-            self._num_refused += 1
+            with self._lock:
+                self._num_refused += 1
             connection.thread = None
             self._end(connection)
 
@@ -211,7 +214,8 @@ class MemoryNode:
             return
         if isinstance(error, WireError):
             logger.warning("engine at %s: %s (%s)", address, str(error), error.code.name)
-            self._num_offences += 1
+            with self._lock:
+                self._num_offences += 1
             self._tell(connection, error)
             return
         if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
@@ -272,7 +276,8 @@ class MemoryNode:
         except BaseException:
             memory.close()
             raise
-        self._num_attached += 1
+        with self._lock:
+            self._num_attached += 1
         self._post_attached(connection, granted)
         logger.info(
             "engine %s at %s: %d pages of %d KiB",
@@ -302,7 +307,9 @@ class MemoryNode:
             if not request.is_question:
                 self._fence(connection, request)
             with self._lock:
-                free = self._capacity - sum(c.bytes_leased for c in self._connections)
+                books = max(0, layout.book_bytes - _FREE_BOOK_BYTES)
+                free = self._capacity - books
+                free -= sum(c.bytes_leased + c.bytes_books for c in self._connections)
                 left = max(0, pages_within(self._mappings_beside(connection)))
                 num_pages = min(request.num_pages, free // layout.page_bytes, left)
                 if num_pages < request.min_pages:
@@ -317,13 +324,15 @@ class MemoryNode:
                     raise WireError(ErrorCode.FULL, "no addresses are left for these ranges")
                 if not request.is_question:
                     connection.bytes_leased = num_pages * layout.page_bytes
+                    connection.bytes_books = books
                     connection.num_pages = num_pages
                     connection.bytes_reserved = layout.total_bytes
         except WireError as error:
-            self._num_refused += 1
-            logger.warning(
-                "engine at %s: refused: %s", connection.endpoint.peer.address, str(error)
-            )
+            with self._lock:
+                self._num_refused += 1
+            level = logging.DEBUG if connection.thread is None else logging.WARNING
+            address = connection.endpoint.peer.address
+            logger.log(level, "engine at %s: refused: %s", address, str(error))
             self._tell(connection, error)
             return None
         return replace(request, num_pages=num_pages)

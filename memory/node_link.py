@@ -115,14 +115,12 @@ class NodeLink:
     def answer(self, number: int, layer: int) -> tuple[Header, Frame]:
         """The PARTIAL of a QUERY; release the frame. NodeError, TransportError."""
         key = (number, layer)
-        deadline = 0.0
+        deadline = self._clock() + self._answer_s
         while key not in self._arrived:
             frame = self.endpoint.poll(1.0)
             if frame is not None:
                 self._arrive(frame, number)
-                continue
-            deadline = deadline or self._clock() + self._answer_s - 1.0
-            if self._clock() >= deadline:
+            if key not in self._arrived and self._clock() >= deadline:
                 raise TransportTimeoutError(f"{self.url}: no answer for {self._answer_s:.3g} s")
         return self._arrived.pop(key)
 
@@ -141,6 +139,8 @@ class NodeLink:
             logger.info("memory node %s wants to go", self.url)
             self.is_leaving = True
         self.endpoint.release(frame)
+        if header.kind not in (Kind.PARTIAL, Kind.DRAIN):
+            raise NodeError(ErrorCode.FORM, f"{header.kind.name} from a node")
 
     def _header(self, frame: Frame) -> Header:
         """WireError; NodeError if that is what the node says."""

@@ -12,7 +12,9 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from memory.attach import AttachRequest, NodeLayout, mappings_of
@@ -39,6 +41,8 @@ from ops.backend import Backend
 
 _PLANS = 8  # that may be in use at once
 _MAX_VIEWS = 1 << 17  # of layers' K/V in all plans: each is an object or two
+_MAX_EDITED = 1 << 24  # places, in one plan
+_FEW = 64  # places, that a loop has counted before a tensor is made
 _COPIES_OUT = 2  # answers whose memory must stay until the next ones
 
 
@@ -75,15 +79,17 @@ class Places:
     def note(self, edit: Edit) -> None:
         """After it was made: MAP or UNMAP."""
         _, part, place, page, count = edit
+        is_map = edit.kind is EditKind.MAP
         shown = self._shown.setdefault(part, array("i"))
         end = place + count
-        if len(shown) < end:
+        if is_map and len(shown) < end:
             shown.extend(_holes(end - len(shown)))
+        end = min(end, len(shown))
         self.num_mappings -= _num_breaks(shown, place, end)
-        if edit.kind is EditKind.MAP:
+        if is_map:
             shown[place:end] = array("i", range(page, page + count))
         else:
-            shown[place:end] = _holes(count)
+            shown[place:end] = _holes(end - place)
             self._checked.pop(part, None)
         self.num_mappings += _num_breaks(shown, place, end)
 
@@ -106,12 +112,22 @@ class Places:
 
 def _num_breaks(shown: array[int], first: int, end: int) -> int:
     """Places from `first` to `end` where a mapping, or a gap behind one, begins."""
-    count, before = 0, shown[first - 1] if first else HOLE
-    for page in (*shown[first : end + 1], HOLE)[: end + 1 - first]:
-        goes_on = before == HOLE if page == HOLE else before != HOLE and page == before + 1
-        count += not goes_on
-        before = page
-    return count
+    pages = array("i", [shown[first - 1] if 0 < first <= len(shown) else HOLE])
+    pages += shown[first : end + 1]
+    if end >= len(shown):
+        pages.append(HOLE)
+    if len(pages) < _FEW:
+        return sum([not _goes_on(one, other) for one, other in pairwise(pages)])
+    every = torch.frombuffer(pages, dtype=torch.int32)
+    before, page = every[:-1], every[1:]
+    goes_on = (page == before + 1) & (before != HOLE) & (page != HOLE)
+    goes_on |= (page == HOLE) & (before == HOLE)
+    return len(page) - int(goes_on.sum())
+
+
+def _goes_on(before: int, page: int) -> bool:
+    """Whether a page, or no page, belongs to the mapping or gap of the place before."""
+    return page == before == HOLE or (page == before + 1 and HOLE not in (before, page))
 
 
 def _holes(count: int) -> array[int]:
@@ -217,10 +233,12 @@ class NodeSession:
         )
 
     def _check_counts(self, plan: Plan) -> None:
-        """A range is asked for once, and written once."""
+        """A range is asked for once, and written once. Nothing takes long."""
         for items in (plan.queries, plan.appends):
             if len({item.range for item in items}) < len(items):
                 raise WireError(ErrorCode.SHAPE, "a range is there twice")
+        if sum([edit.num_pages for edit in plan.edits]) > _MAX_EDITED:
+            raise WireError(ErrorCode.RANGE, "edits of too many places")
         if len(plan.queries) * len(self._rows) > _MAX_VIEWS:
             raise WireError(ErrorCode.SHAPE, f"{len(plan.queries)} queries of all layers")
 

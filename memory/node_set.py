@@ -28,6 +28,7 @@ _FIRST_ATTACH_S = 5.0
 _ATTACH_S = 1.5  # others wait, or could be asked
 _CONNECT_GRACE_S = 0.25
 _CONNECT_S = 0.5  # to somebody who was there before, and close by
+_MOST_CONNECT_S = 1.0  # nobody waits longer for one that may be gone
 _SLOWER = 4.0  # than the first time
 FIRST_CONNECT_S = 5.0
 
@@ -94,6 +95,7 @@ class NodeSet:
         self.connect_s = _CONNECT_S
         """How long a node may take that was there before."""
         self.num_lost = 0
+        self._said: dict[str, str] = {}  # why nodes did not take us, the last time
         self._leaving: set[str] = set()  # they want to go, and are not asked at once
 
     @property
@@ -140,7 +142,7 @@ class NodeSet:
             endpoints = self._connect_all(member.urls, connect_s, reasons)
             # Far nodes take longer, every time.
             usual_s = _SLOWER * (self._clock() - began_s)
-            self.connect_s = min(max(self.connect_s, usual_s), connect_s)
+            self.connect_s = min(max(_CONNECT_S, usual_s), _MOST_CONNECT_S)
             if not reasons:
                 self._attach(member, endpoints, reasons, self.min_pages, _FIRST_ATTACH_S)
             if member.links:
@@ -188,18 +190,19 @@ class NodeSet:
         if self._attach(member, own, reasons, self.min_pages, _ATTACH_S) is not None:
             return False
         member.is_local = True
-        logger.warning("no memory node is left: K/V is in this machine's memory")
+        where = " of one node" if len(self.members) > 1 else ""
+        logger.warning("no memory node takes the K/V%s: it is in this machine's memory", where)
         return True
 
-    def back(self) -> list[str]:
+    def back(self, is_over: Callable[[], bool] = lambda: False) -> list[str]:
         """Of the nodes that are missing, those that have memory for us, sharing with all that
-        would be there then. From any thread."""
+        would be there then. From any thread. is_over: nobody wants to know any more."""
         missing = self.missing
-        found = [url for url in missing if self._takes(url, None)]
+        found = [url for url in missing if not is_over() and self._takes(url, None)]
         num_there = self.num_nodes - len(missing) + len(found)
         if self._partition == "request" or not found or num_there == self.num_nodes:
             return found
-        return [url for url in found if self._takes(url, num_there)]
+        return [url for url in found if not is_over() and self._takes(url, num_there)]
 
     def _takes(self, url: str, count: int | None) -> bool:
         """Whether it is there and has memory for one of `count` shares; None: of all nodes."""
@@ -288,10 +291,13 @@ class NodeSet:
                 granted.append(link.attach(request, timeout_s, self._wire))
             except TransportError as error:
                 reasons[link.url] = str(error)
-                logger.info("memory node %s: %s", link.url, error)
+                if self._said.get(link.url) != str(error):  # it may be so for long
+                    logger.info("memory node %s: %s", link.url, error)
+                self._said[link.url] = str(error)
                 for other in links:
                     other.close()
                 return link.url
+        self._said.clear()
         member.links = links
         member.num_pages = min(granted)
         return None

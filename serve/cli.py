@@ -60,7 +60,7 @@ def run(
     memory_policy: opt.MemoryPolicy = "predicted",
     order: opt.Order = "fcfs",
     ttft_slo: opt.TTFTSLO = None,
-    memory_nodes: opt.MemoryNodes = "",
+    memory_nodes: opt.MemoryNodes = None,
     memory_partition: opt.MemoryPartition = "auto",
     memory_node_bytes: opt.MemoryNodeBytes = None,
     memory_node_key_file: opt.NodeKey = None,
@@ -77,6 +77,8 @@ def run(
         for name, value in locals().items()
         if name not in ("model", "host", "port", "drain_s", "log_level")
     }
+    if memory_nodes is None:
+        del settings["memory_nodes"]
     from serve import run_cli
 
     _set_up_logging(log_level)

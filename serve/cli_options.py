@@ -100,7 +100,7 @@ KVDiskBytes = Annotated[
     int | None, _a_size(help="Most that --kv-cache-dir holds of a model; by default 16GiB.")
 ]
 MemoryNodes = Annotated[
-    str, typer.Option(help="Memory nodes, with commas between: K/V and attention go there.")
+    str | None, typer.Option(help="Memory nodes, with commas between: K/V and attention go there.")
 ]
 MemoryPartition = Annotated[
     str, typer.Option(help="What each node gets: auto, head, request or sequence.")

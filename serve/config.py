@@ -200,6 +200,8 @@ class EngineConfig:
         nodes = self.memory_nodes
         if isinstance(nodes, str):  # as the command line gives them
             nodes = tuple(url.strip() for url in nodes.split(",") if url.strip())
+            if not nodes:
+                raise ConfigError("memory_nodes: no address")
             object.__setattr__(self, "memory_nodes", nodes)
         if not isinstance(nodes, tuple | list) or not all(isinstance(url, str) for url in nodes):
             raise ConfigError(f"memory_nodes must be addresses, not {nodes!r}")

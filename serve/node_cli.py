@@ -17,7 +17,7 @@ from serve.config import EngineConfig
 from serve.errors import ConfigError, MergestepError
 from serve.remote_kv import read_key, what_is_wrong
 from serve.runtime import available_memory, usable_processors
-from transport import listen
+from transport import check_scheme, listen
 from transport.base import TransportError
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,10 @@ def serve_node(
     ConfigError names the setting."""
     if url.startswith("inproc:"):
         raise ConfigError(f"{url}: only this process could reach it")
+    try:
+        check_scheme(url)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     _check(capacity_bytes, threads, drain_s, max_engines)
     key = read_key(EngineConfig(memory_nodes=(url,), memory_node_key_file=key_file))
     capacity = capacity_bytes or int(available_memory() * _SHARE_OF_FREE_MEMORY)

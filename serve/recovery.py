@@ -68,6 +68,7 @@ class MemoryRecovery:
     def lost(self, error: Exception) -> None:
         """A step has failed because of a node."""
         logger.warning("%s", error)
+        self._prober.forget()
         self._lose()
         if self._lost_at is None:
             self._lost_at = self._clock()
@@ -102,6 +103,7 @@ class MemoryRecovery:
         if is_due:
             self._look_at = now_s + _LOOK_S
         if self.nodes.is_leaving or (is_due and self.nodes.look()):
+            self._prober.forget()
             self._lose()
             self._try_at = 0.0
         empty = [i for i, member in enumerate(self.nodes.members) if not member.num_pages]
@@ -141,7 +143,7 @@ class MemoryRecovery:
             self._changed_at = now_s
             self._said = ""
             where = ", ".join([link.url for link in member.links])
-            logger.info("K/V has %d pages again, on %s", self._scheduler.kv.num_pages, where)
+            logger.info("K/V has %d pages again, on %s", member.num_pages, where)
             if member.is_local:  # it is enough once
                 break
         self._try_at = self._clock() + _RETRY_S
@@ -192,7 +194,7 @@ class MemoryRecovery:
             return
         if self._short_at is None:
             self._short_at = now_s
-        if now_s < self._short_at + _GIVE_UP_S:
+        if now_s < max(self._short_at, self._changed_at) + _GIVE_UP_S:
             return
         if not self._scheduler.running and now_s >= self._changed_at + self._settled_s:
             self._place_again(self.nodes.members)
@@ -228,6 +230,10 @@ class Prober:
     def is_back(self, url: str) -> bool:
         return url in self._back
 
+    def forget(self) -> None:
+        """What was found before somebody was lost says nothing of now."""
+        self._back = frozenset()
+
     def start(self) -> None:
         """Until nobody is missing."""
         with self._lock:
@@ -254,4 +260,4 @@ class Prober:
                 if not missing:
                     self._thread = None
                     return
-            self._back = frozenset(self._nodes.back())
+            self._back = frozenset(self._nodes.back(self._stop.is_set))

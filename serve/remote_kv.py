@@ -127,7 +127,9 @@ def open_remote(
         tails,
     )
     logger.info(
-        "K/V on %s (%s partition): context %d, %d pages of %d tokens",
+        "K/V in %s, %.5g MiB on %s (%s partition): context %d, %d pages of %d tokens",
+        precision.kv,
+        kv.num_pages * kv.page_bytes / 2**20,
         ", ".join(config.memory_nodes),
         opening.partition,
         kv.max_model_len,
@@ -166,7 +168,15 @@ class _Opening:
         self._window_bytes = _window_bytes(
             largest_message(layers, config.batched_tokens, self.wire)
         )
-        node_bytes = _smallest_node(urls, self.connect, config.memory_node_bytes)
+        node_bytes, most = _node_sizes(urls, self.connect, config.memory_node_bytes)
+        if self.partition != "request" and most > 2 * node_bytes:
+            logger.warning(
+                "the smallest memory node has %.5g MiB, the largest %.5g: the %s partition uses of "
+                "each what the smallest has (memory_partition request uses all)",
+                node_bytes / 2**20,
+                most / 2**20,
+                self.partition,
+            )
         groups = group_layers(layers, self._max_len)
         self.geometry = _geometry(config, precision, layers, groups, self.partition, node_bytes)
         self._group_layers = [ids for _, ids in groups]
@@ -260,7 +270,8 @@ class _Opening:
         if nodes.min_pages > fewest:
             raise ConfigError(
                 f"memory_nodes: {fewest} pages of {geometry.page_tokens[0]} tokens are less than "
-                f"one sequence of max_model_len {max_len}; lower it or raise memory_node_bytes"
+                f"one sequence of max_model_len {max_len}; lower it, raise memory_node_bytes, or "
+                "lower it for other engines that hold the rest"
             )
         if self._local_bytes < nodes.min_pages * geometry.page_bytes:
             logger.warning(
@@ -281,9 +292,9 @@ class _Opening:
         return tails
 
 
-def _smallest_node(urls: Sequence[str], connect_to: Connect, most: int | None) -> int:
-    """K/V bytes of the node with the least, of which `most` are wanted. ConfigError if one cannot
-    be reached."""
+def _node_sizes(urls: Sequence[str], connect_to: Connect, most: int | None) -> tuple[int, int]:
+    """K/V bytes of the nodes with the least and with the most, of which `most` are wanted.
+    ConfigError if one cannot be reached."""
     sizes: list[int] = []
     for url in urls:
         try:
@@ -296,8 +307,8 @@ def _smallest_node(urls: Sequence[str], connect_to: Connect, most: int | None) -
             raise ConfigError(f"memory_nodes: {url} is no memory node")
         if most is not None and size < most:
             logger.warning("memory_node_bytes %d: %s has only %d", most, url, size)
-        sizes.append(size)
-    return min(sizes) if most is None else min(*sizes, most)
+        sizes.append(size if most is None else min(size, most))
+    return min(sizes), max(sizes)
 
 
 def what_is_wrong(url: str, error: Exception) -> str:

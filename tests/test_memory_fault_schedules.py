@@ -22,6 +22,11 @@ def test_random_schedules(first):
         run_schedule(seed)
 
 
+@pytest.mark.parametrize("seed", [236, 20640, 70095])
+def test_schedules_that_once_failed(seed):
+    run_schedule(seed)
+
+
 def test_a_schedule_is_its_seed():
     def told(seed):
         lines = []

@@ -241,7 +241,8 @@ def test_absurd_requests_take_no_memory(node):
         "pages": (replace(REQUEST, num_pages=1 << 22, min_pages=1 << 22), FULL, None),
         "heads": (replace(REQUEST, layers=[tall, tall, replace(tall, window=40)]), FULL, None),
         "all pages": (replace(REQUEST, num_pages=1 << 22), None, CAPACITY // page_bytes()),
-        "many ranges": (replace(REQUEST, num_ranges=1 << 19), None, PAGES),
+        "many ranges": (replace(REQUEST, num_ranges=1 << 18), None, PAGES),
+        "too many ranges": (replace(REQUEST, num_ranges=1 << 19), FULL, None),
     }
     for number, (name, (request, code, granted)) in enumerate(requests.items()):
         engine = RawEngine.beside(node, replace(request, engine=name, epoch=1 + number))

@@ -26,6 +26,7 @@ from transport.base import PeerLostError
 
 LINUX_MAPPINGS = 65_530  # vm.max_map_count, unless somebody has changed it
 MANY = 30_000
+MIB = 1 << 20
 
 
 @pytest.fixture
@@ -167,6 +168,36 @@ def test_addresses_of_all_engines_are_what_a_process_can_reserve(node, monkeypat
     assert node.stats().bytes_leased == leased
     link.close()
     assert ask(node, "three")[1] == 40
+
+
+def test_books_of_many_places_count_as_memory():
+    """What is at each place takes a node 4 bytes, however little K/V there is."""
+    node = MemoryNode(64 << 20, get_backend("cpu"))
+    _, few = ask(node, "few", num_pages=1 << 20)
+    assert few == 64 * MIB // page_bytes()
+    node.close()
+    node = MemoryNode(64 << 20, get_backend("cpu"))
+    places = [1 << 20, 1 << 20]  # of three ranges: 24 MiB, of which 16 are free
+    _, many = ask(node, "many", num_pages=1 << 20, num_places=places)
+    assert many == 56 * MIB // page_bytes()
+    with pytest.raises(NodeError, match="FULL"):
+        ask(node, "more", num_places=places)
+    node.close()
+    with pytest.raises(NodeError, match="FULL"):
+        ask(MemoryNode(4 << 20, get_backend("cpu")), "large", num_places=places)
+
+
+def test_edits_of_a_plan_do_not_take_for_ever(node, monkeypatch):
+    monkeypatch.setattr("memory.node_session._MAX_EDITED", 20)
+    engine = RawEngine.beside(node)
+    engine.attach()
+    engine.plan([(EditKind.MAP, 0, 0, 0, 8), (EditKind.UNMAP, 0, 0, 0, 8)])
+    engine.query(engine.plan(appends=[]), 0, torch.ones(1, 4, 16))
+    assert engine.error() is ErrorCode.SHAPE, "no rows are due"
+    engine = RawEngine.beside(node, replace(REQUEST, epoch=2))
+    engine.attach()
+    engine.plan([(EditKind.UNMAP, 0, 0, 0, 8)] * 3)
+    assert engine.error() is ErrorCode.RANGE
 
 
 def test_plans_that_are_kept_are_few_objects(node, monkeypatch):

@@ -45,6 +45,24 @@ def partial(plan, layer=0, epoch=1, kind=Kind.PARTIAL) -> bytes:
     return Header(kind, epoch, plan, layer, WireType.FLOAT32, 1).packed() + bytes(4 * 17 * 4)
 
 
+def test_who_talks_and_does_not_answer_is_not_waited_for():
+    """Ten seconds pass with every look at the clock; 30 are given."""
+    script = Script(attached(), *[pack_json(Kind.DRAIN, 1, {})] * 9)
+    script.attach()
+    with pytest.raises(TransportTimeoutError, match="no answer for 30 s"):
+        script.link.answer(1, 0)
+    assert script.link.is_leaving
+    assert script.link.endpoint.poll() is not None, "not all of it was heard"
+
+
+@pytest.mark.parametrize("kind", [Kind.ATTACH, Kind.ATTACHED, Kind.QUERY, Kind.UPDATE, Kind.PLAN])
+def test_what_no_node_says_ends_the_connection(kind):
+    script = Script(attached(), partial(1, kind=kind))
+    script.attach()
+    with pytest.raises(NodeError, match=f"{kind.name} from a node"):
+        script.link.answer(1, 0)
+
+
 @pytest.mark.parametrize("num_pages", [1, 40])
 def test_pages_that_are_granted(num_pages):
     assert Script(attached(num_pages)).attach() == num_pages
@@ -108,6 +126,7 @@ def test_answers_are_found_in_any_order():
 def test_answers_to_plans_that_are_over_are_dropped():
     """A step that failed half way leaves them behind."""
     script = with_answers(*(partial(plan) for plan in range(1, 40)))
+    script.link._clock = lambda: 0.0  # they all come at once
     assert script.link.answer(39, 0)[0].plan == 39
     assert len(script.link._arrived) <= 9
     for number in range(40, 60):

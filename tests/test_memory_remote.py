@@ -317,6 +317,7 @@ def test_nodes_far_away_are_found_again():
     with pytest.raises(NoNodeError):
         rig.set.place(member)
     rig.set.place(member, 5.0, needs_all=True)  # as at the start
+    assert rig.set.connect_s == 1.0, "four times as long would be too long to wait"
     rig.set.place(member)
     assert [link.url for link in member.links] == ["a", "b"]
     rig.nodes.kill("b")

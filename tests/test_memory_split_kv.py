@@ -172,6 +172,17 @@ def test_only_ranges_of_one_memory_make_room():
     assert kv.room_without(4, []) == []
 
 
+def test_pages_that_are_promised_make_no_room():
+    kv, _ = make_split_kv(2, 20, NUM_RANGES, 80, tokens_per_page=4)
+    assert kv.open(72).promised == 18
+    running, *leaving = ranges = [kv.members[1].open(num_tokens) for num_tokens in (48, 8, 8)]
+    for item, num_tokens in zip(ranges, (48, 8, 8), strict=True):
+        assert kv.home_of(item) == 1 and kv.grow(item, num_tokens)
+    assert kv.room_without(60, leaving) is None
+    assert kv.room_without(60, [running, *leaving]) == [running, *leaving]
+    assert kv.room_without(32, leaving) == leaving
+
+
 def test_what_is_to_stay_free_is_asked_of_those_that_have_memory():
     kv, _ = make_split_kv(2, 6, NUM_RANGES, 40, tokens_per_page=4)
     assert kv.can_fit(16, 4)

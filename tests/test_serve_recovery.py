@@ -199,6 +199,19 @@ def test_a_node_that_is_back_in_time_serves_the_long():
     run.close()
 
 
+def test_nobody_is_given_up_before_memory_was_asked_for_again():
+    """A reset during the shortage: what there is is as old as that."""
+    run = make_short()
+    long = arrive(run, 800)
+    assert steps(run, 3.0) == set()
+    run.rig.nodes.ends["a"].close()
+    assert steps(run, 1.0) == set()
+    run.rig.nodes.gone.clear()  # but b has not said so
+    assert steps(run, 5.0) == {long} and run.ended == {}
+    assert run.urls() == ["a", "b"]
+    run.close()
+
+
 def test_what_is_short_is_not_so_for_ever():
     """Another engine has most of the only node. When nothing runs, more is asked for: ever more
     rarely while nothing comes of it."""
@@ -231,7 +244,8 @@ class Missing:
         self.missing = list(missing)
         self.num_asked = 0
 
-    def back(self):
+    def back(self, is_over):
+        assert not is_over()
         self.num_asked += 1
         return list(self.missing)
 

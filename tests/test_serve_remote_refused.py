@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import socket
@@ -40,7 +41,9 @@ def all_logs(caplog):
 LONG = ("--max-model-len", "250")
 ADDRESSES = [
     ("http://127.0.0.1:9", "memory_nodes: http://127.0.0.1:9: no transport 'http'"),
-    ("node", "memory_nodes: node: no transport ''"),
+    ("node:7000", "memory_nodes: node:7000: an address begins with .* tcp://node:7000"),
+    ("", "memory_nodes: no address"),
+    (" , ", "memory_nodes: no address"),
     ("tcp://127.0.0.1", "memory_nodes: tcp://127.0.0.1"),
     ("tcp://127.0.0.1:99999", "memory_nodes: tcp://127.0.0.1:99999"),
     ("tcp://127.0.0.1:9", "memory_nodes: tcp://127.0.0.1:9: .*refused"),
@@ -178,6 +181,10 @@ def test_settings_of_a_node_that_cannot_be(settings, said, tmp_path, all_logs):
     assert_refused(CliRunner().invoke(app, ["node", url, *settings]), said, all_logs)
 
 
+def test_a_transport_that_is_none_is_named_before_a_key_is_asked_for(all_logs):
+    assert_refused(CliRunner().invoke(app, ["node", "foo://x"]), "no transport 'foo'", all_logs)
+
+
 def test_an_address_that_another_node_has_is_no_setting_that_is_wrong(tmp_path, all_logs):
     """Who starts it again may have luck; a setting that is wrong stays wrong."""
     with nodes("tcp", 1, tmp_path) as urls:
@@ -211,3 +218,20 @@ def test_what_is_not_as_one_may_think_is_said(tmp_path, caplog):
     ):
         pass
     assert "WARNING" not in caplog.text
+
+
+def test_a_small_node_beside_a_large_one_is_said(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    sizes = {"one": 64 * MIB, "two": 8 * MIB}
+    with contextlib.ExitStack() as stack:
+        urls = []
+        for name, size in sizes.items():
+            folder = tmp_path / name
+            folder.mkdir()
+            urls += stack.enter_context(nodes("shm", 1, folder, capacity_bytes=size))
+        with LLM(str(checkpoint("llama")), memory_nodes=urls, memory_partition="head"):
+            assert "smallest memory node has 8 MiB, the largest 64: the head" in caplog.text
+            assert re.search(r"K/V in \w+, \d[\d.]* MiB on shm://", caplog.text)
+        caplog.clear()
+        with LLM(str(checkpoint("llama")), memory_nodes=urls, memory_partition="request"):
+            assert "smallest" not in caplog.text

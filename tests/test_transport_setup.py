@@ -130,7 +130,7 @@ def test_a_dead_listeners_socket_is_replaced_but_no_other_file(tmp_path):
 
 def test_mistakes_are_named():
     for url in ("udp://1.2.3.4:5", "", "/path"):
-        with pytest.raises(ValueError, match="no transport"):
+        with pytest.raises(ValueError, match=r"no transport|begins with its"):
             transport.connect(url, key=KEY)
     for url in ("tcp://host", "tcp://:80", "tcp://h:99999", "tcp://h:1/x", "shm://relative/p"):
         with pytest.raises(ValueError, match="://"):

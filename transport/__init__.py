@@ -52,9 +52,17 @@ def listen(
     return cast(Listener, made)
 
 
-def _transport(url: str) -> Any:
+def check_scheme(url: str) -> str:
+    """The transport's name. ValueError if there is none like it."""
+    if "://" not in url:
+        raise ValueError(f"{url}: an address begins with its transport, as in tcp://{url}")
     scheme = urlsplit(url).scheme
     if scheme not in TRANSPORTS:
         raise ValueError(f"{url}: no transport {scheme!r}; there are {', '.join(TRANSPORTS)}")
+    return scheme
+
+
+def _transport(url: str) -> Any:
+    scheme = check_scheme(url)
     module, _, name = TRANSPORTS[scheme].partition(":")
     return getattr(import_module(module), name)

@@ -30,7 +30,8 @@ MAGIC = b"mergstp1"  # of the handshake itself, which is meant never to change
 DATA_MAGIC = b"mergdat1"
 PROTOCOL_VERSION = 1
 """Of everything after the handshake. Both ends must have the same."""
-HANDSHAKE_S = 2.0
+HANDSHAKE_S = 1.0
+"""Until a peer has proved that it knows the key, and again until it is set up."""
 MAX_MESSAGE_BYTES = 4096
 MIN_KEY_BYTES = 16
 TOKEN_BYTES = 32

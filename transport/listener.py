@@ -129,6 +129,7 @@ class SocketListener(ListenerBase, ABC):
                 if magic != control.MAGIC:
                     raise RefusedError("no peer of ours")
                 session = control.authenticate_from(sock, self._key, deadline)
+                session.deadline = time.monotonic() + control.HANDSHAKE_S
             finally:
                 self._forget(sock)
             self._admit(session, address)
