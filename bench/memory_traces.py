@@ -1,15 +1,17 @@
-"""Traces for bench/memory_policy.py: when who asks what, and how long the answer really is.
+"""Traces for bench/memory_policy.py and bench/node_cost.py: when who asks what, and how long the
+answer really is.
 
 The public traces are not shipped. What is made here has their mean prompt and answer (SYSTEMS
-2.7: Azure-Conv 1154.7 and 211.1, Azure-Code 2047.8 and 27.9, Kimi-Conv 12035.1 and 342.6 tokens)
-and is log-normal, with the medians of the Azure traces (1020 and 129, 1500 and 13) and sigma 1
-for Kimi's. Assumed, not measured: 24 clients of Zipf-like activity; 40 % of the variance of
-log length lies between the clients (an application's answers resemble each other) and the rest
-within; prompt and answer of a client correlate by 0.3. Two clients of three leave max_tokens
-unset; the others send the round figure (256, 1024, 4096 ...) above their longest answer in
-twenty, so that some answers are cut. Lengths are clipped to the context. Arrivals are Poisson.
+2.7: Azure-Conv 1154.7 and 211.1, Azure-Code 2047.8 and 27.9, Kimi-Conv 12035.1 and 342.6, Kimi-TA
+8560.0 and 182.1 tokens) and is log-normal, with the medians of the Azure traces (1020 and 129,
+1500 and 13) and sigma 1 for Kimi's. Assumed, not measured: 24 clients of Zipf-like activity;
+40 % of the variance of log length lies between the clients (an application's answers resemble
+each other) and the rest within; prompt and answer of a client correlate by 0.3. Two clients of
+three leave max_tokens unset; the others send the round figure (256, 1024, 4096 ...) above their
+longest answer in twenty, so that some answers are cut. Lengths are clipped to the context.
+Arrivals are Poisson.
 
-The fourth trace is the embedded model itself: prompts of its corpus and the lengths of its
+embedded_trace is of the embedded model itself: prompts of its corpus and the lengths of its
 greedy answers, asked for through the library when the benchmark runs; max_tokens as above.
 """
 
@@ -52,6 +54,7 @@ class Lengths:
 AZURE_CONV = Lengths(1154.7, 1020, 211.1, 129)
 AZURE_CODE = Lengths(2047.8, 1500, 27.9, 13)
 KIMI_CONV = Lengths(12035.1, 12035.1 / math.exp(0.5), 342.6, 342.6 / math.exp(0.5))
+KIMI_TA = Lengths(8560.0, 8560.0 / math.exp(0.5), 182.1, 182.1 / math.exp(0.5))
 
 
 def lognormal_trace(lengths: Lengths, count: int, max_model_len: int, seed: int = 0) -> list[Call]:

@@ -1,0 +1,237 @@
+"""What attention on memory devices may be worth per dollar: `python -m bench.node_cost`.
+
+A model (bench/roofline.py), not a measurement: peaks of data sheets, with Lamina's models, traces,
+prices and network. Only decoding counts, as in its evaluation; prompts are computed elsewhere.
+A device is taken to reach 80 % of its bandwidth and 60 % of its arithmetic, and to have 90 % of
+its memory for weights and K/V. For the lengths see bench/memory_traces.py.
+
+n devices of one kind, tensor parallel, for a batch B with contexts of l tokens:
+
+    products   max(weights / (n bandwidth), 2 N B / (n arithmetic)) + 2 all-reduces a layer
+    attention  max(B l kv / (n bandwidth), 4 B l d L / (n arithmetic))
+    step       products + attention
+
+(a, b): r replicas of the weights on a H100s, K/V on b memory devices, n batches of B / n in
+flight. A token sends (2 + 2/G) e d bytes a layer, and each layer has a round trip. With the times
+of one of these batches, each of them has had a step after
+
+    max(products + attention + network, n attention, n products / r, n wire)
+
+and n is the best of 1 .. r + 1. What sending q early hides is left out (3 to 13 % in the paper).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.memory_traces import (
+    AZURE_CODE,
+    AZURE_CONV,
+    KIMI_CONV,
+    KIMI_TA,
+    Lengths,
+    lognormal_trace,
+)
+from bench.roofline import (
+    ARITHMETIC_SHARE,
+    BANDWIDTH_SHARE,
+    H20,
+    H100,
+    MEMORY_SHARE,
+    MODELS,
+    NETWORK,
+    Device,
+    Figures,
+    Model,
+    best,
+    disaggregated,
+    homogeneous,
+)
+
+MAX_MODEL_LEN = 131_072
+MAX_DEVICES = 8
+MAX_COMPUTE, MAX_MEMORY = 4, 8
+MEMORY_FORMAT = "NAME:TB/s:TFLOP/s:GB:DOLLARS"
+COLUMNS = ("what", "batch", "tokens/s", "ms between", "M tokens/$")
+# requests of the published traces
+TRACES: dict[str, tuple[Lengths, int]] = {
+    "Azure-Conv": (AZURE_CONV, 19_366),
+    "Azure-Code": (AZURE_CODE, 8_819),
+    "Kimi-Conv": (KIMI_CONV, 12_031),
+    "Kimi-TA": (KIMI_TA, 23_608),
+}
+# Lamina's (a, b), and the H100s beside which it was measured
+LAMINA = {"LLaMA-33B": (1, 2, 2), "LLaMA-65B": (2, 4, 4), "LLaMA3-70B": (2, 4, 4)}
+
+
+def mean_context(lengths: Lengths, num_requests: int) -> float:
+    """Of the sequences in flight: a request is there once for each token that it generates."""
+    calls = lognormal_trace(lengths, num_requests, MAX_MODEL_LEN)
+    tokens = sum(c.num_output * (c.num_prompt + (c.num_output - 1) / 2) for c in calls)
+    return tokens / sum(call.num_output for call in calls)
+
+
+def ratio(over: float | None, under: float | None) -> float | None:
+    return over / under if over is not None and under is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model on a trace: Lamina's configuration, the H100s beside it, and the best per dollar of
+    each kind. What is None does not fit."""
+
+    model: str
+    trace: str
+    context: float
+    lamina: Figures | None
+    beside: Figures | None
+    best: dict[str, Figures | None]
+
+    def as_json(self) -> dict[str, Any]:
+        lamina, beside = _json(self.lamina), _json(self.beside)
+        return {
+            "model": self.model,
+            "trace": self.trace,
+            "context": self.context,
+            "lamina": lamina,
+            "beside": beside,
+            "ratios": {
+                key: ratio(lamina.get(key), beside.get(key))
+                for key in ("batch", "tokens_per_s", "tokens_per_dollar")
+            },
+            "best": {kind: _json(figures) for kind, figures in self.best.items()},
+        }
+
+
+def _json(figures: Figures | None) -> dict[str, Any]:
+    return {} if figures is None else figures.as_json()
+
+
+def compare(model: Model, trace: str, context: float, memory: Device) -> Case:
+    a, b, num_devices = LAMINA[model.name]
+    pairs = [(a, b) for a in range(1, MAX_COMPUTE + 1) for b in range(1, MAX_MEMORY + 1)]
+    alone = {
+        f"{device.name} alone": best(
+            homogeneous(model, context, device, n) for n in range(1, MAX_DEVICES + 1)
+        )
+        for device in (H100, memory)
+    }
+    return Case(
+        model.name,
+        trace,
+        context,
+        disaggregated(model, context, memory, a, b),
+        homogeneous(model, context, H100, num_devices),
+        {"(a, b)": best(disaggregated(model, context, memory, *pair) for pair in pairs)} | alone,
+    )
+
+
+def _cells(figures: Figures | None) -> list[str]:
+    if figures is None:
+        return ["does not fit", *[""] * 4]
+    return [
+        f"{figures.name} x{figures.in_flight}" if figures.in_flight > 1 else figures.name,
+        f"{figures.batch:,.0f}",
+        f"{figures.tokens_per_s:,.0f}",
+        f"{1e3 * figures.step_s:.0f}",
+        f"{figures.tokens_per_dollar / 1e6:.2f}",
+    ]
+
+
+def _lamina_table(cases: list[Case], memory: Device) -> Table:
+    table = Table(
+        *("model", "trace", "context", *COLUMNS, "GB/s"),
+        title=f"(H100, {memory.name}) beside H100 alone at about its price: a model",
+        caption="Lamina measured +16.1 to +90.1 % tokens/s at about equal cost, batch x2.39.\n"
+        "x2: batches in flight. GB/s: of all links, so that one batch is a fifth slower.",
+    )
+    for case in cases:
+        table.add_row(case.model, case.trace, f"{case.context:,.0f}", *_cells(case.beside))
+        asked = case.lamina and case.lamina.asked_bytes_per_s
+        table.add_row("", "", "", *_cells(case.lamina), f"{asked / 1e9:.0f}" if asked else "")
+        ratios = [
+            "" if value is None else f"{value:.2f}x" for value in case.as_json()["ratios"].values()
+        ]
+        table.add_row(*("", "", "", "", *ratios[:2], "", *ratios[2:]), end_section=True)
+    return table
+
+
+def _best_table(cases: list[Case]) -> Table:
+    limits = f"a <= {MAX_COMPUTE}, b <= {MAX_MEMORY}, or up to {MAX_DEVICES} of one kind"
+    table = Table("model", "trace", *COLUMNS, title=f"The most tokens per dollar: {limits}")
+    for case in cases:
+        head = (case.model, case.trace)
+        for figures in case.best.values():
+            table.add_row(*head, *_cells(figures))
+            head = ("", "")
+        table.add_section()
+    return table
+
+
+def report(cases: list[Case], memory: Device) -> None:
+    console = Console()
+    console.width = max(console.width, 100)
+    console.print(_lamina_table(cases, memory))
+    console.print(_best_table(cases))
+
+
+def memory_device(text: str) -> Device:
+    """NAME:TB/s:TFLOP/s:GB:DOLLARS, whose peers are on the network."""
+    name, *numbers = text.split(":")
+    try:
+        bandwidth, flops, size, dollars = (float(number) for number in numbers)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {MEMORY_FORMAT}") from None
+    if (
+        not name
+        or name == H100.name
+        or not all(0 < number < math.inf for number in (bandwidth, flops, size, dollars))
+    ):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: a name other than {H100.name}, and numbers above 0: {MEMORY_FORMAT}"
+        )
+    return Device(name, 1e12 * bandwidth, 1e12 * flops, 1e9 * size, dollars, NETWORK)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.node_cost",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--memory",
+        type=memory_device,
+        default=H20,
+        metavar="DEVICE",
+        help=f"in the H20's place: {MEMORY_FORMAT}, the last for an hour",
+    )
+    parser.add_argument("--kv-bytes", type=int, choices=(1, 2), default=2, help="1: int8 K/V")
+    args = parser.parse_args()
+    contexts = {trace: mean_context(*given) for trace, given in TRACES.items()}
+    cases = [
+        compare(replace(model, kv_bytes=args.kv_bytes), trace, context, args.memory)
+        for model in MODELS
+        for trace, context in contexts.items()
+    ]
+    report(cases, args.memory)
+    assumptions = {
+        "bandwidth_share": BANDWIDTH_SHARE,
+        "arithmetic_share": ARITHMETIC_SHARE,
+        "memory_share": MEMORY_SHARE,
+        "devices": [asdict(H100), asdict(args.memory)],
+        "network": asdict(NETWORK),
+        "kv_bytes": args.kv_bytes,
+    }
+    print(json.dumps({"assumptions": assumptions, "cases": [case.as_json() for case in cases]}))
+
+
+if __name__ == "__main__":
+    main()
