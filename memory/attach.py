@@ -34,23 +34,10 @@ MAX_ADDRESSES = 1 << 46  # bytes that a process can reserve, about
 _MAX_RANGE_TOKENS = (1 << 31) - 1  # the kernels count in 32 bits
 _MAX_PARTS = 1 << 20  # a range in a layer group
 _MAX_ALL_PLACES = 1 << 26  # each may take 4 bytes of a node's books
-
-
-def mappings_of(num_pages: int) -> int:
-    """Of a process, what an engine with so many pages may always have on a node: every page may
-    be a mapping, some are shared, and there are gaps in between."""
-    return num_pages + (num_pages + 1) // 2 + 64
-
-
-def runs_of_pages(num_pages: int) -> int:
-    """That an engine begins requests with, so that gaps and what grows find the rest of
-    mappings_of."""
-    return num_pages + 64
-
-
-def pages_within(num_mappings: int) -> int:
-    """The most pages that so many mappings suffice for; less than 1: for none."""
-    return (num_mappings - 64) * 2 // 3
+_FREE_BOOK_BYTES = 16 << 20  # of each engine
+NODE_MAPPINGS = 60_000
+"""Of all engines of a node: Linux allows a process 65,530."""
+_SPARE_MAPPINGS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +118,32 @@ class AttachRequest:
                     raise _shape(f"head_dim {layer.head_dim} has no int8 K/V")
 
 
+def growth_of(request: AttachRequest, num_pages: int) -> int:
+    """Mappings that may come to those with which an engine begins sequences: each page that they
+    take later may be one, and a range has a gap or two in each group."""
+    return num_pages + 2 * min(_num_parts(request), num_pages)
+
+
+def least_mappings(request: AttachRequest, num_pages: int) -> int:
+    """That are promised with so many pages."""
+    return growth_of(request, num_pages) + num_pages + _SPARE_MAPPINGS
+
+
+def most_pages(request: AttachRequest, num_mappings: int) -> int:
+    """For which least_mappings are no more than that."""
+    pages, parts = max(0, num_mappings - _SPARE_MAPPINGS), _num_parts(request)
+    return pages // 4 if pages // 4 < parts else (pages - 2 * parts) // 2
+
+
+def _num_parts(request: AttachRequest) -> int:
+    return request.num_ranges * len(request.group_layers)
+
+
+def book_bytes(num_ranges: int, num_places: Sequence[int]) -> int:
+    """What a node needs to know which page is at each place, as far as it counts as K/V."""
+    return max(0, 4 * num_ranges * sum(num_places) - _FREE_BOOK_BYTES)
+
+
 class NodeLayout:
     """Where K/V of an AttachRequest lies: pages of one size, a reservation with a part for each
     range and group, part number = group * num_ranges + range."""
@@ -169,11 +182,6 @@ class NodeLayout:
     @property
     def is_addressable(self) -> bool:
         return self.total_bytes <= MAX_ADDRESSES
-
-    @property
-    def book_bytes(self) -> int:
-        """That a node needs at most to know what is at each place."""
-        return 4 * self.request.num_ranges * sum(self.request.num_places)
 
     def part_offset(self, part: int) -> int:
         """Where a part begins, in bytes from the start of the reservation."""

@@ -55,13 +55,12 @@ class KVManager:
         max_rows: int | None = None,
         in_background: bool = True,
         first_start: int = 0,
-        max_mappings: Callable[[int], int] = lambda num_pages: MAX_MAPPINGS,
+        max_mappings: int = MAX_MAPPINGS,
     ) -> None:
         """groups: of layers; by default one without a window, of these token_bytes in tiles of
         tile_tokens. max_rows: tokens that one step computes of a sequence, at most.
         in_background: map ahead of need in a thread. first_start: where the ranges begin, in
-        tokens, if others are before them. max_mappings: of that many pages, runs of which may be
-        mapped at once."""
+        tokens, if others are before them. max_mappings: with which ranges may be opened."""
         groups = groups or (LayerGroup(token_bytes, tile_tokens),)
         self.page_bytes = memory.page_bytes
         self.max_model_len = max_model_len
@@ -92,11 +91,10 @@ class KVManager:
                 for number, group in numbered
                 for i in range(num_ranges)
             ],
-            max_mappings=max_mappings(num_pages),
+            max_mappings=min(max_mappings, MAX_MAPPINGS),
             in_background=in_background,
         )
         self._memory = memory
-        self._max_mappings = max_mappings
         self.on_close: Callable[[Range], None] = lambda target: None
         self._idle = IdleRanges(self.ranges, self.layout, self.space)
         self._promised = 0
@@ -355,13 +353,13 @@ class KVManager:
             except OSError as error:  # the pages are free all the same; only the system waits
                 logger.warning("giving memory back failed: %s", error)
 
-    def reset(self, num_pages: int) -> None:
-        """All K/V is lost, and there are so many pages now. No range is open."""
+    def reset(self, num_pages: int, max_mappings: int = MAX_MAPPINGS) -> None:
+        """All K/V is lost, and there are so many pages and mappings now. No range is open."""
         assert len(self._idle) == len(self.ranges), "ranges are open"
         while self.prefixes.num_evictable:
             self.prefixes.evict()
         self.space.forget()
-        self.space.max_mappings = self._max_mappings(num_pages)
+        self.space.max_mappings = min(max_mappings, MAX_MAPPINGS)
         self.allocator.reset(num_pages)
 
     def close_all(self, timeout_s: float = 30.0) -> None:

@@ -19,7 +19,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-from memory.attach import MAX_ADDRESSES, AttachRequest, NodeLayout, mappings_of, pages_within
+from memory.attach import (
+    MAX_ADDRESSES,
+    NODE_MAPPINGS,
+    AttachRequest,
+    NodeLayout,
+    book_bytes,
+    least_mappings,
+    most_pages,
+)
 from memory.node_loop import NodeLoop, post_bytes, post_error, view_of
 from memory.node_session import NodeSession
 from memory.vmm import LinuxMemory
@@ -31,9 +39,7 @@ logger = logging.getLogger(__name__)
 
 _ATTACH_S = 5.0
 _POLL_S = 0.2
-_MAX_MAPPINGS = 60_000  # of all engines: Linux allows 65,530 in a process
 _PUT_OUT_S = 2.0
-_FREE_BOOK_BYTES = 16 << 20  # of an engine's places; what is above counts as K/V
 _ENGINES = 1024  # whose epochs are remembered
 
 
@@ -58,8 +64,8 @@ class _Connection:
     engine: str = ""
     epoch: int = 0
     bytes_leased: int = 0
-    bytes_books: int = 0  # that count as leased, too
-    num_pages: int = 0
+    bytes_books: int = 0
+    num_mappings: int = 0  # promised
     bytes_reserved: int = 0
     session: NodeSession | None = None
     loop: NodeLoop | None = None
@@ -271,7 +277,11 @@ class MemoryNode:
         memory = LinuxMemory(connection.bytes_leased // granted.num_pages, granted.num_pages)
         try:
             connection.session = NodeSession(
-                granted, memory, self._backend, lambda: self._most_mappings(connection)
+                granted,
+                memory,
+                self._backend,
+                connection.num_mappings,
+                lambda: self._most_mappings(connection),
             )
         except BaseException:
             memory.close()
@@ -293,7 +303,10 @@ class MemoryNode:
 
     @staticmethod
     def _post_attached(connection: _Connection, granted: AttachRequest) -> None:
-        content: dict[str, object] = {"num_pages": granted.num_pages}
+        content: dict[str, object] = {
+            "num_pages": granted.num_pages,
+            "num_mappings": connection.num_mappings,
+        }
         post_bytes(connection.endpoint, pack_json(Kind.ATTACHED, granted.epoch, content))
 
     def _grant(self, connection: _Connection, request: AttachRequest) -> AttachRequest | None:
@@ -307,10 +320,12 @@ class MemoryNode:
             if not request.is_question:
                 self._fence(connection, request)
             with self._lock:
-                books = max(0, layout.book_bytes - _FREE_BOOK_BYTES)
+                books = book_bytes(request.num_ranges, request.num_places)
                 free = self._capacity - books
                 free -= sum(c.bytes_leased + c.bytes_books for c in self._connections)
-                left = max(0, pages_within(self._mappings_beside(connection)))
+                free = max(0, free)
+                mappings = self._mappings_beside(connection)
+                left = most_pages(request, mappings)
                 num_pages = min(request.num_pages, free // layout.page_bytes, left)
                 if num_pages < request.min_pages:
                     need = request.min_pages * layout.page_bytes
@@ -325,7 +340,9 @@ class MemoryNode:
                 if not request.is_question:
                     connection.bytes_leased = num_pages * layout.page_bytes
                     connection.bytes_books = books
-                    connection.num_pages = num_pages
+                    connection.num_mappings = min(
+                        self._promised(request, layout, num_pages), mappings
+                    )
                     connection.bytes_reserved = layout.total_bytes
         except WireError as error:
             with self._lock:
@@ -337,12 +354,19 @@ class MemoryNode:
             return None
         return replace(request, num_pages=num_pages)
 
+    def _promised(self, request: AttachRequest, layout: NodeLayout, num_pages: int) -> int:
+        """Mappings: what they take at least, or their share of the node."""
+        share = NODE_MAPPINGS * num_pages * layout.page_bytes // self._capacity
+        return max(share, least_mappings(request, num_pages))
+
     def _mappings_beside(self, connection: _Connection) -> int:
         """What the others neither have nor were promised. With the lock."""
-        others = [c for c in self._connections if c is not connection and c.num_pages]
-        held = [0 if (session := c.session) is None else session.num_mappings for c in others]
-        promised = [mappings_of(c.num_pages) for c in others]
-        return _MAX_MAPPINGS - sum(map(max, held, promised))
+        left = NODE_MAPPINGS
+        for other in self._connections:
+            if other is not connection:
+                session = other.session
+                left -= max(other.num_mappings, 0 if session is None else session.num_mappings)
+        return left
 
     def _most_mappings(self, connection: _Connection) -> int:
         with self._lock:

@@ -55,6 +55,7 @@ class NodeLink:
         self.share = share
         self.endpoint = endpoint
         self.is_leaving = False  # the node has asked us to go
+        self.num_mappings = 0  # that it promises
         self._clock = clock
         self._answer_s = answer_s
         self._epoch = 0
@@ -83,11 +84,15 @@ class NodeLink:
             header = self._header(frame)
             if header.kind is not Kind.ATTACHED:
                 raise WireError(ErrorCode.FORM, f"{header.kind.name} instead of ATTACHED")
-            num_pages = read_json(view_of(frame)).get("num_pages")
+            content = read_json(view_of(frame))
+            num_pages, num_mappings = content.get("num_pages"), content.get("num_mappings")
             if type(num_pages) is not int or not (
                 request.min_pages <= num_pages <= request.num_pages
             ):
                 raise WireError(ErrorCode.RANGE, f"{num_pages!r} pages")
+            if type(num_mappings) is not int:
+                raise WireError(ErrorCode.FORM, f"{num_mappings!r} mappings")
+            self.num_mappings = num_mappings
         except WireError as error:
             raise NodeError(error.code, str(error)) from error
         finally:

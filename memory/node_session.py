@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from memory.attach import AttachRequest, NodeLayout, mappings_of
+from memory.attach import AttachRequest, NodeLayout
 from memory.int8_attention import Int8KVLayout
 from memory.kv_range import HOLE
 from memory.layer_groups import READ_BLOCK
@@ -80,6 +80,8 @@ class Places:
         """After it was made: MAP or UNMAP."""
         _, part, place, page, count = edit
         is_map = edit.kind is EditKind.MAP
+        if not is_map and part not in self._shown:
+            return
         shown = self._shown.setdefault(part, array("i"))
         end = place + count
         if is_map and len(shown) < end:
@@ -92,6 +94,8 @@ class Places:
             shown[place:end] = _holes(end - place)
             self._checked.pop(part, None)
         self.num_mappings += _num_breaks(shown, place, end)
+        if not is_map and not place and end == len(shown):
+            del self._shown[part]
 
     def shown(self, part: int) -> Sequence[int]:
         """Pages at the places of a part from its first one on; HOLE where nothing is mapped."""
@@ -153,10 +157,11 @@ class NodeSession:
         request: AttachRequest,
         memory: VirtualMemory,
         backend: Backend,
+        num_mappings: int = 1 << 62,
         most_mappings: Callable[[], int] = lambda: 1 << 62,
     ) -> None:
-        """memory: of the layout's page size, with at least request.num_pages pages.
-        most_mappings: what is not for others; asked when it is more than mappings_of says."""
+        """memory: of the layout's page size, with at least request.num_pages pages. num_mappings:
+        that are promised; most_mappings: what is not for others, asked when it has more."""
         self.request = request
         self.layout = layout = NodeLayout(request)
         assert memory.page_bytes == layout.page_bytes, f"{memory.page_bytes=}"
@@ -176,7 +181,7 @@ class NodeSession:
             for layer in request.layers
         ]
         self._answers: deque[object] = deque(maxlen=_COPIES_OUT)
-        self._own_mappings = mappings_of(request.num_pages)
+        self._own_mappings = num_mappings
         self._most_mappings = most_mappings
         self.num_queries = 0
         self.num_edits = 0

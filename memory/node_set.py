@@ -15,7 +15,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
-from memory.attach import AttachRequest, NodeLayout
+from memory.attach import AttachRequest, NodeLayout, growth_of
 from memory.edit_log import EditLog
 from memory.node_link import NodeError, NodeLink
 from memory.placement import Share
@@ -42,12 +42,14 @@ class NoNodeError(Exception):
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """urls: of the nodes it may lie on. num_pages: 0 while it is nowhere."""
+    """urls: of the nodes it may lie on. num_pages: 0 while it is nowhere. max_mappings: with
+    which sequences may begin."""
 
     urls: list[str]
     edits: EditLog
     links: list[NodeLink] = field(default_factory=list)
     num_pages: int = 0
+    max_mappings: int = 0
     is_local: bool = False
 
     @property
@@ -142,7 +144,7 @@ class NodeSet:
             endpoints = self._connect_all(member.urls, connect_s, reasons)
             # Far nodes take longer, every time.
             usual_s = _SLOWER * (self._clock() - began_s)
-            self.connect_s = min(max(_CONNECT_S, usual_s), _MOST_CONNECT_S)
+            self.connect_s = min(max(self.connect_s, usual_s), _MOST_CONNECT_S)
             if not reasons:
                 self._attach(member, endpoints, reasons, self.min_pages, _FIRST_ATTACH_S)
             if member.links:
@@ -300,6 +302,8 @@ class NodeSet:
         self._said.clear()
         member.links = links
         member.num_pages = min(granted)
+        promised = min([link.num_mappings for link in links])
+        member.max_mappings = promised - growth_of(self._template, member.num_pages)
         return None
 
     def _request(self, share: Share, least: int) -> AttachRequest:

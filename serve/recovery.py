@@ -138,7 +138,7 @@ class MemoryRecovery:
                     logger.warning("no memory for K/V yet: %s", error)
                 self._said = str(error)
                 continue
-            self._books[number].reset(member.num_pages)
+            self._books[number].reset(member.num_pages, member.max_mappings)
             member.edits.take()
             self._changed_at = now_s
             self._said = ""
@@ -224,6 +224,7 @@ class Prober:
         self._nodes = nodes
         self._lock = threading.Lock()  # of all below
         self._back: frozenset[str] = frozenset()
+        self._search = 0
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
@@ -231,8 +232,10 @@ class Prober:
         return url in self._back
 
     def forget(self) -> None:
-        """What was found before somebody was lost says nothing of now."""
-        self._back = frozenset()
+        """What was found, or is being found, before somebody was lost says nothing of now."""
+        with self._lock:
+            self._back = frozenset()
+            self._search += 1
 
     def start(self) -> None:
         """Until nobody is missing."""
@@ -260,4 +263,8 @@ class Prober:
                 if not missing:
                     self._thread = None
                     return
-            self._back = frozenset(self._nodes.back(self._stop.is_set))
+                search = self._search
+            back = frozenset(self._nodes.back(self._stop.is_set))
+            with self._lock:
+                if search == self._search:
+                    self._back = back

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from memory.attach import AttachRequest, NodeLayout, runs_of_pages
+from memory.attach import AttachRequest, NodeLayout, book_bytes
 from memory.attention import AttentionLayer
 from memory.direct import direct_pair
 from memory.edit_log import EditLog
@@ -168,7 +168,7 @@ class _Opening:
         self._window_bytes = _window_bytes(
             largest_message(layers, config.batched_tokens, self.wire)
         )
-        node_bytes, most = _node_sizes(urls, self.connect, config.memory_node_bytes)
+        node_bytes, most, capacity = _node_sizes(urls, self.connect, config.memory_node_bytes)
         if self.partition != "request" and most > 2 * node_bytes:
             logger.warning(
                 "the smallest memory node has %.5g MiB, the largest %.5g: the %s partition uses of "
@@ -178,7 +178,8 @@ class _Opening:
                 self.partition,
             )
         groups = group_layers(layers, self._max_len)
-        self.geometry = _geometry(config, precision, layers, groups, self.partition, node_bytes)
+        # Who takes a part of a node has that part of its pages, which may all become mappings.
+        self.geometry = _geometry(config, precision, layers, groups, self.partition, capacity)
         self._group_layers = [ids for _, ids in groups]
         if config.max_model_len is None:
             self._fit_into(node_bytes)
@@ -199,7 +200,13 @@ class _Opening:
         pages_for = PageLayout(
             self.geometry.groups, self.geometry.page_bytes, self._max_len, self._config.chunk_tokens
         ).pages_for
-        fits = bisect_right(range(1, self._max_len + 1), node_bytes // page_bytes, key=pages_for)
+
+        def needed(num_tokens: int) -> int:
+            places = self.geometry.range_places(num_tokens)
+            books = book_bytes(self._config.max_num_seqs, places)
+            return pages_for(num_tokens) * page_bytes + books
+
+        fits = bisect_right(range(1, self._max_len + 1), node_bytes, key=needed)
         if 0 < fits < self._max_len:
             logger.warning(
                 "the smallest memory node has room for %d tokens a sequence, of the model's %d: "
@@ -260,7 +267,7 @@ class _Opening:
                 max_rows=config.chunk_tokens,
                 in_background=False,
                 first_start=number * config.max_num_seqs * range_tokens,
-                max_mappings=runs_of_pages,
+                max_mappings=member.max_mappings,
             )
             for number, member in enumerate(nodes.members)
         ]
@@ -292,9 +299,9 @@ class _Opening:
         return tails
 
 
-def _node_sizes(urls: Sequence[str], connect_to: Connect, most: int | None) -> tuple[int, int]:
-    """K/V bytes of the nodes with the least and with the most, of which `most` are wanted.
-    ConfigError if one cannot be reached."""
+def _node_sizes(urls: Sequence[str], connect_to: Connect, most: int | None) -> tuple[int, int, int]:
+    """K/V bytes of the nodes with the least and with the most, of which `most` are wanted; all
+    bytes of the former. ConfigError if one cannot be reached."""
     sizes: list[int] = []
     for url in urls:
         try:
@@ -307,8 +314,11 @@ def _node_sizes(urls: Sequence[str], connect_to: Connect, most: int | None) -> t
             raise ConfigError(f"memory_nodes: {url} is no memory node")
         if most is not None and size < most:
             logger.warning("memory_node_bytes %d: %s has only %d", most, url, size)
-        sizes.append(size if most is None else min(size, most))
-    return min(sizes), max(sizes)
+        sizes.append(size)
+    smallest, largest = min(sizes), max(sizes)
+    if most is None:
+        return smallest, largest, smallest
+    return min(smallest, most), min(largest, most), smallest
 
 
 def what_is_wrong(url: str, error: Exception) -> str:

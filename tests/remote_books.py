@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memory.attach import AttachRequest, runs_of_pages
+from memory.attach import AttachRequest
 from memory.edit_log import EditLog
 from memory.kv_manager import KVManager
 from memory.node_set import Member
@@ -42,7 +42,7 @@ def books_of(members, geometry, template, max_len) -> list[KVManager]:
             max_rows=template.max_rows,
             in_background=False,
             first_start=number * template.num_ranges * range_tokens,
-            max_mappings=runs_of_pages,
+            max_mappings=member.max_mappings,
         )
         for number, member in enumerate(members)
     ]

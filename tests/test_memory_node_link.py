@@ -38,7 +38,7 @@ class Script:
 
 
 def attached(num_pages=40, epoch=1, kind=Kind.ATTACHED) -> bytes:
-    return pack_json(kind, epoch, {"num_pages": num_pages})
+    return pack_json(kind, epoch, {"num_pages": num_pages, "num_mappings": 300})
 
 
 def partial(plan, layer=0, epoch=1, kind=Kind.PARTIAL) -> bytes:

@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import replace
 
+from memory.kv_manager import MAX_MAPPINGS
 from serve import recovery
 from serve.recovery import SETTLED_S, TOO_LITTLE_LEFT, MemoryRecovery, Prober
 from tests.fakes import make_scheduler, make_seq
@@ -21,9 +22,13 @@ class SaysBack(Prober):
 
     def __init__(self, *urls):
         self.urls = set(urls)
+        self.num_forgotten = 0
 
     def is_back(self, url):
         return url in self.urls
+
+    def forget(self):
+        self.num_forgotten += 1
 
     def start(self):
         pass
@@ -108,6 +113,18 @@ def test_after_success_it_is_soon_again():
     began = run.now
     run.rig.nodes.gone.clear()
     assert gaps(began, run.attempts(began + 50.0, "b")) == [5.0]
+    run.close()
+
+
+def test_what_was_found_before_a_loss_is_forgotten():
+    """A node that was back once may be the one that is lost now."""
+    run = Recovering("b")
+    run.rig.nodes.kill("b")
+    assert run.recovery.is_ready()
+    assert run.prober.num_forgotten == 1, "found out between steps"
+    run.rig.nodes.kill("a")
+    run.recovery.lost(ConnectionError("a step failed"))
+    assert run.prober.num_forgotten == 2
     run.close()
 
 
@@ -231,6 +248,9 @@ def test_what_is_short_is_not_so_for_ever():
     assert len(run.attempts(1200.0)) == 1
     assert not run.recovery.is_short and run.rig.kv.num_pages == 70
     assert run.recovery._settled_s == SETTLED_S, "it was worth it"
+    [member] = run.rig.set.members
+    assert run.rig.kv.space.max_mappings == min(MAX_MAPPINGS, member.max_mappings)
+    assert 70 < member.max_mappings < MAX_MAPPINGS
     run.close()
 
 
@@ -289,3 +309,22 @@ def test_what_was_found_in_an_earlier_search_is_forgotten(monkeypatch):
     began = time.monotonic()
     prober.stop()
     assert time.monotonic() - began < 10
+
+
+def test_what_is_being_found_when_somebody_is_lost_is_forgotten(monkeypatch):
+    monkeypatch.setattr(recovery, "_PROBE_S", 0.01)
+    nodes = Missing("b")
+    prober = Prober(nodes)
+    found = nodes.back
+
+    def lost_meanwhile(is_over):
+        if nodes.num_asked < 3:
+            assert not prober.is_back("b")
+            prober.forget()
+        return found(is_over)
+
+    nodes.back = lost_meanwhile
+    prober.start()
+    wait_until(lambda: prober.is_back("b"))
+    assert nodes.num_asked >= 4
+    prober.stop()
