@@ -104,7 +104,7 @@ class Places:
     def require(self, part: int, first: int, end: int) -> None:
         """WireError unless places first to before end of the part show pages."""
         low, high = self._checked.get(part, (0, 0))
-        if low <= first and end <= high:
+        if first >= end or (low <= first and end <= high):
             return
         if not low <= first <= high:
             low, high = first, first

@@ -100,7 +100,7 @@ def test_nodes_and_a_server_in_processes(tmp_path):
         )
         url = server.wait_for(r"(http://127\.0\.0\.1:\d+)/v1/chat/completions")
         assert ask(url, question) == expected
-        assert urls[0] in server.wait_for(r"K/V on (.*) \(head partition\)")
+        assert urls[0] in server.wait_for(r"K/V in float32, [\d.]+ MiB on (.*) \(head partition\)")
         started[0].stop()
         assert ask(url, question) == expected
         server.stop()
