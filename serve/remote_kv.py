@@ -59,6 +59,7 @@ _MIN_WINDOW_BYTES, _MAX_WINDOW_BYTES = 4 << 20, 256 << 20
 _MESSAGES_IN_WINDOW = 12
 _LEAST_IN_WINDOW = 4  # a message is a quarter of a window at most
 _SYSTEM_PAGE_BYTES = 4096
+_FEWEST_PAGES = 2000  # of a node that is large enough for more
 _WIRE_TYPES = {torch.float32: WireType.FLOAT32, torch.bfloat16: WireType.BFLOAT16}
 
 
@@ -178,8 +179,9 @@ class _Opening:
                 self.partition,
             )
         groups = group_layers(layers, self._max_len)
-        # Who takes a part of a node has that part of its pages, which may all become mappings.
-        self.geometry = _geometry(config, precision, layers, groups, self.partition, capacity)
+        # Who takes a part of a node has that part of its mappings, and hence of its pages.
+        whole = min(capacity, MAX_PAGES // _FEWEST_PAGES * node_bytes)
+        self.geometry = _geometry(config, precision, layers, groups, self.partition, whole)
         self._group_layers = [ids for _, ids in groups]
         if config.max_model_len is None:
             self._fit_into(node_bytes)

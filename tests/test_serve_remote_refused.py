@@ -235,3 +235,12 @@ def test_a_small_node_beside_a_large_one_is_said(tmp_path, caplog):
         caplog.clear()
         with LLM(str(checkpoint("llama")), memory_nodes=urls, memory_partition="request"):
             assert "smallest" not in caplog.text
+
+
+def test_who_takes_little_of_a_large_node_has_many_pages(tmp_path):
+    """And who takes half of it, half of its pages: they may all become mappings."""
+    with nodes("shm", 1, tmp_path, capacity_bytes=30_000 * MIB // 4) as urls:
+        for num_bytes, few, many in ((16 * MIB, 190, 4000), (3000 * MIB, 11_000, 15_000)):
+            settings = {"memory_nodes": urls, "memory_node_bytes": num_bytes}
+            with LLM(str(checkpoint("llama")), **settings) as llm:
+                assert few <= llm.stats().pages_total <= many
