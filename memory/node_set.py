@@ -17,8 +17,9 @@ from typing import NoReturn
 
 from memory.attach import AttachRequest, NodeLayout, growth_of
 from memory.edit_log import EditLog
+from memory.kv_manager import KVManager
 from memory.node_link import NodeError, NodeLink
-from memory.placement import Share
+from memory.placement import PageGeometry, Share
 from memory.wire import ErrorCode, WireType
 from transport.base import Endpoint, TransportError
 
@@ -61,6 +62,35 @@ class Member:
             link.close()
         self.links = []
         self.num_pages = 0
+
+
+def books_of(
+    members: Sequence[Member],
+    geometry: PageGeometry,
+    *,
+    num_ranges: int,
+    max_model_len: int,
+    max_rows: int,
+) -> list[KVManager]:
+    """Of members that have their places: ranges of one after those of the other. max_rows: of a
+    sequence in a step."""
+    range_tokens = geometry.range_places(max_model_len)[0] * geometry.page_tokens[0]
+    books = [
+        KVManager(
+            member.edits,
+            num_pages=member.num_pages,
+            num_ranges=num_ranges,
+            max_model_len=max_model_len,
+            groups=geometry.groups,
+            max_rows=max_rows,
+            in_background=False,
+            first_start=number * num_ranges * range_tokens,
+            max_mappings=member.max_mappings,
+        )
+        for number, member in enumerate(members)
+    ]
+    assert books[0].range_tokens == range_tokens
+    return books
 
 
 class NodeSet:

@@ -18,7 +18,6 @@ from memory.edit_log import EditLog
 from memory.grouped_attention import group_layers
 from memory.int8_attention import Int8KVLayout
 from memory.kv_cache import KVLayout
-from memory.kv_manager import KVManager
 from memory.layer_groups import PageLayout
 from memory.new_part import Int8NewPart, NewPart, PlainNewPart
 from memory.node import MemoryNode
@@ -28,6 +27,7 @@ from memory.node_set import (
     Member,
     NodeSet,
     NoNodeError,
+    books_of,
     share_request,
 )
 from memory.placement import (
@@ -258,22 +258,13 @@ class _Opening:
 
     def books(self, nodes: NodeSet) -> Books:
         config, geometry, max_len = self._config, self.geometry, self._max_len
-        range_tokens = geometry.range_places(max_len)[0] * geometry.page_tokens[0]
-        books = [
-            KVManager(
-                member.edits,
-                num_pages=member.num_pages,
-                num_ranges=config.max_num_seqs,
-                max_model_len=max_len,
-                groups=geometry.groups,
-                max_rows=config.chunk_tokens,
-                in_background=False,
-                first_start=number * config.max_num_seqs * range_tokens,
-                max_mappings=member.max_mappings,
-            )
-            for number, member in enumerate(nodes.members)
-        ]
-        assert books[0].range_tokens == range_tokens
+        books = books_of(
+            nodes.members,
+            geometry,
+            num_ranges=config.max_num_seqs,
+            max_model_len=max_len,
+            max_rows=config.chunk_tokens,
+        )
         nodes.min_pages = books[0].pages_for(max_len)
         fewest = min(book.num_pages for book in books)
         if nodes.min_pages > fewest:

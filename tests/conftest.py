@@ -14,7 +14,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
-from ops import native
+from memory.node import MemoryNode
+from ops import get_backend, native
+from tests.raw_engine import NODE_BYTES
 
 
 @pytest.fixture(params=native.library().instruction_sets() if native.is_available() else [])
@@ -45,3 +47,12 @@ def nothing_in_the_log(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Whatever clients do, it is no error of ours."""
     yield
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.fixture
+def node() -> Iterator[MemoryNode]:
+    """A memory node that has nothing leased in the end."""
+    made = MemoryNode(NODE_BYTES, get_backend("cpu"))
+    yield made
+    made.close()
+    assert made.stats().bytes_leased == 0

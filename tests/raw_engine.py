@@ -46,6 +46,8 @@ REQUEST = AttachRequest(
     min_pages=1,
     max_rows=64,
 )
+NODE_BYTES = 4 << 20
+"""Of the node that tests are given."""
 PATIENCE_S = 20.0
 
 

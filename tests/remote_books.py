@@ -1,10 +1,9 @@
-"""K/V on memory nodes: what is asked of them, the members that share it, and their books."""
+"""K/V on memory nodes: what is asked of them, and the members that share it."""
 
 from __future__ import annotations
 
 from memory.attach import AttachRequest
 from memory.edit_log import EditLog
-from memory.kv_manager import KVManager
 from memory.node_set import Member
 
 
@@ -27,22 +26,3 @@ def members_of(urls, partition, geometry, template) -> list[Member]:
     shares = [[url] for url in urls] if partition == "request" else [list(urls)]
     sizes = geometry.page_bytes, template.num_ranges, template.num_places
     return [Member(share, EditLog(*sizes)) for share in shares]
-
-
-def books_of(members, geometry, template, max_len) -> list[KVManager]:
-    """Once the members have their places."""
-    range_tokens = template.num_places[0] * geometry.page_tokens[0]
-    return [
-        KVManager(
-            member.edits,
-            num_pages=member.num_pages,
-            num_ranges=template.num_ranges,
-            max_model_len=max_len,
-            groups=geometry.groups,
-            max_rows=template.max_rows,
-            in_background=False,
-            first_start=number * template.num_ranges * range_tokens,
-            max_mappings=member.max_mappings,
-        )
-        for number, member in enumerate(members)
-    ]

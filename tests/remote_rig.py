@@ -13,13 +13,13 @@ from memory.int8_attention import Int8KVLayout
 from memory.kv_cache import KVLayout
 from memory.new_part import Int8NewPart, PlainNewPart
 from memory.node import MemoryNode
-from memory.node_set import NodeSet
+from memory.node_set import NodeSet, books_of
 from memory.placement import page_geometry
 from memory.prompt_tails import PromptTails
 from memory.remote_attention import RemoteAttention
 from memory.wire import WireType
 from ops import get_backend
-from tests.remote_books import books_of, members_of, template_of
+from tests.remote_books import members_of, template_of
 from transport.base import PeerLostError
 
 MIB = 1 << 20
@@ -98,7 +98,9 @@ class RemoteRig:
         self.set = NodeSet(members, template, partition, self.nodes.connect)
         for member in members:
             self.set.place(member)
-        self.kvs = books_of(members, geometry, template, max_len)
+        self.kvs = books_of(
+            members, geometry, num_ranges=NUM_RANGES, max_model_len=max_len, max_rows=MAX_ROWS
+        )
         self.kv = self.kvs[0]
         self.tails = PromptTails(template, max_len, tail_bytes) if tail_bytes else None
         if self.tails is not None:

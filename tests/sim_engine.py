@@ -13,7 +13,7 @@ from memory.direct import direct_pair
 from memory.kv_cache import KVLayout
 from memory.new_part import PlainNewPart
 from memory.node import MemoryNode
-from memory.node_set import NodeSet
+from memory.node_set import NodeSet, books_of
 from memory.placement import PageGeometry, page_geometry
 from memory.prefix_index import PrefixHasher
 from memory.prompt_tails import PromptTails
@@ -29,7 +29,7 @@ from serve.recovery import MemoryRecovery, Prober
 from serve.runner import ModelRunner
 from serve.scheduler import Scheduler
 from serve.state import RequestState
-from tests.remote_books import books_of, members_of, template_of
+from tests.remote_books import members_of, template_of
 from tests.sim_model import FIRST_TOKEN, NUM_TOKENS, ExactModel, layers
 from tests.sim_nodes import SimNode
 from tests.sim_world import InTurn, SimEndpoint, World
@@ -182,7 +182,13 @@ class SimEngine:
         )
         for member in members:
             self.nodes.place(member, needs_all=True)
-        books = books_of(members, geometry, self.template, MAX_LEN)
+        books = books_of(
+            members,
+            geometry,
+            num_ranges=self.template.num_ranges,
+            max_model_len=MAX_LEN,
+            max_rows=self.template.max_rows,
+        )
         self.nodes.min_pages = books[0].pages_for(MAX_LEN)
         self.kv = books[0] if len(books) == 1 else SplitKV(books)
         self.tails = self._make_tails()

@@ -8,22 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from memory.node import MemoryNode
 from memory.wire import EditKind, ErrorCode, Header, Kind, WireType, pack_json
-from ops import get_backend
-from tests.raw_engine import LAYER, REQUEST, RawEngine, Witness, page_bytes
+from tests.raw_engine import LAYER, NODE_BYTES, REQUEST, RawEngine, Witness, page_bytes
 
 MAP, UNMAP, COPY, RELEASE = EditKind
 FORM, FULL, STALE, RANGE, SHAPE, FAULT = ErrorCode
-CAPACITY = 4 << 20
-
-
-@pytest.fixture
-def node():
-    made = MemoryNode(CAPACITY, get_backend("cpu"))
-    yield made
-    made.close()
-    assert made.stats().bytes_leased == 0
 
 
 Q1, Q2 = torch.ones(1, 4, 16), torch.ones(2, 4, 16)
@@ -240,7 +229,7 @@ def test_absurd_requests_take_no_memory(node):
         "addresses": (replace(REQUEST, num_ranges=9999, **wide), SHAPE, None),
         "pages": (replace(REQUEST, num_pages=1 << 22, min_pages=1 << 22), FULL, None),
         "heads": (replace(REQUEST, layers=[tall, tall, replace(tall, window=40)]), FULL, None),
-        "all pages": (replace(REQUEST, num_pages=1 << 22), None, CAPACITY // page_bytes()),
+        "all pages": (replace(REQUEST, num_pages=1 << 22), None, NODE_BYTES // page_bytes()),
         "many ranges": (replace(REQUEST, num_ranges=1 << 18), None, PAGES),
         "too many ranges": (replace(REQUEST, num_ranges=1 << 19), FULL, None),
     }

@@ -8,23 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from memory.node import MemoryNode
 from memory.wire import HEADER_BYTES, EditKind, Header, Kind
-from ops import get_backend
 from tests.raw_engine import REQUEST, RawEngine, Witness
 
 MAP, UNMAP, COPY, RELEASE = EditKind
 PAGES = REQUEST.num_pages
-CAPACITY = 4 << 20
 KV_DTYPES = ["float32", "bfloat16", "int8"]
-
-
-@pytest.fixture
-def node():
-    made = MemoryNode(CAPACITY, get_backend("cpu"))
-    yield made
-    made.close()
-    assert made.stats().bytes_leased == 0
 
 
 class Fuzzer:

@@ -8,24 +8,13 @@ import pytest
 import torch
 
 from memory.layer_groups import READ_BLOCK
-from memory.node import MemoryNode
 from memory.wire import EditKind, ErrorCode
-from ops import get_backend
 from tests.raw_engine import LAYER, REQUEST, RawEngine
 
 MAP, UNMAP, COPY, RELEASE = EditKind
 RANGE = ErrorCode.RANGE
-CAPACITY = 4 << 20
 KV_DTYPES = ["float32", "bfloat16", "int8"]
 Q1, KV1 = torch.ones(1, 4, 16), torch.ones(1, 2, 16)
-
-
-@pytest.fixture
-def node():
-    made = MemoryNode(CAPACITY, get_backend("cpu"))
-    yield made
-    made.close()
-    assert made.stats().bytes_leased == 0
 
 
 @pytest.fixture
