@@ -57,7 +57,7 @@ def load_model(
         checkpoint,
         dtype,
         make_linear or joining(backend.pack_linear),
-        torch.device(getattr(backend, "device", "cpu")),
+        backend,
         make_head=make_head,
         keep_weight_dtype=keep_weight_dtype,
         unpack=unpack,
@@ -88,7 +88,7 @@ class _Loader:
         checkpoint: Checkpoint,
         dtype: torch.dtype,
         make_linear: MakeLinear,
-        device: torch.device,
+        backend: Backend,
         *,
         make_head: MakeLinear | None,
         keep_weight_dtype: bool,
@@ -100,7 +100,8 @@ class _Loader:
         self.dtype = dtype
         self.make_linear = make_linear
         self.make_head = make_head or make_linear
-        self.device = device
+        self.device = backend.device
+        self.linears = backend.quantized
         self.weight_dtype = None if keep_weight_dtype else dtype
         self.unpack = unpack
         self.q_first = q_first
@@ -340,7 +341,8 @@ class _Loader:
             raise ModelLoadError(f"{self.checkpoint.path}: {error}") from error
         if self.unpack:
             return make_linear([self._cast(packed.plain())], bias, edges)
-        return packed.linear(bias, edges)
+        assert self.linears is not None, "a back end without quantized products"
+        return packed.linear(bias, edges, self.linears)
 
     def _parts(self, names: list[str]) -> list[Tensor]:
         """Each as [out, in] (or [out])."""
