@@ -1,0 +1,70 @@
+"""The row and linear kernels (ops/triton_rows.py, ops/triton_linear.py) as machine code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.triton_compile import SHARED_LIMITS, Case, Compiled, compile_module
+
+ROW_STRIDES = dict.fromkeys(
+    ("x_stride", "x_inner_stride", "inner", "out_stride", "n", "n_padded"), "i32"
+)
+ROW_WHOLE = ("x_stride", "x_inner_stride", "out_stride", "n", "n_padded")
+
+
+def row_cases() -> Iterator[Case]:
+    from ops.triton_rows import rows_kernel
+
+    pointers = {"x_at": "*fp32", "weight_at": "*fp32", "out_at": "*i8", "scales_at": "*fp32"}
+    usual = {"ACT": 0, "GATED": False, "ONE_BLOCK": True, "BLOCK": 4096}
+    for norm in (1, 2):
+        yield Case(
+            f"norm{norm}_quantize",
+            rows_kernel,
+            {**pointers, "bias_at": "*fp32", **ROW_STRIDES, "eps": "fp32"},
+            {**usual, "NORM": norm, "BIAS": norm == 2, "QUANTIZE": True},
+            num_warps=8,
+            divisible=ROW_WHOLE,
+            enable_fp_fusion=False,
+        )
+    yield Case(
+        "gated_long_rows",
+        rows_kernel,
+        {**pointers, "x_at": "*bf16", **ROW_STRIDES, "eps": "fp32", "bias_at": "*fp32"},
+        {
+            "NORM": 0,
+            "BIAS": False,
+            "QUANTIZE": True,
+            "ACT": 1,
+            "GATED": True,
+            "ONE_BLOCK": False,
+            "BLOCK": 8192,
+        },
+        num_warps=16,
+        divisible=ROW_WHOLE,
+        enable_fp_fusion=False,
+    )
+
+
+def compile_cases() -> Iterator[Case]:
+    yield from row_cases()
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, Compiled]:
+    return compile_module(__name__)
+
+
+def test_nothing_spills_and_all_fits(compiled):
+    assert compiled
+    for name, one in compiled.items():
+        arch = next((a for a in SHARED_LIMITS if name.endswith(str(a))), 90)
+        assert one.stack == 0, f"{name}: {one.stack} bytes of stack"
+        assert one.shared <= SHARED_LIMITS[arch], f"{name}: {one.shared:,} bytes shared"
+
+
+def test_rows_are_read_wide(compiled):
+    for name in ("norm1_quantize", "norm2_quantize", "gated_long_rows"):
+        assert "ld.global.v4.b32" in compiled[name].ptx, name
