@@ -97,12 +97,10 @@ class Pipeline(Steps):
     def _launch_failed(self, plan: StepPlan, error: Exception) -> None:
         before, self._flight = self._flight, None
         is_sound = before is None or self._land(before)
-        self._busy_since_s = None
-        left = running_part(plan)
         # A device may tell of a step's failure when the next one is launched: then that one is
         # made again.
-        if is_sound and left is not None:
-            self._isolate(left, error)
+        if is_sound:
+            self._find_fault(plan, error)
 
     def _step_failed(self, plan: StepPlan, error: Exception) -> None:
         """What was launched behind it has computed with its tokens."""
@@ -111,10 +109,16 @@ class Pipeline(Steps):
             _wait_out(later)
             retract(self._scheduler, later.plan)
         retract(self._scheduler, plan)
+        self._find_fault(plan, error)
+
+    def _find_fault(self, plan: StepPlan, error: Exception) -> None:
+        """Nothing is in flight."""
         self._busy_since_s = None
         left = running_part(plan)
-        if left is not None:
-            self._isolate(left, error)
+        if left is plan:
+            self._isolate(plan, error)
+        elif left is not None:  # it may have been the fault of somebody who has gone since
+            self._run(left)
 
 
 def _wait_out(flight: Flight) -> None:
