@@ -1,8 +1,8 @@
 """Token choice on the device: packs what rows ask for, launches the kernels, brings results back.
 
 Steps may overlap: a row may be planned while its sequence's newest token is known to the device
-alone. The device keeps the last token of every slot (the next step's input ids come from there) and,
-for sequences with penalties, how often they have each token.
+alone. The device keeps the last token of every slot (input ids are taken from there) and, for
+sequences with penalties, how often they have each token.
 
 Buffers keep their addresses, and run() neither waits nor allocates beyond torch's own workspaces,
 so it can be captured in a CUDA graph; upload() and fetch() stay outside of it.
@@ -218,7 +218,7 @@ class DeviceSampler:
     def _pack_edits(self, fields: npt.NDArray[Any], edited: list[tuple[int, _Edits]]) -> Tensor:
         tokens = np.concatenate([tokens for _, (tokens, _) in edited])
         values = np.concatenate([values for _, (_, values) in edited])
-        if len(tokens) and not (tokens.min() >= 0 and tokens.max() < self.vocab_size):
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
             raise IndexError(f"a token id is beyond the vocabulary of {self.vocab_size}")
         first = 0
         for i, (each, _) in edited:
@@ -239,7 +239,7 @@ class DeviceSampler:
             return []
         known = np.array(row.token_ids, dtype=np.int64)
         assert 0 <= row.num_tokens - len(known) <= 1, f"{row.num_tokens} tokens, {len(known)} known"
-        if len(known) and not (known.min() >= 0 and known.max() < self.vocab_size):
+        if len(known) and not 0 <= known.min() <= known.max() < self.vocab_size:
             raise IndexError(f"a token id is beyond the vocabulary of {self.vocab_size}")
         self._owners[row.slot] = choice
         counts = self._host(self.vocab_size, torch.int32)
@@ -267,7 +267,7 @@ class DeviceSampler:
         self.records.copy_(plan.records, non_blocking=True)
 
     def run(self, logits: Tensor, kind: Kind) -> Tensor:
-        """logits: [R, V] fp32, rows dense, adjusted in place -> tokens [R] int32, also in last_tokens.
+        """logits: [R, V] fp32, adjusted in place -> tokens [R] int32, also in last_tokens.
 
         Row i is what upload()'s row i asks for; rows beyond the plan's get any token and no slot.
         """
@@ -319,6 +319,7 @@ class DeviceSampler:
             CHUNK=config.chunk,
             EDIT_BLOCK=256,
             num_warps=config.warps,
+            enable_fp_fusion=False,  # as the CPU rounds
         )
         _, shared = self._shared(logits)
         shared |= {**row, "counts": self._counts, "masses": self._masses, "EDGES": EDGES}

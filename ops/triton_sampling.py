@@ -8,6 +8,8 @@ What a row asks for is a record of WORDS int32 words (the constants below are in
 Nothing here waits for the device, and grids depend on shapes alone.
 """
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -32,7 +34,7 @@ COUNTS_ROW = tl.constexpr(13)
 FIRST_EDIT = tl.constexpr(14)
 NUM_EDITS = tl.constexpr(15)
 
-# A token count's bit that says that the prompt has the token; the bits below count it in the output.
+# The bit of a token count that says that the prompt has it; those below count it in the output.
 IN_PROMPT = 1 << 30
 _IN_PROMPT = tl.constexpr(IN_PROMPT)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -111,7 +113,7 @@ def top_of(maxima, indices, row, num_chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def least_of(plan, row, top):
-    """The smallest scaled logit that min-p keeps; with none, the smallest that has a probability."""
+    """The smallest scaled logit that min-p keeps; without it, the smallest that counts."""
     return tl.maximum(top + real(plan, row, FLOOR), LOWEST)
 
 
@@ -304,9 +306,8 @@ def gather_kernel(
         top = top_of(maxima, indices, row, num_chunks, CHUNKS)[0]
         top = tl.div_rn(top, temperature)
         if is_finite(top):
-            edge, reaching, num, total = bracket(
-                counts, masses, row, num_chunks, top_k, top_p, CHUNKS, EDGES
-            )
+            found = bracket(counts, masses, row, num_chunks, top_k, top_p, CHUNKS, EDGES)
+            edge, reaching = found[0], found[1]
             chunk = tl.arange(0, CHUNKS)
             at = counts + (row * EDGES + edge) * num_chunks + chunk
             before = tl.sum(tl.load(at, mask=chunk < tl.program_id(0), other=0), 0)

@@ -1,21 +1,17 @@
-"""What the tests of device-side sampling share: a sampler, its steps, and the definition of a draw."""
+"""What the tests of device-side sampling share: steps of a sampler, the definition of a draw."""
 
 from __future__ import annotations
 
 import math
-import os
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 from ops.cuda_sampling import DeviceChoice, DeviceSampler, Row
 from ops.triton_sampling import Config
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # several chunks, several blocks of a chunk, and lists that overflow
 SMALL = Config(chunk=256, block=128, capacity=200, warps=4)
 
