@@ -103,7 +103,7 @@ class StepArrays:
         rows = self._host(words, "rows")[: 2 * padded_rows].view(np.int64)
         rows[:num_decodes] = start[:num_decodes] + length[:num_decodes] - 1
         rows[num_decodes:] = -1
-        self._fill_prompts(words, rows, start, count, length, of_prompts, padded_decodes)
+        self._fill_prompts(words, rows, start, count, length, of_prompts, num_decodes)
         self._host(words, "starts").view(np.int64)[:num_decodes] = start[:num_decodes]
         counts = self._host(words, "counts")
         for i, window in enumerate(self.windows):
@@ -196,7 +196,7 @@ class StepArrays:
         assert (count > 0).all() and (count[:num_decodes] == 1).all(), f"{count}"
         assert (length >= count).all() and (start >= 0).all(), f"{length}"
         assert not (start % TILE_TOKENS).any(), f"{start}"
-        needed = padded_decodes + int(count[num_decodes:].sum())
+        needed = max(padded_decodes, int(count.sum()))
         assert num_decodes <= padded_decodes and needed <= padded_rows, f"{padded_rows=} {needed=}"
         longest = int(length.max(initial=0))
         limits = [("max_rows", padded_rows, self.max_rows)]
@@ -256,8 +256,8 @@ class CudaAttentionLayer:
             )
             combine(arrays.outs, arrays.lses, arrays.slots[index], out[:num_decodes_padded])
         if has_prefill:
-            num_rows = num_rows_padded - num_decodes_padded
-            max_tiles = num_rows // arrays.rows_per_tile + min(num_rows, arrays.max_seqs)
+            max_tiles = num_rows_padded // arrays.rows_per_tile
+            max_tiles += min(num_rows_padded, arrays.max_seqs)
             prefill(
                 q,
                 tiles,
