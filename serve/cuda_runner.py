@@ -8,6 +8,7 @@ the host. Nobody waits for the device but `PendingStep.wait`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -158,14 +159,13 @@ class CudaRunner:
     def settle(self, first: int, end: int) -> None:
         """Wait until no step that was launched may touch these bytes of the reservation."""
         for step in self._flying:
-            if step.mark is not None and any(a < end and first < b for a, b in step.spans):
-                step.mark.wait()
+            if any(a < end and first < b for a, b in step.spans):
+                _pass(step.mark)
 
     def _free_slot(self) -> _Slot:
         slot = self._slots[0]
-        if slot.mark is not None:
-            slot.mark.wait()
-            slot.mark = None
+        _pass(slot.mark)
+        slot.mark = None
         return slot
 
     @torch.inference_mode()
@@ -206,6 +206,13 @@ class CudaRunner:
         del self._model, self._attention  # views of the reservation go before it does
         if self._memory is not None:
             self._memory.close()
+
+
+def _pass(mark: Mark | None) -> None:
+    """Wait for a step, however it ends: whoever launched it is told by `_Step.wait`."""
+    if mark is not None:
+        with contextlib.suppress(Exception):
+            mark.wait()
 
 
 def _attention_step(plan: StepPlan) -> AttentionStep:
