@@ -252,7 +252,8 @@ class DeviceSampler:
             raise IndexError(f"a token id is beyond the vocabulary of {self.vocab_size}")
         counts = self._host(self.vocab_size, torch.int32)
         array = counts.numpy()
-        array[:] = np.bincount(known[choice.num_prompt :], minlength=self.vocab_size)
+        array[:] = 0
+        np.add.at(array, known[choice.num_prompt :], 1)
         array[known[: choice.num_prompt]] |= IN_PROMPT
         return [(choice.counts_row, counts, row.slot if misses_one else -1)]
 
@@ -335,7 +336,8 @@ class DeviceSampler:
         triton_sampling.chunk_sums_kernel[grid](**shared, plan=plan)
         shared |= {"values": self._values, "ids": self._ids, "CAPACITY": config.capacity}
         triton_sampling.gather_kernel[grid](**shared, plan=plan)
-        triton_draw.draw_kernel[(logits.shape[0],)](**shared, **self._outputs(), BLOCK=config.block)
+        shared |= {"BLOCK": config.block, "num_warps": config.draw_warps}
+        triton_draw.draw_kernel[(logits.shape[0],)](**shared, **self._outputs())
 
     def _describe(self, raw: Tensor) -> None:
         count = min(MAX_TOP, self.vocab_size)

@@ -229,13 +229,15 @@ def _draw_cut(
     border = key_of(least).to(tl.int64)
     high = key_of(top).to(tl.int64) + 1
     last_tie = tl.full((), _NO_TOKEN, tl.int32)
-    if (top_k > 0) & (top_k < num):
-        border, above = _border(
-            values, end, temperature, least, top, border, high, top_k.to(tl.int64), False, BLOCK
-        )
+    if top_k > 0:
+        kept = num
+        if top_k < num:
+            border, above = _border(
+                values, end, temperature, least, top, border, high, top_k.to(tl.int64), False, BLOCK
+            )
+            kept = top_k - above.to(tl.int32)
         mass, ties, each = _ties(values, end, temperature, least, top, border, BLOCK)
-        kept = top_k - above.to(tl.int32)
-        total = mass + kept * each
+        total = mass + tl.minimum(kept, ties) * each
         if kept < ties:
             last_tie = _tie(values, ids, end, num_listed, temperature, least, border, kept, BLOCK)
     if top_p < 1.0:
@@ -244,7 +246,7 @@ def _draw_cut(
             values, end, temperature, least, top, border, high, enough, True, BLOCK
         )
         mass, ties, each = _ties(values, end, temperature, least, top, border, BLOCK)
-        kept = ((enough - above + each - 1) // each).to(tl.int32)
+        kept = ((enough - above + each - 1) // tl.maximum(each, 1)).to(tl.int32)
         total = above + kept * each
         last_tie = tl.full((), _NO_TOKEN, tl.int32)
         if kept < ties:

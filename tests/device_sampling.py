@@ -13,7 +13,7 @@ from ops.triton_sampling import Config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # several chunks, several blocks of a chunk, and lists that overflow
-SMALL = Config(chunk=256, block=128, capacity=200, warps=4)
+SMALL = Config(chunk=256, block=128, capacity=200, warps=4, draw_warps=4)
 
 
 def make_sampler(vocab_size, max_rows=16, num_slots=16, config=SMALL):
