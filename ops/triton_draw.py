@@ -7,6 +7,10 @@ logit, equal ones by token id, as in ops/csrc/sampling.inl; the same tokens are 
 
 The cumulative distribution goes by token id, also in rows that are cut, where the CPU goes in
 descending order: the same seed may draw another of the same tokens there.
+
+A search takes 8 to 16 passes over the candidates, about 1 us each for up to `block` of them. Where
+more than `capacity` logits lie as near to the largest as the border (flat distributions), each pass
+reads the row from the L2 cache: some 30 us for 128k logits, so half a millisecond for that step.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

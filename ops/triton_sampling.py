@@ -6,6 +6,12 @@ order of addition: not on the chunks, not on the number of threads, not on the o
 
 What a row asks for is a record of WORDS int32 words (the constants below are indexes into it).
 Nothing here waits for the device, and grids depend on shapes alone.
+
+Expected on an H200 for 64 rows of 128k logits (33.6 MB, which stay in the L2 cache; none of it is
+measured): the largest of each row is one pass and two launches, about 10 us. A draw reads the
+logits twice more (sums, about 45 instructions a logit: 15 us; candidates: 10 us, rows that are not
+cut do not) and then searches lists of mostly some hundred candidates, one program a row, 10 to 20
+us. Penalties read and write what they change: the counts are read once more, of those rows alone.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -358,7 +364,7 @@ def chunk_max(logits: Tensor, maxima: Tensor, indices: Tensor, config: Config) -
     chunk_max_kernel[grid](*args, CHUNK=config.chunk, num_warps=config.warps)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def input_ids_kernel(given, slots, last_tokens, ids, size, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(given + i, mask=i < size, other=0)

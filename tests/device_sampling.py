@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ops.cuda_sampling import DeviceChoice, DeviceSampler, Row
+from ops.cuda_choice import DeviceChoice, Row
+from ops.cuda_sampling import DeviceSampler
 from ops.triton_sampling import Config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -20,7 +20,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from ops.cuda_sampling import DeviceChoice, Kind, Row
+from ops.cuda_choice import DeviceChoice, Row
+from ops.cuda_sampling import Kind
 from ops.triton_draw import uniform
 from ops.triton_sampling import weigh
 from serve.sampler import uniform as uniform_on_the_host
@@ -124,7 +125,8 @@ def test_exactly_the_kept_tokens_are_drawn(cut):
     """Ties at the border: the lower token ids stay."""
     row = torch.tensor([0.0, 0.0, 0.5, -1.0, 0.0, 0.0, 0.5, 0.0])
     expected = expected_draw(row, 0.5, temperature=1.0, **cut)
-    got = draw(row.repeat(24, 1), [{"seed": i, "temperature": 1.0, **cut} for i in range(24)])
+    count = 40 if "min_p" in cut else 14
+    got = draw(row.repeat(count, 1), [{"seed": i, "temperature": 1.0, **cut} for i in range(count)])
     assert set(got) == expected.kept
 
 
@@ -147,13 +149,13 @@ def test_nan_is_never_drawn():
 
 
 def test_distribution():
-    """Chi-square, 11 degrees of freedom, p ~ 0.001."""
-    size, count = 12, 200
+    """Chi-square, 5 degrees of freedom, p ~ 0.001."""
+    size, count = 6, 120
     logits = torch.randn(size, generator=torch.Generator().manual_seed(5))
     got = draw(logits.repeat(count, 1), [{"seed": i, "temperature": 1.3} for i in range(count)])
     expected = torch.softmax(logits.double() / 1.3, -1) * count
     counts = torch.bincount(torch.tensor(got), minlength=size)
-    assert float(((counts - expected) ** 2 / expected).sum()) < 31.3
+    assert float(((counts - expected) ** 2 / expected).sum()) < 20.5
 
 
 def test_a_row_draws_the_same_token_in_any_batch():
