@@ -24,8 +24,9 @@ FIELDS = np.dtype(
 )
 NO_ROW = _RECORD.pack(0, 0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0, -1, -1, 0, 0)
 MAX_TOP = 20
-# Biases and forbidden tokens of a row, at most (serve/request.py limits either to half of it).
-MAX_EDITS = 2048
+# Room for a row's biases and forbidden tokens: serve/request.py allows 1024 of each, and there are
+# the model's own ends.
+MAX_EDITS = 2048 + 64
 _MASK64 = (1 << 64) - 1
 _MAX_INT32 = (1 << 31) - 1
 _INT32s = npt.NDArray[np.int32]

@@ -162,9 +162,9 @@ class DeviceSampler:
             raise IndexError(f"a token id is beyond the vocabulary of {self.vocab_size}")
         first = 0
         for i, (each, _) in edited:
-            assert len(each) <= MAX_EDITS, f"{len(each)} biases and forbidden tokens"
             fields["first_edit"][i], fields["num_edits"][i] = first, len(each)
             first += len(each)
+        assert first <= len(self._edit_tokens), f"{first} biases and forbidden tokens"
         edits = self._host(2 * first, torch.int32).view(2, first)
         edits[0] = torch.from_numpy(tokens)
         edits[1] = torch.from_numpy(values.view(np.int32))
