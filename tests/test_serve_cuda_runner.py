@@ -195,5 +195,5 @@ def test_kv_gets_what_is_left_beside_the_largest_step():
     left = cuda_runtime._kv_bytes(model, _Sized(4 * gib, gib), shapes)
     assert left == 4 * gib - gib - gib // 4 - gib // 2
     assert asked == [(300,), (16, 8)], "the largest step, as many logits as sequences"
-    with pytest.raises(ConfigError, match="1024 MiB left.*300 rows.*lower max_num_batched_tokens"):
+    with pytest.raises(ConfigError, match=r"1024 MiB left.*300 rows.*lower max_num_batched_tokens"):
         cuda_runtime._kv_bytes(model, _Sized(gib, gib // 2), shapes)
