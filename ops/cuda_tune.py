@@ -56,6 +56,8 @@ def candidates(shape: Shape, capability: int) -> list[Choice]:
     tiles = (_int4_tiles if shape.kernel == "int4" else _int8_tiles)(shape, capability)
     if shape.kernel != "int8":  # sums in floating point: their order must not change
         tiles = list(dict.fromkeys(tile._replace(split_k=1) for tile in tiles))
+    if shape.kernel == "fp8" and capability >= 90:  # below 64 channels Triton multiplies in fp16
+        tiles = [tile for tile in tiles if tile.n >= 64]
     found = [Choice(TRITON, tile) for tile in tiles]
     has_library = shape.kernel == "int8" or (shape.kernel == "fp8" and capability >= 90)
     if has_library and shape.rows > 16 and shape.num_out % 16 == 0 and shape.num_in % 16 == 0:

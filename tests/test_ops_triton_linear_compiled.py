@@ -1,4 +1,6 @@
-"""The row and linear kernels (ops/triton_rows.py, ops/triton_linear.py) as machine code."""
+"""The row and linear kernels as machine code.
+
+ops.triton_* are imported in the child process alone, in this one they may be interpreted."""
 
 from __future__ import annotations
 
@@ -7,7 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from ops.triton_linear import Tile
 from tests.triton_compile import SHARED_LIMITS, Case, Compiled, compile_module
 
 ROW_STRIDES = dict.fromkeys(
@@ -51,7 +52,7 @@ def row_cases() -> Iterator[Case]:
 
 
 def int8_case(
-    name: str, tile: Tile, *, out: str = "*bf16", arch: int = 90, types=None, **switches
+    name: str, tile, *, out: str = "*bf16", arch: int = 90, types=None, **switches
 ) -> Case:
     from ops.triton_linear import product_kernel
 
@@ -89,26 +90,25 @@ def int8_case(
     )
 
 
-LARGE = Tile(128, 256, 128, 8, 4)
-SQUARE = Tile(128, 128, 128, 8, 3)
-STREAM = Tile(16, 32, 512, 4, 5, swap=True)
-
-
 def int8_cases() -> Iterator[Case]:
-    yield int8_case("int8_large", LARGE)
-    yield int8_case("int8_large_residual", LARGE, out="*fp32", RESIDUAL=True)
-    yield int8_case("int8_square_residual", SQUARE, out="*fp32", RESIDUAL=True)
-    yield int8_case("int8_stream", STREAM)
+    from ops.triton_linear import Tile
+
+    large, square = Tile(128, 256, 128, 8, 4), Tile(128, 128, 128, 8, 3)
+    stream = Tile(16, 32, 512, 4, 5, swap=True)
+    yield int8_case("int8_large", large)
+    yield int8_case("int8_large_residual", large, out="*fp32", RESIDUAL=True)
+    yield int8_case("int8_square_residual", square, out="*fp32", RESIDUAL=True)
+    yield int8_case("int8_stream", stream)
     yield int8_case("int8_stream_8", Tile(8, 16, 1024, 4, 4, swap=True, split_k=2), EVEN_K=False)
     yield int8_case("int8_large_80", Tile(128, 128, 64, 8, 4), arch=80)
     yield int8_case(
         "int8_stream_89", Tile(16, 32, 512, 4, 4, swap=True), arch=89, ACT=1, GATED=True
     )
     fp8 = {"x_at": "*fp8e4nv", "w_at": "*fp8e4nv"}
-    yield int8_case("fp8_large", LARGE, types=fp8)
+    yield int8_case("fp8_large", large, types=fp8)
 
 
-def int4_case(name: str, tile: Tile, *, group: int = 64, is_nf4: bool = False, arch: int) -> Case:
+def int4_case(name: str, tile, *, group: int = 64, is_nf4: bool = False, arch: int) -> Case:
     from ops.triton_linear4 import PANEL, int4_kernel
 
     pointers = {
@@ -147,6 +147,8 @@ def int4_case(name: str, tile: Tile, *, group: int = 64, is_nf4: bool = False, a
 
 
 def int4_cases() -> Iterator[Case]:
+    from ops.triton_linear import Tile
+
     yield int4_case("int4_stream", Tile(16, 32, 256, 2, 4, swap=True), arch=90)
     yield int4_case(
         "nf4_stream_32", Tile(8, 32, 256, 2, 4, swap=True), is_nf4=True, group=32, arch=90
