@@ -56,7 +56,7 @@ RESOLUTION = 1.01
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Seconds of a step, and how K/V lies in memory (as serve/runtime.py sizes it)."""
+    """Seconds of a step, and how K/V lies in memory (as serve/kv_sizes.py sizes it)."""
 
     name: str
     fixed_s: float

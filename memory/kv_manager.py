@@ -56,11 +56,13 @@ class KVManager:
         in_background: bool = True,
         first_start: int = 0,
         max_mappings: int = MAX_MAPPINGS,
+        most_mappings: int = MAX_MAPPINGS,
     ) -> None:
         """groups: of layers; by default one without a window, of these token_bytes in tiles of
         tile_tokens. max_rows: tokens that one step computes of a sequence, at most.
         in_background: map ahead of need in a thread. first_start: where the ranges begin, in
-        tokens, if others are before them. max_mappings: with which ranges may be opened."""
+        tokens, if others are before them. max_mappings: with which ranges may be opened.
+        most_mappings: that the system has, whatever max_mappings says."""
         groups = groups or (LayerGroup(token_bytes, tile_tokens),)
         self.page_bytes = memory.page_bytes
         self.max_model_len = max_model_len
@@ -91,10 +93,11 @@ class KVManager:
                 for number, group in numbered
                 for i in range(num_ranges)
             ],
-            max_mappings=min(max_mappings, MAX_MAPPINGS),
+            max_mappings=min(max_mappings, most_mappings),
             in_background=in_background,
         )
         self._memory = memory
+        self._most_mappings = most_mappings
         self.on_close: Callable[[Range], None] = lambda target: None
         self._idle = IdleRanges(self.ranges, self.layout, self.space)
         self._promised = 0
@@ -114,6 +117,15 @@ class KVManager:
         """Where a group's ranges begin in the reservation; for the last number + 1, its end."""
         before = sum([group.token_bytes for group in self.layout.groups[:number]])
         return self.range_tokens * len(self.ranges) * before
+
+    def spans(self, target: Range) -> list[tuple[int, int]]:
+        """(first, end) bytes of the reservation that are the range's, in each group."""
+        firsts = [
+            self.group_offset(number) + target.index * self.range_tokens * group.token_bytes
+            for number, group in enumerate(self.layout.groups)
+        ]
+        sizes = [self.range_tokens * group.token_bytes for group in self.layout.groups]
+        return [(first, first + size) for first, size in zip(firsts, sizes, strict=True)]
 
     @property
     def members(self) -> list[KVManager]:
@@ -359,7 +371,7 @@ class KVManager:
         while self.prefixes.num_evictable:
             self.prefixes.evict()
         self.space.forget()
-        self.space.max_mappings = min(max_mappings, MAX_MAPPINGS)
+        self.space.max_mappings = min(max_mappings, self._most_mappings)
         self.allocator.reset(num_pages)
 
     def close_all(self, timeout_s: float = 30.0) -> None:

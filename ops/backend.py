@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -65,10 +66,49 @@ class KeyValues(NamedTuple):
     v: Tensor
 
 
+class QuantizedLinears(Protocol):
+    """Products of weights in few bits with rows in int8 (fp8: in fp8), of one device."""
+
+    def int8(
+        self,
+        parts: Sequence[Tensor],
+        bias: Tensor | None,
+        edges: Edges = PLAIN,
+        *,
+        scales: Tensor | None = None,
+        is_head: bool = False,
+    ) -> LinearOp:
+        """parts: [out_i, in], any float, one under the other; with scales, [out], int8 already.
+
+        is_head: what it gives are logits, which stay in fp32.
+        """
+
+    def int4(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        bias: Tensor | None,
+        edges: Edges = PLAIN,
+        *,
+        group: int,
+        is_nf4: bool = False,
+    ) -> LinearOp:
+        """(codes - zeros) * scales, codes - 8 without zeros, or NF4 values times scales.
+
+        codes: [out, in] uint8 below 16; scales: [out, groups]; zeros: [out, groups] uint8.
+        """
+
+    def fp8(self, parts: Sequence[Tensor], bias: Tensor | None, edges: Edges = PLAIN) -> LinearOp:
+        """As int8, weights and rows in e4m3. ValueError where the device has no fp8 products."""
+
+
 class Backend(Protocol):
-    """Operators of one device."""
+    """Operators of one device. quantized: None if it has no such products."""
 
     name: str
+    device: torch.device
+    quantized: QuantizedLinears | None
 
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, edges: Edges = PLAIN

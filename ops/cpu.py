@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops import native, native_attention, native_partials, native_plain
-from ops.backend import PLAIN, Edges, KeyValues, LinearOp, Partial
+from ops.backend import PLAIN, Edges, KeyValues, LinearOp, Partial, QuantizedLinears
 from ops.linear import PlainLinear
+from ops.native_linears import NATIVE
 from ops.reference import ReferenceBackend
 
 logger = logging.getLogger(__name__)
@@ -38,11 +39,13 @@ class CpuBackend:
     """The Backend contract on torch's CPU kernels."""
 
     name = "cpu"
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self._reference = ReferenceBackend()
         self._packed_types = _types_that_pass("oneDNN packed linear", _check_packed_linear)
         self._has_native = native.is_available()
+        self.quantized: QuantizedLinears | None = NATIVE if self._has_native else None
         # without vector instructions torch's prefill attention is the faster one
         self._has_vectors = self._has_native and native.instruction_set() != "portable"
         self._flash_types = _types_that_pass("CPU flash attention", _check_flash)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ops.backend import PLAIN, Edges, KeyValues, LinearOp, Partial
+from ops.backend import PLAIN, Edges, KeyValues, LinearOp, Partial, QuantizedLinears
 from ops.linear import PlainLinear
 
 
@@ -35,6 +35,8 @@ class ReferenceBackend:
     """The Backend contract, written to be read."""
 
     name = "reference"
+    device = torch.device("cpu")
+    quantized: QuantizedLinears | None = None
 
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, edges: Edges = PLAIN
@@ -123,13 +125,13 @@ def _attend(
     k, v = _wide(cache.k[0]), _wide(cache.v[0])
     num_kv_heads, length, _ = k.shape
     group = num_heads // num_kv_heads
-    row = torch.arange(first_position, first_position + n)[:, None]
-    key = torch.arange(length)[None]
+    row = torch.arange(first_position, first_position + n, device=q.device)[:, None]
+    key = torch.arange(length, device=q.device)[None]
     visible = key <= row
     if window is not None:
         visible &= key > row - window
     out = torch.empty_like(q)
-    lse = torch.empty(n, num_heads, dtype=k.dtype)
+    lse = torch.empty(n, num_heads, dtype=k.dtype, device=q.device)
     for head in range(num_heads):
         scores = (_wide(q[:, head]) @ k[head // group].T) * scale
         scores = scores.masked_fill(~visible, float("-inf"))

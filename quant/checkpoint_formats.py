@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ops import native
-from ops.backend import PLAIN, Edges, LinearOp
+from ops.backend import PLAIN, Edges, LinearOp, QuantizedLinears
+from ops.native_linears import NATIVE
 from quant.int4 import Int4Weight
 
 Config = Mapping[str, Any]
@@ -43,7 +44,9 @@ class TensorRule(NamedTuple):
 class PackedWeight(Protocol):
     """Quantized weights of one product, ready to be packed for the kernels."""
 
-    def linear(self, bias: Tensor | None, edges: Edges = PLAIN) -> LinearOp: ...
+    def linear(
+        self, bias: Tensor | None, edges: Edges = PLAIN, linears: QuantizedLinears = NATIVE
+    ) -> LinearOp: ...
 
     def plain(self) -> Tensor:
         """[out, in] fp32, for products that are not to be in integers."""
@@ -100,8 +103,10 @@ class Int8Weight:
     weight: Tensor
     scales: Tensor
 
-    def linear(self, bias: Tensor | None, edges: Edges = PLAIN) -> LinearOp:
-        return native.Int8Linear(self.weight, bias, edges, scales=self.scales)
+    def linear(
+        self, bias: Tensor | None, edges: Edges = PLAIN, linears: QuantizedLinears = NATIVE
+    ) -> LinearOp:
+        return linears.int8([self.weight], bias, edges, scales=self.scales)
 
     def plain(self) -> Tensor:
         return self.weight.float().mul_(self.scales[:, None])
@@ -177,6 +182,8 @@ class Reordered:
         self._op, self._order = op, order
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if self._order.device != x.device:
+            self._order = self._order.to(x.device)
         return self._op(x.index_select(1, self._order), residual)
 
 
@@ -187,14 +194,17 @@ class GroupedWeight:
     weight: Int4Weight
     order: Tensor | None
 
-    def linear(self, bias: Tensor | None, edges: Edges = PLAIN) -> LinearOp:
+    def linear(
+        self, bias: Tensor | None, edges: Edges = PLAIN, linears: QuantizedLinears = NATIVE
+    ) -> LinearOp:
         if self.order is None:
-            return self.weight.linear(bias, edges)
+            return self.weight.linear(bias, edges, linears)
         norm = edges.norm
         if norm is not None:
-            norm_bias = None if norm.bias is None else norm.bias[self.order]
-            norm = norm._replace(weight=norm.weight[self.order], bias=norm_bias)
-        return Reordered(self.weight.linear(bias, edges._replace(norm=norm)), self.order)
+            order = self.order.to(norm.weight.device)
+            norm_bias = None if norm.bias is None else norm.bias[order]
+            norm = norm._replace(weight=norm.weight[order], bias=norm_bias)
+        return Reordered(self.weight.linear(bias, edges._replace(norm=norm), linears), self.order)
 
     def plain(self) -> Tensor:
         weight = self.weight.plain()

@@ -13,7 +13,8 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from ops import native
-from ops.backend import PLAIN, Edges, LinearOp
+from ops.backend import PLAIN, Edges, LinearOp, QuantizedLinears
+from ops.native_linears import NATIVE
 
 GROUP = 64
 
@@ -30,9 +31,11 @@ class Int4Weight(NamedTuple):
     group: int
     is_nf4: bool = False
 
-    def linear(self, bias: Tensor | None, edges: Edges = PLAIN) -> LinearOp:
+    def linear(
+        self, bias: Tensor | None, edges: Edges = PLAIN, linears: QuantizedLinears = NATIVE
+    ) -> LinearOp:
         codes, scales, zeros, group, is_nf4 = self
-        return native.Int4Linear(codes, scales, zeros, bias, edges, group=group, is_nf4=is_nf4)
+        return linears.int4(codes, scales, zeros, bias, edges, group=group, is_nf4=is_nf4)
 
     def plain(self) -> Tensor:
         """[out, in] fp32."""
@@ -61,23 +64,33 @@ def quantize_nf4(weight: Tensor, group: int = GROUP) -> Int4Weight:
     """[out, in] in any float type, to the nearest NF4 value times the group's largest."""
     parts = _groups(weight, group)
     scales = _as_stored(parts.abs().amax(2))
-    values = torch.tensor(native.NF4_VALUES)
+    values = torch.tensor(native.NF4_VALUES, device=weight.device)
     codes = torch.bucketize(parts / _nonzero(scales)[..., None], (values[1:] + values[:-1]) / 2)
     return Int4Weight(_rows(codes.to(torch.uint8), weight), scales, None, group, is_nf4=True)
 
 
 def int4_linear(
-    weight: Tensor, bias: Tensor | None, edges: Edges = PLAIN, *, group: int = GROUP
+    weight: Tensor,
+    bias: Tensor | None,
+    edges: Edges = PLAIN,
+    *,
+    group: int = GROUP,
+    linears: QuantizedLinears = NATIVE,
 ) -> LinearOp:
     """What load_model takes as make_linear."""
-    return quantize_int4(weight, group).linear(bias, edges)
+    return quantize_int4(weight, group).linear(bias, edges, linears)
 
 
 def nf4_linear(
-    weight: Tensor, bias: Tensor | None, edges: Edges = PLAIN, *, group: int = GROUP
+    weight: Tensor,
+    bias: Tensor | None,
+    edges: Edges = PLAIN,
+    *,
+    group: int = GROUP,
+    linears: QuantizedLinears = NATIVE,
 ) -> LinearOp:
     """What load_model takes as make_linear."""
-    return quantize_nf4(weight, group).linear(bias, edges)
+    return quantize_nf4(weight, group).linear(bias, edges, linears)
 
 
 def _groups(weight: Tensor, group: int) -> Tensor:

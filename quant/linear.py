@@ -1,7 +1,8 @@
-"""int8 x int8 linear layers as a transform of the plain model: the loader packs with these.
+"""8-bit linear layers as transforms of the plain model: the loader packs with these.
 
-Weights per output channel, symmetric, rounded to the nearest of 127 steps of the channel's
+int8: weights per output channel, symmetric, rounded to the nearest of 127 steps of the channel's
 largest; activations per token at run time (LLM.int8 without its outliers, ZeroQuant's scheme).
+fp8: the same with e4m3 numbers, on devices that multiply them.
 """
 
 from __future__ import annotations
@@ -10,10 +11,24 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ops import native
-from ops.backend import PLAIN, Edges, LinearOp
+from ops.backend import PLAIN, Edges, LinearOp, QuantizedLinears
+from ops.native_linears import NATIVE
 
 
-def int8_linear(parts: Sequence[Tensor], bias: Tensor | None, edges: Edges = PLAIN) -> LinearOp:
+def int8_linear(
+    parts: Sequence[Tensor],
+    bias: Tensor | None,
+    edges: Edges = PLAIN,
+    *,
+    linears: QuantizedLinears = NATIVE,
+    is_head: bool = False,
+) -> LinearOp:
     """parts: [out_i, in], one under the other, any float. What load_model takes as make_linear."""
-    return native.Int8Linear(parts, bias, edges)
+    return linears.int8(parts, bias, edges, is_head=is_head)
+
+
+def fp8_linear(
+    parts: Sequence[Tensor], bias: Tensor | None, edges: Edges = PLAIN, *, linears: QuantizedLinears
+) -> LinearOp:
+    """As int8_linear, in e4m3."""
+    return linears.fp8(parts, bias, edges)

@@ -16,10 +16,11 @@ from serve.length_predictor import LengthPredictor
 from serve.memory_policy import POLICIES as MEMORY_POLICIES
 from serve.orders import ORDERS
 
-DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "nf4")
+DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "nf4", "fp8")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 PARTITIONS = ("auto", "head", "request", "sequence")  # of memory.placement, which needs torch
 MEMORY_PREFILLS = ("local", "remote")
+LOAD_FORMATS = ("safetensors", "random")
 MEMORY_WIRES = ("auto", "float32", "bfloat16", "int8")
 WEIGHT_GROUPS = (32, 64, 128)  # those of the kernels, whose module is slow to import
 DEFAULT_MODEL = "default"
@@ -37,24 +38,29 @@ class EngineConfig:
     """Settings of one engine.
 
     model: a Hugging Face directory, or "default" for the embedded model.
+    load_format: "safetensors", or "random": weights made at random on the device, for measuring
+        speed; of the directory only config.json and the tokenizer are read.
     served_model_name: the name clients use; None takes the directory's name.
     dtype: "int8" multiplies int8 by int8 (weights per channel, activations per token); "auto"
         takes it for 16-bit checkpoints of families that bear it, and logs why. "int4" and "nf4"
-        round the weights to 4 bits.
+        round the weights to 4 bits; "fp8" multiplies e4m3 numbers, on GPUs that have them.
     weight_group: inputs of an output that share one scale in int4 and nf4: 32, 64 or 128.
     kv_dtype: how K/V is stored; "auto" takes int8 with int8 products (bfloat16 where head_dim is
         no multiple of 16), else the compute type.
     kv_group: values of a head that share one scale in int8 K/V, at most.
     max_model_len: longest sequence (prompt + output) in tokens; None takes the model's.
     max_num_seqs: sequences that run at once.
-    max_num_batched_tokens: rows of one step; None picks by model and device.
+    max_num_batched_tokens: rows of one step; None takes 256, on a GPU 2,048, and at least
+        max_num_seqs.
     max_chunk_tokens: most prefill rows of one sequence in one step; None means no limit
         beyond max_num_batched_tokens.
     inter_token_slo_ms: what a step may take while somebody decodes: prompts are cut so that it
         is kept, by a learned model of the step's time. None: prompts take the whole budget.
     max_num_waiting: requests that may wait before new ones are refused.
-    kv_cache_bytes: bound on physical K/V memory; None takes 40 % of what is free.
-    kv_page_bytes: physical unit mapped on demand; None picks about 16 tokens.
+    kv_cache_bytes: bound on physical K/V memory; None takes 40 % of what is free, on a GPU what
+        is left beside the weights and the largest step, as measured.
+    kv_page_bytes: physical unit mapped on demand; None picks about 16 tokens, on a GPU its unit
+        (2 MiB).
     prefix_cache: keep what is computed and share it between requests that begin alike.
     kv_cache_dir: a directory for prefixes and preempted sequences that memory has no room for;
         prefixes survive a restart. kv_disk_bytes: used for one model at most; None: 16 GiB.
@@ -79,11 +85,12 @@ class EngineConfig:
         "auto" (as the model computes).
     tokenize_threads: size of pool 1. compute_threads: cores of pool 2; None takes
         all that affinity and the cgroup's quota leave.
-    backend: name in ops.BACKENDS, or "auto".
+    backend: name in ops.BACKENDS, or "auto": "cuda" where torch has a GPU, else "cpu".
     seed: base for requests that bring no seed; None draws one.
     """
 
     model: str = DEFAULT_MODEL
+    load_format: str = "safetensors"
     served_model_name: str | None = None
     dtype: str = "auto"
     weight_group: int = 64
@@ -147,6 +154,7 @@ class EngineConfig:
             if name is not None and (not isinstance(name, str) or not name):
                 raise ConfigError(f"{setting} must be a name that is not empty, not {name!r}")
         for setting, known in (
+            ("load_format", LOAD_FORMATS),
             ("dtype", DTYPES),
             ("kv_dtype", KV_DTYPES),
             ("memory_policy", MEMORY_POLICIES),

@@ -15,8 +15,8 @@ from memory.node import MemoryNode
 from ops import get_backend, native
 from serve.config import EngineConfig
 from serve.errors import ConfigError, MergestepError
+from serve.machine import available_memory, usable_processors
 from serve.remote_kv import read_key, what_is_wrong
-from serve.runtime import available_memory, usable_processors
 from transport import check_scheme, listen
 from transport.base import TransportError
 
@@ -50,7 +50,7 @@ def serve_node(
     torch.set_num_threads(1)
     if native.is_available():
         native.set_num_threads(count)
-    node = MemoryNode(capacity, get_backend("auto"))
+    node = MemoryNode(capacity, get_backend("cpu"))
     try:
         listener = listen(
             url,

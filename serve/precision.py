@@ -1,8 +1,9 @@
 """Which number formats a model runs in, and why: decided once at start-up and logged.
 
 "int8" means int8 x int8 products (W8A8) on an fp32 residual stream. "auto" takes it for 16-bit
-checkpoints of families that bear it, where the processor has fast kernels for it. "int4" and "nf4"
-are 4-bit weights on int8 rows, the last product in int8; only taken when asked for. A checkpoint
+checkpoints of families that bear it, where the device has fast kernels for it. "int4" and "nf4"
+are 4-bit weights on int8 rows, the last product in int8; "fp8" is e4m3 x e4m3, on GPUs that have
+it: these are only taken when asked for. A checkpoint
 that is quantized already keeps its weights on int8 rows, and what it left plain becomes int8;
 with bfloat16 or float32, or where int8 rows are not for it, its weights are unpacked at load.
 """
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from memory.int8_attention import Int8KVLayout
-from ops import native
+from ops import best_backend, native
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.models import ModelSpec
@@ -25,24 +26,25 @@ logger = logging.getLogger(__name__)
 _TORCH_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-_NATIVE_BACKENDS = ("auto", "cpu")
+_FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """compute: type of activations. weights: plain (in compute's type), int8, int4 or nf4. kv: type
-    of K/V in memory. packed: the checkpoint's own way to quantize weights, which stay so unless
-    weights is plain.
+    """compute: type of activations. weights: plain (in compute's type), int8, int4, nf4 or fp8.
+    kv: type of K/V in memory. packed: the checkpoint's own way to quantize weights, which stay so
+    unless weights is plain. backend: a name in ops.BACKENDS.
     """
 
     compute: torch.dtype
     weights: str
     kv: str
     packed: str | None = None
+    backend: str = "cpu"
 
     @property
     def is_int8(self) -> bool:
-        """Whether products take their rows in int8."""
+        """Whether products take their rows in 8 bits."""
         return self.weights != "plain"
 
     def __str__(self) -> str:
@@ -55,17 +57,18 @@ class Precision:
 def resolve_precision(config: EngineConfig, spec: ModelSpec) -> Precision:
     """From the settings dtype and kv_dtype. ConfigError where one cannot be had here."""
     dtype, packed = config.dtype, spec.packed.method if spec.packed else None
-    if packed and dtype in ("int4", "nf4"):
+    backend = best_backend() if config.backend == "auto" else config.backend
+    if packed and dtype in ("int4", "nf4", "fp8"):
         raise ConfigError(
             f"dtype {dtype} cannot be had: the checkpoint is quantized already ({packed}); "
             "use auto, int8, bfloat16 or float32"
         )
     if dtype == "auto":
-        dtype, reason = _best_dtype(config, spec)
+        dtype, reason = _best_dtype(backend, spec)
         logger.info("dtype auto: %s (%s)", dtype, reason)
     compute, weights = _TORCH_TYPES.get(dtype, torch.float32), "plain"
     if dtype not in _TORCH_TYPES:
-        _require_native(config, "dtype", dtype)
+        _require(backend, "dtype", dtype)
         weights = dtype
     is_int8 = weights != "plain"
     kv = config.kv_dtype
@@ -76,36 +79,47 @@ def resolve_precision(config: EngineConfig, spec: ModelSpec) -> Precision:
             kv = "bfloat16"  # the compute type is fp32, twice the bytes
             logger.info("kv_dtype auto: bfloat16 (int8 K/V has no heads of %d)", spec.head_dim)
     if kv == "int8":
-        _require_native(config, "kv_dtype", kv)
+        _require(backend, "kv_dtype", kv)
         if not can_int8:
             raise ConfigError(
                 f"kv_dtype int8 needs a head_dim of a multiple of 16 up to 512, not {spec.head_dim}"
             )
-    return Precision(compute, weights, kv, packed)
+    return Precision(compute, weights, kv, packed, backend)
 
 
-def _best_dtype(config: EngineConfig, spec: ModelSpec) -> tuple[str, str]:
+def _best_dtype(backend: str, spec: ModelSpec) -> tuple[str, str]:
     if spec.packed is None and spec.torch_dtype == "float32":
         return "float32", "the checkpoint is float32"
-    plain = "bfloat16" if _has_bf16() else "float32"
+    plain = "bfloat16" if backend == "cuda" or _has_bf16() else "float32"
     unpacked = f"; its {spec.packed.method} weights are unpacked" if spec.packed else ""
-    if config.backend not in _NATIVE_BACKENDS:
-        return plain, f"the {config.backend} back end has no int8 products{unpacked}"
-    if not native.is_available():
+    if backend not in ("cpu", "cuda"):
+        return plain, f"the {backend} back end has no int8 products{unpacked}"
+    if backend == "cpu" and not native.is_available():
         return plain, f"the native kernels are not built{unpacked}"
     if not spec.bears_int8:
         return plain, f"{spec.model_type} is known to lose accuracy in int8{unpacked}"
     if spec.packed is not None:
         return "int8", f"the checkpoint is quantized ({spec.packed.method})"
+    if backend == "cuda":
+        return "int8", f"{spec.torch_dtype} checkpoint, int8 tensor cores"
     if native.instruction_set() == "portable":
         return plain, "no int8 instructions that the kernels know"
     return "int8", f"{spec.torch_dtype} checkpoint, {native.instruction_set()} kernels"
 
 
-def _require_native(config: EngineConfig, setting: str, value: str) -> None:
-    if config.backend not in _NATIVE_BACKENDS:
-        raise ConfigError(f"{setting} {value} needs the cpu back end, not {config.backend}")
-    if not native.is_available():
+def _require(backend: str, setting: str, value: str) -> None:
+    if value == "fp8":
+        if backend != "cuda":
+            raise ConfigError(f"{setting} {value} needs the cuda back end, not {backend}")
+        if torch.cuda.is_available() and torch.cuda.get_device_capability() < _FP8_CAPABILITY:
+            raise ConfigError(
+                f"{setting} {value} needs compute capability 8.9, which "
+                f"{torch.cuda.get_device_name()} does not have"
+            )
+        return
+    if backend not in ("cpu", "cuda"):
+        raise ConfigError(f"{setting} {value} needs the cpu or cuda back end, not {backend}")
+    if backend == "cpu" and not native.is_available():
         raise ConfigError(f"{setting} {value} needs the native kernels, which are not built")
 
 

@@ -16,9 +16,10 @@ from serve.config import EngineConfig
 from serve.evaluate import evaluate
 from serve.evaluate_cli import parse_precision
 from serve.http.schema import MAX_TOP_LOGPROBS
+from serve.machine import usable_processors
 from serve.models import read_spec
 from serve.request import MAX_LOGPROBS
-from serve.runtime import load_runtime, usable_processors
+from serve.runtime import load_runtime
 from tests.checkpoints import checkpoint
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="native kernels not built")

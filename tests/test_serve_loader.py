@@ -12,9 +12,11 @@ from ops import native
 from serve import LLM
 from serve.config import EngineConfig
 from serve.errors import ConfigError, ModelLoadError
+from serve.kv_sizes import size_kv
+from serve.machine import available_memory, usable_processors
 from serve.models import read_spec
 from serve.precision import resolve_precision
-from serve.runtime import _set_threads, available_memory, load_runtime, size_kv, usable_processors
+from serve.runtime import _set_threads, load_runtime
 from tests.checkpoints import checkpoint
 
 MIB = 1 << 20
@@ -82,7 +84,7 @@ def test_the_context_must_fit(spec):
         ({"kv_page_bytes": 65536.0}, "kv_page_bytes"),
         ({"compute_threads": True}, "compute_threads"),
         ({"seed": 1.5}, "seed"),
-        ({"dtype": "int8", "backend": "reference"}, "cpu back end"),
+        ({"dtype": "int8", "backend": "reference"}, "cpu or cuda back end"),
         ({"backend": "abacus"}, "backend"),
         ({"no_such_setting": 1}, "no_such_setting"),
     ],
@@ -161,7 +163,7 @@ QUOTAS: list[tuple[dict[str, str], int]] = [
 def test_a_quota_of_processor_time_bounds_the_threads(files, count, monkeypatch):
     """docker --cpus=2 on 64 cores gave 64 threads, which waited spinning for each other."""
     under = "/sys/fs/cgroup/"
-    monkeypatch.setattr("serve.runtime._read", lambda path: files.get(path.removeprefix(under), ""))
+    monkeypatch.setattr("serve.machine._read", lambda path: files.get(path.removeprefix(under), ""))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
     assert usable_processors() == count
 
