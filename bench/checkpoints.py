@@ -31,6 +31,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "max_position_embeddings": 8192,
     },
+    # Llama-3.1-8B
+    "llama-8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 32768,
+    },
     # 32k tokens of prompt take some fifteen seconds on two cores
     "small-32k": {
         "hidden_size": 512,
@@ -76,10 +88,14 @@ def cache_folder() -> Path:
     return Path(base) / "mergestep"
 
 
-def random_checkpoint(shape: str, *, folder: Path | None = None) -> Path:
-    """The checkpoint's directory; made at the first call (seeded, the same everywhere)."""
+def random_checkpoint(shape: str, *, folder: Path | None = None, has_weights: bool = True) -> Path:
+    """The checkpoint's directory; made at the first call (seeded, the same everywhere).
+
+    Without weights it is for the setting load_format random.
+    """
     path = (folder or cache_folder()) / f"random-{shape}"
-    if (path / "model.safetensors").is_file():
+    needed = path / ("model.safetensors" if has_weights else "tokenizer_config.json")
+    if needed.is_file():
         return path
     path.mkdir(parents=True, exist_ok=True)
     config = SHAPES[shape] | {
@@ -94,6 +110,8 @@ def random_checkpoint(shape: str, *, folder: Path | None = None) -> Path:
     }
     (path / "config.json").write_text(json.dumps(config, indent=2))
     _write_tokenizer(path, config["vocab_size"])
+    if not has_weights:
+        return path
     part = path / "model.safetensors.part"
     save_file(_tensors(config, shape), part, metadata={"format": "pt"})
     part.rename(path / "model.safetensors")

@@ -45,9 +45,13 @@ class CudaMemory:
         device: int = 0,
         driver: Any = None,
         synchronize: Callable[[], None] | None = None,
+        settle: Callable[[int, int], None] | None = None,
+        compute_stream: int = 0,
         for_rdma: bool = False,
     ) -> None:
         """synchronize: waits for every kernel that may touch the reservation (cuCtxSynchronize).
+        settle(first, end): only for those that may touch these bytes of it; by default for all.
+        compute_stream: where the kernels run; 0 is the legacy stream, torch's default.
 
         for_rdma: network cards may read and write the pages. CudaUnavailableError if the device
         cannot be used, ValueError for a page size it does not have.
@@ -62,6 +66,8 @@ class CudaMemory:
                 f"(2 MiB on most), the unit in which CUDA device {device} maps memory"
             )
         self._synchronize = synchronize or self._device.synchronize
+        self._settle = settle or (lambda first, end: self._synchronize())
+        self._compute_stream = compute_stream
         self._address = 0
         self._num_slots = 0
         self._shown: dict[int, int] = {}  # page number by place in the reservation
@@ -178,10 +184,9 @@ class CudaMemory:
     def copy_page(self, source: int, target: int) -> None:
         places = (self.page_address(target), self.page_address(source))
         self._device.enter()
-        self._synchronize()  # aliases: whoever wrote the source has ended
-        self._device.call("cuMemcpyDtoD", *places, self.page_bytes)
-        # It is queued in the legacy stream, which kernels of other streams do not wait for.
-        self._device.call("cuStreamSynchronize", 0)
+        # After the kernel that wrote the source and before the next one, so aliases are coherent.
+        call = self._device.call
+        call("cuMemcpyDtoDAsync", *places, self.page_bytes, self._compute_stream)
 
     def is_mapped(self, offset: int) -> bool:
         return offset // self.page_bytes in self._shown
@@ -199,9 +204,14 @@ class CudaMemory:
         self._clear_all([s for s in range(slot, slot + num_pages) if s in self._shown])
 
     def _clear_all(self, slots: list[int]) -> None:
-        if slots:
+        """slots: ascending."""
+        if not slots:
+            return
+        if slots[-1] < self._num_slots:
+            self._settle(slots[0] * self.page_bytes, (slots[-1] + 1) * self.page_bytes)
+        else:  # pages' own places, where copies are made
             self._synchronize()
-            self._hide(slots)
+        self._hide(slots)
 
     def _hide(self, slots: list[int]) -> None:
         """slots: mapped ones, ascending. One call per run: it takes adjacent mappings, no holes."""

@@ -50,8 +50,9 @@ class StepArrays:
 
     A host buffer is an int32 tensor of `num_words`, pinned where there is a GPU; several may be
     in turn. windows: those of the layers, None for all keys, each with a work list of its own.
-    Rows of a step: one per decoding sequence, padding up to padded_decodes, then the prompts'
-    chunks, padding up to padded_rows.
+    Rows of a step: one per decoding sequence, then the prompts' chunks, then padding up to
+    padded_rows. padded_decodes: decode rows for which launches have room; beyond the real ones
+    they write zeros, before the prompts' rows are written there.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class StepArrays:
         rows[:num_decodes] = start[:num_decodes] + length[:num_decodes] - 1
         rows[num_decodes:] = -1
         chunks = self._fill_rows(
-            rows, start[of_prompts], count[of_prompts], length[of_prompts], padded_decodes
+            rows, start[of_prompts], count[of_prompts], length[of_prompts], num_decodes
         )
         is_own = [library_rows is None or x.num_rows < library_rows for x in chunks]
         own = [x for x, kept in zip(chunks, is_own, strict=True) if kept]
@@ -220,7 +221,7 @@ class StepArrays:
         assert (count > 0).all() and (count[:num_decodes] == 1).all(), f"{count}"
         assert (length >= count).all() and (start >= 0).all(), f"{length}"
         assert not (start % TILE_TOKENS).any(), f"{start}"
-        needed = padded_decodes + int(count[num_decodes:].sum())
+        needed = max(padded_decodes, int(count.sum()))
         assert num_decodes <= padded_decodes and needed <= padded_rows, f"{padded_rows=} {needed=}"
         longest = int(length.max(initial=0))
         limits = [("max_rows", padded_rows, self.max_rows)]
@@ -284,8 +285,8 @@ class CudaAttentionLayer:
             )
             combine(arrays.outs, arrays.lses, arrays.slots[index], out[:num_decodes_padded])
         if has_prefill:
-            num_rows = num_rows_padded - num_decodes_padded
-            max_tiles = num_rows // arrays.rows_per_tile + min(num_rows, arrays.max_seqs)
+            max_tiles = num_rows_padded // arrays.rows_per_tile
+            max_tiles += min(num_rows_padded, arrays.max_seqs)
             prefill(
                 q,
                 tiles,

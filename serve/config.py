@@ -20,6 +20,7 @@ DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "nf4", "fp8")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 PARTITIONS = ("auto", "head", "request", "sequence")  # of memory.placement, which needs torch
 MEMORY_PREFILLS = ("local", "remote")
+LOAD_FORMATS = ("safetensors", "random")
 MEMORY_WIRES = ("auto", "float32", "bfloat16", "int8")
 WEIGHT_GROUPS = (32, 64, 128)  # those of the kernels, whose module is slow to import
 DEFAULT_MODEL = "default"
@@ -37,6 +38,8 @@ class EngineConfig:
     """Settings of one engine.
 
     model: a Hugging Face directory, or "default" for the embedded model.
+    load_format: "safetensors", or "random": weights made at random on the device, for measuring
+        speed; of the directory only config.json and the tokenizer are read.
     served_model_name: the name clients use; None takes the directory's name.
     dtype: "int8" multiplies int8 by int8 (weights per channel, activations per token); "auto"
         takes it for 16-bit checkpoints of families that bear it, and logs why. "int4" and "nf4"
@@ -87,6 +90,7 @@ class EngineConfig:
     """
 
     model: str = DEFAULT_MODEL
+    load_format: str = "safetensors"
     served_model_name: str | None = None
     dtype: str = "auto"
     weight_group: int = 64
@@ -150,6 +154,7 @@ class EngineConfig:
             if name is not None and (not isinstance(name, str) or not name):
                 raise ConfigError(f"{setting} must be a name that is not empty, not {name!r}")
         for setting, known in (
+            ("load_format", LOAD_FORMATS),
             ("dtype", DTYPES),
             ("kv_dtype", KV_DTYPES),
             ("memory_policy", MEMORY_POLICIES),

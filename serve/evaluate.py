@@ -184,9 +184,12 @@ def _read(runtime: Runtime, tokens: list[int]) -> Iterator[tuple[int, Tensor]]:
             assert kv.grow(item, end, start), "a single sequence always fits"
             kv.commit()
             step = AttentionStep(0, [item.start], [len(part)], [end])
+            device = runtime.model.device
             hidden = runtime.model.forward(
-                torch.tensor(part), torch.arange(start, end), runtime.attention.plan(step)
+                torch.tensor(part, device=device),
+                torch.arange(start, end, device=device),
+                runtime.attention.plan(step),
             )
-            yield start, torch.log_softmax(runtime.model.logits(hidden), -1)
+            yield start, torch.log_softmax(runtime.model.logits(hidden), -1).cpu()
     finally:
         kv.close(item)

@@ -176,5 +176,5 @@ class Streams:
         self.queue(stream, copy)
 
     @driver_call()
-    def cuMemcpyDtoD(self, target: int, source: int, size: int) -> None:
-        self.queue(0, lambda: self.write(target, self.read(source, size)))
+    def cuMemcpyDtoDAsync(self, target: int, source: int, size: int, stream: int) -> None:
+        self.queue(stream, lambda: self.write(target, self.read(source, size)))

@@ -204,16 +204,44 @@ def test_an_address_that_cannot_be_given(driver, memory, call, is_unwound):
     assert driver.used_bytes == 0
 
 
-def test_a_copy_is_there_when_it_returns(driver, memory):
-    """A kernel of another stream may write the target next."""
+def test_a_copy_comes_between_the_kernels_before_and_after(driver):
+    """In their stream, so that nobody waits."""
+    probe = CudaMemory(PAGE, 1, driver=driver)  # a stream needs a context
+    stream = driver.cuStreamCreate(1)[1]
+    memory = CudaMemory(PAGE, 4, driver=driver, compute_stream=stream)
     base = memory.reserve(4 * PAGE)
     memory.map(0, 0, 2)
-    stream = driver.cuStreamCreate(1)[1]
     driver.queue(stream, lambda: driver.write(base, b"source"))
     memory.copy_page(0, 1)
+    driver.queue(stream, lambda: driver.write(base, b"others"))
+    assert not driver.calls["cuCtxSynchronize"] and not driver.calls["cuStreamSynchronize"]
+    driver.run_all()
+    assert driver.read(base, 12) == b"others" + bytes(b"\xcd" * 6)
     assert driver.read(base + PAGE, 6) == b"source"
     memory.copy_page(1, 0)
     assert driver.calls["cuMemMap"] == 4, "the second copy maps nothing"
+    memory.close()
+    driver.cuStreamDestroy(stream)
+    probe.close()
+
+
+def test_unmapping_waits_only_for_those_who_may_look_there(driver):
+    settled = []
+    memory = CudaMemory(
+        PAGE, 8, driver=driver, settle=lambda first, end: settled.append((first, end))
+    )
+    memory.reserve(16 * PAGE)
+    memory.map(2 * PAGE, 0, 4)
+    assert settled == [], "nothing was there"
+    memory.map(3 * PAGE, 4, 2)
+    assert settled == [(3 * PAGE, 5 * PAGE)]
+    memory.unmap(2 * PAGE, 4)
+    assert settled[1:] == [(2 * PAGE, 6 * PAGE)]
+    assert not driver.calls["cuCtxSynchronize"]
+    memory.page_address(0)
+    memory.release(0, 1)
+    assert driver.calls["cuCtxSynchronize"] == 1, "copies may be under way at a page's own place"
+    memory.close()
 
 
 def test_closing_goes_on_after_a_failure(driver):

@@ -5,7 +5,7 @@ Knows files and headers; does not know what the tensors are for. Never unpickles
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +45,16 @@ class Checkpoint:
         self._open: dict[Path, Any] = {}
         for file in _files(path):
             self._read_header(file)
+
+    def find_prefix(self, prefixes: Sequence[str], name: str) -> str:
+        """The one with which the file has this tensor. ModelLoadError if it is not there."""
+        for prefix in prefixes:
+            if prefix + name in self.entries:
+                return prefix
+        raise ModelLoadError(f"{self.path}: tensor {prefixes[0]}{name} is missing")
+
+    def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """These will be asked for. What a file has does not depend on it."""
 
     def fetch(self, name: str) -> Tensor:
         """The tensor, still on the file's pages, checked to be finite."""

@@ -95,6 +95,7 @@ class Decoder:
         self.spec = spec
         self.weights = weights
         self.dtype = dtype
+        self.device = device
         self._backend = backend
         self._rotary: RotaryTable | None = None
         if spec.rope is not None:

@@ -19,8 +19,9 @@ from quant.checkpoint_formats import TensorRule
 from serve.errors import ModelLoadError
 from serve.models.checkpoint import FLOATS, Checkpoint, check_rule
 from serve.models.decoder import Decoder, DecoderWeights, LayerWeights
-from serve.models.families import FAMILIES, WeightNames
+from serve.models.families import FAMILIES
 from serve.models.progress import shown
+from serve.models.random_checkpoint import RandomCheckpoint
 from serve.models.spec import ModelSpec, read_spec
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ def load_model(
     keep_weight_dtype: bool = False,
     unpack: bool = False,
     q_first: bool = False,
+    is_random: bool = False,
     progress: bool = False,
 ) -> Decoder:
     """The model of a Hugging Face directory, computing in `dtype`.
@@ -48,10 +50,11 @@ def load_model(
     or in the file's with keep_weight_dtype. Products that the checkpoint has quantized are taken
     as they are, which needs the native kernels, or with `unpack` as the plain weights that they
     stand for. With q_first q has a product of its own, so that it is there before k and v: slower,
-    but for attention on other machines. ModelLoadError names what is wrong with the checkpoint.
+    but for attention on other machines. is_random: random weights, made on the device, for
+    measurements; only config.json is read. ModelLoadError names what is wrong with the checkpoint.
     """
     spec = read_spec(path)
-    checkpoint = Checkpoint(path)
+    checkpoint = RandomCheckpoint(path, backend.device) if is_random else Checkpoint(path)
     loader = _Loader(
         spec,
         checkpoint,
@@ -106,7 +109,7 @@ class _Loader:
         self.unpack = unpack
         self.q_first = q_first
         self.names = FAMILIES[spec.model_type].names
-        self.prefix = _find_prefix(self.names, checkpoint)
+        self.prefix = checkpoint.find_prefix(self.names.prefixes, f"{self.names.embed}.weight")
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.qkv_sizes = _sizes_of_parts(self.names.qkv, [q_size, kv_size, kv_size])
         num_parts = 2 if spec.is_gated else 1
@@ -120,6 +123,7 @@ class _Loader:
     def check(self) -> None:
         """Every needed tensor is there with the right shape; others change nothing."""
         expected = self._expected()
+        self.checkpoint.expect(expected)
         for name, shape in expected.items():
             entry = self.checkpoint.entries.get(name)
             if entry is None:
@@ -386,15 +390,6 @@ class _Loader:
         name = f"{self.names.head}.weight"
         is_shared = self.spec.is_tied and name not in self.checkpoint.entries
         return self._embed_name if is_shared else name
-
-
-def _find_prefix(names: WeightNames, checkpoint: Checkpoint) -> str:
-    for prefix in names.prefixes:
-        if f"{prefix}{names.embed}.weight" in checkpoint.entries:
-            return prefix
-    raise ModelLoadError(
-        f"{checkpoint.path}: tensor {names.prefixes[0]}{names.embed}.weight is missing"
-    )
 
 
 def _sizes_of_parts(parts: tuple[str, ...], sizes: list[int]) -> list[int]:

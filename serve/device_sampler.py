@@ -1,0 +1,63 @@
+"""Sequences -> rows for sampling on the device (ops/cuda_sampling.py), and its results back.
+
+What serve/sampler.py does on the CPU, with the same meaning of every parameter. A sequence's newest
+token may still be PENDING_TOKEN: the device knows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+from ops.cuda_choice import DeviceChoice, Row
+from ops.cuda_sampling import Fetched, Plan, described
+from serve.request import TokenLogprobs
+from serve.sampler import Sampled
+from serve.sequence import Sequence
+
+
+def rows_of(sequences: SequenceOf[Sequence], slots: SequenceOf[int]) -> list[Row]:
+    """slots[i]: where the device keeps the last token of sequences[i]."""
+    return [
+        Row(
+            _choice(s),
+            slot,
+            s.token_ids,
+            bool(s.stop_ids) and len(s.token_ids) < s.min_tokens_total,
+        )
+        for s, slot in zip(sequences, slots, strict=True)
+    ]
+
+
+def _choice(sequence: Sequence) -> DeviceChoice:
+    """Made at a sequence's first step, then kept with it."""
+    choice = sequence.history
+    if choice is None:
+        params = sequence.request.params
+        choice = sequence.history = DeviceChoice(
+            seed=sequence.seed,
+            temperature=0.0 if params.is_greedy else params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            repetition=params.repetition_penalty,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+            num_prompt=sequence.num_prompt_tokens,
+            biases=params.logit_bias,
+            forbidden=sequence.stop_ids,
+            num_logprobs=params.logprobs,
+        )
+    assert isinstance(choice, DeviceChoice)
+    return choice
+
+
+def sampled(plan: Plan, fetched: Fetched) -> Sampled:
+    """The tokens of a step, once the copies that fetch() started have ended."""
+    token_ids = fetched.tokens.tolist()
+    if fetched.logprobs is None:
+        return Sampled(token_ids, None)
+    logprobs = [
+        None if each is None else TokenLogprobs(each.token_id, each.logprob, each.top, each.rank)
+        for each in described(fetched, plan.rows)
+    ]
+    return Sampled(token_ids, logprobs)
