@@ -118,6 +118,15 @@ class KVManager:
         before = sum([group.token_bytes for group in self.layout.groups[:number]])
         return self.range_tokens * len(self.ranges) * before
 
+    def spans(self, target: Range) -> list[tuple[int, int]]:
+        """(first, end) bytes of the reservation that are the range's, in each group."""
+        firsts = [
+            self.group_offset(number) + target.index * self.range_tokens * group.token_bytes
+            for number, group in enumerate(self.layout.groups)
+        ]
+        sizes = [self.range_tokens * group.token_bytes for group in self.layout.groups]
+        return [(first, first + size) for first, size in zip(firsts, sizes, strict=True)]
+
     @property
     def members(self) -> list[KVManager]:
         """The memories: this one."""

@@ -27,11 +27,20 @@ class PrefixHasher:
         self._page_end = page_end
         self._secret = secrets.token_bytes(32) if secret is None else secret
 
-    def extend(self, keys: list[bytes], token_ids: Sequence[int], salt: str | None = None) -> None:
-        """Append the keys of the pages that token_ids fill and `keys` does not have yet."""
+    def extend(
+        self,
+        keys: list[bytes],
+        token_ids: Sequence[int],
+        salt: str | None = None,
+        num_tokens: int | None = None,
+    ) -> None:
+        """Append the keys of the pages that token_ids fill and `keys` does not have yet.
+
+        num_tokens: of token_ids, the first that count; None: all."""
+        num_tokens = len(token_ids) if num_tokens is None else num_tokens
         key = keys[-1] if keys else self._hash(b"", (salt or "").encode())
         start = self._page_end(len(keys) - 1) if keys else 0
-        while (end := self._page_end(len(keys))) <= len(token_ids):
+        while (end := self._page_end(len(keys))) <= num_tokens:
             key = self._hash(key, array("i", token_ids[start:end]).tobytes())
             keys.append(key)
             start = end

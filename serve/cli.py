@@ -41,6 +41,7 @@ def run(
     port: opt.Port = 8000,
     drain_s: opt.DrainRequests = 30.0,
     log_level: opt.LogLevel = "info",
+    load_format: opt.LoadFormat = "safetensors",
     served_model_name: opt.ServedModelName = None,
     dtype: opt.DType = "auto",
     weight_group: opt.WeightGroup = 64,

@@ -30,7 +30,12 @@ Model = Annotated[
         help="A Hugging Face directory.", metavar="MODEL", show_default="the embedded model"
     ),
 ]
-DType = Annotated[str, typer.Option(help="auto, int8, int4, nf4, bfloat16 or float32.")]
+LoadFormat = Annotated[
+    str, typer.Option(help="safetensors, or random: weights made at random, to measure speed.")
+]
+DType = Annotated[
+    str, typer.Option(help="auto, int8, int4, nf4, bfloat16 or float32; on newer GPUs also fp8.")
+]
 WeightGroup = Annotated[
     int, typer.Option(help="Inputs that share a scale in int4 and nf4: 32, 64 or 128.")
 ]

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from memory.node_set import NodeSet
-from memory.remote_attention import NodesLostError
 from memory.split_kv import Books
 from serve.admission import RequestLimits
 from serve.compute_thread import ComputeThread
@@ -26,15 +25,14 @@ from serve.intake import Arrival, Encode, Intake
 from serve.output import OutputProcessor, OutputState, Sink, StepRecord
 from serve.output_thread import OutputThread
 from serve.overload import EarlyRejection
-from serve.plan import StepPlan
+from serve.pipeline import make_steps
 from serve.recovery import MemoryRecovery
 from serve.request import FinishReason, Prompt, Request, SamplingParams
 from serve.runner import Runner
 from serve.scheduler import Scheduler
 from serve.sequence import Sequence, SequenceStatus, make_sequences
-from serve.stagger import part_of
 from serve.state import RequestState
-from serve.stats import EngineStats, StepCounts, engine_stats
+from serve.stats import EngineStats, engine_stats
 from serve.tokenizer import Tokenizer
 from serve.unfinished import Unfinished
 
@@ -83,11 +81,17 @@ class EngineCore:
         self._unfinished = Unfinished(limits)
         self._loop_job: Future[None] | None = None
         self._failure: BaseException | None = None
-        self._counts = StepCounts()
-        # Since when the loop has been busy with the next step; None: it was idle.
-        self._busy_since_s: float | None = None
         self._output = OutputThread(
             OutputProcessor(lambda s, why: self._inbox.put(lambda: self._end(s, why)))
+        )
+        self._steps = make_steps(
+            runner,
+            scheduler,
+            self._output,
+            end=self._end,
+            forget=self._forget,
+            lost=None if self._recovery is None else self._recovery.lost,
+            clock=clock,
         )
         self._tokenize = ThreadPoolExecutor(tokenize_threads, "mergestep-tokenize")
         self._compute = compute
@@ -143,7 +147,7 @@ class EngineCore:
             self._scheduler,
             self._rejection,
             self._recovery,
-            self._counts,
+            self._steps.counts,
             num_unfinished=len(self._unfinished),
             clock=self._clock,
         )
@@ -206,6 +210,7 @@ class EngineCore:
         try:
             while self._take_messages():
                 self._step()
+            self._steps.drain()
             self._drain_inbox()
         except BaseException as error:
             logger.exception("the compute loop failed; no new requests are accepted")
@@ -215,6 +220,7 @@ class EngineCore:
         finally:
             self._answer_all(FinishReason.ABORT)
             self._answer_rest()
+            self._steps.abandon()
             self._close_memory()
 
     def _answer_failed(self) -> None:
@@ -249,7 +255,8 @@ class EngineCore:
         while True:
             idle = not self._scheduler.has_work()
             if idle:
-                self._pause()
+                self._steps.drain()
+                self._steps.pause()
             try:
                 if not idle:
                     message = self._inbox.get_nowait()
@@ -272,79 +279,32 @@ class EngineCore:
 
     def _step(self) -> None:
         now_s = self._clock()
-        # From token to token: what lies between two steps counts too.
-        began_s = now_s if self._busy_since_s is None else self._busy_since_s
         if self._recovery is not None and not self._recovery.is_ready():
-            self._pause()
+            self._steps.pause()
             self._wait_for_memory()
             return
         plan = self._scheduler.schedule(now_s)
-        if plan is None:
+        if plan is not None:
+            self._steps.run(plan, now_s)
+        elif not self._steps.drain():
             self._wait_for_room()
-        else:
-            self._run(plan, began_s)
 
     def _wait_for_room(self) -> None:
         """Nothing can be scheduled."""
         if self._kv.prefixes.is_transferring:
             # The head waits for its pages, or the pages it needs are still being written.
-            self._pause()
+            self._steps.pause()
             self._kv.prefixes.wait(_FETCH_WAIT_S)
         elif not self._scheduler.running:
             # One sequence of max_model_len always fits (checked at start-up), except into what
             # is left when memory nodes are lost.
             is_short = self._recovery is not None and self._recovery.is_short
             assert is_short, "work, but nothing can be scheduled"
-            self._pause()
+            self._steps.pause()
             self._wait_for_memory()
-
-    def _pause(self) -> None:
-        """Nothing is computed for a while: that belongs to no step."""
-        self._busy_since_s = None
-        self._output.flush()
 
     def _wait_for_memory(self) -> None:
         time.sleep(_NO_MEMORY_WAIT_S)
-
-    def _run(self, plan: StepPlan, began_s: float | None = None) -> None:
-        """began_s: when its step began; None: a part of a step, whose time says nothing."""
-        if any(sequence.kv_range is None for sequence in plan.sequences):
-            return  # lost with its memory node, while a part of the step ran
-        try:
-            result = self._runner.run(plan, self._output.flush)
-        except NodesLostError as error:
-            assert self._recovery is not None
-            self._busy_since_s = None
-            self._recovery.lost(error)
-            return
-        except Exception as error:
-            self._busy_since_s = None
-            self._isolate(plan, error)
-            return
-        now_s = self._clock()
-        if began_s is not None:
-            self._scheduler.observe(plan, now_s - began_s)
-        self._busy_since_s = now_s
-        finished = self._scheduler.update(plan, result.tokens)
-        self._counts.add(plan, now_s)
-        if result.sampled:
-            self._output.add(
-                StepRecord(result.sampled, result.tokens, result.logprobs, finished, now_s)
-            )
-        if finished:
-            self._forget(finished)
-
-    def _isolate(self, plan: StepPlan, error: Exception) -> None:
-        """A step failed: find whose fault it is by halves. Rows are idempotent (they write the
-        same K/V again), so those that are innocent simply run again."""
-        if len(plan.sequences) == 1:
-            sequence = plan.sequences[0]
-            logger.error("a step of %s failed", sequence.request.request_id, exc_info=error)
-            self._end(sequence, FinishReason.ERROR, f"{type(error).__name__} in the engine")
-            return
-        middle = len(plan.sequences) // 2
-        for part in (range(middle), range(middle, len(plan.sequences))):
-            self._run(part_of(plan, part))
 
     # ---- pool 2: messages
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from memory.prefix_index import PrefixHasher
+from ops import best_backend
 from serve.admission import RequestLimits
 from serve.compute_thread import ComputeThread
 from serve.config import EngineConfig
@@ -28,6 +29,8 @@ from serve.scheduler import Scheduler
 from serve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+GPU_BATCHED_TOKENS = 2048  # rows of a step: enough for the products to reach the device's limit
 
 
 @dataclass(slots=True)
@@ -58,6 +61,7 @@ def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine
 def _load(config: EngineConfig, compute: ComputeThread, progress: bool) -> LoadedEngine:
     """Runs in the compute thread, because packing weights is parallel work."""
     path = config.model_path
+    config = _with_device_defaults(config)
     read_spec(path)  # what is wrong with the directory itself is said first
     tokenizer = Tokenizer.load(path)
     defaults = _generation_defaults(path)
@@ -70,7 +74,9 @@ def _load(config: EngineConfig, compute: ComputeThread, progress: bool) -> Loade
         config.chunk_tokens,
         config.inter_token_slo_s,
     )
-    runner = ModelRunner(runtime.model, kv, runtime.attention, memory=runtime.memory)
+    runner = runtime.runner
+    if runner is None:
+        runner = ModelRunner(runtime.model, kv, runtime.attention, memory=runtime.memory)
     request_limits = RequestLimits(
         max_model_len,
         spec.vocab_size,
@@ -98,6 +104,14 @@ def _load(config: EngineConfig, compute: ComputeThread, progress: bool) -> Loade
     )
     logger.info("up to %d sequences and %d rows a step", config.max_num_seqs, batched)
     return LoadedEngine(core, spec, tokenizer, request_limits, defaults)
+
+
+def _with_device_defaults(config: EngineConfig) -> EngineConfig:
+    """Settings whose best value depends on the device."""
+    is_gpu = best_backend() == "cuda" and config.backend in ("auto", "cuda")
+    if config.max_num_batched_tokens is not None or not is_gpu:
+        return config
+    return replace(config, max_num_batched_tokens=max(GPU_BATCHED_TOKENS, config.max_num_seqs))
 
 
 def _generation_defaults(path: Path) -> dict[str, object]:

@@ -12,7 +12,8 @@ class StepPlan:
     """The rows of one step: sequences in row order, those with one row first.
 
     num_rows[i] rows of sequences[i]; num_decodes: how many have exactly one. samples[i]: the
-    step brings the sequence up to date, so a token is sampled from its last row.
+    step brings the sequence up to date, so a token is sampled from its last row. contexts[i]:
+    computed tokens before it, noted when the step is in flight; None before.
     """
 
     sequences: list[Sequence]
@@ -20,6 +21,7 @@ class StepPlan:
     num_decodes: int
     samples: list[bool]
     num_total_rows: int
+    contexts: list[int] | None = None
 
 
 def plan_of(decodes: list[Sequence], chunks: list[tuple[Sequence, int]]) -> StepPlan | None:

@@ -101,15 +101,16 @@ class PrefixUse:
         if sequence.first_scheduled_s is None:
             sequence.num_cached_tokens = num_hit
 
-    def remember(self, sequence: Sequence) -> None:
-        """Offer the pages that are complete now to the prefix cache."""
+    def remember(self, sequence: Sequence, num_computed: int) -> None:
+        """Offer the pages that are complete with so many computed tokens to the prefix cache."""
         if self._hasher is None or sequence.kv_range is None:
             return
-        self._extend_keys(sequence)
-        self._kv.remember(sequence.kv_range, sequence.page_keys, sequence.num_computed_tokens)
+        self._extend_keys(sequence, num_computed)
+        self._kv.remember(sequence.kv_range, sequence.page_keys, num_computed)
         sequence.remember_at = self._kv.page_end(sequence.kv_range.num_known)
 
-    def _extend_keys(self, sequence: Sequence) -> None:
+    def _extend_keys(self, sequence: Sequence, num_tokens: int | None = None) -> None:
+        """num_tokens: that are known for certain; None: all are, as of whoever waits."""
         assert self._hasher is not None
         salt = sequence.request.params.cache_salt
-        self._hasher.extend(sequence.page_keys, sequence.token_ids, salt)
+        self._hasher.extend(sequence.page_keys, sequence.token_ids, salt, num_tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -71,6 +71,39 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Give the device's memory back."""
+
+
+class PendingStep(Protocol):
+    """A step that has been launched."""
+
+    def wait(self) -> StepResult:
+        """Block until its tokens are on the host, without the interpreter's lock. Raises what the
+        step raised; then nothing of it counts. Sequences have moved on since the launch: what is
+        needed of them is kept from there, but for the identity of those in `sampled`."""
+
+
+@runtime_checkable
+class OverlappingRunner(Runner, Protocol):
+    """A runner whose steps follow each other on the device while the host makes the next one.
+
+    At most two steps are in flight. `run` is for moments when none is.
+    """
+
+    def launch(self, plan: StepPlan, launched: Callable[[], None]) -> PendingStep:
+        """Commit the plan's pages and queue its rows and the sampling behind the step before.
+
+        Where token_ids has PENDING_TOKEN, the token is the one that the step before samples for
+        the sequence: the device takes it from there. num_computed_tokens and len(token_ids) are
+        as if it were known. May raise; then nothing of the plan counts.
+
+        Calls launched() when the host's part is done. Pages are mapped while the step before
+        runs, in places that it does not touch; a memory back end that has to unmap waits for
+        the device itself. A page may be given to another sequence while a step that uses it is
+        in flight: whatever writes to pages does so in the order of the steps.
+        """
+
+    def needs_tokens(self, plan: StepPlan) -> bool:
+        """Whether the plan can only be launched when all its tokens are known on the host."""
 
 
 class ModelRunner:

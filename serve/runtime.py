@@ -25,7 +25,7 @@ from memory.vmm import LinuxMemory
 from ops import Backend, get_backend, native
 from ops.heap import keep_freed_memory
 from quant.int4 import int4_linear, nf4_linear
-from quant.linear import int8_linear
+from quant.linear import fp8_linear, int8_linear
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.kv_sizes import local_kv_bytes, size_kv
@@ -35,7 +35,7 @@ from serve.models import Decoder, ModelSpec, load_model, read_spec
 from serve.models.weights import MakeLinear, joining
 from serve.precision import Precision, resolve_precision
 from serve.remote_kv import open_remote
-from serve.runner import Closes
+from serve.runner import Closes, Runner
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ class Runtime:
     memory: Closes
     prefix_secret: bytes | None = None  # of the pages on disk, if there are any
     nodes: NodeSet | None = None
+    runner: Runner | None = None  # where the device has one of its own
 
 
 def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
@@ -63,9 +64,11 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
     precision = resolve_precision(config, spec)
     _set_threads(config)
     try:
-        backend = get_backend(config.backend)
+        backend = get_backend(precision.backend)
     except ValueError as error:
         raise ConfigError(f"backend: {error}") from error
+    if precision.backend == "cuda":
+        return _load_cuda(config, spec, precision, backend, progress)
     model = _load_model(config, precision, backend, progress)
     layers = model.attention_layers()
     _leave_cores_to_native(precision, layers)
@@ -76,6 +79,30 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
             spec, precision, model, remote.attention, remote.kv, remote, nodes=remote.nodes
         )
     return _load_local(config, spec, precision, model, backend)
+
+
+def _load_cuda(
+    config: EngineConfig, spec: ModelSpec, precision: Precision, backend: Backend, progress: bool
+) -> Runtime:
+    """Everything on a GPU. What that needs is imported only here."""
+    from serve import cuda_runtime
+
+    if config.memory_nodes:
+        raise ConfigError("memory_nodes need the cpu back end, not cuda")
+    device = cuda_runtime.make_step_device(backend.device)
+    model = _load_model(config, precision, backend, progress)
+    parts = cuda_runtime.load_cuda(config, spec, precision, model, device)
+    _log_sizes(config, precision, parts.kv)
+    return Runtime(
+        spec,
+        precision,
+        model,
+        parts.attention,
+        parts.kv,
+        parts.memory,
+        parts.secret,
+        runner=parts.runner,
+    )
 
 
 def _load_local(
@@ -122,17 +149,21 @@ def _load_local(
     except BaseException:
         memory.close()
         raise
+    _log_sizes(config, precision, kv)
+    return Runtime(spec, precision, model, attention, kv, memory, secret)
+
+
+def _log_sizes(config: EngineConfig, precision: Precision, kv: KVManager) -> None:
     logger.info(
         "%s: %s, context %d, %d K/V pages of %d KiB or %d tokens (%s bytes a token)",
         config.model_name,
         precision,
-        sizes.max_model_len,
-        sizes.num_pages,
-        sizes.page_bytes >> 10,
+        kv.max_model_len,
+        kv.num_pages,
+        kv.page_bytes >> 10,
         kv.layout.groups[0].tokens_in(1),
-        " + ".join(str(group) for group in sizes.groups),
+        " + ".join(str(group.layers) for group in kv.layout.groups),
     )
-    return Runtime(spec, precision, model, attention, kv, memory, secret)
 
 
 def _set_threads(config: EngineConfig) -> None:
@@ -169,6 +200,7 @@ def _load_model(
 ) -> Decoder:
     path = config.model_path
     q_first = bool(config.memory_nodes)  # so that nodes have it early
+    is_random = config.load_format == "random"
     if not precision.is_int8:
         return load_model(
             path,
@@ -176,19 +208,26 @@ def _load_model(
             backend=backend,
             unpack=True,
             q_first=q_first,
+            is_random=is_random,
             progress=progress,
         )
-    make_linear: MakeLinear = int8_linear
-    if precision.weights in _LINEARS4:
-        make_linear = joining(partial(_LINEARS4[precision.weights], group=config.weight_group))
+    linears = backend.quantized
+    assert linears is not None, "resolve_precision has looked"
+    make_linear: MakeLinear = partial(int8_linear, linears=linears)
+    if precision.weights == "fp8":
+        make_linear = partial(fp8_linear, linears=linears)
+    elif precision.weights in _LINEARS4:
+        make = partial(_LINEARS4[precision.weights], group=config.weight_group, linears=linears)
+        make_linear = joining(make)
     return load_model(
         path,
         dtype=precision.compute,
         backend=backend,
         make_linear=make_linear,
-        make_head=int8_linear,
+        make_head=partial(int8_linear, linears=linears, is_head=True),
         keep_weight_dtype=True,
         q_first=q_first,
+        is_random=is_random,
         progress=progress,
     )
 

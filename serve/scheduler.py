@@ -23,7 +23,7 @@ from serve.order import Order
 from serve.plan import SchedulerLimits, StepPlan, plan_of
 from serve.prefix_use import PrefixUse
 from serve.request import FinishReason
-from serve.sequence import Sequence, SequenceStatus
+from serve.sequence import PENDING_TOKEN, Sequence, SequenceStatus
 from serve.step_draft import StepDraft
 from serve.step_time import StepWork
 
@@ -71,7 +71,8 @@ class Scheduler:
         self.num_page_steps = 0  # pages in use, summed over the steps
         self._num_aside_pages = 0  # of the preempted that wait
         self._pauses: dict[Sequence, int] = {}  # prompts without rows, for how many steps
-        self._preempted = False
+        self._is_short = False  # of memory, in this step
+        self.chunks_in_flight: list[Sequence] = []  # with prompt rows in the last one launched
         self._refused: tuple[Sequence | None, int] = None, 0  # with what was available then
 
     def add(self, sequence: Sequence) -> None:
@@ -93,9 +94,12 @@ class Scheduler:
         rows = self.limits.max_num_batched_tokens
         prefilling: list[Sequence] = []
         for sequence in list(self.running):  # any of them may be preempted meanwhile
-            missing = len(sequence.token_ids) - sequence.num_computed_tokens
+            num_tokens = len(sequence.token_ids)
+            missing = num_tokens - sequence.num_computed_tokens
             if missing > 1:
                 prefilling.append(sequence)
+            elif num_tokens == sequence.max_tokens_total:
+                continue  # its last token is in flight
             elif rows and self._grow(sequence, sequence.num_computed_tokens + 1):
                 decodes.append(sequence)
                 rows -= 1
@@ -107,7 +111,7 @@ class Scheduler:
         if self.waiting.preempts:
             given = {s for s, _ in chunks}
             self._pauses = {s: self._pauses.get(s, 0) + 1 for s in prefilling if s not in given}
-        self._preempted = False
+        self._is_short = False
         self.num_steps += 1
         self.num_page_steps += self.kv.num_in_use
         return plan_of(decodes, chunks)
@@ -117,7 +121,7 @@ class Scheduler:
         budget = draft.budget
         for sequence in budget.shorts:
             self._add_chunk(sequence, draft)
-        if not self._preempted:
+        if not self._is_short:
             self._admit(draft, now_s)
         budget.release()
         for sequence in (*budget.longs, *budget.rest):
@@ -134,17 +138,21 @@ class Scheduler:
             draft.give(sequence, rows)
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Pages for the sequence's next rows, preempting others; False if it had (or has) to go."""
+        """Pages for the sequence's next rows, preempting others; False if it had (or has) to go,
+        or to wait for its step in flight."""
         if sequence.kv_range is None:
             return False
         if num_tokens <= sequence.kv_range.capacity:
             return True
-        num_computed = sequence.num_computed_tokens
+        # rows in flight may have to be computed again: what they read is kept
+        num_computed = sequence.num_computed_tokens - sequence.rows_in_flight
         while not self.kv.grow(sequence.kv_range, num_tokens, num_computed):
+            self._is_short = True
+            if sequence.rows_in_flight:
+                return False  # what ends with that step may be enough
             victim = self.waiting.victim(self._rivals(sequence.kv_range))
             self._preempt(victim)
             self.policy.stopped(victim)
-            self._preempted = True
             if victim is sequence:
                 return False
         return True
@@ -252,9 +260,12 @@ class Scheduler:
         Who is passed over is so only for its equals in rank."""
         budget = draft.budget
         prompts = [s for s, _ in draft.chunks] + budget.longs
+        prompts += [s for s in self.chunks_in_flight if s.rows_in_flight]
         passed: int | None = None
         num_under_way = 0
         for sequence in islice(self.waiting, _MAX_PASSED):
+            if sequence.rows_in_flight:
+                return None  # preempted just now: its next token is not known yet
             if self.kv.pages_for(sequence.num_tokens) > self.kv.most_pages:
                 continue  # memory was lost: until there is more, this one keeps nobody waiting
             rank = self.waiting.rank(sequence)
@@ -333,7 +344,7 @@ class Scheduler:
         ):
             sequence.num_computed_tokens += rows
             if sequence.num_computed_tokens >= sequence.remember_at:
-                self.prefixes.remember(sequence)
+                self.prefixes.remember(sequence, sequence.num_computed_tokens)
             if not sampled:
                 continue
             token = next(next_token)
@@ -363,9 +374,19 @@ class Scheduler:
         self._finish(sequence, reason)
         return True
 
+    def cut(self, sequence: Sequence, num_tokens: int) -> None:
+        """Take back its tokens after so many: they will never be known."""
+        is_aside = sequence.status is SequenceStatus.WAITING
+        self._num_aside_pages -= self._pages_aside(sequence) if is_aside else 0
+        del sequence.token_ids[num_tokens:]
+        self._num_aside_pages += self._pages_aside(sequence) if is_aside else 0
+
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
+        if sequence.rows_in_flight:
+            while sequence.token_ids[-1] == PENDING_TOKEN:
+                del sequence.token_ids[-1]
         self.num_finished += 1
         if sequence.kv_range is not None:
             self.kv.close(sequence.kv_range)

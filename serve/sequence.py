@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from memory.kv_range import Range
 
 
+PENDING_TOKEN = -1
+"""Holds the place of a token that a step in flight computes: the device knows it, the host not."""
+
+
 class SequenceStatus(Enum):
     WAITING = "waiting"
     RUNNING = "running"
@@ -26,7 +30,8 @@ class SequenceStatus(Enum):
 class Sequence:
     """One output in the making.
 
-    token_ids: prompt and output so far. num_computed_tokens: those whose K/V is written.
+    token_ids: prompt and output so far. num_computed_tokens: those whose K/V is written, also by
+    steps in flight, of which rows_in_flight says how many rows they have of it.
     num_expected_rows: those that its prompt was expected to take on arrival, and expected_s how
     long; queues are predicted with them. max_tokens_total: prompt plus output limit. stop_ids:
     tokens that end it once it has min_tokens_total tokens.
@@ -44,6 +49,7 @@ class Sequence:
     expected_s: float = 0.0
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
+    rows_in_flight: int = 0  # always 0 where steps are not overlapped
     kv_range: Range | None = None
     page_keys: list[bytes] = field(default_factory=list)  # of its pages, for the prefix cache
     remember_at: int = 0  # computed tokens at which its next page is complete

@@ -55,6 +55,7 @@ def part_of(plan: StepPlan, places: SequenceOf[int]) -> StepPlan:
         num_decodes=sum(place < plan.num_decodes for place in places),
         samples=[plan.samples[place] for place in places],
         num_total_rows=sum(num_rows),
+        contexts=None if plan.contexts is None else [plan.contexts[place] for place in places],
     )
 
 

@@ -91,7 +91,7 @@ class CudaStepDevice:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         torch.cuda.set_device(device)
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         torch.cuda.set_stream(self._stream)
         self.stream = int(self._stream.cuda_stream)
         self._graphs: list[torch.cuda.CUDAGraph] = []
@@ -99,7 +99,7 @@ class CudaStepDevice:
 
     def submit(self, work: Work) -> Mark:
         work()
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return _EventMark(event)
 

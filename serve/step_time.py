@@ -58,12 +58,12 @@ class StepWork:
     def of(cls, plan: StepPlan) -> StepWork:
         """Before the scheduler's update."""
         num_decodes = plan.num_decodes
-        context = sum([s.num_computed_tokens for s in plan.sequences[:num_decodes]])
-        work = cls(num_decodes, context, num_decodes)
-        for sequence, rows in zip(
-            plan.sequences[num_decodes:], plan.num_rows[num_decodes:], strict=True
-        ):
-            work.add(rows, sequence.num_computed_tokens)
+        contexts = plan.contexts
+        if contexts is None:
+            contexts = [s.num_computed_tokens for s in plan.sequences]
+        work = cls(num_decodes, sum(contexts[:num_decodes]), num_decodes)
+        for context, rows in zip(contexts[num_decodes:], plan.num_rows[num_decodes:], strict=True):
+            work.add(rows, context)
         work.samples = any(plan.samples)
         return work
 

@@ -14,6 +14,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
+# Triton's kernels run in its interpreter where there is no GPU. It looks when they are defined.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from memory.node import MemoryNode
 from ops import get_backend, native
 from tests.raw_engine import NODE_BYTES
