@@ -49,7 +49,7 @@ def run(record: Record) -> None:
     def decodes(kind: str, which: list[tuple[int, int]], group: int = 64) -> None:
         for batch, context in which:
             name = f"decode {kind} {batch} x {context}" + (f" group {group}" * (group != 64))
-            made = partial(decode, heads, batch, context, kind, min(group, heads.dim), layers)
+            made = partial(decode, heads, batch, context, kind, group, layers)
             record.run(name, made)
 
     decodes("int8", shapes[:1])
@@ -78,6 +78,8 @@ class Step:
     attend: list[Callable[[], Tensor]]
     layer_bytes: int
     """K/V of one token in one layer, scales included."""
+    memory: Tensor
+    """Of the K/V: the calls know its address alone."""
 
 
 def make_step(
@@ -97,7 +99,7 @@ def make_step(
 
     tile_tokens = 16
     dtype = torch.int8 if kind == "int8" else torch.bfloat16
-    scale_group = group if kind == "int8" else None
+    scale_group = min(group, heads.dim) if kind == "int8" else None
     size = layer_bytes(heads.kv, heads.dim, dtype, scale_group)
     tiles_of = [-(-length // tile_tokens) for length in kv_lens]
     starts = [tile_tokens * sum(tiles_of[:i]) for i in range(len(tiles_of))]
@@ -129,19 +131,18 @@ def make_step(
             heads.query, heads.kv, heads.dim, heads.dim**-0.5, window, dtype, scale_group,
             layers * size, number * size,
         )  # fmt: skip
-        layer = CudaAttentionLayer(tiles, memory)
+        layer = CudaAttentionLayer(tiles, memory.data_ptr())
         for first in range(0, num_tokens, _FILL_ROWS):
-            rows = torch.arange(first, min(first + _FILL_ROWS, num_tokens), device=device())
-            append(tiles, memory, k[rows[0] :][: len(rows)], v[rows[0] :][: len(rows)], rows)
+            end = min(first + _FILL_ROWS, num_tokens)
+            rows = torch.arange(first, end, device=device())
+            append(tiles, memory.data_ptr(), k[first:end], v[first:end], rows)
         has_prompts = num_decodes < len(num_rows)
         calls.append(partial(layer.attend, arrays, q, num_decodes, total, has_prompts))
-    step = Step(calls, size // tile_tokens)
+    step = Step(calls, size // tile_tokens, memory)
     return step, q, k, v
 
 
-def decode(
-    heads: Heads, batch: int, context: int, kind: str, group: int, layers: int
-) -> Figures:
+def decode(heads: Heads, batch: int, context: int, kind: str, group: int, layers: int) -> Figures:
     step, q, _, _ = make_step(
         heads, [1] * batch, [context] * batch, kind, group=group, layers=layers
     )

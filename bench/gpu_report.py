@@ -257,7 +257,9 @@ class Parent:
         """Prints them."""
         count = 0
         for name, entry in self.report()["sections"].items():
-            failures = [f"{case}: {text.splitlines()[-1]}" for case, text in entry["errors"].items()]
+            failures = [
+                f"{case}: {text.splitlines()[-1]}" for case, text in entry["errors"].items()
+            ]
             if entry["status"] != "ok":
                 failures.append(entry["status"])
             for failure in failures:

@@ -37,9 +37,7 @@ def _norm_of(width: int) -> Norm:
 
 def _rows(count: int, width: int, dtype: torch.dtype) -> list[torch.Tensor]:
     size = count * width * dtype.itemsize
-    return [
-        torch.randn(count, width, device=device()).to(dtype) for _ in range(num_sets(2 * size))
-    ]
+    return [torch.randn(count, width, device=device()).to(dtype) for _ in range(num_sets(2 * size))]
 
 
 def _norm_quantize(count: int, width: int) -> Figures:
@@ -89,7 +87,7 @@ def _append(heads: Heads, count: int, kind: str) -> Figures:
             count, heads.query + 2 * heads.kv, heads.dim, device=device(), dtype=torch.bfloat16
         )
         k, v = qkv[:, heads.query : -heads.kv], qkv[:, -heads.kv :]
-        works.append(partial(append, tiles, memory, k, v, rows, rotation))
+        works.append(partial(append, tiles, memory.data_ptr(), k, v, rows, rotation))
     moved = count * (size // 16 + 4 * heads.kv * heads.dim + 4 * heads.dim)
     return time_works(works).figures(bytes=moved)
 
@@ -104,9 +102,7 @@ def make_sampler(kind: str, batch: int, vocab: int) -> tuple[Any, Any]:
     if kind.startswith("top-k"):
         options["top_k"] = int(kind.split()[1])
     sampler = DeviceSampler(vocab, batch, batch, device())
-    rows = [
-        Row(DeviceChoice(seed=7 + i, **options), i, [1, 2, 3], 3, False) for i in range(batch)
-    ]
+    rows = [Row(DeviceChoice(seed=7 + i, **options), i, [1, 2, 3]) for i in range(batch)]
     plan = sampler.plan(rows)
     sampler.upload(plan)
     return sampler, plan
@@ -117,8 +113,7 @@ def sample(kind: str, batch: int, vocab: int) -> Figures:
     sampler, plan = make_sampler(kind, batch, vocab)
     # as far apart as a model's; where they are close to each other, nothing can be left out
     logits = [
-        2.5 * torch.randn(batch, vocab, device=device())
-        for _ in range(num_sets(4 * batch * vocab))
+        2.5 * torch.randn(batch, vocab, device=device()) for _ in range(num_sets(4 * batch * vocab))
     ]
     timing = time_works([partial(sampler.run, each, plan.kind) for each in logits])
     return timing.figures(bytes=4 * batch * vocab)
