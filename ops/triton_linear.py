@@ -3,13 +3,13 @@
 Sums are exact integers and the scaling after them is elementwise, so that no tile size, split of K
 or batch changes a bit of a row. Needs enable_fp_fusion=False for that.
 
-Many rows (M > 64): bound by the tensor cores. On sm_90 wgmma reads both operands from shared memory:
-a tile of 128 x 256 reads (128 + 256) bytes of K for 65,536 multiply-adds, 2/3 of what 128 x 128
-does; 8 warps keep its 256 accumulators a thread in registers. Tiles go in groups of rows, so that
+Many rows (M > 64): bound by the tensor cores. On sm_90 wgmma reads both operands from shared
+memory: a tile of 128 x 256 reads (128 + 256) bytes of K for 65,536 multiply-adds, 2/3 of what
+128 x 128 does; 8 warps keep 128 sums a thread in registers. Tiles go in groups of rows, so that
 what runs at one time shares its weights in the L2 cache.
 
 Few rows: bound by the bytes of the weights. Here the weights are the first operand (`swap`), 16 to
-64 of them a program, and the rows are padded to 16 at most. What counts is how many bytes are under
+64 of them a program, and the rows are padded to 8 or 16. What counts is how many bytes are under
 way: 4.3 TB/s at about 1 us are 4.3 MB or 32 KiB an SM, so that num_stages - 1 tiles of weights of
 all programs on an SM should have about 64 KiB. Where there are too few programs, K is split.
 """
@@ -165,6 +165,28 @@ def int8_kernel(
         )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["M"])
+def int8_finish_kernel(
+    sums_at, row_scales_at, scales_at, bias_at, residual_at, out_at,
+    M, N, residual_stride, out_stride,
+    BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """What follows the sums, int32 [M, N]. Bound by their bytes. Grid: rows / BM, channels / BN."""
+    m0, n0 = tl.program_id(0) * BM, tl.program_id(1) * BN
+    rows = (m0 + tl.arange(0, BM)).to(tl.int64)
+    cols = n0 + tl.arange(0, BN)
+    mask = (rows[:, None] < M) & (cols[None, :] < N)
+    acc = tl.load(sums_at + rows[:, None] * N + cols[None, :], mask=mask, other=0)
+    scales = tl.load(scales_at + cols, mask=cols < N, other=0.0)
+    row_scales = tl.load(row_scales_at + rows, mask=rows < M, other=0.0)
+    y = acc.to(tl.float32) * scales[None, :] * row_scales[:, None]
+    finish(
+        y, bias_at, residual_at, out_at, m0, n0, M, N, residual_stride, out_stride,
+        BIAS, ACT, GATED, RESIDUAL, BM, BN,
+    )  # fmt: skip
+
+
 def int8_linear(
     x: Quantized,
     weight: Int8Weight,
@@ -215,6 +237,40 @@ def int8_linear(
         GROUP_M=tile.group_m,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def int8_library_linear(
+    x: Quantized,
+    weight: Int8Weight,
+    out: Tensor,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    is_gated: bool = False,
+) -> Tensor:
+    """int8_linear with torch's product, for more than 16 rows; N a multiple of 8."""
+    sums = torch._int_mm(x.codes, weight.codes.t())
+    num_rows, num_out = sums.shape
+    int8_finish_kernel[(triton.cdiv(num_rows, 8), triton.cdiv(num_out, 512))](
+        sums,
+        x.scales,
+        weight.scales,
+        weight.bias,
+        residual,
+        out,
+        num_rows,
+        num_out,
+        0 if residual is None else residual.stride(0),
+        out.stride(0),
+        BIAS=weight.bias is not None,
+        ACT=ACTIVATIONS[activation],
+        GATED=is_gated,
+        RESIDUAL=residual is not None,
+        BM=8,
+        BN=512,
         enable_fp_fusion=False,
     )
     return out

@@ -80,12 +80,13 @@ def mean_of(total, n):
 def code_step(top):
     """top: the magnitude of a row's largest value -> (codes per unit, scale of a code).
 
-    A row with an infinity or a NaN gets codes of 0 and a scale that is not finite.
+    A row with an infinity or a NaN gets codes of 0 and a scale of NaN.
     """
     largest = top.to(tl.float32, bitcast=True)
     is_usual = (largest >= SMALLEST) & (top < _INFINITE)
     step = tl.where(is_usual, 127.0 / tl.where(is_usual, largest, 1.0), 0.0)
-    return step, tl.where(largest < SMALLEST, 0.0, largest / 127.0)
+    scale = tl.where(is_usual, largest / 127.0, 0.0)
+    return step, tl.where(top < _INFINITE, scale, float("nan"))
 
 
 @triton.jit

@@ -1,0 +1,201 @@
+"""Linear layers on a CUDA device: packing, and the kernels that a call takes.
+
+A call neither waits for the device nor looks at its data, so that it can be part of a CUDA graph.
+What a row gives does not depend on the rows beside it, except in the library's products of the
+plain types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ops import cuda_tune
+from ops.backend import PLAIN, Edges, Norm
+from ops.triton_linear import Int8Weight, int8_library_linear, int8_linear, split_scratch
+from ops.triton_rows import quantize_rows
+
+# Weights are rounded so many values at a time: what is needed beside them meanwhile.
+PACK_VALUES = 1 << 26
+# As on the CPU: 2^31 / (127 * 128).
+MAX_INT8_INPUTS = 132_104
+
+
+class CudaLinear:
+    """A LinearOp. Rows are fp32 or bf16; the result is bf16 or out_dtype, fp32 with a residual."""
+
+    def __init__(
+        self,
+        kernel: str,
+        num_in: int,
+        num_rows: int,
+        edges: Edges,
+        out_dtype: torch.dtype | None,
+        device: torch.device,
+    ) -> None:
+        """num_rows: of the weight."""
+        assert not edges.is_gated or (num_rows % 2 == 0 and edges.activation is not None)
+        self.kernel, self.num_in, self.edges, self.device = kernel, num_in, edges, device
+        self.num_out = num_rows // 2 if edges.is_gated else num_rows
+        self.out_dtype = out_dtype or torch.bfloat16
+        self._num_rows = num_rows
+        self._norm = None if edges.norm is None else norm_on(edges.norm, num_in, device)
+        self._choices: dict[tuple[int, bool], cuda_tune.Choice] = {}
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        assert x.shape[1] == self.num_in, f"{x.shape} times [{self.num_out}, {self.num_in}]"
+        out = residual
+        if out is None:
+            out = torch.empty(len(x), self.num_out, dtype=self.out_dtype, device=x.device)
+        else:
+            assert out.shape == (len(x), self.num_out) and out.dtype == torch.float32
+            assert out.stride(1) == 1 and not self.edges.is_gated, "a dense residual, no gates"
+        if len(x):
+            self._run(x, out, residual, self.choice(len(x), residual is not None))
+        return out
+
+    def choice(self, num_rows: int, adds: bool) -> cuda_tune.Choice:
+        """What so many rows take."""
+        at = cuda_tune.bucket(num_rows), adds
+        if at not in self._choices:
+            self._choices[at] = cuda_tune.choose(self.shape(*at), self.device)
+        return self._choices[at]
+
+    def job(self, num_rows: int, adds: bool) -> cuda_tune.Job:
+        """For cuda_tune.tune: random rows as they come in a model."""
+        x = torch.randn(num_rows, self.num_in, device=self.device)
+        if self._norm is None:
+            x = x.bfloat16()
+        residual = None
+        if adds:
+            residual = torch.randn(num_rows, self.num_out, device=self.device)
+
+        def run(choice: cuda_tune.Choice) -> Tensor:
+            out = torch.empty(num_rows, self.num_out, dtype=self.out_dtype, device=self.device)
+            if residual is not None:
+                out = residual.clone()
+            self._run(x, out, out if adds else None, choice)
+            return out
+
+        shape = self.shape(cuda_tune.bucket(num_rows), adds)
+        return cuda_tune.Job(shape, run, is_exact=self.kernel == "int8")
+
+    def shape(self, rows: int, adds: bool) -> cuda_tune.Shape:
+        return cuda_tune.Shape(self.kernel, rows, self._num_rows, self.num_in, adds)
+
+    def _run(
+        self, x: Tensor, out: Tensor, residual: Tensor | None, choice: cuda_tune.Choice
+    ) -> None:
+        raise NotImplementedError
+
+
+class Int8Linear(CudaLinear):
+    """int8 x int8; weights symmetric, with a scale for each output channel."""
+
+    def __init__(
+        self,
+        weight: Tensor | Sequence[Tensor],
+        bias: Tensor | None,
+        edges: Edges = PLAIN,
+        *,
+        scales: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        device: torch.device,
+    ) -> None:
+        """weight: [out, in] in any float type and on any device, or parts that stand one under
+        the other. With scales, [out], it is int8 already. ValueError beyond MAX_INT8_INPUTS.
+        """
+        parts = [weight] if isinstance(weight, Tensor) else list(weight)
+        num_rows, num_in = sum(len(part) for part in parts), parts[0].shape[1]
+        if num_in > MAX_INT8_INPUTS:
+            raise ValueError(f"{num_in:,} inputs: int8 products sum at most {MAX_INT8_INPUTS:,}")
+        super().__init__("int8", num_in, num_rows, edges, out_dtype, device)
+        padded = (num_in + 15) // 16 * 16
+        codes = torch.zeros(num_rows, padded, dtype=torch.int8, device=device)
+        steps = torch.empty(num_rows, dtype=torch.float32, device=device)
+        for some, to in placed_rows(parts, edges.is_gated):
+            if scales is None:
+                codes[to, :num_in], steps[to] = round_weight(some.to(device))
+            else:
+                assert some.dtype == torch.int8, f"{some.dtype}"
+                codes[to, :num_in] = some.to(device)
+        if scales is not None:
+            assert scales.shape == (num_rows,), f"{scales.shape}"
+            steps = interleaved(scales.to(device, torch.float32), edges)
+        self.weight = Int8Weight(codes, steps, packed_bias(bias, num_rows, edges, device))
+        split_scratch(device)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.weight if t is not None)
+
+    def _run(
+        self, x: Tensor, out: Tensor, residual: Tensor | None, choice: cuda_tune.Choice
+    ) -> None:
+        rows = quantize_rows(x, self._norm)
+        _, activation, is_gated = self.edges
+        args = rows, self.weight, out, residual, activation
+        if choice.implementation == cuda_tune.LIBRARY:
+            int8_library_linear(*args, is_gated=is_gated)
+        else:
+            int8_linear(*args, is_gated=is_gated, tile=choice.tile)
+
+
+def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, K] -> codes, int8, and scales, [N] fp32: steps of 1/127 of the channel's largest."""
+    weight = weight.float()
+    largest = weight.abs().amax(1)
+    usual = largest >= 1e-30
+    steps = torch.where(usual, 127 / torch.where(usual, largest, 1.0), 0.0)
+    codes = (weight * steps[:, None]).round_().to(torch.int8)
+    return codes, torch.where(usual, largest / 127, 0.0)
+
+
+def placed_rows(parts: Sequence[Tensor], is_gated: bool) -> Iterator[tuple[Tensor, slice]]:
+    """The parts in pieces of a bounded size, each with its rows in the packed weight.
+
+    Gates are the first half of all rows and get the even places, the other factors the odd ones.
+    """
+    half = sum(len(part) for part in parts) // 2
+    at = 0
+    for part in parts:
+        size = max(1, PACK_VALUES // max(1, part.shape[1]))
+        start = 0
+        while start < len(part):
+            end = min(start + size, len(part))
+            if is_gated and at < half:
+                end = min(end, start + half - at)
+            count = end - start
+            if is_gated:
+                first = 2 * at if at < half else 2 * (at - half) + 1
+                to = slice(first, first + 2 * count - 1, 2)
+            else:
+                to = slice(at, at + count)
+            yield part[start:end], to
+            start, at = end, at + count
+
+
+def interleaved(values: Tensor, edges: Edges) -> Tensor:
+    """[N] in the order of the packed weight."""
+    if not edges.is_gated:
+        return values.contiguous()
+    return values.reshape(2, -1).t().reshape(-1).contiguous()
+
+
+def packed_bias(
+    bias: Tensor | None, num_rows: int, edges: Edges, device: torch.device
+) -> Tensor | None:
+    if bias is None:
+        return None
+    assert bias.shape == (num_rows,), f"{bias.shape} for {num_rows}"
+    return interleaved(bias.to(device, torch.float32), edges)
+
+
+def norm_on(norm: Norm, num_in: int, device: torch.device) -> Norm:
+    """In fp32 on the device."""
+    weight = norm.weight.to(device, torch.float32).contiguous()
+    bias = None if norm.bias is None else norm.bias.to(device, torch.float32).contiguous()
+    assert weight.shape == (num_in,), f"{weight.shape} for {num_in} inputs"
+    return Norm(norm.kind, weight, bias, norm.eps)

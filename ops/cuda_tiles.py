@@ -1,0 +1,62 @@
+"""What a layer's K/V looks like on a CUDA device, in numbers; needs neither triton nor a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+TILE_TOKENS = 16
+_SIZES = {torch.int8: 1, torch.bfloat16: 2, torch.float32: 4}
+
+
+def layer_bytes(num_kv_heads: int, head_dim: int, dtype: torch.dtype, group: int | None) -> int:
+    """Bytes of one layer's part of a tile; group: elements of a head that share an fp16 scale,
+    for int8 alone. ValueError names what the kernels do not take."""
+    if dtype not in _SIZES:
+        raise ValueError(f"K/V in {dtype}; known: {', '.join(map(str, _SIZES))}")
+    if (dtype == torch.int8) != (group is not None):
+        raise ValueError(f"{dtype} K/V with scale group {group}")
+    if head_dim % 16 or not 16 <= head_dim <= 256:
+        raise ValueError(f"head_dim {head_dim} is not a multiple of 16 up to 256")
+    if group is not None and (group < 8 or head_dim % group):
+        raise ValueError(f"scale group {group} does not divide head_dim {head_dim}")
+    of_head = head_dim * _SIZES[dtype] + (head_dim // group * 2 if group else 0)
+    return 2 * num_kv_heads * TILE_TOKENS * of_head
+
+
+@dataclass(frozen=True, slots=True)
+class KVTiles:
+    """One layer. K/V of token n: at base + n // 16 * tile_stride + offset, both in bytes.
+
+    There: K values [Hk, 16, D], V values [Hk, 16, D], K scales [Hk, 16, D / group], V scales.
+    window: how many keys a row sees, itself included; None: all.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+    dtype: torch.dtype
+    group: int | None
+    tile_stride: int
+    offset: int
+
+    def __post_init__(self) -> None:
+        size = layer_bytes(self.num_kv_heads, self.head_dim, self.dtype, self.group)
+        assert self.num_heads % self.num_kv_heads == 0, f"{self}"
+        assert self.tile_stride % 16 == 0 and self.offset % 16 == 0, f"{self}"
+        assert 0 <= self.offset <= self.tile_stride - size, f"{self}"
+        assert self.window is None or self.window > 0, f"{self}"
+        assert self.scale > 0, f"{self}"
+
+    @property
+    def heads_per_kv(self) -> int:
+        """Query heads that share a K/V head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def num_groups(self) -> int:
+        """Scales of a head's vector; 0: not quantized."""
+        return self.head_dim // self.group if self.group else 0

@@ -1,0 +1,343 @@
+"""Choosing tokens from rows of logits on a GPU: maxima, penalties, and the sums that cuts need.
+
+A row is cut into chunks, one program each, so that few rows keep a whole GPU busy. Every sum is of
+integers (probabilities in fixed point, 2^-44 of the best token's), so no result depends on the
+order of addition: not on the chunks, not on the number of threads, not on the other rows.
+
+What a row asks for is a record of WORDS int32 words (the constants below are indexes into it).
+Nothing here waits for the device, and grids depend on shapes alone.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Words of a record. SEED and POSITION are 64-bit integers, TOP_P is float64, then fp32 and int32.
+WORDS = tl.constexpr(16)
+SEED = tl.constexpr(0)
+POSITION = tl.constexpr(2)
+TOP_P = tl.constexpr(4)
+TEMPERATURE = tl.constexpr(6)
+FLOOR = tl.constexpr(7)
+REPETITION = tl.constexpr(8)
+PRESENCE = tl.constexpr(9)
+FREQUENCY = tl.constexpr(10)
+TOP_K = tl.constexpr(11)
+SLOT = tl.constexpr(12)
+COUNTS_ROW = tl.constexpr(13)
+FIRST_EDIT = tl.constexpr(14)
+NUM_EDITS = tl.constexpr(15)
+
+# The bit of a token count that says that the prompt has it; those below count it in the output.
+IN_PROMPT = 1 << 30
+_IN_PROMPT = tl.constexpr(IN_PROMPT)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+INFINITY = tl.constexpr(float("inf"))
+# Sums of probabilities are kept for logits that are at most 1.5, 3, 4.5, ... below the largest.
+EDGES = 8
+_EDGE_STEP = tl.constexpr(1.5)
+# With 2^44 for the largest, the sum over this many logits stays below 2^63.
+MAX_VOCABULARY = (1 << 19) - 1
+
+
+class Config(NamedTuple):
+    """chunk: logits of a program; block: of a step of the draw; capacity: candidates that are
+    listed, where there are more the draw reads the whole row."""
+
+    chunk: int = 4096
+    block: int = 2048
+    capacity: int = 16384
+    warps: int = 8
+
+
+@triton.jit
+def number(plan, row, FIELD: tl.constexpr):
+    """An int32 of a row's record."""
+    return tl.load(plan + row * WORDS + FIELD)
+
+
+@triton.jit
+def real(plan, row, FIELD: tl.constexpr):
+    """An fp32 of a row's record."""
+    return number(plan, row, FIELD).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def long(plan, row, FIELD: tl.constexpr):
+    """A 64-bit integer of a row's record."""
+    low = number(plan, row, FIELD).to(tl.int64) & 0xFFFFFFFF
+    return low | (number(plan, row, FIELD + 1).to(tl.int64) << 32)
+
+
+@triton.jit
+def weigh(scaled, top):
+    """exp(scaled - top) in units of 2^-44, rounded. scaled: tensor, at most top; int64.
+
+    The polynomial is ops/csrc/sampling.inl's, relative error below 6e-11. Every multiplication is
+    part of an fma, so that two places cannot round differently.
+    """
+    x = tl.maximum(scaled.to(tl.float64) - top.to(tl.float64), -60.0)
+    log2e = tl.full(x.shape, 1.4426950408889634, tl.float64)
+    # 1.5 * 2^52: the sum ends in the nearest integer
+    rounder = tl.full(x.shape, 6755399441055744.0, tl.float64)
+    exponent = tl.fma(x, log2e, rounder) - rounder
+    r = tl.fma(x, log2e, -exponent)
+    y = tl.full(x.shape, 1.5303699001378845e-05, tl.float64)
+    y = tl.fma(y, r, tl.full(x.shape, 0.00015469729140704658, tl.float64))
+    y = tl.fma(y, r, tl.full(x.shape, 0.0013333478480888061, tl.float64))
+    y = tl.fma(y, r, tl.full(x.shape, 0.009618025613598036, tl.float64))
+    y = tl.fma(y, r, tl.full(x.shape, 0.055504109063177154, tl.float64))
+    y = tl.fma(y, r, tl.full(x.shape, 0.24022651213495422, tl.float64))
+    y = tl.fma(y, r, tl.full(x.shape, 0.6931471805568341, tl.float64))
+    y = tl.fma(y, r, tl.full(x.shape, 0.9999999999595622, tl.float64))
+    unit = ((exponent.to(tl.int64) + (1023 + 44)) << 52).to(tl.float64, bitcast=True)
+    half = tl.full(x.shape, 0.5, tl.float64)
+    return tl.fma(y, unit, half).to(tl.int64)
+
+
+@triton.jit
+def top_of(maxima, indices, row, num_chunks, CHUNKS: tl.constexpr):
+    """(largest logit of the row, its first index)."""
+    chunk = tl.arange(0, CHUNKS)
+    found = tl.load(maxima + row * num_chunks + chunk, mask=chunk < num_chunks, other=-INFINITY)
+    top = tl.max(found, 0)
+    first = tl.min(tl.where(found == top, chunk, CHUNKS), 0)
+    return top, tl.load(indices + row * num_chunks + first)
+
+
+@triton.jit
+def least_of(plan, row, top):
+    """The smallest scaled logit that min-p keeps; without it, the smallest that counts."""
+    return tl.maximum(top + real(plan, row, FLOOR), LOWEST)
+
+
+@triton.jit
+def edge_of(top, least, edge, EDGES: tl.constexpr):
+    """The scaled logit of an edge; the last one is `least`."""
+    border = tl.maximum(top - (edge + 1).to(tl.float32) * _EDGE_STEP, least)
+    return tl.where(edge == EDGES - 1, least, border)
+
+
+@triton.jit
+def share_of(top_p, total):
+    """The mass that top-p asks for, at least 1 (so that the best token stays). int64."""
+    part = tl.ceil(top_p * total.to(tl.float64)).to(tl.int64)
+    return tl.maximum(tl.minimum(part, total), 1)
+
+
+@triton.jit
+def is_finite(x):
+    return tl.abs(x) <= -LOWEST
+
+
+@triton.jit
+def chunk_max_kernel(
+    logits, stride, size, maxima, indices, num_chunks, CHUNK: tl.constexpr
+):  # grid (chunks, rows)
+    row = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row * stride + i, mask=i < size, other=-INFINITY)
+    x = tl.where(x == x, x, -INFINITY)
+    top = tl.max(x, 0)
+    to = row * num_chunks + tl.program_id(0)
+    tl.store(maxima + to, top)
+    tl.store(indices + to, tl.min(tl.where(x == top, i, size), 0))
+
+
+@triton.jit
+def emit(tokens, last_tokens, token_counts, counts_stride, plan, row, token):
+    """A row's token, to everyone who reads it later."""
+    tl.store(tokens + row, token)
+    slot = number(plan, row, SLOT)
+    tl.store(last_tokens + slot, token, mask=slot >= 0)
+    counts_row = number(plan, row, COUNTS_ROW)
+    count = token_counts + counts_row.to(tl.int64) * counts_stride + token
+    tl.store(count, tl.load(count, mask=counts_row >= 0, other=0) + 1, mask=counts_row >= 0)
+
+
+@triton.jit
+def best_kernel(
+    plan,
+    maxima,
+    indices,
+    num_chunks,
+    tokens,
+    last_tokens,
+    token_counts,
+    counts_stride,
+    CHUNKS: tl.constexpr,
+):  # grid (rows,)
+    row = tl.program_id(0).to(tl.int64)
+    token = top_of(maxima, indices, row, num_chunks, CHUNKS)[1]
+    emit(tokens, last_tokens, token_counts, counts_stride, plan, row, token)
+
+
+@triton.jit
+def adjust_kernel(
+    logits,
+    stride,
+    size,
+    plan,
+    token_counts,
+    counts_stride,
+    edit_tokens,
+    edit_values,
+    CHUNK: tl.constexpr,
+    EDIT_BLOCK: tl.constexpr,
+):  # grid (chunks, rows)
+    """Penalties, then edits, in place. An edit adds; -inf forbids whatever the logit is."""
+    row = tl.program_id(1).to(tl.int64)
+    begin = tl.program_id(0) * CHUNK
+    x_row = logits + row * stride
+    counts_row = number(plan, row, COUNTS_ROW)
+    if counts_row >= 0:
+        i = begin + tl.arange(0, CHUNK)
+        count = tl.load(
+            token_counts + counts_row.to(tl.int64) * counts_stride + i, mask=i < size, other=0
+        )
+        x = tl.load(x_row + i, mask=count != 0, other=0.0)
+        repetition = real(plan, row, REPETITION)
+        x = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
+        num_output = count & (_IN_PROMPT - 1)
+        x = tl.where(num_output > 0, x - real(plan, row, PRESENCE), x)
+        x = x - num_output.to(tl.float32) * real(plan, row, FREQUENCY)
+        tl.store(x_row + i, x, mask=count != 0)
+    num_edits = number(plan, row, NUM_EDITS)
+    if num_edits > 0:
+        tl.debug_barrier()  # other threads wrote what is read here
+        first = number(plan, row, FIRST_EDIT)
+        for at in range(first, first + num_edits, EDIT_BLOCK):
+            e = at + tl.arange(0, EDIT_BLOCK)
+            token = tl.load(edit_tokens + e, mask=e < first + num_edits, other=-1)
+            value = tl.load(edit_values + e, mask=e < first + num_edits, other=0.0)
+            mine = (token >= begin) & (token < tl.minimum(begin + CHUNK, size))
+            x = tl.load(x_row + token, mask=mine, other=0.0)
+            tl.store(x_row + token, tl.where(value == -INFINITY, value, x + value), mask=mine)
+
+
+@triton.jit
+def chunk_sums_kernel(
+    logits,
+    stride,
+    size,
+    plan,
+    maxima,
+    indices,
+    num_chunks,
+    counts,
+    masses,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EDGES: tl.constexpr,
+):  # grid (chunks, rows)
+    """counts, masses: [rows, EDGES, chunks] of the logits that reach an edge."""
+    row = tl.program_id(1).to(tl.int64)
+    temperature = real(plan, row, TEMPERATURE)
+    if temperature > 0:
+        top = top_of(maxima, indices, row, num_chunks, CHUNKS)[0]
+        top = tl.div_rn(top, temperature)
+        if is_finite(top):
+            i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+            x = tl.load(logits + row * stride + i, mask=i < size, other=-INFINITY)
+            scaled = tl.div_rn(x, temperature)
+            weight = weigh(scaled, top)
+            least = least_of(plan, row, top)
+            to = row * EDGES * num_chunks + tl.program_id(0)
+            for e in tl.static_range(EDGES):
+                border = least
+                if e < EDGES - 1:
+                    border = tl.maximum(top - (e + 1) * _EDGE_STEP, least)
+                inside = scaled >= border
+                tl.store(counts + to + e * num_chunks, tl.sum(inside.to(tl.int32), 0))
+                tl.store(masses + to + e * num_chunks, tl.sum(tl.where(inside, weight, 0), 0))
+
+
+@triton.jit
+def bracket(
+    counts, masses, row, num_chunks, top_k, top_p, CHUNKS: tl.constexpr, EDGES: tl.constexpr
+):
+    """(edge that all kept logits reach, how many reach it, how many count at all, their mass).
+
+    top_k 0: off. Where there is a top-k, top-p keeps a part of what it keeps.
+    """
+    edges = tl.arange(0, EDGES)
+    chunk = tl.arange(0, CHUNKS)[None, :]
+    at = (row * EDGES + edges[:, None]) * num_chunks + chunk
+    count = tl.sum(tl.load(counts + at, mask=chunk < num_chunks, other=0), 1)
+    mass = tl.sum(tl.load(masses + at, mask=chunk < num_chunks, other=0), 1)
+    is_last = edges == EDGES - 1
+    total = tl.sum(tl.where(is_last, mass, 0), 0)
+    enough = tl.where(top_k > 0, count >= top_k, mass >= share_of(top_p, total))
+    edge = tl.min(tl.where(enough, edges, EDGES - 1), 0)
+    reaching = tl.sum(tl.where(edges == edge, count, 0), 0)
+    return edge, reaching, tl.sum(tl.where(is_last, count, 0), 0), total
+
+
+@triton.jit
+def gather_kernel(
+    logits,
+    stride,
+    size,
+    plan,
+    maxima,
+    indices,
+    num_chunks,
+    counts,
+    masses,
+    values,
+    ids,
+    CAPACITY: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EDGES: tl.constexpr,
+):  # grid (chunks, rows)
+    """values, ids: [rows, CAPACITY], the logits that cuts may keep, by token id."""
+    row = tl.program_id(1).to(tl.int64)
+    temperature = real(plan, row, TEMPERATURE)
+    top_p = long(plan, row, TOP_P).to(tl.float64, bitcast=True)
+    top_k = number(plan, row, TOP_K)
+    if (temperature > 0) & ((top_k > 0) | (top_p < 1.0)):
+        top = top_of(maxima, indices, row, num_chunks, CHUNKS)[0]
+        top = tl.div_rn(top, temperature)
+        if is_finite(top):
+            found = bracket(counts, masses, row, num_chunks, top_k, top_p, CHUNKS, EDGES)
+            edge, reaching = found[0], found[1]
+            chunk = tl.arange(0, CHUNKS)
+            at = counts + (row * EDGES + edge) * num_chunks + chunk
+            before = tl.sum(tl.load(at, mask=chunk < tl.program_id(0), other=0), 0)
+            if reaching <= CAPACITY:
+                i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+                x = tl.load(logits + row * stride + i, mask=i < size, other=-INFINITY)
+                border = edge_of(top, least_of(plan, row, top), edge, EDGES)
+                inside = tl.div_rn(x, temperature) >= border
+                to = row * CAPACITY + before + tl.cumsum(inside.to(tl.int32), 0) - 1
+                tl.store(values + to, x, mask=inside)
+                tl.store(ids + to, i, mask=inside)
+
+
+def grid_of(logits: Tensor, config: Config) -> tuple[tuple[int, int], int]:
+    """(grid of a kernel that goes over all chunks of all rows, CHUNKS). logits: [R, V]."""
+    num_chunks = triton.cdiv(logits.shape[1], config.chunk)
+    return (num_chunks, logits.shape[0]), triton.next_power_of_2(num_chunks)
+
+
+def chunk_max(logits: Tensor, maxima: Tensor, indices: Tensor, config: Config) -> None:
+    """logits: [R, V] fp32, rows dense. maxima, indices: [R, chunks] fp32, int32."""
+    grid, _ = grid_of(logits, config)
+    args: Any = (logits, logits.stride(0), logits.shape[1], maxima, indices, grid[0])
+    chunk_max_kernel[grid](*args, CHUNK=config.chunk, num_warps=config.warps)
+
+
+@triton.jit
+def input_ids_kernel(given, slots, last_tokens, ids, size, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(given + i, mask=i < size, other=0)
+    slot = tl.load(slots + i, mask=(i < size) & (token < 0), other=0)
+    newest = tl.load(last_tokens + slot, mask=(i < size) & (token < 0), other=0)
+    tl.store(ids + i, tl.where(token < 0, newest, token).to(tl.int64), mask=i < size)

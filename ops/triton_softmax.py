@@ -1,0 +1,102 @@
+"""One block of keys in an online softmax (Milakov and Gimelshein 2018) over K/V tiles.
+
+Decode and prefill differ in which rows and keys they take; what a block does is here. Scores are
+kept in units of log2, so that a weight is one exp2.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ops.triton_tiles import as_operand, load_scales, load_values
+
+
+@triton.jit
+def attend_block(
+    q0,
+    q1,
+    most,
+    total,
+    acc0,
+    acc1,
+    tile,
+    head,
+    tokens,
+    present,
+    visible,
+    scale,
+    HAS_MASK: tl.constexpr,
+    TILE_STRIDE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART_PAD: tl.constexpr,
+    TYPE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """q0, q1: [M, PART_PAD], parts of the rows' queries; most, total: [M]; acc0, acc1 as q, fp32.
+
+    tile: where the layer's part of the block's first tile begins; tokens: [N] from there on;
+    present: [N], which may be read; visible: [M or 1, N], which count, if HAS_MASK.
+    scale: of a score, times log2(e). Returns most, total, acc0, acc1 with the block in them.
+    """
+    IS_FOLDED: tl.constexpr = (NUM_GROUPS == 1) or (NUM_GROUPS == 2)
+    k = load_values(
+        tile, head, tokens, present, 0, False, not HAS_MASK,
+        TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS, PARTS, PART_PAD, TYPE, COMPUTE,
+    )  # fmt: skip
+    scores = tl.dot(q0, tl.trans(k), input_precision="ieee")
+    if IS_FOLDED:
+        k_scale = load_scales(
+            tile, head, tokens, present, 0, False, TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS
+        )
+        scores *= (k_scale * scale)[None, :]
+        if PARTS == 2:
+            k = load_values(
+                tile, head, tokens, present, 1, False, not HAS_MASK,
+                TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS, PARTS, PART_PAD, TYPE, COMPUTE,
+            )  # fmt: skip
+            k_scale = load_scales(
+                tile, head, tokens, present, 1, False, TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS
+            )
+            other = tl.dot(q1, tl.trans(k), input_precision="ieee")
+            scores += other * (k_scale * scale)[None, :]
+    else:
+        scores *= scale
+    if HAS_MASK:
+        scores = tl.where(visible, scores, float("-inf"))
+    now = tl.maximum(most, tl.max(scores, 1))
+    # A row that has seen nothing yet has a maximum of -inf, and -inf - -inf is not a number.
+    base = tl.where(now == float("-inf"), 0.0, now)
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(most - base)
+    total = total * shrink + tl.sum(weights, 1)
+    v = load_values(
+        tile, head, tokens, present, 0, True, not HAS_MASK,
+        TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS, PARTS, PART_PAD, TYPE, COMPUTE,
+    )  # fmt: skip
+    scaled = weights
+    if IS_FOLDED:
+        v_scale = load_scales(
+            tile, head, tokens, present, 0, True, TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS
+        )
+        scaled = weights * v_scale[None, :]
+    acc0 = acc0 * shrink[:, None]
+    acc0 = tl.dot(as_operand(scaled, COMPUTE), v, acc0, input_precision="ieee")
+    if PARTS == 2:
+        v = load_values(
+            tile, head, tokens, present, 1, True, not HAS_MASK,
+            TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS, PARTS, PART_PAD, TYPE, COMPUTE,
+        )  # fmt: skip
+        v_scale = load_scales(
+            tile, head, tokens, present, 1, True, TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS
+        )
+        acc1 = acc1 * shrink[:, None]
+        acc1 = tl.dot(
+            as_operand(weights * v_scale[None, :], COMPUTE), v, acc1, input_precision="ieee"
+        )
+    return now, total, acc0, acc1

@@ -1,0 +1,214 @@
+"""Pool 2's work on a CUDA device: steps are launched one ahead of the host.
+
+A step is three things in a row on one stream: what its rows are (two copies from pinned memory),
+the model (a CUDA graph if its size is one that was captured, else kernel by kernel), and the
+choice of tokens, which stay on the device for the next step and are copied to pinned memory for
+the host. Nobody waits for the device but `PendingStep.wait`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from memory.attention import AttentionStep
+from memory.cuda_attention import CudaAttention
+from memory.kv_manager import KVManager
+from ops.cuda_sampling import DeviceSampler, Fetched, Plan
+from serve.cuda_shapes import StepShape, StepShapes
+from serve.device_sampler import plan_sampling, tokens_and_logprobs
+from serve.models import Decoder
+from serve.plan import StepPlan
+from serve.runner import Closes, StepResult, next_needs
+from serve.sequence import Sequence as Output
+from serve.step_device import Mark, StepDevice, Work
+from serve.step_inputs import block_bytes, fields, fill
+
+logger = logging.getLogger(__name__)
+
+_NUM_SLOTS = 3  # of pinned memory: two steps in flight, and one that is being made
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Pinned memory of one step. mark: behind the last step that used it."""
+
+    rows: Tensor
+    attention: Tensor
+    mark: Mark | None = None
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step from its launch on. spans: bytes of the reservation that it may touch."""
+
+    sampled: list[Output]
+    sampling: Plan
+    spans: list[tuple[int, int]]
+    mark: Mark | None = None
+    fetched: Fetched | None = None
+
+    def wait(self) -> StepResult:
+        assert self.mark is not None
+        self.mark.wait()
+        if not self.sampled:
+            return StepResult([], [], None)
+        assert self.fetched is not None
+        tokens, logprobs = tokens_and_logprobs(self.fetched, self.sampling)
+        return StepResult(self.sampled, tokens, logprobs)
+
+
+class CudaRunner:
+    """An OverlappingRunner. All calls in the thread that computes."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        kv: KVManager,
+        attention: CudaAttention,
+        sampler: DeviceSampler,
+        device: StepDevice,
+        shapes: StepShapes,
+        *,
+        memory: Closes | None = None,
+    ) -> None:
+        self._model = model
+        self._kv = kv
+        self._attention = attention
+        self._sampler = sampler
+        self._device = device
+        self._shapes = shapes
+        self._memory = memory
+        self._block = torch.zeros(
+            block_bytes(shapes.max_rows), dtype=torch.uint8, device=device.device
+        )
+        self._chosen = torch.empty(
+            shapes.max_sampled, model.spec.hidden_size, dtype=model.dtype, device=device.device
+        )
+        self._slots = deque(
+            _Slot(
+                device.pinned(self._block.numel()),
+                device.pinned(4 * attention.arrays.num_words).view(torch.int32),
+            )
+            for _ in range(_NUM_SLOTS)
+        )
+        self._graphs: dict[StepShape, Work] = {}
+        self._flying: deque[_Step] = deque(maxlen=_NUM_SLOTS)
+
+    # -- before the first step
+
+    @torch.inference_mode()
+    def warm_up(self, shapes: Iterable[StepShape], *, capture: bool = True) -> None:
+        """Compute steps of these sizes without any sequence, so that all kernels are there, and
+        capture them."""
+        for shape in shapes:
+            self._prepare_empty(shape)
+            self._body(shape)
+            if capture:
+                self._graphs[shape] = self._device.capture(lambda shape=shape: self._body(shape))  # type: ignore[misc]
+        self._device.wait()
+
+    def _prepare_empty(self, shape: StepShape) -> None:
+        """Rows that belong to nobody."""
+        slot = self._slots[0]
+        slot.rows.zero_()
+        nobody = AttentionStep(0, [], [], [])
+        self._attention.fill(slot.attention, nobody, shape.rows, shape.decodes)
+        self._upload(slot, shape)
+        self._device.wait()  # the slot is written again at once
+
+    # -- a step
+
+    def run(self, plan: StepPlan, launched: Callable[[], None]) -> StepResult:
+        """One step alone."""
+        return self.launch(plan, launched).wait()
+
+    def needs_tokens(self, plan: StepPlan) -> bool:
+        """Never: the device has what it samples."""
+        return False
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, launched: Callable[[], None]) -> _Step:
+        targets = [s.kv_range for s in plan.sequences if s.kv_range is not None]
+        self._kv.commit(targets)
+        if self._kv.space.maps_ahead:
+            self._kv.look_ahead(next_needs(plan))
+        shape = self._shapes.of(plan)
+        slot = self._free_slot()
+        num_bytes = fill(slot.rows, plan, shape.rows)
+        self._attention.fill(slot.attention, _attention_step(plan), shape.rows, shape.decodes)
+        sampled = [s for s, samples in zip(plan.sequences, plan.samples, strict=True) if samples]
+        spans = [span for target in targets for span in self._kv.spans(target)]
+        step = _Step(sampled, plan_sampling(self._sampler, sampled), spans)
+        step.mark = slot.mark = self._device.submit(
+            lambda: self._compute(step, slot, shape, num_bytes)
+        )
+        self._flying.append(step)
+        self._slots.rotate(-1)
+        launched()
+        return step
+
+    def settle(self, first: int, end: int) -> None:
+        """Wait until no step that was launched may touch these bytes of the reservation."""
+        for step in self._flying:
+            if step.mark is not None and any(a < end and first < b for a, b in step.spans):
+                step.mark.wait()
+
+    def _free_slot(self) -> _Slot:
+        slot = self._slots[0]
+        if slot.mark is not None:
+            slot.mark.wait()
+            slot.mark = None
+        return slot
+
+    @torch.inference_mode()
+    def _compute(self, step: _Step, slot: _Slot, shape: StepShape, num_bytes: int) -> None:
+        """What the device does, in its order."""
+        self._upload(slot, shape, num_bytes)
+        graph = self._graphs.get(shape)
+        if graph is None:
+            self._body(shape)
+        else:
+            graph()
+        num_sampled = len(step.sampled)
+        if not num_sampled:
+            return
+        self._sampler.upload(step.sampling)
+        logits = self._model.logits(self._chosen[:num_sampled])
+        self._sampler.run(logits, step.sampling.kind)
+        step.fetched = self._sampler.fetch(step.sampling.kind, num_sampled)
+
+    def _upload(self, slot: _Slot, shape: StepShape, num_bytes: int | None = None) -> None:
+        size = block_bytes(shape.rows) if num_bytes is None else num_bytes
+        self._block[:size].copy_(slot.rows[:size], non_blocking=True)
+        self._attention.arrays.upload(slot.attention)
+
+    def _body(self, shape: StepShape) -> None:
+        """The model on whatever rows the buffers have: the last rows' hidden states."""
+        tokens, positions, slots, sampled = fields(self._block, shape.rows)
+        attention = self._attention.view(shape.rows, shape.decodes, shape.has_prompts)
+        ids = self._sampler.input_ids(tokens, slots)
+        hidden = self._model.forward(ids, positions, attention)
+        count = min(shape.rows, self._shapes.max_sampled)
+        torch.index_select(hidden, 0, sampled[:count], out=self._chosen[:count])
+
+    def close(self) -> None:
+        self._device.wait()
+        self._graphs.clear()
+        self._flying.clear()
+        del self._model, self._attention  # views of the reservation go before it does
+        if self._memory is not None:
+            self._memory.close()
+
+
+def _attention_step(plan: StepPlan) -> AttentionStep:
+    starts: Sequence[int] = [s.kv_range.start for s in plan.sequences]  # type: ignore[union-attr]
+    kv_lens = [
+        s.num_computed_tokens + rows for s, rows in zip(plan.sequences, plan.num_rows, strict=True)
+    ]
+    return AttentionStep(plan.num_decodes, starts, plan.num_rows, kv_lens)

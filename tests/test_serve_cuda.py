@@ -1,0 +1,168 @@
+"""The engine on the CUDA back end: Triton's kernels in its interpreter, or on a GPU if there is one.
+
+Small checkpoints and few tokens, because the interpreter takes tens of milliseconds a launch; but
+the real runner, with padded sizes, tokens that stay on the device and steps one ahead.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+import torch
+
+from serve import LLM, SamplingParams
+from serve.errors import ConfigError
+from tests.checkpoints import checkpoint, reference_greedy
+
+pytest.importorskip("triton")
+
+NUM_TOKENS = 6
+PROMPT_LENGTHS = (1, 17, 40)
+
+
+def prompts_of(vocab_size: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(2, vocab_size) for _ in range(n)] for n in PROMPT_LENGTHS]
+
+
+@functools.cache
+def expected(family: str, name: str, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    return reference_greedy(checkpoint(family, name), list(prompt), num_tokens)
+
+
+def cuda_llm(family: str, name: str = "base", **settings: object) -> LLM:
+    given = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 64, "kv_cache_bytes": 8 << 20}
+    return LLM(str(checkpoint(family, name)), backend="cuda", **(given | settings))
+
+
+def greedy(num_tokens: int = NUM_TOKENS, **params: object) -> SamplingParams:
+    return SamplingParams(
+        **({"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True} | params)
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llama", "base"),
+        ("llama", "head-dim"),
+        ("qwen2", "window"),
+        ("qwen3", "base"),
+        ("opt", "base"),
+        ("gpt2", "base"),
+    ],
+)
+def test_greedy_tokens_equal_transformers(family, name):
+    """All prompts at once, in chunks that cut them, beside sampled ones."""
+    prompts = prompts_of(300, seed=len(family + name))
+    params = [greedy(), greedy(temperature=0.9, seed=3, top_p=0.8), greedy()]
+    with cuda_llm(family, name, max_num_batched_tokens=24) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.stats().pages_in_use == 0
+    for i in (0, 2):
+        assert outputs[i].outputs[0].token_ids == expected(
+            family, name, tuple(prompts[i]), NUM_TOKENS
+        ), f"prompt {i}"
+    assert len(outputs[1].outputs[0].token_ids) == NUM_TOKENS
+
+
+@functools.cache
+def said(backend: str, dtype: str, kv_dtype: str) -> list[tuple[list[int], float]]:
+    """Tokens and the sum of their log-probabilities."""
+    settings = {"dtype": dtype, "kv_dtype": kv_dtype, "max_model_len": 64, "max_num_seqs": 4}
+    with LLM(str(checkpoint("llama", "base")), backend=backend, **settings) as llm:
+        outputs = llm.generate(prompts_of(300, seed=2), greedy(logprobs=0), use_tqdm=False)
+    return [(o.outputs[0].token_ids, o.outputs[0].cumulative_logprob) for o in outputs]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "bound"),
+    [
+        ("bfloat16", "auto", 0.1),
+        ("int8", "auto", 0.1),
+        ("int8", "bfloat16", 0.1),
+        ("int4", "int8", 0.1),
+        ("nf4", "int8", 0.1),
+    ],
+)
+def test_precisions_say_what_the_cpu_says(dtype, kv_dtype, bound):
+    """Rounding is the same but for the order of sums: tokens are equal, but for near-ties."""
+    ours, theirs = said("cuda", dtype, kv_dtype), said("cpu", dtype, kv_dtype)
+    same = [one for one, other in zip(ours, theirs, strict=True) if one[0] == other[0]]
+    assert len(same) >= 2
+    for one, other in zip(ours, theirs, strict=True):
+        if one[0] == other[0]:
+            assert one[1] == pytest.approx(other[1], abs=bound * NUM_TOKENS)
+
+
+def test_tokens_do_not_depend_on_the_batch():
+    prompts = prompts_of(300, seed=4)
+    with cuda_llm("llama", dtype="int8") as llm:
+        together = llm.generate(prompts, greedy(logprobs=1), use_tqdm=False)
+        alone = [llm.generate([p], greedy(logprobs=1), use_tqdm=False)[0] for p in prompts]
+    for one, other in zip(together, alone, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert one.outputs[0].cumulative_logprob == other.outputs[0].cumulative_logprob
+
+
+def test_a_stop_token_is_seen_one_step_late_and_nothing_shows_it():
+    prompt = prompts_of(300, seed=5)[1]
+    whole = expected("llama", "base", tuple(prompt), 2 * NUM_TOKENS)
+    stop = next(t for i, t in enumerate(whole) if i >= 3 and whole.index(t) == i)
+    end = whole.index(stop)
+    with cuda_llm("llama") as llm:
+        output = llm.generate(
+            [prompt], greedy(2 * NUM_TOKENS, stop_token_ids=[stop], logprobs=0), use_tqdm=False
+        )[0].outputs[0]
+        assert output.finish_reason == "stop"
+        assert output.token_ids == whole[: end + 1]
+        assert len(output.logprobs) == end + 1
+        stats = llm.stats()
+        assert stats.pages_in_use == 0 and stats.num_decode_rows == end
+
+
+def test_penalties_and_biases():
+    prompt = prompts_of(300, seed=6)[1]
+    settings = {
+        "repetition_penalty": 1.4,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+        "logit_bias": {17: 1.5, 40: -3.0},
+        "min_tokens": 2,
+    }
+    with LLM(str(checkpoint("llama", "base")), dtype="float32", backend="cpu") as llm:
+        theirs = llm.generate([prompt], greedy(**settings), use_tqdm=False)[0].outputs[0]
+    with cuda_llm("llama") as llm:
+        ours = llm.generate([prompt], greedy(**settings), use_tqdm=False)[0].outputs[0]
+    assert ours.token_ids == theirs.token_ids
+
+
+def test_a_prefix_is_found_again_with_the_same_tokens():
+    prompt = prompts_of(300, seed=7)[2]
+    with cuda_llm("llama", kv_page_bytes=4096, prefix_cache=True) as llm:
+        first = llm.generate([prompt], greedy(), use_tqdm=False)[0].outputs[0].token_ids
+        again = llm.generate([prompt], greedy(), use_tqdm=False)[0].outputs[0].token_ids
+        assert llm.stats().prefix_hit_tokens > 0
+    assert first == again == expected("llama", "base", tuple(prompt), NUM_TOKENS)
+
+
+def test_preempted_sequences_say_the_same():
+    prompts = prompts_of(300, seed=8)
+    settings = {"kv_page_bytes": 4096, "memory_policy": "prompt_only", "max_model_len": 56}
+    with cuda_llm("llama", kv_cache_bytes=11 * 4096, **settings) as llm:
+        outputs = llm.generate(prompts, greedy(12), use_tqdm=False)
+        assert llm.stats().num_preemptions > 0
+        assert llm.stats().pages_in_use == 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == expected("llama", "base", tuple(prompt), 12)
+
+
+def test_what_the_device_cannot_do_is_said():
+    with pytest.raises(ConfigError, match="memory_nodes"):
+        cuda_llm("llama", kv_cache_bytes=None, memory_nodes="tcp://127.0.0.1:7000")
+    if torch.cuda.is_available():
+        return
+    with pytest.raises(ConfigError, match="fp8 needs the cuda back end"):
+        LLM(str(checkpoint("llama", "base")), backend="cpu", dtype="fp8")
