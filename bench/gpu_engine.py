@@ -6,6 +6,7 @@ taken from the moment when every request has its first token to when the first o
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import statistics
@@ -32,7 +33,7 @@ from serve import SamplingParams
 from serve.config import EngineConfig
 from serve.core import EngineCore
 from serve.loader import LoadedEngine, load_engine
-from serve.request import Request, TokenDelta
+from serve.request import FinishReason, Request, TokenDelta
 
 _MAX_LOG_LINES = 60
 
@@ -143,7 +144,7 @@ class _Client:
         if delta.token_ids:
             self.times.append((time.perf_counter(), len(delta.token_ids)))
         if delta.finish_reason is not None:
-            if delta.finish_reason != "length":
+            if delta.finish_reason is not FinishReason.LENGTH:
                 self.error = f"ended with {delta.finish_reason}"
             self._ended.release()
 
@@ -290,7 +291,7 @@ class _Bench:
         gaps = [
             after[0] - before[0]
             for client in run.clients
-            for before, after in zip(client.times, client.times[1:], strict=False)
+            for before, after in itertools.pairwise(client.times)
         ]
         waits = [at - run.began for at in run.firsts]
         return {
@@ -307,11 +308,9 @@ class _Bench:
         kernels, and those above 5 us, which are not inside a graph."""
         from torch.profiler import ProfilerActivity, profile
 
-        ended = threading.Event()
         figures: Figures = {}
         with profile(activities=[ProfilerActivity.CUDA]) as found:
             self._decode_window(batch, context, count // 4)
-            ended.set()
         spans = sorted(
             (event.time_range.start, event.time_range.end)
             for event in found.events()

@@ -25,9 +25,10 @@ from ops import get_backend
 from ops.backend import Edges, LinearOp, Norm
 
 _RIVAL_ROWS = (64, 2048)
+_WHOLE_ROWS = (64, 1, 2048)
 # Of the tuned rows; what the engine's steps have most comes first.
-_TUNED_ROWS = (64, 1, 2048, 16, 256, 4, 8192, 8, 32, 128, 2, 512)
-_TUNE_S = 45.0
+_TUNED_ROWS = (8192, 64, 1, 16, 2048, 4, 256, 8, 32, 128, 2, 512)
+_TUNE_S = 35.0
 _WORKERS = 10
 
 
@@ -71,16 +72,14 @@ def run(record: Record) -> None:
     for count in counts:
         for layer in layers:
             record.run(f"int8 {layer.name} M={count}", partial(product, layer, count))
-    for count in counts:
-        for layer in layers:
-            record.run(f"whole int8 {layer.name} M={count}", partial(whole, "int8", layer, count))
     for rival, make in RIVALS.items():
         record.run(f"{rival} {rows}x{square.name}", partial(_rival, make, square, rows))
-    for kind, count in itertools.product(("fp8", "int4", "bf16"), counts):
-        for layer in layers:
-            if layer.is_head and kind in ("fp8", "int4"):
-                continue  # the engine keeps it in int8
-            record.run(f"whole {kind} {layer.name} M={count}", partial(whole, kind, layer, count))
+    for kind in ("int8", "fp8", "int4", "bf16"):
+        record.run(f"whole {kind} {rows}x{square.name}", partial(whole, kind, square, rows))
+        for count, layer in itertools.product(_WHOLE_ROWS if not record.is_dry else counts, layers):
+            if not layer.is_head:
+                name = f"whole {kind} {layer.name} M={count}"
+                record.run(name, partial(whole, kind, layer, count))
     for rival, make in RIVALS.items():
         for count, layer in itertools.product(_RIVAL_ROWS if not record.is_dry else (), layers):
             record.run(f"{rival} {layer.name} M={count}", partial(_rival, make, layer, count))
@@ -116,13 +115,15 @@ def make_op(kind: str, layer: Layer) -> LinearOp:
     return backend.quantized.int4(codes, scales, None, None, edges, group=group)
 
 
-def make_rows(layer: Layer, count: int) -> tuple[Tensor, Tensor | None]:
-    """(what the layer is called with, its residual or None)."""
+def make_rows(kind: str, layer: Layer, count: int) -> tuple[Tensor, Tensor | None]:
+    """(what the layer is called with, its residual or None). Between quantized layers the
+    residual stream is fp32."""
+    stream = torch.bfloat16 if kind == "bf16" else torch.float32
     x = torch.randn(count, layer.num_in, device=device())
-    if not layer.has_norm:
-        x = x.bfloat16()
-    residual = torch.randn(count, layer.num_out, device=device()) if layer.adds else None
-    return x, residual
+    x = x.to(stream) if layer.has_norm else x.bfloat16()
+    if not layer.adds:
+        return x, None
+    return x, torch.randn(count, layer.num_out, device=device()).to(stream)
 
 
 _WEIGHT_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 2 / 64, "bf16": 2.0}
@@ -132,7 +133,7 @@ def whole(kind: str, layer: Layer, count: int) -> Figures:
     """The layer as the engine calls it. bytes: rows as they come, weights, results."""
     weight_bytes = int(layer.num_rows * layer.num_in * _WEIGHT_BYTES[kind])
     ops = [make_op(kind, layer) for _ in range(num_sets(weight_bytes))]
-    x, residual = make_rows(layer, count)
+    x, residual = make_rows(kind, layer, count)
     timing = time_works([partial(op, x, residual) for op in ops])
     moved = weight_bytes + x.numel() * x.element_size()
     moved += count * layer.num_out * (8 if layer.adds else 4 if layer.is_head else 2)
@@ -148,7 +149,7 @@ def product(layer: Layer, count: int) -> Figures:
 
     op: Any = make_op("int8", layer)
     codes, scales = op.weight.codes, op.weight.scales
-    x, residual = make_rows(layer, count)
+    x, residual = make_rows("int8", layer, count)
     rows = quantize_rows(x)
     choice = op.choice(count, layer.adds)
     dtype = torch.float32 if layer.adds or layer.is_head else torch.bfloat16

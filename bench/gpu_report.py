@@ -11,6 +11,7 @@ device is not judged by the exit code: 0 means that there is a report, 1 that th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -36,34 +37,39 @@ _POLL_S = 0.1
 _MAX_RESTARTS = 6
 _MIN_S = 5.0  # with less left, a section is not begun
 _RESERVE_S = 6.0  # of the budget, for ending
+_UNKNOWN = "unknown device"
 
 
 @dataclass(frozen=True)
 class Section:
-    """target: "module:function", called with a Record. Neighbours of one stage run at once."""
+    """target: "module:function", called with a Record. Neighbours of one stage run at once; what
+    is in the background runs on until `after` names it."""
 
     name: str
     target: str
     limit_s: float
     about: str
     stage: str = ""
+    is_background: bool = False
+    after: str = ""
 
 
 SECTIONS = (
     Section("environment", "bench.gpu_ceilings:environment", 60, "device, driver, versions"),
-    Section("build", "bench.gpu_tests:build", 180, "the library of the CPU", "first"),
-    Section("smoke-linear", "bench.gpu_smoke:linear", 110, "products are right", "first"),
-    Section("smoke-attention", "bench.gpu_smoke:attention", 110, "attention is right", "first"),
-    Section("smoke-sampling", "bench.gpu_smoke:sampling", 110, "rows, sampling", "first"),
+    Section("build", "bench.gpu_tests:build", 240, "the library of the CPU", is_background=True),
+    Section("smoke-linear", "bench.gpu_smoke:linear", 90, "products are right", "first"),
+    Section("smoke-attention", "bench.gpu_smoke:attention", 90, "attention is right", "first"),
+    Section("smoke-sampling", "bench.gpu_smoke:sampling", 90, "rows, sampling are right", "first"),
+    Section("warm-up", "bench.gpu_linear:warm", 90, "compiles candidates for tuning", "first"),
     Section("ceilings", "bench.gpu_ceilings:run", 40, "bandwidths, peaks, launches"),
-    Section("linear", "bench.gpu_linear:run", 90, "products at the shapes of the 8B model"),
-    Section("attention", "bench.gpu_attention:run", 70, "decoding and prefill, and rivals"),
-    Section("rows", "bench.gpu_rows:run", 40, "what is bound by memory; sampling"),
-    Section("engine-8b", "bench.gpu_engine:run_8b", 120, "the whole engine, 8B-shaped"),
+    Section("linear", "bench.gpu_linear:run", 85, "products at the shapes of the 8B model"),
+    Section("attention", "bench.gpu_attention:run", 50, "decoding and prefill, and rivals"),
+    Section("rows", "bench.gpu_rows:run", 25, "what is bound by memory; sampling"),
+    Section("engine-8b", "bench.gpu_engine:run_8b", 100, "the engine, 8B-shaped", after="build"),
     Section("transformers", "bench.gpu_peers:run", 80, "Transformers at 64 streams"),
-    Section("engine-1b", "bench.gpu_engine:run_1b", 60, "the whole engine, 1B-shaped"),
-    Section("memory", "bench.gpu_tests:memory", 30, "the driver's virtual memory"),
-    Section("tests", "bench.gpu_tests:run", 240, "tests of kernels and of the engine"),
+    Section("engine-1b", "bench.gpu_engine:run_1b", 45, "the engine, 1B-shaped", after="build"),
+    Section("memory", "bench.gpu_tests:memory", 20, "the driver's virtual memory"),
+    Section("tests", "bench.gpu_tests:run", 300, "tests of kernels and engine", after="build"),
 )
 
 
@@ -81,13 +87,14 @@ class Child:
     seconds: float = 0.0
     restarts: int = 0
     shown: set[str] = field(default_factory=set)
+    _found: tuple[int, dict[str, Any]] = (0, {"cases": {}, "errors": {}})
 
     def entry(self) -> dict[str, Any]:
         """For the report."""
-        found: dict[str, Any] = {"cases": {}, "errors": {}}
-        if self.out.is_file():
-            found = json.loads(self.out.read_text())
-        entry = {"status": self.status, "seconds": round(self.seconds, 1), **found}
+        stamp = self.out.stat().st_mtime_ns if self.out.is_file() else 0
+        if stamp != self._found[0]:
+            self._found = stamp, json.loads(self.out.read_text())
+        entry = {"status": self.status, "seconds": round(self.seconds, 1), **self._found[1]}
         if self.status not in ("ok", "running"):
             lines = self.log.read_text(errors="replace").splitlines()
             entry["log"] = "\n".join(lines[-20:])
@@ -115,27 +122,37 @@ class Parent:
         try:
             for _, group in groupby(sections, lambda s: s.stage or s.name):
                 self._run_stage(list(group))
+            self._wait_for(self._children)
         finally:
             for child in self._children:
                 self._end(child, "interrupted")
-            self.write()
+            self.write(is_last=True)
 
     def _run_stage(self, sections: list[Section]) -> None:
-        running = []
-        for section in sections:
-            limit_s = min(section.limit_s, self.left_s())
-            if limit_s < min(_MIN_S, section.limit_s):
-                self._skipped[section.name] = "no time was left"
-                self._say(section.name, "skipped: no time is left")
-                continue
-            path = self._folder / f"{section.name}.json"
-            child = Child(section, path, path.with_suffix(".log"), limit_s)
-            self._children.append(child)
-            self._start(child)
-            running.append(child)
-        while running:
+        started = [self._begin(section) for section in sections]
+        self.write()
+        self._wait_for([child for child in started if child and not child.section.is_background])
+
+    def _begin(self, section: Section) -> Child | None:
+        """None: there is no time for it."""
+        self._wait_for([child for child in self._children if child.section.name == section.after])
+        limit_s = min(section.limit_s, self.left_s())
+        if limit_s < min(_MIN_S, section.limit_s):
+            self._skipped[section.name] = "no time was left"
+            self._say(section.name, "skipped: no time is left")
+            return None
+        path = self._folder / f"{section.name}.json"
+        child = Child(section, path, path.with_suffix(".log"), limit_s)
+        self._children.append(child)
+        self._start(child)
+        return child
+
+    def _wait_for(self, awaited: list[Child]) -> None:
+        while any(child.status == "running" for child in awaited):
             time.sleep(_POLL_S)
-            running = [child for child in running if not self._is_over(child)]
+            for child in self._children:
+                if child.status == "running":
+                    self._look_at(child)
             self._show_new()
 
     def _start(self, child: Child) -> None:
@@ -145,7 +162,6 @@ class Parent:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
-        environment["GPU_REPORT"] = str(self.path(".json"))
         if self._is_dry:
             command.append("--dry-run")
             environment["TRITON_INTERPRET"] = "1"
@@ -160,22 +176,19 @@ class Parent:
                 start_new_session=True,
             )
 
-    def _is_over(self, child: Child) -> bool:
+    def _look_at(self, child: Child) -> None:
         assert child.process is not None
         child.seconds = time.monotonic() - child.began_s
         code = child.process.poll()
         if code is None:
             if child.seconds > child.limit_s:
                 self._end(child, f"killed at its limit of {child.limit_s:.0f} s")
-                return True
-            return False
-        if code == LOST_DEVICE and child.restarts < _MAX_RESTARTS:
+        elif code == LOST_DEVICE and child.restarts < _MAX_RESTARTS:
             child.restarts += 1
             self._kill(child)
             self._start(child)
-            return False
-        self._end(child, "ok" if code == 0 else f"ended with code {code}")
-        return True
+        else:
+            self._end(child, "ok" if code == 0 else f"ended with code {code}")
 
     def _end(self, child: Child, status: str) -> None:
         if child.status != "running":
@@ -192,10 +205,8 @@ class Parent:
     def _kill(child: Child) -> None:
         """The whole group: a section may have children, and outlive them."""
         assert child.process is not None
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(child.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         child.process.wait()
 
     def _show_new(self) -> None:
@@ -215,7 +226,8 @@ class Parent:
 
     def _say(self, section: str, text: str) -> None:
         elapsed_s = time.monotonic() - self._began_s
-        print(f"[{elapsed_s:5.0f} s] {section}: {text}"[:300], file=sys.stderr, flush=True)
+        line = " ".join(f"[{elapsed_s:5.0f} s] {section}: {text}".split("\n"))
+        print(line[:300], file=sys.stderr, flush=True)
 
     # ---- the report
 
@@ -238,15 +250,18 @@ class Parent:
             device = child.entry()["cases"].get("device", {})
             if "name" in device:
                 return str(device["name"])
-        return "unknown device"
+        return _UNKNOWN
 
     def path(self, suffix: str) -> Path:
         stem = re.sub(r"[^a-z0-9]+", "-", self.device_name().lower()).strip("-")
         return self._out / f"{stem}{suffix}"
 
-    def write(self) -> None:
-        self._out.mkdir(parents=True, exist_ok=True)
+    def write(self, *, is_last: bool = False) -> None:
+        """Once the device's name is known, or at the end."""
         report = self.report()
+        if report["device"] == _UNKNOWN and not is_last:
+            return
+        self._out.mkdir(parents=True, exist_ok=True)
         for suffix, text in ((".json", json.dumps(report, indent=1)), (".md", markdown(report))):
             path = self.path(suffix)
             part = path.with_suffix(path.suffix + ".part")

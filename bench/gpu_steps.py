@@ -17,6 +17,7 @@ Norms, activations and sampling count for nothing: they hide behind the rest at 
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -77,13 +78,13 @@ class Step:
 
 def periods(steps: Sequence[Step]) -> list[float]:
     """From begin to begin."""
-    return [b.begin - a.begin for a, b in zip(steps, steps[1:], strict=False)]
+    return [b.begin - a.begin for a, b in itertools.pairwise(steps)]
 
 
 def gap_share(steps: Sequence[Step]) -> float:
     """Of the time from the first begin to the last, what lies between the end of a step and the
     begin of the next."""
-    gaps = sum(b.begin - a.end for a, b in zip(steps, steps[1:], strict=False))
+    gaps = sum(b.begin - a.end for a, b in itertools.pairwise(steps))
     return gaps / (steps[-1].begin - steps[0].begin)
 
 

@@ -17,7 +17,7 @@ _SHORT_S = 100e-6
 _GRAPH_S = 1e-3
 _MAX_GRAPH_CALLS = 2000
 # Several times the L2 of any GPU (H200: 60 MB).
-_ROTATED_BYTES = 384 << 20
+_ROTATED_BYTES = 192 << 20
 _MAX_SETS = 64
 
 
