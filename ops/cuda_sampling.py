@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ MAX_TOP = 20
 # Biases and forbidden tokens of a row, at most (serve/request.py limits either to half of it).
 MAX_EDITS = 2048
 _MASK64 = (1 << 64) - 1
+_MAX_INT32 = (1 << 31) - 1
 _INT32s = npt.NDArray[np.int32]
 _Edits = tuple[_INT32s, npt.NDArray[np.float32]]
 
@@ -77,11 +79,13 @@ class DeviceChoice:
         biases = biases or {}
         self.has_edits = bool(biases)
         self.is_plain = not (temperature or self.has_penalties or biases)
-        self.next_count = -1  # of tokens, at the next step if it is the one after the last
+        # where its tokens are counted, and how many there are if the next step follows the last
+        self.counts_row, self.next_count = -1, -1
         self._edits = _edits(biases, ())
         self._held_edits = _edits(biases, forbidden)
         floor = math.log(np.float32(min_p)) if min_p > 0 else -math.inf
-        numbers = (temperature, floor, repetition, presence, frequency, max(top_k, 0))
+        top_k = min(max(top_k, 0), _MAX_INT32)
+        numbers = (temperature, floor, repetition, presence, frequency, top_k)
         self.record = _RECORD.pack(seed & _MASK64, 0, top_p, *numbers, -1, -1, 0, 0)
 
     def edits(self, is_held: bool) -> _Edits:
@@ -95,26 +99,24 @@ def _edits(biases: Mapping[int, float], forbidden: Collection[int]) -> _Edits:
 
 
 class Row(NamedTuple):
-    """One row of a step. token_ids: those of its sequence that the host knows, prompt first;
-    num_tokens: how many there are, one more where the newest is last_token[slot] on the device
-    alone. is_held: forbid the forbidden."""
+    """One row of a step. token_ids: of its sequence, prompt first; where the last one is negative,
+    only the device knows it, as last_tokens[slot]. is_held: forbid the forbidden."""
 
     choice: DeviceChoice
     slot: int
     token_ids: Sequence[int]
-    num_tokens: int
-    is_held: bool
+    is_held: bool = False
 
 
 class Plan(NamedTuple):
-    """A step on the host. records: uint8; edits: [2, n] int32 bits; counts: new rows of the table
-    and whether last_token[slot] is not yet counted."""
+    """A step on the host. records: uint8; edits: [2, n], tokens and the bits of what is added;
+    counts: new rows of the table, each with a slot whose last token is to be counted too, or -1."""
 
     kind: Kind
     rows: Sequence[Row]
     records: Tensor
     edits: Tensor | None
-    counts: list[tuple[int, Tensor, bool]]
+    counts: list[tuple[int, Tensor, int]]
 
 
 class Fetched(NamedTuple):
@@ -148,7 +150,7 @@ class DeviceSampler:
         config: Config | None = None,
     ) -> None:
         assert vocab_size <= MAX_VOCABULARY, f"{vocab_size=}"
-        self.vocab_size, self.max_rows, self.num_slots = vocab_size, max_rows, num_slots
+        self.vocab_size, self.max_rows = vocab_size, max_rows
         self.device = torch.device(device)
         self.config = config or Config()
         self.last_tokens = self._zeros(num_slots)
@@ -168,16 +170,17 @@ class DeviceSampler:
         self._logprobs = self._zeros(max_rows, dtype=torch.float32)
         self._ranks = self._zeros(max_rows)
         self._top: tuple[Tensor, Tensor] | None = None
-        self._owners: dict[int, DeviceChoice] = {}
+        # of the rows of token_counts, least recently used first
+        self._owners = OrderedDict[int, DeviceChoice | None]((i, None) for i in range(max_rows))
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, device=self.device)
 
     def allocate_counts(self) -> None:
-        """The table that penalties need: num_slots * vocabulary * 4 bytes. Graphs captured before
+        """The table that penalties need: max_rows * vocabulary * 4 bytes. Graphs captured before
         do not know it: call this first, or capture again when has_counts has changed."""
         if not self.has_counts:
-            self.token_counts = self._zeros(self.num_slots, self.vocab_size)
+            self.token_counts = self._zeros(self.max_rows, self.vocab_size)
             self.has_counts = True
 
     # -- on the host
@@ -191,7 +194,7 @@ class DeviceSampler:
         array[: len(packed)] = np.frombuffer(packed, dtype=np.uint8)
         array[len(packed) :].reshape(-1, _RECORD.size)[:] = np.frombuffer(_NO_ROW, dtype=np.uint8)
         fields = array.view(_FIELDS)
-        fields["position"][: len(rows)] = [row.num_tokens for row in rows]
+        fields["position"][: len(rows)] = [len(row.token_ids) for row in rows]
         fields["slot"][: len(rows)] = [row.slot for row in rows]
         kind, edits, counts = Kind.GREEDY, None, []
         edited: list[tuple[int, _Edits]] = []
@@ -203,8 +206,8 @@ class DeviceSampler:
                 continue
             kind = max(kind, Kind.FULL)
             if choice.has_penalties:
-                fields["counts_row"][i] = row.slot
                 counts += self._counts_of(row)
+                fields["counts_row"][i] = choice.counts_row
             if choice.has_edits or row.is_held:
                 edited.append((i, choice.edits(row.is_held)))
         if edited:
@@ -230,23 +233,28 @@ class DeviceSampler:
         edits[1] = torch.from_numpy(values.view(np.int32))
         return edits
 
-    def _counts_of(self, row: Row) -> list[tuple[int, Tensor, bool]]:
+    def _counts_of(self, row: Row) -> list[tuple[int, Tensor, int]]:
         """A new row of the table, unless the device has counted all along."""
-        choice = row.choice
-        is_new = self._owners.get(row.slot) is not choice or choice.next_count != row.num_tokens
-        choice.next_count = row.num_tokens + 1
+        choice, num_tokens = row.choice, len(row.token_ids)
+        is_new = choice.counts_row < 0 or self._owners[choice.counts_row] is not choice
+        if is_new:
+            choice.counts_row = next(iter(self._owners))
+            self._owners[choice.counts_row] = choice
+        self._owners.move_to_end(choice.counts_row)
+        is_new = is_new or choice.next_count != num_tokens
+        choice.next_count = num_tokens + 1
         if not is_new:
             return []
         known = np.array(row.token_ids, dtype=np.int64)
-        assert 0 <= row.num_tokens - len(known) <= 1, f"{row.num_tokens} tokens, {len(known)} known"
+        misses_one = num_tokens > 0 and known[-1] < 0
+        known = known[: num_tokens - misses_one]
         if len(known) and not 0 <= known.min() <= known.max() < self.vocab_size:
             raise IndexError(f"a token id is beyond the vocabulary of {self.vocab_size}")
-        self._owners[row.slot] = choice
         counts = self._host(self.vocab_size, torch.int32)
-        output = np.bincount(known[choice.num_prompt :], minlength=self.vocab_size)
-        counts.numpy()[:] = output
-        counts.numpy()[known[: choice.num_prompt]] |= IN_PROMPT
-        return [(row.slot, counts, row.num_tokens > len(known))]
+        array = counts.numpy()
+        array[:] = np.bincount(known[choice.num_prompt :], minlength=self.vocab_size)
+        array[known[: choice.num_prompt]] |= IN_PROMPT
+        return [(choice.counts_row, counts, row.slot if misses_one else -1)]
 
     # -- on the device
 
@@ -254,12 +262,12 @@ class DeviceSampler:
         """Before run(), on its stream; not part of a graph."""
         if plan.counts:
             self.allocate_counts()
-        for slot, counts, misses_one in plan.counts:
-            self.token_counts[slot].copy_(counts, non_blocking=True)
-            if misses_one:
+        for row, counts, slot in plan.counts:
+            self.token_counts[row].copy_(counts, non_blocking=True)
+            if slot >= 0:
                 newest = self.last_tokens[slot : slot + 1].long()
                 one = torch.ones_like(newest, dtype=torch.int32)
-                self.token_counts[slot].index_add_(0, newest, one)
+                self.token_counts[row].index_add_(0, newest, one)
         if plan.edits is not None:
             size = plan.edits.shape[1]
             self._edit_tokens[:size].copy_(plan.edits[0], non_blocking=True)

@@ -21,7 +21,6 @@ from ops.triton_sampling import (
     POSITION,
     SEED,
     TEMPERATURE,
-    TOP_K,
     TOP_P,
     bracket,
     edge_of,
@@ -29,9 +28,9 @@ from ops.triton_sampling import (
     is_finite,
     least_of,
     long,
-    number,
     real,
     share_of,
+    top_k_of,
     top_of,
     weigh,
 )
@@ -334,7 +333,7 @@ def draw_kernel(
         top = tl.div_rn(top, temperature)
         if is_finite(top):
             least = least_of(plan, row, top)
-            top_k = number(plan, row, TOP_K)
+            top_k = top_k_of(plan, row, size)
             top_p = long(plan, row, TOP_P).to(tl.float64, bitcast=True)
             u = uniform(plan, row)
             x_row = logits + row * stride

@@ -102,6 +102,13 @@ def weigh(scaled, top):
 
 
 @triton.jit
+def top_k_of(plan, row, size):
+    """0: off."""
+    top_k = number(plan, row, TOP_K)
+    return tl.where(top_k < size, top_k, 0)
+
+
+@triton.jit
 def top_of(maxima, indices, row, num_chunks, CHUNKS: tl.constexpr):
     """(largest logit of the row, its first index)."""
     chunk = tl.arange(0, CHUNKS)
@@ -301,7 +308,7 @@ def gather_kernel(
     row = tl.program_id(1).to(tl.int64)
     temperature = real(plan, row, TEMPERATURE)
     top_p = long(plan, row, TOP_P).to(tl.float64, bitcast=True)
-    top_k = number(plan, row, TOP_K)
+    top_k = top_k_of(plan, row, size)
     if (temperature > 0) & ((top_k > 0) | (top_p < 1.0)):
         top = top_of(maxima, indices, row, num_chunks, CHUNKS)[0]
         top = tl.div_rn(top, temperature)

@@ -21,7 +21,7 @@ from memory.cuda_attention import CudaAttention
 from memory.kv_manager import KVManager
 from ops.cuda_sampling import DeviceSampler, Fetched, Plan
 from serve.cuda_shapes import StepShape, StepShapes
-from serve.device_sampler import plan_sampling, tokens_and_logprobs
+from serve.device_sampler import rows_of, sampled
 from serve.models import Decoder
 from serve.plan import StepPlan
 from serve.runner import Closes, StepResult, next_needs
@@ -59,8 +59,8 @@ class _Step:
         if not self.sampled:
             return StepResult([], [], None)
         assert self.fetched is not None
-        tokens, logprobs = tokens_and_logprobs(self.fetched, self.sampling)
-        return StepResult(self.sampled, tokens, logprobs)
+        found = sampled(self.sampling, self.fetched)
+        return StepResult(self.sampled, found.token_ids, found.logprobs)
 
 
 class CudaRunner:
@@ -142,9 +142,11 @@ class CudaRunner:
         slot = self._free_slot()
         num_bytes = fill(slot.rows, plan, shape.rows)
         self._attention.fill(slot.attention, _attention_step(plan), shape.rows, shape.decodes)
-        sampled = [s for s, samples in zip(plan.sequences, plan.samples, strict=True) if samples]
+        chosen = [s for s, samples in zip(plan.sequences, plan.samples, strict=True) if samples]
+        slots = [s.kv_range.index for s in chosen if s.kv_range is not None]
+        sampling = self._sampler.plan(rows_of(chosen, slots))
         spans = [span for target in targets for span in self._kv.spans(target)]
-        step = _Step(sampled, plan_sampling(self._sampler, sampled), spans)
+        step = _Step(chosen, sampling, spans)
         step.mark = slot.mark = self._device.submit(
             lambda: self._compute(step, slot, shape, num_bytes)
         )

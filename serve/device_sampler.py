@@ -1,27 +1,30 @@
-"""From sequences to rows of the device's sampler, and back to tokens for pool 3."""
+"""Sequences -> rows for sampling on the device (ops/cuda_sampling.py), and its results back.
+
+What serve/sampler.py does on the CPU, with the same meaning of every parameter. A sequence's newest
+token may still be PENDING_TOKEN: the device knows it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-from ops.cuda_sampling import DeviceChoice, DeviceSampler, Fetched, Kind, Plan, Row, described
+from ops.cuda_sampling import DeviceChoice, Fetched, Plan, Row, described
 from serve.request import TokenLogprobs
-from serve.sequence import PENDING_TOKEN, Sequence
+from serve.sampler import Sampled
+from serve.sequence import Sequence
 
 
-def plan_sampling(sampler: DeviceSampler, sequences: SequenceOf[Sequence]) -> Plan:
-    """The sequences that get a token, in the order of their rows of logits."""
-    return sampler.plan([_row(sequence) for sequence in sequences])
-
-
-def _row(sequence: Sequence) -> Row:
-    choice, token_ids = _choice(sequence), sequence.token_ids
-    num_tokens = len(token_ids)
-    if choice.has_penalties and num_tokens and token_ids[-1] == PENDING_TOKEN:
-        token_ids = token_ids[:-1]
-    assert sequence.kv_range is not None
-    is_held = bool(sequence.stop_ids) and num_tokens < sequence.min_tokens_total
-    return Row(choice, sequence.kv_range.index, token_ids, num_tokens, is_held)
+def rows_of(sequences: SequenceOf[Sequence], slots: SequenceOf[int]) -> list[Row]:
+    """slots[i]: where the device keeps the last token of sequences[i]."""
+    return [
+        Row(
+            _choice(s),
+            slot,
+            s.token_ids,
+            bool(s.stop_ids) and len(s.token_ids) < s.min_tokens_total,
+        )
+        for s, slot in zip(sequences, slots, strict=True)
+    ]
 
 
 def _choice(sequence: Sequence) -> DeviceChoice:
@@ -47,15 +50,13 @@ def _choice(sequence: Sequence) -> DeviceChoice:
     return choice
 
 
-def tokens_and_logprobs(
-    fetched: Fetched, plan: Plan
-) -> tuple[list[int], list[TokenLogprobs | None] | None]:
-    """As serve.sampler.sample returns them, once the copies have ended."""
-    tokens: list[int] = fetched.tokens.tolist()
-    if plan.kind is not Kind.DESCRIBED:
-        return tokens, None
-    found = described(fetched, plan.rows)
-    return tokens, [
-        None if item is None else TokenLogprobs(item.token_id, item.logprob, item.top, item.rank)
-        for item in found
+def sampled(plan: Plan, fetched: Fetched) -> Sampled:
+    """The tokens of a step, once the copies that fetch() started have ended."""
+    token_ids = fetched.tokens.tolist()
+    if fetched.logprobs is None:
+        return Sampled(token_ids, None)
+    logprobs = [
+        None if each is None else TokenLogprobs(each.token_id, each.logprob, each.top, each.rank)
+        for each in described(fetched, plan.rows)
     ]
+    return Sampled(token_ids, logprobs)

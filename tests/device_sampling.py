@@ -29,10 +29,7 @@ def step(sampler, logits, rows):
 
 def draw(logits, choices, length=4, config=SMALL):
     """One token for each row; DeviceChoice arguments as dictionaries."""
-    rows = [
-        Row(DeviceChoice(**choice), i, [0] * length, length, False)
-        for i, choice in enumerate(choices)
-    ]
+    rows = [Row(DeviceChoice(**choice), i, [0] * length) for i, choice in enumerate(choices)]
     sampler = make_sampler(logits.shape[1], len(rows), len(rows), config)
     return step(sampler, logits, rows)[1]
 

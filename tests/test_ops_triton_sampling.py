@@ -63,7 +63,7 @@ def test_the_random_numbers_are_those_of_the_cpu():
     seeds = [0, 1, 2**63 - 1, -1, 0x9E3779B97F4A7C15, -(2**63), 12345]
     sampler = make_sampler(50)
     rows = [
-        Row(DeviceChoice(seed=s, temperature=1.0), 0, [], 7 * i, False) for i, s in enumerate(seeds)
+        Row(DeviceChoice(seed=s, temperature=1.0), 0, [0] * (7 * i)) for i, s in enumerate(seeds)
     ]
     plan = sampler.plan(rows)
     sampler.upload(plan)
@@ -168,7 +168,7 @@ def test_a_row_draws_the_same_token_in_any_batch():
 def test_padding_rows_are_harmless():
     sampler = make_sampler(60, max_rows=8)
     sampler.last_tokens.fill_(-7)
-    rows = [Row(DeviceChoice(seed=1, temperature=1.0, top_k=3), 2, [1], 1, False)]
+    rows = [Row(DeviceChoice(seed=1, temperature=1.0, top_k=3), 2, [1])]
     for kind in (Kind.GREEDY, Kind.FULL, Kind.DESCRIBED):
         plan = sampler.plan(rows)
         sampler.upload(plan)

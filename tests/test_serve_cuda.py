@@ -1,4 +1,4 @@
-"""The engine on the CUDA back end: Triton's kernels in its interpreter, or on a GPU if there is one.
+"""The engine on the CUDA back end: Triton's kernels in the interpreter, or on a GPU.
 
 Small checkpoints and few tokens, because the interpreter takes tens of milliseconds a launch; but
 the real runner, with padded sizes, tokens that stay on the device and steps one ahead.
