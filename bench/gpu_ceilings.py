@@ -22,15 +22,17 @@ _PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "flash-attn
 
 
 def environment(record: Record) -> None:
-    record.run("device", _device)
+    record.run("device", partial(_device, record.is_dry))
     record.run("versions", _versions)
     if torch.cuda.is_available():
         record.run("clocks", clocks)
 
 
-def _device() -> Figures:
+def _device(is_dry: bool) -> Figures:
+    if is_dry:
+        return {"name": platform.machine()}
     if not torch.cuda.is_available():
-        return {"name": platform.processor() or platform.machine(), "kind": "cpu"}
+        raise RuntimeError("no CUDA device that torch can use; try --dry-run")
     found = torch.cuda.get_device_properties(0)
     return {
         "name": found.name,
@@ -75,8 +77,8 @@ def run(record: Record) -> None:
 
 
 def _random_bytes(count: int) -> torch.Tensor:
-    made = torch.empty(count // 8, dtype=torch.int64, device=device())
-    return made.random_(-(1 << 62), 1 << 62).view(torch.uint8)
+    made = torch.empty(count // 4, dtype=torch.int32, device=device())
+    return made.random_().view(torch.uint8)
 
 
 def _copy(size: int) -> Figures:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -65,6 +66,7 @@ class Record:
                 print(f"{name}: the device is lost: {error}", file=sys.stderr)
                 sys.stderr.flush()
                 os._exit(LOST_DEVICE)  # nothing of the device can be tidied up
+            gc.collect()  # the frames of what failed held memory
         return self.cases.get(name)
 
     def _write(self) -> None:
