@@ -11,9 +11,8 @@ so it can be captured in a CUDA graph; upload() and fetch() stay outside of it.
 from __future__ import annotations
 
 import math
-import struct
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -23,26 +22,17 @@ import torch
 from torch import Tensor
 
 from ops import triton_draw, triton_logprobs, triton_sampling
-from ops.triton_sampling import EDGES, IN_PROMPT, MAX_VOCABULARY, Config
-
-# triton_sampling: the words of a record
-_RECORD = struct.Struct("=Qqdfffffiiiii")
-_FIELDS = np.dtype(
-    {
-        "names": ["position", "slot", "counts_row", "first_edit", "num_edits"],
-        "formats": [np.int64, np.int32, np.int32, np.int32, np.int32],
-        "offsets": [8, 48, 52, 56, 60],
-        "itemsize": _RECORD.size,
-    }
+from ops.cuda_choice import (
+    FIELDS,
+    MAX_EDITS,
+    MAX_TOP,
+    NO_ROW,
+    RECORD_BYTES,
+    DeviceChoice,
+    Edits,
+    Row,
 )
-_NO_ROW = _RECORD.pack(0, 0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0, -1, -1, 0, 0)
-MAX_TOP = 20
-# Biases and forbidden tokens of a row, at most (serve/request.py limits either to half of it).
-MAX_EDITS = 2048
-_MASK64 = (1 << 64) - 1
-_MAX_INT32 = (1 << 31) - 1
-_INT32s = npt.NDArray[np.int32]
-_Edits = tuple[_INT32s, npt.NDArray[np.float32]]
+from ops.triton_sampling import EDGES, IN_PROMPT, MAX_VOCABULARY, Config
 
 
 class Kind(IntEnum):
@@ -51,61 +41,6 @@ class Kind(IntEnum):
     GREEDY = 0
     FULL = 1
     DESCRIBED = 2
-
-
-class DeviceChoice:
-    """How the tokens of one sequence are chosen, packed once. Arguments: as ops/sampling.Choice."""
-
-    def __init__(
-        self,
-        *,
-        seed: int,
-        temperature: float,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        repetition: float = 1.0,
-        presence: float = 0.0,
-        frequency: float = 0.0,
-        num_prompt: int = 0,
-        biases: Mapping[int, float] | None = None,
-        forbidden: Collection[int] = (),
-        num_logprobs: int | None = None,
-    ) -> None:
-        assert num_logprobs is None or 0 <= num_logprobs <= MAX_TOP, f"{num_logprobs=}"
-        self.has_penalties = repetition != 1.0 or presence != 0.0 or frequency != 0.0
-        self.num_logprobs = num_logprobs
-        self.num_prompt = num_prompt
-        biases = biases or {}
-        self.has_edits = bool(biases)
-        self.is_plain = not (temperature or self.has_penalties or biases)
-        # where its tokens are counted, and how many there are if the next step follows the last
-        self.counts_row, self.next_count = -1, -1
-        self._edits = _edits(biases, ())
-        self._held_edits = _edits(biases, forbidden)
-        floor = math.log(np.float32(min_p)) if min_p > 0 else -math.inf
-        top_k = min(max(top_k, 0), _MAX_INT32)
-        numbers = (temperature, floor, repetition, presence, frequency, top_k)
-        self.record = _RECORD.pack(seed & _MASK64, 0, top_p, *numbers, -1, -1, 0, 0)
-
-    def edits(self, is_held: bool) -> _Edits:
-        """(tokens, what is added to their logits), each token once."""
-        return self._held_edits if is_held else self._edits
-
-
-def _edits(biases: Mapping[int, float], forbidden: Collection[int]) -> _Edits:
-    values = {**biases, **dict.fromkeys(forbidden, -math.inf)}
-    return np.array(list(values), dtype=np.int32), np.array(list(values.values()), dtype=np.float32)
-
-
-class Row(NamedTuple):
-    """One row of a step. token_ids: of its sequence, prompt first; where the last one is negative,
-    only the device knows it, as last_tokens[slot]. is_held: forbid the forbidden."""
-
-    choice: DeviceChoice
-    slot: int
-    token_ids: Sequence[int]
-    is_held: bool = False
 
 
 class Plan(NamedTuple):
@@ -154,7 +89,7 @@ class DeviceSampler:
         self.device = torch.device(device)
         self.config = config or Config()
         self.last_tokens = self._zeros(num_slots)
-        self.records = self._zeros(max_rows * _RECORD.size, dtype=torch.uint8)
+        self.records = self._zeros(max_rows * RECORD_BYTES, dtype=torch.uint8)
         self.tokens = self._zeros(max_rows)
         self._edit_tokens = self._zeros(max_rows * MAX_EDITS)
         self._edit_values = self._zeros(max_rows * MAX_EDITS, dtype=torch.float32)
@@ -169,7 +104,9 @@ class DeviceSampler:
         self._ids = self._zeros(max_rows, self.config.capacity)
         self._logprobs = self._zeros(max_rows, dtype=torch.float32)
         self._ranks = self._zeros(max_rows)
-        self._top: tuple[Tensor, Tensor] | None = None
+        num_top = min(MAX_TOP, vocab_size)
+        self._top_logprobs = self._zeros(max_rows, num_top, dtype=torch.float32)
+        self._top_tokens = self._zeros(max_rows, num_top, dtype=torch.int64)
         # of the rows of token_counts, least recently used first
         self._owners = OrderedDict[int, DeviceChoice | None]((i, None) for i in range(max_rows))
 
@@ -189,15 +126,15 @@ class DeviceSampler:
         """Packs a step. IndexError for a bias, forbidden token or history beyond the vocabulary."""
         assert len(rows) <= self.max_rows, f"{len(rows)} rows"
         packed = b"".join([row.choice.record for row in rows])
-        records = self._host(self.max_rows * _RECORD.size, torch.uint8)
+        records = self._host(self.max_rows * RECORD_BYTES, torch.uint8)
         array = records.numpy()
         array[: len(packed)] = np.frombuffer(packed, dtype=np.uint8)
-        array[len(packed) :].reshape(-1, _RECORD.size)[:] = np.frombuffer(_NO_ROW, dtype=np.uint8)
-        fields = array.view(_FIELDS)
+        array[len(packed) :].reshape(-1, RECORD_BYTES)[:] = np.frombuffer(NO_ROW, dtype=np.uint8)
+        fields = array.view(FIELDS)
         fields["position"][: len(rows)] = [len(row.token_ids) for row in rows]
         fields["slot"][: len(rows)] = [row.slot for row in rows]
         kind, edits, counts = Kind.GREEDY, None, []
-        edited: list[tuple[int, _Edits]] = []
+        edited: list[tuple[int, Edits]] = []
         for i, row in enumerate(rows):
             choice = row.choice
             if choice.num_logprobs is not None:
@@ -218,16 +155,16 @@ class DeviceSampler:
         """Memory that the device copies from or to; torch does not reuse it before that is done."""
         return torch.empty(size, dtype=dtype, pin_memory=self.device.type == "cuda")
 
-    def _pack_edits(self, fields: npt.NDArray[Any], edited: list[tuple[int, _Edits]]) -> Tensor:
+    def _pack_edits(self, fields: npt.NDArray[Any], edited: list[tuple[int, Edits]]) -> Tensor:
         tokens = np.concatenate([tokens for _, (tokens, _) in edited])
         values = np.concatenate([values for _, (_, values) in edited])
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
             raise IndexError(f"a token id is beyond the vocabulary of {self.vocab_size}")
         first = 0
         for i, (each, _) in edited:
-            assert len(each) <= MAX_EDITS, f"{len(each)} biases and forbidden tokens"
             fields["first_edit"][i], fields["num_edits"][i] = first, len(each)
             first += len(each)
+        assert first <= len(self._edit_tokens), f"{first} biases and forbidden tokens"
         edits = self._host(2 * first, torch.int32).view(2, first)
         edits[0] = torch.from_numpy(tokens)
         edits[1] = torch.from_numpy(values.view(np.int32))
@@ -252,7 +189,8 @@ class DeviceSampler:
             raise IndexError(f"a token id is beyond the vocabulary of {self.vocab_size}")
         counts = self._host(self.vocab_size, torch.int32)
         array = counts.numpy()
-        array[:] = np.bincount(known[choice.num_prompt :], minlength=self.vocab_size)
+        array[:] = 0
+        np.add.at(array, known[choice.num_prompt :], 1)
         array[known[: choice.num_prompt]] |= IN_PROMPT
         return [(choice.counts_row, counts, row.slot if misses_one else -1)]
 
@@ -335,11 +273,12 @@ class DeviceSampler:
         triton_sampling.chunk_sums_kernel[grid](**shared, plan=plan)
         shared |= {"values": self._values, "ids": self._ids, "CAPACITY": config.capacity}
         triton_sampling.gather_kernel[grid](**shared, plan=plan)
-        triton_draw.draw_kernel[(logits.shape[0],)](**shared, **self._outputs(), BLOCK=config.block)
+        shared |= {"BLOCK": config.block, "num_warps": config.draw_warps}
+        triton_draw.draw_kernel[(logits.shape[0],)](**shared, **self._outputs())
 
     def _describe(self, raw: Tensor) -> None:
-        count = min(MAX_TOP, self.vocab_size)
-        values, ids = torch.topk(raw, count, dim=-1)
+        top = (self._top_logprobs[: raw.shape[0]], self._top_tokens[: raw.shape[0]])
+        torch.topk(raw, top[0].shape[1], dim=-1, out=top)
         grid, shared = self._shared(raw)
         shared |= {"logits": raw, "stride": raw.stride(0), "tokens": self.tokens}
         shared |= {"masses": self._masses, "larger": self._counts}
@@ -350,11 +289,10 @@ class DeviceSampler:
             **{**shared, "num_warps": 1},
             logprobs=self._logprobs,
             ranks=self._ranks,
-            top_logprobs=values,
-            num_top=count,
+            top_logprobs=top[0],
+            num_top=top[0].shape[1],
             TOP=32,
         )
-        self._top = (ids, values)
 
     def input_ids(self, given: Tensor, slots: Tensor) -> Tensor:
         """given: [T] int32 or int64, -1 for last_tokens[slots[i]]; slots: [T] -> [T] int64."""
@@ -373,9 +311,8 @@ class DeviceSampler:
         """Starts copies to the host; whoever reads them waits for the stream first."""
         found = [self.tokens[:num_rows]]
         if kind is Kind.DESCRIBED:
-            assert self._top is not None, "run() comes first"
-            found += [self._logprobs[:num_rows], self._ranks[:num_rows]]
-            found += [each[:num_rows] for each in self._top]
+            more = (self._logprobs, self._ranks, self._top_tokens, self._top_logprobs)
+            found += [each[:num_rows] for each in more]
         copies = []
         for each in found:
             copy = self._host(each.numel(), each.dtype).view(each.shape)

@@ -7,6 +7,10 @@ logit, equal ones by token id, as in ops/csrc/sampling.inl; the same tokens are 
 
 The cumulative distribution goes by token id, also in rows that are cut, where the CPU goes in
 descending order: the same seed may draw another of the same tokens there.
+
+A search takes 8 to 16 passes over the candidates, about 1 us each for up to `block` of them. Where
+more than `capacity` logits lie as near to the largest as the border (flat distributions), each pass
+reads the row from the L2 cache: some 30 us for 128k logits, so half a millisecond for that step.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -229,13 +233,15 @@ def _draw_cut(
     border = key_of(least).to(tl.int64)
     high = key_of(top).to(tl.int64) + 1
     last_tie = tl.full((), _NO_TOKEN, tl.int32)
-    if (top_k > 0) & (top_k < num):
-        border, above = _border(
-            values, end, temperature, least, top, border, high, top_k.to(tl.int64), False, BLOCK
-        )
+    if top_k > 0:
+        kept = num
+        if top_k < num:
+            border, above = _border(
+                values, end, temperature, least, top, border, high, top_k.to(tl.int64), False, BLOCK
+            )
+            kept = top_k - above.to(tl.int32)
         mass, ties, each = _ties(values, end, temperature, least, top, border, BLOCK)
-        kept = top_k - above.to(tl.int32)
-        total = mass + kept * each
+        total = mass + tl.minimum(kept, ties) * each
         if kept < ties:
             last_tie = _tie(values, ids, end, num_listed, temperature, least, border, kept, BLOCK)
     if top_p < 1.0:
@@ -244,7 +250,7 @@ def _draw_cut(
             values, end, temperature, least, top, border, high, enough, True, BLOCK
         )
         mass, ties, each = _ties(values, end, temperature, least, top, border, BLOCK)
-        kept = ((enough - above + each - 1) // each).to(tl.int32)
+        kept = ((enough - above + each - 1) // tl.maximum(each, 1)).to(tl.int32)
         total = above + kept * each
         last_tie = tl.full((), _NO_TOKEN, tl.int32)
         if kept < ties:

@@ -210,7 +210,6 @@ class EngineCore:
         try:
             while self._take_messages():
                 self._step()
-            self._steps.drain()
             self._drain_inbox()
         except BaseException as error:
             logger.exception("the compute loop failed; no new requests are accepted")

@@ -8,10 +8,12 @@ the host. Nobody waits for the device but `PendingStep.wait`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,12 +21,13 @@ from torch import Tensor
 from memory.attention import AttentionStep
 from memory.cuda_attention import CudaAttention
 from memory.kv_manager import KVManager
-from ops.cuda_sampling import DeviceSampler, Fetched, Plan
+from memory.kv_range import Range
+from ops.cuda_sampling import DeviceSampler, Fetched, Kind, Plan
 from serve.cuda_shapes import StepShape, StepShapes
 from serve.device_sampler import rows_of, sampled
 from serve.models import Decoder
 from serve.plan import StepPlan
-from serve.runner import Closes, StepResult, next_needs
+from serve.runner import LOOK_EVERY, Closes, StepResult, next_needs
 from serve.sequence import Sequence as Output
 from serve.step_device import Mark, StepDevice, Work
 from serve.step_inputs import block_bytes, fields, fill
@@ -45,11 +48,11 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Step:
-    """A step from its launch on. spans: bytes of the reservation that it may touch."""
+    """A step from its launch on. ranges: those that it may touch."""
 
     sampled: list[Output]
     sampling: Plan
-    spans: list[tuple[int, int]]
+    ranges: list[Range]
     mark: Mark | None = None
     fetched: Fetched | None = None
 
@@ -99,19 +102,30 @@ class CudaRunner:
         )
         self._graphs: dict[StepShape, Work] = {}
         self._flying: deque[_Step] = deque(maxlen=_NUM_SLOTS)
+        self._num_steps = 0
 
     # -- before the first step
 
     @torch.inference_mode()
-    def warm_up(self, shapes: Iterable[StepShape], *, capture: bool = True) -> None:
-        """Compute steps of these sizes without any sequence, so that all kernels are there, and
-        capture them."""
-        for shape in shapes:
+    def warm_up(self) -> None:
+        """Compute steps of all sizes without any sequence, so that no kernel is compiled while
+        somebody waits for a token, and capture those that are worth it."""
+        for shape in self._shapes.eager:
             self._prepare_empty(shape)
             self._body(shape)
-            if capture:
-                self._graphs[shape] = self._device.capture(lambda shape=shape: self._body(shape))  # type: ignore[misc]
+        for shape in self._shapes.captured:
+            self._prepare_empty(shape)
+            self._body(shape)
+            self._graphs[shape] = self._device.capture(partial(self._body, shape))
+        nothing = self._sampler.plan([])
+        for count in self._shapes.sampled:
+            for kind in Kind:
+                self._sampler.upload(nothing)
+                self._sampler.run(self._model.logits(self._chosen[:count]), kind)
+                self._sampler.fetch(kind, count)
         self._device.wait()
+        if self._graphs:
+            logger.info("%d sizes of steps are captured in CUDA graphs", len(self._graphs))
 
     def _prepare_empty(self, shape: StepShape) -> None:
         """Rows that belong to nobody."""
@@ -136,7 +150,9 @@ class CudaRunner:
     def launch(self, plan: StepPlan, launched: Callable[[], None]) -> _Step:
         targets = [s.kv_range for s in plan.sequences if s.kv_range is not None]
         self._kv.commit(targets)
-        if self._kv.space.maps_ahead:
+        self._num_steps += 1
+        has_prompts = plan.num_total_rows > plan.num_decodes
+        if self._kv.space.maps_ahead and (has_prompts or self._num_steps % LOOK_EVERY == 0):
             self._kv.look_ahead(next_needs(plan))
         shape = self._shapes.of(plan)
         slot = self._free_slot()
@@ -145,8 +161,7 @@ class CudaRunner:
         chosen = [s for s, samples in zip(plan.sequences, plan.samples, strict=True) if samples]
         slots = [s.kv_range.index for s in chosen if s.kv_range is not None]
         sampling = self._sampler.plan(rows_of(chosen, slots))
-        spans = [span for target in targets for span in self._kv.spans(target)]
-        step = _Step(chosen, sampling, spans)
+        step = _Step(chosen, sampling, targets)
         step.mark = slot.mark = self._device.submit(
             lambda: self._compute(step, slot, shape, num_bytes)
         )
@@ -158,14 +173,14 @@ class CudaRunner:
     def settle(self, first: int, end: int) -> None:
         """Wait until no step that was launched may touch these bytes of the reservation."""
         for step in self._flying:
-            if step.mark is not None and any(a < end and first < b for a, b in step.spans):
-                step.mark.wait()
+            spans = (span for target in step.ranges for span in self._kv.spans(target))
+            if any(a < end and first < b for a, b in spans):
+                _pass(step.mark)
 
     def _free_slot(self) -> _Slot:
         slot = self._slots[0]
-        if slot.mark is not None:
-            slot.mark.wait()
-            slot.mark = None
+        _pass(slot.mark)
+        slot.mark = None
         return slot
 
     @torch.inference_mode()
@@ -206,6 +221,13 @@ class CudaRunner:
         del self._model, self._attention  # views of the reservation go before it does
         if self._memory is not None:
             self._memory.close()
+
+
+def _pass(mark: Mark | None) -> None:
+    """Wait for a step, however it ends: whoever launched it is told by `_Step.wait`."""
+    if mark is not None:
+        with contextlib.suppress(Exception):
+            mark.wait()
 
 
 def _attention_step(plan: StepPlan) -> AttentionStep:

@@ -27,7 +27,7 @@ from memory.vmm import LinuxMemory
 from ops.cuda_sampling import DeviceSampler
 from serve.config import EngineConfig
 from serve.cuda_runner import CudaRunner
-from serve.cuda_shapes import StepShape, StepShapes
+from serve.cuda_shapes import StepShapes
 from serve.errors import ConfigError
 from serve.kv_sizes import KVSizes, size_kv
 from serve.kv_store import open_kv_store
@@ -106,7 +106,8 @@ def load_cuda(
         runner = CudaRunner(model, made.kv, attention, sampler, device, shapes, memory=made.memory)
         made.settle = runner.settle
         secret = made.use_disk(precision)
-        _warm_up(runner, shapes, device)
+        if device.device.type == "cuda":
+            runner.warm_up()
     except BaseException:
         made.memory.close()
         raise
@@ -214,13 +215,3 @@ class _Memory:
         tier = HostTier(self._sizes.page_bytes, host_bytes, copier, store)
         self.kv.prefixes.use_store(tier, memory.page_address, memory.keep_pages)
         return secret
-
-
-def _warm_up(runner: CudaRunner, shapes: StepShapes, device: StepDevice) -> None:
-    """So that no kernel is compiled while somebody waits for a token."""
-    if device.device.type != "cuda":
-        return
-    eager = [shapes.largest, StepShape(shapes.max_rows, 0, True, False)]
-    runner.warm_up(eager, capture=False)
-    runner.warm_up(shapes.captured)
-    logger.info("%d step sizes are captured in CUDA graphs", len(shapes.captured))

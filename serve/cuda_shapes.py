@@ -40,8 +40,16 @@ class StepShapes:
         return merged + [_of_decodes(rows) for rows in reversed(self._decodes)]
 
     @property
-    def largest(self) -> StepShape:
-        return StepShape(self.max_rows, self.max_sampled, True, False)
+    def eager(self) -> list[StepShape]:
+        """One for each power of two above those captured: kernels are chosen by these."""
+        merged = self._merged[-1] if self._merged else 1
+        sizes = [*_doubled(merged, self.max_rows), self.max_rows]
+        return [StepShape(rows, min(rows, self.max_sampled), True, False) for rows in sizes]
+
+    @property
+    def sampled(self) -> list[int]:
+        """Numbers of rows that stand for all that logits are computed of."""
+        return [*_doubled(1, self.max_sampled), self.max_sampled]
 
     def of(self, plan: StepPlan) -> StepShape:
         """The smallest captured one that has room for the plan, else its own."""
@@ -67,9 +75,13 @@ def _decode_sizes(most: int) -> list[int]:
 
 
 def _merged_sizes(most: int) -> list[int]:
+    return [*_doubled(_FEWEST_MERGED_ROWS, most), most]
+
+
+def _doubled(first: int, end: int) -> list[int]:
+    """first, twice that, ... before end."""
     sizes = []
-    size = _FEWEST_MERGED_ROWS
-    while size < most:
-        sizes.append(size)
-        size *= 2
-    return [*sizes, most]
+    while first < end:
+        sizes.append(first)
+        first *= 2
+    return sizes

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-from ops.cuda_sampling import DeviceChoice, Fetched, Plan, Row, described
+from ops.cuda_choice import DeviceChoice, Row
+from ops.cuda_sampling import Fetched, Plan, described
 from serve.request import TokenLogprobs
 from serve.sampler import Sampled
 from serve.sequence import Sequence

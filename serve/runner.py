@@ -26,7 +26,7 @@ from serve.stagger import Stagger, StaggerChoice, halve, part_of
 # Decoding, pages are mapped ahead for so many steps, and so often: waking the thread costs more
 # than what it does.
 _STEPS_AHEAD = 12
-_LOOK_EVERY = 6
+LOOK_EVERY = 6
 
 
 Sampled = tuple[torch.Tensor, list[Sequence]]
@@ -136,7 +136,7 @@ class ModelRunner:
         self._kv.commit(s.kv_range for s in plan.sequences if s.kv_range is not None)
         self._num_steps += 1
         has_prompts = len(plan.num_rows) > plan.num_decodes
-        if self._kv.space.maps_ahead and (has_prompts or self._num_steps % _LOOK_EVERY == 0):
+        if self._kv.space.maps_ahead and (has_prompts or self._num_steps % LOOK_EVERY == 0):
             self._kv.look_ahead(next_needs(plan))
         if self._stagger is None or len(plan.sequences) < 2:
             hidden, sampled = self._whole(plan, launched)

@@ -8,23 +8,31 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ops.cuda_sampling import DeviceChoice, DeviceSampler, Row
+from ops.cuda_choice import DeviceChoice, Row
+from ops.cuda_sampling import DeviceSampler
 from ops.triton_sampling import Config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # several chunks, several blocks of a chunk, and lists that overflow
-SMALL = Config(chunk=256, block=128, capacity=200, warps=4)
+SMALL = Config(chunk=256, block=128, capacity=200, warps=4, draw_warps=4)
 
 
 def make_sampler(vocab_size, max_rows=16, num_slots=16, config=SMALL):
     return DeviceSampler(vocab_size, max_rows, num_slots, DEVICE, config)
 
 
+def strided(rows):
+    """The same rows, apart from each other and off the alignment."""
+    wide = torch.full((rows.shape[0], rows.shape[1] + 7), float("nan"), device=DEVICE)
+    wide[:, 3 : 3 + rows.shape[1]] = rows
+    return wide[:, 3 : 3 + rows.shape[1]]
+
+
 def step(sampler, logits, rows):
-    """One step over a copy of logits. Returns (plan, tokens)."""
+    """One step over a strided copy of logits. Returns (plan, tokens)."""
     plan = sampler.plan(rows)
     sampler.upload(plan)
-    return plan, sampler.run(logits.clone().to(DEVICE), plan.kind).tolist()
+    return plan, sampler.run(strided(logits), plan.kind).tolist()
 
 
 def draw(logits, choices, length=4, config=SMALL):
@@ -80,10 +88,3 @@ def make_rows(kind, num_rows, size):
     if kind == "holes":
         noise[:, 1::3] = float("-inf")
     return noise * 2
-
-
-def strided(rows):
-    """The same rows, apart from each other and off the alignment."""
-    wide = torch.full((rows.shape[0], rows.shape[1] + 7), float("nan"))
-    wide[:, 3 : 3 + rows.shape[1]] = rows
-    return wide.to(DEVICE)[:, 3 : 3 + rows.shape[1]]

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from memory.kv_manager import KVManager
 from memory.kv_range import Range
 from serve.plan import StepPlan
+from serve.request import TokenLogprobs
 from serve.runner import StepResult
 from serve.sequence import PENDING_TOKEN, Sequence
 from tests.fakes import FakeMemory
@@ -322,6 +323,8 @@ class LateRunner:
         return tuple(found[-WINDOW:])
 
     def close(self) -> None:
+        if self.in_flight:
+            self.device.faults.append("closed under a step in flight")
         self.device.synchronize()
         self.device.close()
         self.is_closed = True
@@ -353,4 +356,5 @@ class Late:
             is_void = self._behind is not None and self._behind._job.error is not None
             self._runner.device.faults += [] if is_void else self._faults
             self._behind = None
-        return StepResult(self._sampled, tokens, None)
+        logprobs = [TokenLogprobs(token, 0.0, (), 1) for token in tokens]
+        return StepResult(self._sampled, tokens, [*logprobs])

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
-
-import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from ops import sampling
-from ops.cuda_sampling import DeviceChoice, Kind, Row, described
+from ops import sampling, triton_draw, triton_logprobs, triton_sampling
+from ops.cuda_choice import DeviceChoice, Row
+from ops.cuda_sampling import Kind, described
 from ops.triton_sampling import Config
 from tests.device_sampling import DEVICE, make_sampler, step
 
@@ -230,12 +228,58 @@ def test_fetched_tokens_are_on_the_host():
     assert fetched.logprobs is None
 
 
-def test_a_plan_of_256_rows_is_quick():
-    sampler = make_sampler(1000, max_rows=256, num_slots=256, config=Config(1024, 1024, 16, 4))
-    rows = [Row(DeviceChoice(seed=i, temperature=1.0, top_k=50), i, [1, 2, 3]) for i in range(256)]
-    times = []
-    for _ in range(20):
-        begin = time.perf_counter()
-        sampler.plan(rows)
-        times.append(time.perf_counter() - begin)
-    assert np.median(times) < 2e-3  # 0.2 ms where nothing else runs
+class Launches:
+    """Instead of a kernel: keywords must be its parameters. The interpreter drops others."""
+
+    def __init__(self, kernel, seen):
+        self._kernel, self._seen = kernel, seen
+
+    def __getitem__(self, grid):
+        return self._launch
+
+    def _launch(self, *args, **kwargs):
+        kwargs.pop("num_warps")
+        kwargs.pop("enable_fp_fusion", None)
+        assert {*self._kernel.arg_names[: len(args)], *kwargs} == set(self._kernel.arg_names)
+        self._seen.append(self._kernel)
+
+
+def test_kernels_get_what_they_take(monkeypatch):
+    seen, kernels = [], []
+    for module in (triton_sampling, triton_draw, triton_logprobs):
+        for name in [n for n in vars(module) if n.endswith("_kernel") and n != "input_ids_kernel"]:
+            kernels.append(getattr(module, name))
+            monkeypatch.setattr(module, name, Launches(kernels[-1], seen))
+    sampler = make_sampler(30)
+    for kind in (Kind.GREEDY, Kind.DESCRIBED):
+        sampler.run(torch.zeros(2, 30, device=DEVICE), kind)
+    assert {id(kernel) for kernel in seen} == {id(kernel) for kernel in kernels}
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(DEVICE != "cuda", reason="no CUDA device")
+def test_steps_are_captured_in_graphs():
+    """A graph of four rows, replayed with other plans than the one it was made with."""
+    size = 128_256
+    sampler = make_sampler(size, config=Config())
+    sampler.allocate_counts()
+    static = torch.zeros(4, size, device=DEVICE)
+    for kind in Kind:
+        sampler.upload(sampler.plan([]))
+        sampler.run(static.clone(), kind)  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            sampler.run(static, kind)
+        for seed in range(3):
+            logits = torch.randn(4, size, device=DEVICE) * 3
+            arguments = {"seed": seed, "temperature": 0.0 if kind is Kind.GREEDY else 1.0}
+            if kind is not Kind.GREEDY:
+                arguments |= {"top_p": 0.9, "presence": 0.5, "biases": {3: 1.0}}
+            rows = [Row(DeviceChoice(**arguments), i, [1, 2, 3]) for i in range(3)]
+            expected = step(sampler, logits, rows)[1]
+            sampler.upload(
+                sampler.plan([row._replace(choice=DeviceChoice(**arguments)) for row in rows])
+            )
+            static.copy_(logits)
+            graph.replay()
+            assert sampler.tokens[:3].tolist() == expected[:3]

@@ -12,7 +12,6 @@ from tests.device_sampling import (
     expected_draw,
     make_rows,
     make_sampler,
-    strided,
 )
 
 pytest.importorskip("triton")
@@ -20,7 +19,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from ops.cuda_sampling import DeviceChoice, Kind, Row
+from ops.cuda_choice import DeviceChoice, Row
+from ops.cuda_sampling import Kind
 from ops.triton_draw import uniform
 from ops.triton_sampling import weigh
 from serve.sampler import uniform as uniform_on_the_host
@@ -44,6 +44,7 @@ CUTS = [
     {"min_p": 0.05},
     {"min_p": 1.0},
     {"min_p": 0.001, "top_p": 0.8},
+    {"min_p": 0.3, "top_k": 80, "top_p": 0.9},
     {"min_p": 0.02, "top_k": 10, "top_p": 0.7},
 ]
 
@@ -86,7 +87,7 @@ def test_weights_are_exp_in_fixed_point():
 @pytest.mark.parametrize("size", [1, 255, 1000, 4099])
 def test_argmax_is_the_first_of_the_largest(size):
     for kind in KINDS:
-        logits = strided(make_rows(kind, 3, size))
+        logits = make_rows(kind, 3, size)
         assert draw(logits, [{"seed": 0, "temperature": 0.0}] * 3) == logits.argmax(-1).tolist()
     nothing = torch.full((2, size), float("-inf"))
     assert draw(nothing, [{"seed": 0, "temperature": 0.0}] * 2) == [0, 0]
@@ -105,7 +106,7 @@ def test_draws_what_the_definition_says(kind, size):
     cuts = [(cut, 0.7 if i % 2 else 1.0) for i, cut in enumerate(CUTS)]
     rows = make_rows(kind, len(cuts), size)
     choices = [{"seed": i, "temperature": t, **cut} for i, (cut, t) in enumerate(cuts)]
-    got = draw(strided(rows), choices)
+    got = draw(rows, choices)
     u = uniform_on_the_host(range(len(cuts)), [4] * len(cuts)).tolist()
     decided = 0
     for i, (cut, temperature) in enumerate(cuts):
@@ -123,7 +124,8 @@ def test_exactly_the_kept_tokens_are_drawn(cut):
     """Ties at the border: the lower token ids stay."""
     row = torch.tensor([0.0, 0.0, 0.5, -1.0, 0.0, 0.0, 0.5, 0.0])
     expected = expected_draw(row, 0.5, temperature=1.0, **cut)
-    got = draw(row.repeat(24, 1), [{"seed": i, "temperature": 1.0, **cut} for i in range(24)])
+    count = 40 if "min_p" in cut else 14
+    got = draw(row.repeat(count, 1), [{"seed": i, "temperature": 1.0, **cut} for i in range(count)])
     assert set(got) == expected.kept
 
 
@@ -146,13 +148,13 @@ def test_nan_is_never_drawn():
 
 
 def test_distribution():
-    """Chi-square, 11 degrees of freedom, p ~ 0.001."""
-    size, count = 12, 200
+    """Chi-square, 5 degrees of freedom, p ~ 0.001."""
+    size, count = 6, 120
     logits = torch.randn(size, generator=torch.Generator().manual_seed(5))
     got = draw(logits.repeat(count, 1), [{"seed": i, "temperature": 1.3} for i in range(count)])
     expected = torch.softmax(logits.double() / 1.3, -1) * count
     counts = torch.bincount(torch.tensor(got), minlength=size)
-    assert float(((counts - expected) ** 2 / expected).sum()) < 31.3
+    assert float(((counts - expected) ** 2 / expected).sum()) < 20.5
 
 
 def test_a_row_draws_the_same_token_in_any_batch():

@@ -12,14 +12,17 @@ import random
 import pytest
 import torch
 
+from memory.attention import AttentionStep
 from serve import LLM, SamplingParams
+from serve.config import EngineConfig
 from serve.errors import ConfigError
+from serve.runtime import load_runtime
 from tests.checkpoints import checkpoint, reference_greedy
 
 pytest.importorskip("triton")
 
-NUM_TOKENS = 6
-PROMPT_LENGTHS = (1, 17, 40)
+NUM_TOKENS = 4
+PROMPT_LENGTHS = (1, 17, 34)
 
 
 def prompts_of(vocab_size: int, seed: int) -> list[list[int]]:
@@ -51,14 +54,13 @@ def greedy(num_tokens: int = NUM_TOKENS, **params: object) -> SamplingParams:
         ("qwen2", "window"),
         ("qwen3", "base"),
         ("opt", "base"),
-        ("gpt2", "base"),
     ],
 )
 def test_greedy_tokens_equal_transformers(family, name):
     """All prompts at once, in chunks that cut them, beside sampled ones."""
     prompts = prompts_of(300, seed=len(family + name))
     params = [greedy(), greedy(temperature=0.9, seed=3, top_p=0.8), greedy()]
-    with cuda_llm(family, name, max_num_batched_tokens=24) as llm:
+    with cuda_llm(family, name, max_num_batched_tokens=20) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert llm.stats().pages_in_use == 0
     for i in (0, 2):
@@ -68,37 +70,61 @@ def test_greedy_tokens_equal_transformers(family, name):
     assert len(outputs[1].outputs[0].token_ids) == NUM_TOKENS
 
 
-@functools.cache
-def said(backend: str, dtype: str, kv_dtype: str) -> list[tuple[list[int], float]]:
-    """Tokens and the sum of their log-probabilities."""
-    settings = {"dtype": dtype, "kv_dtype": kv_dtype, "max_model_len": 64, "max_num_seqs": 4}
-    with LLM(str(checkpoint("llama", "base")), backend=backend, **settings) as llm:
-        outputs = llm.generate(prompts_of(300, seed=2), greedy(logprobs=0), use_tqdm=False)
-    return [(o.outputs[0].token_ids, o.outputs[0].cumulative_logprob) for o in outputs]
+def logprobs(backend: str, dtype: str, tokens: list[int]) -> torch.Tensor:
+    """[len(tokens), vocab], in two chunks and a decode row."""
+    precision, _, kv_dtype = dtype.partition("/")
+    config = EngineConfig(
+        model=str(checkpoint("llama", "base")),
+        dtype=precision,
+        kv_dtype=kv_dtype or "auto",
+        backend=backend,
+        max_model_len=64,
+        max_num_seqs=1,
+        max_num_batched_tokens=32,
+        kv_cache_bytes=1 << 20,
+    )
+    runtime = load_runtime(config)
+    target = runtime.kv.open(len(tokens))
+    found = []
+    with torch.inference_mode():
+        for start, end in ((0, 20), (20, len(tokens) - 1), (len(tokens) - 1, len(tokens))):
+            assert runtime.kv.grow(target, end, start)
+            runtime.kv.commit()
+            num_decodes = int(end - start == 1)
+            step = AttentionStep(num_decodes, [target.start], [end - start], [end])
+            hidden = runtime.model.forward(
+                torch.tensor(tokens[start:end], device=runtime.model.device),
+                torch.arange(start, end, device=runtime.model.device),
+                runtime.attention.plan(step),
+            )
+            found.append(torch.log_softmax(runtime.model.logits(hidden), -1).double().cpu())
+    runtime.kv.close(target)
+    memory = runtime.memory
+    del runtime
+    memory.close()
+    return torch.cat(found)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kv_dtype", "bound"),
-    [
-        ("bfloat16", "auto", 0.1),
-        ("int8", "auto", 0.1),
-        ("int8", "bfloat16", 0.1),
-        ("int4", "int8", 0.1),
-        ("nf4", "int8", 0.1),
-    ],
-)
-def test_precisions_say_what_the_cpu_says(dtype, kv_dtype, bound):
-    """Rounding is the same but for the order of sums: tokens are equal, but for near-ties."""
-    ours, theirs = said("cuda", dtype, kv_dtype), said("cpu", dtype, kv_dtype)
-    same = [one for one, other in zip(ours, theirs, strict=True) if one[0] == other[0]]
-    assert len(same) >= 2
-    for one, other in zip(ours, theirs, strict=True):
-        if one[0] == other[0]:
-            assert one[1] == pytest.approx(other[1], abs=bound * NUM_TOKENS)
+def divergence(one: torch.Tensor, other: torch.Tensor) -> float:
+    """KL, the mean over the rows."""
+    return float((one.exp() * (one - other)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int8/bfloat16", "int4/int8", "nf4/int8"])
+def test_precisions_say_what_the_cpu_says(dtype):
+    """Numbers are rounded alike, but here what is between products is bf16. Random checkpoints have
+    flat distributions, so KL shows every error."""
+    rng = random.Random(1)
+    tokens = [rng.randrange(2, 300) for _ in range(34)]
+    ours, theirs = logprobs("cuda", dtype, tokens), logprobs("cpu", dtype, tokens)
+    assert 0 < divergence(theirs, ours) < (0.002 if dtype == "bfloat16" else 0.006)
+    if dtype in ("bfloat16", "int8"):  # and as close to fp32 as on the CPU
+        plain = logprobs("cpu", "float32", tokens)
+        assert divergence(plain, ours) < 1.5 * divergence(plain, theirs)
 
 
 def test_tokens_do_not_depend_on_the_batch():
-    prompts = prompts_of(300, seed=4)
+    prompts = prompts_of(300, seed=4)[:2]
     with cuda_llm("llama", dtype="int8") as llm:
         together = llm.generate(prompts, greedy(logprobs=1), use_tqdm=False)
         alone = [llm.generate([p], greedy(logprobs=1), use_tqdm=False)[0] for p in prompts]
@@ -110,7 +136,7 @@ def test_tokens_do_not_depend_on_the_batch():
 def test_a_stop_token_is_seen_one_step_late_and_nothing_shows_it():
     prompt = prompts_of(300, seed=5)[1]
     whole = expected("llama", "base", tuple(prompt), 2 * NUM_TOKENS)
-    stop = next(t for i, t in enumerate(whole) if i >= 3 and whole.index(t) == i)
+    stop = next(t for i, t in enumerate(whole) if i >= 2 and whole.index(t) == i)
     end = whole.index(stop)
     with cuda_llm("llama") as llm:
         output = llm.generate(
@@ -149,14 +175,15 @@ def test_a_prefix_is_found_again_with_the_same_tokens():
 
 
 def test_preempted_sequences_say_the_same():
-    prompts = prompts_of(300, seed=8)
-    settings = {"kv_page_bytes": 4096, "memory_policy": "prompt_only", "max_model_len": 56}
-    with cuda_llm("llama", kv_cache_bytes=11 * 4096, **settings) as llm:
-        outputs = llm.generate(prompts, greedy(12), use_tqdm=False)
+    """Memory for one sequence and a half."""
+    prompts = prompts_of(300, seed=8)[1:]
+    settings = {"kv_page_bytes": 8192, "memory_policy": "prompt_only", "max_model_len": 48}
+    with cuda_llm("llama", kv_cache_bytes=4 * 8192, **settings) as llm:
+        outputs = llm.generate(prompts, greedy(13), use_tqdm=False)
         assert llm.stats().num_preemptions > 0
         assert llm.stats().pages_in_use == 0
     for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.outputs[0].token_ids == expected("llama", "base", tuple(prompt), 12)
+        assert output.outputs[0].token_ids == expected("llama", "base", tuple(prompt), 13)
 
 
 def test_what_the_device_cannot_do_is_said():

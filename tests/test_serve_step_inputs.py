@@ -82,9 +82,17 @@ def test_merged_steps_are_captured_while_they_are_small():
     assert rows == sorted(rows, reverse=True) and rows[0] == 512
 
 
+def test_what_is_not_captured_is_computed_once_before_it_is_needed():
+    """Kernels are chosen by powers of two of rows."""
+    shapes = StepShapes(2048, 100)
+    assert [shape.rows for shape in shapes.eager] == [512, 1024, 2048]
+    assert not any(shape.is_captured for shape in shapes.eager)
+    assert shapes.sampled == [1, 2, 4, 8, 16, 32, 64, 100]
+
+
 def test_without_graphs_every_step_has_its_own_size():
     shapes = StepShapes(128, 8, captures=False)
     assert shapes.captured == []
     assert shapes.of(StepPlan([], [], 3, [], 3)) == StepShape(3, 3, False, False)
     assert shapes.of(StepPlan([], [], 3, [], 9)) == StepShape(9, 3, True, False)
-    assert shapes.largest == StepShape(128, 8, True, False)
+    assert [shape.rows for shape in shapes.eager] == [1, 2, 4, 8, 16, 32, 64, 128]

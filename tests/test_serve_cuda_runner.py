@@ -1,0 +1,147 @@
+"""The CUDA runner on a device that is late: what is launched ahead, kept, waited for."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from serve import LLM, SamplingParams, cuda_runtime
+from tests.checkpoints import checkpoint, reference_greedy
+from tests.late_step_device import LateStepDevice
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    "__import__('torch').cuda.is_available()", reason="the device is in this process"
+)
+
+NUM_TOKENS = 6
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateStepDevice]:
+    made = LateStepDevice(delay_s=0.01)
+    monkeypatch.setattr(cuda_runtime, "make_step_device", lambda device: made)
+    yield made
+    made.stop()
+
+
+def late_llm(**settings: object) -> LLM:
+    given = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 64, "kv_cache_bytes": 8 << 20}
+    return LLM(str(checkpoint("llama", "base")), backend="cuda", **(given | settings))
+
+
+def prompts_of(seed: int, *lengths: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(2, 300) for _ in range(n)] for n in lengths]
+
+
+def greedy(num_tokens: int = NUM_TOKENS, **params: object) -> SamplingParams:
+    return SamplingParams(
+        **({"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True} | params)
+    )
+
+
+@functools.cache
+def expected(prompt: tuple[int, ...], num_tokens: int = NUM_TOKENS) -> list[int]:
+    return reference_greedy(checkpoint("llama", "base"), list(prompt), num_tokens)
+
+
+def test_steps_are_launched_before_the_one_before_has_ended(device):
+    """And say what they would say one by one: nothing the device reads late is overwritten."""
+    prompts = prompts_of(1, 9, 3, 12)
+    with late_llm() as llm:
+        outputs = llm.generate(prompts, greedy(), use_tqdm=False)
+        assert llm.stats().pages_in_use == 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == expected(tuple(prompt))
+    at = {(what, number): time for what, number, time in device.events}
+    ahead = [at["submit", i + 1] < at["end", i] for i in range(device.num_submitted - 1)]
+    assert sum(ahead) >= len(ahead) - 1, "all but at most one: a step waits for a new request"
+    assert all(at["begin", i + 1] >= at["end", i] for i in range(len(ahead)))
+
+
+def test_at_most_two_steps_are_in_flight(device):
+    with late_llm() as llm:
+        llm.generate(prompts_of(2, 5), greedy(8), use_tqdm=False)
+    at = {(what, number): time for what, number, time in device.events}
+    for i in range(device.num_submitted - 2):
+        assert at["submit", i + 2] > at["end", i]
+
+
+def test_a_late_stop_token_shows_nowhere(device):
+    (prompt,) = prompts_of(3, 17)
+    whole = expected(tuple(prompt), 8)
+    stop = next(t for i, t in enumerate(whole) if i >= 2 and whole.index(t) == i)
+    end = whole.index(stop)
+    with late_llm() as llm:
+        params = greedy(8, stop_token_ids=[stop], logprobs=2)
+        output = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
+        assert llm.stats().pages_in_use == 0
+    assert output.token_ids == whole[: end + 1] and len(output.logprobs) == end + 1
+
+
+def test_a_device_that_fails_once_costs_nobody_anything(device):
+    """Which request it was is not known: the step is cut into halves, and these run."""
+    failures = iter([False, False, True])
+
+    def before(number: int) -> None:
+        if next(failures, False):
+            raise RuntimeError("a device error")
+
+    prompts = prompts_of(4, 9, 4)
+    with late_llm() as llm:
+        device.before = before
+        outputs = llm.generate(prompts, greedy(), use_tqdm=False)
+        assert llm.stats().pages_in_use == 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == expected(tuple(prompt))
+
+
+def test_out_of_memory_ends_one_request(device):
+    """The range of one of three sequences cannot be mapped any more."""
+    prompts = prompts_of(5, 10, 30, 7)
+    with late_llm(kv_page_bytes=8192) as llm:
+        memory = llm._loaded.core._kv._memory
+        kv = llm._loaded.core._kv
+        map_pages = memory.map
+        victims: list[int] = []
+
+        def failing(offset: int, first_page: int, num_pages: int) -> None:
+            index = offset // (kv.range_tokens * kv.token_bytes)
+            long = [r.index for r in kv.ranges if r.is_open and r.num_promised == 30]
+            if victims or (long and index in long):
+                victims.extend(long)
+            if index in victims:
+                raise OSError(errno.ENOMEM, "cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY")
+            map_pages(offset, first_page, num_pages)
+
+        memory.map = failing
+        outputs = llm.generate(prompts, greedy(), use_tqdm=False)
+        memory.map = map_pages
+        assert llm.stats().pages_in_use == 0
+        again = llm.generate([prompts[1]], greedy(), use_tqdm=False)
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
+    for i in (0, 2):
+        assert outputs[i].outputs[0].token_ids == expected(tuple(prompts[i]))
+    assert again[0].outputs[0].token_ids == expected(tuple(prompts[1]))
+
+
+def test_unmapping_waits_for_the_steps_that_may_look_there(device):
+    with late_llm() as llm:
+        llm.generate(prompts_of(6, 5), greedy(2), use_tqdm=False)
+        core = llm._loaded.core
+        runner, kv = core._runner, core._kv
+        step = runner._flying[-1]
+        (span,) = step.spans
+        waited: list[int] = []
+        step.mark = type("M", (), {"wait": lambda self: waited.append(1)})()
+        others = [kv.spans(r)[0] for r in kv.ranges if kv.spans(r)[0] != span]
+        for first, end in others:
+            runner.settle(first, end)
+        assert waited == []
+        runner.settle(span[0] + 4096, span[0] + 8192)
+        assert waited == [1]
