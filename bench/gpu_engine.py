@@ -67,9 +67,9 @@ ONE_B = Plan(
 TINY = Plan(
     "tiny",
     ((2, 4, 2),),
-    (20,),
+    (17,),
+    (2, 4, 1),
     (2, 4, 2),
-    (2, 6, 2),
     {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 16},
 )
 
@@ -210,7 +210,7 @@ class _Bench:
 
     def _decode_window(self, batch: int, context: int, count: int) -> tuple[_Run, float, float]:
         """Tokens enough for the lead of those whose prompt is computed first."""
-        lead = -(-batch * context // self._rows) + 4
+        lead = -(-batch * context // self._rows) + 2
         self._clock.clear()
         run = self._requests([context] * batch, [count + lead] * batch)
         first, last = max(run.firsts), min(run.ends)

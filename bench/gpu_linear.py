@@ -88,10 +88,11 @@ def run(record: Record) -> None:
 # ---- our layers
 
 
-def edges_of(layer: Layer) -> Edges:
+def edges_of(layer: Layer, kind: str = "int8") -> Edges:
     norm = None
     if layer.has_norm:
-        norm = Norm("rms", torch.rand(layer.num_in, device=device()) + 0.5, None, 1e-5)
+        weight = torch.rand(layer.num_in, device=device()) + 0.5
+        norm = Norm("rms", weight.bfloat16() if kind == "bf16" else weight, None, 1e-5)
     return Edges(norm, "silu" if layer.is_gated else None, layer.is_gated)
 
 
@@ -100,7 +101,7 @@ def make_op(kind: str, layer: Layer) -> LinearOp:
     backend = get_backend("cuda")
     weight = torch.randn(layer.num_rows, layer.num_in, device=device(), dtype=torch.bfloat16)
     weight *= layer.num_in**-0.5
-    edges = edges_of(layer)
+    edges = edges_of(layer, kind)
     if kind == "bf16":
         return backend.pack_linear(weight, None, edges)
     assert backend.quantized is not None

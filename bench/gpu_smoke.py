@@ -67,7 +67,7 @@ def _linear(kind: str, layer: Layer, count: int) -> Figures:
 def _make(kind: str, layer: Layer) -> tuple[LinearOp, Tensor, Edges]:
     """(the layer, the weights it was made of, what is around it)."""
     backend = get_backend("cuda")
-    edges = edges_of(layer)
+    edges = edges_of(layer, kind)
     weight = torch.randn(layer.num_rows, layer.num_in, device=device()) * layer.num_in**-0.5
     weight = weight.bfloat16()
     if kind == "bf16":

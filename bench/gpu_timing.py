@@ -12,8 +12,8 @@ import torch
 
 Work = Callable[[], object]
 
-# A call from Python may take some 100 us longer than its kernels: what is shorter than this is timed
-# in a graph.
+# A call from Python may take some 100 us longer than its kernels, so what is short is timed in a
+# graph.
 _SHORT_S = 2e-3
 _GRAPH_S = 1e-3
 _MAX_GRAPH_CALLS = 2000
