@@ -8,7 +8,7 @@ only. Nothing here knows sequences as objects, pages or requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,12 +20,29 @@ from ops.triton_decode import combine, decode
 from ops.triton_kv import Rotation, append
 from ops.triton_prefill import prefill, tile_rows
 
-__all__ = ["CudaAttentionLayer", "KVTiles", "Rotation", "StepArrays", "layer_bytes"]
+__all__ = ["CudaAttentionLayer", "KVTiles", "Prompt", "Rotation", "StepArrays", "layer_bytes"]
 
 Integers = NDArray[np.int64]
 MIN_SPLIT = 256
 MAX_SPLITS = 32
 _PROGRAMS_PER_SM = 4
+
+
+class Prompt(NamedTuple):
+    """A chunk of a prompt. start: token number of its sequence's position 0; first_row: of the
+    step; kv_len: K/V length with these rows."""
+
+    start: int
+    first_row: int
+    num_rows: int
+    kv_len: int
+
+
+class PromptAttention(Protocol):
+    """A library's kernel for long chunks (ops/cuda_prefill.py)."""
+
+    def attend(self, tiles: KVTiles, base: int, prompt: Prompt, q: Tensor, out: Tensor) -> None:
+        """A chunk's rows of q: [T, H, D] to the same rows of out."""
 
 
 class StepArrays:
@@ -92,9 +109,13 @@ class StepArrays:
         num_decodes: int,
         padded_rows: int,
         padded_decodes: int,
-    ) -> None:
+        library_rows: int | None = None,
+    ) -> list[Prompt]:
         """Write a step into a host buffer. Per sequence: token number of its position 0, rows in
-        this step, K/V length with these rows. ValueError names the limit that is passed."""
+        this step, K/V length with these rows. ValueError names the limit that is passed.
+
+        Chunks of library_rows and more are left to a library, for `attend`'s prompts.
+        """
         assert len(host) == self.num_words and host.dtype == torch.int32, f"{host.shape}"
         start, count, length = (np.asarray(x, np.int64) for x in (starts, num_rows, kv_lens))
         self._check(start, count, length, num_decodes, padded_rows, padded_decodes)
@@ -103,7 +124,12 @@ class StepArrays:
         rows = self._host(words, "rows")[: 2 * padded_rows].view(np.int64)
         rows[:num_decodes] = start[:num_decodes] + length[:num_decodes] - 1
         rows[num_decodes:] = -1
-        self._fill_prompts(words, rows, start, count, length, of_prompts, num_decodes)
+        chunks = self._fill_rows(
+            rows, start[of_prompts], count[of_prompts], length[of_prompts], num_decodes
+        )
+        is_own = [library_rows is None or x.num_rows < library_rows for x in chunks]
+        own = [x for x, kept in zip(chunks, is_own, strict=True) if kept]
+        self._fill_prompts(words, np.asarray(own, np.int64).reshape(-1, 4))
         self._host(words, "starts").view(np.int64)[:num_decodes] = start[:num_decodes]
         counts = self._host(words, "counts")
         for i, window in enumerate(self.windows):
@@ -111,6 +137,7 @@ class StepArrays:
             slots[num_decodes:] = 0
             items = self._host(words, f"items{i}").reshape(-1, 4)
             counts[i] = self._fill_items(slots, items, length[:num_decodes], window)
+        return [x for x, kept in zip(chunks, is_own, strict=True) if not kept]
 
     def upload(self, host: Tensor) -> None:
         """A filled host buffer to the device, in stream order; the host buffer is in use until
@@ -124,25 +151,22 @@ class StepArrays:
     def window_index(self, window: int | None) -> int:
         return self.windows.index(window)
 
-    def _fill_prompts(
-        self,
-        words: NDArray[np.int32],
-        rows: Integers,
-        start: Integers,
-        count: Integers,
-        length: Integers,
-        which: slice,
-        first_row: int,
-    ) -> None:
-        start, count, length = start[which], count[which], length[which]
+    def _fill_rows(
+        self, rows: Integers, start: Integers, count: Integers, length: Integers, first_row: int
+    ) -> list[Prompt]:
         ends = np.cumsum(count)
         firsts = ends - count
         if len(start):
             each = np.repeat(start + length - count - firsts, count)
             rows[first_row : first_row + ends[-1]] = each + np.arange(ends[-1])
+        table = np.stack((start, firsts + first_row, count, length), 1)
+        return [Prompt(*row) for row in table.tolist()]
+
+    def _fill_prompts(self, words: NDArray[np.int32], chunks: Integers) -> None:
+        start, first, count, length = chunks.T
         self._host(words, "prompt_starts").view(np.int64)[: len(start)] = start
         prompts = self._host(words, "prompts").reshape(-1, 4)[: len(start)]
-        prompts[:, 0], prompts[:, 1], prompts[:, 2] = firsts + first_row, count, length
+        prompts[:, 0], prompts[:, 1], prompts[:, 2] = first, count, length
         num_tiles = -(-count // self.rows_per_tile)
         total = int(num_tiles.sum())
         sequence = np.repeat(np.arange(len(start)), num_tiles)
@@ -221,8 +245,8 @@ class StepArrays:
 class CudaAttentionLayer:
     """One layer's K/V in the tiles at base. Rows as StepArrays lays them."""
 
-    def __init__(self, tiles: KVTiles, base: int) -> None:
-        self.tiles, self.base = tiles, base
+    def __init__(self, tiles: KVTiles, base: int, library: PromptAttention | None = None) -> None:
+        self.tiles, self.base, self.library = tiles, base, library
 
     def append(
         self, arrays: StepArrays, k: Tensor, v: Tensor, rotation: Rotation | None = None
@@ -237,8 +261,12 @@ class CudaAttentionLayer:
         num_decodes_padded: int,
         num_rows_padded: int,
         has_prefill: bool,
+        prompts: Sequence[Prompt] = (),
     ) -> Tensor:
-        """q: [T, H, D] with all rows' K/V appended -> [T, H, D]; padding may hold anything."""
+        """q: [T, H, D] with all rows' K/V appended -> [T, H, D]; padding may hold anything.
+
+        prompts: what `fill` left to the library; only outside CUDA graphs.
+        """
         tiles = self.tiles
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         index = arrays.window_index(tiles.window)
@@ -270,6 +298,9 @@ class CudaAttentionLayer:
                 arrays.rows_per_tile,
                 out,
             )
+        for prompt in prompts:
+            assert self.library is not None
+            self.library.attend(tiles, self.base, prompt, q, out)
         return out
 
 

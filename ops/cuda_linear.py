@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as functional
 from torch import Tensor
 
 from ops import cuda_tune
 from ops.backend import PLAIN, Edges, Norm
-from ops.triton_linear import Int8Weight, int8_library_linear, int8_linear, split_scratch
-from ops.triton_rows import quantize_rows
+from ops.native import GROUPS4, MAX_INT8_INPUTS, split_scales
+from ops.triton_linear import ScaledWeight, library_linear, scaled_linear, split_scratch
+from ops.triton_linear4 import int4_linear, pack_int4
+from ops.triton_rows import activation_rows, gated_rows, norm_rows, quantize_rows
 
 # Weights are rounded so many values at a time: what is needed beside them meanwhile.
 PACK_VALUES = 1 << 26
-# As on the CPU: 2^31 / (127 * 128).
-MAX_INT8_INPUTS = 132_104
 
 
 class CudaLinear:
@@ -91,8 +92,56 @@ class CudaLinear:
         raise NotImplementedError
 
 
-class Int8Linear(CudaLinear):
-    """int8 x int8; weights symmetric, with a scale for each output channel."""
+class ScaledLinear(CudaLinear):
+    """Weights and rows in 8 bits, with a scale for each output channel and each row."""
+
+    def __init__(
+        self,
+        kernel: str,
+        dtype: torch.dtype,
+        weight: Tensor | Sequence[Tensor],
+        bias: Tensor | None,
+        edges: Edges,
+        scales: Tensor | None,
+        out_dtype: torch.dtype | None,
+        device: torch.device,
+    ) -> None:
+        parts = [weight] if isinstance(weight, Tensor) else list(weight)
+        num_rows, num_in = sum(len(part) for part in parts), parts[0].shape[1]
+        super().__init__(kernel, num_in, num_rows, edges, out_dtype, device)
+        self.dtype = dtype
+        padded = (num_in + 15) // 16 * 16
+        codes = torch.zeros(num_rows, padded, dtype=dtype, device=device)
+        steps = torch.empty(num_rows, dtype=torch.float32, device=device)
+        for some, to in placed_rows(parts, edges.is_gated):
+            if scales is None:
+                codes[to, :num_in], steps[to] = round_weight(some.to(device), dtype)
+            else:
+                assert some.dtype == dtype, f"{some.dtype}"
+                codes[to, :num_in] = some.to(device)
+        if scales is not None:
+            assert scales.shape == (num_rows,), f"{scales.shape}"
+            steps = interleaved(scales.to(device, torch.float32), edges)
+        self.weight = ScaledWeight(codes, steps, packed_bias(bias, num_rows, edges, device))
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.weight if t is not None)
+
+    def _run(
+        self, x: Tensor, out: Tensor, residual: Tensor | None, choice: cuda_tune.Choice
+    ) -> None:
+        rows = quantize_rows(x, self._norm, dtype=self.dtype)
+        _, activation, is_gated = self.edges
+        args = rows, self.weight, out, residual, activation
+        if choice.implementation == cuda_tune.LIBRARY:
+            library_linear(*args, is_gated=is_gated)
+        else:
+            scaled_linear(*args, is_gated=is_gated, tile=choice.tile)
+
+
+class Int8Linear(ScaledLinear):
+    """int8 x int8."""
 
     def __init__(
         self,
@@ -107,50 +156,133 @@ class Int8Linear(CudaLinear):
         """weight: [out, in] in any float type and on any device, or parts that stand one under
         the other. With scales, [out], it is int8 already. ValueError beyond MAX_INT8_INPUTS.
         """
-        parts = [weight] if isinstance(weight, Tensor) else list(weight)
-        num_rows, num_in = sum(len(part) for part in parts), parts[0].shape[1]
+        num_in = (weight if isinstance(weight, Tensor) else weight[0]).shape[1]
         if num_in > MAX_INT8_INPUTS:
             raise ValueError(f"{num_in:,} inputs: int8 products sum at most {MAX_INT8_INPUTS:,}")
-        super().__init__("int8", num_in, num_rows, edges, out_dtype, device)
-        padded = (num_in + 15) // 16 * 16
-        codes = torch.zeros(num_rows, padded, dtype=torch.int8, device=device)
-        steps = torch.empty(num_rows, dtype=torch.float32, device=device)
-        for some, to in placed_rows(parts, edges.is_gated):
-            if scales is None:
-                codes[to, :num_in], steps[to] = round_weight(some.to(device))
-            else:
-                assert some.dtype == torch.int8, f"{some.dtype}"
-                codes[to, :num_in] = some.to(device)
-        if scales is not None:
-            assert scales.shape == (num_rows,), f"{scales.shape}"
-            steps = interleaved(scales.to(device, torch.float32), edges)
-        self.weight = Int8Weight(codes, steps, packed_bias(bias, num_rows, edges, device))
+        super().__init__("int8", torch.int8, weight, bias, edges, scales, out_dtype, device)
         split_scratch(device)
+
+
+class Fp8Linear(ScaledLinear):
+    """e4m3 x e4m3."""
+
+    def __init__(
+        self,
+        weight: Tensor | Sequence[Tensor],
+        bias: Tensor | None,
+        edges: Edges = PLAIN,
+        *,
+        scales: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        device: torch.device,
+    ) -> None:
+        """As Int8Linear. ValueError on a device whose tensor cores do not know the type."""
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+            raise ValueError("fp8 needs a GPU of compute capability 8.9 at least")
+        kind = torch.float8_e4m3fn
+        super().__init__("fp8", kind, weight, bias, edges, scales, out_dtype, device)
+
+
+class Int4Linear(CudaLinear):
+    """4-bit weights with a scale, and maybe a zero point, for each group of inputs."""
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        bias: Tensor | None,
+        edges: Edges = PLAIN,
+        *,
+        group: int,
+        is_nf4: bool = False,
+        out_dtype: torch.dtype | None = None,
+        device: torch.device,
+    ) -> None:
+        """Arguments and numbers as native.Int4Linear's, on any device."""
+        num_rows, num_in = codes.shape
+        super().__init__("int4", num_in, num_rows, edges, out_dtype, device)
+        shape = (num_rows, -(-num_in // group))
+        assert (
+            group in GROUPS4 and codes.dtype == torch.uint8 and not (is_nf4 and zeros is not None)
+        )
+        assert scales.shape == shape and (zeros is None or zeros.shape == shape), f"{scales.shape}"
+        assert int(codes.max()) < 16, "codes of 4 bits"
+        order = interleaved(torch.arange(num_rows, device=device), edges)
+        codes, scales = codes.to(device)[order], scales.to(device)[order]
+        halves, channels = split_scales(scales)
+        self.weight = pack_int4(
+            codes,
+            halves,
+            None if zeros is None else zeros.to(device)[order],
+            channels / 127 if is_nf4 else channels,
+            packed_bias(bias, num_rows, edges, device),
+            group=group,
+            is_nf4=is_nf4,
+        )
 
     @property
     def size_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.weight if t is not None)
+        each = (self.weight.packed, self.weight.words, self.weight.channels, self.weight.bias)
+        return sum(t.numel() * t.element_size() for t in each if t is not None)
 
     def _run(
         self, x: Tensor, out: Tensor, residual: Tensor | None, choice: cuda_tune.Choice
     ) -> None:
-        rows = quantize_rows(x, self._norm)
+        rows = quantize_rows(x, self._norm, multiple=max(self.weight.group, 64))
         _, activation, is_gated = self.edges
         args = rows, self.weight, out, residual, activation
-        if choice.implementation == cuda_tune.LIBRARY:
-            int8_library_linear(*args, is_gated=is_gated)
-        else:
-            int8_linear(*args, is_gated=is_gated, tile=choice.tile)
+        int4_linear(*args, is_gated=is_gated, tile=choice.tile)
 
 
-def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, K] -> codes, int8, and scales, [N] fp32: steps of 1/127 of the channel's largest."""
+class PlainLinear:
+    """A LinearOp in the type of its weight: torch's product between our kernels."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        edges: Edges = PLAIN,
+        *,
+        out_dtype: torch.dtype | None = None,
+        device: torch.device,
+    ) -> None:
+        """weight: [out, in], bias: [out], copied to the device. Rows are cast to its type."""
+        self.weight = weight.to(device, copy=True).contiguous()
+        self.bias = None if bias is None else bias.to(device, weight.dtype, copy=True)
+        self.edges, self.out_dtype = edges, out_dtype or weight.dtype
+        num_in = weight.shape[1]
+        self._norm = None if edges.norm is None else norm_on(edges.norm, num_in, device)
+
+    @property
+    def size_bytes(self) -> int:
+        both = (self.weight, self.bias)
+        return sum(t.numel() * t.element_size() for t in both if t is not None)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        _, activation, is_gated = self.edges
+        dtype = self.weight.dtype
+        x = x.to(dtype) if self._norm is None else norm_rows(x, self._norm, dtype)
+        if residual is not None and residual.dtype == dtype and activation is None:
+            total = residual if self.bias is None else residual + self.bias
+            return torch.addmm(total, x, self.weight.t())
+        y = functional.linear(x, self.weight, self.bias)
+        if activation is not None:
+            y = (gated_rows if is_gated else activation_rows)(y, activation)
+        return y.to(self.out_dtype) if residual is None else residual + y
+
+
+def round_weight(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[N, K] -> codes, int8 or e4m3, and scales, [N] fp32, with which the largest is 127 or 448."""
+    limit = 127 if dtype == torch.int8 else 448
     weight = weight.float()
     largest = weight.abs().amax(1)
     usual = largest >= 1e-30
-    steps = torch.where(usual, 127 / torch.where(usual, largest, 1.0), 0.0)
-    codes = (weight * steps[:, None]).round_().to(torch.int8)
-    return codes, torch.where(usual, largest / 127, 0.0)
+    steps = torch.where(usual, limit / torch.where(usual, largest, 1.0), 0.0)
+    codes = weight * steps[:, None]
+    if dtype == torch.int8:
+        codes = codes.round_()
+    return codes.clamp_(-limit, limit).to(dtype), torch.where(usual, largest / limit, 0.0)
 
 
 def placed_rows(parts: Sequence[Tensor], is_gated: bool) -> Iterator[tuple[Tensor, slice]]:

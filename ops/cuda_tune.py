@@ -53,10 +53,14 @@ def bucket(num_rows: int) -> int:
 
 def candidates(shape: Shape, capability: int) -> list[Choice]:
     """What may be measured for it, the guess by rule first. capability: 90 for sm_90."""
-    rules = {"int8": _int8_tiles, "fp8": _int8_tiles}
-    tiles = rules[shape.kernel](shape, capability)
-    found = [Choice(TRITON, tile) for tile in tiles if _fits(shape, tile)]
-    if shape.rows > 16 and shape.num_out % 8 == 0 and shape.num_in % 16 == 0:
+    tiles = (_int4_tiles if shape.kernel == "int4" else _int8_tiles)(shape, capability)
+    if shape.kernel != "int8":  # sums in floating point: their order must not change
+        tiles = list(dict.fromkeys(tile._replace(split_k=1) for tile in tiles))
+    if shape.kernel == "fp8" and capability >= 90:  # below 64 channels Triton multiplies in fp16
+        tiles = [tile for tile in tiles if tile.n >= 64]
+    found = [Choice(TRITON, tile) for tile in tiles]
+    has_library = shape.kernel == "int8" or (shape.kernel == "fp8" and capability >= 90)
+    if has_library and shape.rows > 16 and shape.num_out % 16 == 0 and shape.num_in % 16 == 0:
         found.append(Choice(LIBRARY, tiles[0]))
     return found
 
@@ -102,17 +106,11 @@ def _int8_tiles(shape: Shape, capability: int) -> list[Tile]:
             Tile(64, 256, 128, 8, 4),
         ]
     else:
-        tiles = [
-            Tile(128, 128, 128, 8, 3),
-            Tile(128, 128, 128, 8, 5),
-            Tile(128, 128, 128, 4, 3),
-            Tile(64, 256, 128, 4, 3),
-        ]
+        # two programs of the square tile on an SM: one stores while the other multiplies
+        square = [Tile(128, 128, 128, 8, 3), Tile(128, 128, 128, 8, 5), Tile(128, 128, 128, 4, 3)]
         wide = [Tile(128, 256, 128, 8, 4), Tile(128, 256, 128, 8, 3, group_m=16)]
-        # an fp32 residual beside 128 sums a thread does not fit the registers
-        if not shape.adds:
-            fills = triton.cdiv(shape.rows, 128) * triton.cdiv(shape.num_out, 256) >= _FULL
-            tiles = wide + tiles if fills else tiles + wide
+        fills = triton.cdiv(shape.rows, 128) * triton.cdiv(shape.num_out, 256) >= _FULL
+        tiles = wide + square if fills else square + wide
     return [_split(shape, tile) for tile in tiles]
 
 
@@ -130,6 +128,21 @@ def _streams(shape: Shape, capability: int) -> list[Tile]:
     if triton.cdiv(shape.num_out, 32) < _FULL * 3 // 4:
         tiles[:2] = tiles[1::-1]
     return [_split(shape, tile) for tile in tiles]
+
+
+def _int4_tiles(shape: Shape, capability: int) -> list[Tile]:
+    """k: bytes of packed codes a step, as many as are worth the wait."""
+    m = min(max(shape.rows, 8), 128)
+    if m <= 16:
+        deep = 4 if capability != 89 else 3
+        found = [(32, 512, 2, deep), (16, 512, 1, 4), (32, 256, 2, 5), (64, 256, 4, deep)]
+    elif m == 32:
+        found = [(64, 256, 4, 3), (64, 128, 4, 4), (128, 128, 4, 3)]
+    elif m == 64:
+        found = [(64, 128, 4, 4), (128, 64, 4, 4)]
+    else:
+        found = [(128, 64, 8, 4), (64, 64, 4, 4)]
+    return [Tile(m, n, k, warps, stages, swap=True) for n, k, warps, stages in found]
 
 
 class Table:

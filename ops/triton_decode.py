@@ -8,6 +8,8 @@ not depend on the rest of the batch. `combine` merges a row's splits by their lo
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,8 @@ from ops.cuda_tiles import KVTiles
 from ops.triton_softmax import attend_block
 from ops.triton_tiles import (
     LOG2E,
+    Config,
+    architecture,
     as_operand,
     layer_constants,
     layer_distance,
@@ -24,7 +28,6 @@ from ops.triton_tiles import (
     tile_pointer,
 )
 
-BLOCK_KEYS = 64
 _LN2 = tl.constexpr(0.6931471805599453)
 
 
@@ -165,6 +168,7 @@ def decode(
 
     starts: [S] int64, token number of each row's position 0, a multiple of 16.
     """
+    chosen = config(tiles, q.dtype, architecture(q.device))
     decode_kernel[(num_programs,)](
         q,
         row_stride(q),
@@ -176,12 +180,24 @@ def decode(
         outs,
         lses,
         tiles.scale * LOG2E,
-        GQA=tiles.heads_per_kv,
-        BLOCK=BLOCK_KEYS,
-        STAGES=3,
-        **layer_constants(tiles, q.dtype),
-        num_warps=4,
+        **constants(tiles, q.dtype),
+        **chosen.constants,
+        num_warps=chosen.num_warps,
     )
+
+
+def constants(tiles: KVTiles, of_q: torch.dtype) -> dict[str, Any]:
+    """Compile-time arguments of decode_kernel that the layer gives."""
+    return {"GQA": tiles.heads_per_kv} | layer_constants(tiles, of_q)
+
+
+def config(tiles: KVTiles, of_q: torch.dtype, arch: int) -> Config:
+    """Blocks of 64 keys, as many stages as leave room for four programs on an SM (sm_90)."""
+    is_wide = torch.float32 in (tiles.dtype, of_q)
+    size = 2 * 64 * tiles.head_dim * tiles.dtype.itemsize
+    if is_wide:
+        return Config({"BLOCK": 32, "STAGES": 2}, 4)
+    return Config({"BLOCK": 64, "STAGES": 3 if size <= 32768 else 2}, 4)
 
 
 def combine(

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -191,7 +191,6 @@ def append(
     if rotation is not None:
         _check_rotation(rotation, count, dim)
     if count:
-        groups = max(tiles.num_groups, 1)
         append_kernel[(count, 2)](
             k,
             row_stride(k),
@@ -202,17 +201,25 @@ def append(
             rows,
             rows,
             layer_distance(tiles, base, rows),
-            TILE_STRIDE=tiles.tile_stride,
-            KV_HEADS=heads,
-            HEAD_DIM=dim,
-            NUM_GROUPS=groups,
-            TYPE=TYPES[tiles.dtype],
-            HALF=0 if rotation is None else rotation.cos.shape[1],
-            HEADS_PAD=triton.next_power_of_2(heads),
-            GROUPS_PAD=triton.next_power_of_2(groups),
-            GROUP_PAD=triton.next_power_of_2(dim // groups),
+            **append_constants(tiles, 0 if rotation is None else rotation.cos.shape[1]),
             num_warps=4,
         )
+
+
+def append_constants(tiles: KVTiles, half: int) -> dict[str, Any]:
+    """Compile-time arguments of append_kernel; half: pairs that are rotated."""
+    groups = max(tiles.num_groups, 1)
+    return {
+        "TILE_STRIDE": tiles.tile_stride,
+        "KV_HEADS": tiles.num_kv_heads,
+        "HEAD_DIM": tiles.head_dim,
+        "NUM_GROUPS": groups,
+        "TYPE": TYPES[tiles.dtype],
+        "HALF": half,
+        "HEADS_PAD": triton.next_power_of_2(tiles.num_kv_heads),
+        "GROUPS_PAD": triton.next_power_of_2(groups),
+        "GROUP_PAD": triton.next_power_of_2(tiles.head_dim // groups),
+    }
 
 
 @triton.jit(do_not_specialize=["start", "length"])

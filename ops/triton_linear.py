@@ -1,7 +1,8 @@
-"""int8 x int8 products with everything that follows them in a layer, as one kernel.
+"""int8 x int8 and e4m3 x e4m3 products with everything that follows them in a layer, as one kernel.
 
 Sums are exact integers and the scaling after them is elementwise, so that no tile size, split of K
-or batch changes a bit of a row. Needs enable_fp_fusion=False for that.
+or batch changes a bit of a row. Needs enable_fp_fusion=False for that. Not so e4m3, whose sums are
+in floating point: there only the batch beside a row, with one tile, changes nothing.
 
 Many rows (M > 64): bound by the tensor cores. On sm_90 wgmma reads both operands from shared
 memory: a tile of 128 x 256 reads (128 + 256) bytes of K for 65,536 multiply-adds, 2/3 of what
@@ -45,8 +46,8 @@ class Tile(NamedTuple):
     group_m: int = 8
 
 
-class Int8Weight(NamedTuple):
-    """codes: [N, K] int8, K a multiple of 16; scales: [N] fp32; bias: [N] fp32 or None.
+class ScaledWeight(NamedTuple):
+    """codes: [N, K] int8 or e4m3, K a multiple of 16; scales: [N] fp32; bias: [N] fp32 or None.
 
     Before a gate, rows 2j are gates and rows 2j + 1 the other factors.
     """
@@ -93,6 +94,36 @@ def finish(
 
 
 @triton.jit
+def scale_and_finish(
+    acc, row_scales, scales_at, bias_at, residual_at, out_at, m0, n0, M, N,
+    residual_stride, out_stride,
+    BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """acc: [BM, BN] int32; row_scales: [BM]."""
+    if RESIDUAL and BM * BN > 8192:
+        # By halves: sums, residual and results of a large tile do not fit the registers.
+        HALF: tl.constexpr = BN // 2
+        left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, HALF)), (0, 2, 1)))
+        scale_and_finish(
+            left, row_scales, scales_at, bias_at, residual_at, out_at, m0, n0, M, N,
+            residual_stride, out_stride, BIAS, ACT, GATED, RESIDUAL, BM, HALF,
+        )  # fmt: skip
+        scale_and_finish(
+            right, row_scales, scales_at, bias_at, residual_at, out_at, m0, n0 + HALF, M, N,
+            residual_stride, out_stride, BIAS, ACT, GATED, RESIDUAL, BM, HALF,
+        )  # fmt: skip
+    else:
+        cols = n0 + tl.arange(0, BN)
+        scales = tl.load(scales_at + cols, mask=cols < N, other=0.0)
+        y = acc.to(tl.float32) * scales[None, :] * row_scales[:, None]
+        finish(
+            y, bias_at, residual_at, out_at, m0, n0, M, N, residual_stride, out_stride,
+            BIAS, ACT, GATED, RESIDUAL, BM, BN,
+        )  # fmt: skip
+
+
+@triton.jit
 def last_of_split(acc, sums_at, counts_at, tile, SPLIT_K: tl.constexpr):
     """Adds a program's int32 sums to those of its tile. (whether all are in, the sums if so)
 
@@ -113,20 +144,25 @@ def last_of_split(acc, sums_at, counts_at, tile, SPLIT_K: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M"])
-def int8_kernel(
+def product_kernel(
     x_at, row_scales_at, w_at, scales_at, bias_at, residual_at, out_at, sums_at, counts_at,
     M, N, K, x_stride, w_stride, residual_stride, out_stride,
     BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
     SWAP: tl.constexpr, SPLIT_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """x: [M, K] int8 with row scales, w: [N, K] int8 with channel scales. Grid: tiles, SPLIT_K."""
+    """x: [M, K] with row scales, w: [N, K] with channel scales, both int8 or both e4m3.
+
+    Grid: tiles, SPLIT_K (1 for e4m3).
+    """
     tile_m, tile_n = tile_place(tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP_M)
     m0, n0 = tile_m * BM, tile_n * BN
     # Beyond the end the last row is read again: no masks, and nothing of it is stored.
     rows = tl.minimum(m0 + tl.arange(0, BM), M - 1).to(tl.int64)
     channels = tl.minimum(n0 + tl.arange(0, BN), N - 1).to(tl.int64)
     ks = tl.arange(0, BK)
+    SUMS: tl.constexpr = tl.int32 if x_at.dtype.element_ty == tl.int8 else tl.float32
+    NOTHING: tl.constexpr = 0 if tl.int32 == SUMS else 0.0
     num_blocks = tl.cdiv(K, BK)
     blocks = tl.cdiv(num_blocks, SPLIT_K)
     first = tl.program_id(1) * blocks
@@ -134,20 +170,20 @@ def int8_kernel(
     if SWAP:
         a_at = w_at + channels[:, None] * w_stride + ks[None, :]
         b_at = x_at + rows[None, :] * x_stride + ks[:, None]
-        acc = tl.zeros((BN, BM), tl.int32)
+        acc = tl.zeros((BN, BM), SUMS)
     else:
         a_at = x_at + rows[:, None] * x_stride + ks[None, :]
         b_at = w_at + channels[None, :] * w_stride + ks[:, None]
-        acc = tl.zeros((BM, BN), tl.int32)
+        acc = tl.zeros((BM, BN), SUMS)
     for block in range(first, last):
         k0 = block * BK
         if EVEN_K:
             a = tl.load(a_at + k0)
             b = tl.load(b_at + k0)
         else:
-            a = tl.load(a_at + k0, mask=ks[None, :] < K - k0, other=0)
-            b = tl.load(b_at + k0, mask=ks[:, None] < K - k0, other=0)
-        acc = tl.dot(a, b, acc, out_dtype=tl.int32)
+            a = tl.load(a_at + k0, mask=ks[None, :] < K - k0, other=NOTHING)
+            b = tl.load(b_at + k0, mask=ks[:, None] < K - k0, other=NOTHING)
+        acc = tl.dot(a, b, acc, out_dtype=SUMS)
     if SWAP:
         acc = tl.trans(acc)
     is_last = True
@@ -155,41 +191,45 @@ def int8_kernel(
         tile = tl.program_id(0)
         is_last, acc = last_of_split(acc, sums_at, counts_at, tile, SPLIT_K)
     if is_last:
-        cols = n0 + tl.arange(0, BN)
-        scales = tl.load(scales_at + cols, mask=cols < N, other=0.0)
         row_scales = tl.load(row_scales_at + rows)
-        y = acc.to(tl.float32) * scales[None, :] * row_scales[:, None]
-        finish(
-            y, bias_at, residual_at, out_at, m0, n0, M, N, residual_stride, out_stride,
-            BIAS, ACT, GATED, RESIDUAL, BM, BN,
+        scale_and_finish(
+            acc, row_scales, scales_at, bias_at, residual_at, out_at, m0, n0, M, N,
+            residual_stride, out_stride, BIAS, ACT, GATED, RESIDUAL, BM, BN,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M"])
-def int8_finish_kernel(
+def finish_kernel(
     sums_at, row_scales_at, scales_at, bias_at, residual_at, out_at,
     M, N, residual_stride, out_stride,
-    BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """What follows the sums, int32 [M, N]. Bound by their bytes. Grid: rows / BM, channels / BN."""
+    """What follows the sums, [M, N] int32, or bf16 and SCALED. Bound by their bytes.
+
+    Grid: rows / BM, channels / BN.
+    """
     m0, n0 = tl.program_id(0) * BM, tl.program_id(1) * BN
     rows = (m0 + tl.arange(0, BM)).to(tl.int64)
     cols = n0 + tl.arange(0, BN)
     mask = (rows[:, None] < M) & (cols[None, :] < N)
-    acc = tl.load(sums_at + rows[:, None] * N + cols[None, :], mask=mask, other=0)
-    scales = tl.load(scales_at + cols, mask=cols < N, other=0.0)
-    row_scales = tl.load(row_scales_at + rows, mask=rows < M, other=0.0)
-    y = acc.to(tl.float32) * scales[None, :] * row_scales[:, None]
-    finish(
-        y, bias_at, residual_at, out_at, m0, n0, M, N, residual_stride, out_stride,
-        BIAS, ACT, GATED, RESIDUAL, BM, BN,
-    )  # fmt: skip
+    y = tl.load(sums_at + rows[:, None] * N + cols[None, :], mask=mask, other=0).to(tl.float32)
+    if SCALED:
+        finish(
+            y, bias_at, residual_at, out_at, m0, n0, M, N, residual_stride, out_stride,
+            BIAS, ACT, GATED, RESIDUAL, BM, BN,
+        )  # fmt: skip
+    else:
+        row_scales = tl.load(row_scales_at + rows, mask=rows < M, other=0.0)
+        scale_and_finish(
+            y, row_scales, scales_at, bias_at, residual_at, out_at, m0, n0, M, N,
+            residual_stride, out_stride, BIAS, ACT, GATED, RESIDUAL, BM, BN,
+        )  # fmt: skip
 
 
-def int8_linear(
+def scaled_linear(
     x: Quantized,
-    weight: Int8Weight,
+    weight: ScaledWeight,
     out: Tensor,
     residual: Tensor | None = None,
     activation: str | None = None,
@@ -207,7 +247,7 @@ def int8_linear(
     if tile.split_k > 1:
         sums, counts = split_scratch(out.device)
         assert tiles * tile.m * tile.n <= len(sums) and tiles <= len(counts), f"{tile} {out.shape}"
-    int8_kernel[(tiles, tile.split_k)](
+    product_kernel[(tiles, tile.split_k)](
         x.codes,
         x.scales,
         weight.codes,
@@ -242,19 +282,27 @@ def int8_linear(
     return out
 
 
-def int8_library_linear(
+def library_linear(
     x: Quantized,
-    weight: Int8Weight,
+    weight: ScaledWeight,
     out: Tensor,
     residual: Tensor | None = None,
     activation: str | None = None,
     *,
     is_gated: bool = False,
 ) -> Tensor:
-    """int8_linear with torch's product, for more than 16 rows; N a multiple of 8."""
-    sums = torch._int_mm(x.codes, weight.codes.t())
+    """scaled_linear with torch's product, for more than 16 rows; N a multiple of 16.
+
+    That of e4m3 comes rounded to bf16.
+    """
+    is_int8 = x.codes.dtype == torch.int8
+    if is_int8:
+        sums = torch._int_mm(x.codes, weight.codes.t())
+    else:
+        scales = x.scales[:, None], weight.scales[None]
+        sums = torch._scaled_mm(x.codes, weight.codes.t(), *scales, out_dtype=torch.bfloat16)
     num_rows, num_out = sums.shape
-    int8_finish_kernel[(triton.cdiv(num_rows, 8), triton.cdiv(num_out, 512))](
+    finish_kernel[(triton.cdiv(num_rows, 8), triton.cdiv(num_out, 512))](
         sums,
         x.scales,
         weight.scales,
@@ -265,6 +313,7 @@ def int8_library_linear(
         num_out,
         0 if residual is None else residual.stride(0),
         out.stride(0),
+        SCALED=not is_int8,
         BIAS=weight.bias is not None,
         ACT=ACTIVATIONS[activation],
         GATED=is_gated,

@@ -20,6 +20,8 @@ from ops.cuda_tiles import KVTiles
 from ops.triton_softmax import attend_block
 from ops.triton_tiles import (
     LOG2E,
+    Config,
+    architecture,
     as_operand,
     layer_constants,
     layer_distance,
@@ -195,6 +197,7 @@ def prefill(
     """
     assert q.shape == out.shape and out.shape[1:] == (tiles.num_heads, tiles.head_dim)
     if max_tiles:
+        chosen = config(tiles, q.dtype, architecture(q.device))
         prefill_kernel[(tiles.num_kv_heads, max_tiles)](
             q,
             row_stride(q),
@@ -208,17 +211,27 @@ def prefill(
             row_stride(out),
             starts if lse is None else lse,
             tiles.scale * LOG2E,
-            WINDOW=tiles.window or 0,
             PAST_ONLY=past_only,
             HAS_LSE=lse is not None,
-            GQA=tiles.heads_per_kv,
-            ROWS=rows_per_tile,
-            ROWS_PAD=max(64, triton.next_power_of_2(rows_per_tile * tiles.heads_per_kv)),
-            **layer_constants(tiles, q.dtype),
-            **_config(tiles, q),
+            **constants(tiles, q.dtype, rows_per_tile),
+            **chosen.constants,
+            num_warps=chosen.num_warps,
         )
 
 
-def _config(tiles: KVTiles, q: Tensor) -> dict[str, Any]:
-    is_wide = torch.float32 in (tiles.dtype, q.dtype)
-    return {"BLOCK": 32 if is_wide else 64, "STAGES": 2 if is_wide else 3, "num_warps": 8}
+def constants(tiles: KVTiles, of_q: torch.dtype, rows_per_tile: int) -> dict[str, Any]:
+    """Compile-time arguments of prefill_kernel that the layer gives."""
+    return {
+        "WINDOW": tiles.window or 0,
+        "GQA": tiles.heads_per_kv,
+        "ROWS": rows_per_tile,
+        "ROWS_PAD": max(64, triton.next_power_of_2(rows_per_tile * tiles.heads_per_kv)),
+    } | layer_constants(tiles, of_q)
+
+
+def config(tiles: KVTiles, of_q: torch.dtype, arch: int) -> Config:
+    """Two warp groups; stages by what shared memory holds beside the rows' queries."""
+    if torch.float32 in (tiles.dtype, of_q):
+        return Config({"BLOCK": 32, "STAGES": 2}, 8)
+    is_small = arch in (86, 89) or tiles.head_dim > 128
+    return Config({"BLOCK": 64, "STAGES": 2 if is_small else 3}, 8)

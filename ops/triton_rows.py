@@ -77,23 +77,34 @@ def mean_of(total, n):
 
 
 @triton.jit
-def code_step(top):
+def code_step(top, LIMIT: tl.constexpr):
     """top: the magnitude of a row's largest value -> (codes per unit, scale of a code).
+
+    LIMIT: the code of the largest, 127 or 448.
 
     A row with an infinity or a NaN gets codes of 0 and a scale of NaN.
     """
     largest = top.to(tl.float32, bitcast=True)
     is_usual = (largest >= SMALLEST) & (top < _INFINITE)
-    step = tl.where(is_usual, 127.0 / tl.where(is_usual, largest, 1.0), 0.0)
-    scale = tl.where(is_usual, largest / 127.0, 0.0)
+    step = tl.where(is_usual, LIMIT / tl.where(is_usual, largest, 1.0), 0.0)
+    scale = tl.where(is_usual, largest / LIMIT, 0.0)
     return step, tl.where(top < _INFINITE, scale, float("nan"))
 
 
 @triton.jit
-def to_codes(x, step):
-    """int8 of round(x * step), half to even. Where step is 0: 0."""
+def to_codes(x, step, FP8: tl.constexpr):
+    """x * step as int8, half to even, or as e4m3. Where step is 0: 0."""
     scaled = tl.where(step == 0.0, 0.0, x) * step
-    return (scaled + ROUNDER).to(tl.int32, bitcast=True).to(tl.int8)
+    if FP8:
+        # Rounded here to 3 bits after the first, or to 2^-9: the cast is exact everywhere.
+        bits = scaled.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+        tiny = (scaled + 24576.0) - 24576.0
+        is_tiny = tl.abs(scaled) < 0.015625
+        codes = tl.where(is_tiny, tiny, bits.to(tl.float32, bitcast=True)).to(tl.float8e4nv)
+    else:
+        codes = (scaled + ROUNDER).to(tl.int32, bitcast=True).to(tl.int8)
+    return codes
 
 
 @triton.jit
@@ -184,14 +195,15 @@ def rows_kernel(
                 x = _values(x_at, cols, n, ACT, GATED)
                 x = _weighted(x, mean, weight_at, bias_at, inverse, cols, n, NORM, BIAS)
                 top = tl.maximum(top, tl.max(tl.where(cols < n, magnitude(x), 0), 0))
-        step, scale = code_step(top)
+        FP8: tl.constexpr = out_at.dtype.element_ty == tl.float8e4nv
+        step, scale = code_step(top, 448.0 if FP8 else 127.0)
         tl.store(scales_at + row, scale * after)
         for start in range(0, n_padded, BLOCK):
             cols = start + lanes
             if not ONE_BLOCK:
                 x = _values(x_at, cols, n, ACT, GATED)
                 x = _weighted(x, mean, weight_at, bias_at, inverse, cols, n, NORM, BIAS)
-            codes = to_codes(tl.where(cols < n, x, 0.0), step)
+            codes = to_codes(tl.where(cols < n, x, 0.0), step, FP8)
             tl.store(out_at + cols, codes, mask=cols < n_padded)
     else:
         for start in range(0, n, BLOCK):
@@ -203,7 +215,7 @@ def rows_kernel(
 
 
 class Quantized(NamedTuple):
-    """codes: [T, N] int8, N the next multiple of 16, filled up with zeros; scales: [T] fp32."""
+    """codes: [T, N] int8 or e4m3, N filled up with zeros to a multiple of 16; scales: [T] fp32."""
 
     codes: Tensor
     scales: Tensor
@@ -228,11 +240,20 @@ def gated_rows(gate_up: Tensor, kind: str) -> Tensor:
 
 
 def quantize_rows(
-    x: Tensor, norm: Norm | None = None, activation: str | None = None, *, is_gated: bool = False
+    x: Tensor,
+    norm: Norm | None = None,
+    activation: str | None = None,
+    *,
+    is_gated: bool = False,
+    multiple: int = 16,
+    dtype: torch.dtype = torch.int8,
 ) -> Quantized:
-    """x: [T, N] fp32 or bf16 (gated: [T, 2N]) -> int8 with a scale for each row: max |x| / 127."""
+    """x: [T, N] fp32 or bf16 (gated: [T, 2N]) -> codes with a scale for each row: max |x| / 127.
+
+    Or float8_e4m3fn: max |x| / 448. Codes are filled up to a multiple of so many.
+    """
     rows, width = x.shape[0], x.shape[1] // (2 if is_gated else 1)
-    codes = torch.empty(rows, (width + 15) // 16 * 16, dtype=torch.int8, device=x.device)
+    codes = torch.empty(rows, -(-width // multiple) * multiple, dtype=dtype, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     _launch(x, codes, scales, norm, activation, is_gated)
     return Quantized(codes, scales)

@@ -9,7 +9,8 @@ from any tensor at hand, the anchor, which also tells the compiler how it is ali
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,6 +22,22 @@ from ops.cuda_tiles import KVTiles
 TYPES = {torch.int8: tl.int8, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 LOG2E = 1.4426950408889634
 _IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+class Config(NamedTuple):
+    """How a kernel works, not what it computes. constants: compile-time arguments."""
+
+    constants: dict[str, Any]
+    num_warps: int
+
+
+@functools.cache
+def architecture(device: torch.device) -> int:
+    """90 of an sm_90; that of the interpreter where there is no GPU."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def layer_distance(tiles: KVTiles, base: int, anchor: Tensor) -> int:

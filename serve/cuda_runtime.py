@@ -88,6 +88,8 @@ def load_cuda(
         device=device.device,
     )
     sampler = DeviceSampler(spec.vocab_size, shapes.max_sampled, config.max_num_seqs, device.device)
+    if device.device.type == "cuda":
+        sampler.allocate_counts()  # now: kernels that know another size would be compiled again
     sizes = size_kv(
         config,
         spec,

@@ -21,6 +21,7 @@ PURE = [
     "serve/chunking.py",
     "serve/step_time.py",
     "serve/future_memory.py",
+    "serve/in_flight.py",
     "serve/memory_policy.py",
     "serve/order.py",
     "serve/order_fair.py",

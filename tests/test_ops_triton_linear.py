@@ -14,7 +14,7 @@ from ops import cuda_linear, cuda_tune
 from ops.backend import PLAIN, Edges, Norm
 from ops.cuda_linear import Int8Linear
 from ops.reference import _activate
-from ops.triton_linear import Int8Weight, Tile, int8_library_linear, int8_linear
+from ops.triton_linear import ScaledWeight, Tile, library_linear, scaled_linear
 from ops.triton_rows import Quantized, quantize_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -23,6 +23,7 @@ TILES = {
     "swapped": Tile(16, 16, 32, 4, 3, swap=True),
     "8 rows": Tile(8, 32, 32, 4, 3, swap=True),
     "split": Tile(32, 16, 32, 4, 3, split_k=3),
+    "wide": Tile(64, 256, 32, 4, 3),
     "swapped and split": Tile(8, 16, 32, 2, 3, swap=True, split_k=2),
 }
 # rows, outputs, inputs: one, odd ones, several tiles each way
@@ -43,7 +44,7 @@ def random_codes(rows: int, inputs: int) -> Quantized:
     return Quantized(codes, torch.rand(rows, device=DEVICE) + 0.5)
 
 
-def exact(x: Quantized, weight: Int8Weight) -> torch.Tensor:
+def exact(x: Quantized, weight: ScaledWeight) -> torch.Tensor:
     """[M, N] fp64, with the bias."""
     y = (x.codes.double() @ weight.codes.double().T) * x.scales.double()[:, None]
     y *= weight.scales.double()
@@ -62,9 +63,9 @@ def test_sums_are_exact(tile, rows, outputs, inputs):
     x, w = random_codes(rows, inputs), random_codes(outputs, inputs)
     ones = torch.ones(outputs, device=DEVICE)
     out = torch.full((rows, outputs), float("nan"), device=DEVICE)
-    int8_linear(
+    scaled_linear(
         Quantized(x.codes, torch.ones(rows, device=DEVICE)),
-        Int8Weight(w.codes, ones),
+        ScaledWeight(w.codes, ones),
         out,
         tile=tile,
     )
@@ -75,32 +76,32 @@ def test_sums_are_exact(tile, rows, outputs, inputs):
 def test_all_that_follows_the_sums(tile):
     rows, outputs, inputs = 19, 38, 96
     x, w = random_codes(rows, inputs), random_codes(outputs, inputs)
-    w = Int8Weight(w.codes, w.scales * 1e-4, torch.randn(outputs, device=DEVICE))
+    w = ScaledWeight(w.codes, w.scales * 1e-4, torch.randn(outputs, device=DEVICE))
     want = exact(x, w)
     residual = torch.randn(rows, outputs, device=DEVICE)
     total = want + residual.double()
-    found = int8_linear(x, w, residual, residual, tile=tile)
+    found = scaled_linear(x, w, residual, residual, tile=tile)
     check_close(found, total)
     for kind in ("silu", "gelu", "gelu_tanh", "relu"):
         out = torch.empty(rows, outputs, dtype=torch.bfloat16, device=DEVICE)
-        check_close(int8_linear(x, w, out, None, kind, tile=tile), _activate(want, kind))
+        check_close(scaled_linear(x, w, out, None, kind, tile=tile), _activate(want, kind))
         out = torch.empty(rows, outputs // 2, device=DEVICE)
         gated = _activate(want[:, 0::2], kind) * want[:, 1::2]
-        check_close(int8_linear(x, w, out, None, kind, is_gated=True, tile=tile), gated)
+        check_close(scaled_linear(x, w, out, None, kind, is_gated=True, tile=tile), gated)
 
 
 def test_no_tile_changes_a_bit():
     """Nor does the library's product, nor the same scratch used again."""
-    x, w = random_codes(24, 160), random_codes(40, 160)
-    w = Int8Weight(w.codes, w.scales * 1e-4, torch.randn(40, device=DEVICE))
+    x, w = random_codes(24, 160), random_codes(48, 160)
+    w = ScaledWeight(w.codes, w.scales * 1e-4, torch.randn(48, device=DEVICE))
     for is_gated in (False, True):
         found = []
         for tile in (*TILES.values(), None, TILES["split"]):
-            out = torch.empty(24, 20 if is_gated else 40, dtype=torch.bfloat16, device=DEVICE)
+            out = torch.empty(24, 24 if is_gated else 48, dtype=torch.bfloat16, device=DEVICE)
             if tile is None:
-                int8_library_linear(x, w, out, None, "silu", is_gated=is_gated)
+                library_linear(x, w, out, None, "silu", is_gated=is_gated)
             else:
-                int8_linear(x, w, out, None, "silu", is_gated=is_gated, tile=tile)
+                scaled_linear(x, w, out, None, "silu", is_gated=is_gated, tile=tile)
             found.append(out)
         assert all(torch.equal(found[0], other) for other in found[1:])
 
@@ -119,7 +120,7 @@ def layer_reference(
 ) -> torch.Tensor:
     """fp64, with weights and rows rounded as the layer rounds them."""
     rows, w = quantize_rows(x, edges.norm), quantize_rows(weight.float())
-    y = exact(rows, Int8Weight(w.codes, w.scales, bias))
+    y = exact(rows, ScaledWeight(w.codes, w.scales, bias))
     if edges.is_gated:
         gate, up = y.chunk(2, 1)
         return _activate(gate, edges.activation) * up
@@ -151,7 +152,7 @@ def test_parts_pieces_and_given_codes(monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(cuda_linear, "PACK_VALUES", 5 * 48)
             parts = Int8Linear([weight[:10], weight[10:]], bias, edges, device=DEVICE).weight
-        codes, scales = cuda_linear.round_weight(weight)
+        codes, scales = cuda_linear.round_weight(weight, torch.int8)
         given = Int8Linear([codes], bias, edges, scales=scales, device=DEVICE).weight
         for other in (parts, given):
             assert all(torch.equal(a, b) for a, b in zip(whole, other, strict=True))
@@ -200,11 +201,11 @@ def test_too_many_inputs_are_refused():
 def test_every_candidate_gives_the_same(capability):
     """Of small products, which still take every path; too slow to interpret for large ones."""
     x, w = random_codes(64, 1100), random_codes(48, 1100)
-    w = Int8Weight(w.codes, w.scales)
+    w = ScaledWeight(w.codes, w.scales)
     for rows in (4, 16, 32, 64):
         some = Quantized(x.codes[:rows], x.scales[:rows])
         shape = cuda_tune.Shape("int8", rows, 48, w.codes.shape[1])
         tiles = [c.tile for c in cuda_tune.candidates(shape, capability)]
-        outs = [int8_linear(some, w, torch.empty(rows, 48, device=DEVICE), tile=t) for t in tiles]
+        outs = [scaled_linear(some, w, torch.empty(rows, 48, device=DEVICE), tile=t) for t in tiles]
         check_close(outs[0], exact(some, w))
         assert all(torch.equal(outs[0], other) for other in outs)

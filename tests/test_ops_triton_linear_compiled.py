@@ -1,12 +1,14 @@
-"""The row and linear kernels (ops/triton_rows.py, ops/triton_linear.py) as machine code."""
+"""The row and linear kernels as machine code.
+
+ops.triton_* are imported in the child process alone, in this one they may be interpreted."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
 
-from ops.triton_linear import Tile
 from tests.triton_compile import SHARED_LIMITS, Case, Compiled, compile_module
 
 ROW_STRIDES = dict.fromkeys(
@@ -49,8 +51,10 @@ def row_cases() -> Iterator[Case]:
     )
 
 
-def int8_case(name: str, tile: Tile, *, out: str = "*bf16", arch: int = 90, **switches) -> Case:
-    from ops.triton_linear import int8_kernel
+def int8_case(
+    name: str, tile, *, out: str = "*bf16", arch: int = 90, types=None, **switches
+) -> Case:
+    from ops.triton_linear import product_kernel
 
     sizes = ("K", "x_stride", "w_stride", "residual_stride", "out_stride")
     usual = {"BIAS": False, "ACT": 0, "GATED": False, "RESIDUAL": False, "EVEN_K": True}
@@ -75,8 +79,8 @@ def int8_case(name: str, tile: Tile, *, out: str = "*bf16", arch: int = 90, **sw
     }
     return Case(
         name,
-        int8_kernel,
-        {**pointers, **dict.fromkeys(("M", "N", *sizes), "i32")},
+        product_kernel,
+        {**pointers, **(types or {}), **dict.fromkeys(("M", "N", *sizes), "i32")},
         {**usual, **how, **switches},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -86,27 +90,76 @@ def int8_case(name: str, tile: Tile, *, out: str = "*bf16", arch: int = 90, **sw
     )
 
 
-LARGE = Tile(128, 256, 128, 8, 4)
-STREAM = Tile(16, 32, 512, 4, 4, swap=True)
-
-
 def int8_cases() -> Iterator[Case]:
-    gate = {"ACT": 1, "GATED": True}
-    yield int8_case("int8_large", LARGE)
-    yield int8_case("int8_large_gated", LARGE, **gate)
-    yield int8_case("int8_large_residual", LARGE, out="*fp32", RESIDUAL=True)
-    yield int8_case("int8_square", Tile(128, 128, 128, 8, 4))
-    yield int8_case("int8_middle", Tile(64, 128, 128, 4, 4, split_k=4))
-    yield int8_case("int8_stream", STREAM)
-    yield int8_case("int8_stream_gated", STREAM, **gate)
+    from ops.triton_linear import Tile
+
+    large, square = Tile(128, 256, 128, 8, 4), Tile(128, 128, 128, 8, 3)
+    stream = Tile(16, 32, 512, 4, 5, swap=True)
+    yield int8_case("int8_large", large)
+    yield int8_case("int8_large_residual", large, out="*fp32", RESIDUAL=True)
+    yield int8_case("int8_square_residual", square, out="*fp32", RESIDUAL=True)
+    yield int8_case("int8_stream", stream)
     yield int8_case("int8_stream_8", Tile(8, 16, 1024, 4, 4, swap=True, split_k=2), EVEN_K=False)
-    yield int8_case("int8_80", Tile(128, 128, 64, 8, 4), arch=80)
-    yield int8_case("int8_89", Tile(128, 128, 64, 8, 3), arch=89)
+    yield int8_case("int8_large_80", Tile(128, 128, 64, 8, 4), arch=80)
+    yield int8_case(
+        "int8_stream_89", Tile(16, 32, 512, 4, 4, swap=True), arch=89, ACT=1, GATED=True
+    )
+    fp8 = {"x_at": "*fp8e4nv", "w_at": "*fp8e4nv"}
+    yield int8_case("fp8_large", large, types=fp8)
+
+
+def int4_case(name: str, tile, *, group: int = 64, is_nf4: bool = False, arch: int) -> Case:
+    from ops.triton_linear4 import PANEL, int4_kernel
+
+    pointers = {
+        "x_at": "*i8",
+        "row_scales_at": "*fp32",
+        "w_at": "*i8",
+        "words_at": "*i32",
+        "channels_at": "*fp32",
+        "bias_at": "*fp32",
+        "residual_at": "*fp32",
+        "out_at": "*bf16",
+    }
+    sizes = ("N", "N_padded", "chunks", "x_stride", "residual_stride", "out_stride")
+    half = max(group, 64) // 2
+    how = {"STAGES": tile.num_stages, "GROUP": group, "HALF": half, "CHUNKS": tile.k // half}
+    switches = {"BIAS": False, "ACT": 0, "GATED": False, "RESIDUAL": False, "ASM": True}
+    return Case(
+        name,
+        int4_kernel,
+        {**pointers, **dict.fromkeys(("M", *sizes), "i32")},
+        {
+            **how,
+            **switches,
+            "NF4": is_nf4,
+            "PANEL": PANEL,
+            "BM": tile.m,
+            "BN": tile.n,
+            "GROUP_M": tile.group_m,
+        },
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        arch=arch,
+        divisible=sizes,
+        enable_fp_fusion=False,
+    )
+
+
+def int4_cases() -> Iterator[Case]:
+    from ops.triton_linear import Tile
+
+    yield int4_case("int4_stream", Tile(16, 32, 256, 2, 4, swap=True), arch=90)
+    yield int4_case(
+        "nf4_stream_32", Tile(8, 32, 256, 2, 4, swap=True), is_nf4=True, group=32, arch=90
+    )
+    yield int4_case("int4_large", Tile(128, 128, 64, 8, 4, swap=True), group=128, arch=90)
 
 
 def compile_cases() -> Iterator[Case]:
     yield from row_cases()
     yield from int8_cases()
+    yield from int4_cases()
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +168,7 @@ def compiled() -> dict[str, Compiled]:
 
 
 def test_nothing_spills_and_all_fits(compiled):
-    assert compiled
+    assert len(compiled) == 14
     for name, one in compiled.items():
         arch = next((a for a in SHARED_LIMITS if name.endswith(str(a))), 90)
         assert one.stack == 0, f"{name}: {one.stack} bytes of stack"
@@ -125,3 +178,45 @@ def test_nothing_spills_and_all_fits(compiled):
 def test_rows_are_read_wide(compiled):
     for name in ("norm1_quantize", "norm2_quantize", "gated_long_rows"):
         assert "ld.global.v4.b32" in compiled[name].ptx, name
+
+
+def loop_of(ptx: str, instruction: str) -> str:
+    """The code between the label before the first such instruction and the jump back to it."""
+    before, after = ptx[: ptx.index(instruction)], ptx[ptx.index(instruction) :]
+    label = re.findall(r"^(\$L__BB\w+):", before, re.MULTILINE)[-1]
+    return before[before.rindex(f"{label}:") :] + after[: after.rindex(label)]
+
+
+def test_products_are_the_tensor_cores(compiled):
+    """On sm_90 wgmma from shared memory for whole tiles of 64 rows, else mma."""
+    kinds = {
+        "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8": ("int8_large", "int4_large"),
+        "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32": (
+            "int8_stream",
+            "int8_stream_8",
+            "int8_stream_89",
+            "int8_large_80",
+            "int4_stream",
+            "nf4_stream_32",
+        ),
+        "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3": ("fp8_large",),
+    }
+    for instruction, names in kinds.items():
+        for name in names:
+            assert instruction in compiled[name].ptx, f"{name} without {instruction}"
+
+
+def test_loops_only_copy_and_multiply(compiled):
+    """16 bytes a copy; no load waits in the loop, nothing is written to shared memory by hand."""
+    for name, one in compiled.items():
+        if "stream" not in name and "large" not in name:
+            continue
+        loop = loop_of(one.ptx, "wgmma.mma" if "wgmma.mma" in one.ptx else "mma.sync")
+        assert "cp.async.cg.shared.global" in loop and "bra" in loop, name
+        assert "ld.global" not in loop and "st.shared" not in loop, name
+
+
+def test_tiles_share_an_sm(compiled):
+    """Two programs of the square tile with a residual: registers, shared memory."""
+    square = compiled["int8_square_residual"]
+    assert square.registers * 256 * 2 <= 65536 and 2 * square.shared <= SHARED_LIMITS[90]

@@ -5,18 +5,21 @@ from __future__ import annotations
 import errno
 import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from serve import LLM, SamplingParams, cuda_runtime
+from serve.cuda_shapes import StepShapes
+from serve.errors import ConfigError
+from serve.step_device import HostStepDevice
 from tests.checkpoints import checkpoint, reference_greedy
 from tests.late_step_device import LateStepDevice
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(
-    "__import__('torch').cuda.is_available()", reason="the device is in this process"
-)
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels must be interpreted")
 
 NUM_TOKENS = 6
 
@@ -145,3 +148,52 @@ def test_unmapping_waits_for_the_steps_that_may_look_there(device):
         assert waited == []
         runner.settle(span[0] + 4096, span[0] + 8192)
         assert waited == [1]
+
+
+def test_warming_up_leaves_no_trace(device):
+    """All sizes computed and captured with rows of nobody; then real steps run in the captures."""
+    (prompt,) = prompts_of(7, 5)
+    with late_llm(max_num_seqs=2, max_num_batched_tokens=16) as llm:
+        runner = llm._loaded.core._runner
+        runner.warm_up()
+        assert set(runner._graphs) == set(runner._shapes.captured)
+        used: list[int] = []
+        for shape, graph in list(runner._graphs.items()):
+            runner._graphs[shape] = lambda g=graph, s=shape: (used.append(s.rows), g())
+        output = llm.generate([prompt], greedy(), use_tqdm=False)[0].outputs[0]
+        assert llm.stats().pages_mapped <= 2
+    assert output.token_ids == expected(tuple(prompt))
+    assert used[0] == 16 and used[1:] == [1] * (NUM_TOKENS - 1)
+
+
+class _Sized(HostStepDevice):
+    """A device of a certain size."""
+
+    def __init__(self, free_bytes: int, peak_bytes: int) -> None:
+        self._free, self._peak = free_bytes, peak_bytes
+
+    def peak_bytes(self, work: Callable[[], None]) -> int:
+        work()
+        return self._peak
+
+    def free_bytes(self) -> int:
+        return self._free
+
+
+def test_kv_gets_what_is_left_beside_the_largest_step():
+    asked: list[tuple[int, ...]] = []
+
+    def forward(ids: torch.Tensor, positions: torch.Tensor, attention: object) -> torch.Tensor:
+        asked.append(tuple(ids.shape))
+        return torch.zeros(len(ids), 8)
+
+    model = SimpleNamespace(
+        attention_layers=list, forward=forward, logits=lambda rows: asked.append(tuple(rows.shape))
+    )
+    shapes = StepShapes(300, 16)
+    gib = 1 << 30
+    left = cuda_runtime._kv_bytes(model, _Sized(4 * gib, gib), shapes)
+    assert left == 4 * gib - gib - gib // 4 - gib // 2
+    assert asked == [(300,), (16, 8)], "the largest step, as many logits as sequences"
+    with pytest.raises(ConfigError, match=r"1024 MiB left.*300 rows.*lower max_num_batched_tokens"):
+        cuda_runtime._kv_bytes(model, _Sized(gib, gib // 2), shapes)
