@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.gpu_record import Figures, Record
-from bench.gpu_timing import device, time_works
+from bench.gpu_timing import Timing, device, time_works
 
 _LAYERS = 16  # of a tile
 _FILL_ROWS = 32768
@@ -60,8 +60,12 @@ def run(record: Record) -> None:
         )
     record.run(f"prefill {length} own bf16", partial(prefill, heads, length, "bf16"))
     record.run(f"prefill {length} own int8", partial(prefill, heads, length, "int8"))
-    for name, way in library_prefills().items():
-        record.run(f"library prefill {length} {name}", partial(way, heads, length))
+    for kind in ("bf16", "int8") if not record.is_dry else ():  # it checks itself at length
+        made = partial(library_prefill, heads, length, kind)
+        record.run(f"prefill {length} library {kind}", made)
+    for candidate in _candidates():
+        made = partial(_dense_prefill, candidate.attend, heads, length)
+        record.run(f"dense prefill {length} {candidate.name}", made)
     decodes("bf16", shapes[:1])
     decodes("int8", shapes[:1], 128)
     decodes("int8", shapes[1:])
@@ -73,13 +77,19 @@ def run(record: Record) -> None:
 
 @dataclass
 class Step:
-    """One step's rows over the K/V of some layers. attend: of each layer, a call."""
+    """One step's rows over the K/V of some layers. attend: of each layer, a call; layer_bytes:
+    K/V of one token in one layer, scales included; tiles, k, v: the last layer's."""
 
     attend: list[Callable[[], Tensor]]
     layer_bytes: int
-    """K/V of one token in one layer, scales included."""
     memory: Tensor
     """Of the K/V: the calls know its address alone."""
+    tiles: Any
+    q: Tensor
+    """[T, H, D]"""
+    k: Tensor
+    """[tokens, Hk, D], range after range"""
+    v: Tensor
 
 
 def make_step(
@@ -91,9 +101,8 @@ def make_step(
     group: int = 64,
     layers: int = 1,
     window: int | None = None,
-) -> tuple[Step, Tensor, Tensor, Tensor]:
-    """Sequences with one row first, they decode. (step, q [T, H, D] of all layers' calls, k and v
-    [all tokens, Hk, D] of the last layer, range after range)."""
+) -> Step:
+    """Sequences with one row come first, they decode."""
     from ops.cuda_attention import CudaAttentionLayer, KVTiles, StepArrays, layer_bytes
     from ops.triton_kv import append
 
@@ -121,7 +130,7 @@ def make_step(
     arrays.upload(host)
     q = torch.randn(total, heads.query, heads.dim, device=device(), dtype=torch.bfloat16)
     calls: list[Callable[[], Tensor]] = []
-    k = v = torch.empty(0)
+    k = v = tiles = None
     for number in range(layers):
         k, v = (
             torch.randn(num_tokens, heads.kv, heads.dim, device=device(), dtype=torch.bfloat16)
@@ -138,25 +147,49 @@ def make_step(
             append(tiles, memory.data_ptr(), k[first:end], v[first:end], rows)
         has_prompts = num_decodes < len(num_rows)
         calls.append(partial(layer.attend, arrays, q, num_decodes, total, has_prompts))
-    step = Step(calls, size // tile_tokens, memory)
-    return step, q, k, v
+    return Step(calls, size // tile_tokens, memory, tiles, q, k, v)
 
 
 def decode(heads: Heads, batch: int, context: int, kind: str, group: int, layers: int) -> Figures:
-    step, q, _, _ = make_step(
-        heads, [1] * batch, [context] * batch, kind, group=group, layers=layers
-    )
+    step = make_step(heads, [1] * batch, [context] * batch, kind, group=group, layers=layers)
     timing = time_works(step.attend)
-    moved = batch * context * step.layer_bytes + 2 * q.numel() * q.element_size()
+    moved = batch * context * step.layer_bytes + 4 * step.q.numel()
     return timing.figures(bytes=moved, operations=_decode_operations(heads, batch, context))
 
 
 def prefill(heads: Heads, length: int, kind: str) -> Figures:
-    step, q, _, _ = make_step(heads, [length], [length], kind)
-    timing = time_works(step.attend)
-    moved = length * step.layer_bytes + 2 * q.numel() * q.element_size()
+    step = make_step(heads, [length], [length], kind)
+    return _prefill_figures(time_works(step.attend), heads, length, step)
+
+
+def library_prefill(heads: Heads, length: int, kind: str) -> Figures:
+    """As the engine takes a long chunk to a library: what is in the tiles is gathered first."""
+    from ops.cuda_attention import Prompt
+    from ops.cuda_prefill import LibraryPrefill
+
+    step = make_step(heads, [length], [length], kind)
+    library = LibraryPrefill(list(_candidates()), device())
+    if not library.prepare([step.tiles]):
+        raise RuntimeError("no library's attention is right here")
+    out, prompt = torch.empty_like(step.q), Prompt(0, 0, length, length)
+    call = partial(library.attend, step.tiles, step.memory.data_ptr(), prompt, step.q, out)
+    chosen = ", ".join(candidate.name for candidate in library._chosen.values())
+    return _prefill_figures(time_works([call]), heads, length, step) | {"chosen": chosen}
+
+
+def _prefill_figures(timing: Timing, heads: Heads, length: int, step: Step) -> Figures:
+    moved = length * step.layer_bytes + 4 * step.q.numel()
     operations = _prefill_operations(heads, length)
     return timing.figures(bytes=moved, operations=operations, unit="bf16")
+
+
+def _candidates() -> list[Any]:
+    """cuda_prefill's; without a GPU none of them runs but our own kernel."""
+    from ops.cuda_prefill import Candidate, installed, own_attention
+
+    if torch.cuda.is_available():
+        return list(installed())
+    return [Candidate("own", own_attention, True)]
 
 
 def _decode_operations(heads: Heads, batch: int, context: int) -> float:
@@ -207,7 +240,7 @@ def _sdpa_decode(
     return timing.figures(bytes=moved, operations=_decode_operations(heads, batch, context))
 
 
-def _time_sdpa(backend: str | None, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+def _time_sdpa(backend: str | None, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Timing:
     def attend() -> Tensor:
         return scaled_dot_product_attention(q, k, v, **options)
 
@@ -217,53 +250,14 @@ def _time_sdpa(backend: str | None, q: Tensor, k: Tensor, v: Tensor, **options: 
         return time_works([attend])
 
 
-def library_prefills() -> dict[str, Callable[[Heads, int], Figures]]:
-    if not torch.cuda.is_available():
-        return {"sdpa": partial(_sdpa_prefill, None)}
-    found: dict[str, Callable[[Heads, int], Figures]] = {
-        f"sdpa {name}": partial(_sdpa_prefill, name) for name in _BACKENDS
-    }
-    if importlib.util.find_spec("flashinfer"):
-        found["flashinfer"] = _flashinfer_prefill
-    if importlib.util.find_spec("flash_attn"):
-        found["flash-attn"] = _flash_attn_prefill
-    return found
-
-
-def _sdpa_prefill(backend: str | None, heads: Heads, length: int) -> Figures:
-    q, k, v = _contiguous(heads, 1, length, length)
-    timing = _time_sdpa(backend, q, k, v, is_causal=True, enable_gqa=heads.query != heads.kv)
-    return _library_figures(timing, heads, length, q, k)
-
-
-def _library_figures(timing: Any, heads: Heads, length: int, q: Tensor, k: Tensor) -> Figures:
-    figures: Figures = timing.figures(
-        bytes=4 * (q.numel() + k.numel()),
-        operations=_prefill_operations(heads, length),
-        unit="bf16",
-    )
-    return figures
-
-
-def _rows_first(x: Tensor) -> Tensor:
-    """[1, H, T, D] -> [T, H, D]."""
-    return x[0].transpose(0, 1).contiguous()
-
-
-def _flashinfer_prefill(heads: Heads, length: int) -> Figures:
-    import flashinfer
-
-    q, k, v = (_rows_first(x) for x in _contiguous(heads, 1, length, length))
-    call = partial(flashinfer.single_prefill_with_kv_cache, q, k, v, causal=True)
-    return _library_figures(time_works([call]), heads, length, q, k)
-
-
-def _flash_attn_prefill(heads: Heads, length: int) -> Figures:
-    import flash_attn
-
-    q, k, v = (_rows_first(x)[None] for x in _contiguous(heads, 1, length, length))
-    call = partial(flash_attn.flash_attn_func, q, k, v, causal=True)
-    return _library_figures(time_works([call]), heads, length, q, k)
+def _dense_prefill(attend: Callable[..., Tensor], heads: Heads, length: int) -> Figures:
+    """On contiguous bf16 K/V, [L, Hk, D]."""
+    kind = {"device": device(), "dtype": torch.bfloat16}
+    q = torch.randn(length, heads.query, heads.dim, **kind)
+    k, v = (torch.randn(length, heads.kv, heads.dim, **kind) for _ in range(2))
+    timing = time_works([partial(attend, q, k, v, heads.dim**-0.5, None)])
+    moved, operations = 4 * (q.numel() + k.numel()), _prefill_operations(heads, length)
+    return timing.figures(bytes=moved, operations=operations, unit="bf16")
 
 
 def _flashinfer_decode(tensor_cores: bool, heads: Heads, batch: int, context: int) -> Figures:

@@ -104,16 +104,18 @@ def make_op(kind: str, layer: Layer) -> LinearOp:
     edges = edges_of(layer, kind)
     if kind == "bf16":
         return backend.pack_linear(weight, None, edges)
-    assert backend.quantized is not None
     if kind == "int8":
+        assert backend.quantized is not None
         return backend.quantized.int8([weight], None, edges, is_head=layer.is_head)
+    from ops.cuda_linear import Fp8Linear, Int4Linear
+
     if kind == "fp8":
-        return backend.quantized.fp8([weight], None, edges)
+        return Fp8Linear([weight], None, edges, device=device())
     group = 64
     codes = torch.randint(0, 16, weight.shape, dtype=torch.uint8, device=device())
     shape = layer.num_rows, layer.num_in // group
     scales = torch.rand(shape, device=device()) * 0.02 + 0.001
-    return backend.quantized.int4(codes, scales, None, None, edges, group=group)
+    return Int4Linear(codes, scales, None, None, edges, group=group, device=device())
 
 
 def make_rows(kind: str, layer: Layer, count: int) -> tuple[Tensor, Tensor | None]:
@@ -145,7 +147,7 @@ def whole(kind: str, layer: Layer, count: int) -> Figures:
 def product(layer: Layer, count: int) -> Figures:
     """int8 alone, with the tile that is chosen for it."""
     from ops.cuda_tune import LIBRARY
-    from ops.triton_linear import int8_library_linear, int8_linear
+    from ops.triton_linear import library_linear, scaled_linear
     from ops.triton_rows import quantize_rows
 
     op: Any = make_op("int8", layer)
@@ -156,7 +158,7 @@ def product(layer: Layer, count: int) -> Figures:
     dtype = torch.float32 if layer.adds or layer.is_head else torch.bfloat16
     out = torch.empty(count, layer.num_out, device=device(), dtype=dtype)
     tile = {} if choice.implementation == LIBRARY else {"tile": choice.tile}
-    call: Any = int8_library_linear if choice.implementation == LIBRARY else int8_linear
+    call: Any = library_linear if choice.implementation == LIBRARY else scaled_linear
     works: list[Callable[[], object]] = []
     for i in range(num_sets(codes.numel())):
         weight = op.weight if i == 0 else op.weight._replace(codes=codes.clone())

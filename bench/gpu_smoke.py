@@ -20,9 +20,10 @@ from bench.gpu_rows import make_sampler
 from bench.gpu_timing import device, relative_error
 from ops import get_backend
 from ops.backend import Edges, LinearOp
+from ops.native import NF4_VALUES
 
 # Of rows in int8 times weights in int8; of both in e4m3; of int4 weights that are exact; of bf16.
-_BOUNDS = {"int8": 0.03, "fp8": 0.08, "int4": 0.03, "bf16": 0.01}
+_BOUNDS = {"int8": 0.03, "fp8": 0.08, "int4": 0.03, "nf4": 0.03, "bf16": 0.02}
 
 
 def check(out: Tensor, expected: Tensor, bound: float, **more: Any) -> Figures:
@@ -72,17 +73,22 @@ def _make(kind: str, layer: Layer) -> tuple[LinearOp, Tensor, Edges]:
     weight = weight.bfloat16()
     if kind == "bf16":
         return backend.pack_linear(weight, None, edges), weight, edges
-    assert backend.quantized is not None
     if kind == "int8":
+        assert backend.quantized is not None
         return backend.quantized.int8([weight], None, edges), weight, edges
+    from ops.cuda_linear import Fp8Linear, Int4Linear
+
     if kind == "fp8":
-        return backend.quantized.fp8([weight], None, edges), weight, edges
+        return Fp8Linear([weight], None, edges, device=device()), weight, edges
     group = 64
     codes = torch.randint(0, 16, weight.shape, dtype=torch.uint8, device=device())
     scales = torch.rand(layer.num_rows, layer.num_in // group, device=device()) * 0.02 + 0.001
     scales = scales.half().float()
-    exact = (codes.double() - 8) * scales.double().repeat_interleave(group, 1)
-    op = backend.quantized.int4(codes, scales, None, None, edges, group=group)
+    is_nf4 = kind == "nf4"
+    values = torch.tensor(NF4_VALUES).double() if is_nf4 else torch.arange(-8.0, 8.0).double()
+    exact = values.to(codes.device)[codes.long()]
+    exact *= scales.double().repeat_interleave(group, 1)
+    op = Int4Linear(codes, scales, None, None, edges, group=group, is_nf4=is_nf4, device=device())
     return op, exact, edges
 
 
@@ -140,7 +146,8 @@ def _attend(
     heads: Heads, num_rows: list[int], kv_lens: list[int], kind: str, window: int | None
 ) -> Figures:
     group = next(size for size in (64, 32, 16) if heads.dim % size == 0)
-    step, q, k, v = make_step(heads, num_rows, kv_lens, kind, group=group, window=window)
+    step = make_step(heads, num_rows, kv_lens, kind, group=group, window=window)
+    q, k, v = step.q, step.k, step.v
     out = step.attend[0]()
     expected = torch.empty_like(out, dtype=torch.float64)
     row = place = 0
