@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from memory.attention import AttentionLayer, AttentionStep, Finished, Rotation, Ticket
 from ops import cuda_attention as kernels
+from ops.cuda_prefill import LibraryPrefill
 from ops.cuda_tiles import TILE_TOKENS, KVTiles, layer_bytes
 from quant.kv import fitting_group
 
@@ -105,13 +106,15 @@ class CudaAttention:
         layers_of: Sequence[Sequence[int]],
         bases: Sequence[int],
         arrays: kernels.StepArrays,
+        library: LibraryPrefill | None = None,
     ) -> None:
         """layers_of: of each layout, its layers' numbers in the model. bases: of each, the address
-        where its ranges begin."""
+        where its ranges begin. library: for long chunks outside of CUDA graphs."""
         self.arrays = arrays
+        self._library_rows = None if library is None else library.min_rows
         self._host = torch.zeros(arrays.num_words, dtype=torch.int32)
         made = {
-            number: kernels.CudaAttentionLayer(layout.tiles(place), base)
+            number: kernels.CudaAttentionLayer(layout.tiles(place), base, library)
             for layout, ids, base in zip(layouts, layers_of, bases, strict=True)
             for place, number in enumerate(ids)
         }
@@ -120,20 +123,42 @@ class CudaAttention:
     def plan(self, step: AttentionStep) -> CudaPlan:
         """Of exactly these rows, uploaded at once; the device has ended with the step before."""
         num_rows, num_decodes = sum(step.num_rows), step.num_decodes
-        self.fill(self._host, step, num_rows, num_decodes)
+        chunks = self.fill(self._host, step, num_rows, num_decodes, is_captured=False)
         self.arrays.upload(self._host)
-        return self.view(num_rows, num_decodes, len(step.num_rows) > num_decodes)
+        return self.view(num_rows, num_decodes, len(step.num_rows) > num_decodes, chunks)
 
-    def fill(self, host: Tensor, step: AttentionStep, num_rows: int, num_decodes: int) -> None:
-        """Write a step, with padding up to these numbers, to host memory for `arrays.upload`."""
-        self.arrays.fill(
-            host, step.starts, step.num_rows, step.kv_lens, step.num_decodes, num_rows, num_decodes
+    def fill(
+        self,
+        host: Tensor,
+        step: AttentionStep,
+        num_rows: int,
+        num_decodes: int,
+        *,
+        is_captured: bool,
+    ) -> Sequence[kernels.Prompt]:
+        """Write a step, with padding up to these numbers, to host memory for `arrays.upload`. What
+        it returns is for `view`: chunks for the library, none of a step that was captured."""
+        return self.arrays.fill(
+            host,
+            step.starts,
+            step.num_rows,
+            step.kv_lens,
+            step.num_decodes,
+            num_rows,
+            num_decodes,
+            None if is_captured else self._library_rows,
         )
 
-    def view(self, num_rows: int, num_decodes: int, has_prompts: bool) -> CudaPlan:
+    def view(
+        self,
+        num_rows: int,
+        num_decodes: int,
+        has_prompts: bool,
+        chunks: Sequence[kernels.Prompt] = (),
+    ) -> CudaPlan:
         """For steps of at most so many rows, of which so many are decode rows, as the arrays have
         it when the device gets there."""
-        return CudaPlan(self._layers, self.arrays, num_rows, num_decodes, has_prompts)
+        return CudaPlan(self._layers, self.arrays, num_rows, num_decodes, has_prompts, chunks)
 
 
 class CudaPlan:
@@ -146,9 +171,10 @@ class CudaPlan:
         num_rows: int,
         num_decodes: int,
         has_prompts: bool,
+        chunks: Sequence[kernels.Prompt],
     ) -> None:
         self._layers, self._arrays = layers, arrays
-        self._sizes = num_decodes, num_rows, has_prompts
+        self._sizes = num_decodes, num_rows, has_prompts, chunks
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
         return Ticket(layer, q)

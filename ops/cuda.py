@@ -12,12 +12,10 @@ import os
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ops.backend import PLAIN, Edges, LinearOp, Norm, QuantizedLinears
-from ops.cuda_linear import Int8Linear
-from ops.linear import PlainLinear
+from ops.cuda_linear import Fp8Linear, Int4Linear, Int8Linear, PlainLinear
 from ops.reference import ReferenceBackend
 from ops.triton_kv import Rotation, rotate
 from ops.triton_rows import activation_rows, gated_rows, norm_rows
@@ -37,9 +35,7 @@ class CudaBackend(ReferenceBackend):
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, edges: Edges = PLAIN
     ) -> LinearOp:
-        weight = weight.to(self.device, copy=True)
-        bias = None if bias is None else bias.to(self.device, copy=True)
-        return PlainLinear(self, lambda x: F.linear(x, weight, bias), edges)
+        return PlainLinear(weight, bias, edges, device=self.device)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm_rows(x, Norm("rms", weight, None, eps))
@@ -76,6 +72,24 @@ class CudaLinears:
         return Int8Linear(
             parts, bias, edges, scales=scales, out_dtype=out_dtype, device=self._device
         )
+
+    def int4(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        bias: Tensor | None,
+        edges: Edges = PLAIN,
+        *,
+        group: int,
+        is_nf4: bool = False,
+    ) -> LinearOp:
+        return Int4Linear(
+            codes, scales, zeros, bias, edges, group=group, is_nf4=is_nf4, device=self._device
+        )
+
+    def fp8(self, parts: Sequence[Tensor], bias: Tensor | None, edges: Edges = PLAIN) -> LinearOp:
+        return Fp8Linear(parts, bias, edges, device=self._device)
 
 
 def is_interpreted() -> bool:

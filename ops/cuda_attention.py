@@ -50,8 +50,9 @@ class StepArrays:
 
     A host buffer is an int32 tensor of `num_words`, pinned where there is a GPU; several may be
     in turn. windows: those of the layers, None for all keys, each with a work list of its own.
-    Rows of a step: one per decoding sequence, padding up to padded_decodes, then the prompts'
-    chunks, padding up to padded_rows.
+    Rows of a step: one per decoding sequence, then the prompts' chunks, then padding up to
+    padded_rows. padded_decodes: decode rows for which launches have room; beyond the real ones
+    they write zeros, before the prompts' rows are written there.
     """
 
     def __init__(

@@ -22,6 +22,7 @@ from memory.attention import AttentionStep
 from memory.cuda_attention import CudaAttention
 from memory.kv_manager import KVManager
 from memory.kv_range import Range
+from ops.cuda_attention import Prompt
 from ops.cuda_sampling import DeviceSampler, Fetched, Kind, Plan
 from serve.cuda_shapes import StepShape, StepShapes
 from serve.device_sampler import rows_of, sampled
@@ -132,7 +133,9 @@ class CudaRunner:
         slot = self._slots[0]
         slot.rows.zero_()
         nobody = AttentionStep(0, [], [], [])
-        self._attention.fill(slot.attention, nobody, shape.rows, shape.decodes)
+        self._attention.fill(
+            slot.attention, nobody, shape.rows, shape.decodes, is_captured=shape.is_captured
+        )
         self._upload(slot, shape)
         self._device.wait()  # the slot is written again at once
 
@@ -157,13 +160,19 @@ class CudaRunner:
         shape = self._shapes.of(plan)
         slot = self._free_slot()
         num_bytes = fill(slot.rows, plan, shape.rows)
-        self._attention.fill(slot.attention, _attention_step(plan), shape.rows, shape.decodes)
+        chunks = self._attention.fill(
+            slot.attention,
+            _attention_step(plan),
+            shape.rows,
+            shape.decodes,
+            is_captured=shape.is_captured,
+        )
         chosen = [s for s, samples in zip(plan.sequences, plan.samples, strict=True) if samples]
         slots = [s.kv_range.index for s in chosen if s.kv_range is not None]
         sampling = self._sampler.plan(rows_of(chosen, slots))
         step = _Step(chosen, sampling, targets)
         step.mark = slot.mark = self._device.submit(
-            lambda: self._compute(step, slot, shape, num_bytes)
+            lambda: self._compute(step, slot, shape, num_bytes, chunks)
         )
         self._flying.append(step)
         self._slots.rotate(-1)
@@ -184,12 +193,14 @@ class CudaRunner:
         return slot
 
     @torch.inference_mode()
-    def _compute(self, step: _Step, slot: _Slot, shape: StepShape, num_bytes: int) -> None:
+    def _compute(
+        self, step: _Step, slot: _Slot, shape: StepShape, num_bytes: int, chunks: Sequence[Prompt]
+    ) -> None:
         """What the device does, in its order."""
         self._upload(slot, shape, num_bytes)
         graph = self._graphs.get(shape)
         if graph is None:
-            self._body(shape)
+            self._body(shape, chunks)
         else:
             graph()
         num_sampled = len(step.sampled)
@@ -205,10 +216,10 @@ class CudaRunner:
         self._block[:size].copy_(slot.rows[:size], non_blocking=True)
         self._attention.arrays.upload(slot.attention)
 
-    def _body(self, shape: StepShape) -> None:
+    def _body(self, shape: StepShape, chunks: Sequence[Prompt] = ()) -> None:
         """The model on whatever rows the buffers have: the last rows' hidden states."""
         tokens, positions, slots, sampled = fields(self._block, shape.rows)
-        attention = self._attention.view(shape.rows, shape.decodes, shape.has_prompts)
+        attention = self._attention.view(shape.rows, shape.decodes, shape.has_prompts, chunks)
         ids = self._sampler.input_ids(tokens, slots)
         hidden = self._model.forward(ids, positions, attention)
         count = min(shape.rows, self._shapes.max_sampled)

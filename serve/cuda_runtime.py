@@ -24,6 +24,7 @@ from memory.host_tier import HostTier
 from memory.kv_manager import KVManager
 from memory.layer_groups import LayerGroup
 from memory.vmm import LinuxMemory
+from ops.cuda_prefill import LibraryPrefill, installed
 from ops.cuda_sampling import DeviceSampler
 from serve.config import EngineConfig
 from serve.cuda_runner import CudaRunner
@@ -104,7 +105,13 @@ def load_cuda(
         layout.pad(padded.token_bytes * padded.tile_tokens)
     made = _Memory(config, device, sizes)
     try:
-        attention = CudaAttention(layouts, [ids for _, ids in groups], made.bases(), arrays)
+        attention = CudaAttention(
+            layouts,
+            [ids for _, ids in groups],
+            made.bases(),
+            arrays,
+            _library(layouts, device, precision),
+        )
         runner = CudaRunner(model, made.kv, attention, sampler, device, shapes, memory=made.memory)
         made.settle = runner.settle
         secret = made.use_disk(precision)
@@ -217,3 +224,17 @@ class _Memory:
         tier = HostTier(self._sizes.page_bytes, host_bytes, copier, store)
         self.kv.prefixes.use_store(tier, memory.page_address, memory.keep_pages)
         return secret
+
+
+def _library(
+    layouts: Sequence[CudaKVLayout], device: StepDevice, precision: Precision
+) -> LibraryPrefill | None:
+    """An installed kernel for long prompt chunks, if there is one; they compute in bf16."""
+    is_wide = precision.kv == "float32" or (
+        not precision.is_int8 and precision.compute == torch.float32
+    )
+    if device.device.type != "cuda" or is_wide:
+        return None
+    library = LibraryPrefill(installed(), device.device)
+    tiles = [layout.tiles(i) for layout in layouts for i in range(len(layout.layers))]
+    return library if library.prepare(tiles) else None
