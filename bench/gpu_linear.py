@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bench.gpu_record import Figures, Record
+from bench.gpu_record import Figures, Record, is_device_fault
 from bench.gpu_timing import device, num_sets, time_works
 from ops import get_backend
 from ops.backend import Edges, LinearOp, Norm
@@ -248,6 +248,8 @@ def _run_candidates(layer: Layer, count: int, ends_s: float) -> tuple[int, dict[
         except Exception as error:
             name = f"{layer.name} M={count} {tuple(choice.tile)}"
             failed[name] = f"{type(error).__name__}: {error}"[-600:]
+            if is_device_fault(error):
+                break
     return done, failed
 
 

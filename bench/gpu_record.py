@@ -27,6 +27,11 @@ _DEVICE_FAULTS = (
 Figures = dict[str, Any]
 
 
+def is_device_fault(error: Exception) -> bool:
+    """Whether the process can no longer use its device."""
+    return any(fault in str(error) for fault in _DEVICE_FAULTS)
+
+
 class Record:
     """Cases and errors by name. A file that is there already is gone on with.
 
@@ -62,7 +67,7 @@ class Record:
         except Exception as error:
             trace = "".join(traceback.format_exception(error)).splitlines()
             self.fail(name, "\n".join(trace[-_TRACE_LINES:]))
-            if any(fault in str(error) for fault in _DEVICE_FAULTS):
+            if is_device_fault(error):
                 print(f"{name}: the device is lost: {error}", file=sys.stderr)
                 sys.stderr.flush()
                 os._exit(LOST_DEVICE)  # nothing of the device can be tidied up

@@ -14,7 +14,7 @@ Work = Callable[[], object]
 
 # A call from Python may take some 100 us longer than its kernels, so what is short is timed in a
 # graph.
-_SHORT_S = 2e-3
+_SHORT_S = 0.8e-3
 _GRAPH_S = 1e-3
 _MAX_GRAPH_CALLS = 2000
 # Several times the L2 of any GPU (H200: 60 MB).

@@ -313,7 +313,7 @@ DRY = ("ceilings", "smoke-linear", "smoke-attention", "smoke-sampling", "linear"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs for real where there is a GPU")
-@pytest.mark.parametrize("name", [*DRY, "rows"])
+@pytest.mark.parametrize("name", [*DRY, "rows", "transformers"])
 def test_dry_run(name, tmp_path):
     (found,) = [each for each in SECTIONS if each.name == name]
     record = Record(tmp_path / "record.json", is_dry=True)
