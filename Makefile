@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 GUEST := build/guest
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard ops/csrc/* transport/csrc/*)
 
-.PHONY: serve test test-rdma check format bench cross-aarch64 clean test-faults
+.PHONY: serve test test-rdma check format bench cross-aarch64 clean test-faults gpu
 
 serve: $(VENV)/.serve
 	$(BIN)/serve run --port $(PORT)
@@ -43,6 +43,16 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m bench.engine_overhead
 	$(BIN)/python -m bench.http_overhead
 	$(BIN)/python -m bench.vs_transformers
+
+# Everything that a GPU can tell, in less than nine minutes: bench/results/DEVICE.json and .md. With
+# the Python whose torch sees the GPU (GPU_PYTHON to name one), else the environment made here.
+# GPU_ARGS: see python -m bench.gpu_report --help.
+SEES_GPU := -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
+GPU_PYTHON ?= $(shell $(PYTHON) $(SEES_GPU) 2>/dev/null && echo $(PYTHON))
+GPU_ARGS ?=
+gpu:
+	$(if $(GPU_PYTHON),,$(MAKE) $(VENV)/.dev)
+	PYTHONPATH=. $(or $(GPU_PYTHON),$(BIN)/python) -m bench.gpu_report $(GPU_ARGS)
 
 # Compiles the library for aarch64 where a cross compiler is installed (Debian:
 # g++-aarch64-linux-gnu; CROSS_FLAGS for another one), with the headers of this Python.

@@ -1,0 +1,80 @@
+"""Results of one section of the GPU report, on disk after every case."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# What a section's process ends with when its device can no longer be used: a fresh process goes
+# on with the next case.
+LOST_DEVICE = 75
+_TRACE_LINES = 12
+_DEVICE_FAULTS = (
+    "CUDA error",
+    "illegal memory access",
+    "misaligned address",
+    "unspecified launch failure",
+    "device-side assert",
+)
+
+Figures = dict[str, Any]
+
+
+def is_device_fault(error: Exception) -> bool:
+    """Whether the process can no longer use its device."""
+    return any(fault in str(error) for fault in _DEVICE_FAULTS)
+
+
+class Record:
+    """Cases and errors by name. A file that is there already is gone on with.
+
+    limit_s: what this process may take. is_dry: tiny shapes, on whatever device there is.
+    """
+
+    def __init__(self, path: Path, *, limit_s: float = 3600.0, is_dry: bool = False) -> None:
+        self.path = path
+        self.is_dry = is_dry
+        self._ends_s = time.monotonic() + limit_s
+        found = json.loads(path.read_text()) if path.is_file() else {}
+        self.cases: dict[str, Figures] = found.get("cases", {})
+        self.errors: dict[str, str] = found.get("errors", {})
+
+    def left_s(self) -> float:
+        return self._ends_s - time.monotonic()
+
+    def put(self, name: str, /, **figures: Any) -> None:
+        self.cases.setdefault(name, {}).update(figures)
+        self._write()
+
+    def fail(self, name: str, text: str) -> None:
+        self.errors[name] = text
+        self._write()
+
+    def run(self, name: str, work: Callable[[], Figures]) -> Figures | None:
+        """What the case brings; None if it fails or did in a process before. Ends the process
+        if its device is lost."""
+        if name in self.cases or name in self.errors:
+            return self.cases.get(name)
+        try:
+            self.put(name, **work())
+        except Exception as error:
+            trace = "".join(traceback.format_exception(error)).splitlines()
+            self.fail(name, "\n".join(trace[-_TRACE_LINES:]))
+            if is_device_fault(error):
+                print(f"{name}: the device is lost: {error}", file=sys.stderr)
+                sys.stderr.flush()
+                os._exit(LOST_DEVICE)  # nothing of the device can be tidied up
+            gc.collect()  # the frames of what failed held memory
+        return self.cases.get(name)
+
+    def _write(self) -> None:
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps({"cases": self.cases, "errors": self.errors}))
+        part.replace(self.path)

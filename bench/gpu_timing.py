@@ -1,0 +1,139 @@
+"""How long work on a GPU takes: events, graphs for what is short, buffers that no cache holds."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Work = Callable[[], object]
+
+# A call from Python may take some 100 us longer than its kernels, so what is short is timed in a
+# graph.
+_SHORT_S = 0.8e-3
+_GRAPH_S = 1e-3
+_MAX_GRAPH_CALLS = 2000
+# Several times the L2 of any GPU (H200: 60 MB).
+_ROTATED_BYTES = 192 << 20
+_MAX_SETS = 64
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median seconds of one call; spread: (90th - 10th percentile) / median."""
+
+    seconds: float
+    spread: float
+    how: str
+
+    def figures(self, **more: Any) -> dict[str, Any]:
+        return {"seconds": self.seconds, "spread": round(self.spread, 4), "how": self.how, **more}
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def num_sets(num_bytes: int) -> int:
+    """How many sets of operands of this size to take in turn."""
+    if not torch.cuda.is_available():
+        return 1
+    return max(1, min(_MAX_SETS, -(-_ROTATED_BYTES // max(1, num_bytes))))
+
+
+def time_works(works: Sequence[Work], target_s: float = 0.15) -> Timing:
+    """The same work on different operands, in turn."""
+    if not torch.cuda.is_available():
+        return _time_on_host(works)
+    for work in works:  # compiles, allocates
+        work()
+    torch.cuda.synchronize()
+    estimate = _estimate_s(works)
+    if estimate < _SHORT_S:
+        timing = _time_in_graph(works, estimate, target_s)
+        if timing is not None:
+            return timing
+    return _time_by_events(works, estimate, target_s)
+
+
+def _time_on_host(works: Sequence[Work]) -> Timing:
+    began = time.perf_counter()
+    for work in works:
+        work()
+    return Timing((time.perf_counter() - began) / len(works), 0.0, "host clock")
+
+
+def _elapsed_s(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    return float(begin.elapsed_time(end)) * 1e-3
+
+
+def _events(count: int) -> list[torch.cuda.Event]:
+    return [torch.cuda.Event(enable_timing=True) for _ in range(count)]
+
+
+def _estimate_s(works: Sequence[Work]) -> float:
+    calls = max(4, len(works))
+    begin, end = _events(2)
+    begin.record()
+    for i in range(calls):
+        works[i % len(works)]()
+    end.record()
+    end.synchronize()
+    return max(_elapsed_s(begin, end) / calls, 1e-7)
+
+
+def _time_by_events(works: Sequence[Work], estimate: float, target_s: float) -> Timing:
+    count = int(min(200, max(5, target_s / estimate)))
+    marks = _events(count + 1)
+    marks[0].record()
+    for i in range(count):
+        works[i % len(works)]()
+        marks[i + 1].record()
+    marks[-1].synchronize()
+    return _summary([_elapsed_s(marks[i], marks[i + 1]) for i in range(count)], "events")
+
+
+def _time_in_graph(works: Sequence[Work], estimate: float, target_s: float) -> Timing | None:
+    """None: it cannot be captured."""
+    calls = int(min(_MAX_GRAPH_CALLS, max(len(works), _GRAPH_S / estimate)))
+    calls = max(1, calls // len(works)) * len(works)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            for i in range(calls):
+                works[i % len(works)]()
+    except Exception:
+        # a fault of the device shows again here; anything else was about capturing
+        torch.cuda.synchronize()
+        return None
+    graph.replay()
+    count = int(min(100, max(5, target_s / (calls * estimate))))
+    marks = _events(count + 1)
+    marks[0].record()
+    for i in range(count):
+        graph.replay()
+        marks[i + 1].record()
+    marks[-1].synchronize()
+    seconds = [_elapsed_s(marks[i], marks[i + 1]) / calls for i in range(count)]
+    return _summary(seconds, f"graph of {calls}")
+
+
+def _summary(seconds: list[float], how: str) -> Timing:
+    ordered = sorted(seconds)
+    middle = statistics.median(ordered)
+    last = len(ordered) - 1
+    spread = (ordered[round(0.9 * last)] - ordered[round(0.1 * last)]) / middle
+    return Timing(middle, spread, how)
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """||out - expected|| / ||expected|| in fp64; infinite where out is not finite."""
+    out, expected = out.double().cpu(), expected.double().cpu()
+    if not bool(torch.isfinite(out).all()):
+        return float("inf")
+    scale = float(expected.norm())
+    return float((out - expected).norm()) / (scale if scale > 0 else 1.0)
