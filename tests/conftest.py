@@ -23,6 +23,20 @@ from ops import get_backend, native
 from tests.raw_engine import NODE_BYTES
 
 
+TRITON_FILES = ("test_ops_triton", "test_ops_cuda", "test_serve_cuda", "test_bench_gpu")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests of the CUDA back end, whose files' names say it. Those that compile share
+    what is compiled for a whole file."""
+    for item in items:
+        if item.path.name.startswith(TRITON_FILES):
+            item.add_marker(pytest.mark.triton)
+            if item.path.stem.endswith("_compiled"):
+                item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 @pytest.fixture(params=native.library().instruction_sets() if native.is_available() else [])
 def isa(request):
     """Each set of native kernels that runs on this machine, in turn."""
