@@ -25,7 +25,7 @@ __all__ = ["CudaAttentionLayer", "KVTiles", "Prompt", "Rotation", "StepArrays", 
 Integers = NDArray[np.int64]
 MIN_SPLIT = 256
 MAX_SPLITS = 32
-_PROGRAMS_PER_SM = 4
+_PROGRAMS_PER_SM = 3
 
 
 class Prompt(NamedTuple):
@@ -70,7 +70,7 @@ class StepArrays:
         assert len(set(windows)) == len(windows) > 0, f"{windows}"
         assert min_split % TILE_TOKENS == 0, f"{min_split=}"
         self.max_rows, self.max_seqs, self.max_len = max_rows, max_seqs, max_len
-        self.rows_per_tile = tile_rows(num_heads // num_kv_heads)
+        self.rows_per_tile = tile_rows(num_heads // num_kv_heads, head_dim)
         self.windows, self.min_split = tuple(windows), min_split
         # A window may begin and end within a split.
         self.max_items = max_seqs * min(MAX_SPLITS, -(-max_len // min_split)) + max_seqs

@@ -70,8 +70,8 @@ def decode_kernel(
     """items: [(row, first key, end, slot)] int32; outs: [slots, H, D] and lses: [slots, H] fp32.
 
     Bound by bytes: every key and value is read once. A stage of 64 keys of 128 int8 dimensions is
-    16 KiB; three of them in each of four programs on an SM keep about 190 KiB on the way, where
-    4.3 TB/s at 0.8 us need 26 KiB, so that some programs may be between two items meanwhile.
+    16 KiB; two of them on the way in each of three programs on an SM are 96 KiB, where 4.3 TB/s at
+    0.8 us need 26 KiB, so that some programs may be between two items meanwhile.
     Neighbouring items are the heads of one split: they read neighbouring parts of its tiles.
     """
     ROWS: tl.constexpr = 16 if GQA <= 16 else triton.next_power_of_2(GQA)
@@ -181,8 +181,7 @@ def decode(
         lses,
         tiles.scale * LOG2E,
         **constants(tiles, q.dtype),
-        **chosen.constants,
-        num_warps=chosen.num_warps,
+        **chosen.options(),
     )
 
 
@@ -192,12 +191,12 @@ def constants(tiles: KVTiles, of_q: torch.dtype) -> dict[str, Any]:
 
 
 def config(tiles: KVTiles, of_q: torch.dtype, arch: int) -> Config:
-    """Blocks of 64 keys, as many stages as leave room for four programs on an SM (sm_90)."""
-    is_wide = torch.float32 in (tiles.dtype, of_q)
-    size = 2 * 64 * tiles.head_dim * tiles.dtype.itemsize
-    if is_wide:
+    """Blocks of 64 keys; for the usual heads, registers and stages for three programs on an SM."""
+    if torch.float32 in (tiles.dtype, of_q):
         return Config({"BLOCK": 32, "STAGES": 2}, 4)
-    return Config({"BLOCK": 64, "STAGES": 3 if size <= 32768 else 2}, 4)
+    stages = 2 if tiles.head_dim * tiles.dtype.itemsize > 256 else 3
+    is_usual = tiles.head_dim <= 128 and tiles.heads_per_kv <= 16
+    return Config({"BLOCK": 64, "STAGES": stages}, 4, 168 if is_usual else None)
 
 
 def combine(

@@ -168,9 +168,9 @@ def prefill_kernel(
             tl.store(lse + place * (KV_HEADS * GQA) + head * GQA + m % GQA, found, mask=is_row)
 
 
-def tile_rows(heads_per_kv: int) -> int:
+def tile_rows(heads_per_kv: int, head_dim: int) -> int:
     """Rows of a sequence that one program takes."""
-    return max(1, 128 // heads_per_kv)
+    return max(1, (128 if head_dim <= 128 else 64) // heads_per_kv)
 
 
 def prefill(
@@ -214,8 +214,7 @@ def prefill(
             PAST_ONLY=past_only,
             HAS_LSE=lse is not None,
             **constants(tiles, q.dtype, rows_per_tile),
-            **chosen.constants,
-            num_warps=chosen.num_warps,
+            **chosen.options(),
         )
 
 
@@ -230,8 +229,12 @@ def constants(tiles: KVTiles, of_q: torch.dtype, rows_per_tile: int) -> dict[str
 
 
 def config(tiles: KVTiles, of_q: torch.dtype, arch: int) -> Config:
-    """Two warp groups; stages by what shared memory holds beside the rows' queries."""
+    """Two warp groups; stages by what shared memory holds beside the rows' queries, on sm_86 and
+    sm_89 99 KiB."""
+    is_large = tiles.head_dim > 128
     if torch.float32 in (tiles.dtype, of_q):
         return Config({"BLOCK": 32, "STAGES": 2}, 8)
-    is_small = arch in (86, 89) or tiles.head_dim > 128
-    return Config({"BLOCK": 64, "STAGES": 2 if is_small else 3}, 8)
+    if arch < 90:
+        is_narrow = is_large or tiles.dtype == torch.int8
+        return Config({"BLOCK": 32 if is_narrow else 64, "STAGES": 2}, 8)
+    return Config({"BLOCK": 64, "STAGES": 2 if is_large else 3}, 8)

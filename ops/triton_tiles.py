@@ -25,10 +25,17 @@ _IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Config(NamedTuple):
-    """How a kernel works, not what it computes. constants: compile-time arguments."""
+    """How a kernel works, not what it computes. constants: compile-time arguments;
+    max_registers: of a thread."""
 
     constants: dict[str, Any]
     num_warps: int
+    max_registers: int | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of a launch."""
+        limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
+        return self.constants | {"num_warps": self.num_warps} | limit
 
 
 @functools.cache
@@ -182,14 +189,34 @@ def load_scales(
     head,
     tokens,
     present,
-    part: tl.constexpr,
     IS_V: tl.constexpr,
     TILE_STRIDE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
 ):
-    """[N] fp32: the scale of one part of each token's vector, 0 where none is present."""
-    scales = scale_pointer(tile, head, IS_V, KV_HEADS, HEAD_DIM, NUM_GROUPS)
-    at = scale_offsets(tokens, TILE_STRIDE, NUM_GROUPS) + part
+    """[N] fp32: the one scale of each token's vector, 0 where none is present."""
+    scales = scale_pointer(tile, head, IS_V, KV_HEADS, HEAD_DIM, 1)
+    at = scale_offsets(tokens, TILE_STRIDE, 1)
     return tl.load(scales + at, mask=present, other=0).to(tl.float32)
+
+
+@triton.jit
+def load_scale_pairs(
+    tile,
+    head,
+    tokens,
+    present,
+    IS_V: tl.constexpr,
+    TILE_STRIDE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Two [N] fp32: both scales of each token's vector, read as one word, which unlike two
+    halves can be copied ahead."""
+    scales = scale_pointer(tile, head, IS_V, KV_HEADS, HEAD_DIM, 2)
+    words = scales.to(tl.pointer_type(tl.int32), bitcast=True)
+    at = (tokens // 16).to(tl.int64) * (TILE_STRIDE // 4) + tokens % 16
+    pair = tl.load(words + at, mask=present, other=0)
+    first = pair.to(tl.int16).to(tl.float16, bitcast=True)
+    second = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return first.to(tl.float32), second.to(tl.float32)

@@ -35,6 +35,8 @@ from serve.step_inputs import block_bytes, fields, fill
 
 logger = logging.getLogger(__name__)
 
+_SPREAD_STEPS = 16  # over which growing is spread
+_PLENTY = 4  # free pages for each sequence of a step
 _NUM_SLOTS = 3  # of pinned memory: two steps in flight, and one that is being made
 
 
@@ -176,8 +178,27 @@ class CudaRunner:
         )
         self._flying.append(step)
         self._slots.rotate(-1)
+        self._grow_early(plan)
         launched()
         return step
+
+    def _grow_early(self, plan: StepPlan) -> None:
+        """Sequences of one length need their next page in one step, and mapping many pages takes
+        longer than a step. So each grows some steps ahead, by its range's number, while memory is
+        plentiful."""
+        if self._kv.num_available < _PLENTY * len(plan.sequences):
+            return
+        num_left = 1 + plan.num_decodes // _SPREAD_STEPS * 2
+        for sequence in plan.sequences[: plan.num_decodes]:
+            target = sequence.kv_range
+            assert target is not None
+            end = sequence.num_computed_tokens + 2 + target.index % _SPREAD_STEPS
+            if target.capacity < end <= sequence.max_tokens_total:
+                num_computed = sequence.num_computed_tokens - sequence.rows_in_flight
+                self._kv.grow(target, end, num_computed)
+                num_left -= 1
+            if not num_left:
+                return
 
     def settle(self, first: int, end: int) -> None:
         """Wait until no step that was launched may touch these bytes of the reservation."""

@@ -32,11 +32,11 @@ def filled(arrays, *step) -> torch.Tensor:
 def test_rows_and_prompts():
     arrays = step_arrays()
     filled(arrays, [160, 32, 320, 1600], [1, 1, 5, 33], [7, 1, 20, 33], 2, 44, 4)
-    rows = [166, 32, -1, -1, *range(335, 340), *range(1600, 1633), -1, -1]
+    rows = [166, 32, *range(335, 340), *range(1600, 1633), -1, -1, -1, -1]
     assert arrays.rows[:44].tolist() == rows
     assert arrays.starts[:2].tolist() == [160, 32]
     assert arrays.prompt_starts[:2].tolist() == [320, 1600]
-    assert arrays.prompts[:2, :3].tolist() == [[4, 5, 20], [9, 33, 33]]
+    assert arrays.prompts[:2, :3].tolist() == [[2, 5, 20], [7, 33, 33]]
     # two query heads a K/V head: 64 rows a tile; the longest first
     assert arrays.num_tiles.tolist() == [2]
     assert arrays.tiles[:2].tolist() == [[0, 0], [1, 0]]
@@ -151,7 +151,8 @@ def test_layer_bytes():
     ("dtype", "group", "window"), [(INT8, 32, None), (FP32, None, 30), (torch.bfloat16, None, None)]
 )
 def test_a_mixed_step(dtype, group, window):
-    """K/V from before, then a step that appends and attends; padding in both places."""
+    """K/V from before, then a step that appends and attends; room for more decode rows than there
+    are, whose places the prompts' rows have, and rows of nobody."""
     lens, rows, decodes, padding = [40, 1, 90, 33], [1, 1, 20, 33], 2, (2, 3)
     tiles = Tiles(4, 2, 64, dtype, group, window, lens)
     for i in range(4):
@@ -161,7 +162,7 @@ def test_a_mixed_step(dtype, group, window):
     arrays = tiles.arrays(rows, decodes, padding=padding, min_split=32)
     tiles.attention.append(arrays, k, v)
     out = tiles.attention.attend(arrays, q, decodes + padding[0], total, True)
-    first = [0, 1, decodes + padding[0], decodes + padding[0] + rows[2]]
+    first = [0, 1, decodes, decodes + rows[2]]
     for i in range(4):
         own = slice(first[i], first[i] + rows[i])
         stored_k, stored_v = tiles.read(i)

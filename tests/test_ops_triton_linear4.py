@@ -6,10 +6,11 @@ import os
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+
+import triton
+import triton.language as tl
 
 from ops.backend import PLAIN, Edges, Norm
 from ops.cuda_linear import Fp8Linear, Int4Linear, PlainLinear

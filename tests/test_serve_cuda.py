@@ -175,15 +175,15 @@ def test_a_prefix_is_found_again_with_the_same_tokens():
 
 
 def test_preempted_sequences_say_the_same():
-    """Memory for one sequence and a half."""
-    prompts = prompts_of(300, seed=8)[1:]
+    """Memory for four pages of 16 tokens, where five are needed in the end."""
+    prompts = prompts_of(300, seed=8)[:2]
     settings = {"kv_page_bytes": 8192, "memory_policy": "prompt_only", "max_model_len": 48}
     with cuda_llm("llama", kv_cache_bytes=4 * 8192, **settings) as llm:
-        outputs = llm.generate(prompts, greedy(13), use_tqdm=False)
+        outputs = llm.generate(prompts, greedy(18), use_tqdm=False)
         assert llm.stats().num_preemptions > 0
         assert llm.stats().pages_in_use == 0
     for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.outputs[0].token_ids == expected("llama", "base", tuple(prompt), 13)
+        assert output.outputs[0].token_ids == expected("llama", "base", tuple(prompt), 18)
 
 
 def test_what_the_device_cannot_do_is_said():

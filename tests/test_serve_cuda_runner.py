@@ -139,7 +139,7 @@ def test_unmapping_waits_for_the_steps_that_may_look_there(device):
         core = llm._loaded.core
         runner, kv = core._runner, core._kv
         step = runner._flying[-1]
-        (span,) = step.spans
+        (span,) = kv.spans(step.ranges[0])
         waited: list[int] = []
         step.mark = type("M", (), {"wait": lambda self: waited.append(1)})()
         others = [kv.spans(r)[0] for r in kv.ranges if kv.spans(r)[0] != span]

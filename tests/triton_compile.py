@@ -40,6 +40,7 @@ class Case:
     arch: int = 90
     divisible: tuple[str, ...] = ()
     enable_fp_fusion: bool = True
+    max_registers: int | None = None
 
 
 class Compiled(NamedTuple):
@@ -74,6 +75,7 @@ def compile_case(case: Case, folder: Path) -> Compiled:
         "num_warps": case.num_warps,
         "num_stages": case.num_stages,
         "enable_fp_fusion": case.enable_fp_fusion,
+        "maxnreg": case.max_registers,
     }
     built = triton.compile(source, target=GPUTarget("cuda", case.arch, 32), options=options)
     cubin = folder / f"{case.name}.cubin"
