@@ -22,7 +22,6 @@ from memory.node import MemoryNode
 from ops import get_backend, native
 from tests.raw_engine import NODE_BYTES
 
-
 TRITON_FILES = ("test_ops_triton", "test_ops_cuda", "test_serve_cuda", "test_bench_gpu")
 
 
