@@ -28,8 +28,11 @@ TRITON_FILES = ("test_ops_triton", "test_ops_cuda", "test_serve_cuda", "test_ben
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the tests of the CUDA back end, whose files' names say it. Those that compile share
-    what is compiled for a whole file."""
+    what is compiled for a whole file. Where there is a GPU the engine's tests run on it."""
+    has_gpu = torch.cuda.is_available()
     for item in items:
+        if has_gpu and item.get_closest_marker("small_pages"):
+            item.add_marker(pytest.mark.skip(reason="a CUDA device maps 2 MiB at a time"))
         if item.path.name.startswith(TRITON_FILES):
             item.add_marker(pytest.mark.triton)
             if item.path.stem.endswith("_compiled"):
