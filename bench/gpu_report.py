@@ -65,10 +65,10 @@ SECTIONS = (
     Section("linear", "bench.gpu_linear:run", 85, "products at the shapes of the 8B model"),
     Section("attention", "bench.gpu_attention:run", 50, "decoding and prefill, and rivals"),
     Section("rows", "bench.gpu_rows:run", 25, "what is bound by memory; sampling"),
+    Section("memory", "bench.gpu_tests:memory", 20, "the driver's virtual memory"),
     Section("engine-8b", "bench.gpu_engine:run_8b", 100, "the engine, 8B-shaped", after="build"),
     Section("transformers", "bench.gpu_peers:run", 80, "Transformers at 64 streams"),
     Section("engine-1b", "bench.gpu_engine:run_1b", 45, "the engine, 1B-shaped", after="build"),
-    Section("memory", "bench.gpu_tests:memory", 20, "the driver's virtual memory"),
     Section("tests", "bench.gpu_tests:run", 300, "tests of kernels and engine", after="build"),
 )
 
