@@ -56,7 +56,8 @@ class Section:
 SECTIONS = (
     Section("environment", "bench.gpu_ceilings:environment", 60, "device, driver, versions"),
     Section("build", "bench.gpu_tests:build", 240, "the library of the CPU", is_background=True),
-    Section("smoke-linear", "bench.gpu_smoke:linear", 90, "products are right", "first"),
+    Section("smoke-linear", "bench.gpu_smoke:linear", 90, "int8 products are right", "first"),
+    Section("smoke-formats", "bench.gpu_smoke:formats", 90, "fp8, 4 bits, bf16, too", "first"),
     Section("smoke-attention", "bench.gpu_smoke:attention", 90, "attention is right", "first"),
     Section("smoke-sampling", "bench.gpu_smoke:sampling", 90, "rows, sampling are right", "first"),
     Section("warm-up", "bench.gpu_linear:warm", 90, "compiles candidates for tuning", "first"),

@@ -188,6 +188,10 @@ class Table:
             logger.warning("%s: %r is no choice for %s", self.path, line, _key(shape))
         return None
 
+    def has(self, shape: Shape) -> bool:
+        """Whether it was measured."""
+        return _key(shape) in self._lines
+
     def put(self, shape: Shape, choice: Choice) -> None:
         self._lines[_key(shape)] = [choice.implementation, list(choice.tile)]
 

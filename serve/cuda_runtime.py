@@ -29,6 +29,7 @@ from ops.cuda_sampling import DeviceSampler
 from serve.config import EngineConfig
 from serve.cuda_runner import CudaRunner
 from serve.cuda_shapes import StepShapes
+from serve.cuda_tuning import tune_products
 from serve.errors import ConfigError
 from serve.kv_sizes import KVSizes, size_kv
 from serve.kv_store import open_kv_store
@@ -91,6 +92,8 @@ def load_cuda(
     sampler = DeviceSampler(spec.vocab_size, shapes.max_sampled, config.max_num_seqs, device.device)
     if device.device.type == "cuda":
         sampler.allocate_counts()  # now: kernels that know another size would be compiled again
+        if config.tune:
+            tune_products(model, shapes, device.device)
     sizes = size_kv(
         config,
         spec,

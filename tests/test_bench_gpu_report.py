@@ -309,11 +309,11 @@ def test_every_section_exists():
     assert len({each.name for each in SECTIONS}) == len(SECTIONS)
 
 
-DRY = ("ceilings", "smoke-linear", "smoke-attention", "smoke-sampling", "linear", "attention")
+DRY = ("ceilings", "smoke-linear", "smoke-formats", "smoke-attention", "smoke-sampling")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs for real where there is a GPU")
-@pytest.mark.parametrize("name", [*DRY, "rows", "transformers"])
+@pytest.mark.parametrize("name", [*DRY, "linear", "attention", "rows", "transformers"])
 def test_dry_run(name, tmp_path):
     (found,) = [each for each in SECTIONS if each.name == name]
     record = Record(tmp_path / "record.json", is_dry=True)
