@@ -335,18 +335,17 @@ def library_linear(
 
 # Results of split products that are under way on a device: [64, 32768] at most.
 MAX_SPLIT_SUMS = 1 << 21
-_scratch: dict[torch.device, tuple[Tensor, Tensor]] = {}
+_scratch: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
 
 def split_scratch(device: torch.device) -> tuple[Tensor, Tensor]:
     """(sums, counts) of zeros, which kernels leave as they found them.
 
-    Made once, not while a graph is captured; launches that use it must be on one stream.
+    Made once for a stream, not while a graph is captured.
     """
-    if device not in _scratch:
+    stream = int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+    if (device, stream) not in _scratch:
         sums = torch.zeros(MAX_SPLIT_SUMS, dtype=torch.int32, device=device)
-        _scratch[device] = (
-            sums,
-            torch.zeros(MAX_SPLIT_SUMS // 128, dtype=torch.int32, device=device),
-        )
-    return _scratch[device]
+        counts = torch.zeros(MAX_SPLIT_SUMS // 128, dtype=torch.int32, device=device)
+        _scratch[device, stream] = sums, counts
+    return _scratch[device, stream]
