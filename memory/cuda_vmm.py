@@ -35,7 +35,10 @@ class CudaMemory:
     A thread's current CUDA context becomes the device's primary one, which torch uses too.
     """
 
-    maps_beside_kernels = False  # kvcached issue 465: editing beside kernels can fault
+    # A thread of its own could replace what a kernel looks at (kvcached issue 465 saw faults). The
+    # computing thread maps new places while a step runs, as vAttention does, and waits (`settle`)
+    # where something is there already.
+    maps_beside_kernels = False
 
     def __init__(
         self,

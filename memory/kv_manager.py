@@ -142,6 +142,11 @@ class KVManager:
         return self.allocator.num_free + self.prefixes.num_evictable
 
     @property
+    def num_spare(self) -> int:
+        """Free pages that are promised to nobody."""
+        return self.allocator.num_free - self._promised
+
+    @property
     def num_cached(self) -> int:
         """Pages that only the prefix cache holds."""
         return self.prefixes.num_evictable

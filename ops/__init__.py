@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import os
 
 import torch
 
@@ -30,6 +31,8 @@ BACKENDS = {
     "reference": "ops.reference:ReferenceBackend",
 }
 
+MIN_CAPABILITY = (8, 0)  # of a GPU: bf16 and int8 products on tensor cores
+
 __all__ = [
     "BACKENDS",
     "Backend",
@@ -45,10 +48,16 @@ __all__ = [
 
 
 def best_backend() -> str:
-    """ "cuda" where torch has a device and the optional packages are there, else "cpu"."""
-    if not torch.cuda.is_available():
+    """ "cuda" where torch has a device that the kernels know, and the optional packages are there,
+    else "cpu". Never Triton's interpreter."""
+    if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET", "0") == "1":
         return "cpu"
-    missing = [name for name in ("triton", "cuda") if importlib.util.find_spec(name) is None]
+    capability = torch.cuda.get_device_capability()
+    if capability < MIN_CAPABILITY:
+        name = torch.cuda.get_device_name()
+        logger.warning("%s is not used: compute capability %d.%d, not 8.0", name, *capability)
+        return "cpu"
+    missing = [name for name in ("triton", "cuda.bindings") if not _can_import(name)]
     if missing:
         logger.warning(
             "there is a CUDA device, but %s cannot be imported: pip install 'mergestep[cuda]'",
@@ -56,6 +65,13 @@ def best_backend() -> str:
         )
         return "cpu"
     return "cuda"
+
+
+def _can_import(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:  # of what it is in
+        return False
 
 
 def get_backend(name: str = "auto") -> Backend:

@@ -8,19 +8,21 @@ the reference's, slow and right.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ops import MIN_CAPABILITY
 from ops.backend import PLAIN, Edges, LinearOp, Norm, QuantizedLinears
 from ops.cuda_linear import Fp8Linear, Int4Linear, Int8Linear, PlainLinear
 from ops.reference import ReferenceBackend
 from ops.triton_kv import Rotation, rotate
 from ops.triton_rows import activation_rows, gated_rows, norm_rows
 
-MIN_CAPABILITY = (8, 0)  # bf16 and int8 products on tensor cores
+logger = logging.getLogger(__name__)
 
 
 class CudaBackend(ReferenceBackend):
@@ -100,6 +102,7 @@ def is_interpreted() -> bool:
 def cuda_device() -> torch.device:
     """The device of this back end. ValueError says why there is none."""
     if is_interpreted():
+        logger.warning("TRITON_INTERPRET=1: kernels are interpreted, thousands of times slower")
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("no CUDA device that torch can use")

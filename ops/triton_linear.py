@@ -19,6 +19,7 @@ all programs on an SM should have about 64 KiB. Where there are too few programs
 
 from __future__ import annotations
 
+import threading
 from typing import NamedTuple
 
 import torch
@@ -335,17 +336,20 @@ def library_linear(
 
 # Results of split products that are under way on a device: [64, 32768] at most.
 MAX_SPLIT_SUMS = 1 << 21
-_scratch: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
+_scratch = threading.local()
 
 
 def split_scratch(device: torch.device) -> tuple[Tensor, Tensor]:
     """(sums, counts) of zeros, which kernels leave as they found them.
 
-    Made once for a stream, not while a graph is captured.
+    A thread has its own, and its launches must be on one stream at a time: an engine computes in
+    one thread. Made once, not while a graph is captured.
     """
-    stream = int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
-    if (device, stream) not in _scratch:
+    made: dict[torch.device, tuple[Tensor, Tensor]] = _scratch.__dict__.setdefault("made", {})
+    if device not in made:
         sums = torch.zeros(MAX_SPLIT_SUMS, dtype=torch.int32, device=device)
-        counts = torch.zeros(MAX_SPLIT_SUMS // 128, dtype=torch.int32, device=device)
-        _scratch[device, stream] = sums, counts
-    return _scratch[device, stream]
+        made[device] = (
+            sums,
+            torch.zeros(MAX_SPLIT_SUMS // 128, dtype=torch.int32, device=device),
+        )
+    return made[device]

@@ -45,7 +45,7 @@ MaxModelLen = Annotated[
     int | None, typer.Option(help="Longest sequence in tokens; the model's by default.")
 ]
 ComputeThreads = Annotated[int | None, typer.Option(help="Cores that compute; all by default.")]
-Backend = Annotated[str, typer.Option(help="Operator back end, or auto.")]
+Backend = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is a GPU.")]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 NodeKey = Annotated[
     str | None,

@@ -183,7 +183,7 @@ class CudaRunner:
         slots = [s.kv_range.index for s in chosen if s.kv_range is not None]
         sampling = self._sampler.plan(rows_of(chosen, slots))
         step = _Step(chosen, sampling, targets)
-        step.mark = slot.mark = self._device.submit(
+        step.mark = slot.mark = self._submit(
             lambda: self._compute(step, slot, shape, num_bytes, chunks)
         )
         self._flying.append(step)
@@ -192,11 +192,23 @@ class CudaRunner:
         launched()
         return step
 
+    def _submit(self, work: Work) -> Mark:
+        """Of work that fails half way nobody has the mark: it is waited for here."""
+        try:
+            return self._device.submit(work)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._device.wait()
+            raise
+
+    def check(self) -> None:
+        self._device.check()
+
     def _grow_early(self, plan: StepPlan) -> None:
         """Sequences of one length need their next page in one step, and mapping many pages takes
         longer than a step. So each grows some steps ahead, by its range's number, while memory is
         plentiful."""
-        if self._kv.num_available < _PLENTY * len(plan.sequences):
+        if self._kv.num_spare < _PLENTY * len(plan.sequences):
             return
         num_left = 1 + plan.num_decodes // _SPREAD_STEPS * 2
         for sequence in plan.sequences[: plan.num_decodes]:
@@ -257,12 +269,18 @@ class CudaRunner:
         torch.index_select(hidden, 0, sampled[:count], out=self._chosen[:count])
 
     def close(self) -> None:
-        self._device.wait()
+        try:
+            self._device.wait()
+        except Exception:
+            logger.exception("the device cannot be waited for any more")
         self._graphs.clear()
         self._flying.clear()
         del self._model, self._attention  # views of the reservation go before it does
         if self._memory is not None:
-            self._memory.close()
+            try:
+                self._memory.close()
+            except OSError as error:  # of a device that is lost
+                logger.error("giving device memory back failed: %s", error)
 
 
 def _pass(mark: Mark | None) -> None:

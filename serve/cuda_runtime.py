@@ -140,7 +140,7 @@ def _kv_bytes(model: Decoder, device: StepDevice, shapes: StepShapes, gathered: 
     @torch.inference_mode()
     def largest_step() -> None:
         hidden = model.forward(rows, rows, _NoAttention(model.attention_layers()))
-        model.logits(hidden[: shapes.max_sampled])
+        model.logits(hidden[: shapes.max_sampled]).clone()  # as log-probabilities need them
 
     peak = device.peak_bytes(largest_step) + gathered
     free = device.free_bytes()

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from memory.prefix_index import PrefixHasher
-from ops import best_backend
 from serve.admission import RequestLimits
 from serve.compute_thread import ComputeThread
 from serve.config import EngineConfig
@@ -22,6 +23,7 @@ from serve.memory_policy import make_policy
 from serve.models import ModelSpec, read_generation_defaults, read_spec
 from serve.orders import make_order
 from serve.plan import SchedulerLimits
+from serve.precision import choose_backend
 from serve.request import SamplingParams
 from serve.runner import ModelRunner
 from serve.runtime import load_runtime
@@ -61,8 +63,8 @@ def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine
 def _load(config: EngineConfig, compute: ComputeThread, progress: bool) -> LoadedEngine:
     """Runs in the compute thread, because packing weights is parallel work."""
     path = config.model_path
-    config = _with_device_defaults(config)
-    read_spec(path)  # what is wrong with the directory itself is said first
+    # what is wrong with the directory itself is said first
+    config = _with_device_defaults(config, read_spec(path))
     tokenizer = Tokenizer.load(path)
     defaults = _generation_defaults(path)
     runtime = load_runtime(config, progress=progress)
@@ -106,9 +108,11 @@ def _load(config: EngineConfig, compute: ComputeThread, progress: bool) -> Loade
     return LoadedEngine(core, spec, tokenizer, request_limits, defaults)
 
 
-def _with_device_defaults(config: EngineConfig) -> EngineConfig:
+def _with_device_defaults(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     """Settings whose best value depends on the device."""
-    is_gpu = best_backend() == "cuda" and config.backend in ("auto", "cuda")
+    backend = choose_backend(config, spec)
+    config = replace(config, backend=backend)
+    is_gpu = backend == "cuda" and torch.cuda.is_available()
     if config.max_num_batched_tokens is not None or not is_gpu:
         return config
     return replace(config, max_num_batched_tokens=max(GPU_BATCHED_TOKENS, config.max_num_seqs))

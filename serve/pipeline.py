@@ -102,6 +102,10 @@ class Pipeline(Steps):
         if is_sound:
             self._find_fault(plan, error)
 
+    def _isolate(self, plan: StepPlan, error: Exception) -> None:
+        self._device.check()
+        super()._isolate(plan, error)
+
     def _step_failed(self, plan: StepPlan, error: Exception) -> None:
         """What was launched behind it has computed with its tokens."""
         later, self._flight = self._flight, None

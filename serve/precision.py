@@ -27,6 +27,7 @@ _TORCH_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 _FP8_CAPABILITY = (8, 9)
+_CUDA_MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class Precision:
 def resolve_precision(config: EngineConfig, spec: ModelSpec) -> Precision:
     """From the settings dtype and kv_dtype. ConfigError where one cannot be had here."""
     dtype, packed = config.dtype, spec.packed.method if spec.packed else None
-    backend = best_backend() if config.backend == "auto" else config.backend
+    backend = choose_backend(config, spec)
     if packed and dtype in ("int4", "nf4", "fp8"):
         raise ConfigError(
             f"dtype {dtype} cannot be had: the checkpoint is quantized already ({packed}); "
@@ -85,6 +86,22 @@ def resolve_precision(config: EngineConfig, spec: ModelSpec) -> Precision:
                 f"kv_dtype int8 needs a head_dim of a multiple of 16 up to 512, not {spec.head_dim}"
             )
     return Precision(compute, weights, kv, packed, backend)
+
+
+def choose_backend(config: EngineConfig, spec: ModelSpec) -> str:
+    """A name in ops.BACKENDS. "auto" is the best one that can do what is asked for."""
+    if config.backend != "auto":
+        return config.backend
+    best = best_backend()
+    reason = None
+    if config.memory_nodes:
+        reason = "memory nodes are used"
+    elif spec.head_dim > _CUDA_MAX_HEAD_DIM:
+        reason = f"its kernels have no heads of {spec.head_dim}"
+    if best == "cuda" and reason is not None:
+        logger.warning("backend auto: cpu, not cuda (%s)", reason)
+        return "cpu"
+    return best
 
 
 def _best_dtype(backend: str, spec: ModelSpec) -> tuple[str, str]:

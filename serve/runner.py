@@ -102,6 +102,9 @@ class OverlappingRunner(Runner, Protocol):
         in flight: whatever writes to pages does so in the order of the steps.
         """
 
+    def check(self) -> None:
+        """After a step that failed: raises if no other one can be computed any more."""
+
     def needs_tokens(self, plan: StepPlan) -> bool:
         """Whether the plan can only be launched when all its tokens are known on the host."""
 

@@ -62,6 +62,8 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
     keep_freed_memory()
     spec = read_spec(config.model_path)
     precision = resolve_precision(config, spec)
+    if precision.backend == "cuda" and config.memory_nodes:
+        raise ConfigError("memory_nodes need the cpu back end, not cuda")
     _set_threads(config)
     try:
         backend = get_backend(precision.backend)
@@ -87,8 +89,6 @@ def _load_cuda(
     """Everything on a GPU. What that needs is imported only here."""
     from serve import cuda_runtime
 
-    if config.memory_nodes:
-        raise ConfigError("memory_nodes need the cpu back end, not cuda")
     device = cuda_runtime.make_step_device(backend.device)
     model = _load_model(config, precision, backend, progress)
     parts = cuda_runtime.load_cuda(config, spec, precision, model, device)

@@ -50,6 +50,9 @@ class StepDevice(Protocol):
     def wait(self) -> None:
         """For all that was submitted."""
 
+    def check(self) -> None:
+        """Raises if the device cannot compute any more, after an error of its own."""
+
 
 class Passed:
     """A mark that is always behind us."""
@@ -82,6 +85,9 @@ class HostStepDevice:
 
     def wait(self) -> None:
         """Nothing to wait for."""
+
+    def check(self) -> None:
+        """It is this process."""
 
 
 class CudaStepDevice:
@@ -134,6 +140,10 @@ class CudaStepDevice:
 
     def wait(self) -> None:
         self._stream.synchronize()
+
+    def check(self) -> None:
+        # after an illegal access every call fails until the process ends
+        torch.zeros(1, device=self.device).item()
 
 
 class _EventMark:

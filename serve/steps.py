@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable
 from typing import Protocol
 
@@ -108,6 +109,7 @@ class Steps:
     def _isolate(self, plan: StepPlan, error: Exception) -> None:
         """A step failed: find whose fault it is by halves. Rows are idempotent (they write the
         same K/V again), so those that are innocent simply run again."""
+        forget_locals(error)
         if len(plan.sequences) == 1:
             sequence = plan.sequences[0]
             logger.error("a step of %s failed", sequence.request.request_id, exc_info=error)
@@ -116,3 +118,11 @@ class Steps:
         middle = len(plan.sequences) // 2
         for part in (range(middle), range(middle, len(plan.sequences))):
             self._run(part_of(plan, part))
+
+
+def forget_locals(error: BaseException | None) -> None:
+    """An error remembers the variables of every call it came through, and with them the memory of a
+    step that had too little of it: whoever tries again needs that memory."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -45,6 +45,7 @@ class LateStepDevice:
     ) -> None:
         self.delay_s = delay_s
         self.before = before
+        self.is_lost = False
         self.num_submitted = 0
         self.events: list[tuple[str, int, float]] = []
         self.marks: list[LateMark] = []
@@ -76,6 +77,10 @@ class LateStepDevice:
     def wait(self) -> None:
         for mark in self.marks:
             assert mark._passed.wait(30), "the device hangs"
+
+    def check(self) -> None:
+        if self.is_lost:
+            raise RuntimeError("the device is lost")
 
     def stop(self) -> None:
         self._work.put(None)

@@ -98,9 +98,7 @@ def test_rules_hold_everywhere(kernel, capability):
                 shape = Shape(kernel, rows, outputs, inputs)
                 found = candidates(shape, capability)
                 fused = [c for c in found if c.implementation == FUSED]
-                assert found and found[0].implementation == (
-                    FUSED if fused and rows == 1 and inputs <= 4096 else TRITON
-                )
+                assert found and found[0].implementation == TRITON
                 assert bool(fused) == (kernel == "int8" and rows <= 4 and rows * inputs <= 16384)
                 assert all(c.tile.swap and c.tile.m >= rows for c in fused)
                 assert len(set(found)) == len(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import torch
 
 from serve import LLM, SamplingParams, cuda_runtime
 from serve.cuda_shapes import StepShapes
-from serve.errors import ConfigError
+from serve.errors import ConfigError, EngineStoppedError
 from serve.step_device import HostStepDevice
 from tests.checkpoints import checkpoint, reference_greedy
 from tests.late_step_device import LateStepDevice
@@ -131,6 +132,73 @@ def test_out_of_memory_ends_one_request(device):
     for i in (0, 2):
         assert outputs[i].outputs[0].token_ids == expected(tuple(prompts[i]))
     assert again[0].outputs[0].token_ids == expected(tuple(prompts[1]))
+
+
+def test_who_tries_again_has_the_memory_of_the_step_that_had_too_little():
+    """Launches of two sequences fail for want of memory, with a tensor in their calls."""
+    prompts = prompts_of(8, 5, 6)
+    held: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    with late_llm() as llm:
+        model = llm._loaded.core._runner._model
+        forward = model.forward
+
+        def too_large(ids: torch.Tensor, *args: object) -> torch.Tensor:
+            alive.append(sum(ref() is not None for ref in held))
+            if len(ids) == 2:
+                activations = torch.zeros(1000)
+                held.append(weakref.ref(activations))
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return forward(ids, *args)
+
+        model.forward = too_large
+        outputs = llm.generate(prompts, greedy(4), use_tqdm=False)
+        model.forward = forward
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == expected(tuple(prompt), 4)
+    assert held and max(alive) == 0
+
+
+def test_a_launch_that_fails_half_way_is_waited_for(device):
+    """Its kernels are queued, and nobody has their mark."""
+    (prompt,) = prompts_of(9, 5)
+    with late_llm() as llm:
+        submit, done = device.submit, []
+
+        def half(work: Callable[[], None]) -> object:
+            mark = submit(lambda: (work(), done.append(1)))
+            device.submit = submit
+            raise torch.OutOfMemoryError(f"CUDA out of memory after {mark}")
+
+        device.submit = half
+        waits: list[int] = []
+        wait = device.wait
+        device.wait = lambda: (wait(), waits.append(len(done)))
+        output = llm.generate([prompt], greedy(), use_tqdm=False)[0].outputs[0]
+        device.wait = wait
+        assert waits[0] == 1, "by then it had ended"
+        assert output.finish_reason == "error"
+        again = llm.generate([prompt], greedy(), use_tqdm=False)[0].outputs[0]
+    assert again.token_ids == expected(tuple(prompt))
+
+
+def test_a_device_that_is_lost_stops_the_engine(device):
+    """Who waits is told, nobody new is let in, and stopping works."""
+    prompts = prompts_of(10, 5, 6)
+
+    def before(number: int) -> None:
+        device.is_lost = True
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    llm = late_llm()
+    device.before = before
+    outputs = llm.generate(prompts, greedy(), use_tqdm=False)
+    assert [o.outputs[0].finish_reason for o in outputs] == ["error", "error"]
+    assert llm._loaded.core.has_failed
+    with pytest.raises(EngineStoppedError):
+        llm.generate(prompts[:1], greedy(), use_tqdm=False)
+    llm.shutdown()
+    assert not llm._loaded.core._output.is_alive()
 
 
 def test_unmapping_waits_for_the_steps_that_may_look_there(device):
