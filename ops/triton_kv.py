@@ -172,12 +172,12 @@ def append_kernel(
         x = x.to(TYPE)
         if is_v == 0:
             values = value_pointer(tile, head, 0, KV_HEADS, HEAD_DIM, TYPE)
-            at = value_offsets(inside, dims, False, TILE_STRIDE, HEAD_DIM, TYPE)
-            tl.store(values + at, x, mask=mask)
+            values += value_offsets(inside, dims, False, TILE_STRIDE, HEAD_DIM, TYPE)
+            tl.store(values, x, mask=mask)
         else:
             values = value_pointer(tile, head, 1, KV_HEADS, HEAD_DIM, TYPE)
-            at = value_offsets(inside, dims, True, TILE_STRIDE, HEAD_DIM, TYPE)
-            tl.store(values + at, x, mask=mask)
+            values += value_offsets(inside, dims, True, TILE_STRIDE, HEAD_DIM, TYPE)
+            tl.store(values, x, mask=mask)
 
 
 def append(
