@@ -79,6 +79,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "max_position_embeddings": 2048,
     },
+    # for kernels that are interpreted
+    "one-layer": {
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "intermediate_size": 64,
+        "vocab_size": 320,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 2048,
+    },
 }
 
 

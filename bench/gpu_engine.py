@@ -65,7 +65,7 @@ ONE_B = Plan(
     settings={"max_num_seqs": 256, "max_model_len": 8192},
 )
 TINY = Plan(
-    "tiny",
+    "one-layer",
     ((2, 4, 2),),
     (17,),
     (2, 4, 1),

@@ -146,7 +146,7 @@ def whole(kind: str, layer: Layer, count: int) -> Figures:
 
 def product(layer: Layer, count: int) -> Figures:
     """int8 alone, with the tile that is chosen for it."""
-    from ops.cuda_tune import LIBRARY
+    from ops.cuda_tune import FUSED, LIBRARY
     from ops.triton_linear import library_linear, scaled_linear
     from ops.triton_rows import quantize_rows
 
@@ -155,6 +155,8 @@ def product(layer: Layer, count: int) -> Figures:
     x, residual = make_rows("int8", layer, count)
     rows = quantize_rows(x)
     choice = op.choice(count, layer.adds)
+    if choice.implementation == FUSED:  # its tile, after a kernel for the rows
+        choice = choice._replace(implementation="triton")
     dtype = torch.float32 if layer.adds or layer.is_head else torch.bfloat16
     out = torch.empty(count, layer.num_out, device=device(), dtype=dtype)
     tile = {} if choice.implementation == LIBRARY else {"tile": choice.tile}

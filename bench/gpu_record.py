@@ -22,14 +22,27 @@ _DEVICE_FAULTS = (
     "misaligned address",
     "unspecified launch failure",
     "device-side assert",
+    "CUDA_ERROR_ILLEGAL_ADDRESS",
+    "CUDA_ERROR_LAUNCH_FAILED",
 )
 
 Figures = dict[str, Any]
 
 
 def is_device_fault(error: Exception) -> bool:
-    """Whether the process can no longer use its device."""
-    return any(fault in str(error) for fault in _DEVICE_FAULTS)
+    """Whether the process can no longer use its device: a library that refuses a shape says much
+    the same, but the next call after it works."""
+    if not any(fault in str(error) for fault in _DEVICE_FAULTS):
+        return False
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return True
+    try:
+        torch.cuda.synchronize()
+        torch.zeros(1, device="cuda").cpu()
+    except Exception:
+        return True
+    return False
 
 
 class Record:

@@ -56,7 +56,8 @@ class Section:
 SECTIONS = (
     Section("environment", "bench.gpu_ceilings:environment", 60, "device, driver, versions"),
     Section("build", "bench.gpu_tests:build", 240, "the library of the CPU", is_background=True),
-    Section("smoke-linear", "bench.gpu_smoke:linear", 90, "products are right", "first"),
+    Section("smoke-linear", "bench.gpu_smoke:linear", 90, "int8 products are right", "first"),
+    Section("smoke-formats", "bench.gpu_smoke:formats", 90, "fp8, 4 bits, bf16, too", "first"),
     Section("smoke-attention", "bench.gpu_smoke:attention", 90, "attention is right", "first"),
     Section("smoke-sampling", "bench.gpu_smoke:sampling", 90, "rows, sampling are right", "first"),
     Section("warm-up", "bench.gpu_linear:warm", 90, "compiles candidates for tuning", "first"),
@@ -64,10 +65,10 @@ SECTIONS = (
     Section("linear", "bench.gpu_linear:run", 85, "products at the shapes of the 8B model"),
     Section("attention", "bench.gpu_attention:run", 50, "decoding and prefill, and rivals"),
     Section("rows", "bench.gpu_rows:run", 25, "what is bound by memory; sampling"),
+    Section("memory", "bench.gpu_tests:memory", 20, "the driver's virtual memory"),
     Section("engine-8b", "bench.gpu_engine:run_8b", 100, "the engine, 8B-shaped", after="build"),
     Section("transformers", "bench.gpu_peers:run", 80, "Transformers at 64 streams"),
     Section("engine-1b", "bench.gpu_engine:run_1b", 45, "the engine, 1B-shaped", after="build"),
-    Section("memory", "bench.gpu_tests:memory", 20, "the driver's virtual memory"),
     Section("tests", "bench.gpu_tests:run", 300, "tests of kernels and engine", after="build"),
 )
 

@@ -35,27 +35,40 @@ def check(out: Tensor, expected: Tensor, bound: float, **more: Any) -> Figures:
 # ---- products
 
 
+SMALL = (
+    Layer("plain", 256, 160),
+    Layer("norm", 320, 96, has_norm=True),
+    Layer("gated", 256, 192, is_gated=True, has_norm=True),
+    Layer("adds", 512, 128, adds=True),
+)
+LARGE = (
+    Layer("up", 4096, 28672, is_gated=True, has_norm=True),
+    Layer("down", 14336, 4096, adds=True),
+    Layer("qkv", 4096, 6144, has_norm=True),
+)
+
+
 def linear(record: Record) -> None:
-    layers = [
-        Layer("plain", 256, 160),
-        Layer("norm", 320, 96, has_norm=True),
-        Layer("gated", 256, 192, is_gated=True, has_norm=True),
-        Layer("adds", 512, 128, adds=True),
-    ]
-    counts = [1, 3, 17, 130]
+    """int8, which the engine takes by default."""
+    _products(record, "int8", (1, 64, 1000), (1, 3, 17, 130))
+    layer, count = (SMALL[3], 3) if record.is_dry else (LARGE[1], 300)
+    record.run("int8: a row's bits are its own", partial(_own_bits, layer, count))
+
+
+def formats(record: Record) -> None:
+    """The other ones."""
+    for kind in _BOUNDS:
+        if kind != "int8":
+            _products(record, kind, (1, 64), (17, 130))
+
+
+def _products(record: Record, kind: str, large: tuple[int, ...], small: tuple[int, ...]) -> None:
+    """Rows by the size of the layer."""
+    pairs = [*itertools.product(LARGE, large), *itertools.product(SMALL, small)]
     if record.is_dry:
-        layers, counts = layers[2:], [3]
-    else:
-        layers += [
-            Layer("qkv", 4096, 6144, has_norm=True),
-            Layer("up", 4096, 28672, is_gated=True, has_norm=True),
-            Layer("down", 14336, 4096, adds=True),
-        ]
-        counts += [64, 1000]
-    for kind, layer in itertools.product(_BOUNDS, layers):
-        for count in counts:
-            record.run(f"{kind} {layer.name} M={count}", partial(_linear, kind, layer, count))
-    record.run("int8: a row's bits are its own", partial(_own_bits, layers[-1], max(counts)))
+        pairs = [(layer, 3) for layer in SMALL[2:]]
+    for layer, count in pairs:
+        record.run(f"{kind} {layer.name} M={count}", partial(_linear, kind, layer, count))
 
 
 def _linear(kind: str, layer: Layer, count: int) -> Figures:

@@ -72,12 +72,11 @@ def _at_least(
     """All of the values, by what they are of."""
     known = {name: value for name, value in values.items() if value is not None}
     text = ", ".join(f"{name} {form.format(value)}".strip() for name, value in known.items())
-    missing = [name or "it" for name in values if name not in known]
+    missing = [name for name in values if name not in known]
     if missing:
-        text += ("; " if text else "") + f"not measured: {', '.join(missing)}"
-    if missing or not values:
+        text = f"{text}; not measured: {', '.join(missing)}" if text else "not measured"
         below = any(value < least for value in known.values())
-        return Row(target, text or "not measured", False if below else None)
+        return Row(target, text, False if below else None)
     return Row(target, text, all(value >= least for value in known.values()))
 
 

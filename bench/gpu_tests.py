@@ -60,7 +60,11 @@ def _build() -> Figures:
     _call(["cmake", "--build", str(folder), "--parallel"])
     for name, pattern in _LIBRARIES.items():
         for library in folder.glob(pattern):
-            shutil.copy2(library, ROOT / name.partition(".")[0])
+            # whole at once: other sections are importing meanwhile
+            target = ROOT / name.partition(".")[0] / library.name
+            part = target.with_suffix(".part")
+            shutil.copy2(library, part)
+            part.replace(target)
         assert _is_importable(name), f"{name} cannot be imported"
     return {"built": True, "build_s": time.monotonic() - began_s}
 

@@ -22,8 +22,6 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-import orjson
-
 VERSION = 1
 MAX_JSON_BYTES = 1 << 20
 _MAGIC = 0x534D  # "MS"
@@ -198,11 +196,15 @@ def read_plan(message: memoryview) -> Plan:
 
 
 def pack_json(kind: Kind, epoch: int, content: dict[str, object]) -> bytes:
+    import orjson  # here, so that an engine without nodes does without
+
     return Header(kind, epoch).packed() + orjson.dumps(content)
 
 
 def read_json(message: memoryview) -> dict[str, object]:
     """Of an ATTACH, ATTACHED or ERROR. WireError if it is no JSON object, or a very long one."""
+    import orjson
+
     body = message[HEADER_BYTES:]
     if len(body) > MAX_JSON_BYTES:
         raise WireError(ErrorCode.FORM, f"{len(body)} bytes of JSON")

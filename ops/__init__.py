@@ -64,6 +64,13 @@ def get_backend(name: str = "auto") -> Backend:
     if chosen not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}; known: auto, {', '.join(BACKENDS)}")
     module, _, attribute = BACKENDS[chosen].partition(":")
-    backend: Backend = getattr(importlib.import_module(module), attribute)()
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(
+            f"{chosen} needs a package that cannot be imported ({error}): "
+            f"pip install 'mergestep[{chosen}]'"
+        ) from error
+    backend: Backend = getattr(found, attribute)()
     logger.info("ops backend: %s", backend.name)
     return backend

@@ -16,6 +16,7 @@ from torch import Tensor
 from ops import cuda_tune
 from ops.backend import PLAIN, Edges, Norm
 from ops.native import GROUPS4, MAX_INT8_INPUTS, split_scales
+from ops.triton_few import few_linear
 from ops.triton_linear import ScaledWeight, library_linear, scaled_linear, split_scratch
 from ops.triton_linear4 import int4_linear, pack_int4
 from ops.triton_rows import activation_rows, gated_rows, norm_rows, quantize_rows
@@ -131,8 +132,12 @@ class ScaledLinear(CudaLinear):
     def _run(
         self, x: Tensor, out: Tensor, residual: Tensor | None, choice: cuda_tune.Choice
     ) -> None:
-        rows = quantize_rows(x, self._norm, dtype=self.dtype)
         _, activation, is_gated = self.edges
+        if choice.implementation == cuda_tune.FUSED:
+            whole = x, self._norm, self.weight, out, residual, activation
+            few_linear(*whole, is_gated=is_gated, tile=choice.tile)
+            return
+        rows = quantize_rows(x, self._norm, dtype=self.dtype)
         args = rows, self.weight, out, residual, activation
         if choice.implementation == cuda_tune.LIBRARY:
             library_linear(*args, is_gated=is_gated)

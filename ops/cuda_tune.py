@@ -20,11 +20,12 @@ from typing import NamedTuple
 import torch
 import triton
 
+from ops.triton_few import MAX_ROWS
 from ops.triton_linear import MAX_SPLIT_SUMS, Tile
 
 logger = logging.getLogger(__name__)
 
-TRITON, LIBRARY = "triton", "library"
+TRITON, LIBRARY, FUSED = "triton", "library", "fused"
 FORMAT = 1
 
 
@@ -40,7 +41,8 @@ class Shape(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """tile is for implementation TRITON; LIBRARY is torch's product and a kernel after it."""
+    """FUSED: norm and rounding in the same kernel. LIBRARY: torch's product, which has no tile, and
+    a kernel after it."""
 
     implementation: str
     tile: Tile
@@ -62,7 +64,22 @@ def candidates(shape: Shape, capability: int) -> list[Choice]:
     has_library = shape.kernel == "int8" or (shape.kernel == "fp8" and capability >= 90)
     if has_library and shape.rows > 16 and shape.num_out % 16 == 0 and shape.num_in % 16 == 0:
         found.append(Choice(LIBRARY, tiles[0]))
+    if shape.kernel == "int8" and shape.rows <= MAX_ROWS:
+        found = _with_fused(shape, found)
     return found
+
+
+def _with_fused(shape: Shape, found: list[Choice]) -> list[Choice]:
+    """Where it may pay by ops.triton_few's estimate, and first where that is sure."""
+    fused = [
+        Choice(FUSED, tile)
+        for _, tile in found
+        if tile.num_warps >= 4 and tile.n >= 16 * shape.rows
+    ]
+    if shape.rows * shape.num_in > 16384:
+        return found
+    is_sure = shape.rows == 1 and shape.num_in <= 4096
+    return fused + found if is_sure else found + fused
 
 
 def _fits(shape: Shape, tile: Tile) -> bool:
@@ -170,6 +187,10 @@ class Table:
         if line is not None:
             logger.warning("%s: %r is no choice for %s", self.path, line, _key(shape))
         return None
+
+    def has(self, shape: Shape) -> bool:
+        """Whether it was measured."""
+        return _key(shape) in self._lines
 
     def put(self, shape: Shape, choice: Choice) -> None:
         self._lines[_key(shape)] = [choice.implementation, list(choice.tile)]
@@ -287,13 +308,16 @@ def agrees(found: torch.Tensor, want: torch.Tensor, *, is_exact: bool) -> bool:
 
 
 def measure(run: Callable[[], object], flush: torch.Tensor, repeats: int = 9) -> float:
-    """Median time on the device in ms, with a cold L2 cache."""
+    """Median time on the device in ms, with a cold L2 cache, as a graph: as the engine's steps."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
     times = []
     for _ in range(repeats):
         flush.zero_()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
-        run()
+        graph.replay()
         end.record()
         torch.cuda.synchronize()
         times.append(float(begin.elapsed_time(end)))

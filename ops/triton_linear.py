@@ -143,6 +143,23 @@ def last_of_split(acc, sums_at, counts_at, tile, SPLIT_K: tl.constexpr):
     return is_last, acc
 
 
+@triton.jit
+def multiply(a_at, b_at, acc, first, last, K, BK: tl.constexpr, EVEN_K: tl.constexpr):
+    """acc + the product of blocks first to last of K. a_at: [.., BK], b_at: [BK, ..] of block 0."""
+    NOTHING: tl.constexpr = 0 if acc.dtype == tl.int32 else 0.0
+    ks = tl.arange(0, BK)
+    for block in range(first, last):
+        k0 = block * BK
+        if EVEN_K:
+            a = tl.load(a_at + k0)
+            b = tl.load(b_at + k0)
+        else:
+            a = tl.load(a_at + k0, mask=ks[None, :] < K - k0, other=NOTHING)
+            b = tl.load(b_at + k0, mask=ks[:, None] < K - k0, other=NOTHING)
+        acc = tl.dot(a, b, acc, out_dtype=acc.dtype)
+    return acc
+
+
 @triton.jit(do_not_specialize=["M"])
 def product_kernel(
     x_at, row_scales_at, w_at, scales_at, bias_at, residual_at, out_at, sums_at, counts_at,
@@ -162,7 +179,6 @@ def product_kernel(
     channels = tl.minimum(n0 + tl.arange(0, BN), N - 1).to(tl.int64)
     ks = tl.arange(0, BK)
     SUMS: tl.constexpr = tl.int32 if x_at.dtype.element_ty == tl.int8 else tl.float32
-    NOTHING: tl.constexpr = 0 if tl.int32 == SUMS else 0.0
     num_blocks = tl.cdiv(K, BK)
     blocks = tl.cdiv(num_blocks, SPLIT_K)
     first = tl.program_id(1) * blocks
@@ -175,15 +191,7 @@ def product_kernel(
         a_at = x_at + rows[:, None] * x_stride + ks[None, :]
         b_at = w_at + channels[None, :] * w_stride + ks[:, None]
         acc = tl.zeros((BM, BN), SUMS)
-    for block in range(first, last):
-        k0 = block * BK
-        if EVEN_K:
-            a = tl.load(a_at + k0)
-            b = tl.load(b_at + k0)
-        else:
-            a = tl.load(a_at + k0, mask=ks[None, :] < K - k0, other=NOTHING)
-            b = tl.load(b_at + k0, mask=ks[:, None] < K - k0, other=NOTHING)
-        acc = tl.dot(a, b, acc, out_dtype=SUMS)
+    acc = multiply(a_at, b_at, acc, first, last, K, BK, EVEN_K)
     if SWAP:
         acc = tl.trans(acc)
     is_last = True
@@ -327,18 +335,17 @@ def library_linear(
 
 # Results of split products that are under way on a device: [64, 32768] at most.
 MAX_SPLIT_SUMS = 1 << 21
-_scratch: dict[torch.device, tuple[Tensor, Tensor]] = {}
+_scratch: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
 
 def split_scratch(device: torch.device) -> tuple[Tensor, Tensor]:
     """(sums, counts) of zeros, which kernels leave as they found them.
 
-    Made once, not while a graph is captured; launches that use it must be on one stream.
+    Made once for a stream, not while a graph is captured.
     """
-    if device not in _scratch:
+    stream = int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+    if (device, stream) not in _scratch:
         sums = torch.zeros(MAX_SPLIT_SUMS, dtype=torch.int32, device=device)
-        _scratch[device] = (
-            sums,
-            torch.zeros(MAX_SPLIT_SUMS // 128, dtype=torch.int32, device=device),
-        )
-    return _scratch[device]
+        counts = torch.zeros(MAX_SPLIT_SUMS // 128, dtype=torch.int32, device=device)
+        _scratch[device, stream] = sums, counts
+    return _scratch[device, stream]

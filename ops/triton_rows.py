@@ -139,8 +139,8 @@ def _squares(x, mean, unit, is_usual, cols, n):
 
 
 @triton.jit
-def rows_kernel(
-    x_at, weight_at, bias_at, out_at, scales_at,
+def make_row(
+    row, x_at, weight_at, bias_at, out_at, scales_at,
     x_stride, x_inner_stride, inner, out_stride, n, n_padded, eps,
     NORM: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
     QUANTIZE: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
@@ -149,7 +149,6 @@ def rows_kernel(
 
     x: [rows / inner, inner, n]. n_padded - n codes of 0 follow a row. ONE_BLOCK: n_padded <= BLOCK.
     """
-    row = tl.program_id(0).to(tl.int64)
     x_at += row // inner * x_stride + row % inner * x_inner_stride
     out_at += row * out_stride
     lanes = tl.arange(0, BLOCK)
@@ -212,6 +211,21 @@ def rows_kernel(
                 x = _values(x_at, cols, n, ACT, GATED)
             y = _weighted(x, mean, weight_at, bias_at, inverse, cols, n, NORM, BIAS) * after
             tl.store(out_at + cols, y.to(out_at.dtype.element_ty), mask=cols < n)
+
+
+@triton.jit
+def rows_kernel(
+    x_at, weight_at, bias_at, out_at, scales_at,
+    x_stride, x_inner_stride, inner, out_stride, n, n_padded, eps,
+    NORM: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
+    QUANTIZE: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """make_row of every row, a program each."""
+    make_row(
+        tl.program_id(0).to(tl.int64), x_at, weight_at, bias_at, out_at, scales_at,
+        x_stride, x_inner_stride, inner, out_stride, n, n_padded, eps,
+        NORM, BIAS, ACT, GATED, QUANTIZE, ONE_BLOCK, BLOCK,
+    )  # fmt: skip
 
 
 class Quantized(NamedTuple):

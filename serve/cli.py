@@ -69,6 +69,7 @@ def run(
     memory_wire: opt.MemoryWire = "auto",
     tokenize_threads: opt.TokenizeThreads = 2,
     compute_threads: opt.ComputeThreads = None,
+    tune: opt.Tune = True,
     backend: opt.Backend = "auto",
     seed: opt.Seed = None,
 ) -> None:

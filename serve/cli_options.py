@@ -98,6 +98,7 @@ KVPageBytes = Annotated[
     int | None, _a_size(help="Unit of K/V memory, such as 64K; by default about 16 tokens.")
 ]
 UsePrefixCache = Annotated[bool, typer.Option(help="Share K/V between requests that begin alike.")]
+Tune = Annotated[bool, typer.Option(help="Measure products at the first start on a GPU.")]
 KVCacheDir = Annotated[
     str | None, typer.Option(help="K/V that memory has no room for goes here, and stays.")
 ]

@@ -85,6 +85,7 @@ class EngineConfig:
         "auto" (as the model computes).
     tokenize_threads: size of pool 1. compute_threads: cores of pool 2; None takes
         all that affinity and the cgroup's quota leave.
+    tune: measure on a GPU, at the first start, which of several ways each product takes.
     backend: name in ops.BACKENDS, or "auto": "cuda" where torch has a GPU, else "cpu".
     seed: base for requests that bring no seed; None draws one.
     """
@@ -119,14 +120,16 @@ class EngineConfig:
     memory_wire: str = "auto"
     tokenize_threads: int = 2
     compute_threads: int | None = None
+    tune: bool = True
     backend: str = "auto"
     seed: int | None = None
 
     def __post_init__(self) -> None:
         self._check_names()
         self._check_counts()
-        if type(self.prefix_cache) is not bool:
-            raise ConfigError(f"prefix_cache must be true or false, not {self.prefix_cache!r}")
+        for name in ("prefix_cache", "tune"):
+            if type(getattr(self, name)) is not bool:
+                raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
         slo = self.inter_token_slo_ms
         if slo is not None and (type(slo) not in (int, float) or not 0 < slo < math.inf):
             raise ConfigError(f"inter_token_slo_ms must be a positive number, not {slo!r}")

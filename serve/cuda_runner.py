@@ -116,10 +116,11 @@ class CudaRunner:
         for shape in self._shapes.eager:
             self._prepare_empty(shape)
             self._body(shape)
+        can_capture = True
         for shape in self._shapes.captured:
             self._prepare_empty(shape)
             self._body(shape)
-            self._graphs[shape] = self._device.capture(partial(self._body, shape))
+            can_capture = can_capture and self._capture(shape)
         nothing = self._sampler.plan([])
         for count in self._shapes.sampled:
             for kind in Kind:
@@ -129,6 +130,15 @@ class CudaRunner:
         self._device.wait()
         if self._graphs:
             logger.info("%d sizes of steps are captured in CUDA graphs", len(self._graphs))
+
+    def _capture(self, shape: StepShape) -> bool:
+        """Without a graph a step is slower, but right."""
+        try:
+            self._graphs[shape] = self._device.capture(partial(self._body, shape))
+        except Exception:  # a fault of the device shows again in the next step
+            logger.warning("no more CUDA graphs: %s cannot be captured", shape, exc_info=True)
+            return False
+        return True
 
     def _prepare_empty(self, shape: StepShape) -> None:
         """Rows that belong to nobody."""

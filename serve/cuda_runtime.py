@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from memory.attention import AttentionLayer, Finished, Rotation, Ticket
-from memory.cuda_attention import CudaAttention, CudaKVLayout, step_arrays
+from memory.cuda_attention import CudaAttention, CudaKVLayout, padded_dim, step_arrays
 from memory.cuda_copy import CudaCopier
 from memory.cuda_device import CudaUnavailableError
 from memory.cuda_vmm import CudaMemory
@@ -29,6 +29,7 @@ from ops.cuda_sampling import DeviceSampler
 from serve.config import EngineConfig
 from serve.cuda_runner import CudaRunner
 from serve.cuda_shapes import StepShapes
+from serve.cuda_tuning import tune_products
 from serve.errors import ConfigError
 from serve.kv_sizes import KVSizes, size_kv
 from serve.kv_store import open_kv_store
@@ -91,6 +92,10 @@ def load_cuda(
     sampler = DeviceSampler(spec.vocab_size, shapes.max_sampled, config.max_num_seqs, device.device)
     if device.device.type == "cuda":
         sampler.allocate_counts()  # now: kernels that know another size would be compiled again
+        if config.tune:
+            tune_products(model, shapes, device.device)
+    library = _library(layouts, device, precision)
+    gathered = 0 if library is None else _gathered_bytes(layers, max_len)
     sizes = size_kv(
         config,
         spec,
@@ -98,7 +103,7 @@ def load_cuda(
             LayerGroup(layout.token_bytes, layout.tile_tokens, window)
             for layout, (window, _) in zip(layouts, groups, strict=True)
         ],
-        free_bytes=_kv_bytes(model, device, shapes),
+        free_bytes=_kv_bytes(model, device, shapes, gathered),
         unit_bytes=_UNIT_BYTES if device.device.type == "cuda" else None,
     )
     for layout, padded in zip(layouts, sizes.groups, strict=True):
@@ -110,7 +115,7 @@ def load_cuda(
             [ids for _, ids in groups],
             made.bases(),
             arrays,
-            _library(layouts, device, precision),
+            library,
         )
         runner = CudaRunner(model, made.kv, attention, sampler, device, shapes, memory=made.memory)
         made.settle = runner.settle
@@ -123,8 +128,13 @@ def load_cuda(
     return CudaParts(attention, made.kv, made.memory, runner, secret)
 
 
-def _kv_bytes(model: Decoder, device: StepDevice, shapes: StepShapes) -> int:
-    """What is left for K/V beside the largest step."""
+def _gathered_bytes(layers: Sequence[AttentionLayer], max_len: int) -> int:
+    """Of the bf16 K/V that a library reads, of one sequence at its longest in one layer."""
+    return max(4 * max_len * x.num_kv_heads * padded_dim(x.head_dim) for x in layers)
+
+
+def _kv_bytes(model: Decoder, device: StepDevice, shapes: StepShapes, gathered: int) -> int:
+    """What is left for K/V beside the largest step and what is gathered in it."""
     rows = torch.zeros(shapes.max_rows, dtype=torch.int64, device=device.device)
 
     @torch.inference_mode()
@@ -132,7 +142,7 @@ def _kv_bytes(model: Decoder, device: StepDevice, shapes: StepShapes) -> int:
         hidden = model.forward(rows, rows, _NoAttention(model.attention_layers()))
         model.logits(hidden[: shapes.max_sampled])
 
-    peak = device.peak_bytes(largest_step)
+    peak = device.peak_bytes(largest_step) + gathered
     free = device.free_bytes()
     left = free - peak - int(_STEP_RESERVE * peak) - _RESERVE_BYTES * (peak > 0)
     logger.info(

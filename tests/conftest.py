@@ -22,6 +22,22 @@ from memory.node import MemoryNode
 from ops import get_backend, native
 from tests.raw_engine import NODE_BYTES
 
+TRITON_FILES = ("test_ops_triton", "test_ops_cuda", "test_serve_cuda", "test_bench_gpu")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests of the CUDA back end, whose files' names say it. Those that compile share
+    what is compiled for a whole file. Where there is a GPU the engine's tests run on it."""
+    has_gpu = torch.cuda.is_available()
+    for item in items:
+        if has_gpu and item.get_closest_marker("small_pages"):
+            item.add_marker(pytest.mark.skip(reason="a CUDA device maps 2 MiB at a time"))
+        if item.path.name.startswith(TRITON_FILES):
+            item.add_marker(pytest.mark.triton)
+            if item.path.stem.endswith("_compiled"):
+                item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
 
 @pytest.fixture(params=native.library().instruction_sets() if native.is_available() else [])
 def isa(request):

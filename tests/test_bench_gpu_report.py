@@ -16,7 +16,7 @@ import torch
 from bench import gpu_report
 from bench.checkpoints import SHAPES
 from bench.gpu_engine import idle_times
-from bench.gpu_record import Record
+from bench.gpu_record import Record, is_device_fault
 from bench.gpu_report import SECTIONS, Parent, Section
 from bench.gpu_steps import ModelSizes, Step, gap_share, late_places, periods, with_growth
 from bench.gpu_targets import Ceilings, markdown, targets
@@ -63,6 +63,23 @@ def test_sections_that_fail_cost_only_themselves(tmp_path, capfd):
     assert "half: first: seconds 0.001" in shown
     assert "failure in half: broken: ZeroDivisionError" in shown
     assert "### half, broken" in text and "### crash: ended with code" in text
+
+
+def test_a_device_that_goes_on_is_not_lost(monkeypatch):
+    """cuBLAS refuses a shape in the words of a fault."""
+    refused = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert is_device_fault(refused) and not is_device_fault(RuntimeError("another"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: torch.ones(shape))
+    assert not is_device_fault(refused)
+
+    def lost() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    assert is_device_fault(refused)
 
 
 def test_a_section_that_hangs_is_killed_with_its_children(tmp_path):
@@ -309,11 +326,11 @@ def test_every_section_exists():
     assert len({each.name for each in SECTIONS}) == len(SECTIONS)
 
 
-DRY = ("ceilings", "smoke-linear", "smoke-attention", "smoke-sampling", "linear", "attention")
+DRY = ("ceilings", "smoke-linear", "smoke-formats", "smoke-attention", "smoke-sampling")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs for real where there is a GPU")
-@pytest.mark.parametrize("name", [*DRY, "rows", "transformers"])
+@pytest.mark.parametrize("name", [*DRY, "linear", "attention", "rows", "transformers"])
 def test_dry_run(name, tmp_path):
     (found,) = [each for each in SECTIONS if each.name == name]
     record = Record(tmp_path / "record.json", is_dry=True)

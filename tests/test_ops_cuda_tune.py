@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ops import cuda_tune
-from ops.cuda_tune import LIBRARY, TRITON, Choice, Job, Shape, Table, candidates
+from ops.cuda_tune import FUSED, LIBRARY, TRITON, Choice, Job, Shape, Table, candidates
 from ops.triton_linear import MAX_SPLIT_SUMS, Tile
 
 ABOUT = {"device": "one", "torch": "2", "triton": "3"}
@@ -97,7 +97,12 @@ def test_rules_hold_everywhere(kernel, capability):
             for inputs in (1, 48, 4096, 14336):
                 shape = Shape(kernel, rows, outputs, inputs)
                 found = candidates(shape, capability)
-                assert found and found[0].implementation == TRITON
+                fused = [c for c in found if c.implementation == FUSED]
+                assert found and found[0].implementation == (
+                    FUSED if fused and rows == 1 and inputs <= 4096 else TRITON
+                )
+                assert bool(fused) == (kernel == "int8" and rows <= 4 and rows * inputs <= 16384)
+                assert all(c.tile.swap and c.tile.m >= rows for c in fused)
                 assert len(set(found)) == len(found)
                 for choice in found:
                     check_tile(choice.tile, shape)

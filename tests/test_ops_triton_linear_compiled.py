@@ -107,6 +107,53 @@ def int8_cases() -> Iterator[Case]:
     yield int8_case("fp8_large", large, types=fp8)
 
 
+def few_case(name: str, tile, *, arch: int = 90, x: str = "*fp32", **switches) -> Case:
+    from ops.triton_few import MAX_REGISTERS, few_kernel
+
+    pointers = dict.fromkeys(
+        ("norm_at", "norm_bias_at", "row_scales_at", "scales_at", "bias_at", "residual_at"), "*fp32"
+    )
+    codes = {"x_at": x, "codes_at": "*i8", "w_at": "*i8", "out_at": "*bf16"}
+    sizes = ("n", "K", "x_stride", "w_stride", "residual_stride", "out_stride")
+    usual = {"BIAS": False, "ACT": 0, "GATED": False, "RESIDUAL": False, "EVEN_K": True}
+    rows = {"NORM": 1, "NORM_BIAS": False, "ONE_BLOCK": True, "BLOCK": 4096}
+    how = {"BM": tile.m, "BN": tile.n, "BK": tile.k, "SPLIT_K": tile.split_k}
+    return Case(
+        name,
+        few_kernel,
+        {
+            **pointers,
+            **codes,
+            **dict.fromkeys(("sums_at", "counts_at"), "*i32"),
+            **dict.fromkeys(("M", "N", *sizes), "i32"),
+            "eps": "fp32",
+        },
+        {**usual, **rows, **how, **switches},
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        arch=arch,
+        divisible=("N", *sizes),
+        enable_fp_fusion=False,
+        max_registers=MAX_REGISTERS,
+    )
+
+
+def few_cases() -> Iterator[Case]:
+    from ops.triton_linear import Tile
+
+    tile = Tile(8, 32, 512, 4, 5, swap=True)
+    yield few_case("few_stream", tile, ACT=1, GATED=True)
+    yield few_case(
+        "few_stream_long",
+        Tile(8, 16, 1024, 4, 4, swap=True, split_k=2),
+        x="*bf16",
+        NORM=0,
+        ONE_BLOCK=False,
+        EVEN_K=False,
+    )
+    yield few_case("few_stream_80", tile, arch=80, NORM=2, NORM_BIAS=True)
+
+
 def int4_case(name: str, tile, *, group: int = 64, is_nf4: bool = False, arch: int) -> Case:
     from ops.triton_linear4 import PANEL, int4_kernel
 
@@ -158,6 +205,7 @@ def int4_cases() -> Iterator[Case]:
 def compile_cases() -> Iterator[Case]:
     yield from row_cases()
     yield from int8_cases()
+    yield from few_cases()
     yield from int4_cases()
 
 
@@ -167,7 +215,7 @@ def compiled() -> dict[str, Compiled]:
 
 
 def test_nothing_spills_and_all_fits(compiled):
-    assert len(compiled) == 13
+    assert len(compiled) == 16
     for name, one in compiled.items():
         arch = next((a for a in SHARED_LIMITS if name.endswith(str(a))), 90)
         assert one.stack == 0, f"{name}: {one.stack} bytes of stack"
@@ -195,6 +243,9 @@ def test_products_are_the_tensor_cores(compiled):
             "int8_stream_8",
             "int8_stream_89",
             "int8_large_80",
+            "few_stream",
+            "few_stream_long",
+            "few_stream_80",
             "int4_stream",
             "nf4_stream_32",
         ),
@@ -213,6 +264,15 @@ def test_loops_only_copy_and_multiply(compiled):
         loop = loop_of(one.ptx, "wgmma.mma" if "wgmma.mma" in one.ptx else "mma.sync")
         assert "cp.async.cg.shared.global" in loop and "bra" in loop, name
         assert "ld.global" not in loop and "st.shared" not in loop, name
+
+
+def test_few_rows_are_written_before_they_are_read(compiled):
+    """Weights are asked for first; between a program's codes and their copies is a barrier."""
+    for name in ("few_stream", "few_stream_long", "few_stream_80"):
+        ptx = compiled[name].ptx
+        assert ptx.index("ld.volatile.global.b8") < ptx.index("ld.global.v4"), name
+        stored, copied = ptx.rindex("st.global.v4.b32"), ptx.index("cp.async.cg")
+        assert "bar.sync" in ptx[stored:copied], name
 
 
 def test_tiles_share_an_sm(compiled):

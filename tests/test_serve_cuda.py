@@ -165,6 +165,7 @@ def test_penalties_and_biases():
     assert ours.token_ids == theirs.token_ids
 
 
+@pytest.mark.small_pages
 def test_a_prefix_is_found_again_with_the_same_tokens():
     prompt = prompts_of(300, seed=7)[2]
     with cuda_llm("llama", kv_page_bytes=4096, prefix_cache=True) as llm:
@@ -174,6 +175,7 @@ def test_a_prefix_is_found_again_with_the_same_tokens():
     assert first == again == expected("llama", "base", tuple(prompt), NUM_TOKENS)
 
 
+@pytest.mark.small_pages
 def test_preempted_sequences_say_the_same():
     """Memory for four pages of 16 tokens, where five are needed in the end."""
     prompts = prompts_of(300, seed=8)[:2]

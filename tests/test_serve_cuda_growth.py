@@ -75,8 +75,8 @@ def test_growing_is_spread_over_steps():
     runner, kv, memory = rig(NUM * 16)
     calls = steps(runner, kv, memory, running(kv, 60), 80)
     assert sum(calls) >= 2 * NUM
-    assert max(calls[:5]) <= 5, "they begin at the same place"
-    assert max(calls[5:]) <= 2
+    assert max(calls[:6]) <= 4, "all of them are near the end of their page"
+    assert max(calls[6:]) == 1
     check_mapping(kv, memory)
     kv.check_integrity()
 

@@ -166,6 +166,24 @@ def test_warming_up_leaves_no_trace(device):
     assert used[0] == 16 and used[1:] == [1] * (NUM_TOKENS - 1)
 
 
+def test_what_cannot_be_captured_runs_kernel_by_kernel(device, caplog):
+    (prompt,) = prompts_of(8, 5)
+    asked: list[object] = []
+
+    def refuse(work: object) -> object:
+        asked.append(work)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    device.capture = refuse
+    with late_llm(max_num_seqs=2, max_num_batched_tokens=16) as llm:
+        runner = llm._loaded.core._runner
+        runner.warm_up()
+        assert len(asked) == 1 and not runner._graphs
+        output = llm.generate([prompt], greedy(), use_tqdm=False)[0].outputs[0]
+    assert output.token_ids == expected(tuple(prompt))
+    assert "cannot be captured" in caplog.text
+
+
 class _Sized(HostStepDevice):
     """A device of a certain size."""
 
@@ -192,8 +210,8 @@ def test_kv_gets_what_is_left_beside_the_largest_step():
     )
     shapes = StepShapes(300, 16)
     gib = 1 << 30
-    left = cuda_runtime._kv_bytes(model, _Sized(4 * gib, gib), shapes)
+    left = cuda_runtime._kv_bytes(model, _Sized(4 * gib, gib // 2), shapes, gib // 2)
     assert left == 4 * gib - gib - gib // 4 - gib // 2
     assert asked == [(300,), (16, 8)], "the largest step, as many logits as sequences"
     with pytest.raises(ConfigError, match=r"1024 MiB left.*300 rows.*lower max_num_batched_tokens"):
-        cuda_runtime._kv_bytes(model, _Sized(gib, gib // 2), shapes)
+        cuda_runtime._kv_bytes(model, _Sized(gib, gib // 2), shapes, 0)

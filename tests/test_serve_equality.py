@@ -80,6 +80,7 @@ def hash_of(variant, extra: int) -> int:
     return sum(ord(c) * (i + 1) for i, c in enumerate(str(variant))) * 100 + extra
 
 
+@pytest.mark.small_pages
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
 def test_tokens_are_the_same_after_preemption(family):
     """Memory for a fraction of the sequences: they are preempted and recomputed, unnoticed."""

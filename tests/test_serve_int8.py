@@ -70,6 +70,7 @@ def test_tokens_do_not_depend_on_the_batch_or_the_chunks(family, dtype):
         assert _said(llm, prompts, params) == alone
 
 
+@pytest.mark.small_pages
 def test_tokens_are_the_same_after_preemption():
     """Even to the bit: a recomputed row is a prefill row, and those equal decode rows."""
     path = str(checkpoint("llama", "base"))

@@ -17,6 +17,7 @@ from serve.runtime import load_runtime
 from serve.step_time import StepTimeModel
 from tests.checkpoints import LONG_VARIANTS, checkpoint, reference_greedy
 
+pytestmark = pytest.mark.small_pages
 SETTINGS = {"kv_page_bytes": 4096, "max_model_len": 480, "max_num_seqs": 8}
 ROOMY = {"kv_cache_bytes": 16 << 20}
 DTYPES = ["float32", "bfloat16", *(["int8"] if native.is_available() else [])]

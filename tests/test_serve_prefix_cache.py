@@ -9,6 +9,7 @@ from serve.errors import RequestError
 from tests.checkpoints import checkpoint
 
 PREFIX = [(7 * i) % 90 + 3 for i in range(100)]
+pytestmark = pytest.mark.small_pages
 SETTINGS = {
     "kv_cache_bytes": 4 << 20,
     "kv_page_bytes": 4096,
