@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ops.triton_tiles import as_operand, load_scale_pairs, load_values
+from ops.triton_tiles import as_operand, load_scales, load_values
 
 
 @triton.jit
@@ -51,10 +51,11 @@ def attend_block(
         TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS, PARTS, PART_PAD, TYPE, COMPUTE,
     )  # fmt: skip
     scores = tl.dot(q0, tl.trans(k), input_precision="ieee")
-    if PARTS == 2:
-        k_scale, k_scale1 = load_scale_pairs(
-            tile, head, tokens, present, 0, TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS
+    if NUM_GROUPS == 1 or NUM_GROUPS == 2:
+        k_scale, k_scale1, v_scale, v_scale1 = load_scales(
+            tile, head, tokens, present, TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS
         )
+    if PARTS == 2:
         scores *= (k_scale * scale)[None, :]
         k = load_values(
             tile, head, tokens, present, mapped, 1, False, not HAS_MASK,
@@ -63,9 +64,6 @@ def attend_block(
         scores1 = tl.dot(q1, tl.trans(k), input_precision="ieee")
         scores += scores1 * (k_scale1 * scale)[None, :]
     elif NUM_GROUPS == 1:
-        k_scale, v_scale = load_scale_pairs(
-            tile, head, tokens, present, 0, TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS
-        )
         scores *= (k_scale * scale)[None, :]
     else:
         scores *= scale
@@ -83,9 +81,6 @@ def attend_block(
     )  # fmt: skip
     acc0 = acc0 * shrink[:, None]
     if PARTS == 2:
-        v_scale, v_scale1 = load_scale_pairs(
-            tile, head, tokens, present, 1, TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS
-        )
         scaled = as_operand(weights * v_scale[None, :], COMPUTE)
         acc0 = tl.dot(scaled, v, acc0, input_precision="ieee")
         v = load_values(

@@ -205,23 +205,31 @@ def load_values(
 
 
 @triton.jit
-def load_scale_pairs(
+def load_scales(
     tile,
     head,
     tokens,
     present,
-    word: tl.constexpr,
     TILE_STRIDE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
 ):
-    """Two [N] fp32 of each token's scales, 2 * word and the one after it, read as one word, which
-    unlike a half can be copied ahead; 0 where none is present."""
+    """Four [N] fp32: each token's first and last scale of K and those of V, of one or two groups;
+    0 where none is present. Read as one word, which unlike a half can be copied ahead."""
+    SIZE: tl.constexpr = 4 * NUM_GROUPS
+    WORD: tl.constexpr = tl.int32 if NUM_GROUPS == 1 else tl.int64
     scales = scale_pointer(tile, head, 0, KV_HEADS, HEAD_DIM, NUM_GROUPS)
-    words = scales.to(tl.pointer_type(tl.int32), bitcast=True) + word
-    at = (tokens // 16).to(tl.int64) * (TILE_STRIDE // 4) + tokens % 16 * NUM_GROUPS
-    pair = tl.load(words + at, mask=present, other=0)
-    first = pair.to(tl.int16).to(tl.float16, bitcast=True)
-    second = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-    return first.to(tl.float32), second.to(tl.float32)
+    words = scales.to(tl.pointer_type(WORD), bitcast=True)
+    at = (tokens // 16).to(tl.int64) * (TILE_STRIDE // SIZE) + tokens % 16
+    word = tl.load(words + at, mask=present, other=0)
+    LAST: tl.constexpr = 16 * (NUM_GROUPS - 1)
+    OF_V: tl.constexpr = 16 * NUM_GROUPS
+    k_first, k_last = _scale_in(word, 0), _scale_in(word, LAST)
+    return k_first, k_last, _scale_in(word, OF_V), _scale_in(word, OF_V + LAST)
+
+
+@triton.jit
+def _scale_in(word, bit: tl.constexpr):
+    """The fp16 number in a word from a bit on, as fp32."""
+    return (word >> bit).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
