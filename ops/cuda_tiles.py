@@ -29,7 +29,9 @@ def layer_bytes(num_kv_heads: int, head_dim: int, dtype: torch.dtype, group: int
 class KVTiles:
     """One layer. K/V of token n: at base + n // 16 * tile_stride + offset, both in bytes.
 
-    There: K values [Hk, 16, D], V values [Hk, 16, D], K scales [Hk, 16, D / group], V scales.
+    There: K values [Hk, 16, D], V values [Hk, 16, D], in int8 [Hk, D, 16], and for int8 scales
+    [Hk, 16, 2, D / group], a token's of K and then those of V. V's product is summed over tokens,
+    and a tensor core takes what is summed four int8 side by side; bf16 can be turned on the way.
     window: how many keys a row sees, itself included; None: all.
     """
 

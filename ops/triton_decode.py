@@ -95,10 +95,11 @@ def decode_kernel(
         acc1 = tl.zeros([ROWS, PART_PAD], tl.float32)
         for key in tl.range(first // 16 * 16, end, BLOCK, num_stages=STAGES):
             present = (key + keys >= first) & (key + keys < end)
+            mapped = key + keys // 16 * 16 < end
             most, total, acc0, acc1 = attend_block(
                 q0, q1, most, total, acc0, acc1,
                 tile + tl.cast(key // 16, tl.int64) * TILE_STRIDE, head, keys, present,
-                present[None, :], scale, True,
+                mapped, present[None, :], scale, True,
                 TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS, PARTS, PART_PAD, TYPE, COMPUTE,
             )  # fmt: skip
         m = tl.arange(0, ROWS)

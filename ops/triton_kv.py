@@ -153,8 +153,6 @@ def append_kernel(
             x = tl.load(v + row * v_stride + at + dims, mask=mask, other=0).to(tl.float32)
         tile = tile_pointer(anchor, distance, number, TILE_STRIDE)
         inside = (number % 16).to(tl.int32)
-        values = value_pointer(tile, head, 0, KV_HEADS, HEAD_DIM, TYPE)
-        values += is_v * (KV_HEADS * 16 * HEAD_DIM) + inside * HEAD_DIM
         if tl.int8 == TYPE:
             wanted = tl.max(tl.abs(x), 2) / 127.0
             scale = tl.minimum(wanted, 65504.0).to(tl.float16)
@@ -168,10 +166,18 @@ def append_kernel(
             # Adding 1.5 * 2^23 rounds to the nearest integer, halves to the even one.
             x = (steps + 12582912.0) - 12582912.0
             scales = scale_pointer(tile, head, 0, KV_HEADS, HEAD_DIM, NUM_GROUPS)
-            scales += is_v * (KV_HEADS * 16 * NUM_GROUPS) + inside * NUM_GROUPS + group
+            scales += scale_offsets(inside, TILE_STRIDE, NUM_GROUPS) + is_v * NUM_GROUPS + group
             of_group = (head < KV_HEADS) & (group < NUM_GROUPS)
             tl.store(scales, scale[:, :, None], mask=of_group)
-        tl.store(values + dims, x.to(TYPE), mask=mask)
+        x = x.to(TYPE)
+        if is_v == 0:
+            values = value_pointer(tile, head, 0, KV_HEADS, HEAD_DIM, TYPE)
+            values += value_offsets(inside, dims, False, TILE_STRIDE, HEAD_DIM, TYPE)
+            tl.store(values, x, mask=mask)
+        else:
+            values = value_pointer(tile, head, 1, KV_HEADS, HEAD_DIM, TYPE)
+            values += value_offsets(inside, dims, True, TILE_STRIDE, HEAD_DIM, TYPE)
+            tl.store(values, x, mask=mask)
 
 
 def append(
@@ -222,6 +228,34 @@ def append_constants(tiles: KVTiles, half: int) -> dict[str, Any]:
     }
 
 
+@triton.jit
+def _gathered(
+    tile,
+    head,
+    token,
+    length,
+    IS_V: tl.constexpr,
+    TILE_STRIDE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TYPE: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+):
+    """[N, DIM_PAD] fp32 of tokens: [N, 1]; anything from length and from HEAD_DIM on."""
+    d = tl.arange(0, DIM_PAD)[None, :]
+    # Whole tiles, as in a tile 16 tokens may lie side by side.
+    mask = (token // 16 * 16 < length) & (d < HEAD_DIM)
+    values = value_pointer(tile, head, IS_V, KV_HEADS, HEAD_DIM, TYPE)
+    values += value_offsets(token, d, IS_V, TILE_STRIDE, HEAD_DIM, TYPE)
+    x = tl.load(values, mask=mask, other=0).to(tl.float32)
+    if NUM_GROUPS > 0:
+        scales = scale_pointer(tile, head, IS_V, KV_HEADS, HEAD_DIM, NUM_GROUPS)
+        scales += scale_offsets(token, TILE_STRIDE, NUM_GROUPS) + d // (HEAD_DIM // NUM_GROUPS)
+        x *= tl.load(scales, mask=mask, other=0).to(tl.float32)
+    return x
+
+
 @triton.jit(do_not_specialize=["start", "length"])
 def gather_kernel(
     anchor,
@@ -239,27 +273,25 @@ def gather_kernel(
     DIM_PAD: tl.constexpr,
 ):
     """BLOCK tokens of one head's K or V (axis 2) to dense rows. Bound by bytes."""
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[:, None]
     head, is_v = tl.program_id(1), tl.program_id(2)
     d = tl.arange(0, DIM_PAD)[None, :]
-    mask = (token < length)[:, None] & (d < HEAD_DIM)
+    mask = (token < length) & (d < HEAD_DIM)
     tile = tile_pointer(anchor, distance, start, TILE_STRIDE)
-    values = value_pointer(tile, head, 0, KV_HEADS, HEAD_DIM, TYPE)
-    values += is_v * (KV_HEADS * 16 * HEAD_DIM)
-    at = value_offsets(token, TILE_STRIDE, HEAD_DIM, TYPE)
-    x = tl.load(values + at[:, None] + d, mask=mask, other=0).to(tl.float32)
-    if NUM_GROUPS > 0:
-        scales = scale_pointer(tile, head, 0, KV_HEADS, HEAD_DIM, NUM_GROUPS)
-        scales += is_v * (KV_HEADS * 16 * NUM_GROUPS)
-        at = scale_offsets(token, TILE_STRIDE, NUM_GROUPS)
-        group = d // (HEAD_DIM // NUM_GROUPS)
-        x *= tl.load(scales + at[:, None] + group, mask=mask, other=0).to(tl.float32)
-    target = (token.to(tl.int64) * KV_HEADS + head)[:, None] * HEAD_DIM + d
-    x = x.to(k.dtype.element_ty)
+    target = (token.to(tl.int64) * KV_HEADS + head) * HEAD_DIM + d
+    dtype: tl.constexpr = k.dtype.element_ty
     if is_v == 0:
-        tl.store(k + target, x, mask=mask)
+        x = _gathered(
+            tile, head, token, length, False,
+            TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS, TYPE, DIM_PAD,
+        )  # fmt: skip
+        tl.store(k + target, x.to(dtype), mask=mask)
     else:
-        tl.store(v + target, x, mask=mask)
+        x = _gathered(
+            tile, head, token, length, True,
+            TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS, TYPE, DIM_PAD,
+        )  # fmt: skip
+        tl.store(v + target, x.to(dtype), mask=mask)
 
 
 def gather(tiles: KVTiles, base: int, start: int, k: Tensor, v: Tensor) -> None:

@@ -52,14 +52,15 @@ def _attend_span(
     keys = tl.arange(0, BLOCK)
     for key in tl.range(first, end, BLOCK, num_stages=STAGES):
         present = key + keys < kv_len
+        mapped = key + keys // 16 * 16 < kv_len
         visible = (key + keys)[None, :] <= position[:, None]
         visible = visible & present[None, :]
         if WINDOW > 0:
             visible = visible & ((key + keys)[None, :] > position[:, None] - WINDOW)
         most, total, acc0, acc1 = attend_block(
             q0, q1, most, total, acc0, acc1,
-            tile + tl.cast(key // 16, tl.int64) * TILE_STRIDE, head, keys, present, visible, scale,
-            HAS_MASK,
+            tile + tl.cast(key // 16, tl.int64) * TILE_STRIDE, head, keys, present, mapped,
+            visible, scale, HAS_MASK,
             TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS, PARTS, PART_PAD, TYPE, COMPUTE,
         )  # fmt: skip
     return most, total, acc0, acc1

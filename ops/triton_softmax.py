@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ops.triton_tiles import as_operand, load_scale_pairs, load_scales, load_values
+from ops.triton_tiles import as_operand, load_scales, load_values
 
 
 @triton.jit
@@ -26,6 +26,7 @@ def attend_block(
     head,
     tokens,
     present,
+    mapped,
     visible,
     scale,
     HAS_MASK: tl.constexpr,
@@ -41,27 +42,28 @@ def attend_block(
     """q0, q1: [M, PART_PAD], parts of the rows' queries; most, total: [M]; acc0, acc1 as q, fp32.
 
     tile: where the layer's part of the block's first tile begins; tokens: [N] from there on;
-    present: [N], which may be read; visible: [M or 1, N], which count, if HAS_MASK.
+    present: [N], which are there; mapped: [N], which lie in tiles of which some are there and
+    so may be read; visible: [M or 1, N], which count, if HAS_MASK.
     scale: of a score, times log2(e). Returns most, total, acc0, acc1 with the block in them.
     """
     k = load_values(
-        tile, head, tokens, present, 0, False, not HAS_MASK,
+        tile, head, tokens, present, mapped, 0, False, not HAS_MASK,
         TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS, PARTS, PART_PAD, TYPE, COMPUTE,
     )  # fmt: skip
     scores = tl.dot(q0, tl.trans(k), input_precision="ieee")
-    if PARTS == 2:
-        k_scale, k_scale1 = load_scale_pairs(
-            tile, head, tokens, present, False, TILE_STRIDE, KV_HEADS, HEAD_DIM
+    if NUM_GROUPS == 1 or NUM_GROUPS == 2:
+        k_scale, k_scale1, v_scale, v_scale1 = load_scales(
+            tile, head, tokens, present, TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS
         )
+    if PARTS == 2:
         scores *= (k_scale * scale)[None, :]
         k = load_values(
-            tile, head, tokens, present, 1, False, not HAS_MASK,
+            tile, head, tokens, present, mapped, 1, False, not HAS_MASK,
             TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS, PARTS, PART_PAD, TYPE, COMPUTE,
         )  # fmt: skip
         scores1 = tl.dot(q1, tl.trans(k), input_precision="ieee")
         scores += scores1 * (k_scale1 * scale)[None, :]
     elif NUM_GROUPS == 1:
-        k_scale = load_scales(tile, head, tokens, present, False, TILE_STRIDE, KV_HEADS, HEAD_DIM)
         scores *= (k_scale * scale)[None, :]
     else:
         scores *= scale
@@ -74,27 +76,21 @@ def attend_block(
     shrink = tl.exp2(most - base)
     total = total * shrink + tl.sum(weights, 1)
     v = load_values(
-        tile, head, tokens, present, 0, True, not HAS_MASK,
+        tile, head, tokens, present, mapped, 0, True, not HAS_MASK,
         TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS, PARTS, PART_PAD, TYPE, COMPUTE,
     )  # fmt: skip
     acc0 = acc0 * shrink[:, None]
     if PARTS == 2:
-        v_scale, v_scale1 = load_scale_pairs(
-            tile, head, tokens, present, True, TILE_STRIDE, KV_HEADS, HEAD_DIM
-        )
         scaled = as_operand(weights * v_scale[None, :], COMPUTE)
         acc0 = tl.dot(scaled, v, acc0, input_precision="ieee")
         v = load_values(
-            tile, head, tokens, present, 1, True, not HAS_MASK,
+            tile, head, tokens, present, mapped, 1, True, not HAS_MASK,
             TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS, PARTS, PART_PAD, TYPE, COMPUTE,
         )  # fmt: skip
         scaled = as_operand(weights * v_scale1[None, :], COMPUTE)
         acc1 = tl.dot(scaled, v, acc1 * shrink[:, None], input_precision="ieee")
     else:
         if NUM_GROUPS == 1:
-            v_scale = load_scales(
-                tile, head, tokens, present, True, TILE_STRIDE, KV_HEADS, HEAD_DIM
-            )
             weights *= v_scale[None, :]
         acc0 = tl.dot(as_operand(weights, COMPUTE), v, acc0, input_precision="ieee")
     return now, total, acc0, acc1

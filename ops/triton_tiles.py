@@ -125,20 +125,31 @@ def scale_pointer(
 ):
     """Where the head's scales begin in a tile of int8 values."""
     scales = (tile + 2 * KV_HEADS * 16 * HEAD_DIM).to(tl.pointer_type(tl.float16), bitcast=True)
-    return scales + (IS_V * KV_HEADS + head) * (16 * NUM_GROUPS)
+    return scales + (head * 32 + IS_V) * NUM_GROUPS
 
 
 @triton.jit
-def value_offsets(tokens, TILE_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, TYPE: tl.constexpr):
-    """From a head's values of token 0 to those of each token, in elements."""
+def value_offsets(
+    tokens,
+    dims,
+    IS_V: tl.constexpr,
+    TILE_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TYPE: tl.constexpr,
+):
+    """From a head's values of token 0 to dims of tokens, in elements."""
     SIZE: tl.constexpr = TYPE.primitive_bitwidth // 8
-    return (tokens // 16).to(tl.int64) * (TILE_STRIDE // SIZE) + (tokens % 16) * HEAD_DIM
+    tiles = (tokens // 16).to(tl.int64) * (TILE_STRIDE // SIZE)
+    if IS_V and tl.int8 == TYPE:
+        return tiles + tokens % 16 + dims * 16
+    else:
+        return tiles + tokens % 16 * HEAD_DIM + dims
 
 
 @triton.jit
 def scale_offsets(tokens, TILE_STRIDE: tl.constexpr, NUM_GROUPS: tl.constexpr):
-    """The same for scales."""
-    return (tokens // 16).to(tl.int64) * (TILE_STRIDE // 2) + (tokens % 16) * NUM_GROUPS
+    """From a head's scales of K or V of token 0 to those of each token."""
+    return (tokens // 16).to(tl.int64) * (TILE_STRIDE // 2) + tokens % 16 * (2 * NUM_GROUPS)
 
 
 @triton.jit
@@ -147,6 +158,7 @@ def load_values(
     head,
     tokens,
     present,
+    mapped,
     part: tl.constexpr,
     IS_V: tl.constexpr,
     IS_WHOLE: tl.constexpr,
@@ -159,28 +171,37 @@ def load_values(
     TYPE: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """[N, PART_PAD] of COMPUTE: one part of each token's vector; zeros where none is present
-    and beyond the part. IS_WHOLE: all are present. More than two scales are multiplied in."""
+    """[N, PART_PAD] of COMPUTE: one part of each token's vector; zeros beyond the part and, but
+    for int8, where none is present. mapped: which lie in tiles of which some are.
+    IS_WHOLE: all are present. More than two scales are multiplied in."""
     PART: tl.constexpr = HEAD_DIM // PARTS
+    BY_DIM: tl.constexpr = IS_V and tl.int8 == TYPE
     inner = tl.arange(0, PART_PAD)
-    dims = part * PART + inner
-    values = value_pointer(tile, head, IS_V, KV_HEADS, HEAD_DIM, TYPE)
-    at = value_offsets(tokens, TILE_STRIDE, HEAD_DIM, TYPE)
-    mask = present[:, None]
-    if PART != PART_PAD:
-        mask = mask & (inner < PART)[None, :]
-    if IS_WHOLE and PART == PART_PAD:
-        x = tl.load(values + at[:, None] + dims[None, :])
+    if BY_DIM:
+        # A mask that is one for a tile's 16 tokens lets them be read at once.
+        inner, tokens = inner[:, None], tokens[None, :]
+        mask, scaled = mapped[None, :], present[None, :]
     else:
-        x = tl.load(values + at[:, None] + dims[None, :], mask=mask, other=0)
+        inner, tokens = inner[None, :], tokens[:, None]
+        mask = present[:, None]
+        scaled = mask
+    dims = part * PART + inner
+    if PART != PART_PAD:
+        mask = mask & (inner < PART)
+    values = value_pointer(tile, head, IS_V, KV_HEADS, HEAD_DIM, TYPE)
+    values += value_offsets(tokens, dims, IS_V, TILE_STRIDE, HEAD_DIM, TYPE)
+    if IS_WHOLE and PART == PART_PAD:
+        x = tl.load(values)
+    else:
+        x = tl.load(values, mask=mask, other=0)
     if NUM_GROUPS > 2:
         scales = scale_pointer(tile, head, IS_V, KV_HEADS, HEAD_DIM, NUM_GROUPS)
-        at = scale_offsets(tokens, TILE_STRIDE, NUM_GROUPS)
-        group = dims // (HEAD_DIM // NUM_GROUPS)
-        scale = tl.load(scales + at[:, None] + group[None, :], mask=mask, other=0)
-        return as_operand(x.to(tl.float32) * scale.to(tl.float32), COMPUTE)
+        scales += scale_offsets(tokens, TILE_STRIDE, NUM_GROUPS) + dims // (HEAD_DIM // NUM_GROUPS)
+        scale = tl.load(scales, mask=mask & scaled, other=0)
+        x = as_operand(x.to(tl.float32) * scale.to(tl.float32), COMPUTE)
     else:
-        return as_operand(x, COMPUTE)
+        x = as_operand(x, COMPUTE)
+    return tl.trans(x) if BY_DIM else x
 
 
 @triton.jit
@@ -189,34 +210,26 @@ def load_scales(
     head,
     tokens,
     present,
-    IS_V: tl.constexpr,
     TILE_STRIDE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
 ):
-    """[N] fp32: the one scale of each token's vector, 0 where none is present."""
-    scales = scale_pointer(tile, head, IS_V, KV_HEADS, HEAD_DIM, 1)
-    at = scale_offsets(tokens, TILE_STRIDE, 1)
-    return tl.load(scales + at, mask=present, other=0).to(tl.float32)
+    """Four [N] fp32: each token's first and last scale of K and those of V, of one or two groups;
+    0 where none is present. Read as one word, which unlike a half can be copied ahead."""
+    SIZE: tl.constexpr = 4 * NUM_GROUPS
+    WORD: tl.constexpr = tl.int32 if NUM_GROUPS == 1 else tl.int64
+    scales = scale_pointer(tile, head, 0, KV_HEADS, HEAD_DIM, NUM_GROUPS)
+    words = scales.to(tl.pointer_type(WORD), bitcast=True)
+    at = (tokens // 16).to(tl.int64) * (TILE_STRIDE // SIZE) + tokens % 16
+    word = tl.load(words + at, mask=present, other=0)
+    LAST: tl.constexpr = 16 * (NUM_GROUPS - 1)
+    OF_V: tl.constexpr = 16 * NUM_GROUPS
+    k_first, k_last = _scale_in(word, 0), _scale_in(word, LAST)
+    return k_first, k_last, _scale_in(word, OF_V), _scale_in(word, OF_V + LAST)
 
 
 @triton.jit
-def load_scale_pairs(
-    tile,
-    head,
-    tokens,
-    present,
-    IS_V: tl.constexpr,
-    TILE_STRIDE: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-):
-    """Two [N] fp32: both scales of each token's vector, read as one word, which unlike two
-    halves can be copied ahead."""
-    scales = scale_pointer(tile, head, IS_V, KV_HEADS, HEAD_DIM, 2)
-    words = scales.to(tl.pointer_type(tl.int32), bitcast=True)
-    at = (tokens // 16).to(tl.int64) * (TILE_STRIDE // 4) + tokens % 16
-    pair = tl.load(words + at, mask=present, other=0)
-    first = pair.to(tl.int16).to(tl.float16, bitcast=True)
-    second = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-    return first.to(tl.float32), second.to(tl.float32)
+def _scale_in(word, bit: tl.constexpr):
+    """The fp16 number in a word from a bit on, as fp32."""
+    return (word >> bit).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

@@ -40,27 +40,34 @@ class Tiles:
             self.write(i, k, v)
 
     def parts(self, memory: Tensor, sequence: int, length: int | None = None):
-        """[tiles, Hk, 16, ...] copies of K, V and their scales."""
+        """[tiles, ...] copies of K [Hk, 16, D], V alike or [Hk, D, 16], scales [Hk, 16, 2, G]."""
         layer = self.layer
+        heads, dim, groups = layer.num_kv_heads, layer.head_dim, layer.num_groups
         count = -(-(self.lens[sequence] if length is None else length) // 16)
-        size = layer_bytes(layer.num_kv_heads, layer.head_dim, layer.dtype, layer.group)
+        size = layer_bytes(heads, dim, layer.dtype, layer.group)
         first = self.starts[sequence] // 16 * layer.tile_stride + layer.offset
         view = memory[first:].as_strided((count, size), (layer.tile_stride, 1))
-        values = layer.num_kv_heads * 16 * layer.head_dim * layer.dtype.itemsize
-        sizes = [values, values]
-        sizes += [layer.num_kv_heads * 16 * layer.num_groups * 2] * 2 if layer.group else []
-        shape = (count, layer.num_kv_heads, 16, -1)
-        kinds = [layer.dtype] * 2 + [torch.float16] * 2
-        found = view.split(sizes, 1)
-        pairs = zip(found, kinds, strict=False)
-        return [x.contiguous().view(kind).view(shape) for x, kind in pairs]
+        values = heads * 16 * dim * layer.dtype.itemsize
+        sizes = [values, values] + ([heads * 16 * groups * 4] if groups else [])
+        of_v = (dim, 16) if groups else (16, dim)
+        shapes = [(count, heads, 16, dim), (count, heads, *of_v), (count, heads, 16, 2, groups)]
+        kinds = [layer.dtype, layer.dtype, torch.float16]
+        found = zip(view.split(sizes, 1), kinds, shapes, strict=False)
+        return [x.contiguous().view(kind).view(shape) for x, kind, shape in found]
+
+    def by_token(self, parts: list[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
+        """Views of K and V in parts: [tiles, Hk, 16, D] and, if there are any, their scales."""
+        k, v, *scales = parts
+        if not scales:
+            return [(k, None), (v, None)]
+        return [(k, scales[0][..., 0, :]), (v.transpose(2, 3), scales[0][..., 1, :])]
 
     def write(self, sequence: int, k: Tensor, v: Tensor) -> None:
         """k, v: [L, Hk, D] as `append` must put them, without it."""
         layer, length = self.layer, len(k)
         at = torch.arange(length)
         parts = self.parts(self.memory, sequence)
-        for i, x in enumerate((k, v)):
+        for x, (values, scales) in zip((k, v), self.by_token(parts), strict=True):
             x = x.float().to(DEVICE)
             if layer.group:
                 groups = x.unflatten(2, (-1, layer.group))
@@ -69,9 +76,9 @@ class Tiles:
                 scale = wanted.half()
                 above = (scale.view(torch.int16) + 1).view(torch.float16)
                 scale = torch.where(scale.float() < wanted, above, scale)
-                parts[2 + i][at // 16, :, at % 16] = scale
+                scales[at // 16, :, at % 16] = scale
                 x = (stored / scale.float()[..., None]).round().flatten(2)
-            parts[i][at // 16, :, at % 16] = x.to(layer.dtype)
+            values[at // 16, :, at % 16] = x.to(layer.dtype)
         count = len(parts[0])
         packed = torch.cat([x.reshape(count, -1).view(torch.uint8) for x in parts], 1)
         first = self.starts[sequence] // 16 * layer.tile_stride + layer.offset
@@ -83,11 +90,10 @@ class Tiles:
         length = self.lens[sequence] if length is None else length
         parts = self.parts(self.memory, sequence, length)
         found = []
-        for i in range(2):
-            x = parts[i].double()
+        for values, scales in self.by_token(parts):
+            x = values.double()
             if self.layer.group:
-                scales = parts[2 + i].double().repeat_interleave(self.layer.group, 3)
-                x = x * scales
+                x = x * scales.double().repeat_interleave(self.layer.group, 3)
             found.append(x.transpose(1, 2).flatten(0, 1)[:length].cpu())
         return found[0], found[1]
 
