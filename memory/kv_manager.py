@@ -88,11 +88,7 @@ class KVManager:
         ]
         self.space = AddressSpace(
             memory,
-            offsets=[
-                self.group_offset(number) + i * self.range_tokens * group.token_bytes
-                for number, group in numbered
-                for i in range(num_ranges)
-            ],
+            offsets=[self._first(number, i) for number, _ in numbered for i in range(num_ranges)],
             max_mappings=min(max_mappings, most_mappings),
             in_background=in_background,
         )
@@ -118,14 +114,17 @@ class KVManager:
         before = sum([group.token_bytes for group in self.layout.groups[:number]])
         return self.range_tokens * len(self.ranges) * before
 
+    def _first(self, number: int, index: int) -> int:
+        """Where a range begins in a group, in bytes of the reservation."""
+        size = self.range_tokens * self.layout.groups[number].token_bytes
+        return self.group_offset(number) + index * size
+
     def spans(self, target: Range) -> list[tuple[int, int]]:
         """(first, end) bytes of the reservation that are the range's, in each group."""
-        firsts = [
-            self.group_offset(number) + target.index * self.range_tokens * group.token_bytes
-            for number, group in enumerate(self.layout.groups)
+        return [
+            (self._first(number, target.index), self._first(number, target.index + 1))
+            for number in range(len(self.layout.groups))
         ]
-        sizes = [self.range_tokens * group.token_bytes for group in self.layout.groups]
-        return [(first, first + size) for first, size in zip(firsts, sizes, strict=True)]
 
     @property
     def members(self) -> list[KVManager]:

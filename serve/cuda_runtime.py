@@ -73,13 +73,7 @@ def load_cuda(
     """K/V memory, attention over it and a runner whose steps are warm. ConfigError."""
     layers = model.attention_layers()
     groups = group_layers(layers, config.max_model_len or spec.max_model_len)
-    try:
-        layouts = [
-            CudaKVLayout([layers[i] for i in ids], getattr(torch, precision.kv), config.kv_group)
-            for _, ids in groups
-        ]
-    except ValueError as error:
-        raise ConfigError(f"backend cuda: {error}; use the cpu back end") from error
+    layouts = _layouts(config, precision, layers, [ids for _, ids in groups])
     shapes = StepShapes(config.batched_tokens, config.max_num_seqs, captures=captures)
     max_len = config.max_model_len or spec.max_model_len
     arrays = step_arrays(
@@ -110,13 +104,8 @@ def load_cuda(
         layout.pad(padded.token_bytes * padded.tile_tokens)
     made = _Memory(config, device, sizes)
     try:
-        attention = CudaAttention(
-            layouts,
-            [ids for _, ids in groups],
-            made.bases(),
-            arrays,
-            library,
-        )
+        layers_of = [ids for _, ids in groups]
+        attention = CudaAttention(layouts, layers_of, made.bases(), arrays, library)
         runner = CudaRunner(model, made.kv, attention, sampler, device, shapes, memory=made.memory)
         made.settle = runner.settle
         secret = made.use_disk(precision)
@@ -126,6 +115,19 @@ def load_cuda(
         made.memory.close()
         raise
     return CudaParts(attention, made.kv, made.memory, runner, secret)
+
+
+def _layouts(
+    config: EngineConfig,
+    precision: Precision,
+    layers: Sequence[AttentionLayer],
+    layers_of: Sequence[Sequence[int]],
+) -> list[CudaKVLayout]:
+    kind = getattr(torch, precision.kv)
+    try:
+        return [CudaKVLayout([layers[i] for i in ids], kind, config.kv_group) for ids in layers_of]
+    except ValueError as error:
+        raise ConfigError(f"backend cuda: {error}; use the cpu back end") from error
 
 
 def _gathered_bytes(layers: Sequence[AttentionLayer], max_len: int) -> int:
