@@ -122,7 +122,7 @@ class StoreWalk(Walk):
 def test_pages_that_come_and_go_are_right(fails):
     num_stored = num_loaded = 0
     for seed in range(6):
-        walk = StoreWalk(seed, list(ORDERS)[seed % len(ORDERS)], fails).walk(30)
+        walk = StoreWalk(seed, ORDERS[seed % len(ORDERS)], fails).walk(30)
         walk.end()
         failed = {s for s, reason in walk.ended.items() if reason is FinishReason.ERROR}
         assert failed <= set(walk.bad)
