@@ -79,6 +79,24 @@ def compile_cases() -> Iterator[Case]:
                 triton_kv.append_constants(tiles, tiles.head_dim // 2),
                 divisible=("k_stride", "v_stride", "distance"),
             )
+            layer = triton_decode.constants(tiles, of_q)
+            names = ("TILE_STRIDE", "KV_HEADS", "HEAD_DIM", "NUM_GROUPS", "TYPE")
+            yield Case(
+                f"gather_{name}",
+                triton_kv.gather_kernel,
+                {"anchor": "*bf16", "distance": "i64", "start": "i64", "length": "i32"}
+                | {"k": "*bf16", "v": "*bf16"},
+                {key: layer[key] for key in names} | {"BLOCK": 64, "DIM_PAD": tiles.head_dim},
+                divisible=("distance",),
+            )
+    yield Case(
+        "rotate",
+        triton_kv.rotate_kernel,
+        {"x": "*bf16", "x_stride": "i32", "y": "*bf16", "y_stride": "i32"}
+        | {"cos": "*fp32", "sin": "*fp32"},
+        {"HEADS": 32, "HEAD_DIM": 128, "HALF": 64, "HEADS_PAD": 16, "PAIRS": 64, "REST": 0},
+        divisible=("x_stride", "y_stride"),
+    )
     yield Case(
         "combine",
         triton_decode.combine_kernel,
