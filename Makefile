@@ -46,14 +46,15 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m bench.vs_transformers
 
 # Everything that a GPU can tell, in less than nine minutes: bench/results/DEVICE.json and .md. With
-# the Python whose torch sees the GPU (GPU_PYTHON to name one), else the environment made here.
-# GPU_ARGS: see python -m bench.gpu_report --help.
+# the first Python here whose torch sees the GPU; GPU_PYTHON names another one. It needs what
+# pip install -e '.[dev,cuda]' installs. GPU_ARGS: see python -m bench.gpu_report --help.
 SEES_GPU := -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
-GPU_PYTHON ?= $(shell $(PYTHON) $(SEES_GPU) 2>/dev/null && echo $(PYTHON))
+GPU_PYTHON ?= $(shell for python in $(BIN)/python $(PYTHON); do \
+	$$python $(SEES_GPU) 2>/dev/null && echo $$python && break; done)
 GPU_ARGS ?=
 gpu:
-	$(if $(GPU_PYTHON),,$(MAKE) $(VENV)/.dev)
-	PYTHONPATH=. $(or $(GPU_PYTHON),$(BIN)/python) -m bench.gpu_report $(GPU_ARGS)
+	$(if $(GPU_PYTHON),,$(error no Python here has a torch that sees a GPU; GPU_PYTHON=... names one))
+	PYTHONPATH=. $(GPU_PYTHON) -m bench.gpu_report $(GPU_ARGS)
 
 # Compiles the library for aarch64 where a cross compiler is installed (Debian:
 # g++-aarch64-linux-gnu; CROSS_FLAGS for another one), with the headers of this Python.

@@ -7,6 +7,7 @@ imported when it is chosen, so that optional packages are needed only where they
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -31,6 +32,7 @@ BACKENDS = {
     "reference": "ops.reference:ReferenceBackend",
 }
 
+MIN_TRITON = (3, 5)
 MIN_CAPABILITY = (8, 0)  # of a GPU: bf16 and int8 products on tensor cores
 
 __all__ = [
@@ -59,12 +61,23 @@ def best_backend() -> str:
         return "cpu"
     missing = [name for name in ("triton", "cuda.bindings") if not _can_import(name)]
     if missing:
-        logger.warning(
-            "there is a CUDA device, but %s cannot be imported: pip install 'mergestep[cuda]'",
-            " and ".join(missing),
-        )
-        return "cpu"
-    return "cuda"
+        reason = f"{' and '.join(missing)} cannot be imported"
+    elif _triton_version() < MIN_TRITON:
+        reason = _old_triton()
+    else:
+        return "cuda"
+    logger.warning("the GPU is not used: %s (pip install 'mergestep[cuda]')", reason)
+    return "cpu"
+
+
+def _triton_version() -> tuple[int, ...]:
+    """(major, minor)."""
+    parts = importlib.metadata.version("triton").split(".")[:2]
+    return tuple(int(part) for part in parts if part.isdigit())
+
+
+def _old_triton() -> str:
+    return f"triton is {importlib.metadata.version('triton')}, not 3.5 or later"
 
 
 def _can_import(name: str) -> bool:
@@ -80,6 +93,8 @@ def get_backend(name: str = "auto") -> Backend:
     if chosen not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}; known: auto, {', '.join(BACKENDS)}")
     module, _, attribute = BACKENDS[chosen].partition(":")
+    if chosen == "cuda" and _can_import("triton") and _triton_version() < MIN_TRITON:
+        raise ValueError(f"{_old_triton()}: pip install 'mergestep[cuda]'")
     try:
         found = importlib.import_module(module)
     except ImportError as error:

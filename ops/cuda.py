@@ -110,5 +110,6 @@ def cuda_device() -> torch.device:
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
         name = torch.cuda.get_device_name(device)
-        raise ValueError(f"{name} has compute capability {capability}; 8.0 is needed")
+        number = ".".join(map(str, capability))
+        raise ValueError(f"{name} has compute capability {number}; 8.0 is needed")
     return device

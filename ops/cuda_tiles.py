@@ -25,6 +25,17 @@ def layer_bytes(num_kv_heads: int, head_dim: int, dtype: torch.dtype, group: int
     return 2 * num_kv_heads * TILE_TOKENS * of_head
 
 
+def architecture(device: torch.device) -> int:
+    """Whose configurations a device's kernels take, by its shared memory: 90 (227 KiB a program),
+    80 (163 KiB) or 89 (99 KiB). 90 for the interpreter."""
+    if device.type != "cuda":
+        return 90
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] in (9, 10):
+        return 90
+    return 80 if capability in ((8, 0), (8, 7)) else 89
+
+
 @dataclass(frozen=True, slots=True)
 class KVTiles:
     """One layer. K/V of token n: at base + n // 16 * tile_stride + offset, both in bytes.

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from ops.cuda_tiles import architecture
 from ops.triton_few import MAX_ROWS
 from ops.triton_linear import MAX_SPLIT_SUMS, Tile
 
@@ -54,7 +55,8 @@ def bucket(num_rows: int) -> int:
 
 
 def candidates(shape: Shape, capability: int) -> list[Choice]:
-    """What may be measured for it, the guess by rule first. capability: 90 for sm_90."""
+    """What may be measured for it, the guess by rule first. capability: 90, 89 or 80, as
+    cuda_tiles.architecture has it."""
     tiles = (_int4_tiles if shape.kernel == "int4" else _int8_tiles)(shape, capability)
     if shape.kernel != "int8":  # sums in floating point: their order must not change
         tiles = list(dict.fromkeys(tile._replace(split_k=1) for tile in tiles))
@@ -240,8 +242,7 @@ def choose(shape: Shape, device: torch.device) -> Choice:
     """What was measured to be best, or the guess by rule."""
     if device.type != "cuda":
         return candidates(shape, 90)[0]
-    major, minor = torch.cuda.get_device_capability(device)
-    among = candidates(shape, 10 * major + minor)
+    among = candidates(shape, architecture(device))
     return table(device).get(shape, among) or among[0]
 
 
@@ -261,14 +262,13 @@ def tune(jobs: Iterable[Job], device: torch.device, *, budget_s: float = 120.0) 
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         raise RuntimeError("there is no CUDA device to measure on")
-    major, minor = torch.cuda.get_device_capability(device)
     end, told = time.monotonic() + budget_s, {}
     # What stays in the L2 cache from one run to the next would flatter all.
     flush = torch.empty(256 << 20, dtype=torch.int8, device=device)
     for job in jobs:
         if time.monotonic() > end:
             break
-        among = candidates(job.shape, 10 * major + minor)
+        among = candidates(job.shape, architecture(device))
         times = _times(job, among, flush)
         if times:
             best = min(times, key=times.__getitem__)

@@ -15,12 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.cuda_tiles import KVTiles
+from ops.cuda_tiles import KVTiles, architecture
 from ops.triton_softmax import attend_block
 from ops.triton_tiles import (
     LOG2E,
     Config,
-    architecture,
     as_operand,
     layer_constants,
     layer_distance,
@@ -195,7 +194,8 @@ def config(tiles: KVTiles, of_q: torch.dtype, arch: int) -> Config:
     """Blocks of 64 keys; for the usual heads, registers and stages for three programs on an SM."""
     if torch.float32 in (tiles.dtype, of_q):
         return Config({"BLOCK": 32, "STAGES": 2}, 4)
-    stages = 2 if tiles.head_dim * tiles.dtype.itemsize > 256 else 3
+    row_bytes = tiles.head_dim * tiles.dtype.itemsize
+    stages = 2 if row_bytes > (128 if arch == 89 else 256) else 3
     is_usual = tiles.head_dim <= 128 and tiles.heads_per_kv <= 16
     return Config({"BLOCK": 64, "STAGES": stages}, 4, 168 if is_usual else None)
 

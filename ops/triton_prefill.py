@@ -16,12 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.cuda_tiles import KVTiles
+from ops.cuda_tiles import KVTiles, architecture
 from ops.triton_softmax import attend_block
 from ops.triton_tiles import (
     LOG2E,
     Config,
-    architecture,
     as_operand,
     layer_constants,
     layer_distance,

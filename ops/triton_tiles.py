@@ -10,6 +10,7 @@ from any tensor at hand, the anchor, which also tells the compiler how it is ali
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from ops.cuda_tiles import KVTiles
 
 TYPES = {torch.int8: tl.int8, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 LOG2E = 1.4426950408889634
-_IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
 
 class Config(NamedTuple):
@@ -39,14 +40,6 @@ class Config(NamedTuple):
 
 
 @functools.cache
-def architecture(device: torch.device) -> int:
-    """90 of an sm_90; that of the interpreter where there is no GPU."""
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
 def layer_distance(tiles: KVTiles, base: int, anchor: Tensor) -> int:
     """Bytes from the anchor to the layer's part of the reservation's first tile."""
     distance = base + tiles.offset - anchor.data_ptr()

@@ -92,10 +92,14 @@ TTFTSLO = Annotated[
 # K/V, here and on memory nodes
 
 KVCacheBytes = Annotated[
-    int | None, _a_size(help="Most K/V memory, such as 2GiB; by default 40 % of what is free.")
+    int | None,
+    _a_size(
+        help="Most K/V memory, such as 2GiB; by default 40 % of what is free, on a GPU the rest."
+    ),
 ]
 KVPageBytes = Annotated[
-    int | None, _a_size(help="Unit of K/V memory, such as 64K; by default about 16 tokens.")
+    int | None,
+    _a_size(help="Unit of K/V memory, such as 64K; by default about 16 tokens, on a GPU 2 MiB."),
 ]
 UsePrefixCache = Annotated[bool, typer.Option(help="Share K/V between requests that begin alike.")]
 Tune = Annotated[bool, typer.Option(help="Measure products at the first start on a GPU.")]

@@ -7,7 +7,7 @@ both start here.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -33,12 +33,13 @@ from serve.kv_store import open_kv_store
 from serve.machine import usable_processors
 from serve.models import Decoder, ModelSpec, load_model, read_spec
 from serve.models.weights import MakeLinear, joining
-from serve.precision import Precision, resolve_precision
+from serve.precision import Precision, choose_backend, resolve_precision
 from serve.remote_kv import open_remote
 from serve.runner import Closes, Runner
 
 logger = logging.getLogger(__name__)
 
+CUDA_PAGE_BYTES = 2 << 20
 _LINEARS4 = {"int4": int4_linear, "nf4": nf4_linear}
 
 
@@ -61,14 +62,17 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
     """Load the weights and reserve the K/V. Call it in the thread that will compute."""
     keep_freed_memory()
     spec = read_spec(config.model_path)
-    precision = resolve_precision(config, spec)
-    if precision.backend == "cuda" and config.memory_nodes:
-        raise ConfigError("memory_nodes need the cpu back end, not cuda")
+    config = replace(config, backend=choose_backend(config, spec))
+    if config.backend == "cuda":
+        _check_for_cuda(config)
     _set_threads(config)
     try:
-        backend = get_backend(precision.backend)
+        backend = get_backend(config.backend)
     except ValueError as error:
         raise ConfigError(f"backend: {error}") from error
+    precision = resolve_precision(config, spec)
+    if config.load_format == "random":
+        logger.warning("load_format random: the weights are random, answers make no sense")
     if precision.backend == "cuda":
         return _load_cuda(config, spec, precision, backend, progress)
     model = _load_model(config, precision, backend, progress)
@@ -81,6 +85,14 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
             spec, precision, model, remote.attention, remote.kv, remote, nodes=remote.nodes
         )
     return _load_local(config, spec, precision, model, backend)
+
+
+def _check_for_cuda(config: EngineConfig) -> None:
+    if config.memory_nodes:
+        raise ConfigError("memory_nodes need the cpu back end, not cuda")
+    page = config.kv_page_bytes
+    if page is not None and torch.cuda.is_available() and page % CUDA_PAGE_BYTES:
+        raise ConfigError(f"kv_page_bytes {page}: a GPU maps multiples of {CUDA_PAGE_BYTES}")
 
 
 def _load_cuda(

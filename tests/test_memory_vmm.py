@@ -42,7 +42,7 @@ def space(request):
         driver = FakeDriver(granularity=PAGE)
         space = Space(
             CudaMemory(PAGE, 8, driver=driver),
-            lambda address: driver.read(address, 1)[0],
+            lambda address: (driver.run_all(), driver.read(address, 1)[0])[1],
             lambda address, value: driver.write(address, bytes([value])),
         )
     yield space

@@ -18,12 +18,13 @@ from tests.checkpoints import checkpoint
 def gpu(monkeypatch):
     """A device of a certain capability, and packages that can be imported."""
 
-    def make(capability=(9, 0), missing=()):
+    def make(capability=(9, 0), missing=(), triton=(3, 6)):
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *a: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *a: "a GPU")
         monkeypatch.setattr(ops, "_can_import", lambda name: name not in missing)
+        monkeypatch.setattr(ops, "_triton_version", lambda: triton)
 
     return make
 
@@ -39,6 +40,7 @@ def test_a_gpu_is_taken(gpu):
         ({"capability": (7, 5)}, "a GPU is not used: compute capability 7.5, not 8.0"),
         ({"missing": ("triton",)}, "triton cannot be imported"),
         ({"missing": ("triton", "cuda.bindings")}, "triton and cuda.bindings cannot be imported"),
+        ({"triton": (3, 2)}, "not 3.5 or later"),
     ],
 )
 def test_a_gpu_that_cannot_be_used_is_named_and_not_in_the_way(gpu, caplog, kwargs, why):
