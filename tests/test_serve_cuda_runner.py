@@ -273,9 +273,11 @@ def test_kv_gets_what_is_left_beside_the_largest_step():
         asked.append(tuple(ids.shape))
         return torch.zeros(len(ids), 8)
 
-    model = SimpleNamespace(
-        attention_layers=list, forward=forward, logits=lambda rows: asked.append(tuple(rows.shape))
-    )
+    def logits(rows: torch.Tensor) -> torch.Tensor:
+        asked.append(tuple(rows.shape))
+        return torch.zeros(len(rows), 10)
+
+    model = SimpleNamespace(attention_layers=list, forward=forward, logits=logits)
     shapes = StepShapes(300, 16)
     gib = 1 << 30
     left = cuda_runtime._kv_bytes(model, _Sized(4 * gib, gib // 2), shapes, gib // 2)
