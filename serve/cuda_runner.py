@@ -171,7 +171,7 @@ class CudaRunner:
             self._kv.look_ahead(next_needs(plan))
         shape = self._shapes.of(plan)
         slot = self._free_slot()
-        num_bytes = fill(slot.rows, plan, shape.rows)
+        fill(slot.rows, plan, shape.rows)
         chunks = self._attention.fill(
             slot.attention,
             _attention_step(plan),
@@ -183,9 +183,7 @@ class CudaRunner:
         slots = [s.kv_range.index for s in chosen if s.kv_range is not None]
         sampling = self._sampler.plan(rows_of(chosen, slots))
         step = _Step(chosen, sampling, targets)
-        step.mark = slot.mark = self._submit(
-            lambda: self._compute(step, slot, shape, num_bytes, chunks)
-        )
+        step.mark = slot.mark = self._submit(lambda: self._compute(step, slot, shape, chunks))
         self._flying.append(step)
         self._slots.rotate(-1)
         self._grow_early(plan)
@@ -202,6 +200,7 @@ class CudaRunner:
             raise
 
     def check(self) -> None:
+        """Raises if the device is lost."""
         self._device.check()
 
     def _grow_early(self, plan: StepPlan) -> None:
@@ -237,10 +236,10 @@ class CudaRunner:
 
     @torch.inference_mode()
     def _compute(
-        self, step: _Step, slot: _Slot, shape: StepShape, num_bytes: int, chunks: Sequence[Prompt]
+        self, step: _Step, slot: _Slot, shape: StepShape, chunks: Sequence[Prompt]
     ) -> None:
         """What the device does, in its order."""
-        self._upload(slot, shape, num_bytes)
+        self._upload(slot, shape)
         graph = self._graphs.get(shape)
         if graph is None:
             self._body(shape, chunks)
@@ -254,8 +253,8 @@ class CudaRunner:
         self._sampler.run(logits, step.sampling.kind)
         step.fetched = self._sampler.fetch(step.sampling.kind, num_sampled)
 
-    def _upload(self, slot: _Slot, shape: StepShape, num_bytes: int | None = None) -> None:
-        size = block_bytes(shape.rows) if num_bytes is None else num_bytes
+    def _upload(self, slot: _Slot, shape: StepShape) -> None:
+        size = block_bytes(shape.rows)
         self._block[:size].copy_(slot.rows[:size], non_blocking=True)
         self._attention.arrays.upload(slot.attention)
 

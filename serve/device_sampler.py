@@ -11,7 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from ops.cuda_choice import DeviceChoice, Row
 from ops.cuda_sampling import Fetched, Plan, described
 from serve.request import TokenLogprobs
-from serve.sampler import Sampled
+from serve.sampler import Sampled, choice_settings
 from serve.sequence import Sequence
 
 
@@ -32,21 +32,7 @@ def _choice(sequence: Sequence) -> DeviceChoice:
     """Made at a sequence's first step, then kept with it."""
     choice = sequence.history
     if choice is None:
-        params = sequence.request.params
-        choice = sequence.history = DeviceChoice(
-            seed=sequence.seed,
-            temperature=0.0 if params.is_greedy else params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            min_p=params.min_p,
-            repetition=params.repetition_penalty,
-            presence=params.presence_penalty,
-            frequency=params.frequency_penalty,
-            num_prompt=sequence.num_prompt_tokens,
-            biases=params.logit_bias,
-            forbidden=sequence.stop_ids,
-            num_logprobs=params.logprobs,
-        )
+        choice = sequence.history = DeviceChoice(**choice_settings(sequence))
     assert isinstance(choice, DeviceChoice)
     return choice
 

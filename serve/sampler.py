@@ -10,7 +10,7 @@ The native kernels do the work; the torch functions below do the same where they
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,23 +54,28 @@ def _choice(sequence: Sequence) -> sampling.Choice:
     """Made at a sequence's first step, then kept with it."""
     choice = sequence.history
     if choice is None:
-        params = sequence.request.params
-        choice = sequence.history = sampling.Choice(
-            seed=sequence.seed,
-            temperature=0.0 if params.is_greedy else params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            min_p=params.min_p,
-            repetition=params.repetition_penalty,
-            presence=params.presence_penalty,
-            frequency=params.frequency_penalty,
-            num_prompt=sequence.num_prompt_tokens,
-            biases=params.logit_bias,
-            forbidden=sequence.stop_ids,
-            num_logprobs=params.logprobs,
-        )
+        choice = sequence.history = sampling.Choice(**choice_settings(sequence))
     assert isinstance(choice, sampling.Choice)
     return choice
+
+
+def choice_settings(sequence: Sequence) -> dict[str, Any]:
+    """What a sampler's choice is made of: ops.sampling.Choice, ops.cuda_choice.DeviceChoice."""
+    params = sequence.request.params
+    return {
+        "seed": sequence.seed,
+        "temperature": 0.0 if params.is_greedy else params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "repetition": params.repetition_penalty,
+        "presence": params.presence_penalty,
+        "frequency": params.frequency_penalty,
+        "num_prompt": sequence.num_prompt_tokens,
+        "biases": params.logit_bias,
+        "forbidden": sequence.stop_ids,
+        "num_logprobs": params.logprobs,
+    }
 
 
 def _described(choices: list[sampling.Choice], drawn: sampling.Drawn) -> list[TokenLogprobs | None]:

@@ -26,9 +26,9 @@ def block_bytes(max_rows: int) -> int:
     return NUM_FIELDS * max_rows * _ITEM_BYTES
 
 
-def fill(pinned: Tensor, plan: StepPlan, padded_rows: int) -> int:
-    """Write the plan to the block's beginning; bytes of it. Rows beyond the plan's repeat token 0
-    at position 0 of slot 0, which nobody looks at."""
+def fill(pinned: Tensor, plan: StepPlan, padded_rows: int) -> None:
+    """Write the plan to the block's first block_bytes(padded_rows) bytes. Rows beyond the plan's
+    repeat token 0 at position 0 of slot 0, which nobody looks at."""
     size_bytes = block_bytes(padded_rows)
     block: npt.NDArray[np.int64] = pinned[:size_bytes].numpy().view(np.int64)
     tokens, positions, slots, sampled = block.reshape(NUM_FIELDS, padded_rows)
@@ -50,7 +50,6 @@ def fill(pinned: Tensor, plan: StepPlan, padded_rows: int) -> int:
     chosen = last_rows[np.asarray(plan.samples, dtype=bool)]
     sampled[: len(chosen)] = chosen
     sampled[len(chosen) :] = 0
-    return size_bytes
 
 
 def fields(device_block: Tensor, padded_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
