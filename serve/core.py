@@ -33,6 +33,7 @@ from serve.scheduler import Scheduler
 from serve.sequence import Sequence, SequenceStatus, make_sequences
 from serve.state import RequestState
 from serve.stats import EngineStats, engine_stats
+from serve.step_trace import StepTrace
 from serve.tokenizer import Tokenizer
 from serve.unfinished import Unfinished
 
@@ -151,6 +152,11 @@ class EngineCore:
             num_unfinished=len(self._unfinished),
             clock=self._clock,
         )
+
+    def trace_steps(self, max_steps: int) -> StepTrace:
+        """From now on, the last max_steps of them; replaces an earlier trace."""
+        trace = self._steps.trace = StepTrace(max_steps)
+        return trace
 
     def stop_accepting(self) -> None:
         self._unfinished.close()

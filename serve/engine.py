@@ -33,6 +33,7 @@ from serve.request import (
 )
 from serve.state import RequestState
 from serve.stats import EngineStats
+from serve.step_trace import StepTrace
 from serve.tokenizer import Tokenizer
 
 _DRAIN_POLL_S = 0.01
@@ -278,6 +279,10 @@ class Engine:
 
     def stats(self) -> EngineStats:
         return self.loaded.core.stats()
+
+    def trace_steps(self, max_steps: int = 1 << 20) -> StepTrace:
+        """What every step from now on computes and takes; the last max_steps are kept."""
+        return self.loaded.core.trace_steps(max_steps)
 
     def submit(
         self,

@@ -17,6 +17,7 @@ from serve.scheduler import Scheduler
 from serve.sequence import Sequence
 from serve.stagger import part_of
 from serve.stats import StepCounts
+from serve.step_trace import StepTrace
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Steps:
     ) -> None:
         """forget: of sequences that ended with a step. lost: memory nodes, with a step."""
         self.counts = StepCounts()
+        self.trace: StepTrace | None = None
         self._runner = runner
         self._scheduler = scheduler
         self._output = output
@@ -91,6 +93,8 @@ class Steps:
         """Its tokens are here: now."""
         now_s = self._clock()
         if began_s is not None:
+            if self.trace is not None:
+                self.trace.add(plan, self._scheduler, began_s, now_s)
             self._scheduler.observe(plan, now_s - began_s)
         self._busy_since_s = now_s
         return now_s

@@ -8,37 +8,18 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-if TYPE_CHECKING:
-    from bench.load import LoadPlan
+from bench.load.record import Outcome, Record, RunResult
 
 PERCENTILES = (50, 90, 99)
 MAX_LAG_P99_S = 0.005
-
-
-@dataclass(slots=True)
-class Record:
-    """One request. Times in seconds on one monotonic clock; chunks_s: when text arrived."""
-
-    index: int
-    scheduled_s: float
-    sent_s: float = math.nan
-    finished_s: float = math.nan
-    chunks_s: list[float] = field(default_factory=list)
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    error: str | None = None
-
-    @property
-    def is_good(self) -> bool:
-        return self.error is None and bool(self.chunks_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +48,21 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
-def summarize(records: Sequence[Record], *, qps: float) -> Summary:
+def _is_good(record: Record) -> bool:
+    return record.outcome is Outcome.OK and bool(record.chunks_s)
+
+
+def summarize(result: RunResult) -> Summary:
     """Latency is over answers that ended well; TPOT over those of more than one token."""
-    good = [record for record in records if record.is_good]
+    records, qps = result.records, result.qps
+    good = [record for record in records if _is_good(record)]
     samples: dict[str, list[float]] = {
         "TTFT from send": [r.chunks_s[0] - r.sent_s for r in good],
         "TTFT from schedule": [r.chunks_s[0] - r.scheduled_s for r in good],
         "TPOT": [
-            (r.chunks_s[-1] - r.chunks_s[0]) / (r.output_tokens - 1)
+            (r.chunks_s[-1] - r.chunks_s[0]) / ((r.output_tokens or 0) - 1)
             for r in good
-            if r.output_tokens > 1
+            if (r.output_tokens or 0) > 1
         ],
         "ICL": [b - a for r in good for a, b in pairwise(r.chunks_s)],
         "E2E from send": [r.chunks_s[-1] - r.sent_s for r in good],
@@ -86,8 +72,8 @@ def summarize(records: Sequence[Record], *, qps: float) -> Summary:
     lag_ms = {f"p{percent}": 1000 * percentile(lags, percent) for percent in (50, 99)}
     start_s = min(record.scheduled_s for record in records)
     wall_s = max(record.finished_s for record in records) - start_s
-    output_tokens = sum(record.output_tokens for record in good)
-    prompt_tokens = sum(record.prompt_tokens for record in good)
+    output_tokens = sum(record.output_tokens or 0 for record in good)
+    prompt_tokens = sum(record.prompt_tokens or 0 for record in good)
     return Summary(
         latencies_ms={
             name: {f"p{percent}": 1000 * percentile(values, percent) for percent in PERCENTILES}
@@ -108,7 +94,7 @@ def summarize(records: Sequence[Record], *, qps: float) -> Summary:
             "peak concurrency": peak_concurrency(records),
         },
         lag_ms=lag_ms,
-        errors=dict(Counter(r.error or "no text came" for r in records if not r.is_good)),
+        errors=dict(Counter(r.error or "no text came" for r in records if not _is_good(r))),
         is_valid=math.isinf(qps) or lag_ms["p99"] <= 1000 * MAX_LAG_P99_S,
     )
 
@@ -152,33 +138,18 @@ def print_summary(console: Console, summary: Summary, *, title: str) -> None:
         )
 
 
-def write_json(
-    path: Path, plan: LoadPlan, target: str, summary: Summary, records: Sequence[Record]
-) -> None:
-    """One document: what was asked, on what machine, the summary, every request."""
-    start_s = min(record.scheduled_s for record in records)
+def write_json(path: Path, result: RunResult, summary: Summary) -> None:
+    """One document: on what machine, the summary, every request."""
     document = {
-        "target": target,
-        "plan": asdict(plan),
         "machine": {
             "platform": platform.platform(),
             "python": platform.python_version(),
             "cpus": os.cpu_count(),
         },
         "summary": asdict(summary),
-        "requests": [_relative(record, start_s) for record in records],
+        "result": asdict(result),
     }
     path.write_text(json.dumps(_finite(document), indent=1) + "\n")
-
-
-def _relative(record: Record, start_s: float) -> dict[str, Any]:
-    return {
-        **asdict(record),
-        "scheduled_s": record.scheduled_s - start_s,
-        "sent_s": record.sent_s - start_s,
-        "finished_s": record.finished_s - start_s,
-        "chunks_s": [round(value - start_s, 6) for value in record.chunks_s],
-    }
 
 
 def _finite(value: Any) -> Any:

@@ -1,0 +1,42 @@
+"""The steps an engine ran, one row each, for those who measure or simulate it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from serve.plan import StepPlan
+from serve.scheduler import Scheduler
+from serve.step_time import StepWork
+
+
+class TracedStep(NamedTuple):
+    """began_s to ended_s: from the end of the step before, if the engine was busy, until the
+    tokens were there (the engine's clock). Sequences and pages: when it ended."""
+
+    began_s: float
+    ended_s: float
+    work: StepWork
+    num_running: int
+    num_waiting: int
+    pages_in_use: int
+
+
+class StepTrace:
+    """The last max_steps of them. Rows are added by the compute thread; read from any."""
+
+    def __init__(self, max_steps: int) -> None:
+        self.steps: deque[TracedStep] = deque(maxlen=max_steps)
+
+    def add(self, plan: StepPlan, scheduler: Scheduler, began_s: float, ended_s: float) -> None:
+        """Before the scheduler's update."""
+        self.steps.append(
+            TracedStep(
+                began_s,
+                ended_s,
+                StepWork.of(plan),
+                len(scheduler.running),
+                len(scheduler.waiting),
+                scheduler.kv.num_in_use,
+            )
+        )
