@@ -9,11 +9,12 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.load.arrivals import arrival_times, count_requests, parse_qps
-from bench.load.datasets import mixed, random_tokens
+from bench.load.arrivals import count_requests, parse_qps
+from bench.load.datasets import DatasetSettings
 from bench.load.record import RunResult
 from bench.load.report import print_summary, summarize, write_json
 from bench.load.run import run_load
+from bench.load.schedule import ArrivalSettings, make_schedule, make_warm_up
 from bench.load.targets import EngineTarget, ServerTarget, Target
 from bench.load.work import Schedule, Work
 from serve import Engine
@@ -36,7 +37,10 @@ def run(
     **engine_settings: Any,
 ) -> bool:
     """Whether the run is valid."""
-    rate = parse_qps(qps)
+    rates = parse_qps(qps)
+    if len(rates) != 1:
+        raise ConfigError(f"qps must be one rate, not {qps!r}")
+    rate = rates[0]
     count = count_requests(rate, requests, duration)
     for name, value in (("requests", count), ("input_len", input_len), ("output_len", output_len)):
         if value is not None and value < 1:
@@ -49,17 +53,20 @@ def run(
         EngineTarget(Engine(model, **engine_settings)) if url is None else ServerTarget(url)
     )
 
-    def works(count: int, seed: int) -> list[Work]:
-        if input_len is None:
-            return mixed(count, seed, output_len)
-        return random_tokens(count, seed, input_len, output_len or 128, target.prompt_tokens)
+    dataset = DatasetSettings(
+        "mixed" if input_len is None else "random",
+        input_len=None if input_len is None else str(input_len),
+        output_len=None if output_len is None else str(output_len),
+    )
 
     async def load() -> RunResult:
         async with target:
-            schedule = Schedule(rate, works(count, seed), arrival_times(rate, count, seed))
-            return await _with_progress(
-                target, schedule, works(warmup, seed + 1_000_003), seed, Console(stderr=True)
+            tokens = target.prompt_tokens
+            schedule, _ = make_schedule(
+                dataset, ArrivalSettings(), qps=rate, requests=count, seed=seed, tokens=tokens
             )
+            works = make_warm_up(dataset, warmup, seed, tokens)
+            return await _with_progress(target, schedule, works, seed, Console(stderr=True))
 
     result = uvloop.run(load())
     summary = summarize(result)
