@@ -31,6 +31,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.load.calls import fit_context
 from bench.load.published import (
     AZURE_CODE,
     AZURE_CONV,
@@ -72,7 +73,7 @@ LAMINA = {"LLaMA-33B": (1, 2, 2), "LLaMA-65B": (2, 4, 4), "LLaMA3-70B": (2, 4, 4
 
 def mean_context(trace: Published) -> float:
     """Of the sequences in flight: a request is there once for each token that it generates."""
-    calls = published_calls(trace, trace.num_requests, 0, MAX_MODEL_LEN)
+    calls = fit_context(published_calls(trace, trace.num_requests, 0), MAX_MODEL_LEN, [])
     lengths = [(call.num_prompt, call.num_output or 0) for call in calls]
     tokens = sum(output * (prompt + (output - 1) / 2) for prompt, output in lengths)
     return tokens / sum(output for _, output in lengths)
