@@ -126,6 +126,7 @@ class FakeServer:
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._zero_s: float | None = None
+        self._batch: dict[_Connection, list[bytes]] = {}
         self.connections: set[_Connection] = set()
         self.log: list[Served] = []
 
@@ -178,9 +179,13 @@ class FakeServer:
         return due_s
 
     def _run(self) -> None:
+        """Writes what is due, for each connection all at once."""
         queue = self._queue
         while queue and queue[0][0] <= time.perf_counter():
             heapq.heappop(queue)[2]()
+        for connection, parts in self._batch.items():
+            connection.write(b"".join(parts))
+        self._batch.clear()
         if queue:
             self._timer.set(queue[0][0])
 
@@ -205,7 +210,7 @@ class FakeServer:
         if not exchange.has_head:
             exchange.has_head = True
             data = _HEAD + data
-        exchange.connection.write(data)
+        self._batch.setdefault(exchange.connection, []).append(data)
 
 
 def _framed(data: bytes) -> bytes:

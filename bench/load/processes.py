@@ -8,6 +8,7 @@ same in all processes of a machine, so all start at one time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import sys
@@ -133,10 +134,8 @@ class Crew:
         return records, probes, [ProcessHealth(**part["health"]) for part in parts]
 
     def stop(self) -> None:
-        for process in self._processes:
-            assert process.stdin is not None
-            task = asyncio.ensure_future(write_frame(process.stdin, {"stop": True}))
-            self._stops.add(task)
+        for number in range(len(self._processes)):
+            self._stops.add(asyncio.create_task(self._write(number, {"stop": True})))
 
     def progress(self) -> Progress:
         parts = self._progress
@@ -160,8 +159,6 @@ class Crew:
         )
 
     async def _begin(self, number: int) -> None:
-        process = self._processes[number]
-        assert process.stdin is not None
         items = self._items[number :: len(self._processes)]
         settings = asdict(self._settings)
         message = {
@@ -171,13 +168,11 @@ class Crew:
             "grace_s": self._options.grace_s,
             "max_concurrency": self._limits[number],
         }
-        await write_frame(process.stdin, message)
+        await self._write(number, message)
         await self._read(number)
 
     async def _run(self, number: int, start_s: float) -> dict[str, Any]:
-        process = self._processes[number]
-        assert process.stdin is not None
-        await write_frame(process.stdin, {"start_s": start_s})
+        await self._write(number, {"start_s": start_s})
         while True:
             message = await self._read(number)
             if "health" in message:
@@ -185,6 +180,13 @@ class Crew:
             before = self._progress[number].ttfts_s
             self._progress[number] = Progress(**message["progress"])
             self._progress[number].ttfts_s[:0] = before
+
+    async def _write(self, number: int, message: dict[str, Any]) -> None:
+        """Whether the process is still there is seen when it is read from."""
+        stdin = self._processes[number].stdin
+        assert stdin is not None
+        with contextlib.suppress(OSError, RuntimeError):  # the latter is uvloop's
+            await write_frame(stdin, message)
 
     async def _read(self, number: int) -> dict[str, Any]:
         process = self._processes[number]
