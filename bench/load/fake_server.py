@@ -165,7 +165,9 @@ class FakeServer:
         exchange.has_usage = b'"include_usage":true' in body
         connection.exchange = exchange
         if script.empty_s is not None:
-            self._at(now_s + script.empty_s, lambda: self._write(exchange, _text(0, False)))
+            self._at(
+                now_s + script.empty_s, lambda: self._write(exchange, _text(0, exchange.is_chat))
+            )
         for number, at_s in enumerate(script.chunks_s):
             due_s = self._at(now_s + at_s, lambda n=number: self._chunk(exchange, n))
             served.due_s.append(due_s)

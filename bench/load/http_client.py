@@ -8,6 +8,7 @@ when a request went out just before its bytes are written. Responses are parsed 
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from bench.load.answer import CallError
 from serve.errors import ConfigError, reason
 
 CONNECT_TIMEOUT_S = 10.0
+_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, section 5.6.2
 
 
 class Sink(Protocol):
@@ -54,8 +56,8 @@ class Address:
     @classmethod
     def of(cls, url: str, headers: Mapping[str, str]) -> Address:
         """Raises ConfigError for what is no URL of a server, or no header."""
-        root = url.strip().rstrip("/").removesuffix("/v1")
-        root = root if "://" in root else f"http://{root}"
+        root = url.strip() if "://" in url else f"http://{url.strip()}"
+        root = root.rstrip("/").removesuffix("/v1")
         try:
             parts = urlsplit(root)
             host, port = parts.hostname, parts.port
@@ -67,7 +69,7 @@ class Address:
         lines = {"Host": parts.netloc, "User-Agent": "mergestep-bench", **headers}
         text = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         for name, value in lines.items():
-            if not name.isascii() or not set(name).isdisjoint(" :\r\n") or "\n" in value + name:
+            if not _TOKEN.fullmatch(name) or not set(value).isdisjoint("\r\n\0"):
                 raise ConfigError(f"header {name!r} is no name and value of HTTP")
         try:
             head = text.encode("latin-1")
