@@ -244,8 +244,8 @@ def test_times_are_those_of_the_reads() -> None:
     parts = [0.1, CHUNKED, framed(first), 0.15, framed(second + second), b"0\r\n\r\n"]
     record, error = one(*parts)
     assert error == ""
-    assert 0.1 <= record.chunks_s[0] - record.sent_s < 0.3
-    assert 0.14 <= record.chunks_s[1] - record.chunks_s[0] < 0.35
+    assert 0.09 < record.chunks_s[0] - record.sent_s < 0.5
+    assert 0.14 < record.chunks_s[1] - record.chunks_s[0] < 0.6
     assert record.chunks_s[1] == record.chunks_s[2]  # of one read
 
 

@@ -16,7 +16,7 @@ import ssl
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, Self
 
 import httptools
@@ -166,10 +166,10 @@ class FakeServer:
         connection.exchange = exchange
         if script.empty_s is not None:
             self._at(
-                now_s + script.empty_s, lambda: self._write(exchange, _text(0, exchange.is_chat))
+                now_s + script.empty_s, partial(self._write, exchange, _text(0, exchange.is_chat))
             )
         for number, at_s in enumerate(script.chunks_s):
-            due_s = self._at(now_s + at_s, lambda n=number: self._chunk(exchange, n))
+            due_s = self._at(now_s + at_s, partial(self._chunk, exchange, number))
             served.due_s.append(due_s)
         self._timer.set(self._queue[0][0])
 

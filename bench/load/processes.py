@@ -138,25 +138,19 @@ class Crew:
             self._stops.add(asyncio.create_task(self._write(number, {"stop": True})))
 
     def progress(self) -> Progress:
-        parts = self._progress
-        ttfts_s = [ttft_s for part in parts for ttft_s in part.ttfts_s]
-        for part in parts:
+        """All of them added up."""
+        whole = Progress(0.0, 0)
+        for part in self._progress:
+            whole.at_s = max(whole.at_s, part.at_s)
+            whole.num_total += part.num_total
+            whole.num_sent += part.num_sent
+            whole.num_done += part.num_done
+            whole.num_failed += part.num_failed
+            whole.num_running += part.num_running
+            whole.num_tokens += part.num_tokens
+            whole.ttfts_s += part.ttfts_s
             part.ttfts_s = []
-        return Progress(
-            max(part.at_s for part in parts),
-            *(
-                sum(getattr(part, name) for part in parts)
-                for name in (
-                    "num_total",
-                    "num_sent",
-                    "num_done",
-                    "num_failed",
-                    "num_running",
-                    "num_tokens",
-                )
-            ),
-            ttfts_s,
-        )
+        return whole
 
     async def _begin(self, number: int) -> None:
         items = self._items[number :: len(self._processes)]

@@ -228,7 +228,7 @@ class ServerTarget:
             token_ids=work.token_ids and work.token_ids[:4],
             max_tokens=None if work.max_tokens is None else 1,
         )
-        notes = []
+        notes: list[str] = []
         while True:
             try:
                 await self.send(self.prepare(short), Record(-1, 0.0))
