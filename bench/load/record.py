@@ -22,7 +22,8 @@ class Outcome(StrEnum):
 class Record:
     """One request.
 
-    scheduled_s: when it was due. sent_s: when it was handed to the socket (or the engine).
+    scheduled_s: when it was due. dispatched_s: when the generator began with it (a connection may
+    have to be made first). sent_s: when it was handed to the socket (or the engine).
     chunks_s: when each piece of text arrived; chunk_tokens: tokens in each, where that is known
     (an engine in this process), else empty. finished_s: when the answer's end was known.
     output_tokens, prompt_tokens, cached_tokens: the server's `usage`; None where it told none.
@@ -44,6 +45,7 @@ class Record:
     finish_reason: str | None = None
     group: str | None = None
     process: int = 0
+    dispatched_s: float = math.nan
 
 
 @dataclass(slots=True)
@@ -89,6 +91,23 @@ class ProcessHealth:
     loop_lag_max_s: float
     num_collections: int
     max_connections: int
+
+
+@dataclass(slots=True)
+class Progress:
+    """A run as it goes on. at_s: seconds from its start. num_done: however it ended, the failed
+    among them. num_tokens: of ended answers what the server told, of others the chunks so far.
+    ttfts_s: of answers that began since the last report, from when they were due. Probes are not
+    in it."""
+
+    at_s: float
+    num_total: int
+    num_sent: int = 0
+    num_done: int = 0
+    num_failed: int = 0
+    num_running: int = 0
+    num_tokens: int = 0
+    ttfts_s: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
