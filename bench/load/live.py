@@ -6,9 +6,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -17,30 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.load.metrics import percentile
+from bench.load.record import Progress
 
 BARS = "▁▂▃▄▅▆▇█"
 SPAN_S = 10.0  # of the percentiles
 RATE_SPAN_S = 2.0
 WIDTH = 40
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Where a run is; counts are since its start. recent_ttft_s: those (from schedule) of the
-    answers that began since the last update."""
-
-    sent: int = 0
-    done: int = 0
-    failed: int = 0
-    running: int = 0
-    output_tokens: int = 0
-    recent_ttft_s: Sequence[float] = ()
-
-
-class ProgressView(Protocol):
-    """Whoever sends calls update a few times a second."""
-
-    def update(self, progress: Progress) -> None: ...
 
 
 class LiveView:
@@ -91,12 +72,12 @@ class LiveView:
         self._points.append((now_s, progress))
         while len(self._points) > 2 and self._points[1][0] <= now_s - RATE_SPAN_S:
             self._points.popleft()
-        self._ttfts.extend((now_s, ttft_s) for ttft_s in progress.recent_ttft_s)
+        self._ttfts.extend((now_s, ttft_s) for ttft_s in progress.ttfts_s)
         while self._ttfts and self._ttfts[0][0] < now_s - SPAN_S:
             self._ttfts.popleft()
         if now_s - self._last_speed_s >= 0.5:
             self._last_speed_s = now_s
-            self._speeds.append(self._rate("output_tokens"))
+            self._speeds.append(self._rate("num_tokens"))
         self._live.update(self._draw(now_s, progress), refresh=True)
 
     def _rate(self, name: str) -> float:
@@ -109,11 +90,11 @@ class LiveView:
         for _ in range(4):
             table.add_column(justify="right")
         offered = "all at once" if math.isinf(self._qps) else f"{self._qps:g}/s"
-        failed = Text(str(progress.failed), style="bold red" if progress.failed else "")
-        table.add_row("offered", offered, "sent", f"{progress.sent} of {self._total}")
-        table.add_row("sending", f"{self._rate('sent'):.1f}/s", "running", str(progress.running))
-        table.add_row("answering", f"{self._rate('done'):.1f}/s", "done", str(progress.done))
-        table.add_row("output", f"{self._rate('output_tokens'):.0f} tokens/s", "failed", failed)
+        failed = Text(str(progress.num_failed), style="bold red" if progress.num_failed else "")
+        table.add_row("offered", offered, "sent", f"{progress.num_sent} of {self._total}")
+        table.add_row("sending", f"{self._rate('num_sent'):.1f}/s", "running", str(progress.num_running))
+        table.add_row("answering", f"{self._rate('num_done'):.1f}/s", "done", str(progress.num_done))
+        table.add_row("output", f"{self._rate('num_tokens'):.0f} tokens/s", "failed", failed)
         ttfts = [1000 * ttft_s for _, ttft_s in self._ttfts]
         if ttfts:
             table.add_row(
@@ -123,7 +104,7 @@ class LiveView:
                 f"{percentile(ttfts, 99):.0f} ms",
             )
         head = Text.assemble((self._title, "bold"), f"  {now_s - self._start_s:.0f} s")
-        bar = ProgressBar(total=max(self._total, 1), completed=progress.done, width=WIDTH)
+        bar = ProgressBar(total=max(self._total, 1), completed=progress.num_done, width=WIDTH)
         spark = Text.assemble("tokens/s  ", (sparkline(self._speeds), "cyan"))
         return Group(head, bar, table, spark)
 
