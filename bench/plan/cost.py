@@ -15,7 +15,6 @@ K/V before it is left out: each token serves all rows of the chunk.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
 from typing import Protocol
 
 from bench.plan.efficiency import Efficiency
@@ -24,7 +23,10 @@ from bench.plan.shapes import Precision, Shape
 from serve.errors import ConfigError
 from serve.step_time import StepWork
 
+RESOURCES = ("memory", "compute", "network", "overheads")
+_ATTENTION_FACTORS = {"float32": (), "bfloat16": ("bf16",), "int8": ("bf16",)}
 _LOGIT_BYTES = 4
+_REDUCED_BYTES = 2  # of a number in an all-reduce
 
 
 class StepCost(Protocol):
@@ -58,9 +60,8 @@ class Machine:
 
     @property
     def name(self) -> str:
-        return (
-            self.device.name if self.num_devices == 1 else f"{self.num_devices}x{self.device.name}"
-        )
+        prefix = f"{self.num_devices}x" if self.num_devices > 1 else ""
+        return prefix + self.device.name
 
     @property
     def dollars_per_h(self) -> float | None:
@@ -77,6 +78,38 @@ def all_reduce_s(num_bytes: float, num_devices: int, link: Link, share: float = 
     return 2 * (1 - 1 / num_devices) * num_bytes / (share * link.bytes_per_s)
 
 
+class Attention:
+    """Of all layers, over K/V that is divided among a machine's devices by heads."""
+
+    def __init__(
+        self, shape: Shape, precision: Precision, machine: Machine, efficiency: Efficiency
+    ) -> None:
+        device, n = machine.device, machine.num_devices
+        peak = device.peak(*_ATTENTION_FACTORS[precision.kv], "fp32")
+        assert peak is not None, f"{device}"
+        shards = min(n, shape.num_kv_heads)
+        read = efficiency.kv * device.bytes_per_s * shards
+        self._token_s = shape.kv_layer_bytes(precision) / read
+        self._pair_s = 4 * shape.q_width / (efficiency.attention * peak * n)
+        self._windows = shape.layers_by_window()
+
+    def decode(self, rows: float, seen: float) -> Stage:
+        """seen: tokens of all rows together, each one's own included."""
+        tokens = self._in_windows(rows, seen)
+        return Stage("decode attention", tokens * self._token_s, tokens * self._pair_s)
+
+    def prefill(self, rows: float, pairs: float) -> Stage:
+        """pairs: of a prompt row and a token that it sees."""
+        return Stage("prefill attention", compute_s=self._in_windows(rows, pairs) * self._pair_s)
+
+    def _in_windows(self, rows: float, tokens: float) -> float:
+        """Of all layers, where rows together see so many tokens without windows."""
+        total = 0.0
+        for window, layers in self._windows.items():
+            total += layers * (tokens if window is None else min(tokens, rows * window))
+        return total
+
+
 class MachineCost:
     """A model on a machine. ConfigError where the machine cannot compute in this precision."""
 
@@ -85,26 +118,19 @@ class MachineCost:
     ) -> None:
         self.shape, self.precision, self.machine = shape, precision, machine
         self.efficiency = efficiency
+        self.attention = Attention(shape, precision, machine, efficiency)
         device, n = machine.device, machine.num_devices
         product_peak = device.peak(*precision.factors)
         if product_peak is None:
             raise ConfigError(f"{device.name} does not multiply {precision.weights}")
         if n > 1 and device.peers is None:
             raise ConfigError(f"{machine.name}: hardware has no peers for {device.name}")
-        attention_peak = device.peak(
-            "fp32" if precision.kv == "float32" else "bf16", "bf16", "fp32"
-        )
-        assert attention_peak is not None, f"{device}"
         bandwidth = device.bytes_per_s
         weights = efficiency.weights * bandwidth * n
         self._block_s = shape.block_bytes(precision) / weights
         self._head_s = shape.head_bytes(precision) / weights
         self._block_row_s = 2 * shape.block_parameters / (product_peak * n)
         self._head_row_s = 2 * shape.head_parameters / (product_peak * n)
-        self._windows = shape.layers_by_window()
-        shards = min(n, shape.num_kv_heads)
-        self._kv_s = shape.kv_layer_bytes(precision) / (efficiency.kv * bandwidth * shards)
-        self._pair_s = 4 * shape.q_width / (efficiency.attention * attention_peak * n)
         elements = 4 * shape.hidden + (2 * shape.q_width + 2 * shape.kv_width + 2 * shape.ffn) / n
         wide = device.kind == "cpu" and precision.weights != "bfloat16"
         moved = efficiency.rows * bandwidth
@@ -114,22 +140,25 @@ class MachineCost:
 
     def stages(self, work: StepWork) -> list[Stage]:
         """With rows."""
-        efficiency, sampled = self.efficiency, 0
-        if work.samples:
-            sampled = work.num_decodes + work.num_chunks
-        product_rows = efficiency.product_rows(work.num_rows)
-        sampled_rows = efficiency.product_rows(sampled)
-        decoded, pairs = self._tokens(work)
+        sampled = work.num_decodes + work.num_chunks if work.samples else 0
+        seen = work.num_context + work.num_decodes
         return [
-            Stage("products", self._block_s, product_rows * self._block_row_s),
-            Stage(
-                "last product", self._head_s if sampled else 0.0, sampled_rows * self._head_row_s
-            ),
-            Stage("decode attention", decoded * self._kv_s, decoded * self._pair_s),
-            Stage("prefill attention", 0.0, pairs * self._pair_s),
-            Stage("rows", work.num_rows * self._row_s + sampled * self._logits_s),
-            self._network(work.num_rows),
+            *self.products(work.num_rows, sampled),
+            self.attention.decode(work.num_decodes, seen),
+            self.attention.prefill(work.num_rows - work.num_decodes, work.num_pairs),
             Stage("overheads", fixed_s=self._fixed_s(work.num_decodes + work.num_chunks)),
+        ]
+
+    def products(self, rows: float, sampled: float) -> list[Stage]:
+        """All stages that need no K/V. sampled: rows of the last product."""
+        efficiency = self.efficiency
+        multiply_s = efficiency.product_rows(rows) * self._block_row_s
+        last_s = efficiency.product_rows(sampled) * self._head_row_s
+        return [
+            Stage("products", self._block_s, multiply_s),
+            Stage("last product", self._head_s if sampled else 0.0, last_s),
+            Stage("rows", rows * self._row_s + sampled * self._logits_s),
+            self._network(rows),
         ]
 
     def seconds(self, work: StepWork) -> float:
@@ -142,7 +171,7 @@ class MachineCost:
 
     def resources(self, work: StepWork) -> dict[str, float]:
         """Seconds by what they are spent on."""
-        found = {"memory": 0.0, "compute": 0.0, "network": 0.0, "overheads": 0.0}
+        found = dict.fromkeys(RESOURCES, 0.0)
         is_overlapped = self.efficiency.is_overlapped
         for stage in self.stages(work):
             found["network"] += stage.network_s
@@ -156,30 +185,20 @@ class MachineCost:
         return found
 
     def binds(self, work: StepWork) -> str:
-        """What most of the time goes to: memory, compute, network or overheads."""
+        """The one of RESOURCES that most of the time is spent on."""
         resources = self.resources(work)
         return max(resources, key=resources.__getitem__)
 
-    def _tokens(self, work: StepWork) -> tuple[float, float]:
-        """Of all layers: tokens that decode rows see, pairs of prompt rows and tokens."""
-        seen, prompt_rows = work.num_context + work.num_decodes, work.num_rows - work.num_decodes
-        decoded = pairs = 0.0
-        for window, layers in self._windows.items():
-            reach = inf if window is None else window
-            decoded += layers * (min(seen, work.num_decodes * reach) if seen else 0.0)
-            pairs += layers * (min(work.num_pairs, prompt_rows * reach) if prompt_rows else 0.0)
-        return decoded, pairs
-
-    def _network(self, rows: int) -> Stage:
+    def _network(self, rows: float) -> Stage:
         n, device = self.machine.num_devices, self.machine.device
         if n == 1:
             return Stage("network")
         assert device.peers is not None, f"{device}"
-        row_bytes = rows * self.shape.hidden * 2
-        one = all_reduce_s(row_bytes, n, device.peers, self.efficiency.network)
+        row_bytes = rows * self.shape.hidden * _REDUCED_BYTES
+        one_s = all_reduce_s(row_bytes, n, device.peers, self.efficiency.network)
         if not self.efficiency.is_overlapped:
-            one += device.peers.seconds
-        return Stage("network", network_s=2 * self.shape.num_layers * one)
+            one_s += device.peers.seconds
+        return Stage("network", network_s=2 * self.shape.num_layers * one_s)
 
     def _fixed_s(self, sequences: int) -> float:
         efficiency = self.efficiency

@@ -8,7 +8,6 @@ to reach).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
@@ -40,12 +39,12 @@ class Efficiency:
     sequence_s: float = 0.0
     is_overlapped: bool = False
 
-    def product_rows(self, rows: int) -> float:
+    def product_rows(self, rows: float) -> float:
         """As many rows at the whole peak take as long as these."""
         return _rows_at_peak(self.products, rows)
 
 
-def _rows_at_peak(curve: Sequence[tuple[int, float]], rows: int) -> float:
+def _rows_at_peak(curve: Curve, rows: float) -> float:
     for (low, low_share), (high, high_share) in pairwise(curve):
         if low <= rows < high:
             start, end = low / low_share, high / high_share

@@ -18,6 +18,7 @@ from serve.errors import ConfigError
 
 WEIGHTS = ("float32", "bfloat16", "int8", "fp8", "int4", "nf4")
 KV = ("float32", "bfloat16", "int8")
+_QUANTIZED = ("int8", "int4", "nf4", "fp8")
 _WEIGHT_BITS = {"float32": 32.0, "bfloat16": 16.0, "int8": 8.0, "fp8": 8.0}
 _GROUP_SCALE_BITS = 16
 _PLAIN_BYTES = {"float32": 4, "bfloat16": 2}
@@ -76,10 +77,10 @@ class Shape:
     ffn: int
     windows: tuple[int | None, ...]
     max_model_len: int
-    block_parameters: float
-    head_parameters: float = 0.0
-    embedding_parameters: float = 0.0
-    other_parameters: float = 0.0
+    block_parameters: int
+    head_parameters: int = 0
+    embedding_parameters: int = 0
+    other_parameters: int = 0
     is_tied: bool = False
 
     @property
@@ -91,13 +92,17 @@ class Shape:
         return self.kv_width // self.head_dim
 
     @property
-    def num_parameters(self) -> float:
+    def num_parameters(self) -> int:
         """As published: what two places share counts once."""
-        own = 0.0 if self.is_tied else self.embedding_parameters
+        own = 0 if self.is_tied else self.embedding_parameters
         return self.block_parameters + self.head_parameters + self.other_parameters + own
 
     def layers_by_window(self) -> Counter[int | None]:
         return Counter(self.windows)
+
+    def kv_token_bytes(self, precision: Precision) -> float:
+        """In all layers."""
+        return self.num_layers * self.kv_layer_bytes(precision)
 
     def kv_layer_bytes(self, precision: Precision) -> float:
         """K and V of one token in one layer."""
@@ -119,18 +124,15 @@ class Shape:
     def weight_bytes(self, precision: Precision) -> float:
         """In memory. The embedding stays as published (16 bits, or 32 beside fp32) and is there
         twice where a tied last product has another type; norms and biases are fp32."""
-        table = self.embedding_parameters * (4 if precision.weights == "float32" else 2)
-        if self.is_tied and precision.weights in _PLAIN_BYTES:
-            table = 0.0
+        is_shared = self.is_tied and precision.weights in _PLAIN_BYTES
+        looked_up = 0 if is_shared else self.embedding_parameters
+        table = looked_up * (4 if precision.weights == "float32" else 2)
         return (
             self.block_bytes(precision)
             + self.head_bytes(precision)
             + table
             + 4 * self.other_parameters
         )
-
-
-_QUANTIZED = ("int8", "int4", "nf4", "fp8")
 
 
 def make_shape(
