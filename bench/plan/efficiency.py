@@ -8,7 +8,7 @@ to reach).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 
@@ -55,11 +55,11 @@ def _rows_at_peak(curve: Curve, rows: float) -> float:
 
 BOUND = Efficiency(is_overlapped=True)
 
-# Our int8 and bf16 kernels on two cores of Zen 5 (`serve bench ops`; docs/performance.md).
-CPU = Efficiency(
+# Our kernels on two cores of Zen 5 (`serve bench ops`; docs/performance.md, docs/plan.md), and
+# the time between their calls.
+_CPU = Efficiency(
     weights=0.95,
     kv=0.72,
-    products=((8, 0.55), (16, 0.63), (32, 0.83), (64, 0.85)),
     attention=0.6,
     rows=0.6,
     memory=0.9,
@@ -67,8 +67,16 @@ CPU = Efficiency(
     layer_s=30e-6,
     sequence_s=2e-6,
 )
+_CPU_PRODUCTS: dict[str, Curve] = {
+    "int8": ((8, 0.55), (16, 0.64), (32, 0.83), (64, 0.85), (512, 0.87)),
+    "bfloat16": ((16, 0.8), (32, 0.88)),
+    "float32": ((64, 0.9),),
+    "int4": ((16, 0.6), (64, 0.67), (512, 0.71)),
+    "nf4": ((16, 0.6), (64, 0.67), (512, 0.71)),
+}
+_CPU_WEIGHTS = {"int4": 0.85, "nf4": 0.85}
 # Assumed, as in the model of memory devices (bench/node_cost.py).
-GPU = Efficiency(
+_GPU = Efficiency(
     weights=0.8,
     kv=0.8,
     products=((1, 0.6),),
@@ -79,4 +87,11 @@ GPU = Efficiency(
     layer_s=20e-6,
     sequence_s=1e-6,
 )
-EXPECTED = {"cpu": CPU, "gpu": GPU}
+
+
+def expected(kind: str, weights: str) -> Efficiency:
+    """Of a kind of device with weights of this type."""
+    if kind == "gpu":
+        return _GPU
+    share = _CPU_WEIGHTS.get(weights, _CPU.weights)
+    return replace(_CPU, weights=share, products=_CPU_PRODUCTS.get(weights, _CPU.products))
