@@ -323,14 +323,15 @@ class Scheduler:
         self.running.append(sequence)
         self.policy.started(sequence, self.num_steps)
 
-    def observe(self, plan: StepPlan, seconds: float) -> None:
-        """A step ran through in that time; call it before update()."""
+    def observe(self, plan: StepPlan, seconds: float, work: StepWork | None = None) -> None:
+        """A step ran through in that time; call it before update(). work: the plan's, if it is
+        known."""
         model = self.chunks.model
         model.last_step_s = seconds
         is_decoding = plan.num_decodes == len(plan.sequences)
         if is_decoding and model.knows_decoding and self.num_steps % _LEARN_EVERY:
             return  # the next one will be much the same, and learning takes time between steps
-        model.learn(StepWork.of(plan), seconds)
+        model.learn(StepWork.of(plan) if work is None else work, seconds)
 
     def update(self, plan: StepPlan, tokens: list[int]) -> list[Sequence]:
         """Take in a step's result: tokens[j] is for the j-th sampling sequence of the plan.
