@@ -52,14 +52,14 @@ def simulate(
     """calls[i] comes arrivals_s[i] seconds after the start (ascending); every request is run to
     its end. qps: what was asked for, if not what arrivals_s say. on_change(requests that came,
     that ended, simulated seconds), now and then. ConfigError: settings that do not work."""
-    load = _Load(calls, arrivals_s, cost, settings)
+    load = LoadSimulation(calls, arrivals_s, cost, settings)
     load.run(on_change)
     if qps is None:
         qps = len(calls) / arrivals_s[-1] if calls and arrivals_s[-1] > 0 else float("inf")
     return load.result(qps, seed)
 
 
-class _Load:
+class LoadSimulation:
     """One run, as serve/core.py does it: arrivals are messages between two steps."""
 
     def __init__(
@@ -72,7 +72,8 @@ class _Load:
         self._calls = calls
         self._arrivals_s = arrivals_s
         self._settings = settings
-        scheduler = settings.make_scheduler(has_prefixes=any(call.hash_ids for call in calls))
+        self.scheduler = settings.make_scheduler(has_prefixes=any(call.hash_ids for call in calls))
+        scheduler = self.scheduler
         self._engine = SimulatedEngine(scheduler, cost)
         self._keeper = Keeper(
             scheduler,
@@ -87,8 +88,8 @@ class _Load:
         self._prompts: dict[int, tuple[int, ...]] = {}
         self._blocks: dict[int, int] = {}
 
-    def run(self, on_change: Callable[[int, int, float], None] | None) -> None:
-        engine, scheduler, keeper = self._engine, self._engine.scheduler, self._keeper
+    def run(self, on_change: Callable[[int, int, float], None] | None = None) -> None:
+        engine, scheduler, keeper = self._engine, self.scheduler, self._keeper
         delays = self._settings.delays
         due = sorted(
             (at_s + delays.before(call.num_prompt), number)
@@ -138,7 +139,7 @@ class _Load:
         prompt = self._prompt(number, call)
         request = Request(str(number), None, prompt, params, arrival_s, call.client)
         sequence = make_sequence(request)
-        prefixes = self._engine.scheduler.prefixes
+        prefixes = self.scheduler.prefixes
         if prefixes.is_on:
             sequence.page_keys = prefixes.page_keys(request)
             sequence.num_expected_rows = prefixes.num_missing_rows(request, sequence.page_keys)
@@ -154,7 +155,7 @@ class _Load:
 
     def _prompt(self, number: int, call: Call) -> tuple[int, ...]:
         """Tokens that are equal where hash ids are, and new where there are none."""
-        if not self._engine.scheduler.prefixes.is_on:
+        if not self.scheduler.prefixes.is_on:
             prompt = self._prompts.get(call.num_prompt)
             if prompt is None:
                 prompt = self._prompts[call.num_prompt] = (OTHER,) * call.num_prompt
@@ -191,7 +192,7 @@ class _Load:
         )
 
     def _notes(self) -> list[str]:
-        keeper, scheduler = self._keeper, self._engine.scheduler
+        keeper, scheduler = self._keeper, self.scheduler
         notes = [
             f"simulated: {keeper.num_steps} steps in {self._engine.now_s:.1f} s of virtual time,"
             f" {scheduler.num_preemptions} preemptions"
