@@ -39,6 +39,7 @@ class Call:
     num_prompt: int
     num_output: int
     max_tokens: int
+    hash_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
