@@ -7,7 +7,7 @@ import contextlib
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from bench.load.datasets import DatasetSettings
 from bench.load.live import LiveView
 from bench.load.options import LoadOptions
 from bench.load.record import RunResult
-from bench.load.report import Files, check_files, report
+from bench.load.report import check_files, report
 from bench.load.run import offer
 from bench.load.schedule import ArrivalSettings, make_schedule, make_warm_up
 from bench.load.search import SearchResult, find_max_qps
@@ -151,8 +151,13 @@ class OnlineOptions:
 
 def run(options: OnlineOptions) -> bool:
     """Whether the runs are valid. ConfigError before anything runs."""
-    files = Files(options.json_file, options.jsonl_file, options.html_file, options.png_file)
-    check_files(files)
+    files = {
+        "json_file": options.json_file,
+        "jsonl_file": options.jsonl_file,
+        "html_file": options.html_file,
+        "png_file": options.png_file,
+    }
+    check_files(**files)
     slo, rates = options.slo_limits, options.rates
     options.load_options(0)
     runs: list[RunResult] = []
@@ -172,12 +177,22 @@ def run(options: OnlineOptions) -> bool:
                     kept(rate, seed)
     return report(
         runs,
-        command=shlex.join(["serve", *sys.argv[1:]]),
+        {"command": shlex.join(["serve", *sys.argv[1:]]), **_told(options)},
         slo=slo,
         search=search,
         console=Console(),
-        files=files,
+        **files,
     )
+
+
+def _told(options: OnlineOptions) -> dict[str, Any]:
+    """The settings that a report shows: those that are not the defaults."""
+    told = {}
+    for item in fields(options):
+        value = getattr(options, item.name)
+        if item.name not in ("engine", "api_key_file", "header") and value != item.default:
+            told[item.name] = str(value) if isinstance(value, Path) else value
+    return told
 
 
 def _search(
