@@ -244,8 +244,6 @@ HtmlFile = Annotated[
     Path | None,
     typer.Option("--html", help="A report to look at, in one file.", rich_help_panel=_FILES),
 ]
-PngFile = Annotated[
-    Path | None, typer.Option("--png", help="Its plots.", rich_help_panel=_FILES)
-]
+PngFile = Annotated[Path | None, typer.Option("--png", help="Its plots.", rich_help_panel=_FILES)]
 
 ENGINE_PANEL = _ENGINE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -118,7 +119,7 @@ class OnlineOptions:
             output_len=self.output_len,
             max_model_len=self.engine.get("max_model_len"),
             start_s=self.trace_start,
-            end_s=self.trace_end,
+            end_s=math.inf if self.trace_end is None else self.trace_end,
             block_size=self.block_size,
             num_groups=self.num_groups,
             prefix_len=self.prefix_len,

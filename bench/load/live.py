@@ -92,8 +92,12 @@ class LiveView:
         offered = "all at once" if math.isinf(self._qps) else f"{self._qps:g}/s"
         failed = Text(str(progress.num_failed), style="bold red" if progress.num_failed else "")
         table.add_row("offered", offered, "sent", f"{progress.num_sent} of {self._total}")
-        table.add_row("sending", f"{self._rate('num_sent'):.1f}/s", "running", str(progress.num_running))
-        table.add_row("answering", f"{self._rate('num_done'):.1f}/s", "done", str(progress.num_done))
+        table.add_row(
+            "sending", f"{self._rate('num_sent'):.1f}/s", "running", str(progress.num_running)
+        )
+        table.add_row(
+            "answering", f"{self._rate('num_done'):.1f}/s", "done", str(progress.num_done)
+        )
         table.add_row("output", f"{self._rate('num_tokens'):.0f} tokens/s", "failed", failed)
         ttfts = [1000 * ttft_s for _, ttft_s in self._ttfts]
         if ttfts:
