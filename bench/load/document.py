@@ -26,6 +26,7 @@ from serve.errors import ConfigError
 
 FORMAT = "mergestep-bench"
 VERSION = 1
+_NUMPY = orjson.OPT_SERIALIZE_NUMPY
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def write_json(path: Path, made: Measurement) -> None:
     }
     document = _plain(document)
     document["runs"] = [_run(r, c) for r, c in zip(made.runs, made.columns, strict=True)]
-    _write(path, orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY))
+    _write(path, orjson.dumps(document, option=orjson.OPT_APPEND_NEWLINE | _NUMPY))
 
 
 def write_jsonl(path: Path, runs: Sequence[RunResult]) -> None:
@@ -99,7 +100,7 @@ def write_jsonl(path: Path, runs: Sequence[RunResult]) -> None:
                 for record in run.records:
                     line = {f.name: getattr(record, f.name) for f in fields(record)}
                     line["error"] = redact(record.error)
-                    file.write(head + b"," + orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY)[1:] + b"\n")
+                    file.write(head + b"," + orjson.dumps(line, option=_NUMPY)[1:] + b"\n")
     except OSError as error:
         raise _unwritable(path, error) from error
 
