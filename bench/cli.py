@@ -20,6 +20,12 @@ measurements = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 class Bench(TyperCommand):
     """A first word that names a measurement of its own gets its own options and help."""
 
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        for option in self.params:
+            if option.name in _ENGINE_SETTINGS:
+                setattr(option, "rich_help_panel", "The engine, here or simulated")  # noqa: B010
+
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> Any:

@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 
 _LOAD, _SENT, _TARGET = "The load", "What is sent", "What is measured"
-_JUDGED, _FILES, _ENGINE = "How it is judged", "Files", "The engine in this process"
+_JUDGED, _FILES = "How it is judged", "Files"
 
 # ---- the load
 
 Qps = Annotated[
     str | None,
     typer.Option(
-        help="Requests per second: R, inf (all at once), A:B:N (N rates from A to B) or several"
+        help="Requests per second: R, inf (all at once), LOW:HIGH:N (N rates between) or several"
         " with commas. 1 by default.",
         rich_help_panel=_LOAD,
         show_default=False,
@@ -24,8 +24,8 @@ Qps = Annotated[
 Arrival = Annotated[
     str,
     typer.Option(
-        help="poisson, constant, gamma:K (K below 1: bursts), ramp:A:B (from A to B requests a"
-        " second) or trace (its own times).",
+        help="poisson, constant, gamma:K (K below 1: bursts), ramp:LOW:HIGH (a rising"
+        " rate) or trace (its own times).",
         rich_help_panel=_LOAD,
     ),
 ]
@@ -115,7 +115,8 @@ Dataset = Annotated[
 InputLen = Annotated[
     str | None,
     typer.Option(
-        help="Tokens of random prompts: N, A:B or lognormal:MEAN:MEDIAN.", rich_help_panel=_SENT
+        help="Tokens of random prompts: N, LOW:HIGH or lognormal:MEAN:MEDIAN.",
+        rich_help_panel=_SENT,
     ),
 ]
 OutputLen = Annotated[
@@ -245,5 +246,3 @@ HtmlFile = Annotated[
     typer.Option("--html", help="A report to look at, in one file.", rich_help_panel=_FILES),
 ]
 PngFile = Annotated[Path | None, typer.Option("--png", help="Its plots.", rich_help_panel=_FILES)]
-
-ENGINE_PANEL = _ENGINE
