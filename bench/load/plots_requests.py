@@ -8,7 +8,7 @@ import numpy as np
 
 from bench.load.columns import Columns, Floats
 from bench.load.metrics import concurrency
-from bench.load.plots import BLUE, GRID, MUTED, ORANGE, SKY, VERMILLION, Plot, horizontal
+from bench.load.plots import BLUE, MUTED, ORANGE, SKY, VERMILLION, Plot, horizontal
 from bench.load.record import RunResult
 from bench.load.slo import Slo
 from bench.load.validity import max_lag_s
@@ -44,7 +44,7 @@ def lanes_plot(name: str, columns: Columns) -> Plot | None:
         axes = figure.subplots()
         lanes = np.arange(shown)
         for left, right, colour, label in (
-            (due, began, GRID, "queued"),
+            (due, began, MUTED, "queued"),
             (began, text, ORANGE, "until the first text"),
             (text, done, BLUE, "decoding"),
         ):
@@ -114,17 +114,18 @@ def client_plot(name: str, run: RunResult, columns: Columns, slo: Slo | None) ->
         if has_health:
             names = [str(health.process) for health in run.health]
             cpu = [100 * health.cpu for health in run.health]
-            parts[1].bar(names, cpu, color=BLUE, width=0.6)
+            parts[1].bar(names, cpu, color=BLUE, width=0.5)
             parts[1].axhline(100, color=MUTED, linewidth=0.8)
             parts[1].set_title("CPU")
             parts[1].set_ylabel("% of a core")
             p99 = [1000 * health.loop_lag_p99_s for health in run.health]
-            parts[2].bar(names, p99, color=SKY, width=0.6)
+            parts[2].bar(names, p99, color=SKY, width=0.5)
             parts[2].set_title("Loop lag, p99")
             parts[2].set_ylabel("milliseconds")
             for axes in parts[1:]:
                 axes.set_xlabel("client process")
                 axes.grid(axis="x", visible=False)
+                axes.set_xlim(-0.8, max(len(names), 2) - 0.2)
 
     note = "" if len(due) <= NUM_DOTS else f"The {NUM_DOTS:,} latest of {len(due):,} are drawn."
     return Plot(name, "The client", 2.6, draw, note)
