@@ -64,6 +64,7 @@ _STYLE: dict[str, Any] = {
     "xtick.labelsize": 9,
     "ytick.labelsize": 9,
     "text.color": INK,
+    "text.parse_math": False,  # a $ in a name is a $
     "legend.facecolor": PAPER,
     "legend.edgecolor": "none",
     "legend.framealpha": 0.8,
@@ -133,7 +134,8 @@ def write_png(path: Path, made: Measurement) -> None:
     heights = [head_in] + [plot.height_in + title_in for plot in plots]
     with styled():
         figure = Figure(figsize=(WIDTH_IN, sum(heights)), layout="constrained", facecolor="white")
-        head, *parts = figure.subfigures(len(heights), 1, height_ratios=heights)
+        rows = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)
+        head, *parts = rows[:, 0]
         head.text(0.01, 0.68, verdict(made)[1], fontsize=13, weight="bold", va="center")
         head.text(0.01, 0.28, headline(made), fontsize=10, color=MUTED, va="center")
         for part, plot in zip(parts, plots, strict=True):
@@ -149,8 +151,7 @@ def write_png(path: Path, made: Measurement) -> None:
 def styled() -> Iterator[None]:
     import matplotlib
 
-    # text of others is never math: a $ in it is a $
-    with matplotlib.rc_context({**_STYLE, "text.parse_math": False}):
+    with matplotlib.rc_context(_STYLE):
         yield
 
 

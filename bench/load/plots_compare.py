@@ -128,8 +128,8 @@ def _write_png(path: Path, plots: Sequence[Plot]) -> None:
     heights = [plot.height_in + 0.35 for plot in plots] or [1.0]
     with styled():
         figure = Figure(figsize=(WIDTH_IN, sum(heights)), layout="constrained", facecolor="white")
-        parts = np.ravel(figure.subfigures(len(heights), 1, height_ratios=heights))
-        for part, plot in zip(parts, plots, strict=False):
+        parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)
+        for part, plot in zip(parts[:, 0], plots, strict=False):
             part.suptitle(plot.title, x=0.01, ha="left", fontsize=12, weight="bold")
             plot.draw(part)
         figure.savefig(path, format="png", dpi=110)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bench.load.columns import Columns, Floats
+from bench.load.columns import Columns, Floats, Ints
 from bench.load.metrics import concurrency
 from bench.load.plots import BLUE, MUTED, ORANGE, SKY, VERMILLION, Plot, horizontal
 from bench.load.record import RunResult
@@ -24,7 +24,7 @@ NUM_DOTS = 2000
 def lanes_plot(name: str, columns: Columns) -> Plot | None:
     """One lane a request: queued, prefill, decoding, how it ended."""
     count = len(columns.due)
-    if not count:
+    if not np.isfinite(columns.sent).any():
         return None
     places = _busiest(columns, NUM_LANES)
     shown = len(places)
@@ -52,7 +52,8 @@ def lanes_plot(name: str, columns: Columns) -> Plot | None:
             axes.plot([], [], color=colour, linewidth=5, label=label)
         _marks(axes, columns, places, done, lanes)
         axes.set_ylim(shown - 0.2, -0.8)
-        axes.set_xlim(float(due.min()), float(done.max()) * 1.005)
+        left, right = float(due.min()), float(done.max())
+        axes.set_xlim(left, right + max(0.005 * (right - left), 1e-6))
         axes.grid(axis="y", visible=False)
         axes.set_ylabel("requests, as they were due")
         axes.set_yticks([])
@@ -69,7 +70,7 @@ def _lane_width(shown: int) -> float:
     return 4.5 if shown <= 40 else 2.6
 
 
-def _marks(axes: Axes, columns: Columns, places: np.ndarray, done: Floats, lanes: Floats) -> None:
+def _marks(axes: Axes, columns: Columns, places: np.ndarray, done: Floats, lanes: Ints) -> None:
     ends = (
         (columns.is_failed, "x", VERMILLION, "failed"),
         (columns.is_cancelled, "|", MUTED, "cancelled"),
