@@ -112,5 +112,7 @@ def bootstrap(
     scale = math.sqrt(num_kept / len(names))
     return [
         Estimate(point, min(point, point - (m - lo) * scale), max(point, point + (hi - m) * scale))
-        for point, lo, m, hi in zip(points, low, middle, high, strict=True)
+        for point, lo, m, hi in zip(
+            points, low.tolist(), middle.tolist(), high.tolist(), strict=True
+        )
     ]

@@ -232,11 +232,11 @@ def _run(run: RunResult, columns: Columns) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """JSON has neither NaN nor infinity: null and "inf". Texts without secrets."""
     if isinstance(value, float):
-        return value if math.isfinite(value) else "inf" if value > 0 else None
+        return float(value) if math.isfinite(value) else "inf" if value > 0 else None
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, dict):
         return {redact(str(key)): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return value
+    return value if value is None or isinstance(value, int) else redact(str(value))

@@ -9,6 +9,7 @@ import io
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +64,11 @@ _STYLE: dict[str, Any] = {
     "xtick.labelsize": 9,
     "ytick.labelsize": 9,
     "text.color": INK,
-    "legend.frameon": False,
+    "text.parse_math": False,  # a $ in a name is a $
+    "legend.facecolor": PAPER,
+    "legend.edgecolor": "none",
+    "legend.framealpha": 0.8,
+    "legend.borderpad": 0.2,
     "legend.fontsize": 9,
     "lines.linewidth": 1.6,
     "lines.solid_capstyle": "round",
@@ -112,7 +117,7 @@ def svg(plot: Plot) -> str:
     text = re.sub(r'(url\(|href=")#', rf"\1#{plot.name}-", text)
     for colour, name in VARIABLES.items():
         text = text.replace(colour, f"var(--{name})")
-    return text.replace("<svg", f'<svg role="img" aria-label="{plot.title}"', 1)
+    return text.replace("<svg", f'<svg role="img" aria-label="{escape(plot.title)}"', 1)
 
 
 def write_png(path: Path, made: Measurement) -> None:
@@ -129,7 +134,8 @@ def write_png(path: Path, made: Measurement) -> None:
     heights = [head_in] + [plot.height_in + title_in for plot in plots]
     with styled():
         figure = Figure(figsize=(WIDTH_IN, sum(heights)), layout="constrained", facecolor="white")
-        head, *parts = figure.subfigures(len(heights), 1, height_ratios=heights)
+        rows = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)
+        head, *parts = rows[:, 0]
         head.text(0.01, 0.68, verdict(made)[1], fontsize=13, weight="bold", va="center")
         head.text(0.01, 0.28, headline(made), fontsize=10, color=MUTED, va="center")
         for part, plot in zip(parts, plots, strict=True):
@@ -145,26 +151,14 @@ def write_png(path: Path, made: Measurement) -> None:
 def styled() -> Iterator[None]:
     import matplotlib
 
-    # text of others is never math: a $ in it is a $
-    with matplotlib.rc_context({**_STYLE, "text.parse_math": False}):
+    with matplotlib.rc_context(_STYLE):
         yield
 
 
 def vertical(axes: Axes, x: float, text: str, colour: str = VERMILLION) -> None:
-    """A limit, with its name at the top."""
+    """A limit, named above the picture."""
     axes.axvline(x, color=colour, linewidth=1.2, linestyle=(0, (5, 2)))
-    axes.annotate(
-        text,
-        (x, 1.0),
-        xycoords=("data", "axes fraction"),
-        xytext=(-3, -3),
-        textcoords="offset points",
-        ha="right",
-        va="top",
-        rotation=90,
-        fontsize=8.5,
-        color=colour,
-    )
+    axes.set_title(text, loc="right", color=colour, fontsize=9, fontweight="normal")
 
 
 def horizontal(axes: Axes, y: float, text: str, colour: str = VERMILLION) -> None:

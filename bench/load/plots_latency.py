@@ -118,7 +118,7 @@ def rates_plot(
         _pareto(pareto, finite)
 
     note = "Bars: 95 % intervals. An empty mark is a rate whose runs are invalid."
-    return Plot(name, "Rates", 6.2, draw, note)
+    return Plot(name, "Latency and speed against the rate", 6.2, draw, note)
 
 
 def _against_rate(axes: Axes, rates: Sequence[RateSummary], metric: str) -> None:

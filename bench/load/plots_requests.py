@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bench.load.columns import Columns, Floats
+from bench.load.columns import Columns, Floats, Ints
 from bench.load.metrics import concurrency
-from bench.load.plots import BLUE, GRID, MUTED, ORANGE, SKY, VERMILLION, Plot, horizontal
+from bench.load.plots import BLUE, MUTED, ORANGE, SKY, VERMILLION, Plot, horizontal
 from bench.load.record import RunResult
 from bench.load.slo import Slo
 from bench.load.validity import max_lag_s
@@ -24,7 +24,7 @@ NUM_DOTS = 2000
 def lanes_plot(name: str, columns: Columns) -> Plot | None:
     """One lane a request: queued, prefill, decoding, how it ended."""
     count = len(columns.due)
-    if not count:
+    if not np.isfinite(columns.sent).any():
         return None
     places = _busiest(columns, NUM_LANES)
     shown = len(places)
@@ -44,7 +44,7 @@ def lanes_plot(name: str, columns: Columns) -> Plot | None:
         axes = figure.subplots()
         lanes = np.arange(shown)
         for left, right, colour, label in (
-            (due, began, GRID, "queued"),
+            (due, began, MUTED, "queued"),
             (began, text, ORANGE, "until the first text"),
             (text, done, BLUE, "decoding"),
         ):
@@ -52,7 +52,8 @@ def lanes_plot(name: str, columns: Columns) -> Plot | None:
             axes.plot([], [], color=colour, linewidth=5, label=label)
         _marks(axes, columns, places, done, lanes)
         axes.set_ylim(shown - 0.2, -0.8)
-        axes.set_xlim(float(due.min()), float(done.max()) * 1.005)
+        left, right = float(due.min()), float(done.max())
+        axes.set_xlim(left, right + max(0.005 * (right - left), 1e-6))
         axes.grid(axis="y", visible=False)
         axes.set_ylabel("requests, as they were due")
         axes.set_yticks([])
@@ -69,7 +70,7 @@ def _lane_width(shown: int) -> float:
     return 4.5 if shown <= 40 else 2.6
 
 
-def _marks(axes: Axes, columns: Columns, places: np.ndarray, done: Floats, lanes: Floats) -> None:
+def _marks(axes: Axes, columns: Columns, places: np.ndarray, done: Floats, lanes: Ints) -> None:
     ends = (
         (columns.is_failed, "x", VERMILLION, "failed"),
         (columns.is_cancelled, "|", MUTED, "cancelled"),
@@ -114,17 +115,18 @@ def client_plot(name: str, run: RunResult, columns: Columns, slo: Slo | None) ->
         if has_health:
             names = [str(health.process) for health in run.health]
             cpu = [100 * health.cpu for health in run.health]
-            parts[1].bar(names, cpu, color=BLUE, width=0.6)
+            parts[1].bar(names, cpu, color=BLUE, width=0.5)
             parts[1].axhline(100, color=MUTED, linewidth=0.8)
             parts[1].set_title("CPU")
             parts[1].set_ylabel("% of a core")
             p99 = [1000 * health.loop_lag_p99_s for health in run.health]
-            parts[2].bar(names, p99, color=SKY, width=0.6)
+            parts[2].bar(names, p99, color=SKY, width=0.5)
             parts[2].set_title("Loop lag, p99")
             parts[2].set_ylabel("milliseconds")
             for axes in parts[1:]:
                 axes.set_xlabel("client process")
                 axes.grid(axis="x", visible=False)
+                axes.set_xlim(-0.8, max(len(names), 2) - 0.2)
 
     note = "" if len(due) <= NUM_DOTS else f"The {NUM_DOTS:,} latest of {len(due):,} are drawn."
     return Plot(name, "The client", 2.6, draw, note)

@@ -143,7 +143,7 @@ def steps_plot(name: str, run: RunResult) -> Plot | None:
     part = _zoomed(both)
 
     def draw(figure: FigureBase) -> None:
-        whole, zoomed = figure.subplots(2, 1)
+        whole, zoomed = figure.subplots(2, 1, height_ratios=[2, 3])
         edges = np.linspace(float(start[0]), float(end[-1]), min(NUM_BINS, len(steps)) + 1)
         middle = (start + end) / 2
         rows = [_rate(middle, edges, values) for values in (decodes, prefills)]
@@ -166,7 +166,7 @@ def steps_plot(name: str, run: RunResult) -> Plot | None:
         f"{len(steps):,} steps, {share:.0f} % of them with both decode and prefill rows, mean"
         f" {1000 * busy_s / len(steps):.2f} ms."
     )
-    return Plot(name, "Merged steps", 4.2, draw, note)
+    return Plot(name, "Merged steps", 4.6, draw, note)
 
 
 _BAR = {"linewidth": 0.4, "edgecolor": PAPER}

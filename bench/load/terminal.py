@@ -33,12 +33,12 @@ def rate_title(rate: RateSummary) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits that matter; - for what is not known."""
+    """Three digits, or a whole number; - for what is not known."""
     if math.isnan(value):
         return "-"
     if math.isinf(value):
         return "∞"
-    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    digits = 0 if abs(value) >= 100 or float(value).is_integer() else 1 if abs(value) >= 10 else 2
     return f"{value:,.{digits}f}"
 
 
