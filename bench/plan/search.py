@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -82,23 +82,27 @@ def choose(shape: Shape, precision: Precision, machine: Machine, load: Load, slo
     )
 
 
+def all_machines(devices: Mapping[str, Device]) -> list[Machine]:
+    """Each alone, and as many tensor parallel as NUMBERS says where they have peers."""
+    return [
+        Machine(device, number)
+        for device in devices.values()
+        for number in NUMBERS
+        if number == 1 or device.peers is not None
+    ]
+
+
 def rank(
     shape: Shape,
     precision: Precision,
-    devices: Iterable[Device],
+    machines: Iterable[Machine],
     load: Load,
     slo: Slo,
     budget: Budget,
 ) -> list[Choice]:
-    """All machines: those that serve within the budget first, the cheapest tokens first (of
-    machines without a price, which no budget lets in, the fastest), then those that do not serve.
-    """
-    found = [
-        choose(shape, precision, Machine(device, number), load, slo)
-        for device in devices
-        for number in NUMBERS
-        if number == 1 or device.peers is not None
-    ]
+    """Those that serve within the budget first, the cheapest tokens first (of machines without a
+    price, which no budget lets in, the fastest), then those that do not serve."""
+    found = [choose(shape, precision, machine, load, slo) for machine in machines]
     return sorted((_within(choice, budget) for choice in found), key=_order)
 
 
@@ -152,21 +156,21 @@ class SplitChoice:
 def rank_splits(
     shape: Shape,
     precision: Precision,
-    compute: Iterable[Device],
-    memory: Iterable[Device],
+    devices: Sequence[Device],
     load: Load,
     slo: Slo,
     budget: Budget,
 ) -> list[SplitChoice]:
-    """Of each pair of kinds the (a, b) with the most tokens per dollar (or, without a price, for
-    each device); prompts are computed elsewhere. Contexts are in the middle of the answers."""
-    others = list(memory)
-    found = []
-    for one in compute:
-        for other in others:
-            best_of = _best_split(shape, precision, one, other, load, slo, budget)
-            if best_of is not None:
-                found.append(best_of)
+    """Of each pair of GPUs that compute and devices that hold K/V the (a, b) with the most tokens
+    per dollar (or, without a price, for each device); only the time between tokens counts of the
+    SLO: prompts are computed elsewhere. Contexts are in the middle of the answers."""
+    found = [
+        best_of
+        for one in devices
+        for other in devices
+        if one.kind == "gpu"
+        and (best_of := _best_split(shape, precision, one, other, load, slo, budget)) is not None
+    ]
     return sorted(found, key=lambda choice: _worth(choice.figures, choice.a + choice.b))[::-1]
 
 
