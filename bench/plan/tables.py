@@ -105,8 +105,8 @@ def print_details(found: Details, load: Load, console: Console) -> None:
         console.print("[red]the weights do not fit[/red]")
     else:
         console.print(
-            f"K/V: {_gb(room)}, {max_tokens(cost):,} tokens or {max_sequences(cost, load.context):,} "
-            f"sequences of {load.prompt} + {load.output} tokens",
+            f"K/V: {_gb(room)}, {max_tokens(cost):,} tokens or "
+            f"{max_sequences(cost, load.context):,} sequences of {load.prompt} + {load.output}",
             highlight=False,
         )
     console.print(_decode_table(found))
