@@ -17,7 +17,7 @@ from bench.plan.shapes import Precision, Shape
 from serve.errors import ConfigError
 
 NUMBERS = (1, 2, 4, 8)
-MAX_COMPUTE, MAX_MEMORY = 8, 8
+MAX_COMPUTE, MAX_MEMORY = 4, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
