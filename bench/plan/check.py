@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ LIMIT = 0.75
 TOLERANCE = 0.25
 DTYPES = ("int8", "bfloat16")
 _MIN_REPEATS, _MAX_REPEATS, _CASE_S = 3, 9, 0.6
+_QUICK_REPEATS = 1
 
 
 class Case(NamedTuple):
@@ -89,8 +91,8 @@ class Checked:
 def run_and_report(*, quick: bool = False, model: Path | None = None) -> list[Checked]:
     """Measure, print the table and the JSON line. quick: a tiny model and three steps."""
     path = model or random_checkpoint("tiny" if quick else "llama-1b")
-    cases = QUICK if quick else CASES
-    found = [row for dtype in DTYPES for row in check(path, dtype, cases)]
+    cases, repeats = (QUICK, _QUICK_REPEATS) if quick else (CASES, None)
+    found = [row for dtype in DTYPES for row in check(path, dtype, cases, repeats)]
     console = Console()
     console.width = max(console.width, 110)
     report(found, console)
@@ -98,7 +100,10 @@ def run_and_report(*, quick: bool = False, model: Path | None = None) -> list[Ch
     return found
 
 
-def check(path: Path, dtype: str, cases: tuple[Case, ...]) -> list[Checked]:
+def check(
+    path: Path, dtype: str, cases: Sequence[Case], repeats: int | None = None
+) -> list[Checked]:
+    """repeats: of each step; by default as many as some tenths of a second hold."""
     kv = "int8" if dtype == "int8" else "bfloat16"
     precision, shape = Precision(dtype, kv), load_shape(str(path))
     longest = max(sum(case.chunk or (case.context, 1)) for case in cases) + 16
@@ -109,20 +114,26 @@ def check(path: Path, dtype: str, cases: tuple[Case, ...]) -> list[Checked]:
     is_hidden = not watched.is_terminal
     with StepRig(rig_config(path, dtype, room, longest)) as rig:
         return [
-            _check_case(rig, case, shape, precision, buffer)
+            _check_case(rig, case, shape, precision, buffer, repeats)
             for case in track(cases, dtype, console=watched, transient=True, disable=is_hidden)
         ]
 
 
 def _check_case(
-    rig: StepRig, case: Case, shape: Shape, precision: Precision, buffer: torch.Tensor
+    rig: StepRig,
+    case: Case,
+    shape: Shape,
+    precision: Precision,
+    buffer: torch.Tensor,
+    repeats: int | None,
 ) -> Checked:
     plan = rig.open([case.context] * case.batch, [case.chunk] if case.chunk else [])
     work = StepWork.of(plan)
     once_s = max(rig.seconds(plan), rig.seconds(plan))  # the first maps pages
+    repeats = repeats or max(_MIN_REPEATS, min(_MAX_REPEATS, int(_CASE_S / once_s)))
     rows: list[Checked] = []
     before = Ceiling.now(buffer)
-    for _ in range(max(_MIN_REPEATS, min(_MAX_REPEATS, int(_CASE_S / once_s)))):
+    for _ in range(repeats):
         measured_s = rig.seconds(plan)
         after = Ceiling.now(buffer)
         rows.append(_compare(case, work, measured_s, before.mean(after), shape, precision))

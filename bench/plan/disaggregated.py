@@ -100,14 +100,16 @@ class Split:
     memory: Device
     efficiencies: tuple[Efficiency, Efficiency]
 
-    def figures(self, context: float, a: int, b: int, *, tpot_s: float = inf) -> Figures | None:
+    def figures(
+        self, context: float, a: int, b: int, *, tpot_s: float = inf, max_batch: float = inf
+    ) -> Figures | None:
         """The largest batch that memory and the time between tokens allow. None: a is not some
-        whole replicas, K/V heads cannot be divided among b, or no sequence fits."""
+        whole replicas, b are more than K/V heads, or no sequence fits."""
         width = self._width()
         if a % width or b > self.shape.num_kv_heads:
             return None
         room = b * self.efficiencies[1].memory * self.memory.memory_bytes
-        most = room / sequence_bytes(self.shape, self.precision, context)
+        most = min(max_batch, room / sequence_bytes(self.shape, self.precision, context))
         steps = _Steps(self, context, width, a // width, b)
         batch = most if steps.best(most)[1] <= tpot_s else _largest(steps, most, tpot_s)
         if batch < 1:

@@ -119,4 +119,4 @@ def _number(value: object, where: str) -> float:
 def _link(value: object, where: str) -> Link:
     if not isinstance(value, dict) or value.keys() != {"gb_s", "us"}:
         raise ConfigError(f"{where} must be {{ gb_s = ..., us = ... }}, not {value!r}")
-    return Link(1e9 * _number(value["gb_s"], where), 1e-6 * _number(value["us"], where))
+    return Link(1e9 * _number(value["gb_s"], where), _number(value["us"], where) / 1e6)

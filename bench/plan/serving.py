@@ -1,13 +1,14 @@
 """What a step's cost means for those who are served: time between tokens, to the first one, rates.
 
 Requests have prompts and answers of one length. B of them are in flight; each step has their B
-rows, and some steps a chunk of a prompt besides, as our scheduler merges them:
+rows, and some steps rows of prompts besides, as our scheduler merges them:
 
-    chunk           the most rows with which a step with all B still keeps the time between tokens
-    share           of the steps that have a chunk: B x prompt / (answer x chunk), at most 0.9
-    time per token  (1 - share) x step without + share x step with a chunk, on average
-    first token     steps with chunks for the whole prompt, and what comes before: with Poisson
-                    arrivals and one prompt after the other (M/D/1) share / (2 - 2 share) as long
+    chunk           prompt rows of a step: as few as get all prompts through, or as many as keep
+                    the time between tokens, whichever gives more (and keeps that to the first)
+    share           of the steps that have prompt rows: B x prompt / (answer x chunk), at most 0.9
+    time per token  (1 - share) x step without + share x step with prompt rows, on average
+    first token     the prompt's steps, and before them half a step that is under way and, with
+                    Poisson arrivals (M/D/1), share / (2 - 2 share) x the time of a prompt's rows
 
 Steps are counted with contexts in the middle of their answer (decode) or of their prompt (chunks).
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from math import inf
+from math import ceil, inf
 from typing import Any
 
 from bench.plan.capacity import max_sequences
@@ -24,7 +25,7 @@ from bench.plan.cost import MachineCost, StepCost
 from serve.step_time import StepWork
 
 GRANULARITY = 16
-CHUNK = {"cpu": 256, "gpu": 2048}  # the engine's rows of a step
+MAX_ROWS = {"cpu": 512, "gpu": 8192}  # of prompts in a step: more gain nothing
 MAX_BATCH = 4096
 MAX_SHARE = 0.9
 
@@ -52,9 +53,10 @@ class Slo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """So many in flight, all the time. step_s: between two tokens of one of them, on average;
-    longest_s: with a chunk. binds: what the average step mostly waits for. limit: what keeps a
-    larger batch away: memory, tpot, ttft or prompts (their computing takes all steps)."""
+    """So many in flight, all the time. chunk: prompt rows of a step that has any. step_s: between
+    two tokens of one sequence, on average; longest_s: of a step with prompt rows. binds: what the
+    average step mostly waits for. limit: what keeps a larger batch away: memory, tpot, ttft,
+    prompts (their computing takes all steps) or batch (MAX_BATCH)."""
 
     batch: int
     chunk: int
@@ -89,45 +91,47 @@ def prefill_s(cost: StepCost, length: int, chunk: int) -> float:
 
 def serve(cost: MachineCost, load: Load, slo: Slo, batch: int) -> Serving | str:
     """Figures, or which of tpot, ttft and prompts does not allow so many."""
-    context = load.prompt + load.output // 2
-    decode = decode_work(batch, context)
-    chunk = _chunk(cost, load, slo, decode)
-    if not chunk:
+    decode = decode_work(batch, load.prompt + load.output // 2)
+    most = _most_rows(cost, load, slo, decode)
+    least = batch * load.prompt / (load.output * MAX_SHARE)
+    least = GRANULARITY * ceil(least / GRANULARITY)
+    if not most:
         return "tpot"
-    share = batch * load.prompt / (load.output * chunk)
-    if share > MAX_SHARE:
+    if least > most:
         return "prompts"
-    mixed = _with_chunk(decode, chunk, load)
+    # the fewer, the more arithmetic hides behind reading; the more, the sooner a prompt is done
+    tried = [_with_chunk(cost, load, decode, rows) for rows in (least, most)]
+    kept = [serving for serving in tried if serving.ttft_s <= slo.ttft_s]
+    return max(kept, key=lambda serving: serving.tokens_per_s) if kept else "ttft"
+
+
+def _with_chunk(cost: MachineCost, load: Load, decode: StepWork, rows: int) -> Serving:
+    batch = decode.num_decodes
+    share = batch * load.prompt / (load.output * rows)
+    mixed = _with_prompts(decode, rows, load)
     longest_s = cost.seconds(mixed)
     step_s = (1 - share) * cost.seconds(decode) + share * longest_s
-    alone_s = load.prompt / chunk * longest_s if chunk < load.prompt else longest_s
-    ttft_s = alone_s * (1 + share / (2 - 2 * share))
-    if ttft_s > slo.ttft_s:
-        return "ttft"
+    own_s = load.prompt / rows * longest_s
     spent = {
         name: (1 - share) * seconds + share * cost.resources(mixed)[name]
         for name, seconds in cost.resources(decode).items()
     }
-    rate = batch / step_s
     return Serving(
         batch=batch,
-        chunk=chunk,
+        chunk=rows,
         step_s=step_s,
         longest_s=longest_s,
-        ttft_s=ttft_s,
-        requests_per_s=rate / load.output,
-        tokens_per_s=rate,
+        ttft_s=step_s / 2 + max(own_s, longest_s) + own_s * share / (2 - 2 * share),
+        requests_per_s=batch / step_s / load.output,
+        tokens_per_s=batch / step_s,
         binds=max(spent, key=spent.__getitem__),
     )
 
 
-def _chunk(cost: MachineCost, load: Load, slo: Slo, decode: StepWork) -> int:
-    """Rows of the prompt in a step; 0 if there is no time for any."""
-    most = min(load.prompt, CHUNK[cost.machine.device.kind])
+def _most_rows(cost: MachineCost, load: Load, slo: Slo, decode: StepWork) -> int:
+    """Of prompts in a step, in whole GRANULARITY; 0 if there is no time for any."""
     fits = partial(_fits, cost, load, slo, decode)
-    if fits(most):
-        return most
-    low, high = 0, -(-most // GRANULARITY)
+    low, high = 0, MAX_ROWS[cost.machine.device.kind] // GRANULARITY + 1
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * GRANULARITY) else (low, middle)
@@ -135,25 +139,30 @@ def _chunk(cost: MachineCost, load: Load, slo: Slo, decode: StepWork) -> int:
 
 
 def _fits(cost: MachineCost, load: Load, slo: Slo, decode: StepWork, rows: int) -> bool:
-    return cost.seconds(_with_chunk(decode, rows, load)) <= slo.tpot_s
+    return cost.seconds(_with_prompts(decode, rows, load)) <= slo.tpot_s
 
 
-def _with_chunk(decode: StepWork, rows: int, load: Load) -> StepWork:
+def _with_prompts(decode: StepWork, rows: int, load: Load) -> StepWork:
+    """Whole prompts, and a part from the middle of another one."""
     work = StepWork(decode.num_decodes, decode.num_context, decode.num_rows, samples=True)
-    work.add(rows, (load.prompt - rows) // 2)
+    for _ in range(rows // load.prompt):
+        work.add(load.prompt, 0)
+    if rest := rows % load.prompt:
+        work.add(rest, (load.prompt - rest) // 2)
     return work
 
 
 def best(cost: MachineCost, load: Load, slo: Slo) -> Serving | str:
     """The largest batch that memory and the SLO allow: it gives the most tokens a second.
     The name of a limit if not even one sequence is served."""
-    room = min(MAX_BATCH, max_sequences(cost, load.context))
+    room = max_sequences(cost, load.context)
     if not room:
         return "memory"
     found = serve(cost, load, slo, 1)
     if isinstance(found, str):
         return found
-    low, high, limit = 1, room + 1, "memory"
+    limit = "memory" if room <= MAX_BATCH else "batch"
+    low, high = 1, min(room, MAX_BATCH) + 1
     while high - low > 1:
         middle = (low + high) // 2
         tried = serve(cost, load, slo, middle)

@@ -53,7 +53,7 @@ class Precision:
     @property
     def head_bits(self) -> float:
         """Of one of the last product."""
-        return min(8.0, self.weight_bits) if self.weights in _QUANTIZED else self.weight_bits
+        return 8.0 if self.weights in _QUANTIZED else self.weight_bits
 
     @property
     def factors(self) -> tuple[str, ...]:
