@@ -8,6 +8,7 @@ from ops import native
 from tests.checkpoints import checkpoint
 from tests.child import last_json, output_of
 
+
 def run_script(module, tmp_path, *options):
     environment = {"XDG_CACHE_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     return last_json(output_of("-m", module, "--smoke", *options, **environment))
