@@ -6,19 +6,15 @@ Heavy imports happen inside the commands, so that `serve --help` is quick.
 from __future__ import annotations
 
 import importlib.metadata
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from typer.core import TyperCommand
 
+from bench import cli as bench_cli
 from serve import cli_options as opt
+from serve.cli_reporting import reported, set_up_logging
 from serve.config import DEFAULT_MODEL
-from serve.errors import ConfigError, MergestepError, RequestError, plain
 
 if TYPE_CHECKING:
     from serve.engine import Engine
@@ -30,8 +26,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-measurements = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-errors = Console(stderr=True)
 
 
 @app.command()
@@ -83,8 +77,8 @@ def run(
         del settings["memory_nodes"]
     from serve import run_cli
 
-    _set_up_logging(log_level)
-    with _reported():
+    set_up_logging(log_level)
+    with reported():
         run_cli.serve(_engine(model, progress=True, **settings), host, port, drain_s)
 
 
@@ -101,8 +95,8 @@ def node(
     """Hold K/V of engines elsewhere, and attend over it (`serve run --memory-nodes`)."""
     from serve import node_cli
 
-    _set_up_logging(log_level)
-    with _reported():
+    set_up_logging(log_level)
+    with reported():
         node_cli.serve_node(
             url, kv_cache_bytes, memory_node_key_file, threads, drain_s, max_engines
         )
@@ -129,8 +123,8 @@ def chat(
     """Chat in the terminal, with a model in this process or a server."""
     from serve import terminal_chat
 
-    _set_up_logging("warning")
-    with _reported():
+    set_up_logging("warning")
+    with reported():
         speaker: terminal_chat.Speaker
         if url is not None:
             speaker = terminal_chat.ServerSpeaker(
@@ -150,110 +144,7 @@ def chat(
         terminal_chat.chat(speaker, system=system, message=message)
 
 
-class _Bench(TyperCommand):
-    """A first word that names a measurement of its own gets its own options and help."""
-
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
-    ) -> Any:
-        group: Any = typer.main.get_command(measurements)
-        own = group.commands.get(args[0]) if args else None
-        if own is None:
-            return super().make_context(info_name, args, parent, **extra)
-        return own.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
-
-
-@app.command(cls=_Bench)
-def bench(
-    model: opt.Model = DEFAULT_MODEL,
-    qps: Annotated[str, typer.Option(help="Offered requests per second, or inf.")] = "1",
-    url: Annotated[
-        str | None, typer.Option(help="Measure this server; else an engine in this process.")
-    ] = None,
-    requests: Annotated[int | None, typer.Option(help="How many; 100 by default.")] = None,
-    duration: Annotated[float | None, typer.Option(help="Seconds of load instead.")] = None,
-    input_len: Annotated[int | None, typer.Option(help="Random prompts of this length.")] = None,
-    output_len: Annotated[
-        int | None, typer.Option(help="Tokens per answer: exact with --input-len, else at most.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of arrivals and prompts.")] = 0,
-    warmup: Annotated[int, typer.Option(help="Requests before the measured ones.")] = 4,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write settings, summary and every request.")
-    ] = None,
-    dtype: opt.DType = "auto",
-    max_model_len: opt.MaxModelLen = None,
-    compute_threads: opt.ComputeThreads = None,
-    backend: opt.Backend = "auto",
-) -> None:
-    """Measure latency under an open-loop Poisson load.
-
-    `serve bench ops` measures the kernels, `serve bench io` the disk; --help goes with each.
-    """
-    from bench import load
-    from serve.evaluate_cli import check_writable
-
-    _set_up_logging("warning")
-    with _reported():
-        if model in ("ops", "io"):  # a model directory of that name is ./ops
-            raise ConfigError(f"options come after the name: `serve bench {model} [OPTIONS]`")
-        plan = load.LoadPlan(
-            qps=load.parse_qps(qps),
-            num_requests=load.count_requests(load.parse_qps(qps), requests, duration),
-            input_len=input_len,
-            output_len=output_len,
-            seed=seed,
-            num_warmup=warmup,
-        )
-        if json_file is not None:
-            check_writable(json_file)
-        engine = None
-        if url is None:
-            engine = _engine(
-                model,
-                dtype=dtype,
-                max_model_len=max_model_len,
-                compute_threads=compute_threads,
-                backend=backend,
-            )
-        is_valid = load.run_and_report(
-            plan, url=url, model=model, engine=engine, json_file=json_file
-        )
-    if not is_valid:
-        raise typer.Exit(3)
-
-
-@measurements.command("ops")
-def bench_ops(quick: opt.Quick = False) -> None:
-    """Measure the kernels, each against what the machine can do."""
-    from bench import ops
-
-    with _reported():
-        _need_kernels("ops")
-        ops.run_and_report(quick=quick)
-
-
-@measurements.command("io")
-def bench_io(
-    directory: Annotated[
-        Path | None,
-        typer.Option("--dir", metavar="DIR", help="Where; here by default.", show_default=False),
-    ] = None,
-    quick: opt.Quick = False,
-) -> None:
-    """Measure the way to the disk below DIR, in a temporary folder."""
-    from bench import io
-
-    with _reported():
-        _need_kernels("io")
-        io.run_and_report(directory or Path.cwd(), quick=quick)
-
-
-def _need_kernels(what: str) -> None:
-    from ops import native
-
-    if not native.is_available():
-        raise MergestepError(f"`serve bench {what}` needs the native kernels, which are not built")
+app.command("bench", cls=bench_cli.Bench)(bench_cli.online)
 
 
 @app.command("eval")
@@ -275,8 +166,8 @@ def evaluate(
     """Compare precisions: perplexity, KL divergence and greedy agreement on a text."""
     from serve import evaluate_cli
 
-    _set_up_logging("warning")
-    with _reported():
+    set_up_logging("warning")
+    with reported():
         evaluate_cli.run(
             model,
             text,
@@ -311,26 +202,3 @@ def _engine(model: str | None, *, progress: bool = False, **settings: Any) -> En
     from serve.engine import Engine
 
     return Engine(model, progress=progress, **settings)
-
-
-def _set_up_logging(level: str) -> None:
-    number = logging.getLevelNamesMapping().get(level.upper())
-    if number is None:
-        raise typer.BadParameter(f"no log level is called {level!r}", param_hint="--log-level")
-    logging.basicConfig(
-        level=number, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", force=True
-    )
-
-
-@contextmanager
-def _reported() -> Iterator[None]:
-    """Errors that the user can mend are one line, not a traceback. Exit code 2: what was asked
-    for cannot be; 1: it failed on the way."""
-    try:
-        yield
-    except (MergestepError, OSError) as exc:
-        errors.print("[red]error[/red]: ", end="")
-        errors.print(plain(exc), markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2 if isinstance(exc, ConfigError | RequestError) else 1) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench.report import Record, peak_concurrency, percentile, print_summary, summarize
 from fakes_http import FakeEngine, ServerThread
 from rich.console import Console
 
@@ -26,7 +27,6 @@ from bench.load import (
     run_and_report,
     run_load,
 )
-from bench.report import Record, peak_concurrency, percentile, print_summary, summarize
 from serve.errors import ConfigError
 
 

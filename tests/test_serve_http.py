@@ -221,7 +221,7 @@ def test_every_answer_has_an_own_request_id_and_a_plain_server() -> None:
     [
         ("GET", "/", 404, "unknown_url", None),
         ("GET", "/v1", 404, "unknown_url", None),
-        ("GET", "/metrics", 404, "unknown_url", None),
+        ("GET", "/nowhere", 404, "unknown_url", None),
         ("GET", "//v1/models", 404, "unknown_url", None),
         ("GET", "/v1/./models", 404, "unknown_url", None),
         ("GET", "/v1/%2e%2e/x", 404, "unknown_url", None),

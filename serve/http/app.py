@@ -16,10 +16,11 @@ from urllib.parse import unquote
 
 from aiohttp import web
 
-from serve.http import schema, shapes
+from serve.http import metrics, schema, shapes
 from serve.http.body import check_framing, read_call
 from serve.http.errors import (
     ApiError,
+    common_headers,
     draining,
     engine_failed,
     error_response,
@@ -72,6 +73,7 @@ class HttpApp:
         self._routes: dict[str, dict[str, Handler]] = {
             "/health": {"GET": self._health},
             "/ready": {"GET": self._ready},
+            "/metrics": {"GET": self._metrics},
             "/v1/models": {"GET": self._models},
             "/v1/completions": {"POST": self._completions},
             "/v1/chat/completions": {"POST": self._chat},
@@ -132,6 +134,13 @@ class HttpApp:
         if not self._engine.has_memory:
             raise no_memory("memory nodes are lost, and no other memory is there")
         return json_response({"status": "ready"}, request_id)
+
+    async def _metrics(self, request: web.BaseRequest, request_id: str) -> web.Response:
+        self._check_ready()
+        return web.Response(
+            body=metrics.exposition(self._engine),
+            headers={"Content-Type": metrics.CONTENT_TYPE, **common_headers(request_id)},
+        )
 
     async def _models(self, request: web.BaseRequest, request_id: str) -> web.Response:
         self._check_ready()
