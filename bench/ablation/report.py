@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.ablation.run import Found, Round
+from bench.ablation.run import Found
 from bench.ablation.variants import OURS, SHORT, Variant
 from bench.load.report import percentile
 from bench.offline import page
@@ -46,27 +46,30 @@ class Row:
 
 
 def rows_of(variants: Sequence[Variant], found: Found) -> list[Row]:
-    answers = found.rounds[OURS][0].tokens
+    answers = found.rounds[OURS][0].saturated.tokens
     rows = []
     for variant in variants:
-        rounds, others = found.rounds[variant.name], found.rounds[variant.against]
-        pairs = list(zip(others, rounds, strict=True))
-        ttft, tpot = ([x for r in rounds for x in getattr(r, n)] for n in ("ttft_s", "tpot_s"))
+        rounds = found.rounds[variant.name]
+        runs = [r.saturated for r in rounds]
+        others = [r.saturated for r in found.rounds[variant.against]]
+        pairs = list(zip(others, runs, strict=True))
+        ttft = [seconds for r in rounds for seconds in r.ttft_s]
+        tpot = [seconds for r in rounds for seconds in r.tpot_s]
         rows.append(
             Row(
                 variant.name,
                 variant.optimisation,
                 variant.against,
                 variant.claim,
-                [r.requests_per_s for r in rounds],
-                [r.tokens_per_s for r in rounds],
+                [run.requests_per_s for run in runs],
+                [run.tokens_per_s for run in runs],
                 [other.requests_per_s / own.requests_per_s for other, own in pairs],
                 [other.running_mean / own.running_mean for other, own in pairs],
-                statistics.median(r.running_mean for r in rounds),
-                max(r.running_most for r in rounds),
-                statistics.median(r.num_preemptions for r in rounds),
-                statistics.median(r.num_steps for r in rounds),
-                statistics.mean(_share_alike(r, answers) for r in rounds),
+                statistics.median(run.running_mean for run in runs),
+                max(run.running_most for run in runs),
+                statistics.median(run.num_preemptions for run in runs),
+                statistics.median(len(run.steps) for run in runs),
+                statistics.mean(_share_alike(run.tokens, answers) for run in runs),
                 variant.is_exact,
                 _ms(ttft, 50),
                 _ms(ttft, 99),
@@ -77,8 +80,8 @@ def rows_of(variants: Sequence[Variant], found: Found) -> list[Row]:
     return rows
 
 
-def _share_alike(found: Round, answers: list[list[int]]) -> float:
-    alike = [a == b for a, b in zip(found.tokens, answers, strict=True)]
+def _share_alike(tokens: list[list[int]], answers: list[list[int]]) -> float:
+    alike = [a == b for a, b in zip(tokens, answers, strict=True)]
     return sum(alike) / len(alike)
 
 
@@ -109,7 +112,7 @@ def _throughput(rows: Sequence[Row]) -> Table:
         table.add_row(
             row.optimisation,
             row.name if row.optimisation else f"[bold]{row.name}[/bold]",
-            page.spread(row.requests_per_s, ",.4g"),
+            page.spread(row.requests_per_s),
             "" if row.name == row.against else _gain(row),
             row.claim,
             f"{row.running_mean:.1f}" + (f", {_less(row)}" if row.against == SHORT else ""),
@@ -120,7 +123,7 @@ def _throughput(rows: Sequence[Row]) -> Table:
 
 
 def _gain(row: Row) -> str:
-    return page.spread([100 * (gain - 1) for gain in row.gain], "+.0f") + " %"
+    return page.spread([100 * (gain - 1) for gain in row.gain], "{:+.0f}".format) + " %"
 
 
 def _less(row: Row) -> str:

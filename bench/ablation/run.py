@@ -14,14 +14,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from bench.ablation.asking import Asking
 from bench.ablation.variants import OURS, Variant
 from bench.load.arrivals import arrival_times
-from bench.load.record import Outcome, Record
-from bench.load.run import run_load
 from bench.load.work import Schedule, Work
+from bench.offline.saturated import Asking, Saturated, offer, saturate
 from serve import Engine
-from serve.errors import GenerationError
 from serve.loader import load_engine
 
 RATE_SHARE = 0.6  # of what "ours" answers when saturated
@@ -32,32 +29,11 @@ _SHORT_CONTEXTS = 2.2  # at least: one sequence with K/V of twice the bytes has 
 
 @dataclass(slots=True)
 class Round:
-    """One variant saturated, once. running: sequences at once, mean over the time, and most.
-    tokens: of each answer. ttft_s (since it was due), tpot_s: of each request at the rate."""
+    """One variant, once. ttft_s (since it was due), tpot_s: of each request at the rate."""
 
-    seconds: float
-    num_requests: int
-    prompt_tokens: int
-    output_tokens: int
-    running_mean: float
-    running_most: int
-    num_preemptions: int
-    num_steps: int
-    tokens: list[list[int]] = field(repr=False)
-    ttft_s: list[float] = field(default_factory=list, repr=False)
-    tpot_s: list[float] = field(default_factory=list, repr=False)
-
-    @property
-    def requests_per_s(self) -> float:
-        return self.num_requests / self.seconds
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.output_tokens / self.seconds
-
-    @property
-    def tokens_per_request(self) -> float:
-        return (self.prompt_tokens + self.output_tokens) / self.num_requests
+    saturated: Saturated
+    ttft_s: list[float] = field(default_factory=list)
+    tpot_s: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +66,7 @@ async def measure(plan: Plan, variants: Sequence[Variant], advance: Callable[[st
     async with AsyncExitStack() as stack:
         advance(OURS)
         ours = await stack.enter_async_context(_asking(plan, variants[0], 0))
-        first = await _saturated(ours, plan.works)
+        first = await saturate(ours, plan.works)
         stats = ours.engine.stats()
         qps = plan.qps or RATE_SHARE * first.requests_per_s
         short_bytes = plan.kv_cache_bytes or _short_bytes(plan, ours.engine, first)
@@ -98,13 +74,13 @@ async def measure(plan: Plan, variants: Sequence[Variant], advance: Callable[[st
         for variant in variants[1:]:
             advance(variant.name)
             target = await stack.enter_async_context(_asking(plan, variant, short_bytes))
-            await _saturated(target, plan.works[:_WARM_UP])
+            await saturate(target, plan.works[:_WARM_UP])
             targets[variant.name] = target
         for number in range(plan.rounds):
             turn = number % len(variants)
             for variant in (*variants[turn:], *variants[:turn]):
                 advance(variant.name)
-                found = await _saturated(targets[variant.name], plan.works)
+                found = Round(await saturate(targets[variant.name], plan.works))
                 if variant.has_rate:
                     await _at_rate(targets[variant.name], plan.works, qps, number, found)
                 rounds[variant.name].append(found)
@@ -123,44 +99,15 @@ async def _asking(plan: Plan, variant: Variant, short_bytes: int) -> AsyncIterat
         yield Asking(engine)
 
 
-def _short_bytes(plan: Plan, engine: Engine, found: Round) -> int:
+def _short_bytes(plan: Plan, engine: Engine, found: Saturated) -> int:
     average = _SHORT_SHARE * plan.max_num_seqs * found.tokens_per_request
     tokens = max(average, _SHORT_CONTEXTS * engine.max_model_len)
     return math.ceil(tokens * engine.stats().kv_bytes_per_token)
 
 
-async def _offer(target: Asking, schedule: Schedule, seed: int) -> list[Record]:
-    records = (await run_load(target, schedule, seed=seed)).records
-    failed = [record for record in records if record.outcome is not Outcome.OK]
-    if failed:
-        raise GenerationError(f"{len(failed)} requests failed, the first: {failed[0].error}")
-    return records
-
-
-async def _saturated(target: Asking, works: list[Work]) -> Round:
-    target.tokens.clear()
-    trace = target.engine.trace_steps()
-    before = target.engine.stats().num_preemptions
-    records = await _offer(target, Schedule(math.inf, works, [0.0] * len(works)), 0)
-    steps = list(trace.steps)
-    busy_s = sum(step.ended_s - step.began_s for step in steps)
-    running_s = sum((step.ended_s - step.began_s) * step.num_running for step in steps)
-    return Round(
-        seconds=max(r.finished_s for r in records) - min(r.sent_s for r in records),
-        num_requests=len(records),
-        prompt_tokens=sum(r.prompt_tokens or 0 for r in records),
-        output_tokens=sum(r.output_tokens or 0 for r in records),
-        running_mean=running_s / busy_s,
-        running_most=max(step.num_running for step in steps),
-        num_preemptions=target.engine.stats().num_preemptions - before,
-        num_steps=len(steps),
-        tokens=[target.tokens[number] for number in range(len(works))],
-    )
-
-
 async def _at_rate(target: Asking, works: list[Work], qps: float, seed: int, found: Round) -> None:
     arrivals_s = arrival_times(qps, len(works), seed)
-    for record in await _offer(target, Schedule(qps, works, arrivals_s), seed):
+    for record in await offer(target, Schedule(qps, works, arrivals_s), seed):
         first_s, last_s = record.chunks_s[0], record.chunks_s[-1]
         found.ttft_s.append(first_s - record.scheduled_s)
         if record.output_tokens and record.output_tokens > 1:

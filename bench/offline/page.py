@@ -8,7 +8,7 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -137,12 +137,18 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def spread(values: Sequence[float], form: str = ",.1f") -> str:
+def number(value: float) -> str:
+    """Three or four digits, without an exponent."""
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3
+    return f"{value:,.{digits}f}"
+
+
+def spread(values: Sequence[float], form: Callable[[float], str] = number) -> str:
     """The median, and between which values it lies."""
-    text = format(statistics.median(values), form)
+    text = form(statistics.median(values))
     if len(values) < 2:
         return text
-    return f"{text} ({format(min(values), form)}-{format(max(values), form)})"
+    return f"{text} ({form(min(values))} to {form(max(values))})"
 
 
 def has_bf16_product() -> bool:
