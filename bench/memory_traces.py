@@ -8,10 +8,8 @@ benchmark runs; max_tokens as there.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from bench.corpus import mixed_requests
-from bench.load.calls import Call, fit_context
+from bench.load.calls import Call
 from bench.load.published import Published, published_calls, with_max_tokens
 
 
@@ -36,10 +34,14 @@ def embedded_trace(count: int, max_model_len: int, seed: int = 0) -> list[Call]:
 
 
 def _bounded(calls: list[Call], max_model_len: int) -> list[Call]:
-    """Within the context; without a max_tokens of its own a request may fill it."""
+    """Prompts are cut to half of the context, answers to the rest; a request without a max_tokens
+    of its own may fill it."""
     bounded = []
-    for call in fit_context(calls, max_model_len, []):
-        room = max_model_len - call.num_prompt
+    for call in calls:
+        assert call.num_output is not None
+        prompt = min(call.num_prompt, max_model_len // 2)
+        room = max_model_len - prompt
         max_tokens = room if call.max_tokens is None else min(call.max_tokens, room)
-        bounded.append(replace(call, max_tokens=max_tokens))
+        output = min(call.num_output, room)
+        bounded.append(Call(prompt, output, max_tokens, client=call.client))
     return bounded

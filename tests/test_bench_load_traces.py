@@ -252,7 +252,7 @@ def test_max_tokens_of_clients() -> None:
     assert sum(call.num_output > call.max_tokens for call in sent) < 0.06 * len(sent)
     for call in published_trace(PUBLISHED["azure-conv"], 500, 2048):
         assert call.max_tokens is not None and call.num_prompt + call.max_tokens <= 2048
-        assert call.num_output <= 1024
+        assert call.num_prompt <= 1024
 
 
 def test_lognormal_marginal() -> None:
