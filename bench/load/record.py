@@ -81,7 +81,8 @@ class ServerSample:
 @dataclass(slots=True)
 class ProcessHealth:
     """Whether a generating process could do its work. loop_lag: how late its event loop came
-    back to a timer. cpu: share of one core during the run."""
+    back to a timer. cpu: share of one core during the run. core_wait: share of the run in which it
+    could have worked but had no core (NaN: the system does not tell)."""
 
     process: int
     num_requests: int
@@ -91,6 +92,7 @@ class ProcessHealth:
     loop_lag_max_s: float
     num_collections: int
     max_connections: int
+    core_wait: float = math.nan
 
 
 @dataclass(slots=True)
