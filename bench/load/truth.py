@@ -75,13 +75,12 @@ def scripted_server(profile: Profile) -> Iterator[str]:
     """In a process of its own; yields its URL."""
     command = [sys.executable, "-m", "bench.load.fake_server", "--port", "0"]
     command += ["--profile", orjson.dumps(asdict(profile)).decode()]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield process.stdout.readline().strip()
-    finally:
-        process.terminate()
-        process.wait()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
 
 
 def schedule_of(qps: float, count: int, seed: int) -> Schedule:
