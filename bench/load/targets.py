@@ -35,6 +35,8 @@ class Target(Protocol):
 
     name: str
     prompt_tokens: Sequence[int]
+    max_model_len: int | None  # where it is known
+    count_tokens: Callable[[str], int] | None  # of a text, where that is known
 
     async def __aenter__(self) -> Self: ...
 
@@ -71,12 +73,16 @@ class EngineTarget:
         self._engine = engine
         self.name = f"{engine.model_name} in this process"
         self.prompt_tokens: Sequence[int] = PROMPT_TOKENS
+        self.max_model_len: int | None = None
+        self.count_tokens: Callable[[str], int] | None = None
 
     async def __aenter__(self) -> Self:
         await self._engine.start()
         tokenizer = self._engine.tokenizer
         vocab_size = min(tokenizer.vocab_size, self._engine.spec.vocab_size)
         self.prompt_tokens = [i for i in range(vocab_size) if i not in tokenizer.special_ids]
+        self.max_model_len = self._engine.max_model_len
+        self.count_tokens = lambda text: len(tokenizer.encode(text))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -180,6 +186,8 @@ class ServerTarget:
         self._address = Address.of(settings.url, headers)
         self.name = self._address.root
         self.prompt_tokens: Sequence[int] = PROMPT_TOKENS
+        self.max_model_len: int | None = None
+        self.count_tokens: Callable[[str], int] | None = None
         self._has_metrics = True
 
     async def __aenter__(self) -> Self:
@@ -211,6 +219,7 @@ class ServerTarget:
         try:
             model = orjson.loads(document.body_bytes)["data"][0]
             vocab_size = int(model.get("vocab_size") or PROMPT_TOKENS.stop)
+            self.max_model_len = int(model.get("max_model_len") or 0) or None
             self.settings = replace(self.settings, model=str(model["id"]))
         except (ValueError, LookupError, TypeError, AttributeError) as exc:
             message = f"{self.name}/v1/models does not answer as an OpenAI API does"
