@@ -119,7 +119,8 @@ class RunResult:
     """One schedule, offered once. window: the seconds whose requests count (by their due time).
     started: ISO 8601. notes: what the reader has to know (a limit reached, a clamp). gaps: times
     between two pieces of an answer, in seconds and how many of each, where records do not keep
-    them (Record.num_chunks); within 1 %, ascending."""
+    them (Record.num_chunks); within 1 %, ascending. was_interrupted: by Ctrl-C; records has what
+    was due until then."""
 
     qps: float
     seed: int
@@ -134,3 +135,4 @@ class RunResult:
     notes: list[str] = field(default_factory=list)
     gaps: list[tuple[float, int]] = field(default_factory=list)
     is_closed_loop: bool = False
+    was_interrupted: bool = False

@@ -227,4 +227,5 @@ def _result(
         health=sent.health,
         notes=notes,
         is_closed_loop=options.max_concurrency is not None,
+        was_interrupted=sent.stopped_s is not None,
     )
