@@ -79,7 +79,7 @@ def record_from(values: dict[str, Any]) -> Record:
 
 
 def _health_from(values: dict[str, Any]) -> ProcessHealth:
-    numbers = {name: math.nan if value is None else value for name, value in values.items()}
+    numbers: dict[str, Any] = {k: math.nan if v is None else v for k, v in values.items()}
     return ProcessHealth(**numbers)
 
 
