@@ -102,10 +102,10 @@ def _busiest(columns: Columns, limit: int) -> np.ndarray:
 
 def client_plot(name: str, run: RunResult, columns: Columns, slo: Slo | None) -> Plot | None:
     """How late requests were sent, and whether the clients could keep up."""
-    sent = np.isfinite(columns.sent)
-    if not sent.any():
+    begun = np.isfinite(columns.began)
+    if not begun.any():
         return None
-    due, lag_ms = columns.due[sent], 1000 * (columns.sent - columns.due)[sent]
+    due, lag_ms = columns.due[begun], 1000 * (columns.began - columns.due)[begun]
     has_health = bool(run.health)
 
     def draw(figure: FigureBase) -> None:
