@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +47,13 @@ class Case(NamedTuple):
     context: int = 0
     chunk: tuple[int, int] | None = None
 
+    def rows_and_contexts(self) -> tuple[str, str]:
+        """For a table: of the decode rows, and of the chunk."""
+        pairs = [(self.batch, self.context)] if self.batch else []
+        pairs += [self.chunk] if self.chunk else []
+        rows, contexts = zip(*pairs, strict=True)
+        return " + ".join(map(str, rows)), " + ".join(map(str, contexts))
+
 
 CASES = (
     *(
@@ -70,9 +77,7 @@ class Checked:
     limit: bound over predicted. stages: of the last prediction, by name."""
 
     dtype: str
-    case: str
-    batch: int
-    context: int
+    case: Case
     measured_s: float
     predicted_s: float
     bound_s: float
@@ -96,7 +101,8 @@ def run_and_report(*, quick: bool = False, model: Path | None = None) -> list[Ch
     console = Console()
     console.width = max(console.width, 110)
     report(found, console)
-    print(json.dumps({"model": path.name, "steps": [asdict(row) for row in found]}))
+    steps = [asdict(row) | {"case": row.case._asdict()} for row in found]
+    print(json.dumps({"model": path.name, "steps": steps}))
     return found
 
 
@@ -151,15 +157,12 @@ def _compare(
     precision: Precision,
 ) -> Checked:
     machine = Machine(device_of(ceiling))
-    cost = MachineCost(shape, precision, machine, expected("cpu", precision.weights))
+    cost = MachineCost(shape, precision, machine, expected("cpu", precision))
     predicted_s = cost.seconds(work)
     bound_s = MachineCost(shape, precision, machine, BOUND).seconds(work)
-    chunk = f" + {case.chunk[0]} on {case.chunk[1]}" if case.chunk else ""
     return Checked(
         dtype=precision.weights,
-        case=case.name + chunk,
-        batch=case.batch,
-        context=case.context,
+        case=case,
         measured_s=measured_s,
         predicted_s=predicted_s,
         bound_s=bound_s,
@@ -173,11 +176,12 @@ def _compare(
 
 
 def _medians(rows: list[Checked]) -> Checked:
-    values: dict[str, Any] = asdict(rows[-1])
-    for name, value in values.items():
-        if isinstance(value, float):
-            values[name] = statistics.median(getattr(row, name) for row in rows)
-    return Checked(**values)
+    last = rows[-1]
+    names = [name for name in last.__slots__ if isinstance(getattr(last, name), float)]
+    middle: dict[str, Any] = {
+        name: statistics.median(getattr(row, name) for row in rows) for name in names
+    }
+    return replace(last, **middle)
 
 
 def report(rows: list[Checked], console: Console) -> None:
@@ -193,9 +197,8 @@ def report(rows: list[Checked], console: Console) -> None:
         colour = "green" if abs(error) <= TOLERANCE else "red" if row.is_at_limit else "yellow"
         table.add_row(
             row.dtype,
-            row.case,
-            str(row.batch or ""),
-            str(row.context or ""),
+            row.case.name,
+            *row.case.rows_and_contexts(),
             f"{1e3 * row.measured_s:.1f}",
             f"{1e3 * row.predicted_s:.1f}",
             f"[{colour}]{error:+.0%}[/{colour}]",
