@@ -76,7 +76,7 @@ def test_predictions_beside_measured_steps(tmp_path: Path, dtype: str) -> None:
         assert sum(row.stages.values()) == pytest.approx(row.predicted_s)
     console = Console(record=True, width=120)
     report(rows, console)
-    assert "0 of the 0 steps at their limit" in console.export_text()
+    assert "0 of the 0 steady steps at their limit" in console.export_text()
 
 
 @needs_kernels
