@@ -1,4 +1,4 @@
-"""Engines over memory nodes: python -m bench.memory_nodes [WHAT ...] [--quick].
+"""Engines over memory nodes: `serve bench nodes [WHAT ...]`.
 
 capacity: how many sequences run at once with 256 MiB of K/V in this machine, and with two nodes
 of 2,400 MiB each. speed: decoding over nodes beside decoding in this process, with the same
@@ -16,21 +16,42 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from bench.checkpoints import random_checkpoint
 from bench.node_layer import measure_layers
 from bench.node_overlap import measure_overlap
 from bench.node_processes import memory_nodes
+from bench.offline import page
 from serve import LLM, SamplingParams
+from serve.errors import ConfigError
 
 _LOCAL_BYTES = 256 << 20
 
 Result = tuple[Table, dict[str, Any]]
+
+
+def nodes(
+    what: Sequence[str] = (), *, json_file: Path | None = None, quick: bool = False
+) -> dict[str, Any]:
+    """Printed and returned. what: names of MEASUREMENTS; all of them by default."""
+    page.check_file(json_file)
+    if unknown := [name for name in what if name not in MEASUREMENTS]:
+        raise ConfigError(
+            f"what: there is no {', '.join(unknown)}; there are {', '.join(MEASUREMENTS)}"
+        )
+    head, results, console = page.Head.now("nodes"), {}, page.console()
+    console.print(str(head), highlight=False, soft_wrap=True)
+    with tempfile.TemporaryDirectory(prefix="mergestep-nodes-") as folder:
+        for name in what or MEASUREMENTS:
+            table, results[name] = MEASUREMENTS[name](Path(folder), quick)
+            console.print(table)
+    page.write(json_file, head, results)
+    return results
 
 
 def main() -> None:
@@ -38,15 +59,11 @@ def main() -> None:
     parser.add_argument("what", nargs="*", metavar="WHAT", help=", ".join(MEASUREMENTS))
     parser.add_argument("--quick", action="store_true", help="tiny models, as a smoke test")
     args = parser.parse_args()
-    if unknown := set(args.what) - set(MEASUREMENTS):
-        parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(MEASUREMENTS)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # folders and processes go, too
-    with tempfile.TemporaryDirectory(prefix="mergestep-nodes-") as folder:
-        results: dict[str, Any] = {}
-        for what in args.what or MEASUREMENTS:
-            table, results[what] = MEASUREMENTS[what](Path(folder), args.quick)
-            Console().print(table)
-    print(json.dumps(results))
+    try:
+        print(json.dumps(nodes(args.what, quick=args.quick)))
+    except ConfigError as error:
+        parser.error(str(error))
 
 
 class _Watch:
