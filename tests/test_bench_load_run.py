@@ -244,6 +244,7 @@ def test_interrupted_runs_still_have_a_result(processes: int) -> None:
     assert time.monotonic() - began_s < 20
     assert 20 <= len(result.records) < 2000
     assert Outcome.OK in outcomes(result)
+    assert result.was_interrupted
     assert any("stopped by the user" in note for note in result.notes)
     assert signal.getsignal(signal.SIGINT) == before
 

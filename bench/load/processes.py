@@ -78,6 +78,11 @@ def record_from(values: dict[str, Any]) -> Record:
     return Record(**{**values, "outcome": Outcome(values["outcome"])})
 
 
+def _health_from(values: dict[str, Any]) -> ProcessHealth:
+    numbers: dict[str, Any] = {k: math.nan if v is None else v for k, v in values.items()}
+    return ProcessHealth(**numbers)
+
+
 class Crew:
     """The client processes, inside `async with`: when it is entered all are connected and ready."""
 
@@ -131,7 +136,7 @@ class Crew:
         probes = [record_from(values) for part in parts for values in part["probes"]]
         records.sort(key=lambda record: record.index)
         probes.sort(key=lambda record: record.index)
-        return records, probes, [ProcessHealth(**part["health"]) for part in parts]
+        return records, probes, [_health_from(part["health"]) for part in parts]
 
     def stop(self) -> None:
         for number in range(len(self._processes)):

@@ -129,8 +129,9 @@ async def _observed(
     """Meanwhile the target's samples are taken, and progress is reported; once more at the end."""
 
     async def sample() -> None:
-        while (found := await target.sample()) is not None:
-            sent.samples.append(found)
+        while (found := await target.sample()) is not None or sent.samples:
+            if found is not None:
+                sent.samples.append(found)
             await asyncio.sleep(SAMPLE_S)
 
     async def report(on_progress: OnProgress) -> None:
@@ -226,4 +227,5 @@ def _result(
         health=sent.health,
         notes=notes,
         is_closed_loop=options.max_concurrency is not None,
+        was_interrupted=sent.stopped_s is not None,
     )
