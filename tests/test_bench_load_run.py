@@ -107,7 +107,7 @@ def test_a_closed_loop_is_said_and_waits() -> None:
         running += change
         peak = max(peak, running)
     assert peak == 2
-    assert result.is_closed_loop and any("CLOSED LOOP" in note for note in result.notes)
+    assert result.is_closed_loop and any("max_concurrency 2" in note for note in result.notes)
     last = result.records[-1]
     assert last.chunks_s[0] - last.scheduled_s > 0.25  # five before it, two at a time
     assert last.chunks_s[0] - last.sent_s < 0.25

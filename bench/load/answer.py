@@ -51,7 +51,7 @@ class Answer:
 
     def head(self, status: int, content_type: bytes) -> None:
         self.status = status
-        if content_type.lower().startswith(b"text/event-stream"):
+        if status == 200 and not content_type.lower().startswith(b"application/json"):
             self._events = EventStream()
 
     def body(self, data: bytes, at_s: float) -> None:

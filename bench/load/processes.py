@@ -12,7 +12,6 @@ import contextlib
 import math
 import os
 import sys
-from dataclasses import asdict
 from typing import Any, Self
 
 import orjson
@@ -58,6 +57,7 @@ def num_processes(
 
 
 async def write_frame(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
+    """Dataclasses go as dictionaries of their fields."""
     data = orjson.dumps(message)
     writer.write(len(data).to_bytes(4, "big") + data)
     await writer.drain()
@@ -158,12 +158,10 @@ class Crew:
         return whole
 
     async def _begin(self, number: int) -> None:
-        items = self._items[number :: len(self._processes)]
-        settings = asdict(self._settings)
         message = {
             "process": number,
-            "settings": settings,
-            "items": [asdict(item) for item in items],
+            "settings": self._settings,
+            "items": self._items[number :: len(self._processes)],
             "grace_s": self._options.grace_s,
             "max_concurrency": self._limits[number],
         }
