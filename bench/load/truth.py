@@ -241,7 +241,7 @@ async def check(
     found.server["dispatch lag p99"] = 1000 * lags[int(0.99 * len(lags))]
     for health in result.health:
         found.server[f"process {health.process}: % of a core"] = 100 * health.cpu
-        found.server["% waiting for one"] = 100 * health.core_wait
+        found.server[f"process {health.process}: % waiting for one"] = 100 * health.core_wait
     return found
 
 
@@ -267,12 +267,15 @@ def show(console: Console, found: Check) -> None:
         console.print("[bold red]INVALID[/bold red]")
 
 
-async def prove_rates(rates: Sequence[float], seconds: float, console: Console) -> list[Check]:
+async def prove_rates(
+    rates: Sequence[float], seconds: float, console: Console, processes: int | None = None
+) -> list[Check]:
     profile = Profile(fault_rate=0.005)
     checks = []
     for qps in rates:
         schedule = schedule_of(qps, max(20, round(qps * seconds)), seed=1)
-        checks.append(await check(f"{qps:g} requests/s for {seconds:g} s", profile, schedule))
+        title = f"{qps:g} requests/s for {seconds:g} s"
+        checks.append(await check(title, profile, schedule, processes=processes))
         show(console, checks[-1])
     return checks
 
@@ -297,13 +300,14 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=20.0, help="of each rate; a stall's: twice"
     )
+    parser.add_argument("--processes", type=int, help="of the client, for the rates")
     parser.add_argument("--no-stall", action="store_true")
     parser.add_argument("--quick", action="store_true", help="3 s for each rate, 10 s for a stall")
     arguments = parser.parse_args()
     rates = [] if arguments.qps == "none" else [float(text) for text in arguments.qps.split(",")]
     seconds = 3.0 if arguments.quick else arguments.seconds
     console = Console(width=100)
-    checks = uvloop.run(prove_rates(rates, seconds, console))
+    checks = uvloop.run(prove_rates(rates, seconds, console, arguments.processes))
     if not arguments.no_stall:
         checks += uvloop.run(prove_stalls(10.0 if arguments.quick else 2 * seconds, console))
     if not all(found.is_ok for found in checks):
