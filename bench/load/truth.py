@@ -47,13 +47,13 @@ MAX_RATE_ERROR = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """is_ok None: shown, but nothing is demanded of it."""
+    """One figure. is_ok: as near to the truth as is demanded."""
 
     name: str
     measured: float
     truth: float
     unit: str
-    is_ok: bool | None
+    is_ok: bool
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Check:
 
     @property
     def is_ok(self) -> bool:
-        return self.is_valid and all(row.is_ok is not False for row in self.rows)
+        return self.is_valid and all(row.is_ok for row in self.rows)
 
 
 @contextlib.contextmanager
@@ -220,7 +220,7 @@ async def check(
     slots: int | None = None,
     processes: int | None = None,
 ) -> Check:
-    """One run; the demands on rates hold for a server that does not stall."""
+    """One run. slots: of a closed loop."""
     truth = true_records(profile, schedule, slots)
     warmup = [Work(prompt="Hi", max_tokens=1)] * 20
     options = LoadOptions(warmup=warmup, max_concurrency=slots, processes=processes)
@@ -228,7 +228,7 @@ async def check(
         async with ServerTarget(ServerSettings(url)) as target:
             result = await offer(schedule, target, options)
         log = await _log(url)
-    # The run's start on the clock, from what both sides know of the same requests.
+    # The run's start on the clock, as if the quickest request had taken no time to the server.
     arrived = {entry["index"]: entry["arrived_s"] for entry in log}
     zero_s = min(arrived[r.index] - r.sent_s for r in result.records if r.index in arrived)
     lags = sorted(r.dispatched_s - r.scheduled_s for r in result.records)
@@ -250,7 +250,7 @@ def show(console: Console, found: Check) -> None:
     for name in ("", "measured", "truth", "difference", ""):
         table.add_column(name, justify="left" if not name else "right")
     for row in found.rows:
-        mark = {True: "ok", False: "[bold red]WRONG[/bold red]", None: ""}[row.is_ok]
+        mark = "ok" if row.is_ok else "[bold red]WRONG[/bold red]"
         table.add_row(
             f"{row.name} {row.unit}",
             f"{row.measured:.2f}",
