@@ -1,20 +1,18 @@
-"""`serve bench`: its commands and options. Heavy imports happen inside them."""
+"""`serve bench`: a load, and the measurements of other names. Heavy imports happen inside."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
 from bench import cli_options as own
+from bench.cli_measurements import measurements
 from serve import cli_options as opt
 from serve.cli_reporting import reported, set_up_logging
 from serve.config import DEFAULT_MODEL
-from serve.errors import ConfigError, MergestepError
-
-measurements = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+from serve.errors import ConfigError
 
 
 class Bench(TyperCommand):
@@ -99,7 +97,8 @@ def online(
     """Offer a load to a server (--url), an engine in this process, or a simulated one, and say how
     soon answers came: counted from when each request was due.
 
-    Measurements of their own, each with --help: MEASUREMENTS.
+    `serve bench NAME --help` goes with each measurement of its own: throughput, latency, startup,
+    ops, io, engine, http, prefix-cache, nodes and ablation; compare sets results side by side.
     """
     given = dict(locals())
     engine = {name: given.pop(name) for name in _ENGINE_SETTINGS}
@@ -135,36 +134,3 @@ def _not_a_measurement(model: str) -> None:
     group: Any = typer.main.get_command(measurements)
     if model in group.commands:  # a model directory of that name is ./ops
         raise ConfigError(f"options come after the name: `serve bench {model} [OPTIONS]`")
-
-
-@measurements.command("ops")
-def ops(quick: opt.Quick = False) -> None:
-    """Measure the kernels, each against what the machine can do."""
-    from bench import ops
-
-    with reported():
-        _need_kernels("ops")
-        ops.run_and_report(quick=quick)
-
-
-@measurements.command("io")
-def io(
-    directory: Annotated[
-        Path | None,
-        typer.Option("--dir", metavar="DIR", help="Where; here by default.", show_default=False),
-    ] = None,
-    quick: opt.Quick = False,
-) -> None:
-    """Measure the way to the disk below DIR, in a temporary folder."""
-    from bench import io
-
-    with reported():
-        _need_kernels("io")
-        io.run_and_report(directory or Path.cwd(), quick=quick)
-
-
-def _need_kernels(what: str) -> None:
-    from ops import native
-
-    if not native.is_available():
-        raise MergestepError(f"`serve bench {what}` needs the native kernels, which are not built")

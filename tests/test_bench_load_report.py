@@ -104,6 +104,49 @@ def test_outcomes_are_counted_by_kind_and_not_timed():
     assert (summary.good, summary.judged) == (1, 5), "a cancelled request is not judged"
 
 
+def thin(**change: Any) -> Record:
+    """Of 41 pieces only the first and the last are kept."""
+    return record(chunks_s=[1.1, 5.1], finished_s=5.1, num_chunks=41, output_tokens=41, **change)
+
+
+def test_records_that_keep_two_times_of_many():
+    """They have no gaps of their own; their tokens come over the whole answer."""
+    kept = record(chunks_s=[1.1, 1.3], output_tokens=2, finished_s=1.3)
+    summary = summarize(run(thin(), kept, window=(0.0, 6.0)))
+    found = summary.latencies_ms
+    assert found["tpot"]["max"] == pytest.approx(200) and found["tpot"]["p50"] == pytest.approx(150)
+    assert found["icl"]["count"] == 1 and found["icl"]["max"] == pytest.approx(200)
+    assert summary.rates["output_tokens_per_s"] == pytest.approx(43 / 5.1)
+    first, second = (summarize(run(thin(), window=w)).rates for w in ((0.0, 3.0), (3.0, 6.0)))
+    assert first["output_tokens_per_s"] * 3 == pytest.approx(41 / 2)
+    assert second["output_tokens_per_s"] * 2.1 == pytest.approx(41 / 2)
+
+
+def test_gaps_that_were_only_counted():
+    """Nine of ten gaps are 50 ms long, the others 400 ms."""
+    summary = summarize(run(thin(), gaps=[(0.05, 900_000), (0.4, 100_000)]))
+    icl = summary.latencies_ms["icl"]
+    assert icl["count"] == 1_000_000
+    assert (icl["p50"], icl["p95"], icl["max"]) == pytest.approx((50, 400, 400))
+    assert icl["mean"] == pytest.approx(85, rel=0.001)
+    assert "ICL is of the whole run" in summary.notes[0]
+
+
+def test_slo_of_gaps_where_only_their_mean_is_known():
+    assert good(Slo(itl_s=0.09), thin()) == [False]
+    assert good(Slo(itl_s=0.11), thin()) == [True]
+
+
+def test_lag_ends_when_the_generator_began():
+    """A connection that takes long is the server's time, and is seen from schedule."""
+    result = spread(400)
+    for late in result.records[200:]:
+        late.dispatched_s, late.sent_s = late.sent_s, late.sent_s + 0.02
+    summary = summarize(result)
+    assert summary.verdict.is_valid
+    assert summary.latencies_ms["client_queue"]["p99"] == pytest.approx(20)
+
+
 def test_probes_are_metrics_of_their_own():
     probe = record(sent_s=3.0, scheduled_s=3.0, chunks_s=[3.05])
     found = medians(summarize(run(record(), probes=[probe])))

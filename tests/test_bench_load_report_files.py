@@ -14,8 +14,8 @@ from load_runs import engine_run, queue_run
 from rich.console import Console
 
 from bench.load.compare import compare, parse_share
-from bench.load.live import LiveView, Progress, sparkline
-from bench.load.record import Outcome, RunResult
+from bench.load.live import LiveView, sparkline
+from bench.load.record import Outcome, Progress, RunResult
 from bench.load.redact import redact
 from bench.load.report import check_files, report
 from bench.load.search import find_max_qps
@@ -278,14 +278,23 @@ def live_text(*, terminal: bool) -> str:
         for second in range(4):
             clock.now_s = float(second)
             view.update(
-                Progress(10 * second, 5 * second, second, 5, 100 * second, [0.1 * (second + 1)])
+                Progress(
+                    clock.now_s,
+                    40,
+                    num_sent=10 * second,
+                    num_done=5 * second,
+                    num_failed=second,
+                    num_running=5,
+                    num_tokens=100 * second,
+                    ttfts_s=[0.1 * (second + 1)],
+                )
             )
     return file.getvalue()
 
 
 def test_the_live_view():
     last = live_text(terminal=True).rpartition("a [server]")[2]
-    assert "30 of 40" in last and "10.0/s" in last and "5.0/s" in last
+    assert "30 of 40" in last and "10/s" in last and "5.0/s" in last
     assert "100 tokens/s" in last and "250 ms" in last
     assert "█" in last
 

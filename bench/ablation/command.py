@@ -12,6 +12,7 @@ import uvloop
 from bench.ablation import report
 from bench.ablation.run import Plan, measure
 from bench.ablation.variants import all_variants, chosen
+from bench.checkpoints import model_directory
 from bench.load.work import Work
 from bench.offline import page
 from bench.offline.requests import fixed_requests
@@ -44,6 +45,7 @@ def ablation(
 ) -> dict[str, Any]:
     """Each optimisation off in turn, on the same requests; prints a table.
 
+    model: a directory, "random:SHAPE", None for the embedded one.
     works: the requests, from any data set; None: `requests` of the embedded model's own mixture,
     of mixed lengths for another model, or of exact lengths. qps: of the latencies; None: 60 % of
     what is reached. kv_cache_bytes: K/V memory that is short; None: of a quarter of the sequences.
@@ -60,16 +62,17 @@ def ablation(
         page.check_file(file)
     if png_file is not None:
         report.require_matplotlib()
+    path = model_directory(model)
     if works is None:
         works = fixed_requests(
-            model, count=count, seed=seed, input_len=input_len, output_len=output_len
+            path, count=count, seed=seed, input_len=input_len, output_len=output_len
         )
-    settings = _settings(model, works, dtype, compute_threads)
+    settings = _settings(path, works, dtype, compute_threads)
     ends_early = any(not work.ignore_eos for work in works)
-    known = all_variants(_plain(model, settings), ends_early=ends_early)
+    known = all_variants(_plain(path, settings), ends_early=ends_early)
     wanted = chosen(known, variants)
-    plan = Plan(model, list(works), settings, num_rounds, max_num_seqs, qps, kv_cache_bytes)
-    head = page.Head.now(f"ablation, {EngineConfig.from_settings(model).model_name}")
+    plan = Plan(path, list(works), settings, num_rounds, max_num_seqs, qps, kv_cache_bytes)
+    head = page.Head.now(f"ablation, {EngineConfig.from_settings(path).model_name}")
     with page.progress() as bar:
         task = bar.add_task("loading", total=len(wanted) * (num_rounds + 1))
 

@@ -196,6 +196,7 @@ def _run(run: RunResult, columns: Columns) -> dict[str, Any]:
     """By column, which is much smaller than by request. Seconds to the microsecond."""
     seconds = {
         "scheduled_s": columns.due,
+        "dispatched_s": columns.began,
         "sent_s": columns.sent,
         "first_chunk_s": columns.first,
         "last_chunk_s": columns.last,

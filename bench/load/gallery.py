@@ -9,7 +9,7 @@ from bench.load.plots import Plot
 from bench.load.plots_latency import cdf_plot, pooled, rates_plot
 from bench.load.plots_requests import client_plot, lanes_plot
 from bench.load.plots_time import steps_plot, timeline_plot
-from bench.load.summary import RateSummary
+from bench.load.summary import RateSummary, nominal
 from bench.load.terminal import rate_title
 
 
@@ -24,7 +24,7 @@ class Section:
 
 
 def gallery(made: Measurement, *, max_detailed: int) -> list[Section]:
-    """At most max_detailed rates are shown over time and by request, all in distributions."""
+    """All rates are shown in distributions, at most max_detailed over time and by request."""
     sections = []
     rates = list(made.rates)
     if made.search is not None:
@@ -53,7 +53,7 @@ def detailed_rates(made: Measurement, limit: int) -> set[float]:
 
 
 def _of_rate(made: Measurement, rate: RateSummary, name: str, *, is_detailed: bool) -> Section:
-    places = [i for i, run in enumerate(made.runs) if run.qps == rate.qps]
+    places = [i for i, run in enumerate(made.runs) if nominal(run.qps) == rate.qps]
     runs, columns = [made.runs[i] for i in places], [made.columns[i] for i in places]
     plots = [cdf_plot(f"{name}-cdf", pooled(runs, columns), made.slo)]
     if is_detailed:

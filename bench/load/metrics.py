@@ -16,6 +16,8 @@ from bench.load.slo import tpot
 PERCENTS = (50, 90, 95, 99)
 STATS = ("mean", *(f"p{percent}" for percent in PERCENTS), "max")
 
+NUM_PICTURED = 100_001
+
 # In the order in which they are shown. All of them are in milliseconds once they are summarized.
 LABELS = {
     "ttft_schedule": "TTFT from schedule",
@@ -42,10 +44,12 @@ RATES = {
 
 
 class Samples(NamedTuple):
-    """Values in seconds, and the request that each belongs to (its index)."""
+    """Values in seconds, and the request that each belongs to (its index). num_all: of how many the
+    values are a picture; None: they are all there are."""
 
     values: Floats
     owners: Ints
+    num_all: int | None = None
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -62,7 +66,9 @@ def latencies(result: RunResult, columns: Columns) -> dict[str, Samples]:
         "ttft_send": _of(columns.first - columns.sent, used),
         "tpot": _of(tpot(columns), used),
         "itl": _per_token(columns),
-        "icl": _of(columns.gap, used[columns.gap_owner], columns.gap_owner),
+        "icl": _counted_gaps(result)
+        if result.gaps
+        else _of(columns.gap, used[columns.gap_owner], columns.gap_owner),
         "e2e_schedule": _of(columns.last - columns.due, used),
         "e2e_send": _of(columns.last - columns.sent, used),
         "client_queue": _of(columns.sent - columns.due, sent),
@@ -88,11 +94,22 @@ def _per_token(columns: Columns) -> Samples:
     return Samples(np.repeat(gap, count), np.repeat(owner, count))
 
 
-def describe(values: Floats) -> dict[str, float]:
+def _counted_gaps(result: RunResult) -> Samples:
+    """A picture of the gaps that were counted, not kept: as many of each as is its share."""
+    gap, count = (np.array(column) for column in zip(*result.gaps, strict=True))
+    total = int(count.sum())
+    places = np.searchsorted(np.cumsum(count), np.linspace(0, total, NUM_PICTURED), side="left")
+    values = gap[np.minimum(places, len(gap) - 1)].astype(np.float64)
+    return Samples(values, np.zeros(len(values), np.int64), total)
+
+
+def describe(samples: Samples) -> dict[str, float]:
     """count, and STATS in milliseconds."""
+    values = samples.values
+    count = len(values) if samples.num_all is None else samples.num_all
     points = np.percentile(values, PERCENTS) * 1000
     stats = [float(values.mean()) * 1000, *map(float, points), float(values.max()) * 1000]
-    return {"count": float(len(values)), **dict(zip(STATS, stats, strict=True))}
+    return {"count": float(count), **dict(zip(STATS, stats, strict=True))}
 
 
 def rates(columns: Columns) -> dict[str, float]:
@@ -190,7 +207,7 @@ def errors(result: RunResult, columns: Columns) -> dict[str, int]:
     return dict(found.most_common())
 
 
-def told_notes(columns: Columns) -> list[str]:
+def told_notes(result: RunResult, columns: Columns) -> list[str]:
     """What the figures are made of where something was not told."""
     used = columns.is_used
     untold = int((used & np.isnan(columns.tokens)).sum())
@@ -201,6 +218,8 @@ def told_notes(columns: Columns) -> list[str]:
             " counted as tokens, in TPOT and in tokens/s"
         )
     bundled = int((used & (columns.num_chunks == 1) & (columns.tokens > 1)).sum())
+    if result.gaps:
+        notes.append("ICL is of the whole run, within 1 %, and without an interval")
     if bundled:
         notes.append(f"{bundled} answers of several tokens came in one piece: they have no TPOT")
     return notes

@@ -8,10 +8,10 @@ import contextlib
 import io
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from serve.errors import ConfigError
 
@@ -121,15 +121,20 @@ def svg(plot: Plot) -> str:
 
 
 def write_png(path: Path, made: Measurement) -> None:
-    """All pictures of the measurement below each other, under its verdict."""
+    """The measurement's pictures below each other, under its verdict; of one rate in detail."""
     require_matplotlib()
     from matplotlib.figure import Figure
 
-    from bench.load.gallery import gallery
+    from bench.load.gallery import detailed_rates, gallery
     from bench.load.headline import headline, verdict
 
-    sections = gallery(made, max_detailed=1)
-    plots = [plot for section in sections for plot in section.plots]
+    shown = detailed_rates(made, 1)
+    plots = [
+        replace(plot, title=plot.title if s.rate is None else f"{plot.title}, {s.title}")
+        for s in gallery(made, max_detailed=1)
+        for plot in s.plots
+        if s.rate is None or s.rate.qps in shown
+    ]
     head_in, title_in = 0.9, 0.35
     heights = [head_in] + [plot.height_in + title_in for plot in plots]
     with styled():
@@ -151,7 +156,7 @@ def write_png(path: Path, made: Measurement) -> None:
 def styled() -> Iterator[None]:
     import matplotlib
 
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(cast("Any", _STYLE)):
         yield
 
 

@@ -26,6 +26,7 @@ from bench.load.plots import (
     svg,
 )
 from bench.load.plots_latency import LOG_FROM, SHARES
+from bench.load.summary import nominal
 from bench.load.terminal import number
 from serve.errors import ConfigError
 
@@ -41,7 +42,7 @@ def document_latencies(document: dict[str, Any], qps: Any) -> dict[str, Floats]:
     """Milliseconds, sorted, of all requests at that rate that count and ended well."""
     found: dict[str, list[Floats]] = {name: [] for name in TITLES}
     for run in document["runs"]:
-        if run["qps"] != qps:
+        if nominal(float(run["qps"])) != float(qps):
             continue
         columns = run["requests"]
         low, high = (np.inf if edge == "inf" else float(edge) for edge in run["window"])

@@ -176,6 +176,6 @@ def _pareto(axes: Axes, rates: Sequence[RateSummary]) -> None:
     axes.set_title("Speed of one user, and of all")
     axes.set_xlabel("output tokens/s for a user (1 / median TPOT)")
     axes.set_ylabel("output tokens/s in all")
+    axes.margins(0.12)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    axes.margins(0.12)

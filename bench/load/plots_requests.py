@@ -52,8 +52,8 @@ def lanes_plot(name: str, columns: Columns) -> Plot | None:
             axes.plot([], [], color=colour, linewidth=5, label=label)
         _marks(axes, columns, places, done, lanes)
         axes.set_ylim(shown - 0.2, -0.8)
-        left, right = float(due.min()), float(done.max())
-        axes.set_xlim(left, right + max(0.005 * (right - left), 1e-6))
+        first_s, last_s = float(due.min()), float(done.max())
+        axes.set_xlim(first_s, last_s + max(0.005 * (last_s - first_s), 1e-6))
         axes.grid(axis="y", visible=False)
         axes.set_ylabel("requests, as they were due")
         axes.set_yticks([])
@@ -102,10 +102,10 @@ def _busiest(columns: Columns, limit: int) -> np.ndarray:
 
 def client_plot(name: str, run: RunResult, columns: Columns, slo: Slo | None) -> Plot | None:
     """How late requests were sent, and whether the clients could keep up."""
-    sent = np.isfinite(columns.sent)
-    if not sent.any():
+    begun = np.isfinite(columns.began)
+    if not begun.any():
         return None
-    due, lag_ms = columns.due[sent], 1000 * (columns.sent - columns.due)[sent]
+    due, lag_ms = columns.due[begun], 1000 * (columns.began - columns.due)[begun]
     has_health = bool(run.health)
 
     def draw(figure: FigureBase) -> None:

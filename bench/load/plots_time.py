@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 NUM_BINS = 200
 NUM_ZOOMED = 60
+HEADROOM = 1.25  # for the legend
+_LINE: dict[str, Any] = {"linewidth": 1.2, "drawstyle": "steps-post"}
 
 
 def timeline_plot(name: str, run: RunResult, columns: Columns) -> Plot | None:
@@ -32,7 +34,7 @@ def timeline_plot(name: str, run: RunResult, columns: Columns) -> Plot | None:
         for axes, panel in zip(grid[:, 0], panels, strict=True):
             panel(axes, run, columns)
             axes.set_xlim(0, end_s)
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, HEADROOM * max(axes.get_ylim()[1], 1e-9))
             _shade_outside(axes, columns)
             if axes.get_legend_handles_labels()[0]:
                 axes.legend(loc="upper left", ncols=4)
@@ -85,8 +87,8 @@ def _sequences(axes: Axes, run: RunResult, columns: Columns) -> None:
     axes.plot([], [], color=BLUE, alpha=0.6, linewidth=6, label="decoding")
     if run.steps:
         at_s, running, waiting = _thin_steps(run)
-        axes.plot(at_s, running, color=GREEN, label="running (engine)", linewidth=1.2)
-        axes.plot(at_s, waiting, color=ORANGE, label="waiting (engine)", linewidth=1.2)
+        axes.plot(at_s, running, color=GREEN, label="running (engine)", **_LINE)
+        axes.plot(at_s, waiting, color=ORANGE, label="waiting (engine)", **_LINE)
     elif run.samples:
         at = [sample.at_s for sample in run.samples]
         running_s = [sample.num_running for sample in run.samples]
@@ -179,7 +181,7 @@ def _stack(axes: Axes, edges: Floats, rows: list[Floats]) -> None:
         axes.stairs(top, edges, baseline=bottom, fill=True, color=colour, label=label)
         bottom = top
     axes.set_xlim(edges[0], edges[-1])
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, HEADROOM * max(float(bottom.max()), 1e-9))
 
 
 def _zoomed(both: np.ndarray) -> slice:

@@ -82,6 +82,7 @@ def judge(columns: Columns, slo: Slo) -> tuple[Bools, Bools]:
         over = np.bincount(columns.gap_owner, weight * (gap_s > slo.itl_s), minlength=count)
         gaps = np.bincount(columns.gap_owner, weight, minlength=count)
         is_good &= over <= np.floor(ITL_SHARE * gaps)
+        is_good &= ~(columns.is_thin & (tpot(columns) > slo.itl_s))  # the mean is all there is
     return columns.is_counted & ~columns.is_cancelled, is_good & columns.is_counted
 
 

@@ -96,14 +96,14 @@ def summarize(
         started=result.started,
         window=columns.steady_s,
         achieved_qps=achieved_qps(result, columns),
-        latencies_ms={name: metrics.describe(found.values) for name, found in samples.items()},
+        latencies_ms={name: metrics.describe(found) for name, found in samples.items()},
         rates=metrics.rates(columns),
         counts=metrics.counts(columns),
         errors=metrics.errors(result, columns),
         good=good,
         judged=judged,
         verdict=check(result, columns, slo),
-        notes=[*result.notes, *metrics.told_notes(columns)],
+        notes=[*result.notes, *metrics.told_notes(result, columns)],
         health=list(result.health),
         intervals_ms={name: _intervals(found) for name, found in samples.items()}
         if intervals
@@ -128,7 +128,7 @@ def summarize_rates(
     made = columns or [Columns.of(result) for result in results]
     by_rate: dict[float, list[int]] = {}
     for place, result in enumerate(results):
-        by_rate.setdefault(result.qps, []).append(place)
+        by_rate.setdefault(nominal(result.qps), []).append(place)
     return [
         combine(
             [
@@ -139,6 +139,11 @@ def summarize_rates(
         )
         for _, places in sorted(by_rate.items())
     ]
+
+
+def nominal(qps: float) -> float:
+    """Rates that differ by rounding alone are one."""
+    return float(f"{qps:.6g}")
 
 
 def combine(runs: Sequence[RunSummary], slo: Slo | None) -> RateSummary:
@@ -168,7 +173,7 @@ def combine(runs: Sequence[RunSummary], slo: Slo | None) -> RateSummary:
         attainment = wilson(sum(run.good for run in runs), sum(run.judged for run in runs))
         goodput = t_interval([run.goodput for run in runs])
     return RateSummary(
-        runs[0].qps,
+        nominal(runs[0].qps),
         list(runs),
         latencies,
         rates,

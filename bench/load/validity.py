@@ -61,7 +61,7 @@ def max_lag_s(slo: Slo | None) -> float:
 
 
 def _lag_reasons(columns: Columns, slo: Slo | None) -> list[str]:
-    lag_s = (columns.sent - columns.due)[columns.is_counted & np.isfinite(columns.sent)]
+    lag_s = (columns.began - columns.due)[columns.is_counted & np.isfinite(columns.began)]
     if not len(lag_s):
         return []
     p99_s, bound_s = float(np.percentile(lag_s, 99)), max_lag_s(slo)
@@ -76,7 +76,7 @@ def _lag_reasons(columns: Columns, slo: Slo | None) -> list[str]:
 def achieved_qps(result: RunResult, columns: Columns) -> float:
     """The offered rate, less what was not sent, stretched as the sending was. A delay that the
     bound on the lag allows is none."""
-    sent = columns.sent[np.isfinite(columns.sent)]
+    sent = columns.began[np.isfinite(columns.began)]
     if not len(sent) or not math.isfinite(result.qps):
         return math.nan
     planned_s, taken_s = float(columns.due.max()), float(sent.max())
@@ -92,7 +92,7 @@ def _rate_reasons(result: RunResult, columns: Columns) -> list[str]:
         return ["no request was sent"]
     if abs(qps / result.qps - 1) <= MAX_RATE_ERROR:
         return []
-    unsent = int((~np.isfinite(columns.sent)).sum())
+    unsent = int((~np.isfinite(columns.began)).sum())
     why = f" ({unsent} requests were never sent)" if unsent else ""
     return [f"sent {qps:.4g} requests/s of {result.qps:.4g} offered, more than 0.5 % off{why}"]
 
