@@ -3,7 +3,7 @@
 A model (bench/plan), not a measurement: peaks of data sheets, with Lamina's models, traces,
 prices and network. Only decoding counts, as in its evaluation; prompts are computed elsewhere.
 A device is taken to reach 80 % of its bandwidth and 60 % of its arithmetic, and to have 90 % of
-its memory for weights and K/V. For the lengths see bench/memory_traces.py.
+its memory for weights and K/V. For the lengths see bench/load/published.py.
 
 n devices of one kind, tensor parallel, for a batch B with contexts of l tokens:
 
@@ -31,13 +31,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.memory_traces import (
+from bench.load.calls import fit_context
+from bench.load.published import (
     AZURE_CODE,
     AZURE_CONV,
     KIMI_CONV,
     KIMI_TA,
-    Lengths,
-    lognormal_trace,
+    Published,
+    published_calls,
 )
 from bench.plan.cost import Machine, MachineCost
 from bench.plan.disaggregated import Figures, Split, best, homogeneous
@@ -56,12 +57,11 @@ PAPER = Efficiency(weights=0.8, kv=0.8, products=((1, 0.6),), decode=0.6, memory
 NETWORK = Link(50e9, 33e-6)  # 400 Gbit/s, and the round trip of Lamina's host-bypassed network
 H100 = replace(load_devices()["h100-sxm"], name="H100", dollars_per_h=11.06)
 H20 = replace(load_devices()["h20"], name="H20", dollars_per_h=4.63)
-# requests of the published traces
-TRACES: dict[str, tuple[Lengths, int]] = {
-    "Azure-Conv": (AZURE_CONV, 19_366),
-    "Azure-Code": (AZURE_CODE, 8_819),
-    "Kimi-Conv": (KIMI_CONV, 12_031),
-    "Kimi-TA": (KIMI_TA, 23_608),
+TRACES = {
+    "Azure-Conv": AZURE_CONV,
+    "Azure-Code": AZURE_CODE,
+    "Kimi-Conv": KIMI_CONV,
+    "Kimi-TA": KIMI_TA,
 }
 
 
@@ -89,11 +89,12 @@ MODELS = (
 LAMINA = {"LLaMA-33B": (1, 2, 2), "LLaMA-65B": (2, 4, 4), "LLaMA3-70B": (2, 4, 4)}
 
 
-def mean_context(lengths: Lengths, num_requests: int) -> float:
+def mean_context(trace: Published) -> float:
     """Of the sequences in flight: a request is there once for each token that it generates."""
-    calls = lognormal_trace(lengths, num_requests, MAX_MODEL_LEN)
-    tokens = sum(c.num_output * (c.num_prompt + (c.num_output - 1) / 2) for c in calls)
-    return tokens / sum(call.num_output for call in calls)
+    calls = fit_context(published_calls(trace, trace.num_requests, 0), MAX_MODEL_LEN, [])
+    lengths = [(call.num_prompt, call.num_output or 0) for call in calls]
+    tokens = sum(output * (prompt + (output - 1) / 2) for prompt, output in lengths)
+    return tokens / sum(output for _, output in lengths)
 
 
 def ratio(over: float | None, under: float | None) -> float | None:
@@ -252,7 +253,7 @@ def main() -> None:
     )
     parser.add_argument("--kv-bytes", type=int, choices=(1, 2), default=2, help="1: int8 K/V")
     args = parser.parse_args()
-    contexts = {trace: mean_context(*given) for trace, given in TRACES.items()}
+    contexts = {name: mean_context(trace) for name, trace in TRACES.items()}
     cases = [
         compare(model, trace, context, args.memory, PRECISIONS[args.kv_bytes])
         for model in MODELS

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from bench.memory_traces import AZURE_CONV, Lengths
+from bench.load.published import AZURE_CONV, Marginal, Published
 from bench.node_cost import (
     H20,
     H100,
@@ -214,9 +214,10 @@ def test_what_does_not_fit_is_left_out() -> None:
 
 def test_the_context_counts_long_answers_more() -> None:
     """All alike: the prompt and half the answer. Else above the mean of the requests."""
-    alike = Lengths(1000, 999.999999, 101, 100.9999999)
-    assert mean_context(alike, 200) == pytest.approx(1000 + 50, rel=0.01)
-    assert mean_context(AZURE_CONV, 5000) > 1.05 * (1154.7 + 211.1 / 2)
+    prompt, output = Marginal.lognormal(1000, 999.999999), Marginal.lognormal(101, 100.9999999)
+    alike = Published(prompt, output, num_requests=200)
+    assert mean_context(alike) == pytest.approx(1000 + 50, rel=0.01)
+    assert mean_context(AZURE_CONV) > 1.04 * (1154.7 + 211.1 / 2)
 
 
 def test_what_is_printed() -> None:

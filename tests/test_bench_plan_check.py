@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from bench.checkpoints import random_checkpoint
-from bench.model import Ceiling
+from bench.offline.bound import Ceiling
 from bench.plan.check import QUICK, Case, check, report, run_and_report
 from bench.plan.here import device_of, measure_here
 from bench.plan.rig import StepRig, rig_config

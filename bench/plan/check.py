@@ -25,7 +25,7 @@ from rich.progress import track
 from rich.table import Table
 
 from bench.checkpoints import random_checkpoint
-from bench.model import MAX_DRIFT, Ceiling
+from bench.offline.bound import MAX_DRIFT, Ceiling
 from bench.plan.cost import Machine, MachineCost
 from bench.plan.efficiency import BOUND, expected
 from bench.plan.here import READ_BYTES, device_of

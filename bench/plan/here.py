@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from bench.model import Ceiling
+from bench.offline.bound import Ceiling
 from bench.plan.hardware import Device
 from ops import native
 from serve.errors import ConfigError
