@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.ablation.pools import OnDevice
 from bench.ablation.run import Found
 from bench.ablation.variants import OURS, SHORT, Variant
 from bench.load.report import percentile
@@ -91,7 +92,8 @@ def _ms(seconds: list[float], percent: float) -> float | None:
 
 def show(rows: Sequence[Row], found: Found, max_num_seqs: int, console: Console) -> None:
     console.print(_throughput(rows))
-    console.print(_latency([row for row in rows if row.ttft_p50_ms is not None], found.qps))
+    if timed := [row for row in rows if row.ttft_p50_ms is not None]:
+        console.print(_latency(timed, found.qps))
     lines = [
         f"saturated: all at once, {max_num_seqs} sequences at most; a request has"
         f" {found.tokens_per_request:.0f} tokens on average; medians and ranges of the rounds,"
@@ -103,6 +105,19 @@ def show(rows: Sequence[Row], found: Found, max_num_seqs: int, console: Console)
         lines.append(f"{SHORT}: {mib:.2f} MiB of K/V, {tokens:,.0f} tokens in int8")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def show_device(found: OnDevice, console: Console) -> None:
+    """The pools where the processor is free while a step runs."""
+    console.print(
+        f"pipelined pools beside a device that computes by itself ({1e3 * found.device_s:.0f} ms a"
+        f" step, {found.num_seqs} sequences; scripted, no model):"
+        f" {page.spread([1e3 * s for s in found.pools_s])} ms a step, in one thread"
+        f" {page.spread([1e3 * s for s in found.serial_s])}: gain"
+        f" {page.spread([100 * (gain - 1) for gain in found.gains], '{:+.0f}'.format)} %",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _throughput(rows: Sequence[Row]) -> Table:

@@ -22,7 +22,7 @@ from serve import Engine
 from serve.loader import load_engine
 
 RATE_SHARE = 0.6  # of what "ours" answers when saturated
-_WARM_UP = 32  # requests
+_WARM_UP = 16  # requests
 _SHORT_SHARE = 0.25  # of max_num_seqs average requests that short memory holds
 _SHORT_CONTEXTS = 2.2  # at least: one sequence with K/V of twice the bytes has to fit
 
@@ -38,13 +38,16 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """settings: of every engine. qps, kv_cache_bytes (when memory is short): None chooses."""
+    """settings: of every engine. has_rate: latency at a rate, too. qps, kv_cache_bytes (when memory
+    is short): None chooses. keeps_engines: all of them stay, else each is loaded for its turn."""
 
     model: str | None
     works: list[Work]
     settings: dict[str, Any]
     rounds: int
     max_num_seqs: int
+    has_rate: bool = True
+    keeps_engines: bool = True
     qps: float | None = None
     kv_cache_bytes: int | None = None
 
@@ -65,24 +68,27 @@ async def measure(plan: Plan, variants: Sequence[Variant], advance: Callable[[st
     rounds: dict[str, list[Round]] = {variant.name: [] for variant in variants}
     async with AsyncExitStack() as stack:
         advance(OURS)
-        ours = await stack.enter_async_context(_asking(plan, variants[0], 0))
-        first = await saturate(ours, plan.works)
-        stats = ours.engine.stats()
-        qps = plan.qps or RATE_SHARE * first.requests_per_s
-        short_bytes = plan.kv_cache_bytes or _short_bytes(plan, ours.engine, first)
-        targets = {OURS: ours}
-        for variant in variants[1:]:
+        async with _asking(plan, variants[0], 0) as ours:
+            first = await saturate(ours, plan.works)
+            stats = ours.engine.stats()
+            qps = plan.qps or RATE_SHARE * first.requests_per_s
+            short_bytes = plan.kv_cache_bytes or _short_bytes(plan, ours.engine, first)
+        targets: dict[str, Asking] = {}
+        for variant in variants if plan.keeps_engines else ():
             advance(variant.name)
-            target = await stack.enter_async_context(_asking(plan, variant, short_bytes))
-            await saturate(target, plan.works[:_WARM_UP])
-            targets[variant.name] = target
+            kept = await stack.enter_async_context(_asking(plan, variant, short_bytes))
+            targets[variant.name] = kept
         for number in range(plan.rounds):
             turn = number % len(variants)
             for variant in (*variants[turn:], *variants[:turn]):
                 advance(variant.name)
-                found = Round(await saturate(targets[variant.name], plan.works))
-                if variant.has_rate:
-                    await _at_rate(targets[variant.name], plan.works, qps, number, found)
+                async with AsyncExitStack() as own:
+                    target = targets.get(variant.name) or await own.enter_async_context(
+                        _asking(plan, variant, short_bytes)
+                    )
+                    found = Round(await saturate(target, plan.works))
+                    if variant.has_rate and plan.has_rate:
+                        await _at_rate(target, plan.works, qps, number, found)
                 rounds[variant.name].append(found)
     return Found(rounds, qps, short_bytes, stats.kv_bytes_per_token, first.tokens_per_request)
 
@@ -96,7 +102,9 @@ async def _asking(plan: Plan, variant: Variant, short_bytes: int) -> AsyncIterat
         settings["kv_cache_bytes"] = short_bytes
     load = partial(load_engine, parts=variant.parts)
     async with Engine(plan.model, load=load, **settings) as engine:
-        yield Asking(engine)
+        target = Asking(engine)
+        await saturate(target, plan.works[:_WARM_UP])
+        yield target
 
 
 def _short_bytes(plan: Plan, engine: Engine, found: Saturated) -> int:
