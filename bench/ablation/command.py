@@ -58,7 +58,7 @@ def ablation(
     Returns what is written to json_file. ConfigError before anything runs.
     """
     count = requests or (_QUICK_REQUESTS if quick else 200)
-    num_rounds = rounds or (_QUICK_ROUNDS if quick else 5)
+    num_rounds = rounds or (_QUICK_ROUNDS if quick else 8)
     if num_rounds < 1 or max_num_seqs < 1:
         raise ConfigError("rounds and max_num_seqs must be positive")
     if qps is not None and not qps > 0:
@@ -89,8 +89,8 @@ def ablation(
     )
     head = page.Head.now(f"ablation, {EngineConfig.from_settings(path).model_name}")
     with page.progress() as bar:
-        turns = num_rounds + plan.keeps_engines
-        task = bar.add_task("loading", total=1 + len(wanted) * turns + num_rounds)
+        total = 1 + len(wanted) * plan.num_turns + num_rounds
+        task = bar.add_task("loading", total=total)
 
         def advance(name: str) -> None:
             bar.update(task, description=name, advance=1)

@@ -96,8 +96,8 @@ def show(rows: Sequence[Row], found: Found, max_num_seqs: int, console: Console)
         console.print(_latency(timed, found.qps))
     lines = [
         f"saturated: all at once, {max_num_seqs} sequences at most; a request has"
-        f" {found.tokens_per_request:.0f} tokens on average; medians and ranges of the rounds,"
-        " gains within a round"
+        f" {found.tokens_per_request:.0f} tokens on average; medians over the rounds and their"
+        " 90 % intervals, gains within a round"
     ]
     if SHORT in found.rounds:
         tokens = found.short_bytes / found.kv_bytes_per_token
@@ -169,8 +169,9 @@ def draw(path: Path, rows: Sequence[Row], title: str) -> None:
 
     bars = [row for row in rows if row.name != row.against and row.name != SHORT]
     medians = [statistics.median(row.gain) for row in bars]
-    low = [m - min(row.gain) for m, row in zip(medians, bars, strict=True)]
-    high = [max(row.gain) - m for m, row in zip(medians, bars, strict=True)]
+    ends = [page.interval(row.gain) for row in bars]
+    low = [median - end[0] for median, end in zip(medians, ends, strict=True)]
+    high = [end[1] - median for median, end in zip(medians, ends, strict=True)]
     figure = Figure(figsize=(9, 0.6 * len(bars) + 1.6), layout="constrained")
     axes: Any = figure.subplots()
     names = [f"{row.optimisation}\n(off: {row.name})" for row in bars]
@@ -178,6 +179,6 @@ def draw(path: Path, rows: Sequence[Row], title: str) -> None:
     axes.barh(names, medians, xerr=[low, high], color=colours, capsize=3)
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.invert_yaxis()
-    axes.set_xlabel("requests/s with it over without it; median and range of the rounds")
+    axes.set_xlabel("requests/s with it over without it; median and its 90 % interval")
     axes.set_title(title, fontsize=10)
     figure.savefig(path, dpi=130)
