@@ -29,6 +29,7 @@ from bench.node_processes import memory_nodes
 from bench.offline import page
 from serve import LLM, SamplingParams
 from serve.errors import ConfigError
+from serve.request import Prompt
 
 _LOCAL_BYTES = 256 << 20
 
@@ -135,7 +136,8 @@ def _serve(
     params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
     with LLM(model, seed=0, **settings) as llm, _Watch(llm) as watch:
         began = time.perf_counter()
-        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        asked: list[Prompt] = [{"prompt_token_ids": p} for p in prompts]
+        outputs = llm.generate(asked, params, use_tqdm=False)
         seconds = time.perf_counter() - began
     return watch, seconds, [list(o.outputs[0].token_ids) for o in outputs]
 
@@ -168,9 +170,11 @@ def _decode_ms(
     """Median time of a step in which all decode."""
     params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
     with LLM(model, seed=0, **settings) as llm:
-        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        first = max(o.metrics.first_token_s for o in outputs)
-        last = max(o.metrics.finished_s for o in outputs)
+        asked: list[Prompt] = [{"prompt_token_ids": p} for p in prompts]
+        outputs = llm.generate(asked, params, use_tqdm=False)
+        times = [output.metrics for output in outputs if output.metrics is not None]
+        first = max(metrics.first_token_s or 0.0 for metrics in times)
+        last = max(metrics.finished_s or 0.0 for metrics in times)
         fewest = answer - 1
     return (last - first) / fewest * 1e3
 

@@ -29,27 +29,25 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
 from bench import simulated
-from bench.memory_traces import (
-    AZURE_CODE,
-    AZURE_CONV,
-    KIMI_CONV,
-    Call,
-    Lengths,
-    embedded_trace,
-    lognormal_trace,
-)
+from bench.load.arrivals import arrival_times
+from bench.load.calls import Call
+from bench.load.published import AZURE_CODE, AZURE_CONV, KIMI_CONV, Published
+from bench.memory_traces import embedded_trace, published_trace
+from bench.simulate.engine import OTHER, SimulatedEngine, Step, make_sequence
+from bench.simulate.memory import make_books
 from memory.kv_manager import KVManager
+from memory.layer_groups import LayerGroup
 from serve.length_predictor import Coverage
 from serve.memory_policy import MemoryPolicy, Oracle, PredictedPeak, make_policy
-from serve.plan import SchedulerLimits, StepPlan
+from serve.plan import SchedulerLimits
 from serve.request import Request, SamplingParams
 from serve.scheduler import Scheduler
-from serve.sequence import Sequence, make_sequences
+from serve.sequence import Sequence
+from serve.step_time import StepWork
 
 POLICIES = ("unlimited", "oracle", "predicted", "worst_case", "prompt_only")
 MAX_NUM_SEQS = 256
 ROWS = 256
-EOS, OTHER = 1, 7
 WARM_UP = 0.1  # share of the requests that no figure counts
 RESOLUTION = 1.01
 
@@ -67,15 +65,10 @@ class Machine:
     page_bytes: int
     tile_tokens: int = 16
 
-    def step_s(self, plan: StepPlan) -> float:
-        read = pairs = 0
-        for sequence, rows in zip(plan.sequences, plan.num_rows, strict=True):
-            if rows == 1:
-                read += sequence.num_computed_tokens
-            else:
-                pairs += rows * (sequence.num_computed_tokens + rows // 2)
-        rows_s = plan.num_total_rows * self.row_s
-        return self.fixed_s + rows_s + read * self.read_s + pairs * self.pair_s
+    def seconds(self, work: StepWork) -> float:
+        """Of a step, as a StepCost."""
+        work_s = work.num_rows * self.row_s + work.num_context * self.read_s
+        return self.fixed_s + work_s + work.num_pairs * self.pair_s
 
     def alone_s(self, num_prompt: float, num_output: float) -> float:
         """A request without company."""
@@ -90,11 +83,11 @@ EMBEDDED = Machine("embedded model", 1.2e-3, 2.5e-5, 4e-8, 2e-8, 1_320, 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A trace on a machine. lengths: None takes the embedded model's."""
+    """A trace on a machine. trace: None takes the embedded model's."""
 
     name: str
     machine: Machine
-    lengths: Lengths | None
+    trace: Published | None
     max_model_len: int
     num_requests: int
 
@@ -107,28 +100,6 @@ CASES = (
     Case("mixed requests", EMBEDDED, None, 1024, 3000),
 )
 QUICK = (replace(CASES[0], num_requests=150), replace(CASES[4], num_requests=300))
-
-
-class NoMemory:
-    """VirtualMemory that does nothing."""
-
-    def __init__(self, page_bytes: int) -> None:
-        self.page_bytes = page_bytes
-
-    def reserve(self, size_bytes: int) -> int:
-        return 0
-
-    def map(self, offset: int, first_page: int, num_pages: int) -> None:
-        """Nothing is there."""
-
-    def unmap(self, offset: int, num_pages: int) -> None:
-        """Nothing is there."""
-
-    def release(self, first_page: int, num_pages: int) -> None:
-        """Nothing is there."""
-
-    def close(self) -> None:
-        """Nothing is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +133,7 @@ class Simulation:
         else:
             made = make_policy("prompt_only" if policy == "unlimited" else policy, self.kv, ROWS)
         self.scheduler = Scheduler(SchedulerLimits(MAX_NUM_SEQS, ROWS, ROWS), self.kv, made)
+        self.engine = SimulatedEngine(self.scheduler, machine)
         prompt = statistics.fmean(call.num_prompt for call in calls)
         output = statistics.fmean(min(call.num_output, call.max_tokens) for call in calls)
         self.ttft_bound_s = 5 * machine.alone_s(prompt, output)
@@ -171,43 +143,43 @@ class Simulation:
         self.tpots: list[float] = []
         self.ttfts: list[float] = []
         self.num_preempted = self.num_counted = 0
-        self.now_s = self.used_tokens = self.used_pages = self.running = 0.0
+        self.used_tokens = self.used_pages = self.running = 0.0
 
     def _kv(self, policy: str) -> KVManager:
         machine, length = self.case.machine, self.case.max_model_len
         sequences = MAX_NUM_SEQS if policy == "unlimited" else 2
-        num_pages = sequences * -(-length * machine.token_bytes // machine.page_bytes)
-        return KVManager(
-            NoMemory(machine.page_bytes),
-            num_pages=num_pages,
+        return make_books(
+            [LayerGroup(machine.token_bytes, machine.tile_tokens)],
+            page_bytes=machine.page_bytes,
+            num_pages=sequences * -(-length * machine.token_bytes // machine.page_bytes),
             num_ranges=MAX_NUM_SEQS,
             max_model_len=length,
-            token_bytes=machine.token_bytes,
-            tile_tokens=machine.tile_tokens,
+            max_rows=ROWS,
         )
 
     def run(self) -> Result:
-        scheduler, calls = self.scheduler, self.calls
-        arrival_s = [0.0]
-        for call in calls[1:]:
-            arrival_s.append(arrival_s[-1] + call.gap / self.qps)
+        scheduler, engine, calls = self.scheduler, self.engine, self.calls
+        # The same gaps at every rate, and the first request at once.
+        due = arrival_times("poisson", self.qps, len(calls), seed=0)
+        arrival_s = [at_s - due[0] for at_s in due]
         arrived = 0
         policy = scheduler.policy
         # A queue of that length has waited too long already, whoever comes.
         most_waiting = max(64, int(4 * self.qps * self.ttft_bound_s))
         while arrived < len(calls) or scheduler.has_work():
-            while arrived < len(calls) and arrival_s[arrived] <= self.now_s:
+            while arrived < len(calls) and arrival_s[arrived] <= engine.now_s:
                 self._add(arrived, arrival_s[arrived])
                 arrived += 1
                 if arrived == int(WARM_UP * len(calls)) and isinstance(policy, PredictedPeak):
                     policy.coverages = Coverage(0.5), Coverage(0.9)
             if len(scheduler.waiting) > most_waiting:
                 return Result(self.qps, is_ok=False)
-            plan = scheduler.schedule(self.now_s)
-            if plan is None:
-                self.now_s = arrival_s[arrived]
+            finished = engine.step(self._watch)
+            if finished is None:
+                engine.now_s = arrival_s[arrived]
                 continue
-            self._step(plan)
+            for sequence in finished:
+                self._count(sequence)
         return self._result()
 
     def _add(self, number: int, now_s: float) -> None:
@@ -216,29 +188,15 @@ class Simulation:
         params = SamplingParams(max_tokens=call.max_tokens, seed=0)
         request = Request(name, None, (OTHER,) * call.num_prompt, params, now_s, call.client)
         self.lengths[name] = min(call.num_output, call.max_tokens)
-        self.scheduler.add(make_sequences(request, frozenset({EOS}))[0])
+        self.engine.add(make_sequence(request), call.num_output)
 
-    def _step(self, plan: StepPlan) -> None:
-        step_s = self.case.machine.step_s(plan)
-        self.kv.commit()
-        self.now_s += step_s
-        self.scheduler.observe(plan, step_s)
-        tokens = []
-        for sequence, samples in zip(plan.sequences, plan.samples, strict=True):
-            if samples:
-                name = sequence.request.request_id
-                produced = sequence.num_output_tokens + 1
-                own = self.calls[int(name)].num_output
-                tokens.append(EOS if produced == own else OTHER)
-                if produced == 1:
-                    self.first_token_s[name] = self.now_s
-        self.used_pages += step_s * self.kv.num_in_use
-        self.running += step_s * len(self.scheduler.running)
-        self.used_tokens += step_s * sum(
-            [s.num_computed_tokens + 1 for s in self.scheduler.running]
-        )
-        for sequence in self.scheduler.update(plan, tokens):
-            self._count(sequence)
+    def _watch(self, step: Step) -> None:
+        for sequence in step.firsts:
+            self.first_token_s[sequence.request.request_id] = step.ended_s
+        running = self.scheduler.running
+        self.used_pages += step.seconds * self.kv.num_in_use
+        self.running += step.seconds * len(running)
+        self.used_tokens += step.seconds * sum([s.num_computed_tokens + 1 for s in running])
 
     def _count(self, sequence: Sequence) -> None:
         name = sequence.request.request_id
@@ -249,13 +207,13 @@ class Simulation:
         first_s = self.first_token_s[name]
         self.ttfts.append(first_s - sequence.request.arrival_s)
         if sequence.num_output_tokens > 1:
-            self.tpots.append((self.now_s - first_s) / (sequence.num_output_tokens - 1))
+            self.tpots.append((self.engine.now_s - first_s) / (sequence.num_output_tokens - 1))
 
     def _result(self) -> Result:
         machine = self.case.machine
         tpot, ttft = _quantile(self.tpots, 0.99), _quantile(self.ttfts, 0.9)
         coverage = self.scheduler.policy.coverage()
-        total = self.kv.num_pages * self.now_s
+        total = self.kv.num_pages * self.engine.now_s
         return Result(
             self.qps,
             tpot <= self.tpot_bound_s and ttft <= self.ttft_bound_s,
@@ -265,7 +223,7 @@ class Simulation:
             1000 * self.scheduler.num_preemptions / self.scheduler.num_finished,
             self.used_pages / total,
             1 - self.used_tokens * machine.token_bytes / (self.used_pages * machine.page_bytes),
-            self.running / self.now_s,
+            self.running / self.engine.now_s,
             *coverage,
         )
 
@@ -293,9 +251,9 @@ def highest_qps(case: Case, calls: list[Call], policy: str) -> Result:
 
 
 def _trace(case: Case) -> list[Call]:
-    if case.lengths is None:
+    if case.trace is None:
         return embedded_trace(case.num_requests, case.max_model_len)
-    return lognormal_trace(case.lengths, case.num_requests, case.max_model_len)
+    return published_trace(case.trace, case.num_requests, case.max_model_len)
 
 
 def measure(is_quick: bool) -> dict[str, dict[str, Result]]:

@@ -21,15 +21,17 @@ import random
 from dataclasses import asdict, dataclass
 
 from bench import simulated
-from bench.memory_policy import CPU, EOS, OTHER, NoMemory
-from memory.kv_manager import KVManager
+from bench.memory_policy import CPU
+from bench.simulate.engine import OTHER, SimulatedEngine, Step, make_sequence
+from bench.simulate.memory import make_books
+from memory.layer_groups import LayerGroup
 from memory.prefix_index import PrefixHasher
 from serve.memory_policy import make_policy
 from serve.orders import ORDERS, make_order
 from serve.plan import SchedulerLimits
 from serve.request import Request, SamplingParams
 from serve.scheduler import Scheduler
-from serve.sequence import Sequence, make_sequences
+from serve.sequence import Sequence
 
 MAX_NUM_SEQS = 16
 ROWS = 256
@@ -69,18 +71,6 @@ class Result:
     fairness: float | None = None
 
 
-class Memory(NoMemory):
-    """Nothing is copied either."""
-
-    maps_beside_kernels = True
-
-    def prepare(self, first_page: int, num_pages: int) -> None:
-        """Nothing is there."""
-
-    def copy_page(self, source: int, target: int) -> None:
-        """Nothing is there."""
-
-
 def mixed_trace(count: int, seed: int = 0) -> list[Call]:
     rng = random.Random(f"order-{seed}")
     drawn: list[tuple[str, int, int, int]] = []
@@ -117,14 +107,13 @@ class Simulation:
 
     def __init__(self, calls: list[Call], order: str, num_pages: int) -> None:
         self.calls = calls
-        self.kv = KVManager(
-            Memory(CPU.page_bytes),
+        self.kv = make_books(
+            [LayerGroup(CPU.token_bytes, CPU.tile_tokens)],
+            page_bytes=CPU.page_bytes,
             num_pages=num_pages,
             num_ranges=MAX_NUM_SEQS,
             max_model_len=MAX_MODEL_LEN,
-            token_bytes=CPU.token_bytes,
-            tile_tokens=CPU.tile_tokens,
-            in_background=False,
+            max_rows=ROWS,
         )
         self.scheduler = Scheduler(
             SchedulerLimits(MAX_NUM_SEQS, ROWS, ROWS),
@@ -133,7 +122,7 @@ class Simulation:
             PrefixHasher(self.kv.page_end, b"order"),
             make_order(order),
         )
-        self.now_s = 0.0
+        self.engine = SimulatedEngine(self.scheduler, CPU)
         self.num_rows = 0
         self.first_token_s: dict[Sequence, float] = {}
         self.finished_s: dict[Sequence, float] = {}
@@ -143,7 +132,7 @@ class Simulation:
         while len(self.sequences) < len(self.calls) or self.scheduler.has_work():
             self._arrivals()
             if not self._step():
-                self.now_s = self.calls[len(self.sequences)].arrival_s
+                self.engine.now_s = self.calls[len(self.sequences)].arrival_s
         return self._result()
 
     def fairness(self) -> float:
@@ -162,34 +151,25 @@ class Simulation:
         while len(self.sequences) < len(self.calls):
             number = len(self.sequences)
             call = self.calls[number]
-            if call.arrival_s > self.now_s:
+            if call.arrival_s > self.engine.now_s:
                 return
             room = MAX_MODEL_LEN - call.num_prompt
             params = SamplingParams(max_tokens=room, seed=0, priority=call.priority)
             prompt = (number + 2, *(OTHER,) * (call.num_prompt - 1))  # no two begin alike
             request = Request(str(number), None, prompt, params, call.arrival_s, call.client)
-            self.sequences.append(make_sequences(request, frozenset({EOS}))[0])
-            self.scheduler.add(self.sequences[-1])
+            self.sequences.append(make_sequence(request))
+            self.engine.add(self.sequences[-1], call.num_output)
 
     def _step(self) -> bool:
-        plan = self.scheduler.schedule(self.now_s)
-        if plan is None:
-            return False
-        self.kv.commit()
-        step_s = CPU.step_s(plan)
-        self.now_s += step_s
-        self.num_rows += plan.num_total_rows
-        self.scheduler.observe(plan, step_s)
-        tokens = []
-        for sequence, samples in zip(plan.sequences, plan.samples, strict=True):
-            if samples:
-                call = self.calls[int(sequence.request.request_id)]
-                is_last = sequence.num_output_tokens + 1 == call.num_output
-                tokens.append(EOS if is_last else OTHER)
-                self.first_token_s.setdefault(sequence, self.now_s)
-        for sequence in self.scheduler.update(plan, tokens):
-            self.finished_s[sequence] = self.now_s
-        return True
+        finished = self.engine.step(self._watch)
+        for sequence in finished or ():
+            self.finished_s[sequence] = self.engine.now_s
+        return finished is not None
+
+    def _watch(self, step: Step) -> None:
+        self.num_rows += step.work.num_rows
+        for sequence in step.firsts:
+            self.first_token_s[sequence] = step.ended_s
 
     def _result(self) -> Result:
         ttfts: dict[bool, list[float]] = {False: [], True: []}
@@ -204,7 +184,7 @@ class Simulation:
             _quantile(ttfts[False], 0.99),
             _quantile(ttfts[True], 0.99),
             _quantile(latencies, 0.99),
-            sum(call.num_output for call in self.calls) / self.now_s,
+            sum(call.num_output for call in self.calls) / self.engine.now_s,
             self.scheduler.num_given_way,
             self.scheduler.num_preemptions - self.scheduler.num_given_way,
             self.num_rows / needed - 1,

@@ -66,10 +66,15 @@ class AddressSpace:
         """Pages at the places of a range from its first one on; -1 where nothing is mapped."""
         return self._shown[index]
 
+    def num_shown(self, indices: Iterable[int]) -> list[int]:
+        """How many places each of these ranges shows."""
+        shown = self._shown
+        return [len(shown[index]) for index in indices]
+
     def has_room(self, num_more: int, idle: Iterable[int]) -> bool:
         """For so many more mappings, if those of idle ranges give way."""
         excess = self.num_mappings + num_more - self.max_mappings
-        return excess <= 0 or excess <= sum([self._num_runs[index] for index in idle])
+        return excess <= 0 or excess <= sum(map(self._num_runs.__getitem__, idle))
 
     def shows(self, index: int, pages: Sequence[int], place: int = 0) -> bool:
         """Whether these pages are at a range's places from `place` on."""
@@ -87,7 +92,7 @@ class AddressSpace:
         """
         self.collect()
         shown = self._shown[index]
-        if not any(_differing(shown, pages, first)):
+        if shown[first : len(pages)] == pages[first:]:
             return
         self.settle()
         began = time.perf_counter()
@@ -126,10 +131,14 @@ class AddressSpace:
             return
         if place > len(shown):
             shown += [HOLE] * (place - len(shown))
+        # Runs change where something else is shown, and where that meets what follows.
+        first, end = max(0, place - 1), place + len(new) + 1
+        before = _num_runs(shown[first:end])
         shown[place : place + len(new)] = new
+        runs = _num_runs(shown[first:end]) - before
         while shown and shown[-1] == HOLE:
             shown.pop()
-        self._count(index, _num_runs(shown))
+        self._count(index, self._num_runs[index] + runs)
 
     def _count(self, index: int, num_runs: int) -> None:
         self.num_mappings += num_runs - self._num_runs[index]

@@ -10,7 +10,7 @@ system call.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class PageAllocator:
@@ -55,13 +55,28 @@ class PageAllocator:
         """
         assert self.num_free > 0, "no free page"
         page = self._choose(preferred, after)
+        self._claim(page)
+        return page
+
+    def extend(self, pages: list[int], shown: Sequence[int], count: int) -> None:
+        """Append so many free pages: for each place the one that is shown there (-1: none), if it
+        is free, else as `take` chooses. The caller has checked num_free."""
+        refs, num_shown = self._refs, len(shown)
+        for place in range(len(pages), len(pages) + count):
+            page = shown[place] if place < num_shown else -1
+            if page < 0 or refs[page]:
+                page = self._choose(None, pages[-1] if pages else None)
+            self._claim(page)
+            pages.append(page)
+
+    def _claim(self, page: int) -> None:
+        """A free page has an owner now."""
+        self._refs[page] = 1
         if self._is_cold[page]:
             self._is_cold[page] = 0
             self._num_cold -= 1
         else:
             del self._warm[page]
-        self._refs[page] = 1
-        return page
 
     def _choose(self, preferred: int | None, after: int | None) -> int:
         if preferred is not None and self._refs[preferred] == 0:

@@ -3,7 +3,7 @@ only."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from memory.address_space import AddressSpace
 from memory.kv_range import PrefixHit, Range
@@ -39,25 +39,26 @@ class IdleRanges:
         """The one that shows the hit's pages already, else the best fit: the fewest mapped pages
         that suffice, else the fullest."""
         need = self._layout.groups[0].places_for(num_tokens)
-        sizes: dict[int, int] = {}
+        shown = self._space.shown
         first, shared = (hit.parts[0].first, hit.parts[0].shared) if hit else (0, [])
-        last = first + len(shared) - 1
-        for index in self._indices:
-            shown = self._space.shown(index)
-            sizes[index] = size = len(shown)
-            # Many may show the beginning: where the last page is another one, no list is compared.
-            is_like = first <= last < size and shown[last] == shared[-1]
-            if is_like and self._space.shows(index, shared, first):
-                return self._ranges[index]
-        enough = [index for index, size in sizes.items() if size >= need]
-        if enough:
-            return self._ranges[min(enough, key=sizes.__getitem__)]
-        return self._ranges[max(sizes, key=sizes.__getitem__)]
+        if shared:
+            last = first + len(shared) - 1
+            for index in self._indices:
+                pages = shown(index)
+                # Many may show the beginning: where the last page is another one, no list is
+                # compared.
+                is_like = last < len(pages) and pages[last] == shared[-1]
+                if is_like and self._space.shows(index, shared, first):
+                    return self._ranges[index]
+        indices = list(self._indices)
+        sizes = self._space.num_shown(indices)
+        size = min([size for size in sizes if size >= need], default=max(sizes))
+        return self._ranges[indices[sizes.index(size)]]
 
     @property
-    def places(self) -> list[int]:
+    def places(self) -> Iterator[int]:
         """Their parts' numbers in the address space."""
-        return [part.index for i in self._indices for part in self._ranges[i].parts]
+        return (part.index for i in self._indices for part in self._ranges[i].parts)
 
     def unmap(self, limit: int) -> None:
         """What they show, the most first, until there are fewer mappings than that in all."""

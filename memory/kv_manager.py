@@ -97,6 +97,7 @@ class KVManager:
         self.on_close: Callable[[Range], None] = lambda target: None
         self._idle = IdleRanges(self.ranges, self.layout, self.space)
         self._promised = 0
+        self._num_held = 0  # by ranges; a page as often as ranges hold it
         self._mapper = RangeMapper(
             self.ranges, self._idle, self.space, memory, self.prefixes.let_go
         )
@@ -194,8 +195,7 @@ class KVManager:
     def num_saved(self) -> int:
         """Pages that sequences would hold more if they shared none; a little less while pages are
         on their way to or from the disk."""
-        held = sum([len(p.pages) - p.num_passed for item in self.ranges for p in item.parts])
-        return max(0, held - self.num_in_use)
+        return max(0, self._num_held - self.num_in_use)
 
     def map_seconds(self, hit: PrefixHit) -> float:
         """What mapping it takes, as mapping went so far."""
@@ -248,6 +248,7 @@ class KVManager:
             for source in found.copied:
                 part.copies.append((source, len(part.pages)))
                 part.pages.append(self._take(part))
+        self._num_held += len(target.pages)
         target.num_due = 0 if self._shows(target, hit) else hit.num_calls
         self._has_grown(target)
 
@@ -267,11 +268,20 @@ class KVManager:
         """A free page for its next place (after `more`), the one shown there if possible."""
         if not self.allocator.num_free:
             self.prefixes.evict()
-        place = len(part.pages) + len(more)
         shown = self.space.shown(part.index)
+        place = len(part.pages) + len(more)
         there = shown[place] if place < len(shown) and shown[place] >= 0 else None
         before = more or part.pages
         return self.allocator.take(there, before[-1] if before else None)
+
+    def _extend(self, part: RangePart, count: int) -> None:
+        """Pages for its next places."""
+        self._num_held += count
+        if count <= self.allocator.num_free:
+            self.allocator.extend(part.pages, self.space.shown(part.index), count)
+            return
+        for _ in range(count):
+            part.pages.append(self._take(part))
 
     def grow(self, target: Range, num_tokens: int, num_computed: int = 0) -> bool:
         """Grant the range pages for num_tokens in all; False (and no page) if there are none.
@@ -290,8 +300,7 @@ class KVManager:
         if has_room:
             self.space.collect()
             for part in target.parts:
-                for _ in range(len(part.pages), part.group.places_for(num_tokens)):
-                    part.pages.append(self._take(part))
+                self._extend(part, max(0, part.group.places_for(num_tokens) - len(part.pages)))
             self._has_grown(target)
         if target.promised or target.capacity < target.num_promised:
             self._promise(target)
@@ -304,6 +313,7 @@ class KVManager:
     def _pass(self, part: RangePart, first: int) -> None:
         """Give back pages before place `first`. The places may go on showing them; nobody looks."""
         assert first <= part.valid, f"place {first} of {part.valid} was never mapped"
+        self._num_held -= max(0, first - part.num_passed)
         for place in range(part.num_passed, first):
             self.prefixes.let_go(part.pages[place])
             part.pages[place] = HOLE
@@ -317,6 +327,7 @@ class KVManager:
         target.capacity = target.num_promised = target.num_due = 0
         self._promise(target)
         for part in target.parts:
+            self._num_held -= len(part.pages) - part.num_passed
             if part.group.window is not None:
                 self.prefixes.use(part.held)
             for page in (*part.held, *(source for source, _ in part.copies)):
@@ -392,5 +403,7 @@ class KVManager:
         owners = check_ranges(self.ranges, self._idle, self._mapper.due, self.space)
         promised = sum(item.promised for item in self.ranges)
         assert promised == self._promised, f"{promised} promised, counted {self._promised}"
+        held = sum(owners.values()) - sum(len(p.copies) for i in self.ranges for p in i.parts)
+        assert held == self._num_held, f"{held} held, counted {self._num_held}"
         self.prefixes.check_integrity(owners)
         self.allocator.check_integrity(owners)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from heapq import heappop, heappush
+from itertools import accumulate
 
 from memory.split_kv import Books
 
@@ -55,13 +56,14 @@ class Future:
     def _peak(self, kv: Books) -> tuple[int, int]:
         """Pages at the peak, and how many sequences are alive then."""
         half_page = kv.page_bytes // kv.token_bytes // 2
-        most = total = at = 0
-        for number, (end, start, _) in enumerate(reversed(self.entries), 1):
-            total += start
-            need = total + number * (end + half_page)
-            if need > most:
-                most, at = need, number
-        return most * kv.token_bytes // kv.page_bytes, at
+        last_first = self.entries[::-1]
+        totals = accumulate([start for _, start, _ in last_first])
+        needs = [
+            total + number * (entry[0] + half_page)
+            for number, (entry, total) in enumerate(zip(last_first, totals, strict=True), 1)
+        ]
+        most = max(needs, default=0)
+        return most * kv.token_bytes // kv.page_bytes, needs.index(most) + 1 if needs else 0
 
     def _peak_with_windows(self, kv: Books) -> tuple[int, int]:
         """The same where a group of layers needs no more than so many tokens of a sequence.

@@ -75,6 +75,7 @@ def retract(scheduler: Scheduler, plan: StepPlan) -> None:
     for place in unfinished_places(plan):
         sequence = plan.sequences[place]
         sequence.rows_in_flight -= plan.num_rows[place]
+        sequence.steady_until = 0
         if sequence.status is SequenceStatus.RUNNING:
             sequence.num_computed_tokens = plan.contexts[place]
         if plan.samples[place]:

@@ -85,10 +85,19 @@ class _Law:
         return found
 
     def quantile(self, num_output: int, level: float, longest: int) -> int:
-        """By bisection over the lengths from num_output + 1 to longest."""
+        """By bisection over the lengths from num_output + 1 to longest, between the smallest and
+        the largest quantile of the parts: where all of them have come to their level, or none
+        has, so has their mixture."""
+        allowed = (1.0 - level) * self.survival(num_output)
+        low = high = _prior_quantile(num_output, level, longest)
+        for lengths, count, _ in self._parts:
+            num_longer = count - bisect_right(lengths, num_output)
+            rest = int((1.0 - level) * num_longer)
+            own = lengths[count - 1 - rest] if rest < num_longer else num_output + 1
+            low, high = min(low, own), max(high, own)
+        # One more on each side, for what rounding does to the sum.
+        low, high = min(max(low - 1, num_output + 1), longest), min(high + 1, longest)
         survival = self.survival
-        allowed = (1.0 - level) * survival(num_output)
-        low, high = num_output + 1, longest
         while low < high:
             middle = (low + high) >> 1
             if survival(middle) <= allowed:
@@ -96,6 +105,14 @@ class _Law:
             else:
                 low = middle + 1
         return low
+
+
+def _prior_quantile(num_output: int, level: float, longest: int) -> int:
+    """As _Law.quantile, of the prior alone."""
+    if level >= 1.0:
+        return longest
+    odds = (1.0 + (num_output / _PRIOR_MEDIAN) ** 1.5) / (1.0 - level) - 1.0
+    return int(min(_PRIOR_MEDIAN * odds ** (2 / 3), longest)) + 1
 
 
 class HistoryPredictor:

@@ -24,11 +24,17 @@ class StepPlan:
     contexts: list[int] | None = None
 
 
-def plan_of(decodes: list[Sequence], chunks: list[tuple[Sequence, int]]) -> StepPlan | None:
-    """Of those that still run, with one row and with more (how many)."""
+def plan_of(
+    decodes: list[Sequence], chunks: list[tuple[Sequence, int]], num_certain: int = 0
+) -> StepPlan | None:
+    """Of those that still run, with one row and with more (how many). num_certain: of decodes,
+    the first ones, that run and are sampled."""
     # A sequence planned early in the loop may have been preempted by a later one.
     running = SequenceStatus.RUNNING
-    sequences = [s for s in decodes if s.status is running]
+    sequences = decodes
+    if num_certain < len(decodes):
+        sequences = decodes[:num_certain]
+        sequences += [s for s in decodes[num_certain:] if s.status is running]
     num_decodes = len(sequences)
     num_rows = [1] * num_decodes
     for sequence, rows in chunks:
@@ -37,11 +43,14 @@ def plan_of(decodes: list[Sequence], chunks: list[tuple[Sequence, int]]) -> Step
             num_rows.append(rows)
     if not sequences:
         return None
-    samples = [
-        s.num_computed_tokens + rows == len(s.token_ids)
-        for s, rows in zip(sequences, num_rows, strict=True)
-    ]
-    return StepPlan(sequences, num_rows, num_decodes, samples, sum(num_rows))
+    num_certain = min(num_certain, num_decodes)
+    samples = [True] * num_certain
+    for place in range(num_certain, len(sequences)):
+        sequence = sequences[place]
+        num_known = sequence.num_computed_tokens + num_rows[place]
+        samples.append(num_known == len(sequence.token_ids))
+    num_prompt_rows = sum(num_rows[num_decodes:])
+    return StepPlan(sequences, num_rows, num_decodes, samples, num_decodes + num_prompt_rows)
 
 
 @dataclass(frozen=True, slots=True)

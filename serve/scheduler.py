@@ -89,20 +89,11 @@ class Scheduler:
         """The next step, or None when nothing can run. Records page growth; does not commit."""
         self.waiting.tick(now_s)
         self.kv.prefixes.poll()
-        decodes: list[Sequence] = []
-        chunks: list[tuple[Sequence, int]] = []
         rows = self.limits.max_num_batched_tokens
-        prefilling: list[Sequence] = []
-        for sequence in list(self.running):  # any of them may be preempted meanwhile
-            num_tokens = len(sequence.token_ids)
-            missing = num_tokens - sequence.num_computed_tokens
-            if missing > 1:
-                prefilling.append(sequence)
-            elif num_tokens == sequence.max_tokens_total:
-                continue  # its last token is in flight
-            elif rows and self._grow(sequence, sequence.num_computed_tokens + 1):
-                decodes.append(sequence)
-                rows -= 1
+        decodes, prefilling = self._look_through(rows)
+        rows -= len(decodes)
+        num_decodes, num_preemptions = len(decodes), self.num_preemptions
+        chunks: list[tuple[Sequence, int]] = []
         if prefilling or self.waiting:
             prompts = [(self._rank(s), s) for s in prefilling]
             budget = self.chunks.begin(prompts, decodes, rows, now_s, self._rank_of_next(prompts))
@@ -114,7 +105,30 @@ class Scheduler:
         self._is_short = False
         self.num_steps += 1
         self.num_page_steps += self.kv.num_in_use
-        return plan_of(decodes, chunks)
+        is_intact = self.num_preemptions == num_preemptions
+        return plan_of(decodes, chunks, num_decodes if is_intact else 0)
+
+    def _look_through(self, rows: int) -> tuple[list[Sequence], list[Sequence]]:
+        """Of the running: who gets its one row (at most so many), and who has more to compute.
+
+        Most of them are steady: all that is to be known is that they still are."""
+        prefilling: list[Sequence] = []
+        # any of them may be preempted meanwhile
+        for sequence in [s for s in self.running if s.num_computed_tokens >= s.steady_until]:
+            num_tokens, num_computed = len(sequence.token_ids), sequence.num_computed_tokens
+            if num_tokens - num_computed > 1:
+                prefilling.append(sequence)
+            elif num_tokens == sequence.max_tokens_total:
+                continue  # its last token is in flight
+            elif self._grow(sequence, num_computed + 1):
+                assert sequence.kv_range is not None, "it has just grown"
+                steady = min(sequence.kv_range.capacity, sequence.max_tokens_total - 1)
+                if self.prefixes.is_on:
+                    steady = min(steady, sequence.remember_at)
+                # one step is steady even where a page is due to be remembered
+                sequence.steady_until = max(steady, num_computed + 1)
+        decodes = [s for s in self.running if s.num_computed_tokens < s.steady_until]
+        return decodes[:rows] if len(decodes) > rows else decodes, prefilling
 
     def _share(self, draft: StepDraft, now_s: float) -> None:
         """Give a step's rows to prompts: short ones, new ones, long ones, and who is behind."""
@@ -178,7 +192,7 @@ class Scheduler:
         self.running.remove(sequence)
         self.kv.close(sequence.kv_range)
         sequence.kv_range = None
-        sequence.num_computed_tokens = sequence.remember_at = 0
+        sequence.num_computed_tokens = sequence.remember_at = sequence.steady_until = 0
         sequence.has_fetched = False
         sequence.num_preemptions += 1
         sequence.status = SequenceStatus.WAITING
@@ -323,14 +337,15 @@ class Scheduler:
         self.running.append(sequence)
         self.policy.started(sequence, self.num_steps)
 
-    def observe(self, plan: StepPlan, seconds: float) -> None:
-        """A step ran through in that time; call it before update()."""
+    def observe(self, plan: StepPlan, seconds: float, work: StepWork | None = None) -> None:
+        """A step ran through in that time; call it before update(). work: the plan's, if it is
+        known."""
         model = self.chunks.model
         model.last_step_s = seconds
         is_decoding = plan.num_decodes == len(plan.sequences)
         if is_decoding and model.knows_decoding and self.num_steps % _LEARN_EVERY:
             return  # the next one will be much the same, and learning takes time between steps
-        model.learn(StepWork.of(plan), seconds)
+        model.learn(StepWork.of(plan) if work is None else work, seconds)
 
     def update(self, plan: StepPlan, tokens: list[int]) -> list[Sequence]:
         """Take in a step's result: tokens[j] is for the j-th sampling sequence of the plan.
@@ -339,28 +354,41 @@ class Scheduler:
         """
         finished: list[Sequence] = []
         next_token = iter(tokens)
-        for sequence, rows, sampled in zip(
-            plan.sequences, plan.num_rows, plan.samples, strict=True
-        ):
-            sequence.num_computed_tokens += rows
-            if sequence.num_computed_tokens >= sequence.remember_at:
-                self.prefixes.remember(sequence, sequence.num_computed_tokens)
-            if not sampled:
-                continue
-            token = next(next_token)
-            token_ids = sequence.token_ids
-            token_ids.append(token)
-            length = len(token_ids)
-            if token in sequence.stop_ids and length > sequence.min_tokens_total:
-                sequence.stop_token = token
-                self._finish(sequence, FinishReason.STOP)
-                finished.append(sequence)
-            elif length >= sequence.max_tokens_total:
-                self._finish(sequence, FinishReason.LENGTH)
-                finished.append(sequence)
+        # single rows of prompts are after those who decode
+        num_decodes = plan.num_decodes if all(plan.samples[: plan.num_decodes]) else 0
+        # rows first: it is the one that ends first
+        for sequence, token in zip(plan.sequences[:num_decodes], next_token, strict=False):
+            sequence.num_computed_tokens = num_computed = sequence.num_computed_tokens + 1
+            sequence.token_ids.append(token)
+            if num_computed >= sequence.steady_until or token in sequence.stop_ids:
+                self._settle(sequence, token, finished)
+        for place in range(num_decodes, len(plan.sequences)):
+            sequence = plan.sequences[place]
+            sequence.num_computed_tokens += plan.num_rows[place]
+            token = PENDING_TOKEN
+            if plan.samples[place]:
+                token = next(next_token)
+                sequence.token_ids.append(token)
+            self._settle(sequence, token, finished)
         if finished:
             self.running = [s for s in self.running if s.status is SequenceStatus.RUNNING]
         return finished
+
+    def _settle(self, sequence: Sequence, token: int, finished: list[Sequence]) -> None:
+        """Its rows are computed, and with them this token, if any (PENDING_TOKEN: none)."""
+        num_computed = sequence.num_computed_tokens
+        if num_computed >= sequence.remember_at:
+            self.prefixes.remember(sequence, num_computed)
+        if token == PENDING_TOKEN:
+            return
+        length = len(sequence.token_ids)
+        if token in sequence.stop_ids and length > sequence.min_tokens_total:
+            sequence.stop_token = token
+            self._finish(sequence, FinishReason.STOP)
+            finished.append(sequence)
+        elif length >= sequence.max_tokens_total:
+            self._finish(sequence, FinishReason.LENGTH)
+            finished.append(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
         """End a sequence from outside (abort, stop string, error); False if it has ended."""
@@ -379,6 +407,7 @@ class Scheduler:
         is_aside = sequence.status is SequenceStatus.WAITING
         self._num_aside_pages -= self._pages_aside(sequence) if is_aside else 0
         del sequence.token_ids[num_tokens:]
+        sequence.steady_until = 0
         self._num_aside_pages += self._pages_aside(sequence) if is_aside else 0
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:

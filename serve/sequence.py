@@ -49,6 +49,9 @@ class Sequence:
     expected_s: float = 0.0
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
+    # While fewer are computed it is a running one that lacks one row and has a page for it, and
+    # neither its length ends it nor a page is complete. The scheduler's alone.
+    steady_until: int = 0
     rows_in_flight: int = 0  # always 0 where steps are not overlapped
     kv_range: Range | None = None
     page_keys: list[bytes] = field(default_factory=list)  # of its pages, for the prefix cache

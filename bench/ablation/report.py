@@ -14,7 +14,7 @@ from rich.table import Table
 from bench.ablation.pools import OnDevice
 from bench.ablation.run import Found
 from bench.ablation.variants import OURS, SHORT, Variant
-from bench.load.report import percentile
+from bench.load.metrics import percentile
 from bench.offline import page
 from serve.errors import ConfigError
 

@@ -134,7 +134,7 @@ def _short_bytes(plan: Plan, engine: Engine, found: Saturated) -> int:
 
 
 async def _at_rate(target: Asking, works: list[Work], qps: float, seed: int, found: Round) -> None:
-    arrivals_s = arrival_times(qps, len(works), seed)
+    arrivals_s = arrival_times("poisson", qps, len(works), seed)
     for record in await offer(target, Schedule(qps, works, arrivals_s), seed):
         first_s, last_s = record.chunks_s[0], record.chunks_s[-1]
         found.ttft_s.append(first_s - record.scheduled_s)

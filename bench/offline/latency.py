@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from bench.load.report import percentile
+from bench.load.metrics import percentile
 from bench.load.work import Work
 from bench.offline.bound import (
     MAX_DRIFT,

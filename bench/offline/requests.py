@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
-from bench.load.datasets import mixed, random_tokens
+from bench.load.datasets import DatasetSettings, load_calls
+from bench.load.prompts import make_works
 from bench.load.work import Work
 from serve.config import EngineConfig
 from serve.errors import ConfigError
@@ -58,9 +60,22 @@ def fixed_requests(
                 f" context of {spec.max_model_len}"
             )
         tokens = range(min(_FIRST_TOKEN, spec.vocab_size // 2), spec.vocab_size)
-        return random_tokens(count, seed, input_len, answer, tokens)
+        return _of_dataset("random", count, seed, str(input_len), answer, tokens)
     if model is None:
-        return mixed(count, seed, output_len)
+        return _of_dataset("mixed", count, seed, None, output_len, ())
     most = min(512, spec.max_model_len // 2)
     answer = min(output_len or 128, spec.max_model_len // 2)
     return mixed_lengths(count, seed, most, answer, spec.vocab_size)
+
+
+def _of_dataset(
+    name: str,
+    count: int,
+    seed: int,
+    input_len: str | None,
+    output_len: int | None,
+    tokens: Sequence[int],
+) -> list[Work]:
+    limit = None if output_len is None else str(output_len)
+    settings = DatasetSettings(name, input_len=input_len, output_len=limit)
+    return make_works(load_calls(settings, count, seed, []), seed, tokens)

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
-from bench.load.record import Outcome, Record
-from bench.load.run import run_load
-from bench.load.targets import PROMPT_TOKENS
+from bench.load import run as load
+from bench.load.options import LoadOptions
+from bench.load.record import Outcome, Record, StepRow
+from bench.load.targets import EngineTarget, OnChunk
 from bench.load.work import Schedule, Work
-from serve import Engine, FinishReason, SamplingParams
+from serve import Engine, FinishReason
 from serve.errors import GenerationError
 from serve.step_trace import TracedStep
 
 
-class Asking:
-    """A load generator's target that keeps prompts and answers, by the number of the request. The
-    engine has been started."""
+class Asking(EngineTarget):
+    """Keeps prompts and answers, by the number of the request. The engine has been started, and
+    whoever asks traces its steps."""
 
     def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
         self.engine = engine
-        self.name = engine.model_name
-        self.prompt_tokens: Sequence[int] = PROMPT_TOKENS
         self.prompts: dict[int, list[int]] = {}
         self.tokens: dict[int, list[int]] = {}
 
@@ -34,10 +34,9 @@ class Asking:
     async def __aexit__(self, *_: object) -> None:
         """The engine is somebody else's."""
 
-    async def send(self, work: Work, record: Record) -> None:
-        params = SamplingParams(
-            max_tokens=work.max_tokens, temperature=0.0, ignore_eos=work.ignore_eos
-        )
+    async def send(self, prepared: Any, record: Record, on_chunk: OnChunk | None = None) -> None:
+        work, params = prepared
+        record.sent_s = time.perf_counter()
         if work.messages is not None:
             stream = self.engine.submit_chat(work.messages, params, client=work.client)
         else:
@@ -53,6 +52,9 @@ class Asking:
         prompt_ids = list((await stream.accepted()).prompt_token_ids)
         record.prompt_tokens, record.output_tokens = len(prompt_ids), len(tokens)
         self.prompts[record.index], self.tokens[record.index] = prompt_ids, tokens
+
+    def trace_steps(self) -> Callable[[], list[StepRow]]:
+        return list
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ class Saturated:
 
 async def offer(target: Asking, schedule: Schedule, seed: int = 0) -> list[Record]:
     """GenerationError where one of them fails: figures of the others would say nothing."""
-    records = (await run_load(target, schedule, seed=seed)).records
+    records = (await load.offer(schedule, target, LoadOptions(seed=seed))).records
     failed = [record for record in records if record.outcome is not Outcome.OK]
     if failed:
         raise GenerationError(f"{len(failed)} requests failed, the first: {failed[0].error}")

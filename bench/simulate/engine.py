@@ -1,0 +1,90 @@
+"""An engine whose device is a formula: the real scheduler decides, a cost model says how long each
+step takes, and nothing else takes any time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bench.simulate.cost import StepCost
+from serve.plan import StepPlan
+from serve.request import Request
+from serve.scheduler import Scheduler
+from serve.sequence import Sequence, make_sequences
+from serve.step_time import StepWork
+
+EOS, OTHER = 1, 7
+_STOPS = frozenset({EOS})
+
+
+@dataclass(slots=True)
+class Step:
+    """One that ran, before the scheduler takes in its tokens. sampled: who gets one; firsts: for
+    whom it is the first."""
+
+    plan: StepPlan
+    work: StepWork
+    began_s: float
+    seconds: float
+    ended_s: float
+    sampled: list[Sequence]
+    firsts: list[Sequence]
+
+
+class SimulatedEngine:
+    """Answers have the lengths they are given; now_s is where the clock stands."""
+
+    def __init__(self, scheduler: Scheduler, cost: StepCost) -> None:
+        self.scheduler = scheduler
+        self.cost = cost
+        self.now_s = 0.0
+        self._ends: dict[Sequence, int] = {}  # of those without a first token
+
+    def add(self, sequence: Sequence, num_output: int) -> None:
+        """It has arrived; its answer ends by itself after num_output tokens (or before, at
+        max_tokens)."""
+        num_prompt = sequence.num_prompt_tokens
+        # The length at which its next token is a special one: the first, and then the last.
+        sequence.history = num_prompt
+        self._ends[sequence] = num_prompt + num_output - 1
+        self.scheduler.add(sequence)
+
+    def step(self, watch: Callable[[Step], None] = lambda step: None) -> list[Sequence] | None:
+        """Run the next one; who ended with it, or None where there was nothing to run. watch: is
+        told before the scheduler is."""
+        scheduler = self.scheduler
+        plan = scheduler.schedule(self.now_s)
+        if plan is None:
+            return None
+        scheduler.kv.commit()
+        work = StepWork.of(plan)
+        seconds = self.cost.seconds(work)
+        began_s = self.now_s
+        self.now_s = ended_s = began_s + seconds
+        scheduler.observe(plan, seconds, work)
+        sampled = plan.sequences
+        if not all(plan.samples):
+            sampled = [s for s, is_sampled in zip(sampled, plan.samples, strict=True) if is_sampled]
+        tokens, firsts = self._answer(sampled)
+        watch(Step(plan, work, began_s, seconds, ended_s, sampled, firsts))
+        return scheduler.update(plan, tokens)
+
+    def _answer(self, sampled: list[Sequence]) -> tuple[list[int], list[Sequence]]:
+        """The next token of each, and for whom it is the first."""
+        tokens = [OTHER] * len(sampled)
+        firsts = []
+        for place in [i for i, s in enumerate(sampled) if len(s.token_ids) == s.history]:
+            sequence = sampled[place]
+            end = self._ends.pop(sequence, None)
+            if end is not None:
+                firsts.append(sequence)
+                sequence.history = end
+            if len(sequence.token_ids) == sequence.history:
+                tokens[place] = EOS
+        return tokens, firsts
+
+
+def make_sequence(request: Request) -> Sequence:
+    """Of a request that is to be answered once."""
+    (sequence,) = make_sequences(request, _STOPS)
+    return sequence

@@ -1,0 +1,94 @@
+"""What a simulated engine is told: the engine's own settings, and what its machine and model
+would have told it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from bench.simulate.memory import make_books
+from memory.kv_manager import KVManager
+from memory.layer_groups import LayerGroup
+from memory.prefix_index import PrefixHasher
+from serve.config import EngineConfig
+from serve.errors import ConfigError
+from serve.memory_policy import make_policy
+from serve.orders import make_order
+from serve.plan import SchedulerLimits
+from serve.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class PoolDelays:
+    """What a client waits for beside the steps, in seconds. tokenize_s and tokenize_token_s: of
+    a prompt and of each of its tokens, before the loop can take it in; output_s: from a step's
+    end until its tokens are with the client."""
+
+    tokenize_s: float = 0.0
+    tokenize_token_s: float = 0.0
+    output_s: float = 0.0
+
+    def before(self, num_prompt: int) -> float:
+        return self.tokenize_s + num_prompt * self.tokenize_token_s
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationSettings:
+    """engine: as EngineConfig has them; max_model_len, kv_cache_bytes and kv_page_bytes must be
+    given. groups: K/V of the layers (memory.layer_groups). hash_tokens: that one of a call's
+    hash ids stands for. map_call_s: a system call that maps pages, which hits of the prefix cache
+    are weighed against. The prefix cache has nothing to find, and is left out, where calls have
+    no hash ids."""
+
+    engine: EngineConfig
+    groups: tuple[LayerGroup, ...]
+    delays: PoolDelays = field(default_factory=PoolDelays)
+    hash_tokens: int = 512
+    map_call_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "kv_cache_bytes", "kv_page_bytes"):
+            if getattr(self.engine, name) is None:
+                raise ConfigError(f"a simulation needs {name}")
+
+    @property
+    def max_model_len(self) -> int:
+        assert self.engine.max_model_len is not None, "checked"
+        return self.engine.max_model_len
+
+    def make_books(self) -> KVManager:
+        """ConfigError: memory does not hold one whole context."""
+        engine = self.engine
+        assert engine.kv_cache_bytes is not None and engine.kv_page_bytes is not None, "checked"
+        kv = make_books(
+            self.groups,
+            page_bytes=engine.kv_page_bytes,
+            num_pages=engine.kv_cache_bytes // engine.kv_page_bytes,
+            num_ranges=engine.max_num_seqs,
+            max_model_len=self.max_model_len,
+            max_rows=engine.chunk_tokens,
+            map_call_s=self.map_call_s,
+        )
+        if kv.pages_for(self.max_model_len) > kv.num_pages:
+            raise ConfigError(
+                f"kv_cache_bytes {engine.kv_cache_bytes} holds less than one sequence of"
+                f" max_model_len {self.max_model_len}; raise the one or lower the other"
+            )
+        return kv
+
+    def make_scheduler(self, *, has_prefixes: bool) -> Scheduler:
+        """As serve/loader.py makes it."""
+        engine, kv = self.engine, self.make_books()
+        limits = SchedulerLimits(
+            engine.max_num_seqs,
+            engine.batched_tokens,
+            engine.chunk_tokens,
+            engine.inter_token_slo_s,
+        )
+        is_on = engine.prefix_cache and has_prefixes
+        return Scheduler(
+            limits,
+            kv,
+            make_policy(engine.memory_policy, kv, engine.batched_tokens, engine.length_predictor),
+            PrefixHasher(kv.page_end, b"simulation") if is_on else None,
+            make_order(engine.order),
+        )
