@@ -10,6 +10,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -20,9 +21,10 @@ from fakes_http import FakeEngine
 from bench.load.answer import CallError
 from bench.load.fake_script import Fault, Profile, prompt_of, script_of
 from bench.load.fake_server import FakeServer
+from bench.load.health import health_notes, stolen_notes
 from bench.load.options import LoadOptions, items_of
 from bench.load.processes import num_processes
-from bench.load.record import Outcome, Progress, Record, RunResult
+from bench.load.record import Outcome, ProcessHealth, Progress, Record, RunResult
 from bench.load.run import offer
 from bench.load.sender import Sender
 from bench.load.targets import EngineTarget, ServerSettings, ServerTarget
@@ -367,6 +369,18 @@ def test_against_an_engine(engine: Any) -> None:
 def test_an_engine_cannot_be_asked_from_several_processes(engine: Any) -> None:
     with pytest.raises(ConfigError, match="processes"):
         engine_run(engine, Schedule(1, [Work(prompt="x")], [0.0]), LoadOptions(processes=2))
+
+
+def test_health_in_words() -> None:
+    well = ProcessHealth(0, 10, 0.5, 0.0, 0.001, 0.002, 0, 90, core_wait=0.05)
+    assert health_notes(well, 100) == []
+    assert health_notes(replace(well, core_wait=math.nan), None) == []
+    (note,) = health_notes(replace(well, core_wait=0.3), 100)
+    assert "waited for a core during 30%" in note
+    (note,) = health_notes(replace(well, max_connections=100), 100)
+    assert "as many connections as it may have files (100)" in note
+    assert stolen_notes(0.05, 10) == [] == stolen_notes(math.nan, 10)
+    assert "not given 0.5 s" in stolen_notes(0.5, 10)[0]
 
 
 def test_timers_are_never_early() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import os
 import time
 from pathlib import Path
 from typing import Self
@@ -16,6 +17,7 @@ from bench.load.timer import Sleeper
 
 PERIOD_S = 0.01
 MAX_CORE_WAIT = 0.1
+MAX_STOLEN = 0.01
 
 
 def raise_file_limit() -> int | None:
@@ -38,6 +40,16 @@ def core_wait_s() -> float:
     """How long this thread could have run so far but had no core. NaN: the system does not tell."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_bytes().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return math.nan
+
+
+def stolen_s() -> float:
+    """Core seconds that a virtual machine wanted but was not given, since it began. NaN: the
+    system does not tell."""
+    try:
+        fields = Path("/proc/stat").read_bytes().split(b"\n", 1)[0].split()
+        return int(fields[8]) / os.sysconf("SC_CLK_TCK")  # proc(5): steal
     except (OSError, IndexError, ValueError):
         return math.nan
 
@@ -118,3 +130,13 @@ def health_notes(health: ProcessHealth, file_limit: int | None) -> list[str]:
     if file_limit is not None and health.max_connections > 0.95 * file_limit:
         notes.append(f"{who} had as many connections as it may have files ({file_limit})")
     return notes
+
+
+def stolen_notes(stolen: float, wall_s: float) -> list[str]:
+    """stolen: core seconds during the run."""
+    if not stolen > MAX_STOLEN * wall_s:
+        return []
+    return [
+        f"this virtual machine was not given {stolen:.1f} s of CPU time that it wanted in"
+        f" {wall_s:.0f} s: its host is busy, and times may be late"
+    ]

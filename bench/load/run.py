@@ -12,7 +12,13 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from bench.load.health import Watch, health_notes, raise_file_limit
+from bench.load.health import (
+    Watch,
+    health_notes,
+    raise_file_limit,
+    stolen_notes,
+    stolen_s,
+)
 from bench.load.options import Item, LoadOptions, items_of
 from bench.load.processes import Crew, num_processes
 from bench.load.record import (
@@ -73,11 +79,13 @@ async def offer(
     count, why = num_processes(schedule, target, options)
     notes += why
     started = datetime.now(UTC).isoformat(timespec="seconds")
+    began_s, stolen = time.perf_counter(), stolen_s()
     if count == 1:
         sent = await _from_here(items, target, options, on_progress)
     else:
         assert isinstance(target, ServerTarget)
         sent = await _from_several(count, items, target, options, on_progress)
+    notes += stolen_notes(stolen_s() - stolen, time.perf_counter() - began_s)
     return _result(schedule, target, options, sent, notes, started, file_limit)
 
 
