@@ -10,7 +10,7 @@ import pytest
 from load_runs import engine_run, queue_run
 
 from bench.load.columns import Columns
-from bench.load.metrics import concurrency, level_at, peak_concurrency, percentile
+from bench.load.metrics import concurrency, level_at, peak_concurrency, percentile, told_notes
 from bench.load.record import Outcome, ProcessHealth, Record, RunResult
 from bench.load.slo import PRESETS, Slo, judge, parse_slo
 from bench.load.summary import RunSummary, summarize, summarize_rates
@@ -66,15 +66,16 @@ def test_itl_is_per_token_where_chunks_tell_their_tokens():
 def test_without_usage_chunks_are_counted_and_it_is_said():
     summary = summarize(run(record(output_tokens=None)))
     assert summary.latencies_ms["tpot"]["p50"] == pytest.approx(200)
-    assert "1 of 1 answers came without a token count" in summary.notes[0]
-    assert summarize(run(record())).notes == []
+    assert "1 of 1 answers came without a token count" in told_notes(summary.counts)[0]
+    assert told_notes(summarize(run(record())).counts) == []
 
 
 def test_one_token_or_one_piece_has_no_tpot():
     one = summarize(run(record(chunks_s=[1.1], output_tokens=1)))
     piece = summarize(run(record(chunks_s=[1.1], output_tokens=9)))
     assert "tpot" not in one.latencies_ms and "tpot" not in piece.latencies_ms
-    assert one.notes == [] and "1 answers of several tokens came in one piece" in piece.notes[0]
+    assert told_notes(one.counts) == []
+    assert "1 answers of several tokens came in one piece" in told_notes(piece.counts)[0]
 
 
 def test_only_requests_due_in_the_window_count():

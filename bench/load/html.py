@@ -76,8 +76,10 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _head(made: Measurement) -> str:
+    """The command's words are not broken at their hyphens."""
     kind, words = verdict(made)
-    command = f'<pre class="command">{_text(made.command)}</pre>' if made.command else ""
+    words_of = " ".join(f"<span>{html.escape(word)}</span>" for word in made.command.split(" "))
+    command = f'<pre class="command">{words_of}</pre>' if made.command else ""
     return (
         f'<header><p class="verdict {kind}">{_text(words)}</p><h1>serve bench</h1>'
         f"<p>{_text(headline(made))}</p>{command}</header>"

@@ -16,6 +16,8 @@ from bench.load.record import ProcessHealth, RunResult
 from bench.load.slo import Slo, judge
 from bench.load.validity import Verdict, achieved_qps, check
 
+GAPS_NOTE = "ICL is of the whole run, within 1 %, and without an interval"
+
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
@@ -103,7 +105,7 @@ def summarize(
         good=good,
         judged=judged,
         verdict=check(result, columns, slo),
-        notes=[*result.notes, *metrics.told_notes(result, columns)],
+        notes=result.notes + ([GAPS_NOTE] if result.gaps else []),
         health=list(result.health),
         intervals_ms={name: _intervals(found) for name, found in samples.items()}
         if intervals
