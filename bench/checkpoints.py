@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import track
 from safetensors.torch import save_file
 
+from serve.config import DEFAULT_MODEL
 from serve.errors import ConfigError
 
 RANDOM = "random:"
@@ -105,10 +106,12 @@ def cache_folder() -> Path:
 
 
 def model_directory(model: str | Path | None) -> str | None:
-    """What an engine takes: "random:SHAPE" is a random checkpoint, written at the first call.
-    ConfigError names the shapes."""
-    if model is None or not str(model).startswith(RANDOM):
-        return None if model is None else str(model)
+    """A directory; None for the embedded model. "random:SHAPE" is a random checkpoint, written at
+    the first call. ConfigError names the shapes."""
+    if model is None or model == DEFAULT_MODEL:
+        return None
+    if not str(model).startswith(RANDOM):
+        return str(model)
     shape = str(model).removeprefix(RANDOM)
     if shape not in SHAPES:
         raise ConfigError(f"model {model}: the shapes are {', '.join(SHAPES)}")

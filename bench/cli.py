@@ -98,7 +98,7 @@ def online(
     soon answers came: counted from when each request was due.
 
     `serve bench NAME --help` goes with each measurement of its own: throughput, latency, startup,
-    ops, io and ablation; compare sets results side by side.
+    ops, io, engine, http, prefix-cache, nodes and ablation; compare sets results side by side.
     """
     given = dict(locals())
     engine = {name: given.pop(name) for name in _ENGINE_SETTINGS}

@@ -214,3 +214,78 @@ def compare(
         )
     if not is_good:
         raise typer.Exit(3)
+
+
+@measurements.command()
+def engine(
+    model: Model = None,
+    seqs: Annotated[int, typer.Option(help="Sequences at once.")] = 256,
+    tokens: Annotated[int | None, typer.Option(help="Of each answer; 400.")] = None,
+    repeats: Annotated[int | None, typer.Option(help="5 by default.")] = None,
+    json_file: JsonFile = None,
+    quick: opt.Quick = False,
+) -> None:
+    """Our own machinery, beside a device that takes no time."""
+    settings = dict(locals())
+    from bench.engine_overhead import engine as measure
+
+    set_up_logging("warning")
+    with reported():
+        measure(**settings)
+
+
+@measurements.command()
+def http(
+    model: Model = None,
+    streams: Annotated[int, typer.Option(help="At once.")] = 32,
+    input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 32,
+    output_len: OutputLen = None,
+    rounds: Annotated[int | None, typer.Option(help="5 by default.")] = None,
+    dtype: opt.DType = "auto",
+    json_file: JsonFile = None,
+    quick: opt.Quick = False,
+) -> None:
+    """What HTTP costs: the same streams through a server and in process, in turn."""
+    settings = dict(locals())
+    from bench.http_overhead import http as measure
+
+    set_up_logging("warning")
+    with reported():
+        measure(**settings)
+
+
+@measurements.command("prefix-cache")
+def prefix_cache(
+    model: Annotated[
+        str,
+        typer.Argument(help="A Hugging Face directory, or random:SHAPE."),
+    ] = "random:llama-1b",
+    prefix: Annotated[int | None, typer.Option(help="Tokens that prompts share; 4000.")] = None,
+    repeats: Annotated[int | None, typer.Option(help="5 by default.")] = None,
+    json_file: JsonFile = None,
+    quick: opt.Quick = False,
+) -> None:
+    """A first token with a prefix computed, in memory and on disk."""
+    settings = dict(locals())
+    from bench.prefix_cache import prefix_cache as measure
+
+    set_up_logging("warning")
+    with reported():
+        measure(**settings)
+
+
+@measurements.command()
+def nodes(
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(help="capacity, speed, overlap, layer.", show_default="all"),
+    ] = None,
+    json_file: JsonFile = None,
+    quick: opt.Quick = False,
+) -> None:
+    """K/V and attention on memory nodes of this machine."""
+    from bench.memory_nodes import nodes as measure
+
+    set_up_logging("warning")
+    with reported():
+        measure(what or (), json_file=json_file, quick=quick)

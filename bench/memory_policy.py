@@ -1,6 +1,6 @@
 """How many requests a second fixed K/V memory serves, by admission policy.
 
-One run, the same traces for all policies (bench/load/published.py), through the real scheduler,
+One run, the same traces for all policies (bench/memory_traces.py), through the real scheduler,
 K/V manager and policies; only the memory's system calls and the time are simulated. Memory is
 that of two sequences of the whole context. For each policy: by bisection, the highest rate at
 which the 99th percentile of the time per output token stays within the same bound and the queue
@@ -31,8 +31,8 @@ from multiprocessing import get_context
 from bench import simulated
 from bench.load.arrivals import arrival_times
 from bench.load.calls import Call
-from bench.load.published import AZURE_CODE, AZURE_CONV, KIMI_CONV, Published, published_calls
-from bench.memory_traces import embedded_trace
+from bench.load.published import AZURE_CODE, AZURE_CONV, KIMI_CONV, Published
+from bench.memory_traces import embedded_trace, published_trace
 from bench.simulate.engine import OTHER, SimulatedEngine, Step, make_sequence
 from bench.simulate.memory import make_books
 from memory.kv_manager import KVManager
@@ -253,7 +253,7 @@ def highest_qps(case: Case, calls: list[Call], policy: str) -> Result:
 def _trace(case: Case) -> list[Call]:
     if case.trace is None:
         return embedded_trace(case.num_requests, case.max_model_len)
-    return published_calls(case.trace, case.num_requests, 0, case.max_model_len)
+    return published_trace(case.trace, case.num_requests, case.max_model_len)
 
 
 def measure(is_quick: bool) -> dict[str, dict[str, Result]]:

@@ -10,7 +10,11 @@ from __future__ import annotations
 
 from bench.corpus import mixed_requests
 from bench.load.calls import Call
-from bench.load.published import with_max_tokens
+from bench.load.published import Published, published_calls, with_max_tokens
+
+
+def published_trace(trace: Published, count: int, max_model_len: int) -> list[Call]:
+    return _bounded(published_calls(trace, count, 0), max_model_len)
 
 
 def embedded_trace(count: int, max_model_len: int, seed: int = 0) -> list[Call]:
@@ -21,9 +25,23 @@ def embedded_trace(count: int, max_model_len: int, seed: int = 0) -> list[Call]:
     params = SamplingParams(max_tokens=None, temperature=0.0)
     with LLM(max_model_len=max_model_len) as llm:
         outputs = llm.chat(conversations, params, use_tqdm=False)
-    return with_max_tokens(
+    calls = with_max_tokens(
         [0] * len(outputs),
         [len(output.prompt_token_ids) for output in outputs],
         [len(output.outputs[0].token_ids) for output in outputs],
-        max_model_len,
     )
+    return _bounded(calls, max_model_len)
+
+
+def _bounded(calls: list[Call], max_model_len: int) -> list[Call]:
+    """Prompts are cut to half of the context, answers to the rest; a request without a max_tokens
+    of its own may fill it."""
+    bounded = []
+    for call in calls:
+        assert call.num_output is not None
+        prompt = min(call.num_prompt, max_model_len // 2)
+        room = max_model_len - prompt
+        max_tokens = room if call.max_tokens is None else min(call.max_tokens, room)
+        output = min(call.num_output, room)
+        bounded.append(Call(prompt, output, max_tokens, client=call.client))
+    return bounded

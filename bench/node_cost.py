@@ -31,6 +31,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.load.calls import fit_context
 from bench.load.published import (
     AZURE_CODE,
     AZURE_CONV,
@@ -52,7 +53,7 @@ MEMORY_FORMAT = "NAME:TB/s:TFLOP/s:GB:DOLLARS"
 COLUMNS = ("what", "batch", "tokens/s", "ms between", "M tokens/$")
 PRECISIONS = {1: Precision(kv="int8"), 2: Precision()}  # by the bytes of a K/V number
 # What devices are taken to reach, and nothing besides.
-PAPER = Efficiency(weights=0.8, kv=0.8, products=((1, 0.6),), attention=0.6, memory=0.9)
+PAPER = Efficiency(weights=0.8, kv=0.8, products=((1, 0.6),), decode=0.6, memory=0.9)
 NETWORK = Link(50e9, 33e-6)  # 400 Gbit/s, and the round trip of Lamina's host-bypassed network
 H100 = replace(load_devices()["h100-sxm"], name="H100", dollars_per_h=11.06)
 H20 = replace(load_devices()["h20"], name="H20", dollars_per_h=4.63)
@@ -90,7 +91,7 @@ LAMINA = {"LLaMA-33B": (1, 2, 2), "LLaMA-65B": (2, 4, 4), "LLaMA3-70B": (2, 4, 4
 
 def mean_context(trace: Published) -> float:
     """Of the sequences in flight: a request is there once for each token that it generates."""
-    calls = published_calls(trace, trace.num_requests, 0, MAX_MODEL_LEN)
+    calls = fit_context(published_calls(trace, trace.num_requests, 0), MAX_MODEL_LEN, [])
     lengths = [(call.num_prompt, call.num_output or 0) for call in calls]
     tokens = sum(output * (prompt + (output - 1) / 2) for prompt, output in lengths)
     return tokens / sum(output for _, output in lengths)
@@ -261,7 +262,7 @@ def main() -> None:
     report(cases, args.memory)
     assumptions = {
         "bandwidth_share": PAPER.weights,
-        "arithmetic_share": PAPER.attention,
+        "arithmetic_share": PAPER.decode,
         "memory_share": PAPER.memory,
         "devices": [asdict(H100), asdict(args.memory)],
         "network": asdict(NETWORK),

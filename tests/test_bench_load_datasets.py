@@ -133,6 +133,9 @@ def test_text_for_servers_without_token_ids() -> None:
     assert all(len(own) == 20 and set(own) <= set(WORDS) for own in words)
     assert any("approximate" in note for note in notes)
     assert len(WORDS) == len(set(WORDS)) > 150
+    halves = DatasetSettings("prefix", as_text=True, count_tokens=lambda t: 2 * len(t.split()))
+    works = make_schedule(halves, POISSON, qps=1, requests=8, tokens=TOKENS)[0].works
+    assert sorted({len(work.prompt.split()) for work in works}) == [288, 384, 480, 576]
 
 
 def sharegpt(directory: Path, content: Any) -> str:

@@ -11,6 +11,7 @@ import pytest
 from bench.load.calls import Call, cut_runs, fit_context, fit_lengths
 from bench.load.published import BLOCK, PUBLISHED, Marginal, Published, published_calls
 from bench.load.traces import Part, read_trace
+from bench.memory_traces import published_trace
 from serve.errors import ConfigError
 
 MOONCAKE = """\
@@ -218,7 +219,7 @@ def test_prompts_share_beginnings_as_published(name: str, expected: float, count
             reused += length
         seen.update(key for key, _ in call.runs)
         total += call.num_prompt
-    assert reused / total == pytest.approx(expected, abs=0.03)
+    assert reused / total == pytest.approx(expected, abs=0.03 if count > 1000 else 0.06)
 
 
 def test_equal_blocks_follow_equal_blocks() -> None:
@@ -249,9 +250,9 @@ def test_max_tokens_of_clients() -> None:
     assert {call.max_tokens for call in sent} <= {64, 256, 1024, 4096, 16384}
     assert 0.1 < len(sent) / len(calls) < 0.5
     assert sum(call.num_output > call.max_tokens for call in sent) < 0.06 * len(sent)
-    for call in published_calls(PUBLISHED["azure-conv"], 500, 0, 2048):
+    for call in published_trace(PUBLISHED["azure-conv"], 500, 2048):
         assert call.max_tokens is not None and call.num_prompt + call.max_tokens <= 2048
-        assert call.num_output <= 1024
+        assert call.num_prompt <= 1024
 
 
 def test_lognormal_marginal() -> None:

@@ -248,7 +248,7 @@ def test_a_chunk_by_hand() -> None:
 
 def test_expected_is_the_sum_of_its_stages() -> None:
     shares = Efficiency(
-        weights=0.5, kv=0.25, products=((1, 0.5),), attention=0.5, rows=1.0, step_s=1e-6,
+        weights=0.5, kv=0.25, products=((1, 0.5),), decode=0.5, prefill=0.5, rows=1.0, step_s=1e-6,
         layer_s=1e-7, sequence_s=1e-8,
     )  # fmt: skip
     stages = {stage.name: stage.seconds for stage in cost_of(shares).stages(DECODES)}
@@ -313,7 +313,7 @@ costs = [
         ("qwen3-0.6b", Precision("nf4", "int8")),
     )
     for device, number in (("zen5-2vcpu", 1), ("l4", 2), ("h100-sxm", 8))
-    for efficiency in (BOUND, expected(ALL_DEVICES[device].kind, precision.weights))
+    for efficiency in (BOUND, expected(ALL_DEVICES[device].kind, precision))
 ]
 
 

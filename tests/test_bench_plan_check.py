@@ -13,6 +13,7 @@ from bench.offline.bound import Ceiling
 from bench.plan.check import QUICK, Case, check, report, run_and_report
 from bench.plan.here import device_of, measure_here
 from bench.plan.rig import StepRig, rig_config
+from bench.plan.run import run
 from ops import native
 from serve.errors import ConfigError
 from serve.machine import available_memory
@@ -31,10 +32,13 @@ def test_ceilings_are_a_device() -> None:
 
 
 @needs_kernels
-def test_this_machine() -> None:
+def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     device = measure_here()
     assert device.kind == "cpu" and 1e9 < device.bytes_per_s < 2e12
     assert device.peak("int8") and device.peak("fp32")
+    found = run("default", machines=["here"], prompt=100, output=20)
+    assert found["details"]["machine"] == "here"
+    assert "here" in capsys.readouterr().out
 
 
 def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,11 +64,10 @@ def test_steps_of_a_rig(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
 def test_predictions_beside_measured_steps(tmp_path: Path, dtype: str) -> None:
     path = random_checkpoint("tiny", folder=tmp_path)
-    rows = check(path, dtype, (Case("decode", 2, 64), Case("mixed", 1, 32, (16, 8))), repeats=1)
-    assert [(row.case, row.batch, row.context) for row in rows] == [
-        ("decode", 2, 64),
-        ("mixed + 16 on 8", 1, 32),
-    ]
+    cases = [Case("decode", 2, 64), Case("mixed", 1, 32, (16, 8))]
+    rows = check(path, dtype, cases, repeats=1)
+    assert [row.case for row in rows] == cases
+    assert cases[1].rows_and_contexts() == ("1 + 16", "32 + 8")
     for row in rows:
         assert row.ratio == pytest.approx(row.predicted_s / row.measured_s)
         assert 0 < row.bound_s < row.predicted_s
@@ -73,7 +76,7 @@ def test_predictions_beside_measured_steps(tmp_path: Path, dtype: str) -> None:
         assert sum(row.stages.values()) == pytest.approx(row.predicted_s)
     console = Console(record=True, width=120)
     report(rows, console)
-    assert "0 of the 0 steps at their limit" in console.export_text()
+    assert "0 of the 0 steady steps at their limit" in console.export_text()
 
 
 @needs_kernels

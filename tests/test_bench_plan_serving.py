@@ -48,7 +48,7 @@ def cost_of(
     name: str, number: int = 1, model: str = "llama-3.1-8b", precision: Precision = INT8
 ) -> MachineCost:
     device = DEVICES[name]
-    efficiency = expected(device.kind, precision.weights)
+    efficiency = expected(device.kind, precision)
     return MachineCost(load_shape(model), precision, Machine(device, number), efficiency)
 
 

@@ -36,9 +36,9 @@ class DatasetSettings:
     for prefix, of each turn. max_model_len: longer requests are cut or left out. start_s, end_s:
     which part of a trace, in seconds after its first row. block_size: tokens of a Mooncake hash
     id. num_groups, prefix_len, num_turns: of prefix. as_text: words instead of token ids, for
-    servers that take none. ignore_eos: None is True for made-up prompts, and as the
-    data set says for texts.
-    count_tokens: of a text; None takes a token for 4 characters.
+    servers that take none. ignore_eos: None is True for made-up prompts, and as the data set says
+    for texts. count_tokens: of a text; None takes a token for 4 characters, and for a made-up
+    word.
     """
 
     name: str = "mixed"
@@ -100,6 +100,8 @@ def load_calls(
         if count is None:
             raise ConfigError(f"dataset {kind} has no end: a number of requests is needed")
         calls = _generated(kind, settings, count, seed)
+        if kind in PUBLISHED:
+            notes.append(f"{kind}: made up, with the published lengths (docs/workloads.md)")
     calls = fit_context(calls, settings.max_model_len, notes)
     if not calls:
         raise ConfigError(f"dataset {settings.name}: no request is left to send")
@@ -141,7 +143,7 @@ def _generated(kind: str, settings: DatasetSettings, count: int, seed: int) -> l
         output_len = settings.output_len or str(DEFAULT_OUTPUT_LEN)
         outputs = draw_lengths(output_len, count, f"output-{seed}")
         return [Call(prompt, output) for prompt, output in zip(inputs, outputs, strict=True)]
-    return published_calls(PUBLISHED[kind], count, seed, settings.max_model_len)
+    return published_calls(PUBLISHED[kind], count, seed)
 
 
 def _mixed(settings: DatasetSettings, count: int, seed: int) -> list[Call]:

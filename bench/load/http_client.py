@@ -63,7 +63,9 @@ class Address:
             host, port = parts.hostname, parts.port
         except ValueError:
             host, port = None, None
-        if not host or parts.scheme not in ("http", "https") or parts.query or parts.username:
+        if host and parts.username is not None:
+            raise ConfigError("url holds a user or a password; give them as a header")
+        if not host or parts.scheme not in ("http", "https") or parts.query:
             raise ConfigError(f"url {root} is not the address of a server")
         is_tls = parts.scheme == "https"
         lines = {"Host": parts.netloc, "User-Agent": "mergestep-bench", **headers}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from serve.errors import ConfigError
 
@@ -156,7 +156,7 @@ def write_png(path: Path, made: Measurement) -> None:
 def styled() -> Iterator[None]:
     import matplotlib
 
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(cast("Any", _STYLE)):
         yield
 
 

@@ -35,12 +35,12 @@ def make_works(
     seed: int,
     tokens: Sequence[int],
     *,
-    as_text: bool = False,
+    words_per_token: float | None = None,
     ignore_eos: bool | None = None,
 ) -> list[Work]:
-    """Those that have a text keep it. The others get random tokens of `tokens` (or random words,
-    as_text): the same for equal runs, other ones for another seed. ignore_eos: None is True for
-    made-up prompts, and as the data set says for texts."""
+    """Those that have a text keep it. The others get random tokens of `tokens`, or with
+    words_per_token random words: the same for equal runs, other ones for another seed.
+    ignore_eos: None is True for made-up prompts, and as the data set says for texts."""
     calls = list(calls)
     total = sum(call.num_prompt for call in calls if call.work is None)
     if total > MAX_TOKENS:
@@ -51,8 +51,9 @@ def make_works(
     works = []
     for number, call in enumerate(calls):
         if call.work is None:
-            own = f"{seed}-{number}"
-            works.append(_made_up(call, own, seed, tokens, as_text, ignore_eos is not False))
+            prompt = None if words_per_token is None else _text(call, number, seed, words_per_token)
+            token_ids = _content(call, number, seed, tokens) if prompt is None else None
+            works.append(_work(call, prompt, token_ids, ignore_eos is not False))
         elif ignore_eos is None:
             works.append(call.work)
         else:
@@ -60,13 +61,11 @@ def make_works(
     return works
 
 
-def _made_up(
-    call: Call, own: str, seed: int, tokens: Sequence[int], as_text: bool, ignore_eos: bool
-) -> Work:
+def _work(call: Call, prompt: str | None, token_ids: list[int] | None, ignore_eos: bool) -> Work:
     limits = [n for n in (call.num_output, call.max_tokens) if n is not None]
     return Work(
-        prompt=" ".join(_content(call, own, seed, WORDS)) if as_text else None,
-        token_ids=None if as_text else _content(call, own, seed, tokens),
+        prompt=prompt,
+        token_ids=token_ids,
         max_tokens=min(limits) if limits else None,
         ignore_eos=ignore_eos,
         client=call.client,
@@ -74,13 +73,21 @@ def _made_up(
     )
 
 
-def _content(call: Call, own: str, seed: int, vocabulary: Sequence[T]) -> list[T]:
+def _content(call: Call, number: int, seed: int, vocabulary: Sequence[T]) -> list[T]:
     content: list[T] = []
     for key, length in call.runs:
         content += random_run(f"run-{seed}-{key}", length, vocabulary)
     if rest := call.num_prompt - len(content):
-        content += random_run(f"own-{own}", rest, vocabulary)
+        content += random_run(f"own-{seed}-{number}", rest, vocabulary)
     return content
+
+
+def _text(call: Call, number: int, seed: int, words_per_token: float) -> str:
+    """Every run has its share of the words, so that equal ones stay equal."""
+    runs = tuple((key, round(length * words_per_token)) for key, length in call.runs)
+    in_runs = sum(length for _, length in runs)
+    num_words = max(1, in_runs, round(call.num_prompt * words_per_token))
+    return " ".join(_content(replace(call, num_prompt=num_words, runs=runs), number, seed, WORDS))
 
 
 def random_run(name: str, length: int, vocabulary: Sequence[T]) -> list[T]:

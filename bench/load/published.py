@@ -27,7 +27,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from bench.load.calls import Call, Run, fit_lengths
+from bench.load.calls import Call, Run
 
 NUM_CLIENTS = 24
 BETWEEN_CLIENTS = 0.4
@@ -94,15 +94,12 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A trace. correlation: of the normal scores of prompt and answer within a client. qps: the
-    trace's own. gap_cv: standard deviation of its gaps over their mean; 1 is Poisson."""
+    """A trace. correlation: of the normal scores of prompt and answer within a client."""
 
     prompt: Marginal
     output: Marginal
     num_requests: int
     correlation: float = 0.0
-    qps: float = 1.0
-    gap_cv: float | None = None
     reuse: Reuse | None = None
 
 
@@ -126,8 +123,6 @@ AZURE_CONV = Published(
     ),
     num_requests=19_366,
     correlation=0.12,
-    qps=19_366 / 3501.7,
-    gap_cv=1.09,
 )
 AZURE_CODE = Published(
     Marginal.measured(
@@ -145,8 +140,6 @@ AZURE_CODE = Published(
         ),
     ),
     num_requests=8_819,
-    qps=8_819 / 3435.9,
-    gap_cv=13.2,
 )
 KIMI_CONV = Published(
     Marginal.measured(
@@ -166,15 +159,12 @@ KIMI_CONV = Published(
     ),
     num_requests=12_031,
     correlation=0.12,
-    qps=12_031 / 3537.0,
-    gap_cv=3.03,
-    reuse=Reuse(0.47, KIMI_PARTS),
+    reuse=Reuse(0.48, KIMI_PARTS),
 )
 KIMI_TA = Published(
     Marginal.lognormal(8560.0, 8560.0 / math.exp(0.5)),
     Marginal.lognormal(182.1, 182.1 / math.exp(0.5)),
     num_requests=23_608,
-    qps=23_608 / 3600,
     reuse=Reuse(0.80, KIMI_PARTS),
 )
 PUBLISHED = {
@@ -185,10 +175,8 @@ PUBLISHED = {
 }
 
 
-def published_calls(
-    trace: Published, count: int, seed: int, max_model_len: int | None = None
-) -> list[Call]:
-    """count requests in no order of time. Lengths are cut to max_model_len."""
+def published_calls(trace: Published, count: int, seed: int) -> list[Call]:
+    """In the order they come."""
     rng = np.random.default_rng(list(f"lengths-{seed}".encode()))
     activity = np.array([1 / (1 + i) for i in range(NUM_CLIENTS)])
     activity /= activity.sum()
@@ -202,36 +190,27 @@ def published_calls(
     other = trace.correlation * own + math.sqrt(1 - trace.correlation**2) * other
     prompts = trace.prompt.lengths(between * of_client[clients] + within * own)
     outputs = trace.output.lengths(between * other_of_client[clients] + within * other)
-    calls = with_max_tokens(clients.tolist(), prompts.tolist(), outputs.tolist(), max_model_len)
+    calls = with_max_tokens(clients.tolist(), prompts.tolist(), outputs.tolist())
     return calls if trace.reuse is None else _with_runs(calls, trace.reuse, seed)
 
 
 def with_max_tokens(
-    clients: Sequence[int],
-    prompts: Sequence[int],
-    outputs: Sequence[int],
-    max_model_len: int | None,
+    clients: Sequence[int], prompts: Sequence[int], outputs: Sequence[int]
 ) -> list[Call]:
-    """Every third client sends a max_tokens, a round figure; for the others it is what the
-    context leaves, or None where there is no limit."""
+    """Every third client sends a max_tokens, a round figure; the others send none."""
     by_client = np.asarray(clients)
     all_outputs = np.asarray(outputs)
     figures: dict[int, int | None] = {}
     for client in set(clients):
         own = np.sort(all_outputs[by_client == client])
         longest = int(own[int(0.95 * (len(own) - 1))])
-        figures[client] = min((n for n in ROUND_FIGURES if n > longest), default=max_model_len)
+        figure = min((n for n in ROUND_FIGURES if n > longest), default=None)
+        figures[client] = figure if client % 3 == 2 else None
     names = {client: f"client-{client}" for client in figures}
-    calls = []
-    for client, prompt, output in zip(clients, prompts, outputs, strict=True):
-        room = None
-        if max_model_len is not None:
-            prompt, output = fit_lengths(prompt, output, max_model_len)
-            room = max_model_len - prompt
-        figure = figures[client] if client % 3 == 2 else None
-        max_tokens = room if figure is None else figure if room is None else min(figure, room)
-        calls.append(Call(prompt, output, max_tokens, client=names[client]))
-    return calls
+    return [
+        Call(prompt, output, figures[client], client=names[client])
+        for client, prompt, output in zip(clients, prompts, outputs, strict=True)
+    ]
 
 
 def _with_runs(calls: list[Call], reuse: Reuse, seed: int) -> list[Call]:

@@ -83,7 +83,8 @@ class ServerSample:
 @dataclass(slots=True)
 class ProcessHealth:
     """Whether a generating process could do its work. loop_lag: how late its event loop came
-    back to a timer. cpu: share of one core during the run."""
+    back to a timer. cpu: share of one core during the run. core_wait: share of the run in which it
+    could have worked but had no core (NaN: the system does not tell)."""
 
     process: int
     num_requests: int
@@ -93,6 +94,7 @@ class ProcessHealth:
     loop_lag_max_s: float
     num_collections: int
     max_connections: int
+    core_wait: float = math.nan
 
 
 @dataclass(slots=True)
@@ -117,7 +119,8 @@ class RunResult:
     """One schedule, offered once. window: the seconds whose requests count (by their due time).
     started: ISO 8601. notes: what the reader has to know (a limit reached, a clamp). gaps: times
     between two pieces of an answer, in seconds and how many of each, where records do not keep
-    them (Record.num_chunks); within 1 %, ascending."""
+    them (Record.num_chunks); within 1 %, ascending. was_interrupted: by Ctrl-C; records has what
+    was due until then."""
 
     qps: float
     seed: int
@@ -132,3 +135,4 @@ class RunResult:
     notes: list[str] = field(default_factory=list)
     gaps: list[tuple[float, int]] = field(default_factory=list)
     is_closed_loop: bool = False
+    was_interrupted: bool = False

@@ -129,8 +129,9 @@ async def _observed(
     """Meanwhile the target's samples are taken, and progress is reported; once more at the end."""
 
     async def sample() -> None:
-        while (found := await target.sample()) is not None:
-            sent.samples.append(found)
+        while (found := await target.sample()) is not None or sent.samples:
+            if found is not None:
+                sent.samples.append(found)
             await asyncio.sleep(SAMPLE_S)
 
     async def report(on_progress: OnProgress) -> None:
@@ -199,10 +200,9 @@ def _result(
     for health in sent.health:
         notes += health_notes(health, file_limit)
     if options.max_concurrency is not None:
-        limit = options.max_concurrency
         notes.append(
-            f"CLOSED LOOP: at most {limit} requests at once, so a slow server is asked less often;"
-            " what is from schedule has the waiting in it, what is from send has not"
+            f"max_concurrency {options.max_concurrency}: what is from schedule has the waiting for"
+            " a place in it, what is from send has not"
         )
     if num_incomplete := sum(r.outcome is Outcome.INCOMPLETE for r in records):
         notes.append(f"{num_incomplete} requests had not ended when the run did")
@@ -226,4 +226,5 @@ def _result(
         health=sent.health,
         notes=notes,
         is_closed_loop=options.max_concurrency is not None,
+        was_interrupted=sent.stopped_s is not None,
     )

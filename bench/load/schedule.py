@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from bench.load.arrivals import arrival_times, count_requests, parse_arrival, ramp_qps
 from bench.load.calls import Call
 from bench.load.datasets import TIMED, DatasetSettings, check, load_calls, split_name
-from bench.load.prompts import make_works
+from bench.load.prompts import WORDS, make_works
 from bench.load.work import Schedule, Work
 from serve.errors import ConfigError
 
@@ -134,7 +134,7 @@ def make_schedule(
     works = _works(dataset, offer.calls, seed, tokens)
     notes = offer.notes
     if dataset.as_text and any(call.work is None for call in offer.calls):
-        notes.append("prompts are random words, one for each token: their lengths are approximate")
+        notes.append("prompts are random words, whose number of tokens is approximate")
     times = [call.at_s for call in offer.calls if call.at_s is not None]
     return Schedule(offer.qps, works, times), notes
 
@@ -155,4 +155,10 @@ def make_warm_up(
 def _works(
     dataset: DatasetSettings, calls: Sequence[Call], seed: int, tokens: Sequence[int]
 ) -> list[Work]:
-    return make_works(calls, seed, tokens, as_text=dataset.as_text, ignore_eos=dataset.ignore_eos)
+    words_per_token = None
+    if dataset.as_text:
+        counted = dataset.count_tokens(" ".join(WORDS)) if dataset.count_tokens else len(WORDS)
+        words_per_token = len(WORDS) / max(1, counted)
+    return make_works(
+        calls, seed, tokens, words_per_token=words_per_token, ignore_eos=dataset.ignore_eos
+    )

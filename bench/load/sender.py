@@ -132,6 +132,7 @@ class Sender:
         except (MergestepError, OSError) as exc:
             record.outcome = Outcome.FAILED
             record.error = _describe(exc)
+            exc.__traceback__ = None  # it would hold itself, and nothing is collected meanwhile
         finally:
             if timer is not None:
                 timer.cancel()

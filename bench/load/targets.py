@@ -211,8 +211,11 @@ class ServerTarget:
 
     async def _choose_model(self) -> None:
         document = await self._get("/v1/models")
-        if document.error is not None:
-            raise document.error
+        if (error := document.error) is not None:
+            if error.status == 404:
+                message = f"{self.name}/v1/models is not there; name the model to do without it"
+                raise CallError(404, error.code, message) from error
+            raise error
         try:
             model = orjson.loads(document.body_bytes)["data"][0]
             vocab_size = int(model.get("vocab_size") or PROMPT_TOKENS.stop)

@@ -77,7 +77,7 @@ def mooncake_call(row: Any, where: str, block_size: int) -> Call:
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: a JSON object is expected")
     milliseconds = row.get("timestamp", 0)
-    if not isinstance(milliseconds, int | float) or isinstance(milliseconds, bool):
+    if type(milliseconds) not in (int, float) or not math.isfinite(milliseconds):
         raise ConfigError(f"{where}: timestamp must be a number of milliseconds")
     num_prompt = whole(row, "input_length", where)
     ids = row.get("hash_ids", [])

@@ -14,10 +14,11 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from ops import native
 from ops.native import Ceilings
 from serve.config import EngineConfig
 from serve.models import ModelSpec
-from serve.precision import resolve_precision
+from serve.precision import choose_backend, resolve_precision
 from serve.step_time import StepWork
 from serve.step_trace import TracedStep
 
@@ -53,18 +54,23 @@ class Ceiling(NamedTuple):
         return max((max(pair) / min(pair) - 1 for pair in pairs if min(pair)), default=0.0)
 
     def __str__(self) -> str:
+        if not self.read:
+            return "unknown"
         bf16 = f", {self.bf16 / 1e12:.2f} TFLOP/s bf16" if self.bf16 else ""
         return f"{self.read / 1e9:.0f} GB/s read, {self.i8 / 1e12:.2f} TOP/s int8{bf16}"
 
 
 class Probe:
-    """Reads the ceilings; holds the memory that is read."""
+    """Reads the ceilings; holds the memory that is read. All are 0 where they cannot be read:
+    without the native kernels, and of a GPU (bench/gpu_report.py does that)."""
 
-    def __init__(self) -> None:
-        self._buffer = torch.ones(_READ, dtype=torch.uint8)
+    def __init__(self, backend: str) -> None:
+        """backend: of ops.BACKENDS, what the model runs on."""
+        can_read = native.is_available() and backend == "cpu"
+        self._buffer = torch.ones(_READ, dtype=torch.uint8) if can_read else None
 
     def __call__(self) -> Ceiling:
-        return Ceiling.now(self._buffer)
+        return Ceiling(0.0, 0.0, 0.0) if self._buffer is None else Ceiling.now(self._buffer)
 
 
 def _read_ceilings(buffer: torch.Tensor) -> Ceiling:
@@ -110,11 +116,12 @@ class Work:
     is_int8: bool
 
     def bound_s(self, ceiling: Ceiling) -> float:
-        """Where bf16 has no instruction its products are bound by nothing we can read."""
+        """What has no ceiling bounds nothing."""
         rate = ceiling.i8 if self.is_int8 else ceiling.bf16
         compute = self.products / rate if rate else 0.0
         compute += self.attention / ceiling.bf16 if ceiling.bf16 else 0.0
-        return max(self.read_bytes / ceiling.read, compute)
+        read = self.read_bytes / ceiling.read if ceiling.read else 0.0
+        return max(read, compute)
 
 
 class ModelCost:
@@ -156,3 +163,7 @@ class ModelCost:
     def bound_s(self, steps: Iterable[TracedStep], ceiling: Ceiling) -> float:
         """All steps, one after the other."""
         return sum(self.step(step.work).bound_s(ceiling) for step in steps)
+
+
+def probe_for(config: EngineConfig, spec: ModelSpec) -> Probe:
+    return Probe(choose_backend(config, spec))

@@ -19,7 +19,15 @@ from functools import partial
 
 from bench.load.metrics import percentile
 from bench.load.work import Work
-from bench.offline.bound import MAX_DRIFT, Ceiling, Measured, ModelCost, Probe, steady
+from bench.offline.bound import (
+    MAX_DRIFT,
+    Ceiling,
+    Measured,
+    ModelCost,
+    Probe,
+    probe_for,
+    steady,
+)
 from bench.offline.peers import run_peer
 from serve import Engine, RequestStream, SamplingParams
 from serve.step_trace import TracedStep
@@ -213,12 +221,13 @@ async def measure(
     """Rounds of all columns, ours and then the peers'; and the seconds to the first token.
     advance(what): before each column and each peer."""
     began = time.perf_counter()
-    tally, probe = Tally(), Probe()
+    tally = Tally()
     async with engine:
         await engine.generate(
             [1, 2, 3], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         )
         start_s = time.perf_counter() - began
+        probe = probe_for(engine.config, engine.spec)
         cost = ModelCost.of(engine.config, engine.spec, engine.stats().kv_bytes_per_token)
         model = Model(engine, shape)
         for _ in range(rounds):

@@ -110,7 +110,11 @@ def _show(tally: Tally, result: dict[str, Any], shape: Shape, console: Console) 
         ms, share = result["ms"][column], result["share_of_bound"][column]
         note = " (unreliable)" if column in result["unreliable"] else ""
         cells = [column.replace("_", " "), page.spread(tally.rates["ours"][column])]
-        cells += [page.number(ms["p50"]), page.number(ms["p99"]), f"{share:.0%}{note}"]
+        cells += [
+            page.number(ms["p50"]),
+            page.number(ms["p99"]),
+            f"{share:.0%}{note}" if share else "",
+        ]
         rates = [result["tokens_per_s"][name].get(column) for name in names]
         cells += ["" if rate is None else page.number(rate) for rate in rates]
         best = max((rate for rate in rates if rate), default=None)

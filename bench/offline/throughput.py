@@ -21,7 +21,7 @@ from rich.table import Table
 from bench.checkpoints import model_directory
 from bench.load.work import Work
 from bench.offline import page
-from bench.offline.bound import Ceiling, ModelCost, Probe
+from bench.offline.bound import Ceiling, ModelCost, probe_for
 from bench.offline.requests import fixed_requests
 from bench.offline.saturated import Asking, Saturated, saturate
 from bench.offline.transformers_peer import WAYS, Load, TransformersPeer, require_transformers
@@ -130,11 +130,12 @@ async def _measure(
     has_peer: bool,
     advance: Callable[[str], None],
 ) -> Found:
-    found, probe = Found(), Probe()
+    found = Found()
     with ExitStack() as stack:
         async with engine:
             target = Asking(engine)
             await saturate(target, works[:_WARM_UP])
+            probe = probe_for(engine.config, engine.spec)
             cost = ModelCost.of(engine.config, engine.spec, engine.stats().kv_bytes_per_token)
             peer: TransformersPeer | None = None
             if has_peer:
@@ -182,7 +183,8 @@ def _show(found: Found, result: dict[str, Any], console: Console) -> None:
     for name, values in found.figures().items():
         table.add_row(name, page.spread(values))
     shares = [100 * share for share in found.shares]
-    table.add_row("share of the bound", page.spread(shares, "{:.0f}".format) + " %")
+    if any(shares):
+        table.add_row("share of the bound", page.spread(shares, "{:.0f}".format) + " %")
     console.print(table)
     console.print(f"ceilings: {found.ceilings[0]}", highlight=False)
     for way, seconds in found.peer_s.items():

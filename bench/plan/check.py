@@ -2,7 +2,8 @@
 
 Every step of a real model (random weights of Llama-3.2-1B's shape) is preceded and followed by
 readings of the machine's ceilings; from their mean the step is predicted, so that the comparison
-holds although the machine's speed drifts. Reported: medians, of the ratios too.
+holds although the machine's speed drifts. Reported: medians, of the ratios too. A step during
+which the ceilings changed by more than 15 % is repeated; if none held still, the row says so.
 
 A row is at its limit where the bound, which no software can beat, is at least LIMIT of the
 prediction: what is left to the kernels is small there, and the prediction has to be within 25 %.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from rich.progress import track
 from rich.table import Table
 
 from bench.checkpoints import random_checkpoint
-from bench.offline.bound import Ceiling
+from bench.offline.bound import MAX_DRIFT, Ceiling
 from bench.plan.cost import Machine, MachineCost
 from bench.plan.efficiency import BOUND, expected
 from bench.plan.here import READ_BYTES, device_of
@@ -47,6 +48,13 @@ class Case(NamedTuple):
     context: int = 0
     chunk: tuple[int, int] | None = None
 
+    def rows_and_contexts(self) -> tuple[str, str]:
+        """For a table: of the decode rows, and of the chunk."""
+        pairs = [(self.batch, self.context)] if self.batch else []
+        pairs += [self.chunk] if self.chunk else []
+        rows, contexts = zip(*pairs, strict=True)
+        return " + ".join(map(str, rows)), " + ".join(map(str, contexts))
+
 
 CASES = (
     *(
@@ -67,17 +75,17 @@ QUICK = (Case("decode", 1, 64), Case("decode", 4, 64), Case("mixed", 2, 64, (64,
 @dataclass(frozen=True, slots=True)
 class Checked:
     """Seconds, medians. ratio: predicted over measured, of each step with its own ceilings.
-    limit: bound over predicted. stages: of the last prediction, by name."""
+    limit: bound over predicted. drift: of the ceilings before and after. stages: of the last
+    prediction, by name."""
 
     dtype: str
-    case: str
-    batch: int
-    context: int
+    case: Case
     measured_s: float
     predicted_s: float
     bound_s: float
     ratio: float
     limit: float
+    drift: float
     binds: str
     stages: dict[str, float]
     read: float
@@ -86,6 +94,10 @@ class Checked:
     @property
     def is_at_limit(self) -> bool:
         return self.limit >= LIMIT
+
+    @property
+    def is_steady(self) -> bool:
+        return self.drift <= MAX_DRIFT
 
 
 def run_and_report(*, quick: bool = False, model: Path | None = None) -> list[Checked]:
@@ -96,14 +108,16 @@ def run_and_report(*, quick: bool = False, model: Path | None = None) -> list[Ch
     console = Console()
     console.width = max(console.width, 110)
     report(found, console)
-    print(json.dumps({"model": path.name, "steps": [asdict(row) for row in found]}))
+    steps = [asdict(row) | {"case": row.case._asdict()} for row in found]
+    print(json.dumps({"model": path.name, "steps": steps}))
     return found
 
 
 def check(
     path: Path, dtype: str, cases: Sequence[Case], repeats: int | None = None
 ) -> list[Checked]:
-    """repeats: of each step; by default as many as some tenths of a second hold."""
+    """repeats: of each step; by default as many as some tenths of a second hold. Those between
+    two readings that differ by more than MAX_DRIFT are repeated, and left out if others are not."""
     kv = "int8" if dtype == "int8" else "bfloat16"
     precision, shape = Precision(dtype, kv), load_shape(str(path))
     longest = max(sum(case.chunk or (case.context, 1)) for case in cases) + 16
@@ -133,38 +147,39 @@ def _check_case(
     repeats = repeats or max(_MIN_REPEATS, min(_MAX_REPEATS, int(_CASE_S / once_s)))
     rows: list[Checked] = []
     before = Ceiling.now(buffer)
-    for _ in range(repeats):
+    while len(rows) < 2 * repeats and sum(row.is_steady for row in rows) < repeats:
         measured_s = rig.seconds(plan)
         after = Ceiling.now(buffer)
-        rows.append(_compare(case, work, measured_s, before.mean(after), shape, precision))
+        rows.append(_compare(case, work, measured_s, (before, after), shape, precision))
         before = after
     rig.close(plan)
-    return _medians(rows)
+    steady = [row for row in rows if row.is_steady]
+    return _medians(steady or [min(rows, key=lambda row: row.drift)])
 
 
 def _compare(
     case: Case,
     work: StepWork,
     measured_s: float,
-    ceiling: Ceiling,
+    around: tuple[Ceiling, Ceiling],
     shape: Shape,
     precision: Precision,
 ) -> Checked:
+    before, after = around
+    ceiling = before.mean(after)
     machine = Machine(device_of(ceiling))
-    cost = MachineCost(shape, precision, machine, expected("cpu", precision.weights))
+    cost = MachineCost(shape, precision, machine, expected("cpu", precision))
     predicted_s = cost.seconds(work)
     bound_s = MachineCost(shape, precision, machine, BOUND).seconds(work)
-    chunk = f" + {case.chunk[0]} on {case.chunk[1]}" if case.chunk else ""
     return Checked(
         dtype=precision.weights,
-        case=case.name + chunk,
-        batch=case.batch,
-        context=case.context,
+        case=case,
         measured_s=measured_s,
         predicted_s=predicted_s,
         bound_s=bound_s,
         ratio=predicted_s / measured_s,
         limit=bound_s / predicted_s,
+        drift=before.drift(after),
         binds=cost.binds(work),
         stages={stage.name: stage.seconds for stage in cost.stages(work) if stage.seconds},
         read=ceiling.read,
@@ -173,41 +188,44 @@ def _compare(
 
 
 def _medians(rows: list[Checked]) -> Checked:
-    values: dict[str, Any] = asdict(rows[-1])
-    for name, value in values.items():
-        if isinstance(value, float):
-            values[name] = statistics.median(getattr(row, name) for row in rows)
-    return Checked(**values)
+    last = rows[-1]
+    names = [name for name in last.__slots__ if isinstance(getattr(last, name), float)]
+    middle: dict[str, Any] = {
+        name: statistics.median(getattr(row, name) for row in rows) for name in names
+    }
+    return replace(last, **middle)
 
 
-def report(rows: list[Checked], console: Console) -> None:
+def report(rows: Sequence[Checked], console: Console) -> None:
     table = Table(
-        *("precision", "step", "rows", "context", "measured", "predicted", "error", "of the bound"),
+        *("precision", "step", "rows", "context", "measured", "predicted", "error", "bound"),
         *("mostly", "GB/s", "TOP/s"),
         title="Steps on this machine, milliseconds",
-        caption=f"error: of each step with its own ceilings, the median. * at its limit: the bound "
-        f"is at least {LIMIT:.0%} of the prediction.",
+        caption=f"error: of each step with its own ceilings, the median. bound: its share of the "
+        f"measured time. *: at its limit, the bound is at least {LIMIT:.0%} of the prediction. "
+        "?: the ceilings did not hold still",
     )
     for row in rows:
         error = row.ratio - 1
         colour = "green" if abs(error) <= TOLERANCE else "red" if row.is_at_limit else "yellow"
         table.add_row(
             row.dtype,
-            row.case,
-            str(row.batch or ""),
-            str(row.context or ""),
+            row.case.name,
+            *row.case.rows_and_contexts(),
             f"{1e3 * row.measured_s:.1f}",
             f"{1e3 * row.predicted_s:.1f}",
-            f"[{colour}]{error:+.0%}[/{colour}]",
+            f"[{colour}]{error:+.0%}[/{colour}]{'' if row.is_steady else ' ?'}",
             f"{row.bound_s / row.measured_s:.0%}{' *' if row.is_at_limit else ''}",
             row.binds,
             f"{row.read / 1e9:.0f}",
             f"{row.i8 / 1e12:.2f}",
         )
     console.print(table)
-    limited = [row for row in rows if row.is_at_limit]
+    limited = [row for row in rows if row.is_at_limit and row.is_steady]
     within = sum(abs(row.ratio - 1) <= TOLERANCE for row in limited)
-    console.print(f"{within} of the {len(limited)} steps at their limit are within {TOLERANCE:.0%}")
+    console.print(
+        f"{within} of the {len(limited)} steady steps at their limit are within {TOLERANCE:.0%}"
+    )
 
 
 def main() -> None:

@@ -90,13 +90,14 @@ class Attention:
         shards = min(n, shape.num_kv_heads)
         read = efficiency.kv * device.bytes_per_s * shards
         self._token_s = shape.kv_layer_bytes(precision) / read
-        self._pair_s = 4 * shape.q_width / (efficiency.attention * peak * n)
+        self._seen_s = 4 * shape.q_width / (efficiency.decode * peak * n)
+        self._pair_s = 4 * shape.q_width / (efficiency.prefill * peak * n)
         self._windows = shape.layers_by_window()
 
     def decode(self, rows: float, seen: float) -> Stage:
         """seen: tokens of all rows together, each one's own included."""
         tokens = self._in_windows(rows, seen)
-        return Stage("decode attention", tokens * self._token_s, tokens * self._pair_s)
+        return Stage("decode attention", tokens * self._token_s, tokens * self._seen_s)
 
     def prefill(self, rows: float, pairs: float) -> Stage:
         """pairs: of a prompt row and a token that it sees."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 
+from bench.plan.shapes import Precision
+
 Curve = tuple[tuple[int, float], ...]
 
 
@@ -20,8 +22,9 @@ class Efficiency:
     """Shares of a peak, 1.0 being all of it.
 
     weights, kv: reading weights, and K/V for decode rows. products: multiplying, by the number of
-    rows (ascending; rows over share rises along straight lines in between). attention: multiplying
-    in it. rows: moving rows between products; inf: they stay in caches. network: of links.
+    rows (ascending; rows over share rise along straight lines in between). decode, prefill:
+    multiplying in attention. rows: moving rows between products; inf: they stay in caches.
+    network: of links.
     memory: for weights and K/V. step_s, layer_s, sequence_s: what each step, each of its layers and
     each sequence in it take besides. is_overlapped: stages run at the same time, and nothing but
     the fullest of memory, arithmetic and network counts.
@@ -30,7 +33,8 @@ class Efficiency:
     weights: float = 1.0
     kv: float = 1.0
     products: Curve = ((1, 1.0),)
-    attention: float = 1.0
+    decode: float = 1.0
+    prefill: float = 1.0
     rows: float = inf
     network: float = 1.0
     memory: float = 1.0
@@ -60,7 +64,7 @@ BOUND = Efficiency(is_overlapped=True)
 _CPU = Efficiency(
     weights=0.95,
     kv=0.72,
-    attention=0.6,
+    prefill=0.6,
     rows=0.45,
     memory=0.9,
     step_s=0.5e-3,
@@ -75,12 +79,14 @@ _CPU_PRODUCTS: dict[str, Curve] = {
     "nf4": ((16, 0.6), (64, 0.67), (512, 0.71)),
 }
 _CPU_WEIGHTS = {"int4": 0.85, "nf4": 0.85}
+_CPU_DECODE = {"int8": 1.0, "bfloat16": 0.05, "float32": 0.08}  # by the type of K/V
 # Assumed, as in the model of memory devices (bench/node_cost.py).
 _GPU = Efficiency(
     weights=0.8,
     kv=0.8,
     products=((1, 0.6),),
-    attention=0.6,
+    decode=0.6,
+    prefill=0.6,
     rows=0.8,
     memory=0.9,
     step_s=50e-6,
@@ -89,9 +95,13 @@ _GPU = Efficiency(
 )
 
 
-def expected(kind: str, weights: str) -> Efficiency:
-    """Of a kind of device with weights of this type."""
+def expected(kind: str, precision: Precision) -> Efficiency:
+    """Of a kind of device."""
     if kind == "gpu":
         return _GPU
-    share = _CPU_WEIGHTS.get(weights, _CPU.weights)
-    return replace(_CPU, weights=share, products=_CPU_PRODUCTS.get(weights, _CPU.products))
+    return replace(
+        _CPU,
+        weights=_CPU_WEIGHTS.get(precision.weights, _CPU.weights),
+        products=_CPU_PRODUCTS.get(precision.weights, _CPU.products),
+        decode=_CPU_DECODE[precision.kv],
+    )

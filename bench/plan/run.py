@@ -175,7 +175,7 @@ def _machine(name: str, devices: dict[str, Device]) -> Machine:
 
 def _costs(shape: Shape, precision: Precision, machine: Machine) -> tuple[MachineCost, MachineCost]:
     """As expected, and at best."""
-    efficiency = expected(machine.device.kind, precision.weights)
+    efficiency = expected(machine.device.kind, precision)
     return (
         MachineCost(shape, precision, machine, efficiency),
         MachineCost(shape, precision, machine, BOUND),

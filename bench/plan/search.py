@@ -107,7 +107,7 @@ def rank(
 
 
 def _efficiency(device: Device, precision: Precision) -> Efficiency:
-    return expected(device.kind, precision.weights)
+    return expected(device.kind, precision)
 
 
 def _within(choice: Choice, budget: Budget) -> Choice:
