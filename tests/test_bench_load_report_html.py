@@ -116,7 +116,7 @@ def test_the_page_says_what_was_found(whole):
     assert "Valid" in text and "serve bench --qps 8" in text
     assert "TTFT 200 ms, TPOT 20 ms, from schedule" in text
     assert "4 requests/s, 2 runs" in text and "max 5.657" in text
-    assert "Only requests due from" in text and "steps, " in text
+    assert "The requests due from" in text and "steps, " in text
 
 
 def test_what_comes_from_outside_is_text(tmp_path):

@@ -206,6 +206,7 @@ def _health(rate: RateSummary) -> str:
             f"run {run.seed}, process {health.process}",
             f"{health.num_requests:,}",
             f"{100 * health.cpu:.0f} %",
+            "-" if math.isnan(health.core_wait) else f"{100 * health.core_wait:.0f} %",
             f"{1000 * health.loop_lag_p50_s:.2f}",
             f"{1000 * health.loop_lag_p99_s:.2f}",
             f"{1000 * health.loop_lag_max_s:.2f}",
@@ -217,7 +218,17 @@ def _health(rate: RateSummary) -> str:
     ]
     if not rows:
         return ""
-    head = ["client", "requests", "CPU", "loop lag p50, ms", "p99", "max", "collections", "sockets"]
+    head = [
+        "client",
+        "requests",
+        "CPU",
+        "waited for a core",
+        "loop lag p50, ms",
+        "p99",
+        "max",
+        "collections",
+        "sockets",
+    ]
     return f"<details><summary>Client processes</summary>{_table(head, rows)}</details>"
 
 

@@ -41,15 +41,15 @@ def timeline_plot(name: str, run: RunResult, columns: Columns) -> Plot | None:
                 axes.legend(loc="upper left", ncols=4)
         grid[-1, 0].set_xlabel("seconds since the start of the schedule")
 
-    low, high = columns.steady_s
-    note = f"Only requests due from {low:.1f} to {high:.1f} s count; the rest is shaded."
+    low, high = columns.due_span
+    note = f"The requests due from {low:.1f} to {high:.1f} s count; other times are shaded."
     return Plot(name, "Timeline", 1.55 * len(panels) + 0.3, draw, note)
 
 
 def _shade_outside(axes: Axes, columns: Columns) -> None:
-    low, high = columns.steady_s
+    low, high = columns.due_span
     for left, right in ((0.0, low), (high, columns.end_s)):
-        if right > left:
+        if right > left and high > low:
             axes.axvspan(left, right, color=GRID, alpha=0.55, linewidth=0, zorder=0)
 
 
