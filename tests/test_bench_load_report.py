@@ -10,7 +10,7 @@ import pytest
 from load_runs import engine_run, queue_run
 
 from bench.load.columns import Columns
-from bench.load.metrics import concurrency, level_at, peak_concurrency, percentile
+from bench.load.metrics import concurrency, level_at, peak_concurrency, percentile, told_notes
 from bench.load.record import Outcome, ProcessHealth, Record, RunResult
 from bench.load.slo import PRESETS, Slo, judge, parse_slo
 from bench.load.summary import RunSummary, summarize, summarize_rates
@@ -66,15 +66,16 @@ def test_itl_is_per_token_where_chunks_tell_their_tokens():
 def test_without_usage_chunks_are_counted_and_it_is_said():
     summary = summarize(run(record(output_tokens=None)))
     assert summary.latencies_ms["tpot"]["p50"] == pytest.approx(200)
-    assert "1 of 1 answers came without a token count" in summary.notes[0]
-    assert summarize(run(record())).notes == []
+    assert "1 of 1 answers came without a token count" in told_notes(summary.counts)[0]
+    assert told_notes(summarize(run(record())).counts) == []
 
 
 def test_one_token_or_one_piece_has_no_tpot():
     one = summarize(run(record(chunks_s=[1.1], output_tokens=1)))
     piece = summarize(run(record(chunks_s=[1.1], output_tokens=9)))
     assert "tpot" not in one.latencies_ms and "tpot" not in piece.latencies_ms
-    assert one.notes == [] and "1 answers of several tokens came in one piece" in piece.notes[0]
+    assert told_notes(one.counts) == []
+    assert "1 answers of several tokens came in one piece" in told_notes(piece.counts)[0]
 
 
 def test_only_requests_due_in_the_window_count():
@@ -155,18 +156,41 @@ def test_probes_are_metrics_of_their_own():
 
 
 def test_rates_count_what_happened_in_the_window():
-    """Tokens of a request due before the window, that came within it, are part of the load."""
+    """Tokens of a request due before the window, that came within it, are part of the load; what
+    came after the last arrival is no steady state."""
     first = record(0, scheduled_s=0.5, sent_s=0.5, chunks_s=[0.9, 1.5, 2.5], finished_s=3.0)
     first.chunk_tokens, first.output_tokens = [1, 2, 3], 6
     second = record(1, scheduled_s=1.0, sent_s=1.0, chunks_s=[1.6, 1.8], finished_s=2.0)
     second.chunk_tokens, second.output_tokens = [5, 1], 6
-    rates = summarize(run(first, second, window=(1.0, 3.0))).rates
+    last = record(2, scheduled_s=3.0, sent_s=3.0, chunks_s=[3.05], finished_s=3.05)
+    rates = summarize(run(first, second, last, window=(1.0, 9.0), qps=1.0)).rates
     assert rates["output_tokens_per_s"] == pytest.approx((2 + 3 + 5 + 1) / 2)
     assert rates["peak_output_tokens_per_s"] == 8
     assert rates["requests_per_s"] == pytest.approx(2 / 2)
     assert rates["input_tokens_per_s"] == pytest.approx(4 / 2), "the second's prefill alone"
     assert rates["mean_concurrency"] == pytest.approx((2 + 1) / 2)
     assert rates["peak_concurrency"] == 2
+
+
+def test_rates_are_of_the_time_in_which_the_load_was_offered():
+    """Twice the load that a queue of 10/s can take: it answers 10/s, and 10/s until the end."""
+    result = queue_run(20.0, 0, count=2000)
+    result.window = (0.0, result.records[-1].finished_s)
+    summary = summarize(result, Slo(e2e_s=20.0))
+    assert summary.rates["requests_per_s"] == pytest.approx(10, rel=0.01)
+    assert summary.window[1] == pytest.approx(100, rel=0.01) and summary.offered_s == 100
+    assert summary.goodput == pytest.approx(summary.good / 100)
+    assert not [note for note in summary.notes if "short" in note]
+
+
+def test_a_run_that_is_short_against_its_answers_says_so():
+    result = queue_run(20.0, 0, count=2000, service_s=1.0)
+    result.window = (0.0, result.records[-1].finished_s)
+    summary = summarize(result)
+    assert summary.rates["requests_per_s"] == pytest.approx(1, rel=0.01)
+    assert summary.window[1] == result.window[1]
+    assert "the run is short against its answers" in summary.notes[0]
+    assert "not a steady state" in summary.verdict.warnings[0]
 
 
 def test_concurrency_of_requests_without_an_end_or_a_beginning():
@@ -277,6 +301,11 @@ def test_no_request_in_the_window_is_no_valid_run():
     assert not summarize(run(record(), window=(5.0, 6.0))).verdict.is_valid
 
 
+def test_an_interrupted_run_is_marked():
+    warnings = summarize(spread(100, was_interrupted=True)).verdict.warnings
+    assert "interrupted" in warnings[0]
+
+
 def test_a_busy_client_is_advised():
     health = ProcessHealth(0, 400, 0.97, 0.001, 0.02, 0.1, 0, 50)
     warnings = summarize(spread(400, health=[health])).verdict.warnings
@@ -286,13 +315,17 @@ def test_a_busy_client_is_advised():
     assert summarize(spread(400, health=[calm])).verdict.warnings == []
     late = summarize(spread(400, 0.006, health=[calm])).verdict
     assert "something else held them up" in late.warnings[0]
+    waiting = dataclasses.replace(calm, core_wait=0.5)
+    assert summarize(spread(400, 0.006, health=[waiting])).verdict.warnings == []
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("load", "is_steady"), [(0.5, True), (0.8, True), (1.2, False)])
 def test_over_saturation_is_seen(load, is_steady, seed):
     """A queue of 100 ms a request."""
-    warnings = summarize(queue_run(10 * load, seed, count=2000)).verdict.warnings
+    result = queue_run(10 * load, seed, count=2000)
+    result.window = (0.0, result.records[-1].finished_s)  # as it is when all are waited for
+    warnings = summarize(result).verdict.warnings
     assert [w.partition(":")[0] for w in warnings] == ([] if is_steady else ["not a steady state"])
 
 

@@ -155,6 +155,16 @@ def test_a_client_that_is_too_slow_ends_the_search():
     assert "at 4 requests/s the generator fell behind" in found.stopped
 
 
+def test_an_interrupted_run_ends_the_search():
+    def run(qps: float, seed: int) -> RunResult:
+        result = queue_run(qps, seed, count=500)
+        result.was_interrupted = qps == 4
+        return result
+
+    found = find_max_qps(run, Slo(e2e_s=0.5), attainment=0.9)
+    assert (found.max_qps, len(found.tried)) == (2, 2) and "interrupted" in str(found)
+
+
 def test_bad_settings_of_a_search():
     slo = Slo(e2e_s=1)
     for change in ({"attainment": 0}, {"attainment": 1.1}, {"seeds": 0}, {"start": 0.0}):

@@ -17,6 +17,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 NUM_SPREAD = 8
+MIN_LENGTHS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +76,28 @@ class Columns:
         return max((float(a.max()) for a in seen if a.size), default=0.0)
 
     @property
+    def due_span(self) -> tuple[float, float]:
+        """The window, ended when the last request was due: as long as the load was offered."""
+        last_s = float(self.due.max(initial=0.0))
+        low, high = max(self.window[0], 0.0), min(self.window[1], last_s)
+        return (low, max(low, high))
+
+    @property
+    def is_short(self) -> bool:
+        """Against the time that answers take, the soonest tenth of them (a queue that grows makes
+        the others longer): what follows the last arrival is no small part."""
+        low, high = self.due_span
+        taken_s = (self.last - self.due)[self.is_used]
+        soon_s = float(np.percentile(taken_s, 10)) if len(taken_s) else 0.0
+        return high - low < MIN_LENGTHS * soon_s
+
+    @property
     def steady_s(self) -> tuple[float, float]:
-        """The window, ended at the last thing that happened; all of the run if nothing is left
-        (all requests at once)."""
-        low, high = max(self.window[0], 0.0), min(self.window[1], self.end_s)
+        """What rates are counted over: the time in which the load was offered; of short runs, and
+        where all came at once, the window up to the last thing that happened."""
+        low, high = self.due_span
+        if self.is_short or high <= low:
+            high = min(self.window[1], self.end_s)
         return (low, high) if high > low else (0.0, self.end_s)
 
 

@@ -76,8 +76,10 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _head(made: Measurement) -> str:
+    """The command's words are not broken at their hyphens."""
     kind, words = verdict(made)
-    command = f'<pre class="command">{_text(made.command)}</pre>' if made.command else ""
+    words_of = " ".join(f"<span>{html.escape(word)}</span>" for word in made.command.split(" "))
+    command = f'<pre class="command">{words_of}</pre>' if made.command else ""
     return (
         f'<header><p class="verdict {kind}">{_text(words)}</p><h1>serve bench</h1>'
         f"<p>{_text(headline(made))}</p>{command}</header>"
@@ -204,6 +206,7 @@ def _health(rate: RateSummary) -> str:
             f"run {run.seed}, process {health.process}",
             f"{health.num_requests:,}",
             f"{100 * health.cpu:.0f} %",
+            "-" if math.isnan(health.core_wait) else f"{100 * health.core_wait:.0f} %",
             f"{1000 * health.loop_lag_p50_s:.2f}",
             f"{1000 * health.loop_lag_p99_s:.2f}",
             f"{1000 * health.loop_lag_max_s:.2f}",
@@ -215,7 +218,17 @@ def _health(rate: RateSummary) -> str:
     ]
     if not rows:
         return ""
-    head = ["client", "requests", "CPU", "loop lag p50, ms", "p99", "max", "collections", "sockets"]
+    head = [
+        "client",
+        "requests",
+        "CPU",
+        "waited for a core",
+        "loop lag p50, ms",
+        "p99",
+        "max",
+        "collections",
+        "sockets",
+    ]
     return f"<details><summary>Client processes</summary>{_table(head, rows)}</details>"
 
 

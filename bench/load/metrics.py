@@ -177,10 +177,12 @@ def peak_concurrency(records: Sequence[Record]) -> int:
 
 
 def counts(columns: Columns) -> dict[str, int]:
-    """Of the requests due in the window, by how they ended."""
+    """Of the requests due in the window, by how they ended; tokens of those that ended well.
+    untold: without a token count. in_one_piece: of several tokens."""
     counted = columns.is_counted
     left = counted & ~columns.is_ok & ~columns.is_cancelled
     failed = left & columns.is_failed
+    one_piece = (columns.num_chunks == 1) & (columns.tokens > 1)
     return {
         "scheduled": len(columns.due),
         "counted": int(counted.sum()),
@@ -189,6 +191,8 @@ def counts(columns: Columns) -> dict[str, int]:
         "failed": int(failed.sum()),
         "cancelled": int((counted & columns.is_cancelled).sum()),
         "incomplete": int((left & ~failed).sum()),
+        "untold": int((columns.is_used & np.isnan(columns.tokens)).sum()),
+        "in_one_piece": int((columns.is_used & one_piece).sum()),
         "output_tokens": int(np.nansum(columns.tokens[columns.is_used])),
         "input_tokens": int(np.nansum(columns.prompt_tokens[columns.is_used])),
     }
@@ -207,19 +211,17 @@ def errors(result: RunResult, columns: Columns) -> dict[str, int]:
     return dict(found.most_common())
 
 
-def told_notes(result: RunResult, columns: Columns) -> list[str]:
+def told_notes(counts: dict[str, int]) -> list[str]:
     """What the figures are made of where something was not told."""
-    used = columns.is_used
-    untold = int((used & np.isnan(columns.tokens)).sum())
     notes = []
-    if untold:
+    if counts["untold"]:
         notes.append(
-            f"{untold} of {int(used.sum())} answers came without a token count: their chunks are"
-            " counted as tokens, in TPOT and in tokens/s"
+            f"{counts['untold']:,} of {counts['answered']:,} answers came without a token count:"
+            " their chunks are counted as tokens, in TPOT and in tokens/s"
         )
-    bundled = int((used & (columns.num_chunks == 1) & (columns.tokens > 1)).sum())
-    if result.gaps:
-        notes.append("ICL is of the whole run, within 1 %, and without an interval")
-    if bundled:
-        notes.append(f"{bundled} answers of several tokens came in one piece: they have no TPOT")
+    if counts["in_one_piece"]:
+        notes.append(
+            f"{counts['in_one_piece']:,} answers of several tokens came in one piece: they have no"
+            " TPOT"
+        )
     return notes

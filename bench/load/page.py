@@ -35,6 +35,7 @@ a { color: var(--blue) }
 .verdict.warned { background: var(--orange); color: #1f2328 }
 .command { background: var(--panel); padding: 10px 12px; border-radius: 6px; font-size: 13px;
   white-space: pre-wrap; overflow-wrap: anywhere }
+.command span { display: inline-block; max-width: 100% }
 .found { font-size: 18px; font-weight: 600 }
 .bad, .warn { border-left: 4px solid var(--vermillion); padding: 4px 10px;
   background: var(--panel) }

@@ -183,6 +183,8 @@ def plain_log(axis: Any) -> None:
     """A logarithmic axis with numbers that people read."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=8))
+    low, high = axis.get_view_interval()
+    steps = (1.0, 2.0, 5.0) if high < 150 * low else (1.0,)
+    axis.set_major_locator(LogLocator(subs=steps, numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axis.set_minor_formatter(NullFormatter())

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import FigureBase
 
-NUM_LANES = 120
+NUM_LANES, MIN_LANES = 120, 40
+MAX_LENGTHS = 20  # of a median answer: the time that lanes show
 NUM_DOTS = 2000
 
 
@@ -90,13 +91,19 @@ def _marks(axes: Axes, columns: Columns, places: np.ndarray, done: Floats, lanes
 
 
 def _busiest(columns: Columns, limit: int) -> np.ndarray:
-    """Indices of at most that many requests, by due time, around when most are under way."""
+    """Indices of at most that many requests, by due time, around when most are under way; fewer
+    where answers are so short that they would be dots."""
     order = np.argsort(columns.due, kind="stable")
-    if len(order) <= limit:
-        return order
+    due = columns.due[order]
     at_s, levels = concurrency(columns.due, columns.finished, columns.end_s)
-    middle = int(np.searchsorted(columns.due[order], at_s[np.argmax(levels)]))
-    first = min(max(middle - limit // 2, 0), len(order) - limit)
+    middle = int(np.searchsorted(due, at_s[np.argmax(levels)], side="right"))
+    taken_s = (columns.finished - columns.due)[np.isfinite(columns.finished)]
+    half_s = 0.5 * MAX_LENGTHS * float(np.median(taken_s)) if len(taken_s) else np.inf
+    near = int(
+        ((due >= at_s[np.argmax(levels)] - half_s) & (due <= due[middle - 1] + half_s)).sum()
+    )
+    limit = min(limit, max(near, MIN_LANES))
+    first = max(min(middle - limit // 2, len(order) - limit), 0)
     return order[first : first + limit]
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 NUM_BINS = 200
 NUM_ZOOMED = 60
+IDLE_S = 1e-4
 HEADROOM = 1.25  # for the legend
 _LINE: Any = {"linewidth": 1.2, "drawstyle": "steps-post"}
 
@@ -40,22 +41,22 @@ def timeline_plot(name: str, run: RunResult, columns: Columns) -> Plot | None:
                 axes.legend(loc="upper left", ncols=4)
         grid[-1, 0].set_xlabel("seconds since the start of the schedule")
 
-    low, high = columns.steady_s
-    note = f"Only requests due from {low:.1f} to {high:.1f} s count; the rest is shaded."
+    low, high = columns.due_span
+    note = f"The requests due from {low:.1f} to {high:.1f} s count; other times are shaded."
     return Plot(name, "Timeline", 1.55 * len(panels) + 0.3, draw, note)
 
 
 def _shade_outside(axes: Axes, columns: Columns) -> None:
-    low, high = columns.steady_s
+    low, high = columns.due_span
     for left, right in ((0.0, low), (high, columns.end_s)):
-        if right > left:
+        if right > left and high > low:
             axes.axvspan(left, right, color=GRID, alpha=0.55, linewidth=0, zorder=0)
 
 
 def _bins(columns: Columns) -> Floats:
-    """Of a second, or as many as are seen."""
+    """Of a second; shorter where the run is, and there are requests for them."""
     end_s = columns.end_s
-    count = min(NUM_BINS, max(10, int(np.ceil(end_s))))
+    count = min(NUM_BINS, max(10, int(np.ceil(end_s)), min(40, len(columns.due) // 5)))
     return np.linspace(0, end_s, count + 1)
 
 
@@ -86,9 +87,9 @@ def _sequences(axes: Axes, run: RunResult, columns: Columns) -> None:
     axes.plot([], [], color=SKY, alpha=0.6, linewidth=6, label="no text yet")
     axes.plot([], [], color=BLUE, alpha=0.6, linewidth=6, label="decoding")
     if run.steps:
-        at_s, running, waiting = _thin_steps(run)
-        axes.plot(at_s, running, color=GREEN, label="running (engine)", **_LINE)
-        axes.plot(at_s, waiting, color=ORANGE, label="waiting (engine)", **_LINE)
+        running, waiting = _engine_levels(run, times)
+        axes.plot(times, running, color=GREEN, label="running (engine)", **_LINE)
+        axes.plot(times, waiting, color=ORANGE, label="waiting (engine)", **_LINE)
     elif run.samples:
         at = [sample.at_s for sample in run.samples]
         running_s = [sample.num_running for sample in run.samples]
@@ -98,12 +99,19 @@ def _sequences(axes: Axes, run: RunResult, columns: Columns) -> None:
     axes.set_ylabel("requests")
 
 
-def _thin_steps(run: RunResult) -> tuple[Floats, Floats, Floats]:
-    stride = max(1, len(run.steps) // (4 * NUM_BINS))
-    kept = run.steps[::stride]
-    at_s = np.array([step.end_s for step in kept])
-    running = np.array([step.num_running for step in kept], np.float64)
-    return at_s, running, np.array([step.num_waiting for step in kept], np.float64)
+def _engine_levels(run: RunResult, times: Floats) -> tuple[Floats, Floats]:
+    """Running and waiting at each of times; none between steps that do not follow each other."""
+    start = np.array([step.start_s for step in run.steps])
+    end = np.array([step.end_s for step in run.steps])
+    is_idle = np.append(start[1:] - end[:-1] > IDLE_S, True)
+    at_s = np.concatenate([start, end[is_idle]])
+    order = np.argsort(at_s, kind="stable")
+    found = []
+    for name in ("num_running", "num_waiting"):
+        levels = np.array([getattr(step, name) for step in run.steps], np.int64)
+        levels = np.concatenate([levels, np.zeros(int(is_idle.sum()), np.int64)])
+        found.append(level_at(times, at_s[order], levels[order]))
+    return found[0], found[1]
 
 
 def _tokens(axes: Axes, run: RunResult, columns: Columns) -> None:

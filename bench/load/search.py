@@ -84,7 +84,10 @@ def find_max_qps(
     while True:
         runs = []
         for seed in range(first_seed, first_seed + seeds):
-            summary = summarize(run(qps, seed), slo)
+            result = run(qps, seed)
+            if result.was_interrupted:
+                return SearchResult(slo, attainment, passed, failed, tried, "it was interrupted")
+            summary = summarize(result, slo)
             if not summary.verdict.is_valid:
                 why = f"at {qps:.4g} requests/s {summary.verdict.reasons[0]}"
                 return SearchResult(slo, attainment, passed, failed, tried, why)

@@ -16,11 +16,18 @@ from bench.load.record import ProcessHealth, RunResult
 from bench.load.slo import Slo, judge
 from bench.load.validity import Verdict, achieved_qps, check
 
+GAPS_NOTE = "ICL is of the whole run, within 1 %, and without an interval"
+SHORT_NOTE = (
+    "the run is short against its answers: rates are until the last answer, and less than a longer"
+    " run would show"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
     """latencies_ms: metric -> count, mean, p50, p90, p95, p99, max; metrics.LABELS has the names.
-    good, judged: requests that kept the SLO, of those it is asked of. intervals_ms: by the
+    window: of the rates. offered_s: how long the load was offered. good, judged: requests that
+    kept the SLO, of those it is asked of. intervals_ms: by the
     bootstrap, only where a rate has this run alone."""
 
     qps: float
@@ -28,6 +35,7 @@ class RunSummary:
     target: str
     started: str
     window: tuple[float, float]
+    offered_s: float
     achieved_qps: float
     latencies_ms: dict[str, dict[str, float]]
     rates: dict[str, float]
@@ -46,9 +54,8 @@ class RunSummary:
 
     @property
     def goodput(self) -> float:
-        """Requests that kept the SLO, per second of the steady window."""
-        span_s = self.window[1] - self.window[0]
-        return self.good / span_s if span_s > 0 else math.nan
+        """Requests that kept the SLO, per second in which they were due."""
+        return self.good / self.offered_s if self.offered_s > 0 else math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +96,16 @@ def summarize(
     if slo is not None:
         is_judged, is_good = judge(columns, slo)
         judged, good = int(is_judged.sum()), int((is_good & is_judged).sum())
+    low, high = columns.due_span if math.isfinite(result.qps) else columns.steady_s
+    notes = [GAPS_NOTE] if result.gaps else []
+    notes += [SHORT_NOTE] if math.isfinite(result.qps) and columns.is_short else []
     return RunSummary(
         qps=result.qps,
         seed=result.seed,
         target=result.target,
         started=result.started,
         window=columns.steady_s,
+        offered_s=high - low,
         achieved_qps=achieved_qps(result, columns),
         latencies_ms={name: metrics.describe(found) for name, found in samples.items()},
         rates=metrics.rates(columns),
@@ -103,7 +114,7 @@ def summarize(
         good=good,
         judged=judged,
         verdict=check(result, columns, slo),
-        notes=[*result.notes, *metrics.told_notes(result, columns)],
+        notes=[*result.notes, *notes],
         health=list(result.health),
         intervals_ms={name: _intervals(found) for name, found in samples.items()}
         if intervals

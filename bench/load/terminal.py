@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from bench.load.confidence import Estimate
 from bench.load.document import Measurement
-from bench.load.metrics import LABELS, RATES, STATS
+from bench.load.metrics import LABELS, RATES, STATS, told_notes
 from bench.load.redact import redact
 from bench.load.summary import RateSummary
 
@@ -112,6 +113,7 @@ def _print_rate(console: Console, made: Measurement, rate: RateSummary) -> None:
 def verdict_texts(rate: RateSummary) -> dict[str, list[str]]:
     """By style: reasons why it is invalid, warnings, notes; each once, whatever run said it."""
     found: dict[str, list[str]] = {"bold red": [], "yellow": [], "dim": []}
+    found["dim"] += [f"note: {text}" for text in told_notes(rate.counts)]
     for run in rate.runs:
         found["bold red"] += [f"INVALID: {reason}" for reason in run.verdict.reasons]
         found["yellow"] += [f"warning: {text}" for text in run.verdict.warnings]
@@ -122,14 +124,16 @@ def verdict_texts(rate: RateSummary) -> dict[str, list[str]]:
 
 
 def _rates_table(made: Measurement) -> Table:
-    table = Table(title="all rates", title_justify="left")
-    for name in ("offered/s", "answers/s", "output tokens/s"):
+    """Narrow enough for 80 columns."""
+    title = "all rates: requests/s, output tokens/s, milliseconds from schedule"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("offered", "answers", "tokens"):
         table.add_column(name, justify="right")
     shown = [(m, p) for m in ("ttft_schedule", "tpot", "e2e_schedule") for p in ("p50", "p99")]
     for metric, stat in shown:
-        table.add_column(f"{metric.partition('_')[0].upper()} {stat}", justify="right")
+        table.add_column(f"{metric.partition('_')[0].upper()}\n{stat}", justify="right")
     if made.slo is not None:
-        table.add_column("goodput", justify="right")
+        table.add_column("within\nSLO", justify="right")
     for rate in made.rates:
         cells = [number(rate.qps)]
         cells += [
@@ -142,7 +146,7 @@ def _rates_table(made: Measurement) -> Table:
         ]
         if rate.attainment is not None:
             cells.append(f"{100 * rate.attainment.value:.1f} %")
-        table.add_row(*cells)
+        table.add_row(*cells, style="" if rate.is_valid else "red")
     return table
 
 

@@ -170,7 +170,14 @@ def _rates(result: RunResult, measured: RunSummary, truth: Sequence[Record]) -> 
         true = (len(true_s) - 1) / (max(true_s) - min(true_s))
         rows.append(Row(name, found, true, "/s", abs(found / true - 1) <= MAX_RATE_ERROR))
     # Chunks whose answer failed count as one token each: nobody told how many they were.
-    true = sum(r.output_tokens or len(r.chunks_s) for r in truth) / max(r.finished_s for r in truth)
+    low, high = measured.window
+    tokens = (
+        (r.output_tokens or len(r.chunks_s)) / len(r.chunks_s)
+        for r in truth
+        for at_s in r.chunks_s
+        if low <= at_s <= high
+    )
+    true = sum(tokens) / (high - low)
     found = measured.rates["output_tokens_per_s"]
     rows.append(Row("output tokens", found, true, "/s", abs(found / true - 1) <= MAX_ERROR))
     return rows

@@ -20,6 +20,7 @@ MAX_LAG_S = 0.005
 MAX_LAG_SHARE = 0.01  # of the TTFT limit
 MAX_RATE_ERROR = 0.005
 MAX_CPU = 0.9
+MAX_CORE_WAIT = 0.1
 MIN_REQUESTS = 50  # for a trend
 NUM_PARTS = 10
 MIN_RISE = 1.0  # of the mean; growth from zero along a line is 2
@@ -42,6 +43,8 @@ def check(result: RunResult, columns: Columns, slo: Slo | None) -> Verdict:
     reasons, warnings = [], []
     if not columns.is_counted.any():
         reasons.append("no request was due in the window that counts")
+    if result.was_interrupted:
+        warnings.append("the run was interrupted: its figures are of what was due until then")
     if result.is_closed_loop:
         warnings.append(
             "CLOSED LOOP: at most so many requests at once, so a slow server is asked less;"
@@ -99,6 +102,7 @@ def _rate_reasons(result: RunResult, columns: Columns) -> list[str]:
 
 def _health_warnings(health: Sequence[ProcessHealth], is_late: bool) -> list[str]:
     warnings = []
+    waited = max((h.core_wait for h in health if h.core_wait == h.core_wait), default=0.0)
     busy = [h.process for h in health if h.cpu > MAX_CPU]
     if busy:
         shown = max(h.cpu for h in health)
@@ -112,7 +116,7 @@ def _health_warnings(health: Sequence[ProcessHealth], is_late: bool) -> list[str
             f"a client's event loop came back {1000 * lag_s:.1f} ms late (p99): what it received"
             " has times later than the truth"
         )
-    if is_late and not busy and health:
+    if is_late and health and not busy and waited < MAX_CORE_WAIT:
         warnings.append("the clients had CPU time to spare: something else held them up")
     return warnings
 
@@ -120,7 +124,7 @@ def _health_warnings(health: Sequence[ProcessHealth], is_late: bool) -> list[str
 def _steady_warnings(columns: Columns) -> list[str]:
     """GuideLLM's sign of a rate above the capacity: concurrency and TTFT both rise. Means over
     parts of the window are nearly independent, single requests are not."""
-    used, (low, high) = columns.is_used, columns.steady_s
+    used, (low, high) = columns.is_used, columns.due_span
     if used.sum() < MIN_REQUESTS or high <= low:
         return []
     due, ttft = columns.due[used], (columns.first - columns.due)[used]
