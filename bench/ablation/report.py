@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,5 +181,5 @@ def draw(path: Path, rows: Sequence[Row], title: str) -> None:
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.invert_yaxis()
     axes.set_xlabel("requests/s with it over without it; median and its 90 % interval")
-    axes.set_title(title, fontsize=10)
+    axes.set_title(textwrap.fill(title, 100), fontsize=9)
     figure.savefig(path, dpi=130)

@@ -10,7 +10,7 @@ from bench.ablation.parts import PrefillFirst, StaticBatches, serial_core
 from serve.errors import ConfigError
 from serve.loader import Parts
 
-OURS, SHORT = "ours", "ours, short memory"
+OURS, SHORT = "ours", "short memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ def all_variants(plain: str | None, *, ends_early: bool) -> list[Variant]:
     greedy = _short("prompt only", memory_policy="prompt_only")
     found.append(greedy("predicted lengths", ""))
     if plain is not None:
-        kv = _short(f"{plain} K/V, same bytes", kv_dtype=plain)
-        found.append(kv("int8 K/V", "2x at once", is_exact=False))
+        kv = _short(f"{plain} K/V", kv_dtype=plain)
+        found.append(kv("int8 K/V, same bytes", "2x at once", is_exact=False))
         products = {"dtype": plain, "kv_dtype": "int8"}
         found.append(
             Variant(f"{plain} products", "int8 products", "~2x", settings=products, is_exact=False)
