@@ -291,16 +291,16 @@ class KVManager:
         if num_tokens <= target.capacity:
             return True
         assert num_tokens <= self.max_model_len, f"{num_tokens} > {self.max_model_len}"
-        missing = 0
+        missing: list[int] = []
         for part in target.parts:
             if part.group.window is not None:
                 self._pass(part, part.group.first_place(num_computed))
-            missing += max(0, part.group.places_for(num_tokens) - len(part.pages))
-        has_room = missing <= self.num_available
+            missing.append(max(0, part.group.places_for(num_tokens) - len(part.pages)))
+        has_room = sum(missing) <= self.num_available
         if has_room:
             self.space.collect()
-            for part in target.parts:
-                self._extend(part, max(0, part.group.places_for(num_tokens) - len(part.pages)))
+            for part, count in zip(target.parts, missing, strict=True):
+                self._extend(part, count)
             self._has_grown(target)
         if target.promised or target.capacity < target.num_promised:
             self._promise(target)
