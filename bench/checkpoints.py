@@ -18,6 +18,11 @@ from rich.console import Console
 from rich.progress import track
 from safetensors.torch import save_file
 
+from serve.config import DEFAULT_MODEL
+from serve.errors import ConfigError
+
+RANDOM = "random:"
+
 SHAPES: dict[str, dict[str, Any]] = {
     # Llama-3.2-1B
     "llama-1b": {
@@ -98,6 +103,19 @@ def cache_folder() -> Path:
     """$XDG_CACHE_HOME/mergestep, by default ~/.cache/mergestep."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "mergestep"
+
+
+def model_directory(model: str | Path | None) -> str | None:
+    """A directory; None for the embedded model. "random:SHAPE" is a random checkpoint, written at
+    the first call. ConfigError names the shapes."""
+    if model is None or model == DEFAULT_MODEL:
+        return None
+    if not str(model).startswith(RANDOM):
+        return str(model)
+    shape = str(model).removeprefix(RANDOM)
+    if shape not in SHAPES:
+        raise ConfigError(f"model {model}: the shapes are {', '.join(SHAPES)}")
+    return str(random_checkpoint(shape))
 
 
 def random_checkpoint(shape: str, *, folder: Path | None = None, has_weights: bool = True) -> Path:

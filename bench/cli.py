@@ -1,24 +1,28 @@
-"""`serve bench`: its commands and options. Heavy imports happen inside them."""
+"""`serve bench`: a load, and the measurements of other names. Heavy imports happen inside."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
 from bench import cli_options as own
+from bench.cli_measurements import measurements
 from serve import cli_options as opt
 from serve.cli_reporting import reported, set_up_logging
 from serve.config import DEFAULT_MODEL
-from serve.errors import ConfigError, MergestepError
-
-measurements = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+from serve.errors import ConfigError
 
 
 class Bench(TyperCommand):
     """A first word that names a measurement of its own gets its own options and help."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        for option in self.params:
+            if option.name in _ENGINE_SETTINGS:
+                setattr(option, "rich_help_panel", "The engine, here or simulated")  # noqa: B010
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
@@ -32,69 +36,101 @@ class Bench(TyperCommand):
 
 def online(
     model: opt.Model = DEFAULT_MODEL,
-    qps: own.Qps = "1",
-    url: own.Url = None,
+    qps: own.Qps = None,
+    arrival: own.Arrival = "poisson",
     requests: own.Requests = None,
     duration: own.Duration = None,
+    speedup: own.Speedup = None,
+    seed: own.Seed = 0,
+    seeds: own.Seeds = 1,
+    warmup: own.Warmup = 4,
+    warmup_s: own.WarmupS = 0.0,
+    grace_s: own.Grace = None,
+    max_concurrency: own.MaxConcurrency = None,
+    cancel_rate: own.CancelRate = 0.0,
+    cancel_after_s: own.CancelAfter = None,
+    cancel_after_chunks: own.CancelAfterChunks = None,
+    probe_qps: own.ProbeQps = 0.0,
+    processes: own.Processes = None,
+    dataset: own.Dataset = None,
     input_len: own.InputLen = None,
     output_len: own.OutputLen = None,
-    seed: own.Seed = 0,
-    warmup: own.Warmup = 4,
+    trace_start: own.TraceStart = 0.0,
+    trace_end: own.TraceEnd = None,
+    block_size: own.BlockSize = 512,
+    num_groups: own.Groups = 8,
+    prefix_len: own.PrefixLen = 512,
+    num_turns: own.Turns = 4,
+    as_text: own.TextPrompts = False,
+    url: own.Url = None,
+    in_process: own.InProcess = False,
+    simulate: own.Simulate = False,
+    machine: own.Machine = None,
+    server_model: own.ServerModel = None,
+    api_key_file: own.ApiKeyFile = None,
+    header: own.Header = None,
+    timeout: own.Timeout = None,
+    slo: own.SLOs = None,
+    slo_from: own.SLOFrom = "schedule",
+    find_max_qps: own.FindMaxQps = False,
+    attainment: own.Attainment = 0.99,
+    resolution: own.Resolution = 0.05,
     json_file: own.JsonFile = None,
+    jsonl_file: own.JsonlFile = None,
+    html_file: own.HtmlFile = None,
+    png_file: own.PngFile = None,
+    load_format: opt.LoadFormat = "safetensors",
     dtype: opt.DType = "auto",
+    kv_dtype: opt.KVDType = "auto",
     max_model_len: opt.MaxModelLen = None,
+    max_num_seqs: opt.MaxNumSeqs = 256,
+    max_num_batched_tokens: opt.MaxNumBatchedTokens = None,
+    inter_token_slo_ms: opt.InterTokenSLO = None,
+    kv_cache_bytes: opt.KVCacheBytes = None,
+    prefix_cache: opt.UsePrefixCache = True,
+    memory_policy: opt.MemoryPolicy = "predicted",
+    order: opt.Order = "fcfs",
+    ttft_slo: opt.TTFTSLO = None,
     compute_threads: opt.ComputeThreads = None,
     backend: opt.Backend = "auto",
 ) -> None:
-    """Measure latency under an open-loop load.
+    """Offer a load to a server (--url), an engine in this process, or a simulated one, and say how
+    soon answers came: counted from when each request was due.
 
-    `serve bench ops` measures the kernels, `serve bench io` the disk; --help goes with each.
+    `serve bench NAME --help` goes with each measurement of its own: throughput, latency, startup,
+    ops, io, engine, http, prefix-cache, nodes and ablation; compare sets results side by side.
     """
-    settings = dict(locals())
-    from bench.load import command
+    given = dict(locals())
+    engine = {name: given.pop(name) for name in _ENGINE_SETTINGS}
+    from bench.load.command import OnlineOptions, run
 
     set_up_logging("warning")
     with reported():
         _not_a_measurement(model)
-        is_valid = command.run(**settings)
+        is_valid = run(OnlineOptions(**given, engine=engine))
     if not is_valid:
         raise typer.Exit(3)
+
+
+_ENGINE_SETTINGS = (
+    "load_format",
+    "dtype",
+    "kv_dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "inter_token_slo_ms",
+    "kv_cache_bytes",
+    "prefix_cache",
+    "memory_policy",
+    "order",
+    "ttft_slo",
+    "compute_threads",
+    "backend",
+)
 
 
 def _not_a_measurement(model: str) -> None:
     group: Any = typer.main.get_command(measurements)
     if model in group.commands:  # a model directory of that name is ./ops
         raise ConfigError(f"options come after the name: `serve bench {model} [OPTIONS]`")
-
-
-@measurements.command("ops")
-def ops(quick: opt.Quick = False) -> None:
-    """Measure the kernels, each against what the machine can do."""
-    from bench import ops
-
-    with reported():
-        _need_kernels("ops")
-        ops.run_and_report(quick=quick)
-
-
-@measurements.command("io")
-def io(
-    directory: Annotated[
-        Path | None,
-        typer.Option("--dir", metavar="DIR", help="Where; here by default.", show_default=False),
-    ] = None,
-    quick: opt.Quick = False,
-) -> None:
-    """Measure the way to the disk below DIR, in a temporary folder."""
-    from bench import io
-
-    with reported():
-        _need_kernels("io")
-        io.run_and_report(directory or Path.cwd(), quick=quick)
-
-
-def _need_kernels(what: str) -> None:
-    from ops import native
-
-    if not native.is_available():
-        raise MergestepError(f"`serve bench {what}` needs the native kernels, which are not built")

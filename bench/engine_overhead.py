@@ -3,7 +3,7 @@
 The device takes no time (bench/instant.py); N asyncio consumers each read one stream to its
 end. Reported: rows/s and time per step. A last wave has a device that takes 5 ms a step, in
 which the other pools can work; it shows how long the device waits between two steps for
-update, schedule, commit and flatten. Run: python -m bench.engine_overhead
+update, schedule, commit and flatten: `serve bench engine`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ import argparse
 import asyncio
 import functools
 import json
-import platform
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import uvloop
+from rich.table import Table
 
+from bench.checkpoints import model_directory
 from bench.instant import InstantRunner, load_instant
+from bench.offline import page
 from serve import Engine, RequestStream, SamplingParams
+from serve.errors import ConfigError
 
 _DEVICE_S = 5e-3
 
@@ -83,33 +87,48 @@ async def _wave(
     }
 
 
+def engine(
+    model: str | None = None,
+    *,
+    seqs: int = 256,
+    tokens: int | None = None,
+    repeats: int | None = None,
+    json_file: Path | None = None,
+    quick: bool = False,
+) -> dict[str, Any]:
+    """Medians over the repeats, printed and returned. model: whose tokenizer is used."""
+    page.check_file(json_file)
+    num_tokens, num_repeats = tokens or (20 if quick else 400), repeats or (1 if quick else 5)
+    if min(seqs, num_tokens, num_repeats) < 1:
+        raise ConfigError("seqs, tokens and repeats must be positive")
+    path = model_directory(model)
+    head = page.Head.now("engine")
+    runs = [uvloop.run(measure(seqs, num_tokens, path)) for _ in range(num_repeats)]
+    result = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    console = page.console()
+    console.print(str(head), highlight=False, soft_wrap=True)
+    title = f"{seqs} running sequences, {num_tokens} tokens each, medians of {num_repeats} runs"
+    table = Table("", "rows/s delivered", "ms a step, everything", title=title)
+    for wave, what in (("cold", "every page mapped and zeroed"), ("warm", "pages in place")):
+        rows_per_s, step_ms = result[f"{wave}_rows_per_s"], result[f"{wave}_python_ms_per_step"]
+        table.add_row(f"{wave}: {what}", f"{rows_per_s:,.0f}", f"{step_ms:.2f}")
+    console.print(table)
+    p50, mean, p99 = (result[f"paced_between_ms_{name}"] for name in ("p50", "mean", "p99"))
+    console.print(
+        f"between two steps a {1e3 * _DEVICE_S:.0f} ms device waits {p50:.3f} ms p50,"
+        f" {mean:.3f} mean, {p99:.3f} p99",
+        highlight=False,
+    )
+    page.write(json_file, head, result)
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seqs", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=400)
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--model", default=None)
     parser.add_argument("--smoke", action="store_true", help="a second or so, for tests")
     args = parser.parse_args()
-    tokens, repeats = (20, 1) if args.smoke else (args.tokens, args.repeats)
-    runs = [uvloop.run(measure(args.seqs, tokens, args.model)) for _ in range(repeats)]
-    best = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-    print(
-        f"machine: {platform.processor() or platform.machine()}, Python {platform.python_version()}"
-    )
-    print(f"{args.seqs} running sequences, {tokens} tokens each, median of {repeats} runs")
-    for wave, what in (("cold", "every page mapped and zeroed"), ("warm", "pages in place")):
-        print(f"  {wave} ({what})")
-        print(f"    delivered                     {best[f'{wave}_rows_per_s']:12,.0f} rows/s")
-        print(f"    everything, per step          {best[f'{wave}_python_ms_per_step']:12.2f} ms")
-    between = [best[f"paced_between_ms_{name}"] for name in ("p50", "mean", "p99")]
-    print(f"  between two steps of a {1e3 * _DEVICE_S:.0f} ms device")
-    print(
-        "    the device waits              {:12.3f} ms p50, {:.3f} mean, {:.3f} p99".format(
-            *between
-        )
-    )
-    print(json.dumps(best))
+    print(json.dumps(engine(args.model, quick=args.smoke)))
 
 
 if __name__ == "__main__":

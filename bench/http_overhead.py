@@ -2,8 +2,7 @@
 
 The same load (32 streams at once, greedy, fixed lengths) goes to `serve run` in a process of
 its own and to an Engine in this one, in interleaved rounds; medians are reported. The client
-shares the machine with the server, so its own work counts against HTTP.
-Run: python -m bench.http_overhead [--model DIR]
+shares the machine with the server, so its own work counts against HTTP. `serve bench http`.
 """
 
 from __future__ import annotations
@@ -23,9 +22,13 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import uvloop
+from rich.table import Table
 
-from bench.checkpoints import random_checkpoint
+from bench.checkpoints import model_directory
+from bench.offline import page
 from serve import Engine, SamplingParams
+from serve.config import EngineConfig
+from serve.errors import ConfigError
 
 
 class Shape(NamedTuple):
@@ -123,37 +126,49 @@ async def measure(model: str | None, dtype: str, shape: Shape, rounds: int) -> d
     return medians | {"ratio": statistics.median(ratios), "ratios": ratios}
 
 
+def http(
+    model: str | None = None,
+    *,
+    streams: int = 32,
+    input_len: int = 32,
+    output_len: int | None = None,
+    rounds: int | None = None,
+    dtype: str = "auto",
+    json_file: Path | None = None,
+    quick: bool = False,
+) -> dict[str, Any]:
+    """Medians over the rounds, printed and returned. model: a directory, "random:SHAPE", None for
+    the embedded one. output_len: 256 for the embedded model, 32 for others."""
+    page.check_file(json_file)
+    path = model_directory(model)
+    num_tokens = output_len or (4 if quick else 256 if path is None else 32)
+    num_rounds = rounds or (1 if quick else 5)
+    if min(streams, input_len, num_tokens, num_rounds) < 1:
+        raise ConfigError("streams, lengths and rounds must be positive")
+    head = page.Head.now(f"http, {EngineConfig.from_settings(path).model_name}")
+    shape = Shape(streams, input_len, num_tokens)
+    result = uvloop.run(measure(path, dtype, shape, num_rounds))
+    console = page.console()
+    console.print(str(head), highlight=False, soft_wrap=True)
+    title = f"{streams} streams of {num_tokens} tokens at once, medians of {num_rounds} rounds"
+    table = Table("", "tokens/s", title=title, title_justify="left")
+    table.add_row("in this process", page.number(result["in_process"]))
+    table.add_row("over HTTP", page.number(result["http"]))
+    table.add_row("ratio", page.spread(result["ratios"], "{:.3f}".format))
+    console.print(table)
+    page.write(json_file, head, result)
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=None, help="only this directory")
+    parser.add_argument("--model", default=None)
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--prompt", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=None)
     parser.add_argument("--smoke", action="store_true", help="seconds, for tests")
     args = parser.parse_args()
-    rounds = 1 if args.smoke else args.rounds
-    cases: list[tuple[str, str | None, int]]
-    if args.smoke:
-        cases = [("tiny random model", str(random_checkpoint("tiny")), 4)]
-    elif args.model:
-        cases = [(Path(args.model).name, args.model, 64)]
-    else:
-        cases = [
-            ("Llama-3.2-1B shape", str(random_checkpoint("llama-1b")), 32),
-            ("embedded default model", None, 256),
-        ]
-    results = {}
-    for title, model, num_tokens in cases:
-        shape = Shape(args.streams, args.prompt, num_tokens)
-        results[title] = result = uvloop.run(measure(model, args.dtype, shape, rounds))
-        spread = " ".join(f"{value:.3f}" for value in result["ratios"])
-        print(f"{title}, {args.dtype}: {shape.num_streams} streams, {shape.num_tokens} tokens each")
-        print(f"  in process  {result['in_process']:10.1f} tok/s")
-        print(
-            f"  over HTTP   {result['http']:10.1f} tok/s   ratio {result['ratio']:.3f}  ({spread})"
-        )
-    print(json.dumps(results))
+    result = http(args.model, dtype=args.dtype, rounds=args.rounds, quick=args.smoke)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

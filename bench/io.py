@@ -16,7 +16,6 @@ import os
 import platform
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections import deque
@@ -30,6 +29,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench.io_paths import Fio, Pattern, Pread, Ring, Sample, Threads, Way
+from bench.offline import page
 from memory.block_file import ThreadFile
 from memory.direct_io import address_of, choose_io, open_direct, wait_for
 from memory.spill import SpillStore
@@ -107,16 +107,16 @@ def measure_store(folder: Path, size: int, seconds: float, rounds: int) -> list[
     """The disk tier beside the raw device, one after the other; medians of the ratios."""
     results = []
     raw_way = _raw_way(folder / "raw", size)
-    for page in _PAGES:
+    for page_bytes in _PAGES:
         pairs: dict[str, list[tuple[float, float]]] = {"store": [], "load": []}
-        with mmap.mmap(-1, _STORE_DEPTH * page) as memory:
+        with mmap.mmap(-1, _STORE_DEPTH * page_bytes) as memory:
             memory.write(os.urandom(_MIB) * (len(memory) // _MIB))
-            store = SpillStore(folder / "store", page, size, b"bench")
+            store = SpillStore(folder / "store", page_bytes, size, b"bench")
             try:
-                driver = _Driver(store, address_of(memory), size // page)
+                driver = _Driver(store, address_of(memory), size // page_bytes)
                 for _ in range(rounds):
                     for kind, run in (("store", driver.store), ("load", driver.load)):
-                        pattern = Pattern("", page, is_random=False, is_write=kind == "store")
+                        pattern = Pattern("", page_bytes, is_random=False, is_write=kind == "store")
                         before = _raw_rate(raw_way, pattern, seconds)
                         ours = run(seconds)
                         raw = (before + _raw_rate(raw_way, pattern, seconds)) / 2
@@ -124,7 +124,7 @@ def measure_store(folder: Path, size: int, seconds: float, rounds: int) -> list[
             finally:
                 store.close()  # before the memory goes
         for kind, shares in pairs.items():
-            row: dict[str, Any] = {"what": kind, "page_bytes": page, "io": store.io}
+            row: dict[str, Any] = {"what": kind, "page_bytes": page_bytes, "io": store.io}
             row["gb_s"] = statistics.median(ours for ours, _ in shares)
             row["raw_gb_s"] = statistics.median(raw for _, raw in shares)
             row["share"] = statistics.median(ours / raw for ours, raw in shares)
@@ -243,8 +243,9 @@ def checksum_rate() -> float:
         return 128 * _MIB / (time.perf_counter() - start) / 1e9
 
 
-def run_and_report(directory: Path, *, quick: bool) -> None:
+def run_and_report(directory: Path, *, quick: bool, json_file: Path | None = None) -> None:
     """Measure in `directory`, print the tables and the JSON line. ConfigError for an unfit one."""
+    page.check_file(json_file)
     if not directory.is_dir():
         what = "is a file, not a directory" if directory.exists() else "does not exist"
         raise ConfigError(f"--dir {directory} {what}")
@@ -260,8 +261,7 @@ def run_and_report(directory: Path, *, quick: bool) -> None:
     depths = (1, 16) if quick else (1, 2, 4, 8, 16, 32, 64)
     seconds = 0.06 if quick else 0.2
     logging.getLogger("memory").setLevel(logging.ERROR)
-    console = Console()
-    console.width = max(console.width, 120)
+    console = page.console()
     cells = []
     with tempfile.TemporaryDirectory(prefix=".bench-io-", dir=directory) as name:
         folder = Path(name)
@@ -291,8 +291,9 @@ def run_and_report(directory: Path, *, quick: bool) -> None:
     }
     console.print(_headline(head), highlight=False)
     report(cells, store, console)
-    json.dump({**head, "cells": cells, "store": store}, sys.stdout)
-    print()
+    result = {**head, "cells": cells, "store": store}
+    page.write(json_file, page.Head.now("io"), {"disk": result})
+    print(json.dumps(result))
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.load.report import percentile
+from bench.load.metrics import percentile
 from memory.kv_manager import KVManager
 from memory.layer_groups import LayerGroup
 from memory.vmm import LinuxMemory

@@ -1,4 +1,4 @@
-"""Engines over memory nodes: python -m bench.memory_nodes [WHAT ...] [--quick].
+"""Engines over memory nodes: `serve bench nodes [WHAT ...]`.
 
 capacity: how many sequences run at once with 256 MiB of K/V in this machine, and with two nodes
 of 2,400 MiB each. speed: decoding over nodes beside decoding in this process, with the same
@@ -16,21 +16,43 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from bench.checkpoints import random_checkpoint
 from bench.node_layer import measure_layers
 from bench.node_overlap import measure_overlap
 from bench.node_processes import memory_nodes
+from bench.offline import page
 from serve import LLM, SamplingParams
+from serve.errors import ConfigError
+from serve.request import Prompt
 
 _LOCAL_BYTES = 256 << 20
 
 Result = tuple[Table, dict[str, Any]]
+
+
+def nodes(
+    what: Sequence[str] = (), *, json_file: Path | None = None, quick: bool = False
+) -> dict[str, Any]:
+    """Printed and returned. what: names of MEASUREMENTS; all of them by default."""
+    page.check_file(json_file)
+    if unknown := [name for name in what if name not in MEASUREMENTS]:
+        raise ConfigError(
+            f"what: there is no {', '.join(unknown)}; there are {', '.join(MEASUREMENTS)}"
+        )
+    head, results, console = page.Head.now("nodes"), {}, page.console()
+    console.print(str(head), highlight=False, soft_wrap=True)
+    with tempfile.TemporaryDirectory(prefix="mergestep-nodes-") as folder:
+        for name in what or MEASUREMENTS:
+            table, results[name] = MEASUREMENTS[name](Path(folder), quick)
+            console.print(table)
+    page.write(json_file, head, results)
+    return results
 
 
 def main() -> None:
@@ -38,15 +60,11 @@ def main() -> None:
     parser.add_argument("what", nargs="*", metavar="WHAT", help=", ".join(MEASUREMENTS))
     parser.add_argument("--quick", action="store_true", help="tiny models, as a smoke test")
     args = parser.parse_args()
-    if unknown := set(args.what) - set(MEASUREMENTS):
-        parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(MEASUREMENTS)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # folders and processes go, too
-    with tempfile.TemporaryDirectory(prefix="mergestep-nodes-") as folder:
-        results: dict[str, Any] = {}
-        for what in args.what or MEASUREMENTS:
-            table, results[what] = MEASUREMENTS[what](Path(folder), args.quick)
-            Console().print(table)
-    print(json.dumps(results))
+    try:
+        print(json.dumps(nodes(args.what, quick=args.quick)))
+    except ConfigError as error:
+        parser.error(str(error))
 
 
 class _Watch:
@@ -118,7 +136,8 @@ def _serve(
     params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
     with LLM(model, seed=0, **settings) as llm, _Watch(llm) as watch:
         began = time.perf_counter()
-        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        asked: list[Prompt] = [{"prompt_token_ids": p} for p in prompts]
+        outputs = llm.generate(asked, params, use_tqdm=False)
         seconds = time.perf_counter() - began
     return watch, seconds, [list(o.outputs[0].token_ids) for o in outputs]
 
@@ -151,9 +170,11 @@ def _decode_ms(
     """Median time of a step in which all decode."""
     params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
     with LLM(model, seed=0, **settings) as llm:
-        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        first = max(o.metrics.first_token_s for o in outputs)
-        last = max(o.metrics.finished_s for o in outputs)
+        asked: list[Prompt] = [{"prompt_token_ids": p} for p in prompts]
+        outputs = llm.generate(asked, params, use_tqdm=False)
+        times = [output.metrics for output in outputs if output.metrics is not None]
+        first = max(metrics.first_token_s or 0.0 for metrics in times)
+        last = max(metrics.finished_s or 0.0 for metrics in times)
         fewest = answer - 1
     return (last - first) / fewest * 1e3
 

@@ -29,15 +29,10 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
 from bench import simulated
-from bench.memory_traces import (
-    AZURE_CODE,
-    AZURE_CONV,
-    KIMI_CONV,
-    Call,
-    Lengths,
-    embedded_trace,
-    lognormal_trace,
-)
+from bench.load.arrivals import arrival_times
+from bench.load.calls import Call
+from bench.load.published import AZURE_CODE, AZURE_CONV, KIMI_CONV, Published
+from bench.memory_traces import embedded_trace, published_trace
 from bench.simulate.engine import OTHER, SimulatedEngine, Step, make_sequence
 from bench.simulate.memory import make_books
 from memory.kv_manager import KVManager
@@ -88,11 +83,11 @@ EMBEDDED = Machine("embedded model", 1.2e-3, 2.5e-5, 4e-8, 2e-8, 1_320, 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A trace on a machine. lengths: None takes the embedded model's."""
+    """A trace on a machine. trace: None takes the embedded model's."""
 
     name: str
     machine: Machine
-    lengths: Lengths | None
+    trace: Published | None
     max_model_len: int
     num_requests: int
 
@@ -164,9 +159,9 @@ class Simulation:
 
     def run(self) -> Result:
         scheduler, engine, calls = self.scheduler, self.engine, self.calls
-        arrival_s = [0.0]
-        for call in calls[1:]:
-            arrival_s.append(arrival_s[-1] + call.gap / self.qps)
+        # The same gaps at every rate, and the first request at once.
+        due = arrival_times("poisson", self.qps, len(calls), seed=0)
+        arrival_s = [at_s - due[0] for at_s in due]
         arrived = 0
         policy = scheduler.policy
         # A queue of that length has waited too long already, whoever comes.
@@ -256,9 +251,9 @@ def highest_qps(case: Case, calls: list[Call], policy: str) -> Result:
 
 
 def _trace(case: Case) -> list[Call]:
-    if case.lengths is None:
+    if case.trace is None:
         return embedded_trace(case.num_requests, case.max_model_len)
-    return lognormal_trace(case.lengths, case.num_requests, case.max_model_len)
+    return published_trace(case.trace, case.num_requests, case.max_model_len)
 
 
 def measure(is_quick: bool) -> dict[str, dict[str, Result]]:

@@ -1,9 +1,9 @@
 """What attention on memory devices may be worth per dollar: `python -m bench.node_cost`.
 
-A model (bench/roofline.py), not a measurement: peaks of data sheets, with Lamina's models, traces,
+A model (bench/plan), not a measurement: peaks of data sheets, with Lamina's models, traces,
 prices and network. Only decoding counts, as in its evaluation; prompts are computed elsewhere.
 A device is taken to reach 80 % of its bandwidth and 60 % of its arithmetic, and to have 90 % of
-its memory for weights and K/V. For the lengths see bench/memory_traces.py.
+its memory for weights and K/V. For the lengths see bench/load/published.py.
 
 n devices of one kind, tensor parallel, for a batch B with contexts of l tokens:
 
@@ -31,51 +31,70 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.memory_traces import (
+from bench.load.calls import fit_context
+from bench.load.published import (
     AZURE_CODE,
     AZURE_CONV,
     KIMI_CONV,
     KIMI_TA,
-    Lengths,
-    lognormal_trace,
+    Published,
+    published_calls,
 )
-from bench.roofline import (
-    ARITHMETIC_SHARE,
-    BANDWIDTH_SHARE,
-    H20,
-    H100,
-    MEMORY_SHARE,
-    MODELS,
-    NETWORK,
-    Device,
-    Figures,
-    Model,
-    best,
-    disaggregated,
-    homogeneous,
-)
+from bench.plan.cost import Machine, MachineCost
+from bench.plan.disaggregated import Figures, Split, best, homogeneous
+from bench.plan.efficiency import Efficiency
+from bench.plan.hardware import Device, Link, load_devices
+from bench.plan.shapes import Precision, Shape
 
 MAX_MODEL_LEN = 131_072
 MAX_DEVICES = 8
 MAX_COMPUTE, MAX_MEMORY = 4, 8
 MEMORY_FORMAT = "NAME:TB/s:TFLOP/s:GB:DOLLARS"
 COLUMNS = ("what", "batch", "tokens/s", "ms between", "M tokens/$")
-# requests of the published traces
-TRACES: dict[str, tuple[Lengths, int]] = {
-    "Azure-Conv": (AZURE_CONV, 19_366),
-    "Azure-Code": (AZURE_CODE, 8_819),
-    "Kimi-Conv": (KIMI_CONV, 12_031),
-    "Kimi-TA": (KIMI_TA, 23_608),
+PRECISIONS = {1: Precision(kv="int8"), 2: Precision()}  # by the bytes of a K/V number
+# What devices are taken to reach, and nothing besides.
+PAPER = Efficiency(weights=0.8, kv=0.8, products=((1, 0.6),), decode=0.6, memory=0.9)
+NETWORK = Link(50e9, 33e-6)  # 400 Gbit/s, and the round trip of Lamina's host-bypassed network
+H100 = replace(load_devices()["h100-sxm"], name="H100", dollars_per_h=11.06)
+H20 = replace(load_devices()["h20"], name="H20", dollars_per_h=4.63)
+TRACES = {
+    "Azure-Conv": AZURE_CONV,
+    "Azure-Code": AZURE_CODE,
+    "Kimi-Conv": KIMI_CONV,
+    "Kimi-TA": KIMI_TA,
 }
+
+
+def published(name: str, weight_bytes: float, layers: int, hidden: int, group: int) -> Shape:
+    """group: query heads to a K/V head. The weights are bf16, all of them in the layers."""
+    return Shape(
+        name=name,
+        hidden=hidden,
+        q_width=hidden,
+        kv_width=hidden // group,
+        head_dim=128,
+        ffn=0,
+        windows=(None,) * layers,
+        max_model_len=MAX_MODEL_LEN,
+        block_parameters=int(weight_bytes / 2),
+    )
+
+
+MODELS = (
+    published("LLaMA-33B", 64.7e9, 60, 6656, 1),
+    published("LLaMA-65B", 130.1e9, 80, 8192, 1),
+    published("LLaMA3-70B", 137.5e9, 80, 8192, 8),
+)
 # Lamina's (a, b), and the H100s beside which it was measured
 LAMINA = {"LLaMA-33B": (1, 2, 2), "LLaMA-65B": (2, 4, 4), "LLaMA3-70B": (2, 4, 4)}
 
 
-def mean_context(lengths: Lengths, num_requests: int) -> float:
+def mean_context(trace: Published) -> float:
     """Of the sequences in flight: a request is there once for each token that it generates."""
-    calls = lognormal_trace(lengths, num_requests, MAX_MODEL_LEN)
-    tokens = sum(c.num_output * (c.num_prompt + (c.num_output - 1) / 2) for c in calls)
-    return tokens / sum(call.num_output for call in calls)
+    calls = fit_context(published_calls(trace, trace.num_requests, 0), MAX_MODEL_LEN, [])
+    lengths = [(call.num_prompt, call.num_output or 0) for call in calls]
+    tokens = sum(output * (prompt + (output - 1) / 2) for prompt, output in lengths)
+    return tokens / sum(output for _, output in lengths)
 
 
 def ratio(over: float | None, under: float | None) -> float | None:
@@ -114,22 +133,32 @@ def _json(figures: Figures | None) -> dict[str, Any]:
     return {} if figures is None else figures.as_json()
 
 
-def compare(model: Model, trace: str, context: float, memory: Device) -> Case:
+def compare(
+    model: Shape,
+    trace: str,
+    context: float,
+    memory: Device,
+    precision: Precision = PRECISIONS[2],
+) -> Case:
     a, b, num_devices = LAMINA[model.name]
+    split = Split(model, precision, H100, memory, (PAPER, PAPER))
+
+    def alike(device: Device, number: int) -> Figures | None:
+        cost = MachineCost(model, precision, Machine(device, number), PAPER)
+        return homogeneous(cost, context)
+
     pairs = [(a, b) for a in range(1, MAX_COMPUTE + 1) for b in range(1, MAX_MEMORY + 1)]
     alone = {
-        f"{device.name} alone": best(
-            homogeneous(model, context, device, n) for n in range(1, MAX_DEVICES + 1)
-        )
+        f"{device.name} alone": best(alike(device, n) for n in range(1, MAX_DEVICES + 1))
         for device in (H100, memory)
     }
     return Case(
         model.name,
         trace,
         context,
-        disaggregated(model, context, memory, a, b),
-        homogeneous(model, context, H100, num_devices),
-        {"(a, b)": best(disaggregated(model, context, memory, *pair) for pair in pairs)} | alone,
+        split.figures(context, a, b),
+        alike(H100, num_devices),
+        {"(a, b)": best(split.figures(context, *pair) for pair in pairs)} | alone,
     )
 
 
@@ -141,7 +170,7 @@ def _cells(figures: Figures | None) -> list[str]:
         f"{figures.batch:,.0f}",
         f"{figures.tokens_per_s:,.0f}",
         f"{1e3 * figures.step_s:.0f}",
-        f"{figures.tokens_per_dollar / 1e6:.2f}",
+        f"{(figures.tokens_per_dollar or 0.0) / 1e6:.2f}",
     ]
 
 
@@ -197,7 +226,16 @@ def memory_device(text: str) -> Device:
         raise argparse.ArgumentTypeError(
             f"{text!r}: a name other than {H100.name}, and numbers above 0: {MEMORY_FORMAT}"
         )
-    return Device(name, 1e12 * bandwidth, 1e12 * flops, 1e9 * size, dollars, NETWORK)
+    return Device(
+        name=name,
+        kind="gpu",
+        memory_bytes=1e9 * size,
+        bytes_per_s=1e12 * bandwidth,
+        operations={"bf16": 1e12 * flops},
+        peers=NETWORK,
+        network=NETWORK,
+        dollars_per_h=dollars,
+    )
 
 
 def main() -> None:
@@ -215,17 +253,17 @@ def main() -> None:
     )
     parser.add_argument("--kv-bytes", type=int, choices=(1, 2), default=2, help="1: int8 K/V")
     args = parser.parse_args()
-    contexts = {trace: mean_context(*given) for trace, given in TRACES.items()}
+    contexts = {name: mean_context(trace) for name, trace in TRACES.items()}
     cases = [
-        compare(replace(model, kv_bytes=args.kv_bytes), trace, context, args.memory)
+        compare(model, trace, context, args.memory, PRECISIONS[args.kv_bytes])
         for model in MODELS
         for trace, context in contexts.items()
     ]
     report(cases, args.memory)
     assumptions = {
-        "bandwidth_share": BANDWIDTH_SHARE,
-        "arithmetic_share": ARITHMETIC_SHARE,
-        "memory_share": MEMORY_SHARE,
+        "bandwidth_share": PAPER.weights,
+        "arithmetic_share": PAPER.decode,
+        "memory_share": PAPER.memory,
         "devices": [asdict(H100), asdict(args.memory)],
         "network": asdict(NETWORK),
         "kv_bytes": args.kv_bytes,

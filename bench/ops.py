@@ -16,12 +16,14 @@ import platform
 import statistics
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from bench.offline import page
 from bench.ops_cases import cases
 from bench.ops_linear import Case, Run, Timed
 from ops import native
@@ -140,12 +142,12 @@ def report(readings: list[Reading], console: Console) -> None:
     console.print(table)
 
 
-def run_and_report(*, quick: bool, only: str = "") -> None:
+def run_and_report(*, quick: bool, only: str = "", json_file: Path | None = None) -> None:
     """Measure the cases whose name holds `only`, print the table and the JSON line."""
+    page.check_file(json_file)
     keep_freed_memory()  # as the engine does: results are not paid for with page faults
     torch.set_num_threads(1)  # the other team of threads stays out of the way
-    console = Console()
-    console.width = max(console.width, 110)
+    console = page.console()
     head = {
         "isa": native.instruction_set(),
         "threads": native.num_threads(),
@@ -162,7 +164,9 @@ def run_and_report(*, quick: bool, only: str = "") -> None:
         if only in case.name:
             readings.append(measure(case, limits, rounds))
     report(readings, console)
-    print(json.dumps({**head, "readings": [asdict(r) for r in readings]}))
+    result = {"readings": [asdict(r) for r in readings]}
+    page.write(json_file, page.Head.now("ops"), result)
+    print(json.dumps({**head, **result}))
 
 
 def main() -> None:

@@ -16,12 +16,20 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from bench.ops_linear import FAR, Case, Timed, int4_cases, linear_cases, plain_cases
-from bench.ops_plain import plain_prefills
+from bench.ops_linear import (
+    FAR,
+    Case,
+    Timed,
+    gated_cases,
+    int4_cases,
+    linear_cases,
+    plain_cases,
+)
+from bench.ops_plain import Attended, plain_decodes, plain_prefills
 from ops import Edges, Norm
-from ops.native import Ceilings, Int8Attention, Int8AttentionStep, Int8Linear
+from ops.native import Ceilings, Int8Attention, Int8AttentionStep, Int8Linear, rotate_
 from ops.native_partials import merge_into
-from ops.sampling import argmax
+from ops.sampling import Choice, argmax, draw, plans
 from quant.kv import TILE_TOKENS, Int8KVFormat
 
 HEADS, KV_HEADS = 32, 8
@@ -160,11 +168,27 @@ def _merge_all(parts: Sequence[tuple[Tensor, Tensor]], lse: Tensor) -> None:
 
 def plain_prefill_cases(quick: bool) -> Iterator[Case]:
     """Only the unmasked part counts as work, for the peer too."""
-    for shape, work, run, peer in plain_prefills(quick, HEADS, KV_HEADS):
-        timed = Timed(run)
-        yield Case(
-            "bf16 prefill attention", shape, "bf16", work, 0.5, timed, peer=peer, peer_work=work
-        )
+    for found in plain_prefills(quick, HEADS, KV_HEADS):
+        yield _plain_case("bf16 prefill attention", "bf16", 0.5, found)
+
+
+def plain_decode_cases(quick: bool) -> Iterator[Case]:
+    """K/V in bf16, what is taken where int8 K/V is off."""
+    for found in plain_decodes(quick, HEADS, KV_HEADS, FAR):
+        yield _plain_case("bf16 decode attention", "read", 0.8, found)
+
+
+def _plain_case(name: str, ceiling: str, target: float, found: Attended) -> Case:
+    return Case(
+        name,
+        found.shape,
+        ceiling,
+        found.work,
+        target,
+        Timed(found.run),
+        peer=found.peer,
+        peer_work=found.peer_work,
+    )
 
 
 def fused_cases(quick: bool) -> Iterator[Case]:
@@ -187,6 +211,45 @@ def fused_cases(quick: bool) -> Iterator[Case]:
         yield _append_case(rows, dim, far)
         logits = torch.zeros(max(1, far // (4 * rows * vocab)), rows, vocab)
         yield _moving("greedy sampling", rows, logits, 0, _on_each(argmax, logits))
+
+
+def row_cases(quick: bool) -> Iterator[Case]:
+    """The rotation of q where it lies, and tokens drawn with temperature and top-p, which reads
+    the logits once at least."""
+    vocab, dim = 128_256, 64
+    far = 8 << 20 if quick else FAR
+    choice = Choice(seed=1, temperature=0.8, top_p=0.95)
+    for rows in (1, 32) if quick else (1, 8, 32, 512):
+        q = torch.ones(max(1, far // (4 * rows * HEADS * dim)), rows, HEADS, dim)
+        angle = torch.randn(rows, dim // 2)
+        rotation = (angle.cos(), angle.sin())
+        none = (rotation[0][:0], rotation[1][:0])
+        timed = Timed(
+            partial(_rotate_all, list(q), rotation), partial(_rotate_all, [q[0, :0]] * len(q), none)
+        )
+        written = torch.zeros(q.numel() * 4, dtype=torch.uint8)
+        yield _moving("RoPE of q", rows, q, rows * HEADS * dim * 4, timed, to=written)
+        if rows <= 32:
+            # as peaked as a model's: some hundred tokens have nearly all of the probability
+            logits = 4 * torch.randn(max(1, far // (4 * rows * vocab)), rows, vocab)
+            packed = plans(rows)
+            for row in range(rows):
+                choice.pack(packed, row, [5, 6, 7], False)
+            timed = Timed(
+                partial(_draw_all, list(logits), packed),
+                partial(_draw_all, [logits[0, :0]] * len(logits), plans(0)),
+            )
+            yield _moving("top-p sampling", rows, logits, 0, timed)
+
+
+def _rotate_all(parts: Sequence[Tensor], rotation: tuple[Tensor, Tensor]) -> None:
+    for part in parts:
+        rotate_(part, *rotation)
+
+
+def _draw_all(parts: Sequence[Tensor], packed: bytearray) -> None:
+    for part in parts:
+        draw(part, packed)
 
 
 def _on_each(run: Callable[[Tensor], object], operands: Tensor) -> Timed:
@@ -267,7 +330,8 @@ def _pieces(x: Tensor) -> list[Tensor]:
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    linear = (linear_cases, plain_cases, int4_cases)
-    attention = (decode_cases, prefill_cases, past_cases, plain_prefill_cases)
-    for make in (*linear, *attention, merge_cases, fused_cases):
+    linear = (linear_cases, gated_cases, plain_cases, int4_cases)
+    plain = (plain_decode_cases, plain_prefill_cases)
+    attention = (decode_cases, prefill_cases, past_cases, *plain)
+    for make in (*linear, *attention, merge_cases, fused_cases, row_cases):
         yield from make(quick)

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ops import LinearOp
+from ops import Edges, LinearOp, Norm
 from ops.native import Int4Linear, Int8Linear
 from ops.native_plain import PlainLinear
 
@@ -60,6 +60,27 @@ def linear_cases(quick: bool) -> Iterator[Case]:
             f"M={rows} K={num_in} N={num_out}",
             "read" if is_read else "i8",
             num_in * num_out * copies * (1 if is_read else 2 * rows),
+            targets[rows],
+            Timed(partial(_apply_all, layers, x)),
+        )
+
+
+def gated_cases(quick: bool) -> Iterator[Case]:
+    """As a layer calls it: RMSNorm, gates and factors in one product, SiLU and multiply."""
+    num_in, num_out = LINEAR_SHAPE
+    size = 2 * num_in * num_out
+    copies = 2 if quick else FAR // size
+    edges = Edges(Norm("rms", torch.ones(num_in), None, 1e-5), "silu", True)
+    layers = [Int8Linear(torch.randn(2 * num_out, num_in), None, edges) for _ in range(copies)]
+    targets = {1: 0.85, 8: 0.8, 32: 0.7, 512: 0.8}
+    for rows in [1] if quick else list(targets):
+        x = torch.randn(rows, num_in)
+        is_read = rows <= 8
+        yield Case(
+            "int8 gated linear",
+            f"M={rows} K={num_in} N=2x{num_out}",
+            "read" if is_read else "i8",
+            size * copies * (1 if is_read else 2 * rows),
             targets[rows],
             Timed(partial(_apply_all, layers, x)),
         )

@@ -1,4 +1,4 @@
-"""Time to the first token with a known prefix: python -m bench.prefix_cache [--quick].
+"""Time to the first token with a known prefix: `serve bench prefix-cache`.
 
 A prompt computed from nothing, one whose beginning is in memory, and one whose beginning is on
 the disk after a restart; medians, and the tokens of each compared with the first way's.
@@ -10,31 +10,66 @@ import argparse
 import random
 import statistics
 import tempfile
+from pathlib import Path
+from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from bench.checkpoints import random_checkpoint
+from bench.checkpoints import model_directory
+from bench.offline import page
 from serve import LLM, SamplingParams
+from serve.config import EngineConfig
+from serve.errors import ConfigError
+from serve.models import read_spec
 
 _TAIL = 8  # tokens of a prompt that nobody has seen
+_ROOM = 64  # beside the prefix
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="a tiny model, as a smoke test")
-    parser.add_argument("--prefix", type=int, help="tokens that the prompts share")
-    args = parser.parse_args()
-    shape, length = (
-        ("tiny", args.prefix or 500) if args.quick else ("llama-1b", args.prefix or 4000)
-    )
+def prefix_cache(
+    model: str | None = "random:llama-1b",
+    *,
+    prefix: int | None = None,
+    repeats: int | None = None,
+    json_file: Path | None = None,
+    quick: bool = False,
+) -> dict[str, Any]:
+    """Printed and returned. model: a directory, "random:SHAPE", None for the embedded one. prefix:
+    tokens that the prompts share."""
+    page.check_file(json_file)
+    path = model_directory("random:tiny" if quick and model == "random:llama-1b" else model)
+    config = EngineConfig.from_settings(path)
+    longest = read_spec(config.model_path).max_model_len
+    length, num_repeats = prefix or (500 if quick else 4000), repeats or (2 if quick else 5)
+    if not 1 <= length <= longest - _ROOM or num_repeats < 1:
+        raise ConfigError(f"prefix must be 1 to {longest - _ROOM} tokens here, repeats positive")
+    head = page.Head.now(f"prefix-cache, {config.model_name}")
     with tempfile.TemporaryDirectory(prefix="mergestep-prefix-") as folder:
-        Console().print(measure(shape, length, folder, repeats=2 if args.quick else 5))
+        found = measure(path, length, folder, num_repeats)
+    table = Table("prefix", "first token ms", "times sooner", "cached tokens", "same token")
+    table.title = f"{length} tokens known, {_TAIL} new"
+    rows: dict[str, Any] = {}
+    base = statistics.median(seconds for seconds, _, _ in found["computed"])
+    for name, asked in found.items():
+        ms = [1e3 * seconds for seconds, _, _ in asked]
+        pairs = zip(asked, found["computed"], strict=False)
+        is_same = all(one[2] == first[2] for one, first in pairs)
+        cached = asked[0][1]
+        rows[name] = {"ms": ms, "cached_tokens": cached, "is_same": is_same}
+        sooner = 1e3 * base / statistics.median(ms)
+        table.add_row(name, page.spread(ms), f"{sooner:.0f}", str(cached), str(is_same))
+    console = page.console()
+    console.print(str(head), highlight=False, soft_wrap=True)
+    console.print(table)
+    page.write(json_file, head, rows)
+    return rows
 
 
-def measure(shape: str, length: int, folder: str, repeats: int) -> Table:
-    model = str(random_checkpoint(shape))
-    settings = {"max_model_len": length + 64, "max_num_seqs": 2}
+def measure(
+    model: str | None, length: int, folder: str, repeats: int
+) -> dict[str, list[tuple[float, int, list[int]]]]:
+    """Of each way: seconds to the first token, tokens found in the cache, the token."""
+    settings: dict[str, Any] = {"max_model_len": length + _ROOM, "max_num_seqs": 2}
     rng = random.Random(1)
     prompts = [[rng.randrange(300, 1000) for _ in range(length)]]
     prompts += [
@@ -51,15 +86,7 @@ def measure(shape: str, length: int, folder: str, repeats: int) -> Table:
         with LLM(model, kv_cache_dir=folder, **settings) as llm:
             _ask(llm, prompts[0][::-1][:64])
             disk.append(_ask(llm, prompt))
-    table = Table("prefix", "first token ms", "times sooner", "cached tokens", "same token")
-    table.title = f"{length} tokens known, {_TAIL} new; {shape}"
-    base = statistics.median(seconds for seconds, _, _ in cold)
-    for name, found in (("computed", cold), ("in memory", memory), ("on disk, new process", disk)):
-        seconds = statistics.median(seconds for seconds, _, _ in found)
-        is_same = all(one[2] == first[2] for one, first in zip(found, cold, strict=False))
-        cached = str(found[0][1])
-        table.add_row(name, f"{1e3 * seconds:.1f}", f"{base / seconds:.0f}", cached, str(is_same))
-    return table
+    return {"computed": cold, "in memory": memory, "on disk, new process": disk}
 
 
 def _ask(llm: LLM, token_ids: list[int]) -> tuple[float, int, list[int]]:
@@ -70,6 +97,14 @@ def _ask(llm: LLM, token_ids: list[int]) -> tuple[float, int, list[int]]:
     assert metrics is not None and metrics.first_token_s is not None
     seconds = metrics.first_token_s - metrics.arrival_s
     return seconds, metrics.num_cached_tokens, output.outputs[0].token_ids
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="a tiny model, as a smoke test")
+    parser.add_argument("--prefix", type=int, help="tokens that the prompts share")
+    args = parser.parse_args()
+    prefix_cache(prefix=args.prefix, quick=args.quick)
 
 
 if __name__ == "__main__":

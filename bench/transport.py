@@ -25,7 +25,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.load.report import percentile
+from bench.load.metrics import percentile
 from transport import connect, listen
 from transport.base import Endpoint, PeerLostError, Segment
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bench import cli as bench_cli
+from bench.plan import cli as plan_cli
 from serve import cli_options as opt
 from serve.cli_reporting import reported, set_up_logging
 from serve.config import DEFAULT_MODEL
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="serve",
-    help="A lightweight LLM server: OpenAI-compatible HTTP, chat and load tests.",
+    help="A lightweight LLM server: OpenAI-compatible HTTP, chat, load tests and plans.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -145,6 +146,7 @@ def chat(
 
 
 app.command("bench", cls=bench_cli.Bench)(bench_cli.online)
+app.command("plan")(plan_cli.plan)
 
 
 @app.command("eval")

@@ -13,7 +13,7 @@ import queue
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 from memory.node_set import NodeSet
 from memory.split_kv import Books
@@ -64,9 +64,12 @@ class EngineCore:
         compute: ComputeThread,
         nodes: NodeSet | None = None,
         tokenize_threads: int = 2,
+        tokenize: Executor | None = None,
+        make_output: Callable[[OutputProcessor], OutputThread] = OutputThread,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """tokenize: pool 1; None: of tokenize_threads. make_output: pool 3."""
         self._runner = runner
         self._scheduler = scheduler
         self._kv = kv
@@ -82,7 +85,7 @@ class EngineCore:
         self._unfinished = Unfinished(limits)
         self._loop_job: Future[None] | None = None
         self._failure: BaseException | None = None
-        self._output = OutputThread(
+        self._output = make_output(
             OutputProcessor(lambda s, why: self._inbox.put(lambda: self._end(s, why)))
         )
         self._steps = make_steps(
@@ -94,7 +97,7 @@ class EngineCore:
             lost=None if self._recovery is None else self._recovery.lost,
             clock=clock,
         )
-        self._tokenize = ThreadPoolExecutor(tokenize_threads, "mergestep-tokenize")
+        self._tokenize = tokenize or ThreadPoolExecutor(tokenize_threads, "mergestep-tokenize")
         self._compute = compute
 
     def _make_recovery(self, nodes: NodeSet) -> MemoryRecovery:
@@ -129,6 +132,10 @@ class EngineCore:
         """End the request; its memory is free at the next step. Does nothing when it has ended."""
         state.is_aborted = True
         self._inbox.put(lambda: self._abort(state))
+
+    def post(self, job: Callable[[], None]) -> None:
+        """Run it in the loop's thread, between two steps."""
+        self._inbox.put(job)
 
     @property
     def has_failed(self) -> bool:

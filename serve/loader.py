@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,17 +51,30 @@ class LoadedEngine:
         return self.limits.max_model_len
 
 
-def load_engine(config: EngineConfig, *, progress: bool = False) -> LoadedEngine:
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an engine is made of besides its model. Measurements exchange some."""
+
+    core: Callable[..., EngineCore] = EngineCore
+    scheduler: Callable[..., Scheduler] = Scheduler
+
+
+def load_engine(
+    config: EngineConfig, *, progress: bool = False, parts: Parts | None = None
+) -> LoadedEngine:
     """Load the model and build the three pools (not started). ModelLoadError, ConfigError."""
     compute = ComputeThread()
+    made_of = parts or Parts()
     try:
-        return compute.submit(lambda: _load(config, compute, progress)).result()
+        return compute.submit(lambda: _load(config, compute, progress, made_of)).result()
     except BaseException:
         compute.stop()
         raise
 
 
-def _load(config: EngineConfig, compute: ComputeThread, progress: bool) -> LoadedEngine:
+def _load(
+    config: EngineConfig, compute: ComputeThread, progress: bool, parts: Parts
+) -> LoadedEngine:
     """Runs in the compute thread, because packing weights is parallel work."""
     path = config.model_path
     # what is wrong with the directory itself is said first
@@ -86,9 +100,9 @@ def _load(config: EngineConfig, compute: ComputeThread, progress: bool) -> Loade
         config.max_num_seqs,
         config.ttft_slo,
     )
-    core = EngineCore(
+    core = parts.core(
         runner=runner,
-        scheduler=Scheduler(
+        scheduler=parts.scheduler(
             limits,
             kv,
             make_policy(config.memory_policy, kv, batched, config.length_predictor),

@@ -100,7 +100,7 @@ NOWHERE = "http://127.0.0.1:9"
         (("bench", "--requests", "0"), "requests must be at least 1, not 0"),
         (("bench", "--duration", "nan"), "duration must be a positive number"),
         (("bench", "--warmup", "-1"), "warmup must not be negative"),
-        (("bench", "--json", "/nowhere/x"), "--json /nowhere/x cannot be written"),
+        (("bench", "--json", "/nowhere/x"), "--json: there is no folder /nowhere"),
         (("bench", "--url", "ftp://x"), "url ftp://x is not the address of a server"),
         (("bench", "--qps", "2", "io"), "`serve bench io [OPTIONS]`"),
         (("bench", "ops", "--qps", "2"), "No such option: --qps"),

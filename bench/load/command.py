@@ -1,100 +1,297 @@
-"""`serve bench` without a further name: from its options to a run, a table and files."""
+"""`serve bench` without a further name: from its options to runs, and from those to a report."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import math
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import uvloop
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.load.arrivals import arrival_times, count_requests, parse_qps
-from bench.load.datasets import mixed, random_tokens
+from bench.load.arrivals import parse_arrival, parse_qps
+from bench.load.datasets import DatasetSettings
+from bench.load.live import LiveView
+from bench.load.options import LoadOptions
 from bench.load.record import RunResult
-from bench.load.report import print_summary, summarize, write_json
-from bench.load.run import run_load
-from bench.load.targets import EngineTarget, ServerTarget, Target
-from bench.load.work import Schedule, Work
-from serve import Engine
-from serve.errors import ConfigError
-from serve.evaluate_cli import check_writable
+from bench.load.report import check_files, report
+from bench.load.run import offer
+from bench.load.schedule import ArrivalSettings, make_schedule, make_warm_up
+from bench.load.search import SearchResult, find_max_qps
+from bench.load.slo import Slo, parse_slo
+from bench.load.targets import EngineTarget, ServerSettings, ServerTarget, Target
+from serve.errors import ConfigError, reason
+
+DEFAULT_CANCEL_AFTER_S = 0.5
+MAX_KEY_BYTES = 1 << 16
+
+OfferOnce = Callable[[float | None, int], RunResult]
 
 
-def run(
-    *,
-    model: str,
-    qps: str,
-    url: str | None,
-    requests: int | None,
-    duration: float | None,
-    input_len: int | None,
-    output_len: int | None,
-    seed: int,
-    warmup: int,
-    json_file: Path | None,
-    **engine_settings: Any,
-) -> bool:
-    """Whether the run is valid."""
-    rate = parse_qps(qps)
-    count = count_requests(rate, requests, duration)
-    for name, value in (("requests", count), ("input_len", input_len), ("output_len", output_len)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} must be at least 1, not {value}")
-    if warmup < 0:
-        raise ConfigError(f"warmup must not be negative, not {warmup}")
-    if json_file is not None:
-        check_writable(json_file)
-    target: Target = (
-        EngineTarget(Engine(model, **engine_settings)) if url is None else ServerTarget(url)
-    )
+@dataclass(frozen=True, slots=True)
+class OnlineOptions:
+    """The command's options, as bench/cli_options.py explains them. engine: EngineConfig's
+    settings, for an engine in this process or a simulated one."""
 
-    def works(count: int, seed: int) -> list[Work]:
-        if input_len is None:
-            return mixed(count, seed, output_len)
-        return random_tokens(count, seed, input_len, output_len or 128, target.prompt_tokens)
+    model: str
+    qps: str | None = None
+    arrival: str = "poisson"
+    requests: int | None = None
+    duration: float | None = None
+    speedup: float | None = None
+    seed: int = 0
+    seeds: int = 1
+    warmup: int = 4
+    warmup_s: float = 0.0
+    grace_s: float | None = None
+    max_concurrency: int | None = None
+    cancel_rate: float = 0.0
+    cancel_after_s: float | None = None
+    cancel_after_chunks: int | None = None
+    probe_qps: float = 0.0
+    processes: int | None = None
+    dataset: str | None = None
+    input_len: str | None = None
+    output_len: str | None = None
+    trace_start: float = 0.0
+    trace_end: float | None = None
+    block_size: int = 512
+    num_groups: int = 8
+    prefix_len: int = 512
+    num_turns: int = 4
+    as_text: bool = False
+    url: str | None = None
+    in_process: bool = False
+    simulate: bool = False
+    machine: str | None = None
+    server_model: str | None = None
+    api_key_file: Path | None = None
+    header: list[str] | None = None
+    timeout: float | None = None
+    slo: str | None = None
+    slo_from: str = "schedule"
+    find_max_qps: bool = False
+    attainment: float = 0.99
+    resolution: float = 0.05
+    json_file: Path | None = None
+    jsonl_file: Path | None = None
+    html_file: Path | None = None
+    png_file: Path | None = None
+    engine: dict[str, Any] = field(default_factory=dict)
 
-    async def load() -> RunResult:
-        async with target:
-            schedule = Schedule(rate, works(count, seed), arrival_times(rate, count, seed))
-            return await _with_progress(
-                target, schedule, works(warmup, seed + 1_000_003), seed, Console(stderr=True)
-            )
+    def __post_init__(self) -> None:
+        if sum((self.url is not None, self.in_process, self.simulate)) > 1:
+            raise ConfigError("give only one of url, in_process and simulate")
+        for name in ("machine",) if not self.simulate else ():
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{name} goes with simulate")
+        for name in ("server_model", "api_key_file", "header", "timeout"):
+            if getattr(self, name) is not None and self.url is None:
+                raise ConfigError(f"{name} goes with url")
+        if self.seeds < 1:
+            raise ConfigError(f"seeds must be at least 1, not {self.seeds}")
+        if self.warmup < 0:
+            raise ConfigError(f"warmup must not be negative, not {self.warmup}")
+        if self.find_max_qps and self.slo is None:
+            raise ConfigError("find_max_qps needs an slo")
+        if self.slo_from not in ("schedule", "send"):
+            raise ConfigError(f"slo_from must be schedule or send, not {self.slo_from!r}")
 
-    result = uvloop.run(load())
-    summary = summarize(result)
-    print_summary(Console(), summary, title=target.name)
-    if json_file is not None:
-        write_json(json_file, result, summary)
-    return summary.is_valid
+    @property
+    def rates(self) -> list[float | None]:
+        """None: the arrivals have their own."""
+        if self.qps is None and parse_arrival(self.arrival)[0] in ("ramp", "trace", "inf"):
+            return [None]
+        return [*parse_qps("1" if self.qps is None else self.qps)]
 
-
-async def _with_progress(
-    target: Target, schedule: Schedule, warmup: list[Work], seed: int, console: Console
-) -> RunResult:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("sent {task.fields[sent]}, failed {task.fields[failed]}"),
-        TimeElapsedColumn(),
-    )
-    # Redrawn seldom: the generator shares its core with what draws.
-    with Progress(
-        *columns,
-        console=console,
-        refresh_per_second=2,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as progress:
-        name = f"{schedule.qps:g} requests/s"
-        bar = progress.add_task(name, total=len(schedule.works), sent=0, failed=0)
-        return await run_load(
-            target,
-            schedule,
-            seed=seed,
-            warmup=warmup,
-            on_change=lambda sent, done, failed: progress.update(
-                bar, completed=done, sent=sent, failed=failed
-            ),
+    @property
+    def dataset_settings(self) -> DatasetSettings:
+        name = self.dataset or ("mixed" if self.input_len is None else "random")
+        return DatasetSettings(
+            name=name,
+            input_len=self.input_len,
+            output_len=self.output_len,
+            max_model_len=self.engine.get("max_model_len"),
+            start_s=self.trace_start,
+            end_s=math.inf if self.trace_end is None else self.trace_end,
+            block_size=self.block_size,
+            num_groups=self.num_groups,
+            prefix_len=self.prefix_len,
+            num_turns=self.num_turns,
+            as_text=self.as_text,
         )
+
+    def load_options(self, seed: int) -> LoadOptions:
+        after_s = self.cancel_after_s
+        if self.cancel_rate and after_s is None and self.cancel_after_chunks is None:
+            after_s = DEFAULT_CANCEL_AFTER_S
+        return LoadOptions(
+            seed=seed,
+            warmup_s=self.warmup_s,
+            grace_s=self.grace_s,
+            max_concurrency=self.max_concurrency,
+            cancel_rate=self.cancel_rate,
+            cancel_after_s=after_s,
+            cancel_after_chunks=self.cancel_after_chunks,
+            probe_qps=self.probe_qps,
+            processes=self.processes,
+        )
+
+    @property
+    def slo_limits(self) -> Slo | None:
+        if self.slo is None:
+            return None
+        return parse_slo(self.slo, from_schedule=self.slo_from == "schedule")
+
+
+def run(options: OnlineOptions) -> bool:
+    """Whether the runs are valid. ConfigError before anything runs."""
+    files = {
+        "json_file": options.json_file,
+        "jsonl_file": options.jsonl_file,
+        "html_file": options.html_file,
+        "png_file": options.png_file,
+    }
+    check_files(**files)
+    slo, rates = options.slo_limits, options.rates
+    options.load_options(0)
+    runs: list[RunResult] = []
+    search: SearchResult | None = None
+    with _offering(options) as offer_once:
+
+        def kept(rate: float | None, seed: int) -> RunResult:
+            runs.append(offer_once(rate, seed))
+            return runs[-1]
+
+        if options.find_max_qps:
+            assert slo is not None, "checked"
+            search = _search(options, slo, rates, kept)
+        else:
+            for seed in range(options.seed, options.seed + options.seeds):
+                for rate in rates:
+                    kept(rate, seed)
+    return report(
+        runs,
+        {"command": shlex.join(["serve", *sys.argv[1:]]), **_told(options)},
+        slo=slo,
+        search=search,
+        console=Console(),
+        **files,
+    )
+
+
+def _told(options: OnlineOptions) -> dict[str, Any]:
+    """The settings that a report shows: those that are not the defaults."""
+    told = {}
+    for item in fields(options):
+        value = getattr(options, item.name)
+        if item.name not in ("engine", "api_key_file", "header") and value != item.default:
+            told[item.name] = str(value) if isinstance(value, Path) else value
+    return told
+
+
+def _search(
+    options: OnlineOptions, slo: Slo, rates: list[float | None], kept: OfferOnce
+) -> SearchResult:
+    (start,) = rates if len(rates) == 1 else (None,)
+    if start is None:
+        raise ConfigError("find_max_qps needs one qps to begin with")
+    return find_max_qps(
+        kept,
+        slo,
+        attainment=options.attainment,
+        seeds=options.seeds,
+        start=start,
+        resolution=options.resolution,
+        first_seed=options.seed,
+    )
+
+
+@contextlib.contextmanager
+def _offering(options: OnlineOptions) -> Iterator[OfferOnce]:
+    """Offers one rate with one seed at a time; what is measured lives as long."""
+    if options.simulate:
+        from bench.simulate.command import simulated
+
+        yield simulated(options)
+        return
+    target = _target(options)
+    console = Console(stderr=True)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+
+        async def once(rate: float | None, seed: int) -> RunResult:
+            dataset = _fitted(options.dataset_settings, target)
+            schedule, notes = make_schedule(
+                dataset,
+                ArrivalSettings(options.arrival, options.speedup),
+                qps=rate,
+                requests=options.requests,
+                duration_s=options.duration,
+                seed=seed,
+                tokens=target.prompt_tokens,
+            )
+            warmup = make_warm_up(dataset, options.warmup, seed, target.prompt_tokens)
+            load = replace(options.load_options(seed), warmup=warmup)
+            with LiveView(
+                console, total=len(schedule.works), qps=schedule.qps, title=target.name
+            ) as view:
+                result = await offer(schedule, target, load, view.update)
+            result.notes += notes
+            return result
+
+        runner.run(target.__aenter__())
+        try:
+            yield lambda rate, seed: runner.run(once(rate, seed))
+        finally:
+            runner.run(target.__aexit__(None, None, None))
+
+
+def _fitted(dataset: DatasetSettings, target: Target) -> DatasetSettings:
+    """What the target tells about its context and its tokens."""
+    return replace(
+        dataset,
+        max_model_len=dataset.max_model_len or target.max_model_len,
+        count_tokens=target.count_tokens,
+    )
+
+
+def _target(options: OnlineOptions) -> Target:
+    if options.url is None:
+        from serve import Engine
+
+        return EngineTarget(Engine(options.model, **options.engine))
+    headers = {}
+    for line in options.header or ():
+        name, colon, value = line.partition(":")
+        if not colon or not name.strip():
+            raise ConfigError(f"header must be NAME: VALUE, not {line!r}")
+        headers[name.strip()] = value.strip()
+    return ServerTarget(
+        ServerSettings(
+            options.url,
+            model=options.server_model,
+            api_key=_key(options.api_key_file),
+            headers=headers,
+            timeout_s=options.timeout,
+        )
+    )
+
+
+def _key(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        with file.open("rb") as opened:
+            key = opened.read(MAX_KEY_BYTES).decode("ascii").strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        what = reason(exc) if isinstance(exc, OSError) else "it is no ASCII text"
+        raise ConfigError(f"api_key_file {file} cannot be read: {what}") from exc
+    if not key:
+        raise ConfigError(f"api_key_file {file} is empty")
+    return key

@@ -22,7 +22,8 @@ class Outcome(StrEnum):
 class Record:
     """One request.
 
-    scheduled_s: when it was due. sent_s: when it was handed to the socket (or the engine).
+    scheduled_s: when it was due. dispatched_s: when the generator began with it (a connection may
+    have to be made first). sent_s: when it was handed to the socket (or the engine).
     chunks_s: when each piece of text arrived; chunk_tokens: tokens in each, where that is known
     (an engine in this process), else empty. finished_s: when the answer's end was known.
     output_tokens, prompt_tokens, cached_tokens: the server's `usage`; None where it told none.
@@ -45,6 +46,7 @@ class Record:
     finish_reason: str | None = None
     group: str | None = None
     process: int = 0
+    dispatched_s: float = math.nan
     num_chunks: int | None = None
 
 
@@ -81,7 +83,8 @@ class ServerSample:
 @dataclass(slots=True)
 class ProcessHealth:
     """Whether a generating process could do its work. loop_lag: how late its event loop came
-    back to a timer. cpu: share of one core during the run."""
+    back to a timer. cpu: share of one core during the run. core_wait: share of the run in which it
+    could have worked but had no core (NaN: the system does not tell)."""
 
     process: int
     num_requests: int
@@ -91,6 +94,24 @@ class ProcessHealth:
     loop_lag_max_s: float
     num_collections: int
     max_connections: int
+    core_wait: float = math.nan
+
+
+@dataclass(slots=True)
+class Progress:
+    """A run as it goes on. at_s: seconds from its start. num_done: however it ended, the failed
+    among them. num_tokens: of ended answers what the server told, of others the chunks so far.
+    ttfts_s: of answers that began since the last report, from when they were due. Probes are not
+    in it."""
+
+    at_s: float
+    num_total: int
+    num_sent: int = 0
+    num_done: int = 0
+    num_failed: int = 0
+    num_running: int = 0
+    num_tokens: int = 0
+    ttfts_s: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -98,7 +119,8 @@ class RunResult:
     """One schedule, offered once. window: the seconds whose requests count (by their due time).
     started: ISO 8601. notes: what the reader has to know (a limit reached, a clamp). gaps: times
     between two pieces of an answer, in seconds and how many of each, where records do not keep
-    them (Record.num_chunks); within 1 %, ascending."""
+    them (Record.num_chunks); within 1 %, ascending. was_interrupted: by Ctrl-C; records has what
+    was due until then."""
 
     qps: float
     seed: int
@@ -113,3 +135,4 @@ class RunResult:
     notes: list[str] = field(default_factory=list)
     gaps: list[tuple[float, int]] = field(default_factory=list)
     is_closed_loop: bool = False
+    was_interrupted: bool = False

@@ -2,57 +2,110 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import re
 import time
-from collections.abc import Sequence
-from contextlib import aclosing
-from typing import Any, Protocol, Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from bench.load.record import Record
+import orjson
+
+from bench.load.answer import Answer, CallError, Document
+from bench.load.http_client import Address, HttpClient
+from bench.load.record import Record, ServerSample, StepRow
+from bench.load.server_metrics import read_metrics
 from bench.load.work import Work
-from serve import Engine, FinishReason, SamplingParams
-from serve.errors import GenerationError
-from serve.http.client import ApiClient
+from serve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from serve import Engine
 
 PROMPT_TOKENS = range(32, 256)  # for servers that do not say how large their vocabulary is
+OnChunk = Callable[[], None]
+
+# What not every server takes. max_tokens is sent under its newer name then.
+OFTEN_REFUSED = ("ignore_eos", "stream_options")
+OPTIONAL_FIELDS = (*OFTEN_REFUSED, "temperature", "user", "max_tokens")
 
 
 class Target(Protocol):
-    """What is measured. Used inside `async with`."""
+    """What is measured. Used inside `async with`; can be offered many schedules, one at a time."""
 
     name: str
     prompt_tokens: Sequence[int]
+    max_model_len: int | None  # where it is known
+    count_tokens: Callable[[str], int] | None  # of a text, where that is known
 
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *_: object) -> None: ...
 
-    async def send(self, work: Work, record: Record) -> None:
-        """Fills in chunk times and token counts; raises what went wrong."""
+    async def check(self, work: Work) -> list[str]:
+        """Once before a load of such work. Returns what the reader has to know; raises what makes
+        the load senseless."""
+
+    def prepare(self, work: Work) -> Any:
+        """What can be done before the request is due."""
+
+    async def send(self, prepared: Any, record: Record, on_chunk: OnChunk | None = None) -> None:
+        """Fills in times, token counts and how it ended; raises what went wrong. When cancelled
+        the request is aborted."""
+
+    async def sample(self) -> ServerSample | None:
+        """at_s is of time.perf_counter. None: the server does not tell."""
+
+    def trace_steps(self) -> Callable[[], list[StepRow]]:
+        """Begins to note steps; what is returned hands them over."""
+
+    @property
+    def max_connections(self) -> int:
+        """Most at once so far."""
 
 
 class EngineTarget:
     """An engine in this process; no HTTP."""
 
+    max_connections = 0
+
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.name = f"{engine.model_name} in this process"
         self.prompt_tokens: Sequence[int] = PROMPT_TOKENS
+        self.max_model_len: int | None = None
+        self.count_tokens: Callable[[str], int] | None = None
 
     async def __aenter__(self) -> Self:
         await self._engine.start()
         tokenizer = self._engine.tokenizer
         vocab_size = min(tokenizer.vocab_size, self._engine.spec.vocab_size)
         self.prompt_tokens = [i for i in range(vocab_size) if i not in tokenizer.special_ids]
+        self.max_model_len = self._engine.max_model_len
+        self.count_tokens = lambda text: len(tokenizer.encode(text))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._engine.shutdown()
 
-    async def send(self, work: Work, record: Record) -> None:
-        engine = self._engine
+    async def check(self, work: Work) -> list[str]:
+        return []
+
+    def prepare(self, work: Work) -> Any:
+        from serve.request import SamplingParams
+
         params = SamplingParams(
             max_tokens=work.max_tokens, temperature=0.0, ignore_eos=work.ignore_eos
         )
+        return work, params
+
+    async def send(self, prepared: Any, record: Record, on_chunk: OnChunk | None = None) -> None:
+        from serve.errors import GenerationError
+        from serve.request import FinishReason
+
+        engine = self._engine
+        work, params = prepared
+        record.sent_s = time.perf_counter()
         if work.messages is not None:
             stream = engine.submit_chat(work.messages, params, client=work.client)
         else:
@@ -63,61 +116,204 @@ class EngineTarget:
                 if delta.token_ids:
                     record.chunks_s.append(time.perf_counter())
                     record.chunk_tokens.append(len(delta.token_ids))
+                    if on_chunk is not None:
+                        on_chunk()
                 if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                     raise GenerationError(delta.error or "the request was aborted")
+                if delta.finish_reason is not None:
+                    record.finish_reason = delta.finish_reason.value
             record.output_tokens = sum(record.chunk_tokens)
         finally:
             stream.abort()
+            metrics = stream.metrics
+            record.cached_tokens = metrics.num_cached_tokens
+            if metrics.first_scheduled_s is not None:
+                record.queue_s = metrics.first_scheduled_s - metrics.arrival_s
+
+    async def sample(self) -> ServerSample | None:
+        stats = self._engine.stats()
+        kv_usage = stats.pages_in_use / stats.pages_total if stats.pages_total else None
+        return ServerSample(time.perf_counter(), stats.num_running, stats.num_waiting, kv_usage)
+
+    def trace_steps(self) -> Callable[[], list[StepRow]]:
+        trace = self._engine.trace_steps()
+        return lambda: [
+            StepRow(
+                step.began_s,
+                step.ended_s,
+                step.work.num_decodes,
+                step.work.num_rows - step.work.num_decodes,
+                step.work.num_chunks,
+                step.work.num_context,
+                step.work.num_pairs,
+                step.num_running,
+                step.num_waiting,
+                step.pages_in_use,
+            )
+            for step in list(trace.steps)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """url: the server's root, with or without /v1. model: the first it names, unless given.
+    api_key: OPENAI_API_KEY of the environment, unless given. timeout_s: for one request, from
+    when it is sent. extra: more fields for every request's body. left_out: fields that the server
+    does not take (found out by ServerTarget.check)."""
+
+    url: str
+    model: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    timeout_s: float | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ConfigError(f"timeout must be a positive number of seconds, not {self.timeout_s}")
 
 
 class ServerTarget:
     """A server with an OpenAI API; token counts are those of its `usage`."""
 
-    def __init__(self, url: str) -> None:
-        self.name = url
+    def __init__(self, settings: ServerSettings) -> None:
+        key = settings.api_key or os.environ.get("OPENAI_API_KEY")
+        headers = dict(settings.headers)
+        if key and not any(name.lower() == "authorization" for name in headers):
+            headers["Authorization"] = f"Bearer {key}"
+        self.settings = settings
+        self._address = Address.of(settings.url, headers)
+        self.name = self._address.root
         self.prompt_tokens: Sequence[int] = PROMPT_TOKENS
-        self._url = url
-        self._model = ""
+        self.max_model_len: int | None = None
+        self.count_tokens: Callable[[str], int] | None = None
+        self._has_metrics = True
 
     async def __aenter__(self) -> Self:
-        self._client = ApiClient(self._url)
-        try:
-            model = (await self._client.models())[0]
-        except BaseException:
-            await self._client.close()
-            raise
-        self._model = model["id"]
-        self.prompt_tokens = range(32, min(int(model.get("vocab_size", 256)), 1 << 16))
+        self._client = HttpClient(self._address)
+        self._side = HttpClient(self._address)  # what is not part of the load
+        if self.settings.model is None:
+            try:
+                await self._choose_model()
+            except BaseException:
+                await self.__aexit__()
+                raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._client.close()
+        self._client.close()
+        self._side.close()
 
-    async def send(self, work: Work, record: Record) -> None:
+    @property
+    def max_connections(self) -> int:
+        return self._client.max_connections
+
+    async def _choose_model(self) -> None:
+        document = await self._get("/v1/models")
+        if (error := document.error) is not None:
+            if error.status == 404:
+                message = f"{self.name}/v1/models is not there; name the model to do without it"
+                raise CallError(404, error.code, message) from error
+            raise error
+        try:
+            model = orjson.loads(document.body_bytes)["data"][0]
+            vocab_size = int(model.get("vocab_size") or PROMPT_TOKENS.stop)
+            self.max_model_len = int(model.get("max_model_len") or 0) or None
+            self.settings = replace(self.settings, model=str(model["id"]))
+        except (ValueError, LookupError, TypeError, AttributeError) as exc:
+            message = f"{self.name}/v1/models does not answer as an OpenAI API does"
+            raise CallError(200, "no_openai_api", message) from exc
+        self.prompt_tokens = range(32, min(vocab_size, 1 << 16))
+
+    async def _get(self, path: str) -> Document:
+        document = Document()
+        await self._side.exchange(self._side.render("GET", path), document)
+        return document
+
+    async def check(self, work: Work) -> list[str]:
+        """A short request of the same kind. What the server refuses is left out from then on."""
+        short = replace(
+            work,
+            messages=work.messages and [{"role": "user", "content": "Hi"}],
+            prompt=work.prompt and "Hi",
+            token_ids=work.token_ids and work.token_ids[:4],
+            max_tokens=None if work.max_tokens is None else 1,
+        )
+        notes: list[str] = []
+        while True:
+            try:
+                await self.send(self.prepare(short), Record(-1, 0.0))
+                return notes
+            except CallError as exc:
+                name = self._refused_field(exc, orjson.loads(self._body(short)))
+                if name is None:
+                    raise
+                left_out = (*self.settings.left_out, name)
+                self.settings = replace(self.settings, left_out=left_out)
+                notes.append(f"the server does not take {name!r}; it is left out ({exc})")
+
+    @staticmethod
+    def _refused_field(error: CallError, body: dict[str, Any]) -> str | None:
+        if error.status not in (400, 422):
+            return None
+        sent = [name for name in OPTIONAL_FIELDS if name in body]
+        named = [name for name in sent if re.search(rf"\b{name}\b", str(error))]
+        unsure = [name for name in sent if name in OFTEN_REFUSED]  # the error names none
+        return next(iter(named or unsure), None)
+
+    def prepare(self, work: Work) -> bytes:
+        path = "/v1/completions" if work.messages is None else "/v1/chat/completions"
+        return self._client.render("POST", path, self._body(work))
+
+    def _body(self, work: Work) -> bytes:
+        settings = self.settings
         body: dict[str, Any] = {
-            "model": self._model,
+            "model": settings.model,
             "temperature": 0.0,
+            "stream": True,
             "stream_options": {"include_usage": True},
         }
+        if work.messages is None:
+            body["prompt"] = work.token_ids or work.prompt
+        else:
+            body["messages"] = work.messages
         if work.max_tokens is not None:
             body["max_tokens"] = work.max_tokens
         if work.ignore_eos:
             body["ignore_eos"] = True
-        path = "/v1/chat/completions"
-        if work.messages is None:
-            path = "/v1/completions"
-            body["prompt"] = work.token_ids or work.prompt
-        else:
-            body["messages"] = work.messages
-        async with aclosing(self._client.stream(path, body)) as chunks:
-            async for chunk in chunks:
-                now_s = time.perf_counter()
-                if any(_has_text(choice) for choice in chunk["choices"]):
-                    record.chunks_s.append(now_s)
-                if usage := chunk.get("usage"):
-                    record.prompt_tokens = usage["prompt_tokens"]
-                    record.output_tokens = usage["completion_tokens"]
+        if work.client is not None:
+            body["user"] = work.client
+        for name in settings.left_out:
+            value = body.pop(name, None)
+            if name == "max_tokens" and value is not None:
+                body["max_completion_tokens"] = value
+        body.update(settings.extra)
+        return orjson.dumps(body)
 
+    async def send(self, prepared: Any, record: Record, on_chunk: OnChunk | None = None) -> None:
+        answer = Answer(record, on_chunk)
+        timeout_s = self.settings.timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._client.exchange(prepared, answer)
+        except TimeoutError as exc:
+            raise CallError(0, "timeout", f"no whole answer within {timeout_s:g} s") from exc
+        if answer.error is not None:
+            raise answer.error
 
-def _has_text(choice: dict[str, Any]) -> bool:
-    return bool(choice.get("text") or choice.get("delta", {}).get("content"))
+    async def sample(self) -> ServerSample | None:
+        if not self._has_metrics:
+            return None
+        try:
+            document = await self._get("/metrics")
+        except CallError:
+            return None
+        if document.error is not None and document.error.status == 0:
+            return None
+        found = read_metrics(document.body_bytes, time.perf_counter())
+        self._has_metrics = document.error is None and found is not None
+        return found
+
+    def trace_steps(self) -> Callable[[], list[StepRow]]:
+        return list

@@ -1,0 +1,122 @@
+"""`serve bench ablation`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from bench.ablation import report
+from bench.ablation.run import Plan, measure
+from bench.ablation.variants import all_variants, chosen
+from bench.checkpoints import model_directory
+from bench.load.work import Work
+from bench.offline import page
+from bench.offline.requests import fixed_requests
+from serve.config import EngineConfig
+from serve.errors import ConfigError
+from serve.models import read_spec
+from serve.precision import choose_backend, resolve_precision
+
+_QUICK_REQUESTS, _QUICK_ROUNDS = 32, 2
+
+
+def ablation(
+    model: str | None = None,
+    *,
+    works: Sequence[Work] | None = None,
+    requests: int | None = None,
+    input_len: int | None = None,
+    output_len: int | None = None,
+    rounds: int | None = None,
+    max_num_seqs: int = 64,
+    qps: float | None = None,
+    kv_cache_bytes: int | None = None,
+    variants: list[str] | None = None,
+    dtype: str = "auto",
+    compute_threads: int | None = None,
+    seed: int = 0,
+    json_file: Path | None = None,
+    png_file: Path | None = None,
+    quick: bool = False,
+) -> dict[str, Any]:
+    """Each optimisation off in turn, on the same requests; prints a table.
+
+    model: a directory, "random:SHAPE", None for the embedded one.
+    works: the requests, from any data set; None: `requests` of the embedded model's own mixture,
+    of mixed lengths for another model, or of exact lengths. qps: of the latencies; None: 60 % of
+    what is reached. kv_cache_bytes: K/V memory that is short; None: of a quarter of the sequences.
+    variants: names of those to run; None: all.
+    Returns what is written to json_file. ConfigError before anything runs.
+    """
+    count = requests or (_QUICK_REQUESTS if quick else 300)
+    num_rounds = rounds or (_QUICK_ROUNDS if quick else 5)
+    if num_rounds < 1 or max_num_seqs < 1:
+        raise ConfigError("rounds and max_num_seqs must be positive")
+    if qps is not None and not qps > 0:
+        raise ConfigError(f"qps must be a positive number, not {qps}")
+    for file in (json_file, png_file):
+        page.check_file(file)
+    if png_file is not None:
+        report.require_matplotlib()
+    path = model_directory(model)
+    if works is None:
+        works = fixed_requests(
+            path, count=count, seed=seed, input_len=input_len, output_len=output_len
+        )
+    settings = _settings(path, works, dtype, compute_threads)
+    ends_early = any(not work.ignore_eos for work in works)
+    known = all_variants(_plain(path, settings), ends_early=ends_early)
+    wanted = chosen(known, variants)
+    plan = Plan(path, list(works), settings, num_rounds, max_num_seqs, qps, kv_cache_bytes)
+    head = page.Head.now(f"ablation, {EngineConfig.from_settings(path).model_name}")
+    with page.progress() as bar:
+        task = bar.add_task("loading", total=len(wanted) * (num_rounds + 1))
+
+        def advance(name: str) -> None:
+            bar.update(task, description=name, advance=1)
+
+        found = uvloop.run(measure(plan, wanted, advance))
+    rows = report.rows_of(wanted, found)
+    console = page.console()
+    console.print(str(head), highlight=False, soft_wrap=True)
+    report.show(rows, found, max_num_seqs, console)
+    result = {
+        "qps": found.qps,
+        "short_bytes": found.short_bytes,
+        "kv_bytes_per_token": found.kv_bytes_per_token,
+        "tokens_per_request": found.tokens_per_request,
+        "requests": len(works),
+        "variants": [asdict(row) for row in rows],
+    }
+    page.write(json_file, head, result)
+    if png_file is not None:
+        report.draw(png_file, rows, str(head))
+    return result
+
+
+def _settings(
+    model: str | None, works: Sequence[Work], dtype: str, compute_threads: int | None
+) -> dict[str, Any]:
+    """Where all lengths are known the context is no longer than the longest request, so that
+    short memory can be short."""
+    settings: dict[str, Any] = {"dtype": dtype, "compute_threads": compute_threads}
+    if all(work.token_ids is not None and work.max_tokens is not None for work in works):
+        longest = max(len(work.token_ids or ()) + (work.max_tokens or 0) for work in works)
+        spec = read_spec(EngineConfig.from_settings(model).model_path)
+        settings["max_model_len"] = min(longest, spec.max_model_len)
+    return settings
+
+
+def _plain(model: str | None, settings: dict[str, Any]) -> str | None:
+    """The type that stands in for int8: bfloat16, or float32 where there is no such product."""
+    config = EngineConfig.from_settings(model, **settings)
+    spec = read_spec(config.model_path)
+    precision = resolve_precision(config, spec)
+    if not precision.is_int8 or precision.kv != "int8":
+        return None
+    has_bf16 = choose_backend(config, spec) == "cuda" or page.has_bf16_product()
+    return "bfloat16" if has_bf16 else "float32"

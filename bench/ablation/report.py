@@ -1,0 +1,168 @@
+"""What the variants brought: a table, JSON, and a bar chart where matplotlib is installed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.ablation.run import Found
+from bench.ablation.variants import OURS, SHORT, Variant
+from bench.load.metrics import percentile
+from bench.offline import page
+from serve.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One variant. Lists: of each round. gain: requests a second of what it is compared with over
+    its own, in the same round; more than 1: the optimisation pays. at_once: sequences that ran
+    at once, mean over the time, of the other over its own. same_tokens: share of the answers that
+    are those of "ours". Latencies: milliseconds, all rounds together; None: not measured."""
+
+    name: str
+    optimisation: str
+    against: str
+    claim: str
+    requests_per_s: list[float]
+    tokens_per_s: list[float]
+    gain: list[float]
+    at_once: list[float]
+    running_mean: float
+    running_most: int
+    preemptions: float
+    steps: float
+    same_tokens: float
+    is_exact: bool
+    ttft_p50_ms: float | None
+    ttft_p99_ms: float | None
+    tpot_p50_ms: float | None
+    tpot_p99_ms: float | None
+
+
+def rows_of(variants: Sequence[Variant], found: Found) -> list[Row]:
+    answers = found.rounds[OURS][0].saturated.tokens
+    rows = []
+    for variant in variants:
+        rounds = found.rounds[variant.name]
+        runs = [r.saturated for r in rounds]
+        others = [r.saturated for r in found.rounds[variant.against]]
+        pairs = list(zip(others, runs, strict=True))
+        ttft = [seconds for r in rounds for seconds in r.ttft_s]
+        tpot = [seconds for r in rounds for seconds in r.tpot_s]
+        rows.append(
+            Row(
+                variant.name,
+                variant.optimisation,
+                variant.against,
+                variant.claim,
+                [run.requests_per_s for run in runs],
+                [run.tokens_per_s for run in runs],
+                [other.requests_per_s / own.requests_per_s for other, own in pairs],
+                [other.running_mean / own.running_mean for other, own in pairs],
+                statistics.median(run.running_mean for run in runs),
+                max(run.running_most for run in runs),
+                statistics.median(run.num_preemptions for run in runs),
+                statistics.median(len(run.steps) for run in runs),
+                statistics.mean(_share_alike(run.tokens, answers) for run in runs),
+                variant.is_exact,
+                _ms(ttft, 50),
+                _ms(ttft, 99),
+                _ms(tpot, 50),
+                _ms(tpot, 99),
+            )
+        )
+    return rows
+
+
+def _share_alike(tokens: list[list[int]], answers: list[list[int]]) -> float:
+    alike = [a == b for a, b in zip(tokens, answers, strict=True)]
+    return sum(alike) / len(alike)
+
+
+def _ms(seconds: list[float], percent: float) -> float | None:
+    return 1e3 * percentile(seconds, percent) if seconds else None
+
+
+def show(rows: Sequence[Row], found: Found, max_num_seqs: int, console: Console) -> None:
+    console.print(_throughput(rows))
+    console.print(_latency([row for row in rows if row.ttft_p50_ms is not None], found.qps))
+    lines = [
+        f"saturated: all at once, {max_num_seqs} sequences at most; a request has"
+        f" {found.tokens_per_request:.0f} tokens on average; medians and ranges of the rounds,"
+        " gains within a round"
+    ]
+    if SHORT in found.rounds:
+        tokens = found.short_bytes / found.kv_bytes_per_token
+        mib = found.short_bytes / 2**20
+        lines.append(f"{SHORT}: {mib:.2f} MiB of K/V, {tokens:,.0f} tokens in int8")
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _throughput(rows: Sequence[Row]) -> Table:
+    columns = ("off", "what is there instead", "requests/s", "gain of it", "the talk's", "at once")
+    table = Table(*columns, "preempted", "tokens", title="saturated", title_justify="left")
+    for row in rows:
+        table.add_row(
+            row.optimisation,
+            row.name if row.optimisation else f"[bold]{row.name}[/bold]",
+            page.spread(row.requests_per_s),
+            "" if row.name == row.against else _gain(row),
+            row.claim,
+            f"{row.running_mean:.1f}" + (f", {_less(row)}" if row.against == SHORT else ""),
+            f"{row.preemptions:.0f}",
+            "same" if row.same_tokens == 1.0 else f"{row.same_tokens:.0%} same",
+        )
+    return table
+
+
+def _gain(row: Row) -> str:
+    return page.spread([100 * (gain - 1) for gain in row.gain], "{:+.0f}".format) + " %"
+
+
+def _less(row: Row) -> str:
+    return f"1/{statistics.median(row.at_once):.1f}"
+
+
+def _latency(rows: Sequence[Row], qps: float) -> Table:
+    title = f"milliseconds at {qps:.1f} requests/s (Poisson), TTFT since a request was due"
+    columns = ("", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99")
+    table = Table(*columns, title=title, title_justify="left")
+    for row in rows:
+        figures = (row.ttft_p50_ms, row.ttft_p99_ms, row.tpot_p50_ms, row.tpot_p99_ms)
+        table.add_row(row.name, *("" if ms is None else f"{ms:.1f}" for ms in figures))
+    return table
+
+
+def require_matplotlib() -> None:
+    """ConfigError."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("png needs matplotlib, which is not installed") from error
+
+
+def draw(path: Path, rows: Sequence[Row], title: str) -> None:
+    """A bar for every optimisation: requests a second with it over without it."""
+    from matplotlib.figure import Figure
+
+    bars = [row for row in rows if row.name != row.against and row.name != SHORT]
+    medians = [statistics.median(row.gain) for row in bars]
+    low = [m - min(row.gain) for m, row in zip(medians, bars, strict=True)]
+    high = [max(row.gain) - m for m, row in zip(medians, bars, strict=True)]
+    figure = Figure(figsize=(9, 0.6 * len(bars) + 1.6), layout="constrained")
+    axes: Any = figure.subplots()
+    names = [f"{row.optimisation}\n(off: {row.name})" for row in bars]
+    colours = ["#2b7a78" if median >= 1 else "#b5543a" for median in medians]
+    axes.barh(names, medians, xerr=[low, high], color=colours, capsize=3)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.invert_yaxis()
+    axes.set_xlabel("requests/s with it over without it; median and range of the rounds")
+    axes.set_title(title, fontsize=10)
+    figure.savefig(path, dpi=130)

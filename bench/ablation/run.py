@@ -1,0 +1,114 @@
+"""All variants one after the other, in rounds, on the same requests.
+
+The order moves by one from round to round, and prefixes are not kept: nothing is left of an
+earlier round but what the length predictor has learned. Saturated: all requests at once. At a
+rate: Poisson arrivals, the same for all variants, slower than "ours" can go.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from bench.ablation.variants import OURS, Variant
+from bench.load.arrivals import arrival_times
+from bench.load.work import Schedule, Work
+from bench.offline.saturated import Asking, Saturated, offer, saturate
+from serve import Engine
+from serve.loader import load_engine
+
+RATE_SHARE = 0.6  # of what "ours" answers when saturated
+_WARM_UP = 32  # requests
+_SHORT_SHARE = 0.25  # of max_num_seqs average requests that short memory holds
+_SHORT_CONTEXTS = 2.2  # at least: one sequence with K/V of twice the bytes has to fit
+
+
+@dataclass(slots=True)
+class Round:
+    """One variant, once. ttft_s (since it was due), tpot_s: of each request at the rate."""
+
+    saturated: Saturated
+    ttft_s: list[float] = field(default_factory=list)
+    tpot_s: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """settings: of every engine. qps, kv_cache_bytes (when memory is short): None chooses."""
+
+    model: str | None
+    works: list[Work]
+    settings: dict[str, Any]
+    rounds: int
+    max_num_seqs: int
+    qps: float | None = None
+    kv_cache_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """rounds by variant; what was chosen on the way."""
+
+    rounds: dict[str, list[Round]]
+    qps: float
+    short_bytes: int
+    kv_bytes_per_token: int
+    tokens_per_request: float
+
+
+async def measure(plan: Plan, variants: Sequence[Variant], advance: Callable[[str], None]) -> Found:
+    """variants: "ours" first. advance(name): before each of the rounds + 1 turns of a variant."""
+    rounds: dict[str, list[Round]] = {variant.name: [] for variant in variants}
+    async with AsyncExitStack() as stack:
+        advance(OURS)
+        ours = await stack.enter_async_context(_asking(plan, variants[0], 0))
+        first = await saturate(ours, plan.works)
+        stats = ours.engine.stats()
+        qps = plan.qps or RATE_SHARE * first.requests_per_s
+        short_bytes = plan.kv_cache_bytes or _short_bytes(plan, ours.engine, first)
+        targets = {OURS: ours}
+        for variant in variants[1:]:
+            advance(variant.name)
+            target = await stack.enter_async_context(_asking(plan, variant, short_bytes))
+            await saturate(target, plan.works[:_WARM_UP])
+            targets[variant.name] = target
+        for number in range(plan.rounds):
+            turn = number % len(variants)
+            for variant in (*variants[turn:], *variants[:turn]):
+                advance(variant.name)
+                found = Round(await saturate(targets[variant.name], plan.works))
+                if variant.has_rate:
+                    await _at_rate(targets[variant.name], plan.works, qps, number, found)
+                rounds[variant.name].append(found)
+    return Found(rounds, qps, short_bytes, stats.kv_bytes_per_token, first.tokens_per_request)
+
+
+@asynccontextmanager
+async def _asking(plan: Plan, variant: Variant, short_bytes: int) -> AsyncIterator[Asking]:
+    settings: dict[str, Any] = {"prefix_cache": False, "seed": 0}
+    settings["max_num_seqs"] = plan.max_num_seqs
+    settings |= plan.settings | variant.settings
+    if variant.is_short:
+        settings["kv_cache_bytes"] = short_bytes
+    load = partial(load_engine, parts=variant.parts)
+    async with Engine(plan.model, load=load, **settings) as engine:
+        yield Asking(engine)
+
+
+def _short_bytes(plan: Plan, engine: Engine, found: Saturated) -> int:
+    average = _SHORT_SHARE * plan.max_num_seqs * found.tokens_per_request
+    tokens = max(average, _SHORT_CONTEXTS * engine.max_model_len)
+    return math.ceil(tokens * engine.stats().kv_bytes_per_token)
+
+
+async def _at_rate(target: Asking, works: list[Work], qps: float, seed: int, found: Round) -> None:
+    arrivals_s = arrival_times("poisson", qps, len(works), seed)
+    for record in await offer(target, Schedule(qps, works, arrivals_s), seed):
+        first_s, last_s = record.chunks_s[0], record.chunks_s[-1]
+        found.ttft_s.append(first_s - record.scheduled_s)
+        if record.output_tokens and record.output_tokens > 1:
+            found.tpot_s.append((last_s - first_s) / (record.output_tokens - 1))

@@ -1,0 +1,44 @@
+"""Takes what nobody else may read out of what is written: keys, passwords in URLs."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+HIDDEN = "***"
+_SECRET_NAME = re.compile(
+    r"(api[-_]?key|(^|[-_])key|token|secret|password|passwd|authorization)$", re.I
+)
+_IN_URL = re.compile(r"([a-z][a-z0-9+.-]*://)[^\s/@'\"]+@", re.I)
+_IN_QUERY = re.compile(
+    r"([?&](?:[\w-]*(?:key|token|secret|password|sig|signature))=)[^&\s'\"#]+", re.I
+)
+_BEARER = re.compile(r"((?:bearer|basic)\s+)[\w.~+/=-]{6,}", re.I)
+_KEY = re.compile(r"\b(?:sk|hf|gsk|xai|nvapi)[-_][\w-]{8,}")
+_OPTION = re.compile(
+    r"(--?[\w-]*(?:api[-_]?key|[-_]key|token|secret|password|authorization)(?:=|\s+))('[^']*'|\"[^\"]*\"|\S+)",
+    re.I,
+)
+
+
+def redact(value: Any) -> Any:
+    """Of text: URLs lose their credentials, and options and headers with a secret their value.
+    Of dicts and lists: all that is in them, and whole values whose name says that they are
+    secret. Other values as they are."""
+    if isinstance(value, str):
+        text = _IN_URL.sub(r"\1", value)
+        for pattern in (_IN_QUERY, _BEARER, _OPTION):
+            text = pattern.sub(rf"\1{HIDDEN}", text)
+        return _KEY.sub(HIDDEN, text)
+    if isinstance(value, dict):
+        return {
+            redact(name): HIDDEN if item and _is_secret(name) else redact(item)
+            for name, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [redact(item) for item in value]
+    return value
+
+
+def _is_secret(name: Any) -> bool:
+    return isinstance(name, str) and bool(_SECRET_NAME.search(name))

@@ -1,0 +1,144 @@
+"""The highest rate at which enough requests keep the SLO: a geometric bracket, then bisection."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bench.load.confidence import LEVEL, Estimate, wilson
+from bench.load.record import RunResult
+from bench.load.slo import Slo
+from bench.load.summary import RateSummary, RunSummary, combine, summarize
+from serve.errors import ConfigError
+
+GROWTH = 2.0
+MAX_RATES = 40
+EARLY_LEVEL = 0.999
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One rate of the search. is_clear: the interval of the attainment excludes the target."""
+
+    qps: float
+    attainment: Estimate
+    is_passed: bool
+    is_clear: bool
+    summary: RateSummary
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """max_qps: the highest rate that passed (0: none did); above: the lowest that did not
+    (infinite: none). stopped: why the search ended before it knew the rate to its resolution;
+    else empty."""
+
+    slo: Slo
+    target: float
+    max_qps: float
+    above: float
+    tried: list[Tried]
+    stopped: str = ""
+
+    @property
+    def is_found(self) -> bool:
+        return not self.stopped and self.max_qps > 0
+
+    def __str__(self) -> str:
+        bar = f"{100 * self.target:g} % of requests within {self.slo}"
+        if self.stopped:
+            return f"search stopped: {self.stopped}; highest rate that passed: {self.max_qps:.4g}/s"
+        if not self.max_qps:
+            return f"no rate was low enough: at {self.above:.4g} requests/s not {bar}"
+        return f"max {self.max_qps:.4g} requests/s with {bar} (not at {self.above:.4g}/s)"
+
+
+def find_max_qps(
+    run: Callable[[float, int], RunResult],
+    slo: Slo,
+    *,
+    attainment: float = 0.99,
+    seeds: int = 3,
+    start: float = 1.0,
+    resolution: float = 0.05,
+    lowest: float | None = None,
+    highest: float = math.inf,
+    first_seed: int = 0,
+    on_rate: Callable[[Tried], None] | None = None,
+) -> SearchResult:
+    """run(qps, seed): offers that rate once. From `start` the rate doubles until one fails, or
+    halves until one passes, then the middle (of the logarithms) is tried until the bracket is
+    within `resolution` of its lower end.
+
+    A rate passes if the share of good requests over all its seeds is at least `attainment`; where
+    the interval of that share holds the target, the share decides, and the rate is marked as not
+    clear. Fewer seeds are run where an interval of 99.9 % excludes the target already (requests
+    that wait for each other are not independent, so 95 % would promise too much). A run whose
+    client was too slow ends the search: it says nothing about the server, nor would a higher rate.
+    """
+    _check(slo, attainment, seeds, start, resolution)
+    lowest = start / 1024 if lowest is None else lowest
+    tried: list[Tried] = []
+    passed, failed, qps = 0.0, math.inf, min(start, highest)
+    while True:
+        runs = []
+        for seed in range(first_seed, first_seed + seeds):
+            summary = summarize(run(qps, seed), slo)
+            if not summary.verdict.is_valid:
+                why = f"at {qps:.4g} requests/s {summary.verdict.reasons[0]}"
+                return SearchResult(slo, attainment, passed, failed, tried, why)
+            runs.append(summary)
+            if _is_clear(runs, attainment, EARLY_LEVEL):
+                break
+        tried.append(_judge(qps, runs, slo, attainment))
+        if on_rate is not None:
+            on_rate(tried[-1])
+        if tried[-1].is_passed:
+            passed = max(passed, qps)
+        else:
+            failed = min(failed, qps)
+        stopped = ""
+        if passed >= highest:
+            stopped = f"{highest:.4g} requests/s, the highest allowed, passed"
+        elif len(tried) >= MAX_RATES:
+            stopped = f"{MAX_RATES} rates were tried"
+        is_narrow = passed > 0 and failed <= passed * (1 + resolution)
+        if stopped or is_narrow or failed <= lowest:
+            return SearchResult(slo, attainment, passed, failed, tried, stopped)
+        qps = _next(passed, failed, lowest, highest)
+
+
+def _check(slo: Slo, attainment: float, seeds: int, start: float, resolution: float) -> None:
+    if not slo.limits_ms:
+        raise ConfigError("find-max-qps: give an SLO (--slo) that the rate has to keep")
+    if not 0 < attainment <= 1:
+        raise ConfigError(f"attainment must be over 0 and at most 1, not {attainment:g}")
+    if seeds < 1:
+        raise ConfigError(f"seeds must be at least 1, not {seeds}")
+    if not 0 < start < math.inf:
+        raise ConfigError(f"the search's first rate must be a positive number, not {start:g}")
+    if not resolution > 0:
+        raise ConfigError(f"resolution must be positive, not {resolution:g}")
+
+
+def _next(passed: float, failed: float, lowest: float, highest: float) -> float:
+    if math.isinf(failed):
+        return min(passed * GROWTH, highest)
+    if not passed:
+        return max(failed / GROWTH, lowest)
+    return math.sqrt(passed * failed)
+
+
+def _share(runs: list[RunSummary], level: float = LEVEL) -> Estimate:
+    return wilson(sum(run.good for run in runs), sum(run.judged for run in runs), level)
+
+
+def _is_clear(runs: list[RunSummary], target: float, level: float = LEVEL) -> bool:
+    share = _share(runs, level)
+    return share.low > target or share.high < target
+
+
+def _judge(qps: float, runs: list[RunSummary], slo: Slo, target: float) -> Tried:
+    share = _share(runs)
+    return Tried(qps, share, share.value >= target, _is_clear(runs, target), combine(runs, slo))

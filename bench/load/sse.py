@@ -1,0 +1,56 @@
+"""Server-sent events out of bytes (WHATWG HTML, section 9.2.6)."""
+
+from __future__ import annotations
+
+_BOM = b"\xef\xbb\xbf"
+
+
+class EventStream:
+    """Lines end with LF, CR LF or CR; comments and fields other than data are left out, except
+    `error:`, which some servers (llama.cpp) use: it becomes data as OpenAI has it."""
+
+    __slots__ = ("_lines", "_rest", "_started")
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._lines: list[bytes] = []
+        self._started = False
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The data of each event that is complete now."""
+        text = self._rest + data if self._rest else data
+        if not self._started and len(text) >= len(_BOM):
+            text = text.removeprefix(_BOM)
+            self._started = True
+        held = b""
+        if b"\r" in text:
+            if text.endswith(b"\r"):  # its LF may follow
+                text, held = text[:-1], b"\r"
+            text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *lines, rest = text.split(b"\n")
+        self._rest = rest + held
+        events = []
+        for line in lines:
+            if line:
+                self._take(line)
+            elif self._lines:
+                events.append(self._event())
+        return events
+
+    def finish(self) -> list[bytes]:
+        """The last event, where the body ended without an empty line after it."""
+        line, self._rest = self._rest.removesuffix(b"\r"), b""
+        if line:
+            self._take(line)
+        return [self._event()] if self._lines else []
+
+    def _take(self, line: bytes) -> None:
+        if line.startswith(b"data:"):
+            self._lines.append(line[6:] if line[5:6] == b" " else line[5:])
+        elif line.startswith(b"error:"):
+            self._lines.append(b'{"error":' + line[6:] + b"}")
+
+    def _event(self) -> bytes:
+        data = self._lines[0] if len(self._lines) == 1 else b"\n".join(self._lines)
+        self._lines = []
+        return data

@@ -1,0 +1,184 @@
+"""One run in figures, and one rate in figures: all runs (seeds) of it, with intervals."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bench.load import metrics
+from bench.load.columns import Columns
+from bench.load.confidence import Estimate, bootstrap, t_interval, wilson
+from bench.load.record import ProcessHealth, RunResult
+from bench.load.slo import Slo, judge
+from bench.load.validity import Verdict, achieved_qps, check
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """latencies_ms: metric -> count, mean, p50, p90, p95, p99, max; metrics.LABELS has the names.
+    good, judged: requests that kept the SLO, of those it is asked of. intervals_ms: by the
+    bootstrap, only where a rate has this run alone."""
+
+    qps: float
+    seed: int
+    target: str
+    started: str
+    window: tuple[float, float]
+    achieved_qps: float
+    latencies_ms: dict[str, dict[str, float]]
+    rates: dict[str, float]
+    counts: dict[str, int]
+    errors: dict[str, int]
+    good: int
+    judged: int
+    verdict: Verdict
+    notes: list[str]
+    health: list[ProcessHealth]
+    intervals_ms: dict[str, dict[str, Estimate]] = field(default_factory=dict)
+
+    @property
+    def attainment(self) -> float:
+        return self.good / self.judged if self.judged else math.nan
+
+    @property
+    def goodput(self) -> float:
+        """Requests that kept the SLO, per second of the steady window."""
+        span_s = self.window[1] - self.window[0]
+        return self.good / span_s if span_s > 0 else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class RateSummary:
+    """Of several runs: the mean of the runs' figures with a t-interval; of one: its own figures,
+    latencies with a bootstrap interval. attainment: over all requests, Wilson's interval; None
+    without an SLO."""
+
+    qps: float
+    runs: list[RunSummary]
+    latencies_ms: dict[str, dict[str, Estimate]]
+    rates: dict[str, Estimate]
+    counts: dict[str, int]
+    errors: dict[str, int]
+    attainment: Estimate | None = None
+    goodput: Estimate | None = None
+
+    @property
+    def is_valid(self) -> bool:
+        return all(run.verdict.is_valid for run in self.runs)
+
+    @property
+    def achieved_qps(self) -> float:
+        return math.fsum(run.achieved_qps for run in self.runs) / len(self.runs)
+
+
+def summarize(
+    result: RunResult,
+    slo: Slo | None = None,
+    *,
+    columns: Columns | None = None,
+    intervals: bool = False,
+) -> RunSummary:
+    """columns: those of the result, where they are there already. intervals: by the bootstrap."""
+    columns = columns or Columns.of(result)
+    samples = metrics.latencies(result, columns)
+    good = judged = 0
+    if slo is not None:
+        is_judged, is_good = judge(columns, slo)
+        judged, good = int(is_judged.sum()), int((is_good & is_judged).sum())
+    return RunSummary(
+        qps=result.qps,
+        seed=result.seed,
+        target=result.target,
+        started=result.started,
+        window=columns.steady_s,
+        achieved_qps=achieved_qps(result, columns),
+        latencies_ms={name: metrics.describe(found) for name, found in samples.items()},
+        rates=metrics.rates(columns),
+        counts=metrics.counts(columns),
+        errors=metrics.errors(result, columns),
+        good=good,
+        judged=judged,
+        verdict=check(result, columns, slo),
+        notes=[*result.notes, *metrics.told_notes(result, columns)],
+        health=list(result.health),
+        intervals_ms={name: _intervals(found) for name, found in samples.items()}
+        if intervals
+        else {},
+    )
+
+
+def _intervals(samples: metrics.Samples) -> dict[str, Estimate]:
+    *points, mean = bootstrap(samples.values * 1000, samples.owners, metrics.PERCENTS)
+    names = [f"p{percent}" for percent in metrics.PERCENTS]
+    largest = Estimate(float(np.max(samples.values)) * 1000)  # a maximum has no bootstrap
+    return {"mean": mean, **dict(zip(names, points, strict=True)), "max": largest}
+
+
+def summarize_rates(
+    results: Sequence[RunResult],
+    slo: Slo | None = None,
+    *,
+    columns: Sequence[Columns] | None = None,
+) -> list[RateSummary]:
+    """One for each offered rate, ascending. columns: those of the results, in their order."""
+    made = columns or [Columns.of(result) for result in results]
+    by_rate: dict[float, list[int]] = {}
+    for place, result in enumerate(results):
+        by_rate.setdefault(nominal(result.qps), []).append(place)
+    return [
+        combine(
+            [
+                summarize(results[i], slo, columns=made[i], intervals=len(places) == 1)
+                for i in places
+            ],
+            slo,
+        )
+        for _, places in sorted(by_rate.items())
+    ]
+
+
+def nominal(qps: float) -> float:
+    """Rates that differ by rounding alone are one."""
+    return float(f"{qps:.6g}")
+
+
+def combine(runs: Sequence[RunSummary], slo: Slo | None) -> RateSummary:
+    """Runs of one rate."""
+    latencies: dict[str, dict[str, Estimate]] = {}
+    for name in metrics.LABELS:
+        of_runs = [run.latencies_ms[name] for run in runs if name in run.latencies_ms]
+        if not of_runs:
+            continue
+        latencies[name] = {"count": Estimate(math.fsum(values["count"] for values in of_runs))}
+        for stat in metrics.STATS:
+            latencies[name][stat] = t_interval([values[stat] for values in of_runs])
+        if len(runs) == 1:
+            latencies[name].update(runs[0].intervals_ms.get(name, {}))
+    rates = {
+        name: t_interval([run.rates[name] for run in runs if name in run.rates])
+        for name in metrics.RATES
+        if any(name in run.rates for run in runs)
+    }
+    counts: Counter[str] = Counter()
+    errors: Counter[str] = Counter()
+    for run in runs:
+        counts.update(run.counts)
+        errors.update(run.errors)
+    attainment = goodput = None
+    if slo is not None:
+        attainment = wilson(sum(run.good for run in runs), sum(run.judged for run in runs))
+        goodput = t_interval([run.goodput for run in runs])
+    return RateSummary(
+        nominal(runs[0].qps),
+        list(runs),
+        latencies,
+        rates,
+        {name: counts[name] for name in runs[0].counts},
+        dict(errors.most_common()),
+        attainment,
+        goodput,
+    )

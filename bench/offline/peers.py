@@ -1,0 +1,38 @@
+"""Other engines beside ours: a command whose last line is JSON (bench/peers has some)."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from bench.load.work import Work
+from serve.errors import ConfigError, MergestepError
+
+
+def parse_peers(given: Sequence[str]) -> dict[str, str]:
+    """From NAME=COMMAND. ConfigError."""
+    peers = {}
+    for item in given:
+        name, equals, command = item.partition("=")
+        if not (name and equals and command.strip()):
+            raise ConfigError(f"peer must be NAME=COMMAND, not {item!r}")
+        peers[name] = command
+    return peers
+
+
+def run_peer(command: str, columns: Sequence[str], works: Sequence[Work]) -> dict[str, Any]:
+    """Adds --columns NAMES and --requests FILE, the mixed ones as JSON: [[ids, answer], ...]."""
+    with TemporaryDirectory() as folder:
+        requests = Path(folder) / "requests.json"
+        requests.write_text(json.dumps([[work.token_ids, work.max_tokens] for work in works]))
+        options = ["--columns", ",".join(columns), "--requests", str(requests)]
+        done = subprocess.run([*shlex.split(command), *options], capture_output=True, text=True)
+    if done.returncode:
+        raise MergestepError(f"{command} failed:\n{done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found

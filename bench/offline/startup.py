@@ -1,0 +1,205 @@
+"""`serve bench startup`: `serve run` in fresh processes, from spawn to the first token.
+
+Warm: the system has the model's files in memory. Cold: before each start it is asked to forget
+them (posix_fadvise; nothing else on the machine is touched: Python's own files and torch's stay
+where they are), and whether it did is checked. Where imports take their time is read in one more
+process.
+"""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from serve.errors import MergestepError
+
+_POLL_S = 0.002
+_PAGE = 4096
+_MARKS = ("listening", "/health", "/ready", "first token")
+_STAMP = re.compile(r"^\d{4}-\d\d-\d\d [\d:,.]+ (?:INFO|WARNING|DEBUG) +")
+_IMPORT = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s+([\w.]+)")
+
+
+@dataclass(slots=True)
+class Start:
+    """One start. at_s: seconds since the spawn by mark (listening: all that is imported before is
+    there). rss_bytes: when it was ready. lines: what it said, and when."""
+
+    at_s: dict[str, float] = field(default_factory=dict)
+    rss_bytes: int = 0
+    lines: list[tuple[float, str]] = field(default_factory=list)
+
+
+def start_once(model: str | None, options: list[str], *, limit_s: float) -> Start:
+    """MergestepError where it ends or is not ready in time, with its last words."""
+    port = _free_port()
+    command = [sys.executable, "-m", "serve", "run", *([model] if model else [])]
+    command += ["--port", str(port), "--log-level", "info", *options]
+    found = Start()
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    listener = threading.Thread(target=_listen, args=(process, began, found), daemon=True)
+    listener.start()
+    try:
+        for mark, path in (("/health", "/health"), ("/ready", "/ready")):
+            while _status(port, path) != 200:
+                if process.poll() is not None or time.perf_counter() - began > limit_s:
+                    listener.join(1.0)
+                    words = "\n".join(line for _, line in found.lines[-5:])
+                    raise MergestepError(f"the server was not there for {path}:\n{words}")
+                time.sleep(_POLL_S)
+            found.at_s[mark] = time.perf_counter() - began
+        found.rss_bytes = _rss_bytes(process.pid)
+        _first_token(port)
+        found.at_s["first token"] = time.perf_counter() - began
+    finally:
+        process.terminate()
+        process.wait()
+        listener.join()
+    listening = [at_s for at_s, line in found.lines if "listening on" in line]
+    found.at_s["listening"] = listening[0] if listening else found.at_s["/health"]
+    found.at_s = {mark: found.at_s[mark] for mark in _MARKS}
+    return found
+
+
+def _listen(process: subprocess.Popen[str], began: float, found: Start) -> None:
+    assert process.stderr is not None
+    with process.stderr as lines:
+        for line in lines:
+            text = _STAMP.sub("", line.rstrip())
+            found.lines.append((time.perf_counter() - began, text))
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def _status(port: int, path: str) -> int | None:
+    """None: nobody listens."""
+    with _connection(port) as connection:
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status
+        except OSError:
+            return None
+
+
+def _first_token(port: int) -> None:
+    with _connection(port, timeout_s=600.0) as connection:
+        connection.request("GET", "/v1/models")
+        name = json.loads(connection.getresponse().read())["data"][0]["id"]
+        body = {"model": name, "prompt": [5, 6, 7], "max_tokens": 1, "ignore_eos": True}
+        connection.request(
+            "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+        )
+        response = connection.getresponse()
+        text = response.read()
+        if response.status != 200:
+            raise MergestepError(f"no first token: {text[:200]!r}")
+
+
+@contextmanager
+def _connection(port: int, timeout_s: float = 5.0) -> Iterator[http.client.HTTPConnection]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def _rss_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def drop_from_memory(folder: Path) -> bool:
+    """Ask the system to forget the files of a model; False: some of it is still there, or
+    nobody can tell."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    for path in files:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # what is not written yet cannot be forgotten
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+    largest = max(files, key=lambda path: path.stat().st_size)
+    return not _is_in_memory(largest)
+
+
+def _is_in_memory(path: Path) -> bool:
+    """Whether its middle is; True where the system cannot tell."""
+    descriptor = os.open(path, os.O_RDONLY)
+    middle = path.stat().st_size // 2 // _PAGE * _PAGE
+    try:
+        os.preadv(descriptor, [bytearray(1)], middle, os.RWF_NOWAIT)
+    except OSError as error:
+        return error.errno != errno.EAGAIN
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def import_seconds(most: int = 8) -> dict[str, float]:
+    """Of `serve run`'s imports by package, the longest first, the rest together; read with
+    -X importtime, which itself takes some time."""
+    code = "import serve.cli, serve.run_cli"
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True
+    )
+    taken: Counter[str] = Counter()
+    for line in done.stderr.splitlines():
+        if match := _IMPORT.match(line):
+            taken[match[2].partition(".")[0]] += int(match[1])
+    longest = taken.most_common(most)
+    rest = sum(taken.values()) - sum(micros for _, micros in longest)
+    return {name: micros / 1e6 for name, micros in longest} | {"the rest": rest / 1e6}
+
+
+def measure(
+    model: str | None,
+    folder: Path,
+    *,
+    repeats: int,
+    is_cold: bool,
+    options: list[str],
+    limit_s: float,
+    advance: Callable[[str], None],
+) -> tuple[dict[str, list[Start]], bool]:
+    """Starts by name, in turn; and whether the cold ones were cold."""
+    start_once(model, options, limit_s=limit_s)  # everything else is in memory then
+    starts: dict[str, list[Start]] = {"warm": []}
+    if is_cold:
+        starts["cold"] = []
+    was_dropped = True
+    for _ in range(repeats):
+        for name, found in starts.items():
+            advance(name)
+            if name == "cold":
+                was_dropped = drop_from_memory(folder) and was_dropped
+            found.append(start_once(model, options, limit_s=limit_s))
+    return starts, was_dropped

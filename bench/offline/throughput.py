@@ -1,0 +1,194 @@
+"""`serve bench throughput`: a fixed set of requests, all at once, through an engine here.
+
+The ceilings of the machine are read before and after every repeat; the share of the bound is
+what the steps that ran must have taken at least, over what all of it took. A peer gets the same
+prompts and has to answer as many tokens to each, in turn with ours.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from bench.checkpoints import model_directory
+from bench.load.work import Work
+from bench.offline import page
+from bench.offline.bound import Ceiling, ModelCost, probe_for
+from bench.offline.requests import fixed_requests
+from bench.offline.saturated import Asking, Saturated, saturate
+from bench.offline.transformers_peer import WAYS, Load, TransformersPeer, require_transformers
+from serve import Engine
+from serve.errors import ConfigError
+
+_WARM_UP = 16
+
+
+@dataclass(slots=True)
+class Found:
+    """Of each repeat: ours, the share of the bound, the ceilings; a peer's seconds by way."""
+
+    runs: list[Saturated] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+    ceilings: list[Ceiling] = field(default_factory=list)
+    peer_s: dict[str, list[float]] = field(default_factory=dict)
+
+    def figures(self) -> dict[str, list[float]]:
+        """Of each repeat."""
+        return {
+            "requests/s": [run.requests_per_s for run in self.runs],
+            "output tokens/s": [run.tokens_per_s for run in self.runs],
+            "prompt tokens/s": [run.prompt_tokens / run.seconds for run in self.runs],
+            "seconds": [run.seconds for run in self.runs],
+            "steps": [float(len(run.steps)) for run in self.runs],
+            "rows a step": [
+                statistics.fmean(step.work.num_rows for step in run.steps) for run in self.runs
+            ],
+            "sequences at once": [run.running_mean for run in self.runs],
+            "preemptions": [float(run.num_preemptions) for run in self.runs],
+        }
+
+
+def throughput(
+    model: str | None = None,
+    *,
+    works: Sequence[Work] | None = None,
+    requests: int | None = None,
+    input_len: int | None = None,
+    output_len: int | None = None,
+    repeats: int | None = None,
+    max_num_seqs: int = 256,
+    max_model_len: int | None = None,
+    dtype: str = "auto",
+    kv_dtype: str = "auto",
+    compute_threads: int | None = None,
+    backend: str = "auto",
+    peer: str | None = None,
+    seed: int = 0,
+    json_file: Path | None = None,
+    quick: bool = False,
+) -> dict[str, Any]:
+    """All requests at once, several times; prints rates, steps and the share of the bound.
+
+    model: a directory, "random:SHAPE", None for the embedded one. works: the requests, from any
+    data set; None: `requests` (128) of the embedded model's own mixture, of mixed lengths for
+    another model, or with input_len of exact lengths. peer: "transformers".
+    Returns what is written to json_file. ConfigError before anything runs.
+    """
+    page.check_file(json_file)
+    num_repeats = repeats or (1 if quick else 3)
+    if num_repeats < 1:
+        raise ConfigError(f"repeats must be a positive number, not {repeats}")
+    if peer not in (None, "transformers"):
+        raise ConfigError(f"peer must be transformers, not {peer!r}")
+    if peer is not None:
+        require_transformers()
+    path = model_directory(model)
+    if works is None:
+        count = requests or (16 if quick else 128)
+        works = fixed_requests(
+            path, count=count, seed=seed, input_len=input_len, output_len=output_len
+        )
+    engine = Engine(
+        path,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        compute_threads=compute_threads,
+        backend=backend,
+        prefix_cache=False,
+        seed=0,
+    )
+    head = page.Head.now(f"throughput, {engine.model_name}")
+    with page.progress() as bar:
+        task = bar.add_task("loading", total=num_repeats * (1 if peer is None else 1 + len(WAYS)))
+
+        def advance(what: str) -> None:
+            bar.update(task, description=what, advance=1)
+
+        found = uvloop.run(_measure(engine, works, num_repeats, peer is not None, advance))
+    console = page.console()
+    console.print(str(head), highlight=False, soft_wrap=True)
+    result = _result(engine, found)
+    _show(found, result, console)
+    page.write(json_file, head, result)
+    return result
+
+
+async def _measure(
+    engine: Engine,
+    works: Sequence[Work],
+    repeats: int,
+    has_peer: bool,
+    advance: Callable[[str], None],
+) -> Found:
+    found = Found()
+    with ExitStack() as stack:
+        async with engine:
+            target = Asking(engine)
+            await saturate(target, works[:_WARM_UP])
+            probe = probe_for(engine.config, engine.spec)
+            cost = ModelCost.of(engine.config, engine.spec, engine.stats().kv_bytes_per_token)
+            peer: TransformersPeer | None = None
+            if has_peer:
+                dtype = "float32" if engine.config.dtype == "float32" else "bfloat16"
+                peer = stack.enter_context(TransformersPeer(engine.config.model_path, dtype))
+            for _ in range(repeats):
+                advance("requests")
+                before = probe()
+                run = await saturate(target, works)
+                found.runs.append(run)
+                found.ceilings.append(before.mean(probe()))
+                found.shares.append(cost.bound_s(run.steps, found.ceilings[-1]) / run.seconds)
+                for way in WAYS if peer is not None else ():
+                    assert peer is not None
+                    advance(f"transformers, {way}")
+                    load = Load(run.prompts, [len(tokens) for tokens in run.tokens])
+                    found.peer_s.setdefault(way, []).append(peer.run(way, load))
+    return found
+
+
+def _result(engine: Engine, found: Found) -> dict[str, Any]:
+    run = found.runs[0]
+    result: dict[str, Any] = {
+        "model": engine.model_name,
+        "requests": run.num_requests,
+        "prompt_tokens": run.prompt_tokens,
+        "output_tokens": run.output_tokens,
+        **found.figures(),
+        "share_of_bound": found.shares,
+        "ceilings": [ceiling._asdict() for ceiling in found.ceilings],
+    }
+    if found.peer_s:
+        result["peer_seconds"] = found.peer_s
+        best = min(statistics.median(seconds) for seconds in found.peer_s.values())
+        result["over_peer"] = best / statistics.median(result["seconds"])
+    return result
+
+
+def _show(found: Found, result: dict[str, Any], console: Console) -> None:
+    title = (
+        f"{result['requests']} requests at once: {result['prompt_tokens']:,} prompt and"
+        f" {result['output_tokens']:,} output tokens; medians and ranges of {len(found.runs)}"
+    )
+    table = Table("", title.partition(":")[0], title=title, title_justify="left")
+    for name, values in found.figures().items():
+        table.add_row(name, page.spread(values))
+    shares = [100 * share for share in found.shares]
+    if any(shares):
+        table.add_row("share of the bound", page.spread(shares, "{:.0f}".format) + " %")
+    console.print(table)
+    console.print(f"ceilings: {found.ceilings[0]}", highlight=False)
+    for way, seconds in found.peer_s.items():
+        rate = result["output_tokens"] / statistics.median(seconds)
+        console.print(f"transformers, {way}: {page.spread(seconds)} s, {rate:.1f} output tokens/s")
+    if found.peer_s:
+        console.print(f"over the faster way: {result['over_peer']:.2f}x")

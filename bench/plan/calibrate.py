@@ -1,0 +1,162 @@
+"""A step's cost fitted to the steps that a real engine ran (serve/step_trace.py).
+
+    seconds = fixed + row x rows + bent x rows beyond a bend + context x tokens before decode rows
+            + pair x pairs + chunk x chunks + sequence x sequences + sample, if any is sampled
+
+No coefficient is negative, so more work never takes less. The bend is where products stop waiting
+for the weights: the one of BENDS that fits best. Least squares on relative errors, which
+stalled steps do not pull: errors beyond a few times the median one weigh less (Huber), and steps
+of more than twice the time nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serve.errors import ConfigError
+from serve.step_time import StepWork
+from serve.step_trace import TracedStep
+
+BENDS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
+TERMS = ("fixed", "row", "bent", "context", "pair", "chunk", "sequence", "sample")
+MIN_STEPS = 32
+_ROUNDS = 8
+_STALLED = 2.0
+_HUBER = 3.0
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class FittedCost:
+    """coefficients: seconds, in the order of TERMS. median_error, p90_error: relative, over the
+    num_steps that were not stalled."""
+
+    bend: int
+    coefficients: tuple[float, ...]
+    num_steps: int
+    median_error: float
+    p90_error: float
+
+    def seconds(self, work: StepWork) -> float:
+        """0 without rows."""
+        rows = work.num_rows
+        if not rows:
+            return 0.0
+        fixed, row, bent, context, pair, chunk, sequence, sample = self.coefficients
+        seconds = fixed + row * rows + context * work.num_context
+        if rows > self.bend:
+            seconds += bent * (rows - self.bend)
+        if work.num_chunks:
+            seconds += pair * work.num_pairs + chunk * work.num_chunks
+        seconds += sequence * (work.num_decodes + work.num_chunks)
+        return seconds + sample if work.samples else seconds
+
+    def save(self, path: Path) -> None:
+        values = asdict(self) | {"coefficients": dict(zip(TERMS, self.coefficients, strict=True))}
+        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> FittedCost:
+        """ConfigError where the file is none of `save`."""
+        try:
+            values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            coefficients = tuple(float(values["coefficients"][name]) for name in TERMS)
+            return cls(**values | {"coefficients": coefficients})
+        except OSError as error:
+            raise ConfigError(f"cost {path}: {error.strerror or error}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"cost {path} is not a fitted cost: {error!r}") from error
+
+
+def fit(steps: Sequence[TracedStep]) -> FittedCost:
+    """ConfigError with fewer than MIN_STEPS."""
+    return fit_times([(step.work, step.ended_s - step.began_s) for step in steps])
+
+
+def fit_times(times: Sequence[tuple[StepWork, float]]) -> FittedCost:
+    """Work, and the seconds that it took."""
+    usable = [(work, seconds) for work, seconds in times if work.num_rows and seconds > 0]
+    if len(usable) < MIN_STEPS:
+        raise ConfigError(f"a fit of the cost needs {MIN_STEPS} steps, not {len(usable)}")
+    works = [work for work, _ in usable]
+    seconds = np.array([seconds for _, seconds in usable])
+    fits = [_fit_bend(works, seconds, bend) for bend in BENDS]
+    return min(fits, key=lambda found: (found.median_error + found.p90_error, found.bend))
+
+
+def _features(works: Sequence[StepWork], bend: int) -> Array:
+    """[steps, TERMS]"""
+    rows = [
+        (
+            1.0,
+            work.num_rows,
+            max(0, work.num_rows - bend),
+            work.num_context,
+            work.num_pairs,
+            work.num_chunks,
+            work.num_decodes + work.num_chunks,
+            work.samples,
+        )
+        for work in works
+    ]
+    return np.array(rows, dtype=np.float64)
+
+
+def _fit_bend(works: Sequence[StepWork], seconds: Array, bend: int) -> FittedCost:
+    relative = _features(works, bend) / seconds[:, None]
+    weights = np.ones(len(works))
+    coefficients = np.zeros(len(TERMS))
+    for _ in range(_ROUNDS):
+        coefficients = _non_negative(relative * weights[:, None], weights)
+        ratios = relative @ coefficients  # predicted over real
+        errors = np.abs(ratios - 1)
+        usual = max(float(np.median(errors)), 1e-6)
+        weights = np.sqrt(np.minimum(1.0, _HUBER * usual / np.maximum(errors, 1e-12)))
+        weights[ratios < 1 / _STALLED] = 0.0
+        if not weights.any():  # nothing is near: begin again from the middle
+            weights = np.where(errors <= np.median(errors), 1.0, 0.0)
+    kept = errors[ratios >= 1 / _STALLED]
+    kept = kept if kept.size else errors
+    return FittedCost(
+        bend=bend,
+        coefficients=tuple(map(float, coefficients)),
+        num_steps=int(kept.size),
+        median_error=float(np.median(kept)),
+        p90_error=float(np.quantile(kept, 0.9)),
+    )
+
+
+def _non_negative(matrix: Array, target: Array) -> Array:
+    """The least squares without negative coefficients: the active sets of Lawson and Hanson."""
+    scale = np.linalg.norm(matrix, axis=0)
+    scale[scale == 0] = 1.0
+    scaled = matrix / scale
+    count = scaled.shape[1]
+    found, is_free = np.zeros(count), np.zeros(count, dtype=bool)
+    for _ in range(10 * count):
+        slope = scaled.T @ (target - scaled @ found)
+        slope[is_free] = -np.inf
+        best = int(np.argmax(slope))
+        if slope[best] <= 1e-9 * np.linalg.norm(target):
+            break
+        is_free[best] = True
+        while True:
+            tried = np.zeros(count)
+            tried[is_free] = np.linalg.lstsq(scaled[:, is_free], target, rcond=None)[0]
+            falls = is_free & (tried <= 0)
+            if not falls.any():
+                break
+            share = np.min(found[falls] / np.maximum(found[falls] - tried[falls], 1e-300))
+            found = found + share * (tried - found)
+            is_free &= found > 1e-12
+        found = tried
+    coefficients: Array = found / scale
+    return coefficients

@@ -1,0 +1,207 @@
+"""What a step takes on a machine: bytes over bandwidth, operations over peaks, stage by stage.
+
+    products          weights once, 2 operations for each weight and row
+    last product      the same for the rows that a token is chosen for
+    decode attention  K/V of the decode rows' tokens, 4 operations for each and each number of q
+    prefill attention 4 operations for each pair of a row and a token, and each number of q
+    rows              inputs and outputs of products
+    network           two all-reduces a layer between n tensor-parallel devices (a ring)
+
+n devices share weights, heads and K/V equally (K/V at most between as many as there are heads of
+it). A window counts tokens as if all sequences had the mean context. What a chunk reads of the
+K/V before it is left out: each token serves all rows of the chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from bench.plan.efficiency import Efficiency
+from bench.plan.hardware import Device, Link
+from bench.plan.shapes import Precision, Shape
+from serve.errors import ConfigError
+from serve.step_time import StepWork
+
+RESOURCES = ("memory", "compute", "network", "overheads")
+_ATTENTION_FACTORS = {"float32": (), "bfloat16": ("bf16",), "int8": ("bf16",)}
+_LOGIT_BYTES = 4
+_REDUCED_BYTES = 2  # of a number in an all-reduce
+
+
+class StepCost(Protocol):
+    """How long a step takes."""
+
+    def seconds(self, work: StepWork) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Seconds of one device: reading and writing memory, multiplying, sending, and the rest."""
+
+    name: str
+    memory_s: float = 0.0
+    compute_s: float = 0.0
+    network_s: float = 0.0
+    fixed_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Reading and multiplying at the same time."""
+        return max(self.memory_s, self.compute_s) + self.network_s + self.fixed_s
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Devices of one kind, tensor parallel over their peers' links."""
+
+    device: Device
+    num_devices: int = 1
+
+    @property
+    def name(self) -> str:
+        prefix = f"{self.num_devices}x" if self.num_devices > 1 else ""
+        return prefix + self.device.name
+
+    @property
+    def dollars_per_h(self) -> float | None:
+        one = self.device.dollars_per_h
+        return None if one is None else self.num_devices * one
+
+    @property
+    def watts(self) -> float | None:
+        return None if self.device.watts is None else self.num_devices * self.device.watts
+
+
+def all_reduce_s(num_bytes: float, num_devices: int, link: Link, share: float = 1.0) -> float:
+    """A ring's, without the time that every exchange takes."""
+    return 2 * (1 - 1 / num_devices) * num_bytes / (share * link.bytes_per_s)
+
+
+class Attention:
+    """Of all layers, over K/V that is divided among a machine's devices by heads."""
+
+    def __init__(
+        self, shape: Shape, precision: Precision, machine: Machine, efficiency: Efficiency
+    ) -> None:
+        device, n = machine.device, machine.num_devices
+        peak = device.peak(*_ATTENTION_FACTORS[precision.kv], "fp32")
+        assert peak is not None, f"{device}"
+        shards = min(n, shape.num_kv_heads)
+        read = efficiency.kv * device.bytes_per_s * shards
+        self._token_s = shape.kv_layer_bytes(precision) / read
+        self._seen_s = 4 * shape.q_width / (efficiency.decode * peak * n)
+        self._pair_s = 4 * shape.q_width / (efficiency.prefill * peak * n)
+        self._windows = shape.layers_by_window()
+
+    def decode(self, rows: float, seen: float) -> Stage:
+        """seen: tokens of all rows together, each one's own included."""
+        tokens = self._in_windows(rows, seen)
+        return Stage("decode attention", tokens * self._token_s, tokens * self._seen_s)
+
+    def prefill(self, rows: float, pairs: float) -> Stage:
+        """pairs: of a prompt row and a token that it sees."""
+        return Stage("prefill attention", compute_s=self._in_windows(rows, pairs) * self._pair_s)
+
+    def _in_windows(self, rows: float, tokens: float) -> float:
+        """Of all layers, where rows together see so many tokens without windows."""
+        total = 0.0
+        for window, layers in self._windows.items():
+            total += layers * (tokens if window is None else min(tokens, rows * window))
+        return total
+
+
+class MachineCost:
+    """A model on a machine. ConfigError where the machine cannot compute in this precision."""
+
+    def __init__(
+        self, shape: Shape, precision: Precision, machine: Machine, efficiency: Efficiency
+    ) -> None:
+        self.shape, self.precision, self.machine = shape, precision, machine
+        self.efficiency = efficiency
+        self.attention = Attention(shape, precision, machine, efficiency)
+        device, n = machine.device, machine.num_devices
+        product_peak = device.peak(*precision.factors)
+        if product_peak is None:
+            raise ConfigError(f"{device.name} does not multiply {precision.weights}")
+        if n > 1 and device.peers is None:
+            raise ConfigError(f"{machine.name}: hardware has no peers for {device.name}")
+        bandwidth = device.bytes_per_s
+        weights = efficiency.weights * bandwidth * n
+        self._block_s = shape.block_bytes(precision) / weights
+        self._head_s = shape.head_bytes(precision) / weights
+        self._block_row_s = 2 * shape.block_parameters / (product_peak * n)
+        self._head_row_s = 2 * shape.head_parameters / (product_peak * n)
+        elements = 4 * shape.hidden + (2 * shape.q_width + 2 * shape.kv_width + 2 * shape.ffn) / n
+        wide = device.kind == "cpu" and precision.weights != "bfloat16"
+        moved = efficiency.rows * bandwidth
+        self._row_s = shape.num_layers * elements * (4 if wide else 2) / moved
+        self._logits_s = 2 * _LOGIT_BYTES * shape.head_parameters / shape.hidden / moved / n
+        self._cached_s = device.cache_bytes / bandwidth
+
+    def stages(self, work: StepWork) -> list[Stage]:
+        """With rows."""
+        sampled = work.num_decodes + work.num_chunks if work.samples else 0
+        seen = work.num_context + work.num_decodes
+        return [
+            *self.products(work.num_rows, sampled),
+            self.attention.decode(work.num_decodes, seen),
+            self.attention.prefill(work.num_rows - work.num_decodes, work.num_pairs),
+            Stage("overheads", fixed_s=self._fixed_s(work.num_decodes + work.num_chunks)),
+        ]
+
+    def products(self, rows: float, sampled: float) -> list[Stage]:
+        """All stages that need no K/V. sampled: rows of the last product."""
+        efficiency = self.efficiency
+        multiply_s = efficiency.product_rows(rows) * self._block_row_s
+        last_s = efficiency.product_rows(sampled) * self._head_row_s
+        return [
+            Stage("products", self._block_s, multiply_s),
+            Stage("last product", self._head_s if sampled else 0.0, last_s),
+            Stage("rows", rows * self._row_s + sampled * self._logits_s),
+            self._network(rows),
+        ]
+
+    def seconds(self, work: StepWork) -> float:
+        """0 without rows."""
+        if not work.num_rows:
+            return 0.0
+        if self.efficiency.is_overlapped:
+            return max(self.resources(work).values())
+        return sum(stage.seconds for stage in self.stages(work))
+
+    def resources(self, work: StepWork) -> dict[str, float]:
+        """Seconds by what they are spent on."""
+        found = dict.fromkeys(RESOURCES, 0.0)
+        is_overlapped = self.efficiency.is_overlapped
+        for stage in self.stages(work):
+            found["network"] += stage.network_s
+            found["overheads"] += stage.fixed_s
+            if is_overlapped or stage.memory_s >= stage.compute_s:
+                found["memory"] += stage.memory_s
+            if is_overlapped or stage.memory_s < stage.compute_s:
+                found["compute"] += stage.compute_s
+        if is_overlapped:
+            found["memory"] = max(0.0, found["memory"] - self._cached_s)
+        return found
+
+    def binds(self, work: StepWork) -> str:
+        """The one of RESOURCES that most of the time is spent on."""
+        resources = self.resources(work)
+        return max(resources, key=resources.__getitem__)
+
+    def _network(self, rows: float) -> Stage:
+        n, device = self.machine.num_devices, self.machine.device
+        if n == 1:
+            return Stage("network")
+        assert device.peers is not None, f"{device}"
+        row_bytes = rows * self.shape.hidden * _REDUCED_BYTES
+        one_s = all_reduce_s(row_bytes, n, device.peers, self.efficiency.network)
+        if not self.efficiency.is_overlapped:
+            one_s += device.peers.seconds
+        return Stage("network", network_s=2 * self.shape.num_layers * one_s)
+
+    def _fixed_s(self, sequences: int) -> float:
+        efficiency = self.efficiency
+        layers_s = self.shape.num_layers * efficiency.layer_s
+        return efficiency.step_s + layers_s + sequences * efficiency.sequence_s

@@ -1,0 +1,122 @@
+"""What devices can do: the packaged table of data sheets, and a user's own in the same form."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from serve.errors import ConfigError
+
+KINDS = ("gpu", "cpu")
+ARITHMETIC = ("fp32", "bf16", "fp8", "int8", "int4")
+_SIZES = {"memory_gb": "memory_bytes", "bandwidth_gb_s": "bytes_per_s"}
+_LINKS = ("peers", "network")
+_OTHERS = {"cache_mb", "usd_per_h", "watts"}
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One device's, each way; seconds: what every exchange takes, whatever its size."""
+
+    bytes_per_s: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """Peaks, dense. operations: a second, by the type of the factors, multiply and add being two.
+
+    cache_bytes: of the last cache, which need not be read from memory at each step. peers: to
+    devices of its kind in the same machine; network: to other machines; None: there is none, or
+    it is not known. dollars_per_h, watts: None where not known.
+    """
+
+    name: str
+    kind: str
+    memory_bytes: float
+    bytes_per_s: float
+    operations: Mapping[str, float] = field(hash=False)
+    cache_bytes: float = 0.0
+    peers: Link | None = None
+    network: Link | None = None
+    dollars_per_h: float | None = None
+    watts: float | None = None
+
+    def peak(self, *types: str) -> float | None:
+        """Of the first of these types that the device has."""
+        return next((self.operations[name] for name in types if name in self.operations), None)
+
+
+def load_devices(file: Path | None = None) -> dict[str, Device]:
+    """The packaged ones, and those of a user's file. A section there with the name of a packaged
+    device changes the keys that it has. ConfigError names file, section and key."""
+    packaged = files("bench.plan").joinpath("hardware.toml").read_text(encoding="utf-8")
+    sections: dict[str, dict[str, Any]] = tomllib.loads(packaged)
+    if file is not None:
+        for name, section in read_toml(file, "hardware").items():
+            if not isinstance(section, dict):
+                raise ConfigError(f"hardware {file}: {name} must be a section [{name}]")
+            sections[name] = sections.get(name, {}) | section
+    source = "hardware.toml" if file is None else str(file)
+    return {name: _device(name, section, source) for name, section in sections.items()}
+
+
+def read_toml(file: Path, setting: str) -> dict[str, Any]:
+    """ConfigError names the setting and the file, and the line where it is not TOML."""
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{setting} {file}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{setting} {file}: {error}") from error
+
+
+def _device(name: str, section: dict[str, Any], source: str) -> Device:
+    where = f"hardware {source}: [{name}]"
+    known = {"kind", *_SIZES, *_LINKS, *_OTHERS, *(f"{kind}_tops" for kind in ARITHMETIC)}
+    unknown = sorted(section.keys() - known)
+    if unknown:
+        raise ConfigError(f"{where} has an unknown key {unknown[0]}; known: {sorted(known)}")
+    if section.get("kind") not in KINDS:
+        raise ConfigError(f"{where} kind must be one of {', '.join(KINDS)}")
+
+    def number(key: str, *, needed: bool = False) -> float | None:
+        value = section.get(key)
+        if value is None and not needed:
+            return None
+        return _number(value, f"{where} {key}")
+
+    operations = {
+        kind: 1e12 * value for kind in ARITHMETIC if (value := number(f"{kind}_tops")) is not None
+    }
+    if not {"fp32", "bf16"} & operations.keys():
+        raise ConfigError(f"{where} needs fp32_tops or bf16_tops")
+    links = {key: _link(section[key], f"{where} {key}") for key in _LINKS if key in section}
+    return Device(
+        name=name,
+        kind=section["kind"],
+        memory_bytes=1e9 * (number("memory_gb", needed=True) or 0.0),
+        bytes_per_s=1e9 * (number("bandwidth_gb_s", needed=True) or 0.0),
+        operations=operations,
+        cache_bytes=1e6 * (number("cache_mb") or 0.0),
+        dollars_per_h=number("usd_per_h"),
+        watts=number("watts"),
+        **links,
+    )
+
+
+def _number(value: object, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ConfigError(f"{where} must be a number above 0, not {value!r}")
+    return float(value)
+
+
+def _link(value: object, where: str) -> Link:
+    if not isinstance(value, dict) or value.keys() != {"gb_s", "us"}:
+        raise ConfigError(f"{where} must be {{ gb_s = ..., us = ... }}, not {value!r}")
+    return Link(1e9 * _number(value["gb_s"], where), _number(value["us"], where) / 1e6)

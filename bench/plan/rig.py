@@ -1,0 +1,85 @@
+"""Single steps of a real model on this machine, with any contexts, and nobody else in the way.
+
+Pages are mapped and read, but hold zeros instead of computed K/V: no kernel's time depends on
+values.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from serve.config import EngineConfig
+from serve.plan import StepPlan, plan_of
+from serve.request import Request, SamplingParams
+from serve.runner import ModelRunner
+from serve.runtime import Runtime, load_runtime
+from serve.sequence import Sequence, SequenceStatus, make_sequences
+
+_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
+
+
+class StepRig:
+    """A loaded model. Used with `with`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.runtime: Runtime = load_runtime(config)
+        self._runner = ModelRunner(self.runtime.model, self.runtime.kv, self.runtime.attention)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.runtime.kv.close_all()
+        self.runtime.memory.close()
+
+    def open(self, contexts: SequenceOf[int], chunks: SequenceOf[tuple[int, int]]) -> StepPlan:
+        """A step: a decode row after each of the contexts, and chunks of (rows, context)."""
+        decodes = [self._sequence(context, 1) for context in contexts]
+        prompts = [(self._sequence(context, rows), rows) for rows, context in chunks]
+        plan = plan_of(decodes, prompts)
+        assert plan is not None, "a step without rows"
+        return plan
+
+    def seconds(self, plan: StepPlan) -> float:
+        """Of the step; it can be repeated."""
+        began = time.perf_counter()
+        self._runner.run(plan, lambda: None)
+        return time.perf_counter() - began
+
+    def close(self, plan: StepPlan) -> None:
+        for sequence in plan.sequences:
+            assert sequence.kv_range is not None
+            self.runtime.kv.close(sequence.kv_range)
+
+    def _sequence(self, context: int, rows: int) -> Sequence:
+        """Which samples after its rows."""
+        tokens = tuple(5 + i % 200 for i in range(context + rows))
+        request = Request("step", None, tokens, _PARAMS, 0.0)
+        (sequence,) = make_sequences(request, frozenset())
+        kv = self.runtime.kv
+        sequence.kv_range = kv.open(len(tokens))
+        assert kv.grow(sequence.kv_range, len(tokens)), "K/V memory is too small"
+        sequence.num_computed_tokens = context
+        sequence.status = SequenceStatus.RUNNING
+        return sequence
+
+
+def rig_config(model: Path, dtype: str, kv_cache_bytes: int, max_model_len: int) -> EngineConfig:
+    return EngineConfig(
+        model=str(model),
+        dtype=dtype,
+        kv_cache_bytes=kv_cache_bytes,
+        max_model_len=max_model_len,
+        max_num_seqs=64,
+        max_num_batched_tokens=1024,
+        prefix_cache=False,
+    )

@@ -1,0 +1,189 @@
+"""`serve plan`: what a model does on which machine, and what that costs."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench.plan.cost import Machine, MachineCost
+from bench.plan.efficiency import BOUND, expected
+from bench.plan.hardware import Device, load_devices
+from bench.plan.plots import plot, require_matplotlib
+from bench.plan.search import Budget, all_machines, rank, rank_splits
+from bench.plan.serving import Load, Slo
+from bench.plan.shapes import KV, WEIGHTS, Precision, Shape, load_shape
+from bench.plan.tables import details, print_details, print_ranking, print_splits
+from quant.kv import fitting_group
+from serve.errors import ConfigError
+
+BATCHES = (1, 8, 16, 32, 64, 128)
+CONTEXTS = (512, 2048, 8192)
+HERE = "here"
+_COUNTED = re.compile(r"(?:([0-9]{1,3})x)?(.+)")
+
+
+def run(
+    model: str = "default",
+    *,
+    hardware: Path | None = None,
+    machines: Sequence[str] = (),
+    dtype: str = "int8",
+    kv_dtype: str = "auto",
+    prompt: int = 1024,
+    output: int = 256,
+    batches: Sequence[int] = BATCHES,
+    contexts: Sequence[int] | None = None,
+    ttft_s: float | None = None,
+    tpot_ms: float | None = None,
+    usd_per_h: float | None = None,
+    usd_per_m: float | None = None,
+    disaggregated: bool = False,
+    top: int = 15,
+    json_file: Path | None = None,
+    png_file: Path | None = None,
+) -> dict[str, Any]:
+    """Prints what a model does on machines; returns it as it goes into json_file.
+
+    model: a name of models.toml, a checkpoint's directory or its config.json. hardware: a TOML
+    file with more devices, or other figures of those in hardware.toml. machines: names, "here"
+    (measured now) or a number of devices like "4xh100-sxm"; one of them is shown in detail, more
+    are compared; none: all devices, alone and as 2, 4 and 8. prompt, output: tokens of a request.
+    batches, contexts: of the table of one machine. ttft_s, tpot_ms: to be kept; usd_per_h,
+    usd_per_m (a million tokens of answers): not to be exceeded. disaggregated: (a, b), too.
+    top: rows of the comparison. ConfigError names what cannot be.
+    """
+    shape = load_shape(model)
+    precision = _precision(dtype, kv_dtype, shape)
+    load, contexts = _lengths(shape, prompt, output, contexts)
+    _require_counts("batch", batches)
+    _require_counts("top", [top])
+    slo = Slo(
+        ttft_s=_bound("ttft", ttft_s),
+        tpot_s=_bound("tpot", tpot_ms) / 1e3,
+    )
+    budget = Budget(
+        dollars_per_h=_bound("usd-per-hour", usd_per_h),
+        dollars_per_m=_bound("usd-per-million", usd_per_m),
+    )
+    if png_file is not None:
+        require_matplotlib()
+    devices = load_devices(hardware)
+    chosen = [_machine(name, devices) for name in machines]
+    console = Console()
+    console.width = max(console.width, 120)
+    result: dict[str, Any] = {
+        "model": asdict(shape) | {"num_parameters": shape.num_parameters},
+        "precision": asdict(precision),
+        "load": asdict(load),
+    }
+    if len(chosen) == 1:
+        cost, bound = _costs(shape, precision, chosen[0])
+        found = details(cost, bound, batches, contexts)
+        print_details(found, load, console)
+        result["details"] = found.as_json()
+    listed = chosen or [Machine(device) for device in devices.values()]
+    choices = rank(shape, precision, chosen or all_machines(devices), load, slo, budget)
+    print_ranking(choices, load, top, console)
+    result["machines"] = [choice.as_json() for choice in choices]
+    if disaggregated:
+        kinds = list({machine.device.name: machine.device for machine in listed}.values())
+        splits = rank_splits(shape, precision, kinds, load, slo, budget)
+        print_splits(splits, top, console)
+        result["disaggregated"] = [split.as_json() for split in splits]
+    if png_file is not None:
+        drawn = [choice.machine for choice in choices if choice.serving is not None][:top]
+        costs = [_costs(shape, precision, machine)[0] for machine in drawn or listed[:1]]
+        plot(costs, bound if len(chosen) == 1 else None, load, slo, png_file)
+    if json_file is not None:
+        _write(json_file, result)
+    return result
+
+
+def _precision(dtype: str, kv_dtype: str, shape: Shape) -> Precision:
+    if dtype not in WEIGHTS:
+        raise ConfigError(f"dtype {dtype!r} is not one of: {', '.join(WEIGHTS)}")
+    if kv_dtype == "auto":
+        kv_dtype = dtype
+        if dtype not in KV:
+            kv_dtype = "int8"
+        if kv_dtype == "int8" and fitting_group(shape.head_dim, 64) is None:
+            kv_dtype = "bfloat16"
+    if kv_dtype not in KV:
+        raise ConfigError(f"kv_dtype {kv_dtype!r} is not one of: auto, {', '.join(KV)}")
+    return Precision(dtype, kv_dtype)
+
+
+def _lengths(
+    shape: Shape, prompt: int, output: int, contexts: Sequence[int] | None
+) -> tuple[Load, Sequence[int]]:
+    _require_counts("prompt", [prompt])
+    _require_counts("output", [output])
+    most = shape.max_model_len
+    if prompt + output > most:
+        raise ConfigError(
+            f"prompt {prompt} and output {output} are more than the {most} tokens of {shape.name}"
+        )
+    if contexts is None:
+        contexts = [context for context in CONTEXTS if context < most] or [most - 1]
+    _require_counts("context", contexts)
+    if max(contexts) >= most:
+        raise ConfigError(
+            f"context {max(contexts)} leaves no room for a token in the {most} of {shape.name}"
+        )
+    return Load(prompt=prompt, output=output), contexts
+
+
+def _require_counts(name: str, values: Sequence[int]) -> None:
+    for value in values:
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1, not {value}")
+    if not values:
+        raise ConfigError(f"{name} must name at least one number")
+
+
+def _bound(name: str, value: float | None) -> float:
+    if value is None:
+        return math.inf
+    if not value > 0:
+        raise ConfigError(f"{name} must be above 0, not {value}")
+    return value
+
+
+def _machine(name: str, devices: dict[str, Device]) -> Machine:
+    """ "NAME", "here" or "NxNAME"."""
+    matched = _COUNTED.fullmatch(name)
+    assert matched is not None or not name, f"{name!r}"
+    number, kind = (matched[1], matched[2]) if matched else (None, name)
+    if kind == HERE and number is None:
+        from bench.plan.here import measure_here  # torch comes with it
+
+        return Machine(measure_here())
+    if kind not in devices:
+        raise ConfigError(f"machine {name!r} is neither here nor one of: {', '.join(devices)}")
+    count = 1 if number is None else int(number)
+    if count < 1 or (count > 1 and devices[kind].peers is None):
+        raise ConfigError(f"machine {name!r}: {kind} has no peers in the table of hardware")
+    return Machine(devices[kind], count)
+
+
+def _costs(shape: Shape, precision: Precision, machine: Machine) -> tuple[MachineCost, MachineCost]:
+    """As expected, and at best."""
+    efficiency = expected(machine.device.kind, precision)
+    return (
+        MachineCost(shape, precision, machine, efficiency),
+        MachineCost(shape, precision, machine, BOUND),
+    )
+
+
+def _write(file: Path, result: dict[str, Any]) -> None:
+    try:
+        file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"json {file}: {error.strerror or error}") from error

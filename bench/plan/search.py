@@ -1,0 +1,216 @@
+"""Which machine for a load, an SLO and a budget: all devices, alone and tensor parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from bench.plan.capacity import max_sequences, max_tokens
+from bench.plan.cost import Machine, MachineCost
+from bench.plan.disaggregated import Figures, Split
+from bench.plan.efficiency import Efficiency, expected
+from bench.plan.hardware import Device
+from bench.plan.serving import MAX_BATCH, Load, Serving, Slo, best
+from bench.plan.shapes import Precision, Shape
+from serve.errors import ConfigError
+
+NUMBERS = (1, 2, 4, 8)
+MAX_COMPUTE, MAX_MEMORY = 4, 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Dollars an hour, and for a million tokens of answers; inf: any."""
+
+    dollars_per_h: float = inf
+    dollars_per_m: float = inf
+
+    @property
+    def is_given(self) -> bool:
+        return min(self.dollars_per_h, self.dollars_per_m) < inf
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A machine and what it serves; reason: why it serves nothing (a limit of serving.best, or
+    what it cannot do), None if it does."""
+
+    machine: Machine
+    serving: Serving | None
+    reason: str | None
+    max_sequences: int
+    max_tokens: int
+
+    @property
+    def dollars_per_m(self) -> float | None:
+        """For a million tokens of answers."""
+        dollars, serving = self.machine.dollars_per_h, self.serving
+        if dollars is None or serving is None:
+            return None
+        return 1e6 * dollars / (3600 * serving.tokens_per_s)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "machine": self.machine.name,
+            "device": self.machine.device.name,
+            "num_devices": self.machine.num_devices,
+            "dollars_per_h": self.machine.dollars_per_h,
+            "watts": self.machine.watts,
+            "dollars_per_m": self.dollars_per_m,
+            "max_sequences": self.max_sequences,
+            "max_tokens": self.max_tokens,
+            "reason": self.reason,
+            "serving": None if self.serving is None else self.serving.as_json(),
+        }
+
+
+def choose(shape: Shape, precision: Precision, machine: Machine, load: Load, slo: Slo) -> Choice:
+    """What a machine does at best, as our kernels are expected to."""
+    try:
+        cost = MachineCost(shape, precision, machine, _efficiency(machine.device, precision))
+    except ConfigError as error:
+        return Choice(machine, None, str(error), 0, 0)
+    found = best(cost, load, slo)
+    return Choice(
+        machine,
+        None if isinstance(found, str) else found,
+        found if isinstance(found, str) else None,
+        max_sequences(cost, load.context),
+        max_tokens(cost),
+    )
+
+
+def all_machines(devices: Mapping[str, Device]) -> list[Machine]:
+    """Each alone, and as many tensor parallel as NUMBERS says where they have peers."""
+    return [
+        Machine(device, number)
+        for device in devices.values()
+        for number in NUMBERS
+        if number == 1 or device.peers is not None
+    ]
+
+
+def rank(
+    shape: Shape,
+    precision: Precision,
+    machines: Iterable[Machine],
+    load: Load,
+    slo: Slo,
+    budget: Budget,
+) -> list[Choice]:
+    """Those that serve within the budget first, the cheapest tokens first (of machines without a
+    price, which no budget lets in, the fastest), then those that do not serve."""
+    found = [choose(shape, precision, machine, load, slo) for machine in machines]
+    return sorted((_within(choice, budget) for choice in found), key=_order)
+
+
+def _efficiency(device: Device, precision: Precision) -> Efficiency:
+    return expected(device.kind, precision)
+
+
+def _within(choice: Choice, budget: Budget) -> Choice:
+    if choice.serving is None or not budget.is_given:
+        return choice
+    dollars, tokens = choice.machine.dollars_per_h, choice.dollars_per_m
+    if dollars is None or tokens is None:
+        reason = "no price"
+    elif dollars > budget.dollars_per_h or tokens > budget.dollars_per_m:
+        reason = "budget"
+    else:
+        return choice
+    return Choice(choice.machine, None, reason, choice.max_sequences, choice.max_tokens)
+
+
+def _order(choice: Choice) -> tuple[bool, bool, float]:
+    dollars, serving = choice.dollars_per_m, choice.serving
+    if serving is None:
+        return True, True, float(choice.machine.num_devices)
+    return False, dollars is None, -serving.tokens_per_s if dollars is None else dollars
+
+
+@dataclass(frozen=True, slots=True)
+class SplitChoice:
+    """a compute devices and b memory devices. network_bytes_per_s: what all links have; figures
+    say what is asked of them."""
+
+    compute: Device
+    memory: Device
+    a: int
+    b: int
+    figures: Figures
+    network_bytes_per_s: float
+
+    @property
+    def name(self) -> str:
+        return f"({self.a} {self.compute.name}, {self.b} {self.memory.name})"
+
+    def as_json(self) -> dict[str, Any]:
+        return self.figures.as_json() | {
+            "name": self.name,
+            "network_bytes_per_s": self.network_bytes_per_s,
+        }
+
+
+def rank_splits(
+    shape: Shape,
+    precision: Precision,
+    devices: Sequence[Device],
+    load: Load,
+    slo: Slo,
+    budget: Budget,
+) -> list[SplitChoice]:
+    """Of each pair of GPUs that compute and devices that hold K/V the (a, b) with the most tokens
+    per dollar (or, without a price, for each device); only the time between tokens counts of the
+    SLO: prompts are computed elsewhere. Contexts are in the middle of the answers."""
+    found = [
+        best_of
+        for one in devices
+        for other in devices
+        if one.kind == "gpu"
+        and (best_of := _best_split(shape, precision, one, other, load, slo, budget)) is not None
+    ]
+    return sorted(found, key=lambda choice: _worth(choice.figures, choice.a + choice.b))[::-1]
+
+
+def _best_split(
+    shape: Shape,
+    precision: Precision,
+    compute: Device,
+    memory: Device,
+    load: Load,
+    slo: Slo,
+    budget: Budget,
+) -> SplitChoice | None:
+    if compute.network is None or memory.network is None:
+        return None
+    efficiencies = _efficiency(compute, precision), _efficiency(memory, precision)
+    split = Split(shape, precision, compute, memory, efficiencies)
+    context = load.prompt + load.output / 2
+    found = []
+    for a in range(1, MAX_COMPUTE + 1):
+        for b in range(1, MAX_MEMORY + 1):
+            figures = split.figures(context, a, b, tpot_s=slo.tpot_s, max_batch=MAX_BATCH)
+            if figures is not None and _affordable(figures, budget):
+                found.append((_worth(figures, a + b), a, b, figures))
+    if not found:
+        return None
+    _, a, b, figures = max(found, key=lambda item: item[0])
+    links = min(a, b) * min(compute.network.bytes_per_s, memory.network.bytes_per_s)
+    return SplitChoice(compute, memory, a, b, figures, links)
+
+
+def _worth(figures: Figures, num_devices: int) -> tuple[bool, float]:
+    """What has a price counts more than what has none."""
+    per_dollar = figures.tokens_per_dollar
+    if per_dollar is None:
+        return False, figures.tokens_per_s / num_devices
+    return True, per_dollar
+
+
+def _affordable(figures: Figures, budget: Budget) -> bool:
+    per_dollar, dollars = figures.tokens_per_dollar, figures.dollars_per_h
+    if per_dollar is None or dollars is None:
+        return not budget.is_given
+    return dollars <= budget.dollars_per_h and 1e6 / per_dollar <= budget.dollars_per_m

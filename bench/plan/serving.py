@@ -1,0 +1,173 @@
+"""What a step's cost means for those who are served: time between tokens, to the first one, rates.
+
+Requests have prompts and answers of one length. B of them are in flight; each step has their B
+rows, and some steps rows of prompts besides, as our scheduler merges them:
+
+    chunk           prompt rows of a step: as few as get all prompts through, or as many as keep
+                    the time between tokens, whichever gives more (and keeps that to the first)
+    share           of the steps that have prompt rows: B x prompt / (answer x chunk), at most 0.9
+    time per token  (1 - share) x step without + share x step with prompt rows, on average
+    first token     the prompt's steps, and before them half a step that is under way and, with
+                    Poisson arrivals (M/D/1), share / (2 - 2 share) x the time of a prompt's rows
+
+Steps are counted with contexts in the middle of their answer (decode) or of their prompt (chunks).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from math import ceil, inf
+from typing import Any
+
+from bench.plan.capacity import max_sequences
+from bench.plan.cost import MachineCost, StepCost
+from serve.step_time import StepWork
+
+GRANULARITY = 16
+MAX_ROWS = {"cpu": 512, "gpu": 8192}  # of prompts in a step: more gain nothing
+MAX_BATCH = 4096
+MAX_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Tokens of a prompt and of its answer."""
+
+    prompt: int
+    output: int
+
+    @property
+    def context(self) -> int:
+        """When it is longest."""
+        return self.prompt + self.output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """Seconds: to the first token on average, between two tokens at most. inf: any."""
+
+    ttft_s: float = inf
+    tpot_s: float = inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """So many in flight, all the time. chunk: prompt rows of a step that has any. step_s: between
+    two tokens of one sequence, on average; longest_s: of a step with prompt rows. binds: what the
+    average step mostly waits for. limit: what keeps a larger batch away: memory, tpot, ttft,
+    prompts (their computing takes all steps) or batch (MAX_BATCH)."""
+
+    batch: int
+    chunk: int
+    step_s: float
+    longest_s: float
+    ttft_s: float
+    requests_per_s: float
+    tokens_per_s: float
+    binds: str
+    limit: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def decode_work(batch: int, context: int) -> StepWork:
+    """A step of sequences of which all have so many tokens before this one."""
+    return StepWork(batch, batch * context, batch, samples=True)
+
+
+def prefill_s(cost: StepCost, length: int, chunk: int) -> float:
+    """A prompt alone, in steps of so many rows."""
+    total, done = 0.0, 0
+    while done < length:
+        rows = min(chunk, length - done)
+        work = StepWork(samples=done + rows == length)
+        work.add(rows, done)
+        total += cost.seconds(work)
+        done += rows
+    return total
+
+
+def serve(cost: MachineCost, load: Load, slo: Slo, batch: int) -> Serving | str:
+    """Figures, or which of tpot, ttft and prompts does not allow so many."""
+    decode = decode_work(batch, load.prompt + load.output // 2)
+    most = _most_rows(cost, load, slo, decode)
+    least = batch * load.prompt / (load.output * MAX_SHARE)
+    least = GRANULARITY * ceil(least / GRANULARITY)
+    if not most:
+        return "tpot"
+    if least > most:
+        return "prompts"
+    # the fewer, the more arithmetic hides behind reading; the more, the sooner a prompt is done
+    tried = [_with_chunk(cost, load, decode, rows) for rows in (least, most)]
+    kept = [serving for serving in tried if serving.ttft_s <= slo.ttft_s]
+    return max(kept, key=lambda serving: serving.tokens_per_s) if kept else "ttft"
+
+
+def _with_chunk(cost: MachineCost, load: Load, decode: StepWork, rows: int) -> Serving:
+    batch = decode.num_decodes
+    share = batch * load.prompt / (load.output * rows)
+    mixed = _with_prompts(decode, rows, load)
+    longest_s = cost.seconds(mixed)
+    step_s = (1 - share) * cost.seconds(decode) + share * longest_s
+    own_s = load.prompt / rows * longest_s
+    spent = {
+        name: (1 - share) * seconds + share * cost.resources(mixed)[name]
+        for name, seconds in cost.resources(decode).items()
+    }
+    return Serving(
+        batch=batch,
+        chunk=rows,
+        step_s=step_s,
+        longest_s=longest_s,
+        ttft_s=step_s / 2 + max(own_s, longest_s) + own_s * share / (2 - 2 * share),
+        requests_per_s=batch / step_s / load.output,
+        tokens_per_s=batch / step_s,
+        binds=max(spent, key=spent.__getitem__),
+    )
+
+
+def _most_rows(cost: MachineCost, load: Load, slo: Slo, decode: StepWork) -> int:
+    """Of prompts in a step, in whole GRANULARITY; 0 if there is no time for any."""
+    fits = partial(_fits, cost, load, slo, decode)
+    low, high = 0, MAX_ROWS[cost.machine.device.kind] // GRANULARITY + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * GRANULARITY) else (low, middle)
+    return low * GRANULARITY
+
+
+def _fits(cost: MachineCost, load: Load, slo: Slo, decode: StepWork, rows: int) -> bool:
+    return cost.seconds(_with_prompts(decode, rows, load)) <= slo.tpot_s
+
+
+def _with_prompts(decode: StepWork, rows: int, load: Load) -> StepWork:
+    """Whole prompts, and a part from the middle of another one."""
+    work = StepWork(decode.num_decodes, decode.num_context, decode.num_rows, samples=True)
+    for _ in range(rows // load.prompt):
+        work.add(load.prompt, 0)
+    if rest := rows % load.prompt:
+        work.add(rest, (load.prompt - rest) // 2)
+    return work
+
+
+def best(cost: MachineCost, load: Load, slo: Slo) -> Serving | str:
+    """The largest batch that memory and the SLO allow: it gives the most tokens a second.
+    The name of a limit if not even one sequence is served."""
+    room = max_sequences(cost, load.context)
+    if not room:
+        return "memory"
+    found = serve(cost, load, slo, 1)
+    if isinstance(found, str):
+        return found
+    limit = "memory" if room <= MAX_BATCH else "batch"
+    low, high = 1, min(room, MAX_BATCH) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        tried = serve(cost, load, slo, middle)
+        if isinstance(tried, str):
+            high, limit = middle, tried
+        else:
+            low, found = middle, tried
+    return replace(found, limit=limit)

@@ -1,0 +1,238 @@
+"""Models in numbers: what is read, multiplied and kept, for a checkpoint's config.json or a name.
+
+Names are those of models.toml, with dimensions from the published config.json files.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from quant.kv import Int8KVFormat, fitting_group
+from serve.errors import ConfigError
+
+WEIGHTS = ("float32", "bfloat16", "int8", "fp8", "int4", "nf4")
+KV = ("float32", "bfloat16", "int8")
+_QUANTIZED = ("int8", "int4", "nf4", "fp8")
+_WEIGHT_BITS = {"float32": 32.0, "bfloat16": 16.0, "int8": 8.0, "fp8": 8.0}
+_GROUP_SCALE_BITS = 16
+_PLAIN_BYTES = {"float32": 4, "bfloat16": 2}
+# In which type products multiply, the best first; a device without one takes the next.
+_FACTORS = {
+    "float32": ("fp32",),
+    "bfloat16": ("bf16", "fp32"),
+    "int8": ("int8", "bf16", "fp32"),
+    "int4": ("int8", "bf16", "fp32"),
+    "nf4": ("int8", "bf16", "fp32"),
+    "fp8": ("fp8",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Types of weights and of K/V. 4-bit weights have a scale for weight_group inputs and are
+    multiplied with int8 rows; the last product and its weights are int8 then."""
+
+    weights: str = "bfloat16"
+    kv: str = "bfloat16"
+    weight_group: int = 64
+    kv_group: int = 64
+
+    @property
+    def weight_bits(self) -> float:
+        """Of one in a layer, its part of the scales included."""
+        if self.weights in ("int4", "nf4"):
+            return 4 + _GROUP_SCALE_BITS / self.weight_group
+        return _WEIGHT_BITS[self.weights]
+
+    @property
+    def head_bits(self) -> float:
+        """Of one of the last product."""
+        return 8.0 if self.weights in _QUANTIZED else self.weight_bits
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """Types to multiply in, the best first."""
+        return _FACTORS[self.weights]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """block_parameters: in the products of all layers; head_parameters: of the last product;
+    other_parameters: norms, biases, positions. embedding_parameters: only looked up; shared with
+    the last product if is_tied. q_width, kv_width: numbers of a row's q, and of its k.
+    windows: one per layer, None where it sees everything.
+    """
+
+    name: str
+    hidden: int
+    q_width: int
+    kv_width: int
+    head_dim: int
+    ffn: int
+    windows: tuple[int | None, ...]
+    max_model_len: int
+    block_parameters: int
+    head_parameters: int = 0
+    embedding_parameters: int = 0
+    other_parameters: int = 0
+    is_tied: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.windows)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_width // self.head_dim
+
+    @property
+    def num_parameters(self) -> int:
+        """As published: what two places share counts once."""
+        own = 0 if self.is_tied else self.embedding_parameters
+        return self.block_parameters + self.head_parameters + self.other_parameters + own
+
+    def layers_by_window(self) -> Counter[int | None]:
+        return Counter(self.windows)
+
+    def kv_token_bytes(self, precision: Precision) -> float:
+        """In all layers."""
+        return self.num_layers * self.kv_layer_bytes(precision)
+
+    def kv_layer_bytes(self, precision: Precision) -> float:
+        """K and V of one token in one layer."""
+        if precision.kv != "int8":
+            return 2.0 * self.kv_width * _PLAIN_BYTES[precision.kv]
+        group = fitting_group(self.head_dim, precision.kv_group)
+        if group is None:
+            raise ConfigError(
+                f"kv_dtype int8 needs a head_dim of a multiple of 16 up to 512, not {self.head_dim}"
+            )
+        return float(Int8KVFormat(self.num_kv_heads, self.head_dim, group).token_bytes)
+
+    def block_bytes(self, precision: Precision) -> float:
+        return self.block_parameters * precision.weight_bits / 8
+
+    def head_bytes(self, precision: Precision) -> float:
+        return self.head_parameters * precision.head_bits / 8
+
+    def weight_bytes(self, precision: Precision) -> float:
+        """In memory. The embedding stays as published (16 bits, or 32 beside fp32) and is there
+        twice where a tied last product has another type; norms and biases are fp32."""
+        is_shared = self.is_tied and precision.weights in _PLAIN_BYTES
+        looked_up = 0 if is_shared else self.embedding_parameters
+        table = looked_up * (4 if precision.weights == "float32" else 2)
+        return (
+            self.block_bytes(precision)
+            + self.head_bytes(precision)
+            + table
+            + 4 * self.other_parameters
+        )
+
+
+def make_shape(
+    name: str,
+    *,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    ffn: int,
+    vocab: int,
+    context: int,
+    windows: Sequence[int | None],
+    is_tied: bool,
+    is_gated: bool = True,
+    has_qk_norm: bool = False,
+    has_qkv_bias: bool = False,
+    has_o_bias: bool = False,
+    has_mlp_bias: bool = False,
+    norm_parameters: int = 1,
+    has_final_norm: bool = True,
+    embed: int | None = None,
+    num_positions: int = 0,
+) -> Shape:
+    """norm_parameters: of each number that a norm passes (weight, bias)."""
+    q, kv, layers, embed = heads * head_dim, kv_heads * head_dim, len(windows), embed or hidden
+    ups = 2 if is_gated else 1
+    products = hidden * (2 * q + 2 * kv) + (ups + 1) * hidden * ffn
+    others = 2 * hidden * norm_parameters + (2 * head_dim if has_qk_norm else 0)
+    others += has_qkv_bias * (q + 2 * kv) + has_o_bias * hidden
+    others += has_mlp_bias * (ups * ffn + hidden)
+    projections = 2 * hidden * embed if embed != hidden else 0
+    return Shape(
+        name=name,
+        hidden=hidden,
+        q_width=q,
+        kv_width=kv,
+        head_dim=head_dim,
+        ffn=ffn,
+        windows=tuple(windows),
+        max_model_len=context,
+        block_parameters=layers * products + projections,
+        head_parameters=vocab * embed,
+        embedding_parameters=vocab * embed,
+        other_parameters=layers * others
+        + has_final_norm * hidden * norm_parameters
+        + num_positions * hidden,
+        is_tied=is_tied,
+    )
+
+
+def load_shape(model: str) -> Shape:
+    """A name in models.toml, or a checkpoint's directory or config.json. ConfigError."""
+    families = known_models()
+    if model in families:
+        return _named(model, families[model])
+    path = Path(model)
+    if path.exists():
+        return _read(path.parent if path.name == "config.json" else path)
+    raise ConfigError(
+        f"model {model!r} is neither a directory with a config.json nor one of: "
+        f"{', '.join(families)}"
+    )
+
+
+def known_models() -> dict[str, dict[str, Any]]:
+    text = files("bench.plan").joinpath("models.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def _named(name: str, row: dict[str, Any]) -> Shape:
+    sizes = dict(row)
+    layers, window = sizes.pop("layers"), sizes.pop("window", None)
+    sizes.setdefault("head_dim", sizes["hidden"] // sizes["heads"])
+    return make_shape(name, windows=[window] * layers, **sizes)
+
+
+def _read(path: Path) -> Shape:
+    from serve.models import read_spec  # torch comes with it
+
+    spec = read_spec(path)
+    norm_parameters = spec.has_norm_weight + spec.has_norm_bias
+    return make_shape(
+        path.resolve().name,
+        hidden=spec.hidden_size,
+        heads=spec.num_heads,
+        kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        ffn=spec.intermediate_size,
+        vocab=spec.vocab_size,
+        context=spec.max_model_len,
+        windows=spec.windows,
+        is_tied=spec.is_tied,
+        is_gated=spec.is_gated,
+        has_qk_norm=spec.has_qk_norm,
+        has_qkv_bias=spec.has_qkv_bias,
+        has_o_bias=spec.has_o_bias,
+        has_mlp_bias=spec.has_mlp_bias,
+        norm_parameters=norm_parameters,
+        has_final_norm=spec.has_final_norm,
+        embed=spec.embed_size,
+        num_positions=spec.num_positions,
+    )

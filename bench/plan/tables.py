@@ -1,0 +1,207 @@
+"""What `serve plan` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.plan.capacity import kv_bytes, max_sequences, max_tokens
+from bench.plan.cost import MachineCost
+from bench.plan.search import Choice, SplitChoice
+from bench.plan.serving import MAX_ROWS, Load, decode_work, prefill_s
+
+NONE = "–"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A decode step. fits: memory has room for so many sequences with this context."""
+
+    batch: int
+    context: int
+    expected_s: float
+    bound_s: float
+    binds: str
+    fits: bool
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "batch": self.batch,
+            "context": self.context,
+            "step_s": self.expected_s,
+            "tokens_per_s": self.batch / self.expected_s,
+            "bound_step_s": self.bound_s,
+            "bound_tokens_per_s": self.batch / self.bound_s,
+            "binds": self.binds,
+            "fits": self.fits,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """One machine: decode steps, and prompts alone (tokens, expected and bound seconds)."""
+
+    cost: MachineCost
+    cells: list[Cell]
+    prompts: list[tuple[int, float, float]]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "machine": self.cost.machine.name,
+            "weight_bytes": self.cost.shape.weight_bytes(self.cost.precision),
+            "kv_bytes": kv_bytes(self.cost),
+            "kv_token_bytes": self.cost.shape.kv_token_bytes(self.cost.precision),
+            "max_tokens": max_tokens(self.cost),
+            "decode": [cell.as_json() for cell in self.cells],
+            "prefill": [
+                {"tokens": tokens, "seconds": seconds, "bound_seconds": bound_s}
+                for tokens, seconds, bound_s in self.prompts
+            ],
+        }
+
+
+def details(
+    cost: MachineCost, bound: MachineCost, batches: Sequence[int], contexts: Sequence[int]
+) -> Details:
+    """cost, bound: of the same machine, as expected and at best."""
+    rows = MAX_ROWS[cost.machine.device.kind]
+    cells = []
+    for batch in batches:
+        for context in contexts:
+            work = decode_work(batch, context)
+            cells.append(
+                Cell(
+                    batch,
+                    context,
+                    cost.seconds(work),
+                    bound.seconds(work),
+                    cost.binds(work),
+                    max_sequences(cost, context + 1) >= batch,
+                )
+            )
+    prompts = [
+        (length, prefill_s(cost, length, rows), prefill_s(bound, length, length))
+        for length in contexts
+    ]
+    return Details(cost, cells, prompts)
+
+
+def print_details(found: Details, load: Load, console: Console) -> None:
+    cost = found.cost
+    shape, precision, machine = cost.shape, cost.precision, cost.machine
+    room, token_bytes = kv_bytes(cost), shape.kv_token_bytes(precision)
+    console.print(
+        f"[bold]{shape.name}[/bold], {shape.num_parameters / 1e9:.3g}B parameters, "
+        f"{precision.weights} ({_gb(shape.weight_bytes(precision))}), K/V {precision.kv} "
+        f"({token_bytes:,.0f} bytes a token) on [bold]{machine.name}[/bold] "
+        f"({_gb(machine.num_devices * machine.device.memory_bytes)})",
+        highlight=False,
+    )
+    if room <= 0:
+        console.print("[red]the weights do not fit[/red]")
+    else:
+        console.print(
+            f"K/V: {_gb(room)}, {max_tokens(cost):,} tokens or "
+            f"{max_sequences(cost, load.context):,} sequences of {load.prompt} + {load.output}",
+            highlight=False,
+        )
+    console.print(_decode_table(found))
+    table = Table("prompt", "expected", "bound", "tokens/s", title="A prompt alone: first token")
+    for tokens, seconds, bound_s in found.prompts:
+        table.add_row(f"{tokens:,}", _ms(seconds), _ms(bound_s), f"{tokens / seconds:,.0f}")
+    console.print(table)
+
+
+def _decode_table(found: Details) -> Table:
+    contexts = sorted({cell.context for cell in found.cells})
+    table = Table(
+        "rows",
+        *(f"{context:,} tokens" for context in contexts),
+        title="Decode: milliseconds between tokens (bound), tokens/s, what it waits for",
+        caption="bound: no software can beat it on these peaks. grey: more than memory holds",
+    )
+    for batch in sorted({cell.batch for cell in found.cells}):
+        row = [cell for cell in found.cells if cell.batch == batch]
+        table.add_row(str(batch), *map(_decode_cell, sorted(row, key=lambda cell: cell.context)))
+    return table
+
+
+def _decode_cell(cell: Cell) -> str:
+    rate = cell.batch / cell.expected_s
+    text = f"{_ms(cell.expected_s)} ({_ms(cell.bound_s)})  {rate:,.0f}/s  {cell.binds}"
+    return text if cell.fits else f"[dim]{text}[/dim]"
+
+
+def print_ranking(choices: Sequence[Choice], load: Load, top: int, console: Console) -> None:
+    """The first `top` that serve, and in a line each why the others do not."""
+    served = [choice for choice in choices if choice.serving is not None]
+    table = Table(
+        *("machine", "USD/h", "at once", "tokens/s", "requests/s", "ms/token", "longest"),
+        *("first token", "USD/M", "waits for", "more:"),
+        title=f"{load.prompt} + {load.output} tokens a request, the cheapest answers first",
+        caption="longest: a step with prompt rows. USD/M: for a million tokens of answers. "
+        "more: what keeps more sequences away",
+    )
+    for choice in served[:top]:
+        serving = choice.serving
+        assert serving is not None
+        table.add_row(
+            choice.machine.name,
+            _dollars(choice.machine.dollars_per_h),
+            f"{serving.batch:,}",
+            f"{serving.tokens_per_s:,.0f}",
+            f"{serving.requests_per_s:,.2f}",
+            _ms(serving.step_s),
+            _ms(serving.longest_s),
+            f"{serving.ttft_s:.2f} s",
+            _dollars(choice.dollars_per_m),
+            serving.binds,
+            serving.limit,
+        )
+    console.print(table if served else "[red]no machine serves this[/red]")
+    reasons: dict[str, list[str]] = {}
+    for choice in choices:
+        if choice.reason is not None:
+            reasons.setdefault(choice.reason, []).append(choice.machine.name)
+    for reason, names in reasons.items():
+        console.print(f"not ({reason}): {', '.join(names)}", highlight=False, style="dim")
+
+
+def print_splits(choices: Sequence[SplitChoice], top: int, console: Console) -> None:
+    table = Table(
+        *("compute, memory", "USD/h", "at once", "in flight", "tokens/s", "ms/token", "USD/M"),
+        *("GB/s asked", "GB/s there"),
+        title="Attention on memory devices, decoding alone: the best (a, b) of each pair",
+        caption="asked: of all links together, so that one batch is a fifth slower",
+    )
+    for choice in choices[:top]:
+        figures = choice.figures
+        per_dollar = figures.tokens_per_dollar
+        table.add_row(
+            choice.name,
+            _dollars(figures.dollars_per_h),
+            f"{figures.batch:,.0f}",
+            str(figures.in_flight),
+            f"{figures.tokens_per_s:,.0f}",
+            _ms(figures.step_s),
+            _dollars(None if per_dollar is None else 1e6 / per_dollar),
+            f"{(figures.asked_bytes_per_s or 0.0) / 1e9:,.0f}",
+            f"{choice.network_bytes_per_s / 1e9:,.0f}",
+        )
+    console.print(table if choices else "[red]no pair of devices serves this[/red]")
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.3g} GB"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.3g}" if seconds < 1 else f"{1e3 * seconds:,.0f}"
+
+
+def _dollars(amount: float | None) -> str:
+    return NONE if amount is None else f"{amount:,.2f}"

@@ -1,0 +1,166 @@
+"""Intervals, and the search for the highest rate."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from load_runs import queue_run
+
+from bench.load.confidence import Estimate, bootstrap, t_interval, t_quantile, wilson
+from bench.load.record import RunResult
+from bench.load.search import find_max_qps
+from bench.load.slo import Slo
+from serve.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("freedom", "level", "expected"),
+    [
+        (1, 0.95, 12.7062),
+        (2, 0.95, 4.30265),
+        (3, 0.95, 3.18245),
+        (8, 0.95, 2.30600),
+        (9, 0.99, 3.24984),
+        (30, 0.95, 2.04227),
+        (200, 0.95, 1.97190),
+    ],
+)
+def test_students_t(freedom, level, expected):
+    """Against the printed tables."""
+    assert t_quantile(freedom, level) == pytest.approx(expected, rel=1e-5)
+
+
+def test_t_interval():
+    found = t_interval([1.0, 2.0, 3.0])
+    assert found.value == 2 and found.high == pytest.approx(2 + 4.30265 / math.sqrt(3), rel=1e-5)
+    assert t_interval([5.0, math.nan]).value == 5.0 and math.isnan(t_interval([5.0]).low)
+    assert math.isnan(t_interval([]).value)
+
+
+def test_wilson():
+    """The example of Newcombe 1998: 81 of 263."""
+    found = wilson(81, 263)
+    assert found == pytest.approx((81 / 263, 0.2553, 0.3662), abs=5e-5)
+    assert wilson(10, 10).high == 1.0 and 0.6 < wilson(10, 10).low < 0.8
+    assert math.isnan(wilson(0, 0).value)
+
+
+def test_the_bootstrap_covers_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    owners = np.arange(200)
+    truths = (math.log(2), math.log(10), 1.0)
+    hits = np.zeros(3)
+    for seed in range(100):
+        found = bootstrap(rng.exponential(size=200), owners, (50, 90), seed)
+        hits += [e.low <= truth <= e.high for e, truth in zip(found, truths, strict=True)]
+    assert (hits >= 86).all() and (hits <= 100).all(), hits
+
+
+def test_the_bootstrap_resamples_requests_not_gaps():
+    """A hundred equal values of each request tell no more than one."""
+    values = np.random.default_rng(1).exponential(size=100)
+    single = bootstrap(values, np.arange(100), (50,))
+    repeated = bootstrap(np.repeat(values, 100), np.repeat(np.arange(100), 100), (50,))
+    width = repeated[0].high - repeated[0].low
+    assert width == pytest.approx(single[0].high - single[0].low, rel=0.3)
+
+
+def test_many_values_are_thinned_and_the_interval_scaled():
+    values = np.random.default_rng(2).normal(10, 1, size=400_000)
+    mean = bootstrap(values, np.arange(len(values)), (50,))[-1]
+    assert mean.high - mean.low == pytest.approx(2 * 1.96 / math.sqrt(len(values)), rel=0.25)
+    assert mean.low <= mean.value <= mean.high
+
+
+def test_overlap():
+    assert Estimate(1, 0.5, 1.5).overlaps(Estimate(2, 1.4, 2.6))
+    assert not Estimate(1, 0.5, 1.5).overlaps(Estimate(2, 1.6, 2.6))
+    assert Estimate(1).overlaps(Estimate(2, 1.6, 2.6))
+
+
+def waiting_below(limit: float, load: float) -> float:
+    """M/D/1, service 1: P(wait <= limit) (Erlang's formula)."""
+    return (1 - load) * sum(
+        (load * (k - limit)) ** k / math.factorial(k) * math.exp(-load * (k - limit))
+        for k in range(math.floor(limit) + 1)
+    )
+
+
+def test_the_rate_found_is_the_analytic_one():
+    """M/D/1, 100 ms a request, 90 % of the answers within 500 ms: 400 ms of waiting."""
+    low, high = 0.0, 0.999
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if waiting_below(4.0, middle) >= 0.9 else (low, middle)
+
+    def run(qps: float, seed: int) -> RunResult:
+        return queue_run(qps, seed, count=12_000)
+
+    found = find_max_qps(run, Slo(e2e_s=0.5), attainment=0.9, start=1.0, resolution=0.02)
+    assert found.is_found and found.above <= found.max_qps * 1.02
+    assert found.max_qps == pytest.approx(10 * low, rel=0.03)
+    rates = [tried.qps for tried in found.tried]
+    assert rates[:4] == [1, 2, 4, 8], "a geometric bracket"
+    assert len(rates) <= 12
+    by_rate = sorted(found.tried, key=lambda tried: tried.qps)
+    assert [tried.is_passed for tried in by_rate] == sorted(
+        (tried.is_passed for tried in by_rate), reverse=True
+    )
+
+
+def test_a_start_above_the_rate_goes_down():
+    found = find_max_qps(queue_run, Slo(e2e_s=0.5), attainment=0.9, start=50, resolution=0.1)
+    assert 6.5 < found.max_qps < 8.5
+    assert [tried.qps for tried in found.tried[:3]] == [50, 25, 12.5]
+
+
+def test_clear_rates_need_one_seed():
+    asked = []
+
+    def run(qps: float, seed: int) -> RunResult:
+        asked.append((qps, seed))
+        return queue_run(qps, seed, count=500)
+
+    found = find_max_qps(run, Slo(e2e_s=0.5), attainment=0.9, start=1, seeds=3, resolution=0.02)
+    assert asked[:3] == [(1, 0), (2, 0), (4, 0)]
+    close = [tried for tried in found.tried if not tried.is_clear]
+    assert close and all(len(tried.summary.runs) == 3 for tried in close)
+
+
+def test_no_rate_is_low_enough():
+    found = find_max_qps(queue_run, Slo(e2e_s=0.05), start=4, lowest=1)
+    assert found.max_qps == 0 and not found.is_found
+    assert [tried.qps for tried in found.tried] == [4, 2, 1]
+    assert "no rate was low enough" in str(found)
+
+
+def test_the_highest_rate_allowed_passes():
+    found = find_max_qps(queue_run, Slo(e2e_s=5.0), attainment=0.9, start=1, highest=3)
+    assert (found.max_qps, found.above) == (3, math.inf)
+    assert "highest allowed" in found.stopped
+
+
+def test_a_client_that_is_too_slow_ends_the_search():
+    def run(qps: float, seed: int) -> RunResult:
+        result = queue_run(qps, seed, count=500)
+        if qps > 2:
+            for record in result.records:
+                record.sent_s += 0.02
+        return result
+
+    found = find_max_qps(run, Slo(e2e_s=0.5), attainment=0.9)
+    assert found.max_qps == 2 and not found.is_found
+    assert "at 4 requests/s the generator fell behind" in found.stopped
+
+
+def test_bad_settings_of_a_search():
+    slo = Slo(e2e_s=1)
+    for change in ({"attainment": 0}, {"attainment": 1.1}, {"seeds": 0}, {"start": 0.0}):
+        with pytest.raises(ConfigError):
+            find_max_qps(queue_run, slo, **change)
+    with pytest.raises(ConfigError, match="resolution"):
+        find_max_qps(queue_run, slo, resolution=0)
+    with pytest.raises(ConfigError, match="SLO"):
+        find_max_qps(queue_run, Slo())
