@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bench.simulate.cost import StepCost
+from bench.plan.cost import StepCost
 from serve.plan import StepPlan
 from serve.request import Request
 from serve.scheduler import Scheduler

@@ -6,10 +6,10 @@ import gc
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from typing import Protocol
 
-from bench.load.record import Outcome, Record, RunResult
-from bench.simulate.cost import StepCost
+from bench.load.calls import Call
+from bench.load.record import Outcome, Progress, Record, RunResult
+from bench.plan.cost import StepCost
 from bench.simulate.engine import OTHER, SimulatedEngine, make_sequence
 from bench.simulate.keep import MOST_CHUNKS, Keeper
 from bench.simulate.settings import SimulationSettings
@@ -19,26 +19,7 @@ from serve.request import Request, SamplingParams
 
 _REPORT_STEPS = 4096  # from one word about the progress to the next
 
-
-class Call(Protocol):
-    """What is known of a request without its text. num_output: the answer's own length, which
-    max_tokens may cut; None: up to the context. hash_ids: equal ones at the beginning are equal
-    tokens (SimulationSettings.hash_tokens each); empty: it shares nothing with others."""
-
-    @property
-    def num_prompt(self) -> int: ...
-
-    @property
-    def num_output(self) -> int: ...
-
-    @property
-    def max_tokens(self) -> int | None: ...
-
-    @property
-    def client(self) -> str | None: ...
-
-    @property
-    def hash_ids(self) -> SequenceOf[int]: ...
+OnProgress = Callable[[Progress], None]
 
 
 def simulate(
@@ -49,17 +30,21 @@ def simulate(
     *,
     qps: float | None = None,
     seed: int = 0,
-    on_change: Callable[[int, int, float], None] | None = None,
+    warmup_s: float = 0.0,
+    on_progress: OnProgress | None = None,
 ) -> RunResult:
     """calls[i] comes arrivals_s[i] seconds after the start (ascending); every request is run to
-    its end. qps: what was asked for, if not what arrivals_s say. on_change(requests that came,
-    that ended, simulated seconds), now and then. ConfigError: settings that do not work."""
+    its end. Their answers must have lengths. qps: what was asked for, if not what arrivals_s say.
+    warmup_s: at the beginning, not counted. on_progress: now and then, in simulated seconds.
+    ConfigError: settings that do not work."""
     load = LoadSimulation(calls, arrivals_s, cost, settings)
     with _without_collections():
-        load.run(on_change)
+        load.run(on_progress)
     if qps is None:
         qps = len(calls) / arrivals_s[-1] if calls and arrivals_s[-1] > 0 else float("inf")
-    return load.result(qps, seed)
+    result = load.result(qps, seed)
+    result.window = (warmup_s, result.window[1])
+    return result
 
 
 @contextmanager
@@ -87,13 +72,13 @@ class LoadSimulation:
         self._calls = calls
         self._arrivals_s = arrivals_s
         self._settings = settings
-        self.scheduler = settings.make_scheduler(has_prefixes=any(call.hash_ids for call in calls))
+        self.scheduler = settings.make_scheduler(has_prefixes=any(call.runs for call in calls))
         scheduler = self.scheduler
         self._engine = SimulatedEngine(scheduler, cost)
         self._keeper = Keeper(
             scheduler,
             len(calls),
-            keeps_chunks=sum(call.num_output for call in calls) <= MOST_CHUNKS,
+            keeps_chunks=sum(_num_output(call) for call in calls) <= MOST_CHUNKS,
         )
         slo_s = settings.engine.ttft_slo
         self._rejection = None if slo_s is None else EarlyRejection(scheduler, slo_s)
@@ -101,9 +86,9 @@ class LoadSimulation:
         self._refused: dict[int, str] = {}
         self._params: dict[int, SamplingParams] = {}
         self._prompts: dict[int, tuple[int, ...]] = {}
-        self._blocks: dict[int, int] = {}
+        self._runs: dict[int, int] = {}
 
-    def run(self, on_change: Callable[[int, int, float], None] | None = None) -> None:
+    def run(self, on_progress: OnProgress | None = None) -> None:
         engine, scheduler, keeper = self._engine, self.scheduler, self._keeper
         delays = self._settings.delays
         due = sorted(
@@ -127,10 +112,20 @@ class LoadSimulation:
             for sequence in finished:
                 keeper.ended(sequence, engine.now_s)
             self._num_unfinished -= len(finished)
-            if on_change is not None and keeper.num_steps % _REPORT_STEPS == 0:
-                on_change(place, scheduler.num_finished, engine.now_s)
-        if on_change is not None:
-            on_change(place, scheduler.num_finished, engine.now_s)
+            if on_progress is not None and keeper.num_steps % _REPORT_STEPS == 0:
+                on_progress(self._progress(place))
+        if on_progress is not None:
+            on_progress(self._progress(place))
+
+    def _progress(self, num_sent: int) -> Progress:
+        return Progress(
+            self._engine.now_s,
+            len(self._calls),
+            num_sent=num_sent,
+            num_done=self.scheduler.num_finished + len(self._refused),
+            num_failed=len(self._refused),
+            num_running=self._num_unfinished,
+        )
 
     # ---- requests
 
@@ -166,19 +161,18 @@ class LoadSimulation:
                 return
             self._rejection.queued(seconds)
         self._num_unfinished += 1
-        self._engine.add(sequence, call.num_output)
+        self._engine.add(sequence, _num_output(call))
 
     def _prompt(self, number: int, call: Call) -> tuple[int, ...]:
-        """Tokens that are equal where hash ids are, and new where there are none."""
+        """Tokens that are equal where runs are, and new where there are none."""
         if not self.scheduler.prefixes.is_on:
             prompt = self._prompts.get(call.num_prompt)
             if prompt is None:
                 prompt = self._prompts[call.num_prompt] = (OTHER,) * call.num_prompt
             return prompt
         tokens: list[int] = []
-        for block in call.hash_ids:
-            token = 2 * self._blocks.setdefault(block, len(self._blocks))
-            tokens += [token] * self._settings.hash_tokens
+        for key, length in call.runs:
+            tokens += [2 * self._runs.setdefault(key, len(self._runs))] * length
         tokens += [2 * number + 1] * (call.num_prompt - len(tokens))
         return tuple(tokens[: call.num_prompt])
 
@@ -189,6 +183,7 @@ class LoadSimulation:
         records = []
         for number, (at_s, call) in enumerate(zip(self._arrivals_s, self._calls, strict=True)):
             record = Record(number, at_s, at_s, at_s, prompt_tokens=call.num_prompt)
+            record.dispatched_s, record.group = at_s, call.group
             if number in self._refused:
                 record.outcome, record.error = Outcome.FAILED, self._refused[number]
             else:
@@ -221,3 +216,8 @@ class LoadSimulation:
                 " are a histogram of 1 % steps"
             )
         return notes
+
+
+def _num_output(call: Call) -> int:
+    assert call.num_output is not None, "answers have lengths"
+    return call.num_output
