@@ -356,7 +356,6 @@ class Scheduler:
         next_token = iter(tokens)
         # single rows of prompts are after those who decode
         num_decodes = plan.num_decodes if all(plan.samples[: plan.num_decodes]) else 0
-        # rows first: it is the one that ends first
         for sequence, token in zip(plan.sequences[:num_decodes], next_token, strict=False):
             sequence.num_computed_tokens = num_computed = sequence.num_computed_tokens + 1
             sequence.token_ids.append(token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -176,6 +177,46 @@ def test_every_request_ends_and_memory_is_free_again(policy, order):
     assert kv.num_in_use == 0 and not load.scheduler.has_work()
     again = simulate(calls, arrivals_s, Law(), made, qps=1.0)
     assert again == result
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_fast_forward_changes_nothing(policy, order, seed):
+    """The same clock, step by step, with few and many running, scarce memory and shared pages."""
+    calls, arrivals_s = random_calls(f"forward {seed}", 40)
+    if seed == 1:
+        calls = [replace(call, runs=()) for call in calls]
+    made = settings(
+        pages=(48, 120, 400)[seed],
+        page_tokens=(4, 16, 8)[seed],
+        max_model_len=180,
+        max_num_seqs=(16, 3, 16)[seed],
+        max_num_batched_tokens=48,
+        memory_policy=policy,
+        order=order,
+    )
+    results, states = [], []
+    for is_fast in (False, True):
+        load = LoadSimulation(calls, arrivals_s, Law(), made)
+        load.is_fast = is_fast
+        load.run()
+        load.scheduler.kv.check_integrity()
+        scheduler = load.scheduler
+        model = scheduler.chunks.model
+        states.append((scheduler.num_steps, scheduler.num_page_steps, model.median_error()))
+        results.append(load.result(1.0, 0))
+    assert results[0] == results[1] and states[0] == states[1]
+
+
+def test_fast_forward_is_one_question_for_many_steps(monkeypatch):
+    """A stream alone is asked about when it needs a page, and for its first and last token."""
+    load = LoadSimulation([Call(10, 400)], [0.0], Law(), settings(page_tokens=64))
+    asked = []
+    schedule = load.scheduler.schedule
+    monkeypatch.setattr(load.scheduler, "schedule", lambda now: asked.append(now) or schedule(now))
+    load.run()
+    assert len(load.result(1.0, 0).steps) == 400 and len(asked) <= 2 * (400 // 64 + 2)
 
 
 def test_a_long_run_keeps_less(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -41,7 +42,7 @@ def simulate(
     with _without_collections():
         load.run(on_progress)
     if qps is None:
-        qps = len(calls) / arrivals_s[-1] if calls and arrivals_s[-1] > 0 else float("inf")
+        qps = len(calls) / arrivals_s[-1] if calls and arrivals_s[-1] > 0 else math.inf
     result = load.result(qps, seed)
     result.window = (warmup_s, result.window[1])
     return result
@@ -69,6 +70,7 @@ class LoadSimulation:
         cost: StepCost,
         settings: SimulationSettings,
     ) -> None:
+        self.is_fast = True  # steps that are all alike are run without the scheduler
         self._calls = calls
         self._arrivals_s = arrivals_s
         self._settings = settings
@@ -112,6 +114,8 @@ class LoadSimulation:
             for sequence in finished:
                 keeper.ended(sequence, engine.now_s)
             self._num_unfinished -= len(finished)
+            if self.is_fast:
+                engine.forward(keeper.watch, due[place][0] if place < count else math.inf)
             if on_progress is not None and keeper.num_steps % _REPORT_STEPS == 0:
                 on_progress(self._progress(place))
         if on_progress is not None:
