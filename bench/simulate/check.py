@@ -1,12 +1,13 @@
 """The simulator beside a real run: the embedded model in this process, its default settings, its
 mixed requests.
 
-First a run apart, with another seed: everything at once, then Poisson arrivals. It says what the
-engine can do, and the cost model is fitted to its steps (bench/plan/calibrate.py); the delays of
-the pools are those of requests that came when nothing was computed. Then for some shares of the
-capacity a real run, and the same requests (times at which they were handed over, prompts' tokens,
-answers' lengths) through the simulator. Real medians of TTFT and TPOT should be met within
-TOLERANCE. The generator and the engine share the machine, in the calibration as in the runs.
+A run of everything at once says what the engine can do. Then for some shares of that: a run, the
+real one, and another run. The cost model is fitted to the steps of the first and the last of them
+(bench/plan/calibrate.py), which have other requests, and the delays of the pools are theirs; so
+they are calibrated under the conditions of the real run, whose machine it shares with the
+generator and whose speed drifts. Then the real run's requests (times at which they were handed
+over, prompts' tokens, answers' lengths) go through the simulator. Real medians of TTFT and TPOT
+should be met within TOLERANCE.
 
 Run: python -m bench.simulate.check [--quick]
 """
@@ -43,6 +44,7 @@ from serve.step_time import StepWork
 TOLERANCE = 0.15
 SHARES = (0.3, 0.6, 0.85)
 PERCENTS = (50, 90, 99)
+_IDLE_S = 1e-4  # between two steps: nothing was computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,35 +74,36 @@ class ScaledCost:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """capacity: requests/s with everything there at once."""
+    """Of runs at one rate."""
 
-    capacity: float
     cost: ScaledCost
     delays: PoolDelays
 
 
-def calibrate(burst: RunResult, paced: RunResult) -> Calibration:
-    """burst: all at once. paced: with pauses, so that some requests met an idle engine."""
-    steps = [*burst.steps, *paced.steps]
-    fitted = fit_times([(_work(step), step.end_s - step.start_s) for step in steps])
-    real_s = sum(step.end_s - step.start_s for step in paced.steps)
-    cost = ScaledCost(fitted, real_s / sum(fitted.seconds(_work(step)) for step in paced.steps))
-    ends = [step.end_s for step in paced.steps]
-    starts = [step.start_s for step in paced.steps]
-    alone_s, output_s = [], []
-    for record in paced.records:
-        place = bisect_right(starts, record.sent_s)
-        if record.queue_s is not None and (place == 0 or ends[place - 1] < record.sent_s):
-            alone_s.append(record.queue_s)
-        for at_s in record.chunks_s:
-            last = bisect_right(ends, at_s)
-            output_s += [at_s - ends[last - 1]] if last else []
-    lengths = [record.prompt_tokens or 0 for record in paced.records]
+def calibrate(runs: Sequence[RunResult]) -> Calibration:
+    """The mixed requests' prompts are computed in one step, so a request's first token comes with
+    the end of the step that it was first scheduled for. What happened before that step's
+    messages were taken, and after the one before, is only known to lie between the two."""
+    times = [(_work(step), step.end_s - step.start_s) for run in runs for step in run.steps]
+    fitted = fit_times(times)
+    real_s = sum(seconds for _, seconds in times)
+    cost = ScaledCost(fitted, real_s / sum(fitted.seconds(work) for work, _ in times))
+    before_s, output_s = [], []
+    for run in runs:
+        starts = [step.start_s for step in run.steps]
+        for record in run.records:
+            if record.queue_s is None or not record.chunks_s:
+                continue
+            place = max(0, bisect_right(starts, record.sent_s + record.queue_s) - 1)
+            output_s.append(record.chunks_s[0] - run.steps[place].end_s)
+            earliest_s = record.queue_s
+            if place and starts[place] - run.steps[place - 1].end_s < _IDLE_S:
+                earliest_s = max(0.0, starts[place - 1] - record.sent_s)
+            before_s.append((min(earliest_s, record.queue_s) + record.queue_s) / 2)
     delays = PoolDelays(
-        tokenize_token_s=statistics.median(alone_s) / statistics.median(lengths),
-        output_s=statistics.median(output_s),
+        tokenize_s=statistics.median(before_s), output_s=statistics.median(output_s)
     )
-    return Calibration(len(burst.records) / burst.window[1], cost, delays)
+    return Calibration(cost, delays)
 
 
 def _work(step: StepRow) -> StepWork:
@@ -164,26 +167,31 @@ class Rig:
         return SimulationSettings(config, groups, delays)
 
 
-async def check(seconds: float, seed: int = 0) -> tuple[Calibration, list[Compared]]:
-    """seconds: of each run."""
+async def check(seconds: float, seed: int = 0) -> tuple[float, list[Calibration], list[Compared]]:
+    """seconds: of each run; a third of that before and after it is the calibration's. The
+    capacity in requests/s, and what was found at each of SHARES of it."""
     engine = Engine()
+    calibrations: list[Calibration] = []
     found: list[Compared] = []
     async with EngineTarget(engine) as target:
         rig = Rig(engine, target)
-        await rig.run(math.inf, 16, seed + 1)  # memory is touched
-        count = max(32, int(4 * seconds))
+        await rig.run(math.inf, 64, seed + 1)  # memory is touched
+        count = max(64, int(40 * seconds))
         burst, _ = await rig.run(math.inf, count, seed + 2)
-        rate = 0.5 * count / burst.window[1]
-        paced, _ = await rig.run(rate, max(32, int(rate * seconds / 2)), seed + 3)
-        calibration = calibrate(burst, paced)
-        settings = rig.settings(calibration.delays)
-        for number, share in enumerate(SHARES):
-            qps = share * calibration.capacity
-            real, calls = await rig.run(qps, max(16, int(qps * seconds)), seed + 4 + number)
+        capacity = count / burst.window[1]
+        for share in SHARES:
+            qps = share * capacity
+            few, many = max(16, int(qps * seconds / 3)), max(16, int(qps * seconds))
+            before, _ = await rig.run(qps, few, seed + 3)
+            real, calls = await rig.run(qps, many, seed + 4)
+            after, _ = await rig.run(qps, few, seed + 5)
+            calibration = calibrate([before, after])
             sent_s = [record.sent_s for record in real.records]
+            settings = rig.settings(calibration.delays)
             simulated = simulate(calls, sent_s, calibration.cost, settings, qps=qps)
+            calibrations.append(calibration)
             found += compare(share, real, simulated)
-    return calibration, found
+    return capacity, calibrations, found
 
 
 def compare(share: float, real: RunResult, simulated: RunResult) -> list[Compared]:
@@ -212,15 +220,15 @@ def _quantile(values: Sequence[float], percent: float) -> float:
     return values[min(len(values) - 1, int(percent / 100 * len(values)))]
 
 
-def show(calibration: Calibration, rows: Sequence[Compared]) -> None:
-    cost, delays = calibration.cost, calibration.delays
-    print(
-        f"capacity {calibration.capacity:.1f} requests/s; fit of {cost.fitted.num_steps} steps:"
-        f" median error {100 * cost.fitted.median_error:.1f} %,"
-        f" p90 {100 * cost.fitted.p90_error:.1f} %, times {cost.factor:.2f};"
-        f" {1e6 * delays.tokenize_token_s:.1f} us to tokenize a token,"
-        f" {1e3 * delays.output_s:.2f} ms until it is with the client"
-    )
+def show(capacity: float, calibrations: Sequence[Calibration], rows: Sequence[Compared]) -> None:
+    print(f"capacity {capacity:.1f} requests/s")
+    for share, calibration in zip(SHARES, calibrations, strict=True):
+        cost, delays = calibration.cost, calibration.delays
+        print(
+            f"{share:5.0%} fit of {cost.fitted.num_steps} steps: median error"
+            f" {100 * cost.fitted.median_error:.1f} %, times {cost.factor:.2f};"
+            f" {1e3 * delays.tokenize_s:.2f} ms before, {1e3 * delays.output_s:.2f} ms after"
+        )
     print(f"{'load':>5} {'requests':>8} {'':5} {'p50':>15} {'p90':>15} {'p99':>15} {'error':>7}")
     for row in rows:
         pairs = [
@@ -243,10 +251,17 @@ def main() -> None:
     args = parser.parse_args()
     machine = platform.processor() or platform.machine()
     print(f"machine: {machine}, Python {platform.python_version()}; milliseconds, real/simulated")
-    calibration, rows = uvloop.run(check(2.0 if args.quick else args.seconds, args.seed))
-    show(calibration, rows)
+    seconds = 2.0 if args.quick else args.seconds
+    capacity, calibrations, rows = uvloop.run(check(seconds, args.seed))
+    show(capacity, calibrations, rows)
     print(
-        json.dumps({"calibration": asdict(calibration), "compared": [asdict(row) for row in rows]})
+        json.dumps(
+            {
+                "capacity": capacity,
+                "calibrations": [asdict(calibration) for calibration in calibrations],
+                "compared": [asdict(row) for row in rows],
+            }
+        )
     )
 
 

@@ -39,8 +39,7 @@ def simulate(
     warmup_s: at the beginning, not counted. on_progress: now and then, in simulated seconds.
     ConfigError: settings that do not work."""
     load = LoadSimulation(calls, arrivals_s, cost, settings)
-    with _without_collections():
-        load.run(on_progress)
+    load.run(on_progress)
     if qps is None:
         qps = len(calls) / arrivals_s[-1] if calls and arrivals_s[-1] > 0 else math.inf
     result = load.result(qps, seed)
@@ -91,6 +90,11 @@ class LoadSimulation:
         self._runs: dict[int, int] = {}
 
     def run(self, on_progress: OnProgress | None = None) -> None:
+        """To the end of the last request."""
+        with _without_collections():
+            self._run(on_progress)
+
+    def _run(self, on_progress: OnProgress | None) -> None:
         engine, scheduler, keeper = self._engine, self.scheduler, self._keeper
         delays = self._settings.delays
         due = sorted(
@@ -181,6 +185,11 @@ class LoadSimulation:
         return tuple(tokens[: call.num_prompt])
 
     # ---- what came of it
+
+    @property
+    def num_preempted(self) -> int:
+        """Requests that were, at least once."""
+        return self._keeper.num_preempted
 
     def result(self, qps: float, seed: int) -> RunResult:
         keeper, delays = self._keeper, self._settings.delays
