@@ -46,11 +46,11 @@ def num_alike(scheduler: Scheduler, plan: StepPlan) -> int:
     """After the plan's update: how many of the next steps have its very rows and change nothing
     but the numbers of tokens, as long as nothing arrives and no stop token comes."""
     running = scheduler.running
-    is_all = plan.num_decodes == len(plan.sequences) == len(running)
-    if not is_all or scheduler.waiting or any(s.is_finished for s in plan.sequences):
+    # who has ended with the plan is not running any more
+    if scheduler.waiting or not plan.num_decodes == len(plan.sequences) == len(running):
         return 0
     # with the last of them nothing is due yet
-    return max(0, min([s.steady_until - s.num_computed_tokens for s in running]) - 1)
+    return max(0, min([s.steady_until - s.num_computed_tokens for s in running], default=0) - 1)
 
 
 def begin_alike(scheduler: Scheduler, now_s: float) -> None:
