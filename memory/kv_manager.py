@@ -171,10 +171,8 @@ class KVManager:
         return True
 
     def can_fit(self, num_tokens: int, spare_pages: int = 0, hit: PrefixHit | None = None) -> bool:
-        """Whether a new range could be opened and grown to that many tokens, and leave some.
-
-        Pages promised to ranges that still grow into their prompt are not counted as free.
-        """
+        """Whether a new range could be opened and grown to that many tokens, and leave some. Pages
+        promised to ranges that still grow into their prompt are not counted as free."""
         need = self.pages_for(num_tokens)
         if hit is not None:
             references = self.allocator.num_references
@@ -193,8 +191,7 @@ class KVManager:
 
     @property
     def num_saved(self) -> int:
-        """Pages that sequences would hold more if they shared none; a little less while pages are
-        on their way to or from the disk."""
+        """Pages that sequences would hold more if they shared none; a little less during I/O."""
         return max(0, self._num_held - self.num_in_use)
 
     def map_seconds(self, hit: PrefixHit) -> float:
@@ -225,10 +222,8 @@ class KVManager:
     # ---- pages of ranges
 
     def open(self, num_tokens: int, hit: PrefixHit | None = None) -> Range:
-        """A range that num_tokens are promised to; `grow` maps them as they are needed.
-
-        With a hit, its tokens are there at once. The caller has checked can_fit.
-        """
+        """A range that num_tokens are promised to; `grow` maps them as they are needed. With a
+        hit, its tokens are there at once. The caller has checked can_fit."""
         found = self._idle.take(num_tokens, hit)
         found.is_open = True
         found.num_promised = num_tokens
@@ -277,30 +272,26 @@ class KVManager:
     def _extend(self, part: RangePart, count: int) -> None:
         """Pages for its next places."""
         self._num_held += count
-        if count <= self.allocator.num_free:
-            self.allocator.extend(part.pages, self.space.shown(part.index), count)
-            return
-        for _ in range(count):
-            part.pages.append(self._take(part))
+        while self.allocator.num_free < count:
+            self.prefixes.evict()
+        self.allocator.extend(part.pages, self.space.shown(part.index), count)
 
     def grow(self, target: Range, num_tokens: int, num_computed: int = 0) -> bool:
-        """Grant the range pages for num_tokens in all; False (and no page) if there are none.
-
-        Once num_computed tokens are computed, pages that no later token reaches are given back.
-        """
+        """Grant the range pages for num_tokens in all; False (and no page) if there are none. Once
+        num_computed tokens are computed, pages that no later token reaches are given back."""
         if num_tokens <= target.capacity:
             return True
         assert num_tokens <= self.max_model_len, f"{num_tokens} > {self.max_model_len}"
-        missing = 0
+        missing: list[int] = []
         for part in target.parts:
             if part.group.window is not None:
                 self._pass(part, part.group.first_place(num_computed))
-            missing += max(0, part.group.places_for(num_tokens) - len(part.pages))
-        has_room = missing <= self.num_available
+            missing.append(max(0, part.group.places_for(num_tokens) - len(part.pages)))
+        has_room = sum(missing) <= self.num_available
         if has_room:
             self.space.collect()
-            for part in target.parts:
-                self._extend(part, max(0, part.group.places_for(num_tokens) - len(part.pages)))
+            for part, count in zip(target.parts, missing, strict=True):
+                self._extend(part, count)
             self._has_grown(target)
         if target.promised or target.capacity < target.num_promised:
             self._promise(target)
@@ -403,7 +394,7 @@ class KVManager:
         owners = check_ranges(self.ranges, self._idle, self._mapper.due, self.space)
         promised = sum(item.promised for item in self.ranges)
         assert promised == self._promised, f"{promised} promised, counted {self._promised}"
-        held = sum(owners.values()) - sum(len(p.copies) for i in self.ranges for p in i.parts)
+        held = sum(len(item.pages) for item in self.ranges)
         assert held == self._num_held, f"{held} held, counted {self._num_held}"
         self.prefixes.check_integrity(owners)
         self.allocator.check_integrity(owners)

@@ -143,6 +143,11 @@ class EngineCore:
         return self._failure is not None
 
     @property
+    def books(self) -> Books:
+        """The K/V manager; of it only the sizes may be read outside the loop."""
+        return self._kv
+
+    @property
     def has_memory(self) -> bool:
         """For K/V; memory nodes may be lost."""
         return self._kv.num_pages > 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from heapq import heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, count
+from operator import add, mul
 
 from memory.split_kv import Books
 
@@ -58,10 +59,8 @@ class Future:
         half_page = kv.page_bytes // kv.token_bytes // 2
         last_first = self.entries[::-1]
         totals = accumulate([start for _, start, _ in last_first])
-        needs = [
-            total + number * (entry[0] + half_page)
-            for number, (entry, total) in enumerate(zip(last_first, totals, strict=True), 1)
-        ]
+        ends = [end + half_page for end, _, _ in last_first]
+        needs = list(map(add, totals, map(mul, ends, count(1))))
         most = max(needs, default=0)
         return most * kv.token_bytes // kv.page_bytes, needs.index(most) + 1 if needs else 0
 

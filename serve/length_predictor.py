@@ -88,13 +88,17 @@ class _Law:
         """By bisection over the lengths from num_output + 1 to longest, between the smallest and
         the largest quantile of the parts: where all of them have come to their level, or none
         has, so has their mixture."""
-        allowed = (1.0 - level) * self.survival(num_output)
+        share = 1.0 - level
+        allowed = share * self.survival(num_output)
         low = high = _prior_quantile(num_output, level, longest)
         for lengths, count, _ in self._parts:
             num_longer = count - bisect_right(lengths, num_output)
-            rest = int((1.0 - level) * num_longer)
+            rest = int(share * num_longer)
             own = lengths[count - 1 - rest] if rest < num_longer else num_output + 1
-            low, high = min(low, own), max(high, own)
+            if own < low:
+                low = own
+            elif own > high:
+                high = own
         # One more on each side, for what rounding does to the sum.
         low, high = min(max(low - 1, num_output + 1), longest), min(high + 1, longest)
         survival = self.survival
@@ -113,6 +117,9 @@ def _prior_quantile(num_output: int, level: float, longest: int) -> int:
         return longest
     odds = (1.0 + (num_output / _PRIOR_MEDIAN) ** 1.5) / (1.0 - level) - 1.0
     return int(min(_PRIOR_MEDIAN * odds ** (2 / 3), longest)) + 1
+
+
+_Keys = tuple[tuple[str, int], tuple[str, int]]
 
 
 class HistoryPredictor:
@@ -142,6 +149,7 @@ class HistoryPredictor:
         self._overall = _History(4 * window)
         self._histories: OrderedDict[tuple[str, int], _History] = OrderedDict()
         self._draw = 0.5
+        self._last: tuple[_Keys, _Law] | None = None  # asked for, and still true
 
     def __len__(self) -> int:
         """Number of keys that have a history."""
@@ -169,15 +177,21 @@ class HistoryPredictor:
         self._add(request, length)
 
     def _law(self, request: Request) -> _Law:
+        keys = _keys(request)
+        if self._last is not None and self._last[0] == keys:
+            return self._last[1]
         found = []
-        for key in _keys(request):
+        for key in keys:
             history = self._histories.get(key)
             if history is not None:
                 self._histories.move_to_end(key)
                 found.append(history)
-        return _Law([*found, self._overall])
+        law = _Law([*found, self._overall])
+        self._last = keys, law
+        return law
 
     def _add(self, request: Request, length: int) -> None:
+        self._last = None
         self._overall.add(length)
         for key in _keys(request):
             history = self._histories.get(key)
@@ -189,7 +203,7 @@ class HistoryPredictor:
             self._histories.popitem(last=False)
 
 
-def _keys(request: Request) -> tuple[tuple[str, int], tuple[str, int]]:
+def _keys(request: Request) -> _Keys:
     """(client, bucket) and, as bucket -1, the client. Requests without a name share one."""
     client = request.client or ""
     return (client, len(request.prompt_token_ids).bit_length()), (client, -1)

@@ -24,6 +24,7 @@ from serve.plan import SchedulerLimits, StepPlan, plan_of
 from serve.prefix_use import PrefixUse
 from serve.request import FinishReason
 from serve.sequence import PENDING_TOKEN, Sequence, SequenceStatus
+from serve.steady import look_through
 from serve.step_draft import StepDraft
 from serve.step_time import StepWork
 
@@ -90,9 +91,9 @@ class Scheduler:
         self.waiting.tick(now_s)
         self.kv.prefixes.poll()
         rows = self.limits.max_num_batched_tokens
-        decodes, prefilling = self._look_through(rows)
+        decodes, prefilling = look_through(self.running, rows, self._grow, self.prefixes.is_on)
         rows -= len(decodes)
-        num_decodes, num_preemptions = len(decodes), self.num_preemptions
+        num_certain, num_preemptions = len(decodes), self.num_preemptions
         chunks: list[tuple[Sequence, int]] = []
         if prefilling or self.waiting:
             prompts = [(self._rank(s), s) for s in prefilling]
@@ -105,30 +106,9 @@ class Scheduler:
         self._is_short = False
         self.num_steps += 1
         self.num_page_steps += self.kv.num_in_use
-        is_intact = self.num_preemptions == num_preemptions
-        return plan_of(decodes, chunks, num_decodes if is_intact else 0)
-
-    def _look_through(self, rows: int) -> tuple[list[Sequence], list[Sequence]]:
-        """Of the running: who gets its one row (at most so many), and who has more to compute.
-
-        Most of them are steady: all that is to be known is that they still are."""
-        prefilling: list[Sequence] = []
-        # any of them may be preempted meanwhile
-        for sequence in [s for s in self.running if s.num_computed_tokens >= s.steady_until]:
-            num_tokens, num_computed = len(sequence.token_ids), sequence.num_computed_tokens
-            if num_tokens - num_computed > 1:
-                prefilling.append(sequence)
-            elif num_tokens == sequence.max_tokens_total:
-                continue  # its last token is in flight
-            elif self._grow(sequence, num_computed + 1):
-                assert sequence.kv_range is not None, "it has just grown"
-                steady = min(sequence.kv_range.capacity, sequence.max_tokens_total - 1)
-                if self.prefixes.is_on:
-                    steady = min(steady, sequence.remember_at)
-                # one step is steady even where a page is due to be remembered
-                sequence.steady_until = max(steady, num_computed + 1)
-        decodes = [s for s in self.running if s.num_computed_tokens < s.steady_until]
-        return decodes[:rows] if len(decodes) > rows else decodes, prefilling
+        if self.num_preemptions > num_preemptions:
+            num_certain = 0
+        return plan_of(decodes, chunks, num_certain)
 
     def _share(self, draft: StepDraft, now_s: float) -> None:
         """Give a step's rows to prompts: short ones, new ones, long ones, and who is behind."""
@@ -338,8 +318,7 @@ class Scheduler:
         self.policy.started(sequence, self.num_steps)
 
     def observe(self, plan: StepPlan, seconds: float, work: StepWork | None = None) -> None:
-        """A step ran through in that time; call it before update(). work: the plan's, if it is
-        known."""
+        """A step ran through in that time; call it before update(). work: of the plan, if known."""
         model = self.chunks.model
         model.last_step_s = seconds
         is_decoding = plan.num_decodes == len(plan.sequences)
@@ -348,15 +327,12 @@ class Scheduler:
         model.learn(StepWork.of(plan) if work is None else work, seconds)
 
     def update(self, plan: StepPlan, tokens: list[int]) -> list[Sequence]:
-        """Take in a step's result: tokens[j] is for the j-th sampling sequence of the plan.
-
-        Returns the sequences that ended; their memory is free for the next schedule().
-        """
+        """Take in a step's result: tokens[j] is for the j-th sampling sequence of the plan. Returns
+        the sequences that ended; their memory is free for the next schedule()."""
         finished: list[Sequence] = []
         next_token = iter(tokens)
-        # single rows of prompts are after those who decode
-        num_decodes = plan.num_decodes if all(plan.samples[: plan.num_decodes]) else 0
-        # rows first: it is the one that ends first
+        is_usual = all(plan.samples[: plan.num_decodes])  # else a prompt has a single row, too
+        num_decodes = plan.num_decodes if is_usual else 0
         for sequence, token in zip(plan.sequences[:num_decodes], next_token, strict=False):
             sequence.num_computed_tokens = num_computed = sequence.num_computed_tokens + 1
             sequence.token_ids.append(token)
@@ -376,9 +352,8 @@ class Scheduler:
 
     def _settle(self, sequence: Sequence, token: int, finished: list[Sequence]) -> None:
         """Its rows are computed, and with them this token, if any (PENDING_TOKEN: none)."""
-        num_computed = sequence.num_computed_tokens
-        if num_computed >= sequence.remember_at:
-            self.prefixes.remember(sequence, num_computed)
+        if sequence.num_computed_tokens >= sequence.remember_at:
+            self.prefixes.remember(sequence, sequence.num_computed_tokens)
         if token == PENDING_TOKEN:
             return
         length = len(sequence.token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -97,9 +98,8 @@ def test_an_idle_engine_wakes_up_for_a_message():
 
 
 def test_equal_runs_are_equal_tokens():
-    """The second prompt begins with two of the first one's runs, the third with nothing."""
-    beginnings = [((5, 16), (6, 16), (7, 8)), ((5, 16), (6, 16), (8, 8)), ()]
-    calls = [Call(40, 1, runs=runs) for runs in beginnings]
+    """The second prompt begins with two of the first one's blocks, the third with nothing."""
+    calls = [Call(40, 1, runs=blocks(5, 6, 7)), Call(40, 1, runs=blocks(5, 6, 8)), Call(40, 1)]
     result = run(calls, [0.0, 10.0, 20.0])
     assert [record.cached_tokens for record in result.records] == [0, 32, 0]
     assert [step.num_prefill_rows for step in result.steps] == [40, 8, 40]
@@ -132,6 +132,10 @@ def test_settings_that_do_not_work():
         run([Call(1, 1)], [0.0], pages=255)
 
 
+def blocks(*keys, size=16):
+    return tuple((key, size) for key in keys)
+
+
 def random_calls(seed, count=60):
     """Short and long ones of three clients; every third shares its beginning with others."""
     rng = random.Random(seed)
@@ -139,7 +143,7 @@ def random_calls(seed, count=60):
     for number in range(count):
         now_s += rng.choice([0.0, 0.3, 2.0, 30.0]) * rng.random()
         prompt = rng.choice([rng.randint(1, 20), rng.randint(20, 120)])
-        keys = range(number % 5, number % 5 + prompt // 8) if number % 3 == 0 else ()
+        runs = blocks(*range(number % 5, number % 5 + prompt // 8), size=8)
         output = rng.randint(1, 40)
         calls.append(
             Call(
@@ -147,7 +151,7 @@ def random_calls(seed, count=60):
                 output,
                 rng.choice([None, 12, 40]),
                 client=f"client {number % 4}",
-                runs=tuple((key, 8) for key in keys),
+                runs=runs if number % 3 == 0 else (),
             )
         )
         arrivals_s.append(now_s)
@@ -173,6 +177,46 @@ def test_every_request_ends_and_memory_is_free_again(policy, order):
     assert kv.num_in_use == 0 and not load.scheduler.has_work()
     again = simulate(calls, arrivals_s, Law(), made, qps=1.0)
     assert again == result
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_fast_forward_changes_nothing(policy, order, seed):
+    """The same clock, step by step, with few and many running, scarce memory and shared pages."""
+    calls, arrivals_s = random_calls(f"forward {seed}", 40)
+    if seed == 1:
+        calls = [replace(call, runs=()) for call in calls]
+    made = settings(
+        pages=(48, 120, 400)[seed],
+        page_tokens=(4, 16, 8)[seed],
+        max_model_len=180,
+        max_num_seqs=(16, 3, 16)[seed],
+        max_num_batched_tokens=48,
+        memory_policy=policy,
+        order=order,
+    )
+    results, states = [], []
+    for is_fast in (False, True):
+        load = LoadSimulation(calls, arrivals_s, Law(), made)
+        load.is_fast = is_fast
+        load.run()
+        load.scheduler.kv.check_integrity()
+        scheduler = load.scheduler
+        model = scheduler.chunks.model
+        states.append((scheduler.num_steps, scheduler.num_page_steps, model.median_error()))
+        results.append(load.result(1.0, 0))
+    assert results[0] == results[1] and states[0] == states[1]
+
+
+def test_fast_forward_is_one_question_for_many_steps(monkeypatch):
+    """A stream alone is asked about when it needs a page, and for its first and last token."""
+    load = LoadSimulation([Call(10, 400)], [0.0], Law(), settings(page_tokens=64))
+    asked = []
+    schedule = load.scheduler.schedule
+    monkeypatch.setattr(load.scheduler, "schedule", lambda now: asked.append(now) or schedule(now))
+    load.run()
+    assert len(load.result(1.0, 0).steps) == 400 and len(asked) <= 2 * (400 // 64 + 2)
 
 
 def test_a_long_run_keeps_less(monkeypatch):

@@ -31,6 +31,7 @@ PURE = [
     "serve/prefix_use.py",
     "serve/rotation.py",
     "serve/stagger.py",
+    "serve/steady.py",
     "serve/step_draft.py",
     "memory/load_times.py",
     "memory/runs.py",

@@ -60,7 +60,7 @@ def run(
     top: rows of the comparison. ConfigError names what cannot be.
     """
     shape = load_shape(model)
-    precision = _precision(dtype, kv_dtype, shape)
+    precision = find_precision(dtype, kv_dtype, shape)
     load, contexts = _lengths(shape, prompt, output, contexts)
     _require_counts("batch", batches)
     _require_counts("top", [top])
@@ -75,7 +75,7 @@ def run(
     if png_file is not None:
         require_matplotlib()
     devices = load_devices(hardware)
-    chosen = [_machine(name, devices) for name in machines]
+    chosen = [find_machine(name, devices) for name in machines]
     console = Console()
     console.width = max(console.width, 120)
     result: dict[str, Any] = {
@@ -106,7 +106,7 @@ def run(
     return result
 
 
-def _precision(dtype: str, kv_dtype: str, shape: Shape) -> Precision:
+def find_precision(dtype: str, kv_dtype: str, shape: Shape) -> Precision:
     if dtype not in WEIGHTS:
         raise ConfigError(f"dtype {dtype!r} is not one of: {', '.join(WEIGHTS)}")
     if kv_dtype == "auto":
@@ -156,7 +156,7 @@ def _bound(name: str, value: float | None) -> float:
     return value
 
 
-def _machine(name: str, devices: dict[str, Device]) -> Machine:
+def find_machine(name: str, devices: dict[str, Device]) -> Machine:
     """ "NAME", "here" or "NxNAME"."""
     matched = _COUNTED.fullmatch(name)
     assert matched is not None or not name, f"{name!r}"

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bench.simulate.cost import StepCost
+from bench.plan.cost import StepCost
 from serve.plan import StepPlan
 from serve.request import Request
 from serve.scheduler import Scheduler
 from serve.sequence import Sequence, make_sequences
+from serve.steady import begin_alike, end_alike, num_alike
 from serve.step_time import StepWork
 
 EOS, OTHER = 1, 7
@@ -39,6 +40,7 @@ class SimulatedEngine:
         self.cost = cost
         self.now_s = 0.0
         self._ends: dict[Sequence, int] = {}  # of those without a first token
+        self._last: Step | None = None
 
     def add(self, sequence: Sequence, num_output: int) -> None:
         """It has arrived; its answer ends by itself after num_output tokens (or before, at
@@ -66,8 +68,30 @@ class SimulatedEngine:
         if not all(plan.samples):
             sampled = [s for s, is_sampled in zip(sampled, plan.samples, strict=True) if is_sampled]
         tokens, firsts = self._answer(sampled)
-        watch(Step(plan, work, began_s, seconds, ended_s, sampled, firsts))
+        self._last = Step(plan, work, began_s, seconds, ended_s, sampled, firsts)
+        watch(self._last)
         return scheduler.update(plan, tokens)
+
+    def forward(self, watch: Callable[[Step], None], until_s: float) -> None:
+        """After a step: run those that are certain to be like it and to begin before until_s,
+        without asking the scheduler for each. watch: is told of each, when sequences may still
+        have fewer tokens than they are due."""
+        if self._last is None or not (most := num_alike(self.scheduler, self._last.plan)):
+            return
+        plan, scheduler, context = self._last.plan, self.scheduler, self._last.work.num_context
+        most = min(most, *[_until_mark(s) for s in plan.sequences])
+        count = 0
+        num_rows = plan.num_decodes
+        while count < most and self.now_s < until_s:
+            count += 1
+            began_s = self.now_s
+            begin_alike(scheduler, began_s)
+            work = StepWork(num_rows, context + count * num_rows, num_rows, samples=True)
+            seconds = self.cost.seconds(work)
+            self.now_s = began_s + seconds
+            scheduler.observe(plan, seconds, work)
+            watch(Step(plan, work, began_s, seconds, self.now_s, plan.sequences, []))
+        end_alike(plan, count, OTHER)
 
     def _answer(self, sampled: list[Sequence]) -> tuple[list[int], list[Sequence]]:
         """The next token of each, and for whom it is the first."""
@@ -82,6 +106,12 @@ class SimulatedEngine:
             if len(sequence.token_ids) == sequence.history:
                 tokens[place] = EOS
         return tokens, firsts
+
+
+def _until_mark(sequence: Sequence) -> int:
+    """Tokens until the special one."""
+    assert isinstance(sequence.history, int), "set by add"
+    return sequence.history - len(sequence.token_ids)
 
 
 def make_sequence(request: Request) -> Sequence:

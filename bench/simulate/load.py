@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import math
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 
 from bench.load.calls import Call
-from bench.load.record import Outcome, Record, RunResult
-from bench.simulate.cost import StepCost
+from bench.load.record import Outcome, Progress, Record, RunResult
+from bench.plan.cost import StepCost
 from bench.simulate.engine import OTHER, SimulatedEngine, make_sequence
 from bench.simulate.keep import MOST_CHUNKS, Keeper
 from bench.simulate.settings import SimulationSettings
@@ -16,6 +19,8 @@ from serve.overload import EarlyRejection
 from serve.request import Request, SamplingParams
 
 _REPORT_STEPS = 4096  # from one word about the progress to the next
+
+OnProgress = Callable[[Progress], None]
 
 
 def simulate(
@@ -26,17 +31,32 @@ def simulate(
     *,
     qps: float | None = None,
     seed: int = 0,
-    on_change: Callable[[int, int, float], None] | None = None,
+    warmup_s: float = 0.0,
+    on_progress: OnProgress | None = None,
 ) -> RunResult:
-    """calls[i] comes arrivals_s[i] seconds after the start (ascending; at_s says nothing here);
-    every request is run to its end (num_output None: to its max_tokens, or the context's). qps:
-    what was asked for, if not what arrivals_s say. on_change(requests that came, that ended,
-    simulated seconds), now and then. ConfigError: settings that do not work."""
+    """calls[i] comes arrivals_s[i] seconds after the start (ascending); every request is run to
+    its end. Their answers must have lengths. qps: what was asked for, if not what arrivals_s say.
+    warmup_s: at the beginning, not counted. on_progress: now and then, in simulated seconds.
+    ConfigError: settings that do not work."""
     load = LoadSimulation(calls, arrivals_s, cost, settings)
-    load.run(on_change)
+    load.run(on_progress)
     if qps is None:
-        qps = len(calls) / arrivals_s[-1] if calls and arrivals_s[-1] > 0 else float("inf")
-    return load.result(qps, seed)
+        qps = len(calls) / arrivals_s[-1] if calls and arrivals_s[-1] > 0 else math.inf
+    result = load.result(qps, seed)
+    result.window = (warmup_s, result.window[1])
+    return result
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """A simulation makes next to no cycles, and looking for them among all that lives is slow."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class LoadSimulation:
@@ -49,6 +69,7 @@ class LoadSimulation:
         cost: StepCost,
         settings: SimulationSettings,
     ) -> None:
+        self.is_fast = True  # steps that are all alike are run without the scheduler
         self._calls = calls
         self._arrivals_s = arrivals_s
         self._settings = settings
@@ -58,7 +79,7 @@ class LoadSimulation:
         self._keeper = Keeper(
             scheduler,
             len(calls),
-            keeps_chunks=sum(call.num_output or 0 for call in calls) <= MOST_CHUNKS,
+            keeps_chunks=sum(_num_output(call) for call in calls) <= MOST_CHUNKS,
         )
         slo_s = settings.engine.ttft_slo
         self._rejection = None if slo_s is None else EarlyRejection(scheduler, slo_s)
@@ -66,9 +87,14 @@ class LoadSimulation:
         self._refused: dict[int, str] = {}
         self._params: dict[int, SamplingParams] = {}
         self._prompts: dict[int, tuple[int, ...]] = {}
-        self._keys: dict[int, int] = {}
+        self._runs: dict[int, int] = {}
 
-    def run(self, on_change: Callable[[int, int, float], None] | None = None) -> None:
+    def run(self, on_progress: OnProgress | None = None) -> None:
+        """To the end of the last request."""
+        with _without_collections():
+            self._run(on_progress)
+
+    def _run(self, on_progress: OnProgress | None) -> None:
         engine, scheduler, keeper = self._engine, self.scheduler, self._keeper
         delays = self._settings.delays
         due = sorted(
@@ -92,10 +118,22 @@ class LoadSimulation:
             for sequence in finished:
                 keeper.ended(sequence, engine.now_s)
             self._num_unfinished -= len(finished)
-            if on_change is not None and keeper.num_steps % _REPORT_STEPS == 0:
-                on_change(place, scheduler.num_finished, engine.now_s)
-        if on_change is not None:
-            on_change(place, scheduler.num_finished, engine.now_s)
+            if self.is_fast:
+                engine.forward(keeper.watch, due[place][0] if place < count else math.inf)
+            if on_progress is not None and keeper.num_steps % _REPORT_STEPS == 0:
+                on_progress(self._progress(place))
+        if on_progress is not None:
+            on_progress(self._progress(place))
+
+    def _progress(self, num_sent: int) -> Progress:
+        return Progress(
+            self._engine.now_s,
+            len(self._calls),
+            num_sent=num_sent,
+            num_done=self.scheduler.num_finished + len(self._refused),
+            num_failed=len(self._refused),
+            num_running=self._num_unfinished,
+        )
 
     # ---- requests
 
@@ -131,7 +169,7 @@ class LoadSimulation:
                 return
             self._rejection.queued(seconds)
         self._num_unfinished += 1
-        self._engine.add(sequence, max_tokens if call.num_output is None else call.num_output)
+        self._engine.add(sequence, _num_output(call))
 
     def _prompt(self, number: int, call: Call) -> tuple[int, ...]:
         """Tokens that are equal where runs are, and new where there are none."""
@@ -142,17 +180,23 @@ class LoadSimulation:
             return prompt
         tokens: list[int] = []
         for key, length in call.runs:
-            tokens += [2 * self._keys.setdefault(key, len(self._keys))] * length
+            tokens += [2 * self._runs.setdefault(key, len(self._runs))] * length
         tokens += [2 * number + 1] * (call.num_prompt - len(tokens))
-        return tuple(tokens)
+        return tuple(tokens[: call.num_prompt])
 
     # ---- what came of it
+
+    @property
+    def num_preempted(self) -> int:
+        """Requests that were, at least once."""
+        return self._keeper.num_preempted
 
     def result(self, qps: float, seed: int) -> RunResult:
         keeper, delays = self._keeper, self._settings.delays
         records = []
         for number, (at_s, call) in enumerate(zip(self._arrivals_s, self._calls, strict=True)):
             record = Record(number, at_s, at_s, at_s, prompt_tokens=call.num_prompt)
+            record.dispatched_s, record.group = at_s, call.group
             if number in self._refused:
                 record.outcome, record.error = Outcome.FAILED, self._refused[number]
             else:
@@ -185,3 +229,8 @@ class LoadSimulation:
                 " are a histogram of 1 % steps"
             )
         return notes
+
+
+def _num_output(call: Call) -> int:
+    assert call.num_output is not None, "answers have lengths"
+    return call.num_output

@@ -35,8 +35,8 @@ class PoolDelays:
 class SimulationSettings:
     """engine: as EngineConfig has them; max_model_len, kv_cache_bytes and kv_page_bytes must be
     given. groups: K/V of the layers (memory.layer_groups). map_call_s: a system call that maps
-    pages, which hits of the prefix cache are weighed against. The prefix cache has nothing to
-    find, and is left out, where calls have no runs."""
+    pages, which hits of the prefix cache are weighed against. Where calls share nothing (no runs),
+    the prefix cache is left out."""
 
     engine: EngineConfig
     groups: tuple[LayerGroup, ...]

@@ -1,0 +1,104 @@
+"""`serve bench --simulate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from bench.load.calls import Call
+from bench.load.live import LiveView
+from bench.load.record import RunResult
+from bench.load.schedule import ArrivalSettings, make_calls
+from bench.simulate.load import OnProgress, simulate
+from bench.simulate.machine import SimulatedMachine, simulated_machine
+from serve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from bench.load.command import OnlineOptions
+
+ASSUMED_OUTPUT = 128
+_NOT_SIMULATED = (
+    "grace_s",
+    "max_concurrency",
+    "cancel_rate",
+    "cancel_after_s",
+    "cancel_after_chunks",
+    "probe_qps",
+    "processes",
+)
+
+
+def simulated(options: OnlineOptions) -> Callable[[float | None, int], RunResult]:
+    """What offers one rate (None: the arrivals' own) with one seed. ConfigError: options that a
+    simulation has no use for, and those of bench.simulate.machine."""
+    for name in _NOT_SIMULATED:
+        if getattr(options, name):
+            raise ConfigError(f"{name} cannot be simulated")
+    machine = simulated_machine(options.model, options.machine, options.engine)
+    dataset = options.dataset_settings
+    dataset = replace(dataset, max_model_len=machine.settings.max_model_len)
+    arrival = ArrivalSettings(options.arrival, options.speedup)
+    console = Console(stderr=True)
+
+    def once(rate: float | None, seed: int) -> RunResult:
+        made = make_calls(
+            dataset,
+            arrival,
+            qps=rate,
+            requests=options.requests,
+            duration_s=options.duration,
+            seed=seed,
+        )
+        title = f"{options.model} on {machine.name}, simulated"
+        with LiveView(console, total=len(made.calls), qps=made.qps, title=title) as view:
+            result = simulate_load(
+                made.calls,
+                machine,
+                qps=made.qps,
+                seed=seed,
+                warmup_s=options.warmup_s,
+                on_progress=view.update,
+            )
+        result.target = title
+        result.notes += made.notes
+        return result
+
+    return once
+
+
+def simulate_load(
+    calls: Sequence[Call],
+    machine: SimulatedMachine,
+    *,
+    qps: float,
+    seed: int = 0,
+    warmup_s: float = 0.0,
+    on_progress: OnProgress | None = None,
+) -> RunResult:
+    """calls: with their times (at_s). Where the model would decide how long an answer is, it is
+    max_tokens or ASSUMED_OUTPUT."""
+    known = [
+        call
+        if call.num_output is not None
+        else replace(call, num_output=min(call.max_tokens or ASSUMED_OUTPUT, ASSUMED_OUTPUT))
+        for call in calls
+    ]
+    result = simulate(
+        known,
+        [call.at_s or 0.0 for call in calls],
+        machine.cost,
+        machine.settings,
+        qps=qps,
+        seed=seed,
+        warmup_s=warmup_s,
+        on_progress=on_progress,
+    )
+    num_assumed = sum(call.num_output is None for call in calls)
+    if num_assumed:
+        result.notes.append(
+            f"{num_assumed} answers whose length the model would decide: {ASSUMED_OUTPUT} tokens"
+        )
+    return result

@@ -1,0 +1,96 @@
+"""A machine and a model for the simulator: what its steps take, and how its K/V memory is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.plan.calibrate import FittedCost
+from bench.plan.capacity import kv_bytes
+from bench.plan.cost import MachineCost, StepCost
+from bench.plan.efficiency import expected
+from bench.plan.hardware import load_devices
+from bench.plan.run import find_machine, find_precision
+from bench.plan.shapes import Precision, Shape, load_shape
+from bench.simulate.settings import SimulationSettings
+from memory.layer_groups import LayerGroup
+from serve.config import EngineConfig
+from serve.errors import ConfigError
+
+DEFAULT_MACHINE = "h100-sxm"
+TILE_TOKENS = 16
+_GPU_PAGE_BYTES = 2 << 20
+_GPU_BATCHED_TOKENS = 2048
+_MIN_PAGE_BYTES = 16 << 10
+_MAX_PAGES = 30_000
+_DTYPES = {"auto": "int8"}
+
+
+class SimulatedMachine(NamedTuple):
+    """name: of the machine, for reports."""
+
+    name: str
+    cost: StepCost
+    settings: SimulationSettings
+
+
+def simulated_machine(
+    model: str, machine: str | None, engine: Mapping[str, Any]
+) -> SimulatedMachine:
+    """model: as bench.plan.shapes.load_shape. machine: as `serve plan` takes it ("4xh100-sxm",
+    "here"), or the file of a fitted cost (FittedCost.save), which takes kv_cache_bytes with it.
+    engine: EngineConfig's settings. ConfigError."""
+    shape = load_shape(model)
+    config = EngineConfig.from_settings(**engine)
+    dtype = _DTYPES.get(config.dtype, config.dtype)
+    precision = find_precision(dtype, config.kv_dtype, shape)
+    name = machine or DEFAULT_MACHINE
+    cost: StepCost
+    if name.endswith(".json"):
+        cost, kind, room = FittedCost.load(Path(name)), "cpu", None
+    else:
+        device = find_machine(name, load_devices())
+        kind = device.device.kind
+        cost = made = MachineCost(shape, precision, device, expected(kind, precision))
+        room = int(kv_bytes(made))
+        if room <= 0:
+            raise ConfigError(f"machine {name}: no room for the weights of {shape.name}")
+    config = _sized(config, shape, precision, kind, room)
+    groups = tuple(
+        LayerGroup(int(layers * shape.kv_layer_bytes(precision)), TILE_TOKENS, window)
+        for window, layers in shape.layers_by_window().items()
+    )
+    return SimulatedMachine(name, cost, SimulationSettings(config, groups))
+
+
+def _sized(
+    config: EngineConfig, shape: Shape, precision: Precision, kind: str, room: int | None
+) -> EngineConfig:
+    """With the sizes that the engine would have found at its start (serve/kv_sizes.py)."""
+    token_bytes = int(shape.kv_token_bytes(precision))
+    longest = config.max_model_len or shape.max_model_len
+    if longest > shape.max_model_len:
+        raise ConfigError(f"max_model_len {longest} is above the model's {shape.max_model_len}")
+    if config.kv_cache_bytes is None and room is None:
+        raise ConfigError("a machine that is a fitted cost needs kv_cache_bytes")
+    size = config.kv_cache_bytes or room or 0
+    size = min(size, config.max_num_seqs * (longest * token_bytes + _GPU_PAGE_BYTES))
+    page = config.kv_page_bytes
+    if page is None:
+        page = _GPU_PAGE_BYTES if kind == "gpu" else _MIN_PAGE_BYTES
+        while page < TILE_TOKENS * token_bytes or (size // page > _MAX_PAGES and kind != "gpu"):
+            page *= 2
+    if config.max_model_len is None:
+        longest = min(longest, max(1, (size // page - 1) * page // token_bytes))
+    rows = config.max_num_batched_tokens
+    if rows is None and kind == "gpu":
+        rows = max(_GPU_BATCHED_TOKENS, config.max_num_seqs)
+    return replace(
+        config,
+        max_model_len=longest,
+        kv_cache_bytes=size,
+        kv_page_bytes=page,
+        max_num_batched_tokens=rows,
+    )
