@@ -223,7 +223,7 @@ def test_compare(results):
     good, text = compared(first, again, fail_over="10%")
     assert good and "warning" not in text and "nothing is more than 10 % worse" in text
     good, text = compared(first, slow, fail_over="10%")
-    assert not good and "REGRESSION: 6/s TPOT p50, ms is" in text
+    assert not good and "REGRESSION: 6/s TPOT p50 is" in text
     assert "apart" in text and "overlap" in text
     assert compared(first, slow)[0], "nothing was asked of it"
     assert compared(first, slow, fail_over="0.9")[0]
@@ -239,9 +239,17 @@ def test_compare_warns_of_other_settings_and_machines(results):
     document["rates"][0]["is_valid"] = False
     again.write_text(json.dumps(document))
     good, text = compared(first, again, fail_over="10%")
-    assert "settings differ: qps is 6 and 7" in text
-    assert "machine differ: cpu is" in text and "INVALID" in text
+    assert "settings: qps is 6 and 7" in text
+    assert "machine: cpu is" in text and "INVALID" in text
     assert not good, "what must not be used passes no test"
+    document["rates"] *= 2
+    for rate in document["rates"]:
+        rate["qps"] = 99
+    del document["settings"]["qps"]
+    again.write_text(json.dumps(document))
+    good, text = compared(first, again, fail_over="10%")
+    assert "no rate in common" in text and "settings: qps is 6 and the default" in text
+    assert not good
 
 
 def test_compare_pictures(results, tmp_path):

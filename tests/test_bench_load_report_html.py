@@ -11,12 +11,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from load_runs import engine_run, queue_run
 
 from bench.load.columns import Columns
 from bench.load.plots import VARIABLES, Plot, svg
 from bench.load.plots_requests import MIN_LANES, NUM_LANES, lanes_plot
+from bench.load.plots_time import _rows_in
 from bench.load.record import Outcome, Record, RunResult
 from bench.load.report import report
 from bench.load.search import find_max_qps
@@ -184,6 +186,16 @@ def test_lanes_are_those_of_the_busiest_time():
         record.finished_s += 30.0
     plot = lanes_plot("lanes", Columns.of(run))
     assert plot is not None and f"{NUM_LANES} of 400 requests" in plot.note
+
+
+def test_rows_of_steps_are_spread_over_them():
+    """Bins half as long as the steps do not show a comb."""
+    edges = np.linspace(0.0, 1.0, 21)
+    start = np.arange(0.0, 1.0, 0.1)
+    rows = _rows_in(edges, start, start + 0.1, np.full(10, 30.0))
+    assert rows == pytest.approx(np.full(20, 300.0))
+    idle = _rows_in(np.array([0.0, 1.0, 2.0, 3.0]), start[[0]], start[[0]] + 1, np.array([7.0]))
+    assert list(idle) == [7, 0, 0]
 
 
 def test_large_runs_stay_small(tmp_path):

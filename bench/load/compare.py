@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -25,7 +26,7 @@ LATENCIES = [
     for stat in ("p50", "p99")
 ]
 MORE_IS_BETTER = ("requests_per_s", "output_tokens_per_s", "attainment", "max_qps")
-NAMES = {**RATES, "attainment": "within the SLO, share", "max_qps": "max requests/s"}
+NAMES = {**RATES, "attainment": "share within the SLO", "max_qps": "max requests/s"}
 _OWN_SETTINGS = ("json", "jsonl", "html", "png")
 
 
@@ -112,7 +113,9 @@ def compared(
         row = _row("search", "max_qps", *(Estimate(float(rate)) for rate in rates))
         rows.append(row)
     usable = bool(pairs) and all(rate["is_valid"] for pair in pairs for rate in pair)
-    if not usable:
+    if not pairs:
+        warnings.append("the results have no rate in common: nothing is compared")
+    elif not usable:
         warnings.append("a result is INVALID: its figures must not be used")
     regressions = [row for row in rows if row.is_regression(fail_over)]
     return Comparison(name, rows, warnings, usable, regressions)
@@ -121,7 +124,9 @@ def compared(
 def _names(files: Sequence[Path]) -> list[str]:
     """Short, and each one's own."""
     stems = [path.stem for path in files]
-    return stems if len(set(stems)) == len(stems) else [str(path) for path in files]
+    if len(set(stems)) == len(stems):
+        return stems
+    return [f"{stem} ({place})" for place, stem in enumerate(stems, 1)]
 
 
 def _pairs(
@@ -154,7 +159,7 @@ def _rows(first: dict[str, Any], other: dict[str, Any]) -> list[Row]:
         told = [side["latencies_ms"].get(metric) for side in (first, other)]
         if all(told):
             values = [estimate(stats[stat]) for stats in told]
-            rows.append(_row(rate, f"{LABELS[metric]} {stat}, ms", *values))
+            rows.append(_row(rate, f"{LABELS[metric].replace(' from', '')} {stat}", *values))
     for name in ("requests_per_s", "output_tokens_per_s"):
         if name in first["rates"] and name in other["rates"]:
             values = [estimate(side["rates"][name]) for side in (first, other)]
@@ -179,13 +184,16 @@ def _differences(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
         a, b = (document.get(part) or {} for document in (first, other))
         keys = [key for key in {**a, **b} if a.get(key) != b.get(key)]
         keys = [key for key in keys if key.split("_")[0] not in _OWN_SETTINGS and key != "commit"]
+        missing = "the default" if part == "settings" else "nothing"
         for key in keys:
-            warnings.append(f"{part} differ: {key} is {a.get(key)} and {b.get(key)}")
+            values = [missing if side.get(key) is None else side[key] for side in (a, b)]
+            warnings.append(f"{part}: {key} is {values[0]} and {values[1]}")
     return warnings
 
 
 def _print(console: Console, first_name: str, comparison: Comparison, limit: float | None) -> None:
-    table = Table(title=Text(f"{comparison.name} against {first_name}"), title_justify="left")
+    title = Text(f"{comparison.name} against {first_name} (milliseconds, per second)")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("rate")
     table.add_column("figure")
     for name in (first_name, comparison.name, "ratio"):

@@ -132,7 +132,7 @@ def _rates_table(made: Measurement) -> str:
     rows = []
     for place, rate in enumerate(made.rates):
         name = f'<a href="#rate-{place}">{number(rate.qps)}</a>'
-        cells = [name if rate.is_valid else f"{name} (invalid)"]
+        cells = [name if rate.is_valid else f"{name}&nbsp;(invalid)"]
         for key in ("requests_per_s", "output_tokens_per_s"):
             cells.append(number(rate.rates[key].value) if key in rate.rates else "-")
         for metric, stat in shown:

@@ -170,10 +170,11 @@ def horizontal(axes: Axes, y: float, text: str, colour: str = VERMILLION) -> Non
     axes.axhline(y, color=colour, linewidth=1.2, linestyle=(0, (5, 2)))
     axes.annotate(
         text,
-        (0.0, y),
+        (1.0, y),
         xycoords=("axes fraction", "data"),
-        xytext=(4, 3),
+        xytext=(-2, 3),
         textcoords="offset points",
+        ha="right",
         fontsize=8.5,
         color=colour,
     )

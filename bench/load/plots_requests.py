@@ -44,13 +44,14 @@ def lanes_plot(name: str, columns: Columns) -> Plot | None:
     def draw(figure: FigureBase) -> None:
         axes = figure.subplots()
         lanes = np.arange(shown)
-        for left, right, colour, label in (
-            (due, began, MUTED, "queued"),
-            (began, text, ORANGE, "until the first text"),
-            (text, done, BLUE, "decoding"),
+        width = 4.5 if shown <= 40 else 2.6
+        for left, right, colour, alpha, label in (
+            (due, began, MUTED, 0.4, "queued"),
+            (began, text, ORANGE, 1.0, "until the first text"),
+            (text, done, BLUE, 1.0, "decoding"),
         ):
-            axes.hlines(lanes, left, right, colors=colour, linewidth=_lane_width(shown))
-            axes.plot([], [], color=colour, linewidth=5, label=label)
+            axes.hlines(lanes, left, right, colors=colour, alpha=alpha, linewidth=width)
+            axes.plot([], [], color=colour, alpha=alpha, linewidth=5, label=label)
         _marks(axes, columns, places, done, lanes)
         axes.set_ylim(shown - 0.2, -0.8)
         begin_s, last_s = float(due.min()), float(done.max())
@@ -59,16 +60,12 @@ def lanes_plot(name: str, columns: Columns) -> Plot | None:
         axes.set_ylabel("requests, as they were due")
         axes.set_yticks([])
         axes.set_xlabel("seconds since the start of the schedule")
-        axes.legend(loc="lower left", ncols=2)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=6)
 
     note = (
         "" if shown == count else f"{shown} of {count:,} requests: those around the busiest time."
     )
     return Plot(name, "Requests", 1.2 + 0.045 * max(shown, 30), draw, note)
-
-
-def _lane_width(shown: int) -> float:
-    return 4.5 if shown <= 40 else 2.6
 
 
 def _marks(axes: Axes, columns: Columns, places: np.ndarray, done: Floats, lanes: Ints) -> None:

@@ -155,8 +155,7 @@ def steps_plot(name: str, run: RunResult) -> Plot | None:
     def draw(figure: FigureBase) -> None:
         whole, zoomed = figure.subplots(2, 1, height_ratios=[2, 3])
         edges = np.linspace(float(start[0]), float(end[-1]), min(NUM_BINS, len(steps)) + 1)
-        middle = (start + end) / 2
-        rows = [_rate(middle, edges, values) for values in (decodes, prefills)]
+        rows = [_rows_in(edges, start, end, values) for values in (decodes, prefills)]
         _stack(whole, edges, rows)
         whole.set_title("The whole run")
         whole.set_ylabel("rows/s")
@@ -180,6 +179,14 @@ def steps_plot(name: str, run: RunResult) -> Plot | None:
 
 
 _BAR: Any = {"linewidth": 0.4, "edgecolor": PAPER}
+
+
+def _rows_in(edges: Floats, start: Floats, end: Floats, rows: Floats) -> Floats:
+    """Rows per second between edges; those of a step are spread over it."""
+    at_s = np.column_stack([start, end]).ravel()
+    done = np.cumsum(rows)
+    so_far = np.column_stack([done - rows, done]).ravel()
+    return np.diff(np.interp(edges, at_s, so_far)) / np.diff(edges)
 
 
 def _stack(axes: Axes, edges: Floats, rows: list[Floats]) -> None:

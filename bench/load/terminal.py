@@ -126,14 +126,16 @@ def verdict_texts(rate: RateSummary) -> dict[str, list[str]]:
 def _rates_table(made: Measurement) -> Table:
     """Narrow enough for 80 columns."""
     title = "all rates: requests/s, output tokens/s, milliseconds from schedule"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
     for name in ("offered", "answers", "tokens"):
         table.add_column(name, justify="right")
     shown = [(m, p) for m in ("ttft_schedule", "tpot", "e2e_schedule") for p in ("p50", "p99")]
     for metric, stat in shown:
         table.add_column(f"{metric.partition('_')[0].upper()}\n{stat}", justify="right")
     if made.slo is not None:
-        table.add_column("within\nSLO", justify="right")
+        table.add_column("SLO\n%", justify="right")
     for rate in made.rates:
         cells = [number(rate.qps)]
         cells += [
@@ -145,7 +147,7 @@ def _rates_table(made: Measurement) -> Table:
             for metric, stat in shown
         ]
         if rate.attainment is not None:
-            cells.append(f"{100 * rate.attainment.value:.1f} %")
+            cells.append(f"{100 * rate.attainment.value:.1f}")
         table.add_row(*cells, style="" if rate.is_valid else "red")
     return table
 
