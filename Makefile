@@ -41,9 +41,18 @@ format: $(VENV)/.dev
 # The figures of the README, on a quiet machine; it takes a while, and the first run writes a
 # 2.5 GB random checkpoint into ~/.cache/mergestep.
 bench: $(VENV)/.dev
-	$(BIN)/python -m bench.engine_overhead
-	$(BIN)/python -m bench.http_overhead
-	$(BIN)/python -m bench.vs_transformers
+	$(BIN)/serve bench ops
+	$(BIN)/serve bench latency random:llama-1b
+	$(BIN)/serve bench throughput random:llama-1b --requests 16 --output-len 256 \
+		--dtype bfloat16 --peer transformers --repeats 1
+	$(BIN)/serve bench prefix-cache
+	$(BIN)/serve bench nodes capacity
+	$(BIN)/serve bench engine
+	$(BIN)/serve bench http random:llama-1b
+	$(BIN)/serve bench http
+	$(BIN)/serve bench startup
+	$(BIN)/serve bench ablation
+	$(BIN)/serve eval
 
 # Everything that a GPU can tell, in less than nine minutes: bench/results/DEVICE.json and .md. With
 # the first Python here whose torch sees the GPU; GPU_PYTHON names another one. It needs what

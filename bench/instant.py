@@ -16,14 +16,12 @@ from serve.admission import RequestLimits
 from serve.batch import make_batch
 from serve.compute_thread import ComputeThread
 from serve.config import EngineConfig
-from serve.core import EngineCore
-from serve.loader import LoadedEngine
+from serve.loader import LoadedEngine, Parts
 from serve.memory_policy import make_policy
 from serve.models import ModelSpec, read_spec
 from serve.orders import make_order
 from serve.plan import SchedulerLimits, StepPlan
 from serve.runner import Runner, StepResult
-from serve.scheduler import Scheduler
 from serve.sequence import Sequence
 from serve.tokenizer import Tokenizer
 
@@ -81,8 +79,10 @@ def load_instant(
     make_runner: Callable[[KVManager], Runner] | None = None,
     num_pages: int = 4096,
     token_bytes: int = 2560,
+    parts: Parts | None = None,
 ) -> LoadedEngine:
     """A LoadedEngine like load_engine's, with the model's tokenizer but no weights."""
+    made_of = parts or Parts()
     spec: ModelSpec = read_spec(config.model_path)
     tokenizer = Tokenizer.load(config.model_path)
     max_len = config.max_model_len or spec.max_model_len
@@ -110,9 +110,9 @@ def load_instant(
         config.max_num_seqs,
         config.ttft_slo,
     )
-    core = EngineCore(
+    core = made_of.core(
         runner=runner,
-        scheduler=Scheduler(
+        scheduler=made_of.scheduler(
             limits,
             kv,
             make_policy(config.memory_policy, kv, batched),

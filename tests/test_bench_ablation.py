@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from bench.ablation import report
+from bench.ablation import command, report
 from bench.ablation.command import ablation
 from bench.ablation.parts import PrefillFirst, StaticBatches, serial_core
 from bench.ablation.variants import OURS, SHORT, all_variants, chosen
@@ -136,6 +136,8 @@ def test_ablation_of_the_embedded_model(tmp_path, capsys):
     reserved = rows["max_tokens reserved"]
     assert reserved["running_mean"] < rows[SHORT]["running_mean"] < 16
     assert rows[OURS]["steps"] < rows["static batches"]["steps"]
+    device = result["own_device"]
+    assert min(device["pools_s"] + device["serial_s"]) > device["device_s"]
     text = capsys.readouterr().out
     assert "dynamic batching" in text and "+200 %" in text
     written = json.loads(file.read_text())
@@ -176,7 +178,10 @@ def test_what_cannot_be_run_is_refused_before(options, named):
         ablation(**options)
 
 
-def test_requests_of_a_data_set_are_taken_as_they_are():
+@pytest.mark.parametrize("keeps", [True, False])
+def test_requests_of_a_data_set_are_taken_as_they_are(keeps, monkeypatch):
+    """With engines that stay, and with such as are loaded for their turn."""
+    monkeypatch.setattr(command, "_fit", lambda model, count: keeps)
     works = [Work(token_ids=[5, 6, 7 + i], max_tokens=4, ignore_eos=True) for i in range(6)]
     result = ablation(
         str(checkpoint("llama")),
@@ -184,8 +189,10 @@ def test_requests_of_a_data_set_are_taken_as_they_are():
         rounds=1,
         qps=500.0,
         max_num_seqs=4,
-        variants=["one thread", "prompts first"],
+        at_rate=keeps,
+        variants=["prompts first"],
     )
-    assert [row["name"] for row in result["variants"]] == [OURS, "one thread", "prompts first"]
+    assert [row["name"] for row in result["variants"]] == [OURS, "prompts first"]
     assert all(row["same_tokens"] == 1.0 for row in result["variants"])
-    assert result["tokens_per_request"] == 7.0
+    assert result["tokens_per_request"] == 7.0 and result["own_device"] is None
+    assert all((row["ttft_p50_ms"] is None) is not keeps for row in result["variants"])

@@ -13,7 +13,7 @@ from bench.offline import startup
 from bench.offline.bound import Ceiling, ModelCost, steady
 from bench.offline.latency import Tally
 from bench.offline.latency_command import latency
-from bench.offline.page import Head, check_file, number, spread
+from bench.offline.page import Head, check_file, interval, number, spread
 from bench.offline.peers import parse_peers
 from bench.offline.requests import fixed_requests
 from bench.offline.startup_command import startup as measure_startup
@@ -231,5 +231,8 @@ def test_numbers_and_heads():
         "0.012",
     ]
     assert spread([3.0, 1.0, 2.0]) == "2.00 (1.00 to 3.00)" and spread([200.0]) == "200"
+    assert interval([5, 1, 2, 3, 4]) == (1, 5), "1 - 2/32 = 94 %"
+    assert interval(list(range(8))) == (1, 6), "1 - 2 * (1 + 8) / 256 = 93 %"
+    assert interval(list(range(20))) == (5, 14), "96 %; one more at either end: 88 %"
     head = Head.now("test")
     assert "torch" in str(head) and head.processors >= 1

@@ -70,7 +70,7 @@ def test_what_cannot_be(wrong, match):
 
 
 def test_a_fitted_cost_is_a_machine(tmp_path):
-    cost = FittedCost(8, (1e-3, 1e-5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 100, 0.0, 0.0)
+    cost = FittedCost(8, (1e-3, 1e-5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 100, 0.0, 0.0, 0.0)
     cost.save(tmp_path / "here.json")
     file = str(tmp_path / "here.json")
     with pytest.raises(ConfigError, match="needs kv_cache_bytes"):
@@ -100,7 +100,7 @@ def simulated_run(seed, count=400, qps=60.0, factor=1.0):
     config = EngineConfig(max_model_len=1024, kv_cache_bytes=64 << 20, kv_page_bytes=64 << 10)
     delays = PoolDelays(tokenize_s=0.7e-3, output_s=0.4e-3)
     coefficients = [factor * value for value in (1e-3, 2e-5, 0.0, 2e-8, 1e-8, 2e-4, 1e-5, 0.0)]
-    cost = FittedCost(8, tuple(coefficients), 100, 0.0, 0.0)
+    cost = FittedCost(8, tuple(coefficients), 100, 0.0, 0.0, 0.0)
     settings = SimulationSettings(config, (LayerGroup(1320, 16),), delays)
     return simulate(calls, arrivals_s, cost, settings, qps=qps), calls, arrivals_s, settings
 

@@ -10,14 +10,17 @@ from typing import Any
 import uvloop
 
 from bench.ablation import report
+from bench.ablation.parts import serial_core
+from bench.ablation.pools import measure_pools
 from bench.ablation.run import Plan, measure
-from bench.ablation.variants import all_variants, chosen
+from bench.ablation.variants import Variant, all_variants, chosen
 from bench.checkpoints import model_directory
 from bench.load.work import Work
 from bench.offline import page
 from bench.offline.requests import fixed_requests
 from serve.config import EngineConfig
 from serve.errors import ConfigError
+from serve.machine import available_memory
 from serve.models import read_spec
 from serve.precision import choose_backend, resolve_precision
 
@@ -34,6 +37,7 @@ def ablation(
     rounds: int | None = None,
     max_num_seqs: int = 64,
     qps: float | None = None,
+    at_rate: bool = True,
     kv_cache_bytes: int | None = None,
     variants: list[str] | None = None,
     dtype: str = "auto",
@@ -48,12 +52,13 @@ def ablation(
     model: a directory, "random:SHAPE", None for the embedded one.
     works: the requests, from any data set; None: `requests` of the embedded model's own mixture,
     of mixed lengths for another model, or of exact lengths. qps: of the latencies; None: 60 % of
-    what is reached. kv_cache_bytes: K/V memory that is short; None: of a quarter of the sequences.
+    what is reached; at_rate=False leaves them out. kv_cache_bytes: K/V memory that is short; None:
+    for a quarter of the sequences.
     variants: names of those to run; None: all.
     Returns what is written to json_file. ConfigError before anything runs.
     """
-    count = requests or (_QUICK_REQUESTS if quick else 300)
-    num_rounds = rounds or (_QUICK_ROUNDS if quick else 5)
+    count = requests or (_QUICK_REQUESTS if quick else 200)
+    num_rounds = rounds or (_QUICK_ROUNDS if quick else 8)
     if num_rounds < 1 or max_num_seqs < 1:
         raise ConfigError("rounds and max_num_seqs must be positive")
     if qps is not None and not qps > 0:
@@ -71,19 +76,33 @@ def ablation(
     ends_early = any(not work.ignore_eos for work in works)
     known = all_variants(_plain(path, settings), ends_early=ends_early)
     wanted = chosen(known, variants)
-    plan = Plan(path, list(works), settings, num_rounds, max_num_seqs, qps, kv_cache_bytes)
+    plan = Plan(
+        path,
+        list(works),
+        settings,
+        num_rounds,
+        max_num_seqs,
+        has_rate=at_rate,
+        keeps_engines=_fit(path, len(wanted)),
+        qps=qps,
+        kv_cache_bytes=kv_cache_bytes,
+    )
     head = page.Head.now(f"ablation, {EngineConfig.from_settings(path).model_name}")
     with page.progress() as bar:
-        task = bar.add_task("loading", total=len(wanted) * (num_rounds + 1))
+        total = 1 + len(wanted) * plan.num_turns + num_rounds
+        task = bar.add_task("loading", total=total)
 
         def advance(name: str) -> None:
             bar.update(task, description=name, advance=1)
 
         found = uvloop.run(measure(plan, wanted, advance))
+        device = uvloop.run(measure_pools(num_rounds, advance)) if _has_pools(wanted) else None
     rows = report.rows_of(wanted, found)
     console = page.console()
     console.print(str(head), highlight=False, soft_wrap=True)
     report.show(rows, found, max_num_seqs, console)
+    if device is not None:
+        report.show_device(device, console)
     result = {
         "qps": found.qps,
         "short_bytes": found.short_bytes,
@@ -91,11 +110,23 @@ def ablation(
         "tokens_per_request": found.tokens_per_request,
         "requests": len(works),
         "variants": [asdict(row) for row in rows],
+        "own_device": None if device is None else device._asdict(),
     }
     page.write(json_file, head, result)
     if png_file is not None:
         report.draw(png_file, rows, str(head))
     return result
+
+
+def _has_pools(variants: Sequence[Variant]) -> bool:
+    return any(variant.parts.core is serial_core for variant in variants)
+
+
+def _fit(model: str | None, count: int) -> bool:
+    """Whether so many engines of it may be in memory at once."""
+    folder = EngineConfig.from_settings(model).model_path
+    size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    return 2 * count * size < available_memory()
 
 
 def _settings(

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.ablation.pools import OnDevice
 from bench.ablation.run import Found
 from bench.ablation.variants import OURS, SHORT, Variant
 from bench.load.metrics import percentile
@@ -91,11 +92,12 @@ def _ms(seconds: list[float], percent: float) -> float | None:
 
 def show(rows: Sequence[Row], found: Found, max_num_seqs: int, console: Console) -> None:
     console.print(_throughput(rows))
-    console.print(_latency([row for row in rows if row.ttft_p50_ms is not None], found.qps))
+    if timed := [row for row in rows if row.ttft_p50_ms is not None]:
+        console.print(_latency(timed, found.qps))
     lines = [
         f"saturated: all at once, {max_num_seqs} sequences at most; a request has"
-        f" {found.tokens_per_request:.0f} tokens on average; medians and ranges of the rounds,"
-        " gains within a round"
+        f" {found.tokens_per_request:.0f} tokens on average; medians over the rounds and their"
+        " 90 % intervals, gains within a round"
     ]
     if SHORT in found.rounds:
         tokens = found.short_bytes / found.kv_bytes_per_token
@@ -103,6 +105,19 @@ def show(rows: Sequence[Row], found: Found, max_num_seqs: int, console: Console)
         lines.append(f"{SHORT}: {mib:.2f} MiB of K/V, {tokens:,.0f} tokens in int8")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def show_device(found: OnDevice, console: Console) -> None:
+    """The pools where the processor is free while a step runs."""
+    console.print(
+        f"pipelined pools beside a device that computes by itself ({1e3 * found.device_s:.0f} ms a"
+        f" step, {found.num_seqs} sequences; scripted, no model):"
+        f" {page.spread([1e3 * s for s in found.pools_s])} ms a step, in one thread"
+        f" {page.spread([1e3 * s for s in found.serial_s])}: gain"
+        f" {page.spread([100 * (gain - 1) for gain in found.gains], '{:+.0f}'.format)} %",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _throughput(rows: Sequence[Row]) -> Table:
@@ -154,8 +169,9 @@ def draw(path: Path, rows: Sequence[Row], title: str) -> None:
 
     bars = [row for row in rows if row.name != row.against and row.name != SHORT]
     medians = [statistics.median(row.gain) for row in bars]
-    low = [m - min(row.gain) for m, row in zip(medians, bars, strict=True)]
-    high = [max(row.gain) - m for m, row in zip(medians, bars, strict=True)]
+    ends = [page.interval(row.gain) for row in bars]
+    low = [median - end[0] for median, end in zip(medians, ends, strict=True)]
+    high = [end[1] - median for median, end in zip(medians, ends, strict=True)]
     figure = Figure(figsize=(9, 0.6 * len(bars) + 1.6), layout="constrained")
     axes: Any = figure.subplots()
     names = [f"{row.optimisation}\n(off: {row.name})" for row in bars]
@@ -163,6 +179,6 @@ def draw(path: Path, rows: Sequence[Row], title: str) -> None:
     axes.barh(names, medians, xerr=[low, high], color=colours, capsize=3)
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.invert_yaxis()
-    axes.set_xlabel("requests/s with it over without it; median and range of the rounds")
+    axes.set_xlabel("requests/s with it over without it; median and its 90 % interval")
     axes.set_title(title, fontsize=10)
     figure.savefig(path, dpi=130)

@@ -22,14 +22,16 @@ from serve import Engine
 from serve.loader import load_engine
 
 RATE_SHARE = 0.6  # of what "ours" answers when saturated
-_WARM_UP = 32  # requests
+_WARM_UP = 16  # requests
+_RATE_ROUNDS = 2  # behind the others, so that what is compared lies close together
 _SHORT_SHARE = 0.25  # of max_num_seqs average requests that short memory holds
 _SHORT_CONTEXTS = 2.2  # at least: one sequence with K/V of twice the bytes has to fit
 
 
 @dataclass(slots=True)
 class Round:
-    """One variant, once. ttft_s (since it was due), tpot_s: of each request at the rate."""
+    """One variant, once. ttft_s (since it was due), tpot_s: of each request at the rate; empty
+    in the rounds without."""
 
     saturated: Saturated
     ttft_s: list[float] = field(default_factory=list)
@@ -38,15 +40,24 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """settings: of every engine. qps, kv_cache_bytes (when memory is short): None chooses."""
+    """settings: of every engine. has_rate: latency at a rate, too. qps, kv_cache_bytes (when memory
+    is short): None chooses. keeps_engines: all of them stay, else each is loaded for its turn."""
 
     model: str | None
     works: list[Work]
     settings: dict[str, Any]
     rounds: int
     max_num_seqs: int
+    has_rate: bool = True
+    keeps_engines: bool = True
     qps: float | None = None
     kv_cache_bytes: int | None = None
+
+    @property
+    def num_turns(self) -> int:
+        """Of each variant."""
+        rate_rounds = min(_RATE_ROUNDS, self.rounds) if self.has_rate else 0
+        return self.rounds + rate_rounds + self.keeps_engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,30 +72,45 @@ class Found:
 
 
 async def measure(plan: Plan, variants: Sequence[Variant], advance: Callable[[str], None]) -> Found:
-    """variants: "ours" first. advance(name): before each of the rounds + 1 turns of a variant."""
+    """variants: "ours" first. advance(name): before each turn of a variant (num_turns)."""
     rounds: dict[str, list[Round]] = {variant.name: [] for variant in variants}
     async with AsyncExitStack() as stack:
         advance(OURS)
-        ours = await stack.enter_async_context(_asking(plan, variants[0], 0))
-        first = await saturate(ours, plan.works)
-        stats = ours.engine.stats()
-        qps = plan.qps or RATE_SHARE * first.requests_per_s
-        short_bytes = plan.kv_cache_bytes or _short_bytes(plan, ours.engine, first)
-        targets = {OURS: ours}
-        for variant in variants[1:]:
+        async with _asking(plan, variants[0], 0) as ours:
+            first = await saturate(ours, plan.works)
+            stats = ours.engine.stats()
+            qps = plan.qps or RATE_SHARE * first.requests_per_s
+            short_bytes = plan.kv_cache_bytes or _short_bytes(plan, ours.engine, first)
+        targets: dict[str, Asking] = {}
+        for variant in variants if plan.keeps_engines else ():
             advance(variant.name)
-            target = await stack.enter_async_context(_asking(plan, variant, short_bytes))
-            await saturate(target, plan.works[:_WARM_UP])
-            targets[variant.name] = target
+            kept = await stack.enter_async_context(_asking(plan, variant, short_bytes))
+            targets[variant.name] = kept
         for number in range(plan.rounds):
             turn = number % len(variants)
             for variant in (*variants[turn:], *variants[:turn]):
                 advance(variant.name)
-                found = Round(await saturate(targets[variant.name], plan.works))
+                async with _at_turn(plan, variant, short_bytes, targets) as target:
+                    rounds[variant.name].append(Round(await saturate(target, plan.works)))
+        for number in range(min(_RATE_ROUNDS, plan.rounds) if plan.has_rate else 0):
+            for variant in variants:
+                advance(variant.name)
                 if variant.has_rate:
-                    await _at_rate(targets[variant.name], plan.works, qps, number, found)
-                rounds[variant.name].append(found)
+                    async with _at_turn(plan, variant, short_bytes, targets) as target:
+                        found = rounds[variant.name][number]
+                        await _at_rate(target, plan.works, qps, number, found)
     return Found(rounds, qps, short_bytes, stats.kv_bytes_per_token, first.tokens_per_request)
+
+
+@asynccontextmanager
+async def _at_turn(
+    plan: Plan, variant: Variant, short_bytes: int, kept: dict[str, Asking]
+) -> AsyncIterator[Asking]:
+    if variant.name in kept:
+        yield kept[variant.name]
+        return
+    async with _asking(plan, variant, short_bytes) as target:
+        yield target
 
 
 @asynccontextmanager
@@ -96,7 +122,9 @@ async def _asking(plan: Plan, variant: Variant, short_bytes: int) -> AsyncIterat
         settings["kv_cache_bytes"] = short_bytes
     load = partial(load_engine, parts=variant.parts)
     async with Engine(plan.model, load=load, **settings) as engine:
-        yield Asking(engine)
+        target = Asking(engine)
+        await saturate(target, plan.works[: _WARM_UP if plan.keeps_engines else 2])
+        yield target
 
 
 def _short_bytes(plan: Plan, engine: Engine, found: Saturated) -> int:

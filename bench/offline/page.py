@@ -143,12 +143,24 @@ def number(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """In which the median lies with 90 % at least: values by rank, as many left out at either end
+    as that allows. Of fewer than five all values, with what certainty they give."""
+    ordered, count = sorted(values), len(values)
+    left_out, outside = 0, 0.5**count
+    while count >= 5 and 2 * (outside + math.comb(count, left_out + 1) * 0.5**count) <= 0.1:
+        left_out += 1
+        outside += math.comb(count, left_out) * 0.5**count
+    return ordered[left_out], ordered[count - 1 - left_out]
+
+
 def spread(values: Sequence[float], form: Callable[[float], str] = number) -> str:
-    """The median, and between which values it lies."""
+    """The median and its interval."""
     text = form(statistics.median(values))
     if len(values) < 2:
         return text
-    return f"{text} ({form(min(values))} to {form(max(values))})"
+    low, high = interval(values)
+    return f"{text} ({form(low)} to {form(high)})"
 
 
 def has_bf16_product() -> bool:

@@ -1,8 +1,8 @@
-"""What the peers' runners share: options, the columns of bench.model, the JSON line.
+"""What the peers' runners share: options, the columns of `serve bench latency`, the JSON line.
 
 The runners are scripts for the peer's own virtual environment: they know nothing of this package
 (this file lies beside them) and download nothing. A column is measured after a run to warm up;
-prefill is the median of three. bench.model adds --columns and --requests to their commands.
+prefill is the median of three. The command adds --columns and --requests to their commands.
 """
 
 from __future__ import annotations

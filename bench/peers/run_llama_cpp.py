@@ -1,4 +1,4 @@
-"""llama.cpp, Q8_0, beside bench.model: python bench/peers/run_llama_cpp.py MODEL.gguf.
+"""llama.cpp, Q8_0, beside `serve bench latency`: python bench/peers/run_llama_cpp.py MODEL.gguf.
 
 In a virtual environment of its own: `pip install llama-cpp-python`, which compiles it for this
 processor. MODEL.gguf: written by convert_llama_cpp.py. Prompts run one after the other and then all

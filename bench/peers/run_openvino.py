@@ -1,4 +1,4 @@
-"""OpenVINO GenAI, int8 weights, beside bench.model: python bench/peers/run_openvino.py MODEL.
+"""OpenVINO GenAI, int8 weights, beside `serve bench latency`: run_openvino.py MODEL.
 
 In a virtual environment of its own: `pip install openvino-genai "optimum-intel[openvino]"`. MODEL:
 written by `optimum-cli export openvino --model CHECKPOINT --task text-generation-with-past

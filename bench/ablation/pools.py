@@ -1,0 +1,83 @@
+"""Pipelined pools where they are meant for: beside a device that computes by itself.
+
+On a processor that computes the model as well, tokenizing and detokenizing take its time in any
+thread. Here the device takes a fixed time a step, none of it the processor's (bench/instant.py),
+and only the pools differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import NamedTuple
+
+from bench.ablation.parts import serial_core
+from bench.instant import InstantRunner, load_instant
+from memory.kv_manager import KVManager
+from serve import Engine, RequestStream, SamplingParams
+from serve.loader import Parts
+
+_DEVICE_S = 5e-3
+_NUM_SEQS, _NUM_TOKENS = 256, 80
+_PROMPT = list(range(5, 21))
+
+
+class OnDevice(NamedTuple):
+    """Seconds of a step, of each round, with pools and in one thread."""
+
+    device_s: float
+    num_seqs: int
+    pools_s: list[float]
+    serial_s: list[float]
+
+    @property
+    def gains(self) -> list[float]:
+        return [serial / pools for pools, serial in zip(self.pools_s, self.serial_s, strict=True)]
+
+
+async def measure_pools(rounds: int, advance: Callable[[str], None]) -> OnDevice:
+    """advance(name): before each round."""
+    found: list[list[float]] = [[], []]
+    async with AsyncExitStack() as stack:
+        engines = []
+        for parts in (Parts(), Parts(core=serial_core)):
+            engine, runner = _engine(parts)
+            engines.append((await stack.enter_async_context(engine), runner))
+            await _step_s(engine, runner)
+        for _ in range(rounds):
+            advance("a device of its own")
+            for seconds, (engine, runner) in zip(found, engines, strict=True):
+                seconds.append(await _step_s(engine, runner))
+    return OnDevice(_DEVICE_S, _NUM_SEQS, *found)
+
+
+def _engine(parts: Parts) -> tuple[Engine, list[InstantRunner]]:
+    """The list has the runner when the engine has started."""
+    runners: list[InstantRunner] = []
+
+    def make(kv: KVManager) -> InstantRunner:
+        runners.append(InstantRunner(kv, lambda s: 97 + len(s.token_ids) % 26))
+        return runners[0]
+
+    load = partial(load_instant, make_runner=make, num_pages=4096, parts=parts)
+    batched = _NUM_SEQS * len(_PROMPT)
+    return Engine(load=load, max_num_seqs=_NUM_SEQS, max_num_batched_tokens=batched), runners
+
+
+async def _step_s(engine: Engine, runners: list[InstantRunner]) -> float:
+    """Seconds of a step, from handing over the requests to the last one's end."""
+
+    async def consume(stream: RequestStream) -> None:
+        async for _ in stream:
+            pass
+
+    (runner,) = runners
+    runner.reset(_DEVICE_S)
+    params = SamplingParams(max_tokens=_NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    began = time.perf_counter()
+    streams = [engine.submit(_PROMPT, params) for _ in range(_NUM_SEQS)]
+    await asyncio.gather(*map(consume, streams))
+    return (time.perf_counter() - began) / len(runner.rows)
