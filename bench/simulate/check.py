@@ -1,13 +1,13 @@
 """The simulator beside a real run: the embedded model in this process, its default settings, its
 mixed requests.
 
-A run of everything at once says what the engine can do. Then for some shares of that: a run, the
-real one, and another run. The cost model is fitted to the steps of the first and the last of them
-(bench/plan/calibrate.py), which have other requests, and the delays of the pools are theirs; so
-they are calibrated under the conditions of the real run, whose machine it shares with the
-generator and whose speed drifts. Then the real run's requests (times at which they were handed
-over, prompts' tokens, answers' lengths) go through the simulator. Real medians of TTFT and TPOT
-should be met within TOLERANCE.
+A run of everything at once says what the engine can do. Then for some shares of that runs in turn:
+one for the calibration, a real one, and again. The cost model is fitted to the steps of the
+former (bench/plan/calibrate.py), which have other requests; the delays of the pools and how much
+longer than fitted the steps took one after the other are theirs, too: the generator shares the
+machine, others may, and its speed drifts. Then the real runs' requests (times at which they were
+handed over, prompts' tokens, answers' lengths) go through the simulator. Real medians of TTFT and
+TPOT should be met within TOLERANCE.
 
 Run: python -m bench.simulate.check [--quick]
 """
@@ -15,6 +15,7 @@ Run: python -m bench.simulate.check [--quick]
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import platform
@@ -43,6 +44,7 @@ from serve.step_time import StepWork
 
 TOLERANCE = 0.15
 SHARES = (0.3, 0.6, 0.85)
+ROUNDS = 4
 PERCENTS = (50, 90, 99)
 _IDLE_S = 1e-4  # between two steps: nothing was computed
 
@@ -60,23 +62,25 @@ class Compared:
     error: float
 
 
-@dataclass(frozen=True, slots=True)
-class ScaledCost:
-    """A fit is made to steps that nothing disturbed. Answers have all of them: factor is what the
-    steps of the paced run took, over what the fit says."""
+class PlayedCost:
+    """A fit is made to steps that nothing disturbs. Here some step in the calibration took so many
+    times what the fit says, and the next ones, in their order, do so too: who shares the machine
+    stops it for longer or shorter."""
 
-    fitted: FittedCost
-    factor: float
+    def __init__(self, fitted: FittedCost, ratios: Sequence[float]) -> None:
+        self._fitted = fitted
+        self._ratios = itertools.cycle(ratios)
 
     def seconds(self, work: StepWork) -> float:
-        return self.factor * self.fitted.seconds(work)
+        return self._fitted.seconds(work) * next(self._ratios)
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Of runs at one rate."""
+    """Of runs at one rate. ratios: of the steps' times to the fitted ones."""
 
-    cost: ScaledCost
+    fitted: FittedCost
+    ratios: list[float]
     delays: PoolDelays
 
 
@@ -86,8 +90,7 @@ def calibrate(runs: Sequence[RunResult]) -> Calibration:
     messages were taken, and after the one before, is only known to lie between the two."""
     times = [(_work(step), step.end_s - step.start_s) for run in runs for step in run.steps]
     fitted = fit_times(times)
-    real_s = sum(seconds for _, seconds in times)
-    cost = ScaledCost(fitted, real_s / sum(fitted.seconds(work) for work, _ in times))
+    ratios = [seconds / fitted.seconds(work) for work, seconds in times]
     before_s, output_s = [], []
     for run in runs:
         starts = [step.start_s for step in run.steps]
@@ -103,7 +106,7 @@ def calibrate(runs: Sequence[RunResult]) -> Calibration:
     delays = PoolDelays(
         tokenize_s=statistics.median(before_s), output_s=statistics.median(output_s)
     )
-    return Calibration(cost, delays)
+    return Calibration(fitted, ratios, delays)
 
 
 def _work(step: StepRow) -> StepWork:
@@ -168,42 +171,52 @@ class Rig:
 
 
 async def check(seconds: float, seed: int = 0) -> tuple[float, list[Calibration], list[Compared]]:
-    """seconds: of each run; a third of that before and after it is the calibration's. The
-    capacity in requests/s, and what was found at each of SHARES of it."""
+    """seconds: of real runs at each rate, in ROUNDS parts; between them half of that for the
+    calibration. The capacity in requests/s, and what was found at each of SHARES of it."""
     engine = Engine()
     calibrations: list[Calibration] = []
     found: list[Compared] = []
     async with EngineTarget(engine) as target:
         rig = Rig(engine, target)
-        await rig.run(math.inf, 64, seed + 1)  # memory is touched
+        await rig.run(math.inf, 64, seed)  # memory is touched
         count = max(64, int(40 * seconds))
-        burst, _ = await rig.run(math.inf, count, seed + 2)
+        burst, _ = await rig.run(math.inf, count, seed + 1)
         capacity = count / burst.window[1]
+        seeds = itertools.count(seed + 2)
         for share in SHARES:
             qps = share * capacity
-            few, many = max(16, int(qps * seconds / 3)), max(16, int(qps * seconds))
-            before, _ = await rig.run(qps, few, seed + 3)
-            real, calls = await rig.run(qps, many, seed + 4)
-            after, _ = await rig.run(qps, few, seed + 5)
-            calibration = calibrate([before, after])
-            sent_s = [record.sent_s for record in real.records]
+            many = max(16, int(qps * seconds / ROUNDS))
+            apart, real = [], []
+            for _ in range(ROUNDS):
+                apart.append((await rig.run(qps, many // 2, next(seeds)))[0])
+                real.append(await rig.run(qps, many, next(seeds)))
+            calibration = calibrate(apart)
+            cost = PlayedCost(calibration.fitted, calibration.ratios)
             settings = rig.settings(calibration.delays)
-            simulated = simulate(calls, sent_s, calibration.cost, settings, qps=qps)
+            simulated = [
+                simulate(calls, [record.sent_s for record in run.records], cost, settings)
+                for run, calls in real
+            ]
             calibrations.append(calibration)
-            found += compare(share, real, simulated)
+            found += compare(share, [run for run, _ in real], simulated)
     return capacity, calibrations, found
 
 
-def compare(share: float, real: RunResult, simulated: RunResult) -> list[Compared]:
+def compare(
+    share: float, real: Sequence[RunResult], simulated: Sequence[RunResult]
+) -> list[Compared]:
     found = []
     for metric, of in (("TTFT", _ttft), ("TPOT", _tpot)):
         values = [
-            sorted(value for record in run.records if (value := of(record)) is not None)
-            for run in (real, simulated)
+            sorted(
+                value for run in runs for record in run.records if (value := of(record)) is not None
+            )
+            for runs in (real, simulated)
         ]
         one, other = ([1e3 * _quantile(v, percent) for percent in PERCENTS] for v in values)
+        count = sum(len(run.records) for run in real)
         error = other[0] / one[0] - 1
-        found.append(Compared(share, real.qps, len(real.records), metric, one, other, error))
+        found.append(Compared(share, real[0].qps, count, metric, one, other, error))
     return found
 
 
@@ -223,11 +236,13 @@ def _quantile(values: Sequence[float], percent: float) -> float:
 def show(capacity: float, calibrations: Sequence[Calibration], rows: Sequence[Compared]) -> None:
     print(f"capacity {capacity:.1f} requests/s")
     for share, calibration in zip(SHARES, calibrations, strict=True):
-        cost, delays = calibration.cost, calibration.delays
+        fitted, delays = calibration.fitted, calibration.delays
+        mean = statistics.fmean(calibration.ratios)
         print(
-            f"{share:5.0%} fit of {cost.fitted.num_steps} steps: median error"
-            f" {100 * cost.fitted.median_error:.1f} %, times {cost.factor:.2f};"
-            f" {1e3 * delays.tokenize_s:.2f} ms before, {1e3 * delays.output_s:.2f} ms after"
+            f"{share:5.0%} fit of {fitted.num_steps} steps: median error"
+            f" {100 * fitted.median_error:.1f} %, on average {mean:.2f} times as long;"
+            f" {1e3 * delays.tokenize_s:.2f} ms before,"
+            f" {1e3 * delays.output_s:.2f} ms after"
         )
     print(f"{'load':>5} {'requests':>8} {'':5} {'p50':>15} {'p90':>15} {'p99':>15} {'error':>7}")
     for row in rows:
@@ -258,7 +273,7 @@ def main() -> None:
         json.dumps(
             {
                 "capacity": capacity,
-                "calibrations": [asdict(calibration) for calibration in calibrations],
+                "fits": [asdict(calibration.fitted) for calibration in calibrations],
                 "compared": [asdict(row) for row in rows],
             }
         )

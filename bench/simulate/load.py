@@ -35,9 +35,9 @@ def simulate(
     on_progress: OnProgress | None = None,
 ) -> RunResult:
     """calls[i] comes arrivals_s[i] seconds after the start (ascending); every request is run to
-    its end. Their answers must have lengths. qps: what was asked for, if not what arrivals_s say.
-    warmup_s: at the beginning, not counted. on_progress: now and then, in simulated seconds.
-    ConfigError: settings that do not work."""
+    its end (num_output None: to its max_tokens, or the context's). qps: what was asked for, if
+    not what arrivals_s say. warmup_s: at the beginning, not counted. on_progress: now and then,
+    in simulated seconds. ConfigError: settings that do not work."""
     load = LoadSimulation(calls, arrivals_s, cost, settings)
     load.run(on_progress)
     if qps is None:
@@ -79,7 +79,7 @@ class LoadSimulation:
         self._keeper = Keeper(
             scheduler,
             len(calls),
-            keeps_chunks=sum(_num_output(call) for call in calls) <= MOST_CHUNKS,
+            keeps_chunks=sum(call.num_output or 0 for call in calls) <= MOST_CHUNKS,
         )
         slo_s = settings.engine.ttft_slo
         self._rejection = None if slo_s is None else EarlyRejection(scheduler, slo_s)
@@ -169,7 +169,7 @@ class LoadSimulation:
                 return
             self._rejection.queued(seconds)
         self._num_unfinished += 1
-        self._engine.add(sequence, _num_output(call))
+        self._engine.add(sequence, max_tokens if call.num_output is None else call.num_output)
 
     def _prompt(self, number: int, call: Call) -> tuple[int, ...]:
         """Tokens that are equal where runs are, and new where there are none."""
@@ -229,8 +229,3 @@ class LoadSimulation:
                 " are a histogram of 1 % steps"
             )
         return notes
-
-
-def _num_output(call: Call) -> int:
-    assert call.num_output is not None, "answers have lengths"
-    return call.num_output
