@@ -73,6 +73,7 @@ def test_an_error_field_is_data() -> None:
         [b"HTTP/1.1 100 Continue\r\n\r\n", CHUNKED, framed(GOOD), b"0\r\n\r\n"],
         [CHUNKED, framed(GOOD.removesuffix(DONE)), b"0\r\n\r\n"],
         [CHUNKED, framed(GOOD), b"0\r\nX-Trailer: 1\r\n\r\n"],
+        [CHUNKED, framed(GOOD), CLOSE],
         [b"HTTP/1.0 200 OK\r\ncontent-type: text/event-stream;charset=utf-8\r\n\r\n", GOOD, CLOSE],
         [
             CHUNKED,
@@ -151,7 +152,10 @@ def test_a_server_that_does_not_stream() -> None:
         ([CHUNKED, framed(event(text("a", "stop"))), CLOSE], "0 connection_lost"),
         ([CHUNKED, framed(event(text("a"))), b"0\r\n\r\n"], "0 stream_broken"),
         ([UNTIL_CLOSED, event(text("a")), CLOSE], "0 stream_broken"),
-        ([STREAM, b"Content-Length: 900\r\n\r\n", GOOD, CLOSE], "0 connection_lost"),
+        (
+            [STREAM, b"Content-Length: 900\r\n\r\n", event(text("a", "stop")), CLOSE],
+            "0 connection_lost",
+        ),
         ([CLOSE], "0 connection_lost"),
         ([b"SSH-2.0-x\r\n"], "0 connection_lost: the answer is not HTTP"),
         ([CHUNKED, framed(event(b"not JSON"), DONE), b"0\r\n\r\n"], "0 bad_answer"),

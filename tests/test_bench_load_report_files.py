@@ -126,6 +126,8 @@ def test_secrets_are_nowhere(tmp_path):
         ("http://a:b@c/d", "http://c/d"),
         ("http://c/d?x=1&token=z9#f", "http://c/d?x=1&token=***#f"),
         ("--api-key x --qps 4", "--api-key *** --qps 4"),
+        ("--header 'X-My: it'\"'\"'s' --header=A:b --qps 4", "--header *** --header=*** --qps 4"),
+        ("--api-key-file f --qps 4", "--api-key-file f --qps 4"),
         ("--max-tokens 4 --input-tokens 7", "--max-tokens 4 --input-tokens 7"),
         ("1,000 tokens came", "1,000 tokens came"),
         ("mail me@example.org", "mail me@example.org"),

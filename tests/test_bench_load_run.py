@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import os
 import signal
@@ -23,8 +24,10 @@ from bench.load.options import LoadOptions, items_of
 from bench.load.processes import num_processes
 from bench.load.record import Outcome, Progress, Record, RunResult
 from bench.load.run import offer
+from bench.load.sender import Sender
 from bench.load.targets import EngineTarget, ServerSettings, ServerTarget
 from bench.load.timer import Sleeper
+from bench.load.truth import scripted_server
 from bench.load.work import Schedule, Work
 from serve.errors import ConfigError
 
@@ -104,7 +107,7 @@ def test_a_closed_loop_is_said_and_waits() -> None:
         running += change
         peak = max(peak, running)
     assert peak == 2
-    assert result.is_closed_loop and any("CLOSED LOOP" in note for note in result.notes)
+    assert result.is_closed_loop and any("max_concurrency 2" in note for note in result.notes)
     last = result.records[-1]
     assert last.chunks_s[0] - last.scheduled_s > 0.25  # five before it, two at a time
     assert last.chunks_s[0] - last.sent_s < 0.25
@@ -123,6 +126,27 @@ def test_failures_are_records() -> None:
             assert record.error is not None
             assert codes.get(fault, "connection_lost") in record.error
     assert seen == set(Fault)
+
+
+def test_requests_leave_no_cycles() -> None:
+    """Nothing is collected while a load runs: what a request leaves must go by itself."""
+    profile = Profile(first_s=(0.002, 0.004), gap_s=(0.001, 0.002), fault_rate=0.1)
+
+    async def unreachable(url: str) -> int:
+        async with ServerTarget(ServerSettings(url)) as target:
+            start_s = time.perf_counter()
+            items = items_of(schedule_of(200, 400), LoadOptions())
+            sender = Sender(target, items, start_s=start_s, grace_s=None, max_concurrency=None)
+            gc.collect()
+            gc.disable()
+            await sender.run()
+            try:
+                return gc.collect()
+            finally:
+                gc.enable()
+
+    with scripted_server(profile) as url:
+        assert uvloop.run(unreachable(url)) < 150  # a failure's traceback would be 18 for each
 
 
 def test_grace_makes_the_rest_incomplete() -> None:

@@ -19,6 +19,7 @@ TRUTH = FittedCost(
     bend=32,
     coefficients=(2e-3, 5e-5, 1e-4, 1e-7, 2e-8, 1e-4, 3e-6, 2e-4),
     num_steps=0,
+    stalled_share=0.0,
     median_error=0.0,
     p90_error=0.0,
 )
@@ -63,6 +64,20 @@ def test_noise_and_stalls_do_not_pull() -> None:
     )
     assert 0.03 < found.median_error < 0.07
     assert 0.85 * 1500 < found.num_steps < 0.95 * 1500
+    extra = sum(max(0.0, seconds - TRUTH.seconds(work)) for work, seconds in steps)
+    assert found.stalled_share == pytest.approx(extra / sum(s for _, s in steps), rel=0.1)
+
+
+def test_steps_that_vary_take_as_long_together() -> None:
+    """Log-normal by a quarter: the mean counts, not the shorter of like steps."""
+    rng = random.Random(11)
+    steps = [(work, s * rng.lognormvariate(0, 0.25)) for work, s in random_steps(TRUTH, 2000)]
+    found = fit_times(steps)
+    told = sum(found.seconds(work) for work, _ in steps) / sum(s for _, s in steps)
+    assert told == pytest.approx(1 - found.stalled_share) and found.stalled_share < 0.02
+    for batch in (1, 16, 32):
+        work = StepWork(batch, 500 * batch, batch, samples=True)
+        assert found.seconds(work) == pytest.approx(TRUTH.seconds(work), rel=0.08)
 
 
 def test_steps_that_only_decode_are_enough() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
 
+from bench.load.calls import Call
 from bench.load.record import Outcome
 from bench.simulate import keep
 from bench.simulate.load import LoadSimulation, simulate
@@ -19,15 +19,6 @@ from serve.memory_policy import POLICIES
 from serve.orders import ORDERS
 
 
-@dataclass(frozen=True)
-class Call:
-    num_prompt: int
-    num_output: int
-    max_tokens: int | None = None
-    client: str | None = None
-    hash_ids: tuple[int, ...] = ()
-
-
 class Law:
     """A second for a step and a hundredth for each of its rows."""
 
@@ -35,12 +26,12 @@ class Law:
         return 1.0 + 0.01 * work.num_rows
 
 
-def settings(*, pages=4096, page_tokens=4, delays=None, hash_tokens=512, **engine):
+def settings(*, pages=4096, page_tokens=4, delays=None, **engine):
     engine = {"max_model_len": 1024, "max_num_seqs": 16} | engine
     config = EngineConfig(
         kv_cache_bytes=1024 * pages * page_tokens, kv_page_bytes=1024 * page_tokens, **engine
     )
-    return SimulationSettings(config, (LayerGroup(1024),), delays or PoolDelays(), hash_tokens)
+    return SimulationSettings(config, (LayerGroup(1024),), delays or PoolDelays())
 
 
 def run(calls, arrivals_s, **options):
@@ -105,13 +96,14 @@ def test_an_idle_engine_wakes_up_for_a_message():
     assert chunks(result, 1) == [10.0 + 1.25 + 2.0 + 0.5]
 
 
-def test_equal_hash_ids_are_equal_tokens():
-    """The second prompt begins with two of the first one's blocks, the third with nothing."""
-    calls = [Call(40, 1, hash_ids=(5, 6, 7)), Call(40, 1, hash_ids=(5, 6, 8)), Call(40, 1)]
-    result = run(calls, [0.0, 10.0, 20.0], hash_tokens=16)
+def test_equal_runs_are_equal_tokens():
+    """The second prompt begins with two of the first one's runs, the third with nothing."""
+    beginnings = [((5, 16), (6, 16), (7, 8)), ((5, 16), (6, 16), (8, 8)), ()]
+    calls = [Call(40, 1, runs=runs) for runs in beginnings]
+    result = run(calls, [0.0, 10.0, 20.0])
     assert [record.cached_tokens for record in result.records] == [0, 32, 0]
     assert [step.num_prefill_rows for step in result.steps] == [40, 8, 40]
-    result = run(calls, [0.0, 10.0, 20.0], hash_tokens=16, prefix_cache=False)
+    result = run(calls, [0.0, 10.0, 20.0], prefix_cache=False)
     assert [record.cached_tokens for record in result.records] == [0, 0, 0]
 
 
@@ -147,10 +139,16 @@ def random_calls(seed, count=60):
     for number in range(count):
         now_s += rng.choice([0.0, 0.3, 2.0, 30.0]) * rng.random()
         prompt = rng.choice([rng.randint(1, 20), rng.randint(20, 120)])
-        hash_ids = tuple(range(number % 5, number % 5 + prompt // 8)) if number % 3 == 0 else ()
+        keys = range(number % 5, number % 5 + prompt // 8) if number % 3 == 0 else ()
         output = rng.randint(1, 40)
         calls.append(
-            Call(prompt, output, rng.choice([None, 12, 40]), f"client {number % 4}", hash_ids)
+            Call(
+                prompt,
+                output,
+                rng.choice([None, 12, 40]),
+                client=f"client {number % 4}",
+                runs=tuple((key, 8) for key in keys),
+            )
         )
         arrivals_s.append(now_s)
     return calls, arrivals_s
@@ -161,9 +159,7 @@ def random_calls(seed, count=60):
 def test_every_request_ends_and_memory_is_free_again(policy, order):
     calls, arrivals_s = random_calls(f"{policy} {order}")
     options = {"memory_policy": policy, "order": order, "inter_token_slo_ms": 1400.0}
-    made = settings(
-        pages=48, max_model_len=180, max_num_batched_tokens=48, hash_tokens=8, **options
-    )
+    made = settings(pages=48, max_model_len=180, max_num_batched_tokens=48, **options)
     load = LoadSimulation(calls, arrivals_s, Law(), made)
     load.run()
     result = load.result(1.0, 0)

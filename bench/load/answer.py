@@ -31,6 +31,7 @@ class Answer:
         "_body",
         "_events",
         "_has_ended",
+        "_is_done",
         "_on_chunk",
         "_record",
         "error",
@@ -42,7 +43,8 @@ class Answer:
         self._on_chunk = on_chunk
         self._events: EventStream | None = None
         self._body = b""
-        self._has_ended = False
+        self._has_ended = False  # a finish reason, or [DONE]
+        self._is_done = False  # [DONE]: after it nothing can go wrong any more
         self.status = 0
         self.error: CallError | None = None
 
@@ -51,7 +53,7 @@ class Answer:
 
     def head(self, status: int, content_type: bytes) -> None:
         self.status = status
-        if content_type.lower().startswith(b"text/event-stream"):
+        if status == 200 and not content_type.lower().startswith(b"application/json"):
             self._events = EventStream()
 
     def body(self, data: bytes, at_s: float) -> None:
@@ -63,7 +65,8 @@ class Answer:
 
     def end(self, at_s: float) -> None:
         """The body ended as HTTP says it should."""
-        self._record.finished_s = at_s
+        if not self._is_done:
+            self._record.finished_s = at_s
         if self.status != 200:
             self.error = call_error(self.status, self._body)
         elif self._events is not None:
@@ -78,14 +81,15 @@ class Answer:
         """The connection ended before the body did."""
         if self.status not in (0, 200):
             self.error = call_error(self.status, self._body)
-        elif self.error is None:
+        elif self.error is None and not self._is_done:
             self.error = CallError(0, "connection_lost", message)
 
     def _take(self, event: bytes, at_s: float) -> None:
         if self.error is not None:
             return
         if event.strip() == b"[DONE]":
-            self._has_ended = True
+            self._has_ended = self._is_done = True
+            self._record.finished_s = at_s
             return
         try:
             chunk = orjson.loads(event)

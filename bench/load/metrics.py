@@ -44,12 +44,12 @@ RATES = {
 
 
 class Samples(NamedTuple):
-    """Values in seconds, and the request that each belongs to (its index). num_all: of how many the
+    """Values in seconds, and the request that each belongs to (its index). total: of how many the
     values are a picture; None: they are all there are."""
 
     values: Floats
     owners: Ints
-    num_all: int | None = None
+    total: int | None = None
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -106,7 +106,7 @@ def _counted_gaps(result: RunResult) -> Samples:
 def describe(samples: Samples) -> dict[str, float]:
     """count, and STATS in milliseconds."""
     values = samples.values
-    count = len(values) if samples.num_all is None else samples.num_all
+    count = len(values) if samples.total is None else samples.total
     points = np.percentile(values, PERCENTS) * 1000
     stats = [float(values.mean()) * 1000, *map(float, points), float(values.max()) * 1000]
     return {"count": float(count), **dict(zip(STATS, stats, strict=True))}

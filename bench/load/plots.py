@@ -39,7 +39,7 @@ VARIABLES = {
     SKY: "sky",
 }
 WIDTH_IN = 10.0
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {  # matplotlib spells out all keys in its types
     "svg.fonttype": "none",
     "svg.hashsalt": "serve bench",
     "font.family": "sans-serif",

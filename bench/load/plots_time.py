@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 NUM_BINS = 200
 NUM_ZOOMED = 60
 HEADROOM = 1.25  # for the legend
-_LINE: dict[str, Any] = {"linewidth": 1.2, "drawstyle": "steps-post"}
+_LINE: Any = {"linewidth": 1.2, "drawstyle": "steps-post"}
 
 
 def timeline_plot(name: str, run: RunResult, columns: Columns) -> Plot | None:
@@ -171,7 +171,7 @@ def steps_plot(name: str, run: RunResult) -> Plot | None:
     return Plot(name, "Merged steps", 4.6, draw, note)
 
 
-_BAR = {"linewidth": 0.4, "edgecolor": PAPER}
+_BAR: Any = {"linewidth": 0.4, "edgecolor": PAPER}
 
 
 def _stack(axes: Axes, edges: Floats, rows: list[Floats]) -> None:

@@ -15,8 +15,10 @@ _IN_QUERY = re.compile(
 )
 _BEARER = re.compile(r"((?:bearer|basic)\s+)[\w.~+/=-]{6,}", re.I)
 _KEY = re.compile(r"\b(?:sk|hf|gsk|xai|nvapi)[-_][\w-]{8,}")
+# an option's value as a shell quotes it
 _OPTION = re.compile(
-    r"(--?[\w-]*(?:api[-_]?key|[-_]key|token|secret|password|authorization)(?:=|\s+))('[^']*'|\"[^\"]*\"|\S+)",
+    r"(--?(?:[\w-]*(?:api[-_]?key|[-_]key|token|secret|password|authorization)|header|H)(?:=|\s+))"
+    r"(?:'[^']*'|\"[^\"]*\"|[^\s'\"])+",
     re.I,
 )
 

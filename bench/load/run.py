@@ -200,10 +200,9 @@ def _result(
     for health in sent.health:
         notes += health_notes(health, file_limit)
     if options.max_concurrency is not None:
-        limit = options.max_concurrency
         notes.append(
-            f"CLOSED LOOP: at most {limit} requests at once, so a slow server is asked less often;"
-            " what is from schedule has the waiting in it, what is from send has not"
+            f"max_concurrency {options.max_concurrency}: what is from schedule has the waiting for"
+            " a place in it, what is from send has not"
         )
     if num_incomplete := sum(r.outcome is Outcome.INCOMPLETE for r in records):
         notes.append(f"{num_incomplete} requests had not ended when the run did")

@@ -15,6 +15,7 @@ from bench.load.redact import redact
 from bench.load.summary import RateSummary
 
 MAX_ERRORS = 5
+MIN_WIDTH = 96  # for an interval beside each metric
 
 
 def print_report(console: Console, made: Measurement) -> None:
@@ -78,10 +79,13 @@ def _print_rate(console: Console, made: Measurement, rate: RateSummary) -> None:
     table.add_column("milliseconds")
     for stat in STATS:
         table.add_column(stat, justify="right")
-    table.add_column("p99, 95 % interval", justify="right")
+    is_wide = console.width >= MIN_WIDTH
+    if is_wide:
+        table.add_column("p99, 95 % interval", justify="right")
     for name, stats in rate.latencies_ms.items():
         cells = [number(stats[stat].value) for stat in STATS]
-        table.add_row(LABELS[name], *cells, interval(stats["p99"]))
+        cells += [interval(stats["p99"])] if is_wide else []
+        table.add_row(LABELS[name], *cells)
     console.print(table)
     lines = [count_text(rate.counts)]
     if math.isfinite(rate.qps):

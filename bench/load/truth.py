@@ -47,13 +47,13 @@ MAX_RATE_ERROR = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """is_ok None: shown, but nothing is demanded of it."""
+    """One figure. is_ok: as near to the truth as is demanded."""
 
     name: str
     measured: float
     truth: float
     unit: str
-    is_ok: bool | None
+    is_ok: bool
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Check:
 
     @property
     def is_ok(self) -> bool:
-        return self.is_valid and all(row.is_ok is not False for row in self.rows)
+        return self.is_valid and all(row.is_ok for row in self.rows)
 
 
 @contextlib.contextmanager
@@ -220,7 +220,7 @@ async def check(
     slots: int | None = None,
     processes: int | None = None,
 ) -> Check:
-    """One run; the demands on rates hold for a server that does not stall."""
+    """One run. slots: of a closed loop."""
     truth = true_records(profile, schedule, slots)
     warmup = [Work(prompt="Hi", max_tokens=1)] * 20
     options = LoadOptions(warmup=warmup, max_concurrency=slots, processes=processes)
@@ -228,7 +228,7 @@ async def check(
         async with ServerTarget(ServerSettings(url)) as target:
             result = await offer(schedule, target, options)
         log = await _log(url)
-    # The run's start on the clock, from what both sides know of the same requests.
+    # The run's start on the clock, as if the quickest request had taken no time to the server.
     arrived = {entry["index"]: entry["arrived_s"] for entry in log}
     zero_s = min(arrived[r.index] - r.sent_s for r in result.records if r.index in arrived)
     lags = sorted(r.dispatched_s - r.scheduled_s for r in result.records)
@@ -241,7 +241,7 @@ async def check(
     found.server["dispatch lag p99"] = 1000 * lags[int(0.99 * len(lags))]
     for health in result.health:
         found.server[f"process {health.process}: % of a core"] = 100 * health.cpu
-        found.server["% waiting for one"] = 100 * health.core_wait
+        found.server[f"process {health.process}: % waiting for one"] = 100 * health.core_wait
     return found
 
 
@@ -250,7 +250,7 @@ def show(console: Console, found: Check) -> None:
     for name in ("", "measured", "truth", "difference", ""):
         table.add_column(name, justify="left" if not name else "right")
     for row in found.rows:
-        mark = {True: "ok", False: "[bold red]WRONG[/bold red]", None: ""}[row.is_ok]
+        mark = "ok" if row.is_ok else "[bold red]WRONG[/bold red]"
         table.add_row(
             f"{row.name} {row.unit}",
             f"{row.measured:.2f}",
@@ -267,12 +267,15 @@ def show(console: Console, found: Check) -> None:
         console.print("[bold red]INVALID[/bold red]")
 
 
-async def prove_rates(rates: Sequence[float], seconds: float, console: Console) -> list[Check]:
+async def prove_rates(
+    rates: Sequence[float], seconds: float, console: Console, processes: int | None = None
+) -> list[Check]:
     profile = Profile(fault_rate=0.005)
     checks = []
     for qps in rates:
         schedule = schedule_of(qps, max(20, round(qps * seconds)), seed=1)
-        checks.append(await check(f"{qps:g} requests/s for {seconds:g} s", profile, schedule))
+        title = f"{qps:g} requests/s for {seconds:g} s"
+        checks.append(await check(title, profile, schedule, processes=processes))
         show(console, checks[-1])
     return checks
 
@@ -297,13 +300,14 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=20.0, help="of each rate; a stall's: twice"
     )
+    parser.add_argument("--processes", type=int, help="of the client, for the rates")
     parser.add_argument("--no-stall", action="store_true")
     parser.add_argument("--quick", action="store_true", help="3 s for each rate, 10 s for a stall")
     arguments = parser.parse_args()
     rates = [] if arguments.qps == "none" else [float(text) for text in arguments.qps.split(",")]
     seconds = 3.0 if arguments.quick else arguments.seconds
     console = Console(width=100)
-    checks = uvloop.run(prove_rates(rates, seconds, console))
+    checks = uvloop.run(prove_rates(rates, seconds, console, arguments.processes))
     if not arguments.no_stall:
         checks += uvloop.run(prove_stalls(10.0 if arguments.quick else 2 * seconds, console))
     if not all(found.is_ok for found in checks):

@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import sys
-from dataclasses import asdict
 from typing import Any
 
 from bench.load.health import Watch, raise_file_limit
@@ -64,16 +63,16 @@ async def _main() -> None:
             await _send_progress(sender, writer)
         health = watch.health(process, len(items), target.max_connections)
     answer = {
-        "health": asdict(health),
-        "records": [asdict(record) for record in sender.records],
-        "probes": [asdict(record) for record in sender.probes],
+        "health": health,
+        "records": sender.records,
+        "probes": sender.probes,
     }
     await write_frame(writer, answer)
     writer.close()
 
 
 async def _send_progress(sender: Sender, writer: asyncio.StreamWriter) -> None:
-    await write_frame(writer, {"progress": asdict(sender.progress())})
+    await write_frame(writer, {"progress": sender.progress()})
 
 
 async def _report(sender: Sender, writer: asyncio.StreamWriter) -> None:

@@ -4,9 +4,9 @@
             + pair x pairs + chunk x chunks + sequence x sequences + sample, if any is sampled
 
 No coefficient is negative, so more work never takes less. The bend is where products stop waiting
-for the weights: the one of BENDS that fits best. Least squares on relative errors, which
-stalled steps do not pull: errors beyond a few times the median one weigh less (Huber), and steps
-of more than twice the time nothing.
+for the weights: the one of BENDS that fits best. Least squares on errors relative to the
+prediction, which stalled steps do not pull: errors beyond a few times the median one weigh less
+(Huber), and steps of more than twice the time nothing.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class FittedCost:
-    """coefficients: seconds, in the order of TERMS. median_error, p90_error: relative, over the
-    num_steps that were not stalled."""
+    """coefficients: seconds, in the order of TERMS; all steps that were not stalled, num_steps of
+    them, take as long together as they say. median_error, p90_error: of these, relative.
+    stalled_share: of all time, what the stalled ones took beyond that."""
 
     bend: int
     coefficients: tuple[float, ...]
     num_steps: int
+    stalled_share: float
     median_error: float
     p90_error: float
 
@@ -111,26 +113,30 @@ def _features(works: Sequence[StepWork], bend: int) -> Array:
 
 
 def _fit_bend(works: Sequence[StepWork], seconds: Array, bend: int) -> FittedCost:
-    relative = _features(works, bend) / seconds[:, None]
-    weights = np.ones(len(works))
+    features = _features(works, bend)
+    scale, weights = seconds, np.ones(len(works))
     coefficients = np.zeros(len(TERMS))
     for _ in range(_ROUNDS):
-        coefficients = _non_negative(relative * weights[:, None], weights)
-        ratios = relative @ coefficients  # predicted over real
-        errors = np.abs(ratios - 1)
+        rows = weights / scale
+        coefficients = _non_negative(features * rows[:, None], seconds * rows)
+        predicted = features @ coefficients
+        # relative to what was measured, errors would pull towards the shorter of like steps
+        scale = np.maximum(predicted, seconds / _STALLED)
+        errors = np.abs(seconds - predicted) / scale
         usual = max(float(np.median(errors)), 1e-6)
         weights = np.sqrt(np.minimum(1.0, _HUBER * usual / np.maximum(errors, 1e-12)))
-        weights[ratios < 1 / _STALLED] = 0.0
-        if not weights.any():  # nothing is near: begin again from the middle
-            weights = np.where(errors <= np.median(errors), 1.0, 0.0)
-    kept = errors[ratios >= 1 / _STALLED]
-    kept = kept if kept.size else errors
+        is_stalled = seconds > _STALLED * predicted
+        weights[is_stalled & ~is_stalled.all()] = 0.0
+    kept = ~is_stalled | is_stalled.all()
+    factor = float(seconds[kept].sum() / predicted[kept].sum())
+    errors = np.abs(factor * predicted / seconds - 1)[kept]
     return FittedCost(
         bend=bend,
-        coefficients=tuple(map(float, coefficients)),
-        num_steps=int(kept.size),
-        median_error=float(np.median(kept)),
-        p90_error=float(np.quantile(kept, 0.9)),
+        coefficients=tuple(map(float, factor * coefficients)),
+        num_steps=int(kept.sum()),
+        stalled_share=float(1 - factor * predicted.sum() / seconds.sum()),
+        median_error=float(np.median(errors)),
+        p90_error=float(np.quantile(errors, 0.9)),
     )
 
 

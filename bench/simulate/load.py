@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import Protocol
 
+from bench.load.calls import Call
 from bench.load.record import Outcome, Record, RunResult
 from bench.simulate.cost import StepCost
 from bench.simulate.engine import OTHER, SimulatedEngine, make_sequence
@@ -18,27 +18,6 @@ from serve.request import Request, SamplingParams
 _REPORT_STEPS = 4096  # from one word about the progress to the next
 
 
-class Call(Protocol):
-    """What is known of a request without its text. num_output: the answer's own length, which
-    max_tokens may cut; None: up to the context. hash_ids: equal ones at the beginning are equal
-    tokens (SimulationSettings.hash_tokens each); empty: it shares nothing with others."""
-
-    @property
-    def num_prompt(self) -> int: ...
-
-    @property
-    def num_output(self) -> int: ...
-
-    @property
-    def max_tokens(self) -> int | None: ...
-
-    @property
-    def client(self) -> str | None: ...
-
-    @property
-    def hash_ids(self) -> SequenceOf[int]: ...
-
-
 def simulate(
     calls: SequenceOf[Call],
     arrivals_s: SequenceOf[float],
@@ -49,9 +28,10 @@ def simulate(
     seed: int = 0,
     on_change: Callable[[int, int, float], None] | None = None,
 ) -> RunResult:
-    """calls[i] comes arrivals_s[i] seconds after the start (ascending); every request is run to
-    its end. qps: what was asked for, if not what arrivals_s say. on_change(requests that came,
-    that ended, simulated seconds), now and then. ConfigError: settings that do not work."""
+    """calls[i] comes arrivals_s[i] seconds after the start (ascending; at_s says nothing here);
+    every request is run to its end (num_output None: to its max_tokens, or the context's). qps:
+    what was asked for, if not what arrivals_s say. on_change(requests that came, that ended,
+    simulated seconds), now and then. ConfigError: settings that do not work."""
     load = LoadSimulation(calls, arrivals_s, cost, settings)
     load.run(on_change)
     if qps is None:
@@ -72,13 +52,13 @@ class LoadSimulation:
         self._calls = calls
         self._arrivals_s = arrivals_s
         self._settings = settings
-        self.scheduler = settings.make_scheduler(has_prefixes=any(call.hash_ids for call in calls))
+        self.scheduler = settings.make_scheduler(has_prefixes=any(call.runs for call in calls))
         scheduler = self.scheduler
         self._engine = SimulatedEngine(scheduler, cost)
         self._keeper = Keeper(
             scheduler,
             len(calls),
-            keeps_chunks=sum(call.num_output for call in calls) <= MOST_CHUNKS,
+            keeps_chunks=sum(call.num_output or 0 for call in calls) <= MOST_CHUNKS,
         )
         slo_s = settings.engine.ttft_slo
         self._rejection = None if slo_s is None else EarlyRejection(scheduler, slo_s)
@@ -86,7 +66,7 @@ class LoadSimulation:
         self._refused: dict[int, str] = {}
         self._params: dict[int, SamplingParams] = {}
         self._prompts: dict[int, tuple[int, ...]] = {}
-        self._blocks: dict[int, int] = {}
+        self._keys: dict[int, int] = {}
 
     def run(self, on_change: Callable[[int, int, float], None] | None = None) -> None:
         engine, scheduler, keeper = self._engine, self.scheduler, self._keeper
@@ -151,21 +131,20 @@ class LoadSimulation:
                 return
             self._rejection.queued(seconds)
         self._num_unfinished += 1
-        self._engine.add(sequence, call.num_output)
+        self._engine.add(sequence, max_tokens if call.num_output is None else call.num_output)
 
     def _prompt(self, number: int, call: Call) -> tuple[int, ...]:
-        """Tokens that are equal where hash ids are, and new where there are none."""
+        """Tokens that are equal where runs are, and new where there are none."""
         if not self.scheduler.prefixes.is_on:
             prompt = self._prompts.get(call.num_prompt)
             if prompt is None:
                 prompt = self._prompts[call.num_prompt] = (OTHER,) * call.num_prompt
             return prompt
         tokens: list[int] = []
-        for block in call.hash_ids:
-            token = 2 * self._blocks.setdefault(block, len(self._blocks))
-            tokens += [token] * self._settings.hash_tokens
+        for key, length in call.runs:
+            tokens += [2 * self._keys.setdefault(key, len(self._keys))] * length
         tokens += [2 * number + 1] * (call.num_prompt - len(tokens))
-        return tuple(tokens[: call.num_prompt])
+        return tuple(tokens)
 
     # ---- what came of it
 

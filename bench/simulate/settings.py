@@ -34,15 +34,13 @@ class PoolDelays:
 @dataclass(frozen=True, slots=True)
 class SimulationSettings:
     """engine: as EngineConfig has them; max_model_len, kv_cache_bytes and kv_page_bytes must be
-    given. groups: K/V of the layers (memory.layer_groups). hash_tokens: that one of a call's
-    hash ids stands for. map_call_s: a system call that maps pages, which hits of the prefix cache
-    are weighed against. The prefix cache has nothing to find, and is left out, where calls have
-    no hash ids."""
+    given. groups: K/V of the layers (memory.layer_groups). map_call_s: a system call that maps
+    pages, which hits of the prefix cache are weighed against. The prefix cache has nothing to
+    find, and is left out, where calls have no runs."""
 
     engine: EngineConfig
     groups: tuple[LayerGroup, ...]
     delays: PoolDelays = field(default_factory=PoolDelays)
-    hash_tokens: int = 512
     map_call_s: float = 0.0
 
     def __post_init__(self) -> None:
