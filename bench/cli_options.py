@@ -80,11 +80,12 @@ CancelRate = Annotated[
 CancelAfter = Annotated[
     float | None,
     typer.Option(
-        "--cancel-after", help="Seconds after they were sent; 0.5.", rich_help_panel=_LOAD
+        "--cancel-after", help="So many seconds after they were sent.", rich_help_panel=_LOAD
     ),
 ]
 CancelAfterChunks = Annotated[
-    int | None, typer.Option(help="Or after so many pieces of text.", rich_help_panel=_LOAD)
+    int | None,
+    typer.Option(help="After so many pieces of text; 3 by default.", rich_help_panel=_LOAD),
 ]
 ProbeQps = Annotated[
     float,

@@ -26,9 +26,10 @@ from bench.load.schedule import ArrivalSettings, make_schedule, make_warm_up
 from bench.load.search import SearchResult, find_max_qps
 from bench.load.slo import Slo, parse_slo
 from bench.load.targets import EngineTarget, ServerSettings, ServerTarget, Target
+from serve.config import EngineConfig
 from serve.errors import ConfigError, reason
 
-DEFAULT_CANCEL_AFTER_S = 0.5
+DEFAULT_CANCEL_CHUNKS = 3
 MAX_KEY_BYTES = 1 << 16
 
 OfferOnce = Callable[[float | None, int], RunResult]
@@ -128,17 +129,17 @@ class OnlineOptions:
         )
 
     def load_options(self, seed: int) -> LoadOptions:
-        after_s = self.cancel_after_s
-        if self.cancel_rate and after_s is None and self.cancel_after_chunks is None:
-            after_s = DEFAULT_CANCEL_AFTER_S
+        chunks = self.cancel_after_chunks
+        if self.cancel_rate and chunks is None and self.cancel_after_s is None:
+            chunks = DEFAULT_CANCEL_CHUNKS
         return LoadOptions(
             seed=seed,
             warmup_s=self.warmup_s,
             grace_s=self.grace_s,
             max_concurrency=self.max_concurrency,
             cancel_rate=self.cancel_rate,
-            cancel_after_s=after_s,
-            cancel_after_chunks=self.cancel_after_chunks,
+            cancel_after_s=self.cancel_after_s,
+            cancel_after_chunks=chunks,
             probe_qps=self.probe_qps,
             processes=self.processes,
         )
@@ -173,9 +174,7 @@ def run(options: OnlineOptions) -> bool:
             assert slo is not None, "checked"
             search = _search(options, slo, rates, kept)
         else:
-            for seed in range(options.seed, options.seed + options.seeds):
-                for rate in rates:
-                    kept(rate, seed)
+            _offer_all(options, rates, kept)
     return report(
         runs,
         {"command": shlex.join(["serve", *sys.argv[1:]]), **_told(options)},
@@ -193,7 +192,18 @@ def _told(options: OnlineOptions) -> dict[str, Any]:
         value = getattr(options, item.name)
         if item.name not in ("engine", "api_key_file", "header") and value != item.default:
             told[item.name] = str(value) if isinstance(value, Path) else value
+    if options.url is None:
+        defaults = {item.name: item.default for item in fields(EngineConfig)}
+        told |= {name: v for name, v in options.engine.items() if v != defaults[name]}
     return told
+
+
+def _offer_all(options: OnlineOptions, rates: list[float | None], offer_once: OfferOnce) -> None:
+    """Every rate with every seed, until somebody has had enough."""
+    for seed in range(options.seed, options.seed + options.seeds):
+        for rate in rates:
+            if offer_once(rate, seed).was_interrupted:
+                return
 
 
 def _search(
