@@ -24,6 +24,7 @@ Model = Annotated[
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all figures here.")]
 PngFile = Annotated[Path | None, typer.Option("--png", help="Draw them here.")]
 Requests = Annotated[int | None, typer.Option(help="How many.")]
+Dataset = Annotated[str | None, typer.Option(help="As `serve bench` has them (docs/workloads.md).")]
 InputLen = Annotated[int | None, typer.Option(help="Random prompts of exactly that length.")]
 OutputLen = Annotated[int | None, typer.Option(help="And answers of that one.")]
 Seed = Annotated[int, typer.Option(help="Of what is asked.")]
@@ -41,6 +42,7 @@ def _numbers(name: str, text: str | None) -> list[int] | None:
 @measurements.command()
 def throughput(
     model: Model = None,
+    dataset: Dataset = None,
     requests: Requests = None,
     input_len: InputLen = None,
     output_len: OutputLen = None,
@@ -127,13 +129,13 @@ def startup(
 
 
 @measurements.command()
-def ops(quick: opt.Quick = False) -> None:
+def ops(json_file: JsonFile = None, quick: opt.Quick = False) -> None:
     """The kernels, each against what the machine can do."""
     from bench import ops
 
     with reported():
         _need_kernels("ops")
-        ops.run_and_report(quick=quick)
+        ops.run_and_report(quick=quick, json_file=json_file)
 
 
 @measurements.command()
@@ -142,6 +144,7 @@ def io(
         Path | None,
         typer.Option("--dir", metavar="DIR", help="Where; here by default.", show_default=False),
     ] = None,
+    json_file: JsonFile = None,
     quick: opt.Quick = False,
 ) -> None:
     """The way to the disk below DIR, in a temporary folder."""
@@ -149,7 +152,7 @@ def io(
 
     with reported():
         _need_kernels("io")
-        io.run_and_report(directory or Path.cwd(), quick=quick)
+        io.run_and_report(directory or Path.cwd(), quick=quick, json_file=json_file)
 
 
 def _need_kernels(what: str) -> None:
@@ -162,14 +165,16 @@ def _need_kernels(what: str) -> None:
 @measurements.command()
 def ablation(
     model: Model = None,
+    dataset: Dataset = None,
     requests: Requests = None,
     input_len: InputLen = None,
     output_len: OutputLen = None,
-    rounds: Annotated[int | None, typer.Option(help="Of all variants; 5 by default.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Of all variants; 8 by default.")] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 64,
     qps: Annotated[
         float | None, typer.Option(help="Rate of the latencies; 60 % of what is reached.")
     ] = None,
+    at_rate: Annotated[bool, typer.Option(help="Also latencies at a rate.")] = True,
     kv_cache_bytes: opt.KVCacheBytes = None,
     variants: Annotated[
         str | None, typer.Option(help="Only these, with commas.", show_default=False)

@@ -13,7 +13,6 @@ from bench.ablation import command, report
 from bench.ablation.command import ablation
 from bench.ablation.parts import PrefillFirst, StaticBatches, serial_core
 from bench.ablation.variants import OURS, SHORT, all_variants, chosen
-from bench.load.work import Work
 from ops import native
 from serve import Engine, FinishReason, SamplingParams
 from serve.core import EngineCore
@@ -179,13 +178,16 @@ def test_what_cannot_be_run_is_refused_before(options, named):
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_requests_of_a_data_set_are_taken_as_they_are(keeps, monkeypatch):
+def test_requests_of_a_data_set_are_taken_as_they_are(keeps, monkeypatch, tmp_path):
     """With engines that stay, and with such as are loaded for their turn."""
     monkeypatch.setattr(command, "_fit", lambda model, count: keeps)
-    works = [Work(token_ids=[5, 6, 7 + i], max_tokens=4, ignore_eos=True) for i in range(6)]
+    asked = tmp_path / "asked.jsonl"
+    lines = [{"token_ids": [5, 6, 7 + i], "output_len": 4} for i in range(6)]
+    asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
     result = ablation(
         str(checkpoint("llama")),
-        works=works,
+        dataset=f"jsonl:{asked}",
+        requests=6,
         rounds=1,
         qps=500.0,
         max_num_seqs=4,

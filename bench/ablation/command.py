@@ -30,7 +30,7 @@ _QUICK_REQUESTS, _QUICK_ROUNDS = 32, 2
 def ablation(
     model: str | None = None,
     *,
-    works: Sequence[Work] | None = None,
+    dataset: str | None = None,
     requests: int | None = None,
     input_len: int | None = None,
     output_len: int | None = None,
@@ -50,10 +50,9 @@ def ablation(
     """Each optimisation off in turn, on the same requests; prints a table.
 
     model: a directory, "random:SHAPE", None for the embedded one.
-    works: the requests, from any data set; None: `requests` of the embedded model's own mixture,
-    of mixed lengths for another model, or of exact lengths. qps: of the latencies; None: 60 % of
-    what is reached; at_rate=False leaves them out. kv_cache_bytes: K/V memory that is short; None:
-    for a quarter of the sequences.
+    dataset, requests, input_len, output_len: as bench.offline.requests.fixed_requests has them.
+    qps: of the latencies; None: 60 % of what is reached; at_rate=False leaves them out.
+    kv_cache_bytes: K/V memory that is short; None: for a quarter of the sequences.
     variants: names of those to run; None: all.
     Returns what is written to json_file. ConfigError before anything runs.
     """
@@ -68,10 +67,14 @@ def ablation(
     if png_file is not None:
         report.require_matplotlib()
     path = model_directory(model)
-    if works is None:
-        works = fixed_requests(
-            path, count=count, seed=seed, input_len=input_len, output_len=output_len
-        )
+    works = fixed_requests(
+        path,
+        count=count,
+        seed=seed,
+        input_len=input_len,
+        output_len=output_len,
+        dataset=dataset,
+    )
     settings = _settings(path, works, dtype, compute_threads)
     ends_early = any(not work.ignore_eos for work in works)
     known = all_variants(_plain(path, settings), ends_early=ends_early)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 
 from bench.load.datasets import DatasetSettings, load_calls
 from bench.load.prompts import make_works
@@ -42,40 +41,32 @@ def fixed_requests(
     seed: int = 0,
     input_len: int | None = None,
     output_len: int | None = None,
+    dataset: str | None = None,
 ) -> list[Work]:
-    """With input_len exact lengths (128 tokens to answer by default). Without it the embedded
-    model's own mixture, or mixed lengths for another model, output_len at most. ConfigError."""
+    """dataset: as bench.load.datasets names them. Without one: with input_len exact lengths (128
+    tokens to answer by default); else the embedded model's own mixture, or mixed lengths for
+    another model, output_len at most. ConfigError."""
     if count < 1:
         raise ConfigError(f"requests must be a positive number, not {count}")
     for name, value in (("input_len", input_len), ("output_len", output_len)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be a positive number of tokens, not {value}")
-    config = EngineConfig.from_settings(model)
-    spec = read_spec(config.model_path)
-    if input_len is not None:
-        answer = output_len or 128
-        if input_len + answer > spec.max_model_len:
-            raise ConfigError(
-                f"input_len {input_len} and {answer} tokens to answer are more than the model's"
-                f" context of {spec.max_model_len}"
-            )
-        tokens = range(min(_FIRST_TOKEN, spec.vocab_size // 2), spec.vocab_size)
-        return _of_dataset("random", count, seed, str(input_len), answer, tokens)
-    if model is None:
-        return _of_dataset("mixed", count, seed, None, output_len, ())
-    most = min(512, spec.max_model_len // 2)
-    answer = min(output_len or 128, spec.max_model_len // 2)
-    return mixed_lengths(count, seed, most, answer, spec.vocab_size)
-
-
-def _of_dataset(
-    name: str,
-    count: int,
-    seed: int,
-    input_len: str | None,
-    output_len: int | None,
-    tokens: Sequence[int],
-) -> list[Work]:
-    limit = None if output_len is None else str(output_len)
-    settings = DatasetSettings(name, input_len=input_len, output_len=limit)
+    spec = read_spec(EngineConfig.from_settings(model).model_path)
+    if dataset is None and input_len is None and model is not None:
+        most = min(512, spec.max_model_len // 2)
+        answer = min(output_len or 128, spec.max_model_len // 2)
+        return mixed_lengths(count, seed, most, answer, spec.vocab_size)
+    answer = output_len or 128
+    if input_len is not None and input_len + answer > spec.max_model_len:
+        raise ConfigError(
+            f"input_len {input_len} and {answer} tokens to answer are more than the model's"
+            f" context of {spec.max_model_len}"
+        )
+    settings = DatasetSettings(
+        dataset or ("mixed" if input_len is None else "random"),
+        input_len=None if input_len is None else str(input_len),
+        output_len=None if output_len is None else str(output_len),
+        max_model_len=spec.max_model_len,
+    )
+    tokens = range(min(_FIRST_TOKEN, spec.vocab_size // 2), spec.vocab_size)
     return make_works(load_calls(settings, count, seed, []), seed, tokens)

@@ -59,7 +59,7 @@ class Found:
 def throughput(
     model: str | None = None,
     *,
-    works: Sequence[Work] | None = None,
+    dataset: str | None = None,
     requests: int | None = None,
     input_len: int | None = None,
     output_len: int | None = None,
@@ -77,9 +77,9 @@ def throughput(
 ) -> dict[str, Any]:
     """All requests at once, several times; prints rates, steps and the share of the bound.
 
-    model: a directory, "random:SHAPE", None for the embedded one. works: the requests, from any
-    data set; None: `requests` (128) of the embedded model's own mixture, of mixed lengths for
-    another model, or with input_len of exact lengths. peer: "transformers".
+    model: a directory, "random:SHAPE", None for the embedded one. dataset, requests
+    (128), input_len, output_len: as bench.offline.requests.fixed_requests has them. peer:
+    "transformers".
     Returns what is written to json_file. ConfigError before anything runs.
     """
     page.check_file(json_file)
@@ -91,11 +91,14 @@ def throughput(
     if peer is not None:
         require_transformers()
     path = model_directory(model)
-    if works is None:
-        count = requests or (16 if quick else 128)
-        works = fixed_requests(
-            path, count=count, seed=seed, input_len=input_len, output_len=output_len
-        )
+    works = fixed_requests(
+        path,
+        count=requests or (16 if quick else 128),
+        seed=seed,
+        input_len=input_len,
+        output_len=output_len,
+        dataset=dataset,
+    )
     engine = Engine(
         path,
         dtype=dtype,
