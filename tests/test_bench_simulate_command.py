@@ -10,16 +10,18 @@ from bench.load.calls import Call
 from bench.load.command import OnlineOptions
 from bench.load.record import Outcome
 from bench.plan.calibrate import FittedCost
-from bench.simulate.check import PlayedCost, calibrate, compare
+from bench.simulate.check import calibrate, compare
 from bench.simulate.command import simulated
 from bench.simulate.load import simulate
 from bench.simulate.machine import simulated_machine
 from bench.simulate.policies import run as run_policy
 from bench.simulate.replay import replay
+from bench.simulate.resampled import ResampledCost
 from bench.simulate.settings import PoolDelays, SimulationSettings
 from memory.layer_groups import LayerGroup
 from serve.config import EngineConfig
 from serve.errors import ConfigError
+from serve.step_time import StepWork
 
 
 def options(**others):
@@ -107,21 +109,34 @@ def simulated_run(seed, count=400, qps=60.0, factor=1.0):
 
 def test_a_calibration_finds_what_a_run_was_made_of():
     """Steps' law, the delay before the loop (within a step's time) and behind it."""
-    runs = [simulated_run(seed)[0] for seed in (1, 2)]
     real, calls, arrivals_s, settings = simulated_run(3)
-    for run in runs:  # a real server counts from the submission
-        assert all(record.queue_s is not None for record in run.records)
-    found = calibrate(runs)
-    assert found.ratios == pytest.approx([1.0] * len(found.ratios), abs=0.05)
+    assert all(record.queue_s is not None for record in real.records)
+    found = calibrate(real, simulated_run(4, qps=400.0)[0])
+    assert found.factor == pytest.approx(1.0, abs=0.02)
     assert found.delays.output_s == pytest.approx(0.4e-3, rel=0.01)
     assert found.delays.tokenize_s == pytest.approx(0.7e-3, rel=0.4)
     settings = SimulationSettings(settings.engine, settings.groups, found.delays)
-    cost = PlayedCost(found.fitted, found.ratios)
-    again = simulate(calls, arrivals_s, cost, settings)
+    again = simulate(calls, arrivals_s, found.cost, settings)
     for row in compare(0.5, [real], [again]):
         assert abs(row.error) < 0.05, row
     for row in compare(0.5, [real], [simulated_run(3, factor=1.5)[0]]):
         assert row.error > 0.3, row
+
+
+def test_resampled_steps_are_those_of_their_size():
+    """Small ones with prompts were stalled now and then, large ones take half as long as fitted."""
+    base = FittedCost(8, (1e-3, 0.0, 0.0, 0.0, 0.0, 0.0, 1e-3, 0.0), 100, 0.0, 0.0, 0.0)
+    small, large = StepWork(1, 50, 1, samples=True), StepWork(100, 5000, 100, samples=True)
+    first = StepWork(0, 0, 30, 450, 1, samples=True)
+    times = [(small, base.seconds(small))] * 40 + [(large, base.seconds(large) / 2)] * 40
+    times += [(first, base.seconds(first) * (9 if i % 4 == 0 else 1)) for i in range(40)]
+    cost = ResampledCost(base, times)
+    assert cost.seconds(small) == base.seconds(small)
+    nearly = StepWork(90, 4500, 90, samples=True)
+    assert cost.seconds(nearly) == pytest.approx(base.seconds(nearly) / 2)
+    drawn = [round(cost.seconds(first) / base.seconds(first), 6) for _ in range(400)]
+    assert set(drawn) == {1.0, 9.0} and 40 < drawn.count(9.0) < 200
+    assert ResampledCost(base, times[:40]).seconds(first) == base.seconds(first)
 
 
 def test_replay_and_policies():

@@ -1,13 +1,13 @@
 """The simulator beside a real run: the embedded model in this process, its default settings, its
 mixed requests.
 
-A run of everything at once says what the engine can do. Then for some shares of that runs in turn:
-one for the calibration, a real one, and again. The cost model is fitted to the steps of the
-former (bench/plan/calibrate.py), which have other requests; the delays of the pools and how much
-longer than fitted the steps took one after the other are theirs, too: the generator shares the
-machine, others may, and its speed drifts. Then the real runs' requests (times at which they were
-handed over, prompts' tokens, answers' lengths) go through the simulator. Real medians of TTFT and
-TPOT should be met within TOLERANCE.
+A run of everything at once says what the engine can do. Then runs at some shares of that. The cost
+model of each (bench/plan/calibrate.py, resampled.py) is made from the steps in every other SLICE_S
+of the run itself, and of the burst: the generator shares the machine, others may, and its speed
+drifts, so that two real runs at the same rate differ, by what is printed last. The run's requests
+(times at which they were handed over, prompts' tokens, answers' lengths) then go through the
+simulator: who runs with whom in which step, who waits, and for how long, is its own. Medians of
+TTFT and TPOT should be those of the real run within TOLERANCE.
 
 Run: python -m bench.simulate.check [--quick]
 """
@@ -36,6 +36,7 @@ from bench.load.targets import EngineTarget
 from bench.load.work import Work
 from bench.plan.calibrate import FittedCost, fit_times
 from bench.simulate.load import simulate
+from bench.simulate.resampled import ResampledCost
 from bench.simulate.settings import PoolDelays, SimulationSettings
 from serve import Engine
 from serve.config import EngineConfig
@@ -43,8 +44,9 @@ from serve.engine import encode_chat, make_chat_template
 from serve.step_time import StepWork
 
 TOLERANCE = 0.15
-SHARES = (0.3, 0.6, 0.85)
+SHARES = (0.2, 0.4, 0.6)
 ROUNDS = 4
+SLICE_S = 0.25
 PERCENTS = (50, 90, 99)
 _IDLE_S = 1e-4  # between two steps: nothing was computed
 
@@ -62,51 +64,42 @@ class Compared:
     error: float
 
 
-class PlayedCost:
-    """A fit is made to steps that nothing disturbs. Here some step in the calibration took so many
-    times what the fit says, and the next ones, in their order, do so too: who shares the machine
-    stops it for longer or shorter."""
-
-    def __init__(self, fitted: FittedCost, ratios: Sequence[float]) -> None:
-        self._fitted = fitted
-        self._ratios = itertools.cycle(ratios)
-
-    def seconds(self, work: StepWork) -> float:
-        return self._fitted.seconds(work) * next(self._ratios)
-
-
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Of runs at one rate. ratios: of the steps' times to the fitted ones."""
+    """Of runs at one rate. factor: of the steps' times to the fitted ones, on average."""
 
     fitted: FittedCost
-    ratios: list[float]
+    cost: ResampledCost
+    factor: float
     delays: PoolDelays
 
 
-def calibrate(runs: Sequence[RunResult]) -> Calibration:
-    """The mixed requests' prompts are computed in one step, so a request's first token comes with
-    the end of the step that it was first scheduled for. What happened before that step's
-    messages were taken, and after the one before, is only known to lie between the two."""
-    times = [(_work(step), step.end_s - step.start_s) for run in runs for step in run.steps]
+def calibrate(run: RunResult, burst: RunResult) -> Calibration:
+    """burst: a run with larger steps, which those of the run grow into now and then.
+
+    The mixed requests' prompts are computed in one step, so a request's first token comes with the
+    end of the step that it was first scheduled for. What happened before that step's messages
+    were taken, and after the one before, is only known to lie between the two.
+    """
+    known = [step for step in run.steps if int(step.start_s / SLICE_S) % 2 == 0]
+    times = [(_work(step), step.end_s - step.start_s) for step in (*known, *burst.steps)]
     fitted = fit_times(times)
-    ratios = [seconds / fitted.seconds(work) for work, seconds in times]
+    factor = sum(s for _, s in times) / sum(fitted.seconds(work) for work, _ in times)
     before_s, output_s = [], []
-    for run in runs:
-        starts = [step.start_s for step in run.steps]
-        for record in run.records:
-            if record.queue_s is None or not record.chunks_s:
-                continue
-            place = max(0, bisect_right(starts, record.sent_s + record.queue_s) - 1)
-            output_s.append(record.chunks_s[0] - run.steps[place].end_s)
-            earliest_s = record.queue_s
-            if place and starts[place] - run.steps[place - 1].end_s < _IDLE_S:
-                earliest_s = max(0.0, starts[place - 1] - record.sent_s)
-            before_s.append((min(earliest_s, record.queue_s) + record.queue_s) / 2)
+    starts = [step.start_s for step in run.steps]
+    for record in run.records:
+        if record.queue_s is None or not record.chunks_s:
+            continue
+        place = max(0, bisect_right(starts, record.sent_s + record.queue_s) - 1)
+        output_s.append(record.chunks_s[0] - run.steps[place].end_s)
+        earliest_s = record.queue_s
+        if place and starts[place] - run.steps[place - 1].end_s < _IDLE_S:
+            earliest_s = max(0.0, starts[place - 1] - record.sent_s)
+        before_s.append((min(earliest_s, record.queue_s) + record.queue_s) / 2)
     delays = PoolDelays(
         tokenize_s=statistics.median(before_s), output_s=statistics.median(output_s)
     )
-    return Calibration(fitted, ratios, delays)
+    return Calibration(fitted, ResampledCost(fitted, times), factor, delays)
 
 
 def _work(step: StepRow) -> StepWork:
@@ -170,13 +163,21 @@ class Rig:
         return SimulationSettings(config, groups, delays)
 
 
-async def check(seconds: float, seed: int = 0) -> tuple[float, list[Calibration], list[Compared]]:
-    """seconds: of real runs at each rate, in ROUNDS parts; between them half of that for the
-    calibration. The capacity in requests/s, and what was found at each of SHARES of it."""
-    engine = Engine()
-    calibrations: list[Calibration] = []
-    found: list[Compared] = []
-    async with EngineTarget(engine) as target:
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """At one rate. calibration: of the first run. repeated: the medians of TTFT and TPOT in the
+    later half of the real runs over those in the earlier half."""
+
+    calibration: Calibration
+    compared: list[Compared]
+    repeated: list[float]
+
+
+async def check(seconds: float, seed: int = 0) -> tuple[float, list[Shown]]:
+    """seconds: of real runs at each of SHARES of the capacity, in ROUNDS parts. The capacity in
+    requests/s, and what was found."""
+    shown: list[Shown] = []
+    async with EngineTarget(engine := Engine()) as target:
         rig = Rig(engine, target)
         await rig.run(math.inf, 64, seed)  # memory is touched
         count = max(64, int(40 * seconds))
@@ -186,20 +187,23 @@ async def check(seconds: float, seed: int = 0) -> tuple[float, list[Calibration]
         for share in SHARES:
             qps = share * capacity
             many = max(16, int(qps * seconds / ROUNDS))
-            apart, real = [], []
-            for _ in range(ROUNDS):
-                apart.append((await rig.run(qps, many // 2, next(seeds)))[0])
-                real.append(await rig.run(qps, many, next(seeds)))
-            calibration = calibrate(apart)
-            cost = PlayedCost(calibration.fitted, calibration.ratios)
-            settings = rig.settings(calibration.delays)
-            simulated = [
-                simulate(calls, [record.sent_s for record in run.records], cost, settings)
-                for run, calls in real
-            ]
-            calibrations.append(calibration)
-            found += compare(share, [run for run, _ in real], simulated)
-    return capacity, calibrations, found
+            real = [await rig.run(qps, many, next(seeds)) for _ in range(ROUNDS)]
+            shown.append(_show_rate(share, real, burst, rig))
+    return capacity, shown
+
+
+def _show_rate(
+    share: float, real: Sequence[tuple[RunResult, list[Call]]], burst: RunResult, rig: Rig
+) -> Shown:
+    calibrations = [calibrate(run, burst) for run, _ in real]
+    simulated = [
+        simulate(calls, [record.sent_s for record in run.records], found.cost, settings)
+        for (run, calls), found in zip(real, calibrations, strict=True)
+        for settings in [rig.settings(found.delays)]
+    ]
+    runs, middle = [run for run, _ in real], len(real) // 2
+    again = compare(share, runs[:middle], runs[middle:])
+    return Shown(calibrations[0], compare(share, runs, simulated), [1 + row.error for row in again])
 
 
 def compare(
@@ -233,27 +237,31 @@ def _quantile(values: Sequence[float], percent: float) -> float:
     return values[min(len(values) - 1, int(percent / 100 * len(values)))]
 
 
-def show(capacity: float, calibrations: Sequence[Calibration], rows: Sequence[Compared]) -> None:
+def show(capacity: float, found: Sequence[Shown]) -> None:
     print(f"capacity {capacity:.1f} requests/s")
-    for share, calibration in zip(SHARES, calibrations, strict=True):
-        fitted, delays = calibration.fitted, calibration.delays
-        mean = statistics.fmean(calibration.ratios)
+    for share, shown in zip(SHARES, found, strict=True):
+        fitted, delays = shown.calibration.fitted, shown.calibration.delays
         print(
             f"{share:5.0%} fit of {fitted.num_steps} steps: median error"
-            f" {100 * fitted.median_error:.1f} %, on average {mean:.2f} times as long;"
-            f" {1e3 * delays.tokenize_s:.2f} ms before,"
+            f" {100 * fitted.median_error:.1f} %, on average {shown.calibration.factor:.2f} times"
+            f" as long; {1e3 * delays.tokenize_s:.2f} ms before,"
             f" {1e3 * delays.output_s:.2f} ms after"
         )
-    print(f"{'load':>5} {'requests':>8} {'':5} {'p50':>15} {'p90':>15} {'p99':>15} {'error':>7}")
-    for row in rows:
-        pairs = [
-            f"{one:7.2f}/{other:7.2f}"
-            for one, other in zip(row.real_ms, row.simulated_ms, strict=True)
-        ]
-        print(
-            f"{row.share:5.0%} {row.requests:8} {row.metric:5} {' '.join(pairs)}"
-            f" {100 * row.error:+6.1f} %{'' if abs(row.error) <= TOLERANCE else ' NOT REACHED'}"
-        )
+    print(
+        f"{'load':>5} {'requests':>8} {'':5} {'p50':>15} {'p90':>15} {'p99':>15} {'error':>7}"
+        f" {'real again':>10}"
+    )
+    for shown in found:
+        for row, repeated in zip(shown.compared, shown.repeated, strict=True):
+            pairs = [
+                f"{one:7.2f}/{other:7.2f}"
+                for one, other in zip(row.real_ms, row.simulated_ms, strict=True)
+            ]
+            print(
+                f"{row.share:5.0%} {row.requests:8} {row.metric:5} {' '.join(pairs)}"
+                f" {100 * row.error:+6.1f} % {100 * (repeated - 1):+7.1f} %"
+                f"{'' if abs(row.error) <= TOLERANCE else ' NOT REACHED'}"
+            )
 
 
 def main() -> None:
@@ -267,14 +275,15 @@ def main() -> None:
     machine = platform.processor() or platform.machine()
     print(f"machine: {machine}, Python {platform.python_version()}; milliseconds, real/simulated")
     seconds = 2.0 if args.quick else args.seconds
-    capacity, calibrations, rows = uvloop.run(check(seconds, args.seed))
-    show(capacity, calibrations, rows)
+    capacity, found = uvloop.run(check(seconds, args.seed))
+    show(capacity, found)
     print(
         json.dumps(
             {
                 "capacity": capacity,
-                "fits": [asdict(calibration.fitted) for calibration in calibrations],
-                "compared": [asdict(row) for row in rows],
+                "fits": [asdict(shown.calibration.fitted) for shown in found],
+                "compared": [asdict(row) for shown in found for row in shown.compared],
+                "repeated": [shown.repeated for shown in found],
             }
         )
     )
