@@ -69,7 +69,7 @@ class EventStream:
             self._lines.append(b'{"error":' + line[6:] + b"}")
         else:
             return
-        self._num_bytes += len(line)
+        self._num_bytes += len(line) + 1
         if self._num_bytes > MAX_EVENT:
             raise EventTooLongError
 
