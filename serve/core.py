@@ -166,8 +166,9 @@ class EngineCore:
         )
 
     def trace_steps(self, max_steps: int) -> StepTrace:
-        """From now on, the last max_steps of them; replaces an earlier trace."""
-        trace = self._steps.trace = StepTrace(max_steps)
+        """From now on, the last max_steps of them; replaces an earlier trace. 0: no more."""
+        trace = StepTrace(max_steps)
+        self._steps.trace = trace if max_steps else None
         return trace
 
     def stop_accepting(self) -> None:

@@ -281,7 +281,7 @@ class Engine:
         return self.loaded.core.stats()
 
     def trace_steps(self, max_steps: int = 1 << 20) -> StepTrace:
-        """What every step from now on computes and takes; the last max_steps are kept."""
+        """What every step from now on computes; the last max_steps are kept. 0: ends the trace."""
         return self.loaded.core.trace_steps(max_steps)
 
     def submit(

@@ -12,7 +12,8 @@ from serve.step_time import StepWork
 
 class TracedStep(NamedTuple):
     """began_s to ended_s: from the end of the step before, if the engine was busy, until the
-    tokens were there (the engine's clock). Sequences and pages: when it ended."""
+    tokens were there (the engine's clock). Sequences and pages: at ended_s, with those that end
+    with it and, where steps overlap, with what the next step was given already."""
 
     began_s: float
     ended_s: float
@@ -23,13 +24,16 @@ class TracedStep(NamedTuple):
 
 
 class StepTrace:
-    """The last max_steps of them. Rows are added by the compute thread; read from any."""
+    """The last max_steps of them. Rows are added by the compute thread; read from any.
+    num_lost: how many came before those that are kept."""
 
     def __init__(self, max_steps: int) -> None:
         self.steps: deque[TracedStep] = deque(maxlen=max_steps)
+        self.num_lost = 0
 
     def add(self, plan: StepPlan, scheduler: Scheduler, began_s: float, ended_s: float) -> None:
         """Before the scheduler's update."""
+        self.num_lost += len(self.steps) == self.steps.maxlen
         self.steps.append(
             TracedStep(
                 began_s,

@@ -93,8 +93,8 @@ class Steps:
         """Its tokens are here: now."""
         now_s = self._clock()
         if began_s is not None:
-            if self.trace is not None:
-                self.trace.add(plan, self._scheduler, began_s, now_s)
+            if (trace := self.trace) is not None:  # another thread may take it away
+                trace.add(plan, self._scheduler, began_s, now_s)
             self._scheduler.observe(plan, now_s - began_s)
         self._busy_since_s = now_s
         return now_s

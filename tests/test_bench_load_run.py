@@ -32,6 +32,7 @@ from bench.load.timer import Sleeper
 from bench.load.truth import scripted_server
 from bench.load.work import Schedule, Work
 from serve.errors import ConfigError
+from serve.step_trace import StepTrace
 
 QUICK = Profile(first_s=(0.005, 0.01), gap_s=(0.001, 0.002), chunks=(2, 5))
 SLOW = Profile(first_s=(0.02, 0.02), gap_s=(0.4, 0.4), chunks=(20, 20))
@@ -349,7 +350,7 @@ def engine() -> Any:
     engine.stats = lambda: SimpleNamespace(
         num_running=3, num_waiting=1, pages_in_use=5, pages_total=10
     )
-    engine.trace_steps = lambda: SimpleNamespace(steps=[])
+    engine.trace_steps = lambda max_steps=9: StepTrace(max_steps)
     return engine
 
 

@@ -282,3 +282,17 @@ def test_idle_engine_gives_memory_back():
             raise AssertionError("still mapped")
 
     go(main())
+
+
+def test_a_trace_has_the_last_steps_and_an_end():
+    async def main():
+        async with Rig(script=text_script("hello world ")) as rig:
+            trace = rig.engine.trace_steps(3)
+            await rig.engine.generate(PROMPT, params(max_tokens=10))
+            assert len(trace.steps) == 3 and trace.num_lost >= 7
+            rig.engine.trace_steps(0)
+            before = list(trace.steps), trace.num_lost
+            await rig.engine.generate(PROMPT, params(max_tokens=10))
+            assert (list(trace.steps), trace.num_lost) == before
+
+    go(main())

@@ -277,10 +277,10 @@ def _target(options: OnlineOptions) -> Target:
 
         return EngineTarget(Engine(options.model, **options.engine))
     headers = {}
-    for line in options.header or ():
+    for number, line in enumerate(options.header or (), 1):
         name, colon, value = line.partition(":")
-        if not colon or not name.strip():
-            raise ConfigError(f"header must be NAME: VALUE, not {line!r}")
+        if not colon or not name.strip():  # it may be a secret, and is not shown
+            raise ConfigError(f"header must be NAME: VALUE; number {number} is not")
         headers[name.strip()] = value.strip()
     return ServerTarget(
         ServerSettings(

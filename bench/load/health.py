@@ -87,7 +87,9 @@ class Watch:
             gc.enable()
         gc.unfreeze()
 
-    def health(self, process: int, num_requests: int, max_connections: int) -> ProcessHealth:
+    def health(
+        self, process: int, num_requests: int, max_connections: int, num_resent: int
+    ) -> ProcessHealth:
         lags = self._lags_s or [math.nan]
         p50, p99 = np.percentile(lags, [50, 99])
         return ProcessHealth(
@@ -100,6 +102,7 @@ class Watch:
             self._num_collections,
             max_connections,
             self._core_wait_s / self._wall_s,
+            num_resent,
         )
 
     def _collected(self, phase: str, _: dict[str, int]) -> None:
@@ -129,6 +132,11 @@ def health_notes(health: ProcessHealth, file_limit: int | None) -> list[str]:
         )
     if file_limit is not None and health.max_connections > 0.95 * file_limit:
         notes.append(f"{who} had as many connections as it may have files ({file_limit})")
+    if health.num_resent:
+        notes.append(
+            f"{who} sent {health.num_resent} requests again, on new connections: the server closed"
+            " the kept ones when they came; their times begin with the first sending"
+        )
     return notes
 
 

@@ -19,23 +19,28 @@ from urllib.parse import urlsplit
 import httptools
 
 from bench.load.answer import CallError
+from bench.load.redact import printable
 from serve.errors import ConfigError, reason
 
 CONNECT_TIMEOUT_S = 10.0
+RACE_S = 0.05  # a server that closes a kept connection cannot know yet that a request came
+MAX_HEAD = 1 << 16  # bytes of an answer that are no body, in a row
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, section 5.6.2
 
 
 class Sink(Protocol):
-    """Takes one response. status: 0 until head() came. error: set by end() or broken()."""
+    """Takes one response. status: 0 until head() came. error: set by body(), end() or broken()."""
 
     status: int
     error: CallError | None
 
-    def sent(self, at_s: float) -> None: ...
+    def sent(self, at_s: float) -> None:
+        """Once more when the request is sent again."""
 
     def head(self, status: int, content_type: bytes) -> None: ...
 
-    def body(self, data: bytes, at_s: float) -> None: ...
+    def body(self, data: bytes, at_s: float) -> bool:
+        """False: it is too much; the connection is closed."""
 
     def end(self, at_s: float) -> None: ...
 
@@ -66,13 +71,17 @@ class Address:
         if host and parts.username is not None:
             raise ConfigError("url holds a user or a password; give them as a header")
         if not host or parts.scheme not in ("http", "https") or parts.query:
-            raise ConfigError(f"url {root} is not the address of a server")
+            # A password with a slash in it is where no pattern expects one.
+            shown = root.rpartition("@")[2].partition("?")[0]
+            raise ConfigError(f"url {printable(shown)} is not the address of a server")
         is_tls = parts.scheme == "https"
         lines = {"Host": parts.netloc, "User-Agent": "mergestep-bench", **headers}
         text = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        if not all(map(_TOKEN.fullmatch, lines)):  # it is not shown: it may be half a secret
+            raise ConfigError("header: a name has characters that HTTP does not allow there")
         for name, value in lines.items():
-            if not _TOKEN.fullmatch(name) or not set(value).isdisjoint("\r\n\0"):
-                raise ConfigError(f"header {name!r} is no name and value of HTTP")
+            if not set(value).isdisjoint("\r\n\0"):
+                raise ConfigError(f"header {name!r} has a value that HTTP cannot send")
         try:
             head = text.encode("latin-1")
         except UnicodeEncodeError as exc:
@@ -92,19 +101,23 @@ class Connection(asyncio.Protocol):
         self._content_type = b""
         self._has_length = False
         self._has_head = False
-        self._now_s = 0.0
+        self._now_s = self._sent_s = 0.0
+        self._num_bytes = 0  # since the last of a body
+        self._has_answer_bytes = False
         self.num_exchanges = 0
-        self.has_answer_bytes = False
+        self.lost_race = False  # closed by the server just when the last request came
         self.is_open = False
 
     async def exchange(self, data: bytes, sink: Sink) -> None:
         """The sink tells what came of it."""
         self._done = asyncio.get_running_loop().create_future()
         self._sink = sink
-        self.has_answer_bytes = False
+        self._has_answer_bytes = False
+        self._num_bytes = 0
         self.num_exchanges += 1
         self._parser = self._parser or httptools.HttpResponseParser(self)
-        sink.sent(time.perf_counter())
+        self._sent_s = time.perf_counter()
+        sink.sent(self._sent_s)
         self._transport.write(data)
         try:
             await self._done
@@ -134,15 +147,22 @@ class Connection(asyncio.Protocol):
         if self._sink is None or self._parser is None:  # nothing was asked
             self.close()
             return
-        self.has_answer_bytes = True
+        self._has_answer_bytes = True
+        self._num_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as exc:
             self._break(f"the answer is not HTTP: {exc}")
             self.close()
+        if self._sink is not None and self._num_bytes > MAX_HEAD:
+            self._break(f"the answer has a head of more than {MAX_HEAD >> 10} KiB")
+            self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False
+        is_waiting = self._sink is not None and not self._has_answer_bytes
+        is_race = is_waiting and self.num_exchanges > 1
+        self.lost_race = is_race and time.perf_counter() - self._sent_s <= RACE_S
         if self._sink is not None and self._has_head and not self._has_length and exc is None:
             self._now_s = time.perf_counter()
             self._end()
@@ -170,11 +190,14 @@ class Connection(asyncio.Protocol):
         status = self._parser.get_status_code()
         if self._sink is not None and status >= 200:
             self._has_head = True
+            self._num_bytes = 0
             self._sink.head(status, self._content_type)
 
     def on_body(self, body: bytes) -> None:
-        if self._sink is not None:
-            self._sink.body(body, self._now_s)
+        self._num_bytes = 0
+        if self._sink is not None and not self._sink.body(body, self._now_s):
+            self.is_open = False
+            self._finish()
 
     def on_message_complete(self) -> None:
         if self._has_head:  # not after 1xx
@@ -210,6 +233,7 @@ class HttpClient:
         self._open: set[Connection] = set()
         self._endpoint: str | None = None
         self.max_connections = 0
+        self.num_resent = 0
 
     def close(self) -> None:
         for connection in list(self._open):
@@ -229,20 +253,22 @@ class HttpClient:
         return b"".join((line, self.address.head, length, body))
 
     async def exchange(self, request: bytes, sink: Sink) -> None:
-        """Raises CallError: no connection. What went wrong later is for the sink. A request for
-        which a kept connection turned out to be closed, before any of the answer came, is sent
-        again."""
-        while True:
-            connection = self._take() or await self._connect()
-            is_used = connection.num_exchanges > 0
-            await connection.exchange(request, sink)
-            if connection.is_open:
-                self._idle.append(connection)
-            elif connection in self._open:
-                connection.close()
-            if sink.error is None or connection.has_answer_bytes or not is_used:
-                return
+        """Raises CallError: no connection. What went wrong later is for the sink. A request that
+        met a kept connection just when the server closed it (RFC 9112, section 9.3.1) is sent
+        again on a new one; a later close, or one after any of the answer, is a failure."""
+        connection = self._take() or await self._connect()
+        await self._use(connection, request, sink)
+        if connection.lost_race:
+            self.num_resent += 1
             sink.error = None
+            await self._use(await self._connect(), request, sink)
+
+    async def _use(self, connection: Connection, request: bytes, sink: Sink) -> None:
+        await connection.exchange(request, sink)
+        if connection.is_open:
+            self._idle.append(connection)
+        elif connection in self._open:
+            connection.close()
 
     def _take(self) -> Connection | None:
         while self._idle:

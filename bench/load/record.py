@@ -55,7 +55,8 @@ class StepRow:
     """One merged step of an engine in this process, or of a simulated one.
 
     num_context: tokens before the decode rows; num_pairs: products of prompt rows and tokens
-    before them (serve.step_time.StepWork). Sequences and pages: after the step was scheduled.
+    before them (serve.step_time.StepWork). Sequences and pages: at end_s, with those that end with
+    the step (serve.step_trace.TracedStep).
     """
 
     start_s: float
@@ -84,7 +85,8 @@ class ServerSample:
 class ProcessHealth:
     """Whether a generating process could do its work. loop_lag: how late its event loop came
     back to a timer. cpu: share of one core during the run. core_wait: share of the run in which it
-    could have worked but had no core (NaN: the system does not tell)."""
+    could have worked but had no core (NaN: the system does not tell). num_resent: requests that
+    met a kept connection just when the server closed it, and were sent again."""
 
     process: int
     num_requests: int
@@ -95,6 +97,7 @@ class ProcessHealth:
     num_collections: int
     max_connections: int
     core_wait: float = math.nan
+    num_resent: int = 0
 
 
 @dataclass(slots=True)

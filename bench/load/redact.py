@@ -1,11 +1,14 @@
-"""Takes what nobody else may read out of what is written: keys, passwords in URLs."""
+"""Takes what nobody else may read out of what is written: keys, passwords in URLs; and what a
+terminal would obey."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 HIDDEN = "***"
+MIN_SECRET_CHARS = 4  # shorter ones are in any text
 _SECRET_NAME = re.compile(
     r"(api[-_]?key|(^|[-_])key|token|secret|password|passwd|authorization)$", re.I
 )
@@ -40,6 +43,22 @@ def redact(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [redact(item) for item in value]
     return value
+
+
+def hider(secrets: Iterable[str]) -> Callable[[str], str]:
+    """Takes these very texts out of others, wherever they stand."""
+    known = {secret for secret in secrets if len(secret) >= MIN_SECRET_CHARS}
+    if not known:
+        return str
+    found = re.compile("|".join(map(re.escape, sorted(known, key=len, reverse=True))))
+    return lambda text: found.sub(HIDDEN, text)
+
+
+def printable(text: str) -> str:
+    """Without what could command a terminal; any white space is a space."""
+    return "".join(
+        char if char.isprintable() else " " for char in text if char.isprintable() or char.isspace()
+    )
 
 
 def _is_secret(name: Any) -> bool:

@@ -30,10 +30,11 @@ from bench.load.record import (
     ServerSample,
     StepRow,
 )
+from bench.load.redact import printable
 from bench.load.sender import Sender
 from bench.load.targets import ServerTarget, Target
 from bench.load.work import Schedule
-from serve.errors import ConfigError
+from serve.errors import ConfigError, plain
 
 LEAD_S = 0.1
 PROGRESS_S = 0.25
@@ -52,6 +53,7 @@ class _Sent:
     start_s: float
     samples: list[ServerSample] = field(default_factory=list)
     steps: list[StepRow] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     stopped_s: float | None = None
 
 
@@ -74,7 +76,7 @@ async def offer(
     file_limit = raise_file_limit()
     notes += await target.check(schedule.works[0])
     for work in options.warmup:
-        await target.send(target.prepare(work), Record(-1, 0.0))
+        await target.warm_up(work)
     items = items_of(schedule, options)
     count, why = num_processes(schedule, target, options)
     notes += why
@@ -101,13 +103,15 @@ async def _from_here(
             grace_s=options.grace_s,
             max_concurrency=options.max_concurrency,
         )
-        take_steps = target.trace_steps()
+        take_steps, resent = target.trace_steps(), target.num_resent
         sent = _Sent(sender.records, sender.probes, [], start_s)
         async with _observed(sent, target, sender.progress, on_progress):
             with _interruptible(sender.stop, sent):
                 await sender.run()
-    sent.health = [watch.health(0, len(items), target.max_connections)]
-    sent.steps = take_steps()
+    resent = target.num_resent - resent
+    sent.health = [watch.health(0, len(items), target.max_connections, resent)]
+    sent.steps, notes = take_steps()
+    sent.notes += notes
     return sent
 
 
@@ -134,13 +138,17 @@ async def _observed(
     progress: Callable[[], Progress],
     on_progress: OnProgress | None,
 ) -> AsyncIterator[None]:
-    """Meanwhile the target's samples are taken, and progress is reported; once more at the end."""
+    """Meanwhile the target's samples are taken, and progress is reported; once more at the end.
+    Samples are no reason to lose a run: an error of theirs is a note."""
 
     async def sample() -> None:
-        while (found := await target.sample()) is not None or sent.samples:
-            if found is not None:
-                sent.samples.append(found)
-            await asyncio.sleep(SAMPLE_S)
+        try:
+            while (found := await target.sample()) is not None or sent.samples:
+                if found is not None:
+                    sent.samples.append(found)
+                await asyncio.sleep(SAMPLE_S)
+        except Exception as exc:
+            sent.notes.append(f"the target's own figures end early: {printable(plain(exc))}")
 
     async def report(on_progress: OnProgress) -> None:
         while True:
@@ -200,6 +208,7 @@ def _result(
     file_limit: int | None,
 ) -> RunResult:
     records, probes = sent.records, sent.probes
+    notes += sent.notes
     if sent.stopped_s is not None:
         total = len(records)
         records = [r for r in records if r.scheduled_s <= sent.stopped_s]

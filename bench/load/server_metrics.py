@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from bench.load.record import ServerSample
@@ -15,17 +16,20 @@ _NAMES = {  # of vLLM (and of what imitates it), of llama.cpp
     b"llamacpp:requests_deferred": "waiting",
     b"llamacpp:kv_cache_usage_ratio": "usage",
 }
-_LINE = re.compile(
-    rb"^(" + b"|".join(_NAMES) + rb")(?:\{[^\n]*\})?[ \t]+([0-9.eE+-]+)", re.MULTILINE
-)
+_LINE = re.compile(rb"^(" + b"|".join(_NAMES) + rb")(?:\{[^\n]*\})?[ \t]+(\S+)", re.MULTILINE)
 
 
 def read_metrics(text: bytes, at_s: float) -> ServerSample | None:
     """Prometheus' text format; several engines behind one address are added up, their usage is
-    averaged. None: no name is known."""
+    averaged. What is no finite number is left out. None: no name is known."""
     found: dict[str, list[float]] = {}
-    for name, value in _LINE.findall(text):
-        found.setdefault(_NAMES[name], []).append(float(value))
+    for name, text_value in _LINE.findall(text):
+        try:
+            value = float(text_value)
+        except ValueError:
+            continue
+        if math.isfinite(value):
+            found.setdefault(_NAMES[name], []).append(value)
     if "running" not in found:
         return None
     usage = found.get("usage")

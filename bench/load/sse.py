@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+MAX_EVENT = 1 << 20  # bytes of one event, ended or not
 _BOM = b"\xef\xbb\xbf"
+
+
+class EventTooLongError(ValueError):
+    """More than MAX_EVENT bytes; the stream is of no use any more."""
 
 
 class EventStream:
     """Lines end with LF, CR LF or CR; comments and fields other than data are left out, except
     `error:`, which some servers (llama.cpp) use: it becomes data as OpenAI has it."""
 
-    __slots__ = ("_lines", "_rest", "_started")
+    __slots__ = ("_lines", "_num_bytes", "_rest", "_started")
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()  # of a line that has not ended
         self._lines: list[bytes] = []
+        self._num_bytes = 0  # of the lines
         self._started = False
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The data of each event that is complete now."""
-        text = self._rest + data if self._rest else data
+        """The data of each event that is complete now. Raises EventTooLongError."""
+        is_inside = self._started and self._rest and not self._rest.endswith(b"\r")
+        if is_inside and b"\n" not in data and b"\r" not in data:
+            self._hold(data)  # what a long line already has is not looked at again
+            return []
+        text = bytes(self._rest) + data if self._rest else data
         if not self._started and len(text) >= len(_BOM):
             text = text.removeprefix(_BOM)
             self._started = True
@@ -28,29 +38,42 @@ class EventStream:
                 text, held = text[:-1], b"\r"
             text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         *lines, rest = text.split(b"\n")
-        self._rest = rest + held
+        self._rest.clear()
         events = []
         for line in lines:
             if line:
                 self._take(line)
             elif self._lines:
                 events.append(self._event())
+        if rest or held:
+            self._hold(rest + held)
         return events
 
     def finish(self) -> list[bytes]:
         """The last event, where the body ended without an empty line after it."""
-        line, self._rest = self._rest.removesuffix(b"\r"), b""
+        line = bytes(self._rest).removesuffix(b"\r")
+        self._rest.clear()
         if line:
             self._take(line)
         return [self._event()] if self._lines else []
+
+    def _hold(self, data: bytes) -> None:
+        self._rest += data
+        if len(self._rest) + self._num_bytes > MAX_EVENT:
+            raise EventTooLongError
 
     def _take(self, line: bytes) -> None:
         if line.startswith(b"data:"):
             self._lines.append(line[6:] if line[5:6] == b" " else line[5:])
         elif line.startswith(b"error:"):
             self._lines.append(b'{"error":' + line[6:] + b"}")
+        else:
+            return
+        self._num_bytes += len(line) + 1
+        if self._num_bytes > MAX_EVENT:
+            raise EventTooLongError
 
     def _event(self) -> bytes:
         data = self._lines[0] if len(self._lines) == 1 else b"\n".join(self._lines)
-        self._lines = []
+        self._lines, self._num_bytes = [], 0
         return data

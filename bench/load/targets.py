@@ -6,24 +6,29 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import orjson
 
-from bench.load.answer import Answer, CallError, Document
+from bench.load.answer import Answer, CallError, Document, count
 from bench.load.http_client import Address, HttpClient
 from bench.load.record import Record, ServerSample, StepRow
+from bench.load.redact import hider
 from bench.load.server_metrics import read_metrics
 from bench.load.work import Work
 from serve.errors import ConfigError
 
 if TYPE_CHECKING:
     from serve import Engine
+    from serve.step_trace import TracedStep
 
 PROMPT_TOKENS = range(32, 256)  # for servers that do not say how large their vocabulary is
 OnChunk = Callable[[], None]
+TakeSteps = Callable[[], tuple[list[StepRow], list[str]]]
+GET_TIMEOUT_S = 10.0
+WARM_UP_TIMEOUT_S = 120.0  # a model may be loaded, or compiled
 
 # What not every server takes. max_tokens is sent under its newer name then.
 OFTEN_REFUSED = ("ignore_eos", "stream_options")
@@ -46,6 +51,9 @@ class Target(Protocol):
         """Once before a load of such work. Returns what the reader has to know; raises what makes
         the load senseless."""
 
+    async def warm_up(self, work: Work) -> None:
+        """A request whose times are not kept. Raises what went wrong."""
+
     def prepare(self, work: Work) -> Any:
         """What can be done before the request is due."""
 
@@ -56,18 +64,24 @@ class Target(Protocol):
     async def sample(self) -> ServerSample | None:
         """at_s is of time.perf_counter. None: the server does not tell."""
 
-    def trace_steps(self) -> Callable[[], list[StepRow]]:
-        """Begins to note steps; what is returned hands them over."""
+    def trace_steps(self) -> TakeSteps:
+        """Begins to note steps; what is returned ends that, and hands over the steps and what the
+        reader has to know of them."""
 
     @property
     def max_connections(self) -> int:
         """Most at once so far."""
+
+    @property
+    def num_resent(self) -> int:
+        """Requests that were sent again so far (record.ProcessHealth)."""
 
 
 class EngineTarget:
     """An engine in this process; no HTTP."""
 
     max_connections = 0
+    num_resent = 0
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -90,6 +104,9 @@ class EngineTarget:
 
     async def check(self, work: Work) -> list[str]:
         return []
+
+    async def warm_up(self, work: Work) -> None:
+        await self.send(self.prepare(work), Record(-1, 0.0))
 
     def prepare(self, work: Work) -> Any:
         from serve.request import SamplingParams
@@ -135,31 +152,41 @@ class EngineTarget:
         kv_usage = stats.pages_in_use / stats.pages_total if stats.pages_total else None
         return ServerSample(time.perf_counter(), stats.num_running, stats.num_waiting, kv_usage)
 
-    def trace_steps(self) -> Callable[[], list[StepRow]]:
+    def trace_steps(self) -> TakeSteps:
         trace = self._engine.trace_steps()
-        return lambda: [
-            StepRow(
-                step.began_s,
-                step.ended_s,
-                step.work.num_decodes,
-                step.work.num_rows - step.work.num_decodes,
-                step.work.num_chunks,
-                step.work.num_context,
-                step.work.num_pairs,
-                step.num_running,
-                step.num_waiting,
-                step.pages_in_use,
-            )
-            for step in list(trace.steps)
-        ]
+
+        def take() -> tuple[list[StepRow], list[str]]:
+            self._engine.trace_steps(0)
+            notes = []
+            if trace.num_lost:
+                notes.append(f"the first {trace.num_lost} steps are missing: there were too many")
+            return [_row(step) for step in list(trace.steps)], notes
+
+        return take
+
+
+def _row(step: TracedStep) -> StepRow:
+    return StepRow(
+        step.began_s,
+        step.ended_s,
+        step.work.num_decodes,
+        step.work.num_rows - step.work.num_decodes,
+        step.work.num_chunks,
+        step.work.num_context,
+        step.work.num_pairs,
+        step.num_running,
+        step.num_waiting,
+        step.pages_in_use,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
     """url: the server's root, with or without /v1. model: the first it names, unless given.
     api_key: OPENAI_API_KEY of the environment, unless given. timeout_s: for one request, from
-    when it is sent. extra: more fields for every request's body. left_out: fields that the server
-    does not take (found out by ServerTarget.check)."""
+    when it is sent; None: only those beside the load have a limit. extra: more fields for every
+    request's body. left_out: fields that the server does not take (found out by
+    ServerTarget.check)."""
 
     url: str
     model: str | None = None
@@ -182,6 +209,7 @@ class ServerTarget:
         headers = dict(settings.headers)
         if key and not any(name.lower() == "authorization" for name in headers):
             headers["Authorization"] = f"Bearer {key}"
+        self._hide = hider([key or "", *_secrets(headers)])
         self.settings = settings
         self._address = Address.of(settings.url, headers)
         self.name = self._address.root
@@ -209,6 +237,10 @@ class ServerTarget:
     def max_connections(self) -> int:
         return self._client.max_connections
 
+    @property
+    def num_resent(self) -> int:
+        return self._client.num_resent
+
     async def _choose_model(self) -> None:
         document = await self._get("/v1/models")
         if (error := document.error) is not None:
@@ -218,8 +250,8 @@ class ServerTarget:
             raise error
         try:
             model = orjson.loads(document.body_bytes)["data"][0]
-            vocab_size = int(model.get("vocab_size") or PROMPT_TOKENS.stop)
-            self.max_model_len = int(model.get("max_model_len") or 0) or None
+            vocab_size = count(model.get("vocab_size")) or PROMPT_TOKENS.stop
+            self.max_model_len = count(model.get("max_model_len")) or None
             self.settings = replace(self.settings, model=str(model["id"]))
         except (ValueError, LookupError, TypeError, AttributeError) as exc:
             message = f"{self.name}/v1/models does not answer as an OpenAI API does"
@@ -227,8 +259,14 @@ class ServerTarget:
         self.prompt_tokens = range(32, min(vocab_size, 1 << 16))
 
     async def _get(self, path: str) -> Document:
-        document = Document()
-        await self._side.exchange(self._side.render("GET", path), document)
+        document = Document(self._hide)
+        timeout_s = self.settings.timeout_s or GET_TIMEOUT_S
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._side.exchange(self._side.render("GET", path), document)
+        except TimeoutError as exc:
+            message = f"{self.name}{path} did not answer within {timeout_s:g} s"
+            raise CallError(0, "timeout", message) from exc
         return document
 
     async def check(self, work: Work) -> list[str]:
@@ -243,7 +281,7 @@ class ServerTarget:
         notes: list[str] = []
         while True:
             try:
-                await self.send(self.prepare(short), Record(-1, 0.0))
+                await self.warm_up(short)
                 return notes
             except CallError as exc:
                 name = self._refused_field(exc, orjson.loads(self._body(short)))
@@ -252,6 +290,16 @@ class ServerTarget:
                 left_out = (*self.settings.left_out, name)
                 self.settings = replace(self.settings, left_out=left_out)
                 notes.append(f"the server does not take {name!r}; it is left out ({exc})")
+
+    async def warm_up(self, work: Work) -> None:
+        timeout_s = self.settings.timeout_s or WARM_UP_TIMEOUT_S
+        try:
+            await self._exchange(
+                self.prepare(work), Answer(Record(-1, 0.0), None, self._hide), timeout_s
+            )
+        except TimeoutError as exc:
+            message = f"{self.name}{_path(work)} gave no whole answer within {timeout_s:g} s"
+            raise CallError(0, "timeout", message) from exc
 
     @staticmethod
     def _refused_field(error: CallError, body: dict[str, Any]) -> str | None:
@@ -263,8 +311,7 @@ class ServerTarget:
         return next(iter(named or unsure), None)
 
     def prepare(self, work: Work) -> bytes:
-        path = "/v1/completions" if work.messages is None else "/v1/chat/completions"
-        return self._client.render("POST", path, self._body(work))
+        return self._client.render("POST", _path(work), self._body(work))
 
     def _body(self, work: Work) -> bytes:
         settings = self.settings
@@ -292,13 +339,16 @@ class ServerTarget:
         return orjson.dumps(body)
 
     async def send(self, prepared: Any, record: Record, on_chunk: OnChunk | None = None) -> None:
-        answer = Answer(record, on_chunk)
         timeout_s = self.settings.timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._client.exchange(prepared, answer)
+            await self._exchange(prepared, Answer(record, on_chunk, self._hide), timeout_s)
         except TimeoutError as exc:
             raise CallError(0, "timeout", f"no whole answer within {timeout_s:g} s") from exc
+
+    async def _exchange(self, prepared: Any, answer: Answer, timeout_s: float | None) -> None:
+        """Raises CallError, TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            await self._client.exchange(prepared, answer)
         if answer.error is not None:
             raise answer.error
 
@@ -311,9 +361,20 @@ class ServerTarget:
             return None
         if document.error is not None and document.error.status == 0:
             return None
-        found = read_metrics(document.body_bytes, time.perf_counter())
+        found = read_metrics(bytes(document.body_bytes), time.perf_counter())
         self._has_metrics = document.error is None and found is not None
         return found
 
-    def trace_steps(self) -> Callable[[], list[StepRow]]:
-        return list
+    def trace_steps(self) -> TakeSteps:
+        return lambda: ([], [])
+
+
+def _path(work: Work) -> str:
+    return "/v1/completions" if work.messages is None else "/v1/chat/completions"
+
+
+def _secrets(headers: Mapping[str, str]) -> Iterator[str]:
+    """Values, and what stands behind a scheme (`Bearer`) in them."""
+    for value in headers.values():
+        yield value
+        yield value.partition(" ")[2]

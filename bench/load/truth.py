@@ -40,6 +40,7 @@ from bench.load.targets import ServerSettings, ServerTarget
 from bench.load.work import Schedule, Work
 
 PERCENTILES = (50, 90, 99)
+MAX_LOG = 1 << 30
 MAX_ERROR_MS = 2.0
 MAX_ERROR = 0.01
 MAX_RATE_ERROR = 0.005
@@ -185,7 +186,7 @@ def _rates(result: RunResult, measured: RunSummary, truth: Sequence[Record]) -> 
 
 async def _log(url: str) -> list[dict[str, Any]]:
     client = HttpClient(Address.of(url, {}))
-    document = Document()
+    document = Document(limit=MAX_LOG)
     await client.exchange(client.render("GET", "/fake/log"), document)
     client.close()
     log: list[dict[str, Any]] = orjson.loads(document.body_bytes)

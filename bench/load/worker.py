@@ -61,7 +61,7 @@ async def _main() -> None:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await _send_progress(sender, writer)
-        health = watch.health(process, len(items), target.max_connections)
+        health = watch.health(process, len(items), target.max_connections, target.num_resent)
     answer = {
         "health": health,
         "records": sender.records,
