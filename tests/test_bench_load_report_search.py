@@ -20,7 +20,7 @@ from bench.load.confidence import (
 from bench.load.record import RunResult
 from bench.load.search import find_max_qps
 from bench.load.slo import Slo
-from serve.errors import ConfigError
+from serve.errors import ConfigError, MergestepError
 
 
 @pytest.mark.parametrize(
@@ -203,6 +203,50 @@ def test_an_interrupted_run_ends_the_search():
 
     found = find_max_qps(run, Slo(e2e_s=0.5), attainment=0.9)
     assert (found.max_qps, len(found.tried)) == (2, 2) and "interrupted" in str(found)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_short_runs_do_not_pass_above_the_capacity(seed):
+    """400 requests at 1.1 times what the queue can serve wait 4 s at most: all within the SLO, and
+    only the rise tells that a longer run would not be."""
+    found = find_max_qps(
+        lambda qps, seed: queue_run(qps, seed, count=400),
+        Slo(e2e_s=10.0),
+        attainment=0.9,
+        first_seed=10 * seed,
+    )
+    assert found.max_qps <= 10.5 and found.is_found
+    above = min(found.tried, key=lambda tried: abs(tried.qps - found.above))
+    assert not above.is_passed and above.why == "not a steady state"
+    assert above.attainment.value > 0.95
+    assert "not a steady state" in str(found)
+
+
+def test_bursts_end_the_search():
+    """Were they let pass, the rate would double for ever."""
+    found = find_max_qps(
+        lambda qps, seed: queue_run(qps, seed, count=40, service_s=1e-6), Slo(e2e_s=1.0)
+    )
+    assert found.max_qps == 32 and "less than the limit of 1 s" in found.stopped
+    assert len(found.tried) == 6
+
+
+@pytest.mark.parametrize(
+    "error", [MergestepError("no server"), OSError("gone"), KeyboardInterrupt()]
+)
+def test_an_error_leaves_what_was_found(error):
+    def run(qps: float, seed: int) -> RunResult:
+        if qps == failing:
+            raise error
+        return queue_run(qps, seed, count=500)
+
+    failing = 4
+    found = find_max_qps(run, Slo(e2e_s=0.5), attainment=0.9)
+    assert (found.max_qps, len(found.tried)) == (2, 2) and found.error is error
+    assert "at 4 requests/s: " in found.stopped and not found.is_found
+    failing = 1
+    with pytest.raises(type(error)):
+        find_max_qps(run, Slo(e2e_s=0.5), attainment=0.9)
 
 
 def test_bad_settings_of_a_search():

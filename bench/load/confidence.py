@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,14 +116,14 @@ def _t(num_owners: int) -> float:
     return t_quantile(min(num_owners - 1, MAX_FREEDOM))
 
 
-def _ratio_error(sums: Floats, sizes: NDArray[np.int64]) -> float:
+def _ratio_error(sums: NDArray[Any], sizes: NDArray[np.int64]) -> float:
     """The standard error of sum(sums) / sum(sizes), one of each for every independent owner."""
     count, total = len(sizes), float(sizes.sum())
     left = sums - float(sums.sum()) / total * sizes
     return math.sqrt(count / (count - 1) * float(left @ left)) / total
 
 
-def _effective_count(below: Floats, sizes: NDArray[np.int64]) -> int:
+def _effective_count(below: NDArray[Any], sizes: NDArray[np.int64]) -> int:
     """How many independent values would tell the share below as exactly."""
     total = int(sizes.sum())
     share, error = float(below.sum()) / total, _ratio_error(below, sizes)

@@ -61,7 +61,7 @@ class RunSummary:
 @dataclass(frozen=True, slots=True)
 class RateSummary:
     """Of several runs: the mean of the runs' figures with a t-interval; of one: its own figures,
-    latencies with the interval of its sample. attainment: over all requests, Wilson's interval; None
+    latencies with its sample's intervals. attainment: over all requests, Wilson's interval; None
     without an SLO."""
 
     qps: float
