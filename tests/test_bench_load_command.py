@@ -11,6 +11,8 @@ from load_runs import queue_run
 
 from bench.load import command
 from bench.load.command import OnlineOptions, run
+from bench.load.fake_script import Profile
+from bench.load.truth import scripted_server
 from serve.errors import ConfigError, MergestepError
 
 
@@ -103,3 +105,25 @@ def test_a_search_that_ends_early_is_reported(offered, tmp_path, capsys):
     offered[1][1.0] = OSError("gone")
     with pytest.raises(OSError, match="gone"):
         run(searched(json_file=path))
+
+
+def test_a_server_that_dies_after_the_first_rate(tmp_path, monkeypatch):
+    server = contextlib.ExitStack()
+    url = server.enter_context(scripted_server(Profile()))
+    offer, path = command.offer, tmp_path / "a.json"
+
+    async def offer_then_die(*given):
+        result = await offer(*given)
+        server.close()
+        return result
+
+    options = OnlineOptions("default", url=url, qps="100,200", requests=10, json_file=path)
+    with command._offering(options) as once:
+        assert [len(once(100.0, 0, count).records) for count in (None, 7)] == [10, 7]
+    monkeypatch.setattr(command, "offer", offer_then_die)
+    monkeypatch.setattr("sys.argv", ["serve", "bench"])
+    with server, pytest.raises(MergestepError, match="cannot reach"):
+        run(options)
+    (found,) = json.loads(path.read_text())["runs"]
+    assert found["qps"] == 100 and len(found["requests"]["index"]) == 10
+    assert "ended early: cannot reach" in found["notes"][-1]
