@@ -63,6 +63,16 @@ def test_itl_is_per_token_where_chunks_tell_their_tokens():
     assert found["icl"]["count"] == 2 and found["icl"]["mean"] == pytest.approx(200)
 
 
+def test_as_many_chunks_as_tokens_are_one_token_each():
+    """What a server over HTTP tells; with other numbers it is not known which chunk has more."""
+    single = record(output_tokens=3, chunks_s=[1.1, 1.2, 1.5])
+    found = summarize(run(single)).latencies_ms
+    assert found["itl"] == found["icl"] and found["itl"]["max"] == pytest.approx(300)
+    assert "itl" not in summarize(run(record(output_tokens=4))).latencies_ms
+    both = summarize(run(single, record(1, output_tokens=None))).latencies_ms
+    assert (both["itl"]["count"], both["icl"]["count"]) == (2, 4)
+
+
 def test_without_usage_chunks_are_counted_and_it_is_said():
     summary = summarize(run(record(output_tokens=None)))
     assert summary.latencies_ms["tpot"]["p50"] == pytest.approx(200)

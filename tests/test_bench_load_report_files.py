@@ -16,7 +16,7 @@ from rich.console import Console
 from bench.load.compare import compare, parse_share
 from bench.load.live import LiveView, sparkline
 from bench.load.record import Outcome, Progress, RunResult
-from bench.load.redact import redact
+from bench.load.redact import command_line, redact
 from bench.load.report import check_files, report
 from bench.load.search import find_max_qps
 from bench.load.slo import Slo
@@ -135,6 +135,33 @@ def test_secrets_are_nowhere(tmp_path):
 )
 def test_redaction(text, expected):
     assert redact(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--header=Authorization: Token abcdef12345", "--qps", "4"], "--header=*** --qps 4"),
+        (["--header", "X-Api-Key: abc def123", "-H", "a: b c"], "--header *** -H ***"),
+        (["--header=X-Api-Key: it's abc", "--json", "a b"], "--header=*** --json 'a b'"),
+        (["--api-key", "--qps", "--hf-token=a b"], "--api-key *** --hf-token=***"),
+        (["--url", "http://me:pw@h/v1?token=z9"], "--url 'http://h/v1?token=***'"),
+        (["-HX-Key: a b", "--api-key-file", "f", "-h"], "-H*** --api-key-file f -h"),
+        (["--max-tokens", "4", "--x-secret"], "--max-tokens 4 --x-secret"),
+    ],
+)
+def test_the_command_line_has_no_secrets(words, expected):
+    assert command_line(words) == expected
+    assert redact(expected) == expected, "it is left as it is when it is written"
+
+
+def test_secrets_of_this_command_line_are_not_written(tmp_path, monkeypatch):
+    words = ["--header=Authorization: Token abcdef12345", "--header", "X-Api-Key: abc def123"]
+    monkeypatch.setattr(sys, "argv", ["serve", "bench", *words, "--qps", "4"])
+    path = tmp_path / "a.json"
+    report([queue_run(5.0, 0, count=20)], {}, json_file=path)
+    assert (
+        json.loads(path.read_text())["command"] == "serve bench --header=*** --header *** --qps 4"
+    )
 
 
 def test_the_tables():
@@ -265,6 +292,22 @@ def test_bad_files_to_compare(results, tmp_path):
         other.write_text(text)
         with pytest.raises(ConfigError, match=r"other\.json"):
             compared(results[0], other)
+    whole = json.loads(results[0].read_text())
+    missing = {"format": whole["format"], "version": whole["version"]}
+    for document, match in (
+        (missing, r"other\.json .* rates is missing"),
+        ({**whole, "rates": 5}, r"other\.json"),
+        ({**whole, "rates": [{"qps": 6.0}]}, r"other\.json .* is missing"),
+        ({**whole, "rates": [None]}, r"other\.json"),
+        ({**whole, "search": {"tried": []}}, r"other\.json .* max_qps is missing"),
+    ):
+        other.write_text(json.dumps(document))
+        with pytest.raises(ConfigError, match=match):
+            compared(results[0], other)
+    other.write_text(json.dumps({**whole, "runs": [{}]}))
+    assert compared(results[0], other)[0], "nothing of the runs is compared"
+    with pytest.raises(ConfigError, match=r"other\.json"):
+        compared(results[0], other, html_file=tmp_path / "c.html")
     with pytest.raises(ConfigError, match="at least two"):
         compared(results[0])
     with pytest.raises(ConfigError):

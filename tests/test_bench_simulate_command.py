@@ -48,6 +48,11 @@ def test_a_run_of_the_command():
     assert slower.window[1] > 1.5 * result.window[1]
 
 
+def test_how_many_requests_can_be_said_for_each_rate():
+    once = simulated(options(dataset="azure-conv", engine={"max_model_len": 16384}))
+    assert [len(once(20.0, 0, count).records) for count in (None, 7)] == [40, 7]
+
+
 def test_answers_that_the_model_would_decide():
     result = simulated(options(dataset="mixed", model="default"))(20.0, 0)
     assert {record.output_tokens for record in result.records} == {128}

@@ -29,7 +29,7 @@ class Columns:
     time were kept; it has no gaps, and its tokens are spread over a few. is_counted: due in the
     window. is_answered: ended well, with text. chunk_tokens: the known ones, else the answer's
     tokens spread evenly, else 1 each. gap_tokens: tokens that came at the gap's end; NaN where
-    that is not known.
+    that is not known (neither told, nor as many chunks as tokens).
     """
 
     due: Floats
@@ -166,13 +166,15 @@ def _is(records: Sequence[Record], outcome: Outcome) -> Bools:
 def _chunk_tokens(
     records: Sequence[Record], num_chunks: Ints, tokens: Floats, owner: Ints
 ) -> tuple[Floats, Bools]:
-    """Tokens in each chunk [C], and whether that was told."""
+    """Tokens in each chunk [C], and whether that is known: it was told, or there are as many
+    chunks as tokens, so that each is one."""
     told = [len(r.chunk_tokens) == len(r.chunks_s) for r in records]
     even = np.where(np.isnan(tokens), 1.0, tokens / np.maximum(num_chunks, 1))[owner]
     known = np.array(told, np.bool_)[owner] if told else np.zeros(0, np.bool_)
+    is_single = (tokens == num_chunks)[owner]
     counts = (r.chunk_tokens for r, is_told in zip(records, told, strict=True) if is_told)
     even[known] = np.fromiter(chain.from_iterable(counts), np.float64, int(known.sum()))
-    return even, known
+    return even, known | is_single
 
 
 def _spread(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -15,15 +14,16 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
-from bench.load.arrivals import parse_arrival, parse_qps
+from bench.load.arrivals import DEFAULT_REQUESTS, parse_arrival, parse_qps
 from bench.load.datasets import DatasetSettings
 from bench.load.live import LiveView
 from bench.load.options import LoadOptions
 from bench.load.record import RunResult
+from bench.load.redact import command_line
 from bench.load.report import check_files, report
 from bench.load.run import offer
 from bench.load.schedule import ArrivalSettings, make_schedule, make_warm_up
-from bench.load.search import SearchResult, find_max_qps
+from bench.load.search import ENDINGS, SearchResult, ending, find_max_qps
 from bench.load.slo import Slo, parse_slo
 from bench.load.targets import EngineTarget, ServerSettings, ServerTarget, Target
 from serve.config import EngineConfig
@@ -31,8 +31,11 @@ from serve.errors import ConfigError, reason
 
 DEFAULT_CANCEL_CHUNKS = 3
 MAX_KEY_BYTES = 1 << 16
+MIN_SEARCH_S = 30.0
+SEARCH_LIMITS = 10  # a queue that grows by a tenth of the time is over the limit at the end
 
-OfferOnce = Callable[[float | None, int], RunResult]
+# rate, seed, and how many requests (None: as the options say)
+OfferOnce = Callable[[float | None, int, int | None], RunResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,29 +163,40 @@ def run(options: OnlineOptions) -> bool:
         "png_file": options.png_file,
     }
     check_files(**files)
-    slo, rates = options.slo_limits, options.rates
+    slo = options.slo_limits
     options.load_options(0)
     runs: list[RunResult] = []
     search: SearchResult | None = None
-    with _offering(options) as offer_once:
-
-        def kept(rate: float | None, seed: int) -> RunResult:
-            runs.append(offer_once(rate, seed))
-            return runs[-1]
-
-        if options.find_max_qps:
-            assert slo is not None, "checked"
-            search = _search(options, slo, rates, kept)
-        else:
-            _offer_all(options, rates, kept)
-    return report(
+    error: BaseException | None = None
+    try:
+        with _offering(options) as offer_once:
+            search = _offer_all(options, slo, _kept(offer_once, runs))
+            error = None if search is None else search.error
+    except ENDINGS as exc:
+        if not runs:
+            raise
+        error = exc
+    if error is not None:
+        runs[-1].notes.append(f"ended early: {ending(error)}")
+    is_valid = report(
         runs,
-        {"command": shlex.join(["serve", *sys.argv[1:]]), **_told(options)},
+        {"command": command_line(["serve", *sys.argv[1:]]), **_told(options)},
         slo=slo,
         search=search,
         console=Console(),
         **files,
     )
+    if error is not None:
+        raise error
+    return is_valid
+
+
+def _kept(offer_once: OfferOnce, runs: list[RunResult]) -> OfferOnce:
+    def kept(rate: float | None, seed: int, requests: int | None = None) -> RunResult:
+        runs.append(offer_once(rate, seed, requests))
+        return runs[-1]
+
+    return kept
 
 
 def _told(options: OnlineOptions) -> dict[str, Any]:
@@ -198,22 +212,42 @@ def _told(options: OnlineOptions) -> dict[str, Any]:
     return told
 
 
-def _offer_all(options: OnlineOptions, rates: list[float | None], offer_once: OfferOnce) -> None:
-    """Every rate with every seed, until somebody has had enough."""
+def _offer_all(
+    options: OnlineOptions, slo: Slo | None, offer_once: OfferOnce
+) -> SearchResult | None:
+    """Every rate with every seed, until somebody has had enough; or a search."""
+    if options.find_max_qps:
+        assert slo is not None, "checked"
+        return _search(options, slo, offer_once)
     for seed in range(options.seed, options.seed + options.seeds):
-        for rate in rates:
-            if offer_once(rate, seed).was_interrupted:
-                return
+        for rate in options.rates:
+            if offer_once(rate, seed, None).was_interrupted:
+                return None
+    return None
 
 
-def _search(
-    options: OnlineOptions, slo: Slo, rates: list[float | None], kept: OfferOnce
-) -> SearchResult:
-    (start,) = rates if len(rates) == 1 else (None,)
+def _search(options: OnlineOptions, slo: Slo, offer_once: OfferOnce) -> SearchResult:
+    """Each rate is offered for long enough to see that it is too high, unless the user says how
+    many requests or for how long."""
+    (start,) = options.rates if len(options.rates) == 1 else (None,)
     if start is None:
         raise ConfigError("find_max_qps needs one qps to begin with")
+    needed_s = max(MIN_SEARCH_S, SEARCH_LIMITS * slo.longest_s)
+    is_given = options.requests is not None or options.duration is not None
+
+    def run(qps: float, seed: int) -> RunResult:
+        count = None if is_given else max(DEFAULT_REQUESTS, math.ceil(qps * needed_s))
+        result = offer_once(qps, seed, count)
+        taken_s = len(result.records) / qps
+        if taken_s < needed_s and (count is None or len(result.records) < count):
+            result.notes.append(
+                f"{len(result.records)} requests last {taken_s:.3g} s: a search needs"
+                f" {needed_s:g} s of them to see that a rate is too high"
+            )
+        return result
+
     return find_max_qps(
-        kept,
+        run,
         slo,
         attainment=options.attainment,
         seeds=options.seeds,
@@ -235,13 +269,13 @@ def _offering(options: OnlineOptions) -> Iterator[OfferOnce]:
     console = Console(stderr=True)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 
-        async def once(rate: float | None, seed: int) -> RunResult:
+        async def once(rate: float | None, seed: int, requests: int | None) -> RunResult:
             dataset = _fitted(options.dataset_settings, target)
             schedule, notes = make_schedule(
                 dataset,
                 ArrivalSettings(options.arrival, options.speedup),
                 qps=rate,
-                requests=options.requests,
+                requests=options.requests if requests is None else requests,
                 duration_s=options.duration,
                 seed=seed,
                 tokens=target.prompt_tokens,
@@ -257,7 +291,7 @@ def _offering(options: OnlineOptions) -> Iterator[OfferOnce]:
 
         runner.run(target.__aenter__())
         try:
-            yield lambda rate, seed: runner.run(once(rate, seed))
+            yield lambda rate, seed, requests: runner.run(once(rate, seed, requests))
         finally:
             runner.run(target.__aexit__(None, None, None))
 

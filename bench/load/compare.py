@@ -86,7 +86,8 @@ def compare(
         raise ConfigError("compare needs at least two files")
     limit = None if fail_over is None else parse_share(fail_over)
     check_writable(html=html_file, png=png_file)
-    documents = [read_json(path) for path in files]
+    is_drawn = html_file is not None or png_file is not None
+    documents = [_whole(read_json(path), path, is_drawn) for path in files]
     first_name, *names = _names(files)
     found = [
         compared(documents[0], document, name, math.inf if limit is None else limit)
@@ -95,7 +96,7 @@ def compare(
     if console is not None:
         for comparison in found:
             _print(console, first_name, comparison, limit)
-    if html_file is not None or png_file is not None:
+    if is_drawn:
         from bench.load.plots_compare import write_overlays
 
         write_overlays([first_name, *names], documents, found, html_file, png_file)
@@ -119,6 +120,21 @@ def compared(
         warnings.append("a result is INVALID: its figures must not be used")
     regressions = [row for row in rows if row.is_regression(fail_over)]
     return Comparison(name, rows, warnings, usable, regressions)
+
+
+def _whole(document: dict[str, Any], path: Path, is_drawn: bool) -> dict[str, Any]:
+    """ConfigError if a figure that is compared, or drawn, cannot be read."""
+    try:
+        compared(document, document, "itself", math.inf)
+        if is_drawn:
+            from bench.load.plots_compare import document_latencies
+
+            for rate in document["rates"]:
+                document_latencies(document, rate["qps"])
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        what = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"{path} is no whole result of serve bench --json: {what}") from error
+    return document
 
 
 def _names(files: Sequence[Path]) -> list[str]:

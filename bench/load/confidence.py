@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 LEVEL = 0.95
-RESAMPLES = 200
-MAX_VALUES = 50_000  # more of them are thinned out, and the interval is scaled
+REACH = 12  # standard deviations; what is further away has no probability
+MAX_FREEDOM = 1000  # Student's t is the normal distribution from there on
+
+Floats = NDArray[np.float64]
 
 
 class Estimate(NamedTuple):
@@ -79,40 +81,82 @@ def wilson(good: int, total: int, level: float = LEVEL) -> Estimate:
     return Estimate(share, min(share, middle - half), max(share, middle + half))
 
 
-def bootstrap(
-    values: NDArray[np.float64], owners: NDArray[np.int64], percents: Sequence[float], seed: int = 0
+def sample_intervals(
+    values: Floats, owners: NDArray[np.int64], percents: Sequence[float]
 ) -> list[Estimate]:
-    """Percentiles, then the mean, of values that belong to owners (requests), which are resampled
-    as a whole (block bootstrap). Of many owners a part is resampled, and the interval scaled by
-    the root of the part (m out of n)."""
-    points = [float(np.percentile(values, p)) for p in percents] + [float(values.mean())]
-    names, owner = np.unique(owners, return_inverse=True)
-    if len(names) < 2:
-        return [Estimate(point) for point in points]
-    rng = np.random.default_rng(seed)
-    num_kept = len(names)
-    if len(values) > MAX_VALUES:
-        num_kept = max(2, int(len(names) * MAX_VALUES / len(values)))
-        is_kept = np.zeros(len(names), np.bool_)
-        is_kept[rng.permutation(len(names))[:num_kept]] = True
-        keep = is_kept[owner]
-        values, owner = values[keep], (np.cumsum(is_kept) - 1)[owner[keep]]
-    order = np.argsort(values)
-    values, owner = values[order], owner[order]
-    found = np.empty((RESAMPLES, len(points)))
-    ranks = np.asarray(percents) / 100
-    for row in found:
-        drawn = np.bincount(rng.integers(0, num_kept, num_kept), minlength=num_kept)
-        weights = np.cumsum(drawn[owner])
-        places = np.searchsorted(weights, ranks * weights[-1])
-        row[:-1] = values[np.minimum(places, len(values) - 1)]
-        row[-1] = float(values @ drawn[owner]) / weights[-1]
-    tail = 50 * (1 - LEVEL)
-    low, middle, high = np.percentile(found, [tail, 50, 100 - tail], axis=0)
-    scale = math.sqrt(num_kept / len(names))
-    return [
-        Estimate(point, min(point, point - (m - lo) * scale), max(point, point + (hi - m) * scale))
-        for point, lo, m, hi in zip(
-            points, low.tolist(), middle.tolist(), high.tolist(), strict=True
-        )
-    ]
+    """Percentiles, then the mean, of values that belong to owners (requests), which alone are
+    independent of each other. Without bounds for a single owner.
+
+    A percentile's bounds are two of the values, whatever their distribution (David & Nagaraja,
+    Order Statistics, 7.1); there are none where the sample is too small to have such values (p99:
+    fewer than 368). With several values of an owner it is as if there were fewer values, by the
+    variance of the share below (Woodruff 1952; Korn & Graubard 1998). The mean's are Student's t
+    over the owners."""
+    values, owner = np.asarray(values, np.float64), np.unique(owners, return_inverse=True)[1]
+    sizes = np.bincount(owner)
+    points = [float(point) for point in np.percentile(values, percents)]
+    mean = float(values.mean())
+    if len(sizes) < 2:
+        return [Estimate(point) for point in (*points, mean)]
+    ordered = np.sort(values)
+    found = []
+    for percent, point in zip(percents, points, strict=True):
+        share, count = percent / 100, len(values)
+        if len(sizes) < len(values):
+            below = np.bincount(owner, values <= point)
+            count = _effective_count(below, sizes)
+        found.append(Estimate(point, *_order_bounds(ordered, share, count, point)))
+    sums = np.bincount(owner, values)
+    half = _t(len(sizes)) * _ratio_error(sums, sizes)
+    low, high = max(mean - half, float(ordered[0])), min(mean + half, float(ordered[-1]))
+    return [*found, Estimate(mean, min(low, mean), max(high, mean))]
+
+
+def _t(num_owners: int) -> float:
+    return t_quantile(min(num_owners - 1, MAX_FREEDOM))
+
+
+def _ratio_error(sums: NDArray[Any], sizes: NDArray[np.int64]) -> float:
+    """The standard error of sum(sums) / sum(sizes), one of each for every independent owner."""
+    count, total = len(sizes), float(sizes.sum())
+    left = sums - float(sums.sum()) / total * sizes
+    return math.sqrt(count / (count - 1) * float(left @ left)) / total
+
+
+def _effective_count(below: NDArray[Any], sizes: NDArray[np.int64]) -> int:
+    """How many independent values would tell the share below as exactly."""
+    total = int(sizes.sum())
+    share, error = float(below.sum()) / total, _ratio_error(below, sizes)
+    shrink = NormalDist().inv_cdf((1 + LEVEL) / 2) / _t(len(sizes))
+    count = share * (1 - share) / error**2 if error > 0 else total
+    return min(total, int(count * shrink**2))
+
+
+def _order_bounds(ordered: Floats, share: float, count: int, point: float) -> tuple[float, float]:
+    """Two of the values ascending, as the ranks for `count` of them say. NaN: there are none."""
+    ranks = order_ranks(count, share)
+    if ranks is None:
+        return math.nan, math.nan
+    low = math.floor((ranks[0] - 1) / count * len(ordered))
+    high = math.ceil(ranks[1] / count * len(ordered)) - 1
+    return min(float(ordered[low]), point), max(float(ordered[high]), point)
+
+
+def order_ranks(count: int, share: float, level: float = LEVEL) -> tuple[int, int] | None:
+    """Ranks (from 1) of the two of count values that have the quantile between them with at least
+    that probability, each tail at most its half. None: no such values."""
+    if count < 1 or not 0 < share < 1:
+        return None
+    middle, spread = count * share, math.sqrt(count * share * (1 - share))
+    first = max(0, math.floor(middle - REACH * spread - REACH))
+    last = min(count, math.ceil(middle + REACH * spread + REACH))
+    numbers = np.arange(first, last)
+    # of the binomial distribution: P(k + 1) / P(k)
+    growth = np.log((count - numbers) / (numbers + 1)) + math.log(share / (1 - share))
+    logs = np.concatenate([[0.0], np.cumsum(growth)])
+    chances = np.exp(logs - logs.max())
+    chances /= chances.sum()
+    tail = (1 - level) / 2
+    low = first + int(np.searchsorted(np.cumsum(chances), tail, side="right"))  # P(B < low) <= tail
+    high = last + 1 - int(np.searchsorted(np.cumsum(chances[::-1]), tail, side="right"))
+    return (low, high) if low >= 1 and high <= count else None

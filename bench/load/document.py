@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -18,7 +17,7 @@ from bench.load.columns import Columns
 from bench.load.confidence import Estimate
 from bench.load.machine import machine
 from bench.load.record import RunResult, StepRow
-from bench.load.redact import redact
+from bench.load.redact import command_line, redact
 from bench.load.search import SearchResult
 from bench.load.slo import Slo
 from bench.load.summary import RateSummary, RunSummary
@@ -58,7 +57,7 @@ def measurement(
 ) -> Measurement:
     """settings: `command` is taken for the command line, else this process's own is."""
     left = dict(settings)
-    command = str(left.pop("command", "") or shlex.join(["serve", *sys.argv[1:]]))
+    command = str(left.pop("command", "") or command_line(["serve", *sys.argv[1:]]))
     return Measurement(
         runs,
         columns,
@@ -185,6 +184,7 @@ def _search(search: SearchResult) -> dict[str, Any]:
                 "attainment": tried.attainment,
                 "is_passed": tried.is_passed,
                 "is_clear": tried.is_clear,
+                "why": tried.why,
                 "latencies_ms": tried.summary.latencies_ms,
             }
             for tried in search.tried

@@ -5,12 +5,12 @@ GLOSSARY = (
     ("from send", "counted from when the request was handed to the socket or engine"),
     ("TTFT", "time to first token: until the first piece of text"),
     ("TPOT", "time per output token: (last text - first text) / (tokens - 1), for each request"),
-    ("ITL", "gap before each token after the first; only where tokens per chunk are known"),
+    ("ITL", "gap before each token after the first; only where the tokens of each chunk are known"),
     ("ICL", "gap between chunks of text; a chunk may hold several tokens"),
     ("E2E", "until the last piece of text"),
     ("queue", "client: from due to sent; server: until first scheduled, as the server told"),
     ("goodput", "requests within all limits of the SLO; failed and unfinished ones are misses"),
-    ("interval", "95 %: Student's t over runs, or a bootstrap over the requests of a single run"),
+    ("interval", "95 %: Student's t over runs, or of the sample of requests of a single run"),
 )
 
 STYLE = """

@@ -4,7 +4,8 @@ terminal would obey."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+import shlex
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 HIDDEN = "***"
@@ -24,6 +25,24 @@ _OPTION = re.compile(
     r"(?:'[^']*'|\"[^\"]*\"|[^\s'\"])+",
     re.I,
 )
+_SECRET_OPTION = re.compile(r"-H|--(?i:header|[\w-]*(?:key|token|secret|password|authorization))")
+
+
+def command_line(words: Sequence[str]) -> str:
+    """The words as a shell takes them, without the values of options that are secret."""
+    shown: list[str] = []
+    is_value = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        is_secret = not is_value and _SECRET_OPTION.fullmatch(name) is not None
+        if is_value or (is_secret and equals):
+            shown.append(HIDDEN if is_value else f"{name}={HIDDEN}")
+        elif word.startswith("-H") and word != "-H":
+            shown.append(f"-H{HIDDEN}")
+        else:
+            shown.append(shlex.quote(redact(word)))
+        is_value = is_secret and not equals
+    return " ".join(shown)
 
 
 def redact(value: Any) -> Any:

@@ -10,29 +10,32 @@ from bench.load.confidence import LEVEL, Estimate, wilson
 from bench.load.record import RunResult
 from bench.load.slo import Slo
 from bench.load.summary import RateSummary, RunSummary, combine, summarize
-from serve.errors import ConfigError
+from serve.errors import ConfigError, MergestepError, plain
 
 GROWTH = 2.0
 MAX_RATES = 40
 EARLY_LEVEL = 0.999
+ENDINGS = (MergestepError, OSError, KeyboardInterrupt)  # of a run, but not of those before it
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One rate of the search. is_clear: the interval of the attainment excludes the target."""
+    """One rate of the search. is_clear: the interval of the attainment excludes the target, or it
+    did not pass for another reason: why."""
 
     qps: float
     attainment: Estimate
     is_passed: bool
     is_clear: bool
     summary: RateSummary
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
     """max_qps: the highest rate that passed (0: none did); above: the lowest that did not
     (infinite: none). stopped: why the search ended before it knew the rate to its resolution;
-    else empty."""
+    else empty. error: what ended it, where that was one."""
 
     slo: Slo
     target: float
@@ -40,6 +43,7 @@ class SearchResult:
     above: float
     tried: list[Tried]
     stopped: str = ""
+    error: BaseException | None = None
 
     @property
     def is_found(self) -> bool:
@@ -49,9 +53,15 @@ class SearchResult:
         bar = f"{100 * self.target:g} % of requests within {self.slo}"
         if self.stopped:
             return f"search stopped: {self.stopped}; highest rate that passed: {self.max_qps:.4g}/s"
+        failed = [tried.why for tried in self.tried if tried.qps == self.above and tried.why]
+        why = f": {failed[0]}" if failed else ""
         if not self.max_qps:
-            return f"no rate was low enough: at {self.above:.4g} requests/s not {bar}"
-        return f"max {self.max_qps:.4g} requests/s with {bar} (not at {self.above:.4g}/s)"
+            return f"no rate was low enough: at {self.above:.4g} requests/s not {bar}{why}"
+        return f"max {self.max_qps:.4g} requests/s with {bar} (not at {self.above:.4g}/s{why})"
+
+
+class _Stopped(Exception):
+    """Why the search cannot go on; __cause__: an error that it was."""
 
 
 def find_max_qps(
@@ -71,30 +81,27 @@ def find_max_qps(
     halves until one passes, then the middle (of the logarithms) is tried until the bracket is
     within `resolution` of its lower end.
 
-    A rate passes if the share of good requests over all its seeds is at least `attainment`; where
-    the interval of that share holds the target, the share decides, and the rate is marked as not
-    clear. Fewer seeds are run where an interval of 99.9 % excludes the target already (requests
-    that wait for each other are not independent, so 95 % would promise too much). A run whose
-    client was too slow ends the search: it says nothing about the server, nor would a higher rate.
+    A rate passes if the share of good requests over all its seeds is at least `attainment`, and no
+    run of it was rising (no steady state: a longer one would be worse); where the interval of that
+    share holds the target, the share decides, and the rate is marked as not clear. Fewer seeds are
+    run where an interval of 99.9 % excludes the target already (requests that wait for each other
+    are not independent, so 95 % would promise too much). A run whose client was too slow ends the
+    search: it says nothing about the server, nor would a higher rate. So does one that passed, but
+    was over before its first request could have missed. An error raised by run ends it too, with
+    what was found until then; it is raised if nothing was.
     """
     _check(slo, attainment, seeds, start, resolution)
     lowest = start / 1024 if lowest is None else lowest
     tried: list[Tried] = []
     passed, failed, qps = 0.0, math.inf, min(start, highest)
     while True:
-        runs = []
-        for seed in range(first_seed, first_seed + seeds):
-            result = run(qps, seed)
-            if result.was_interrupted:
-                return SearchResult(slo, attainment, passed, failed, tried, "it was interrupted")
-            summary = summarize(result, slo)
-            if not summary.verdict.is_valid:
-                why = f"at {qps:.4g} requests/s {summary.verdict.reasons[0]}"
-                return SearchResult(slo, attainment, passed, failed, tried, why)
-            runs.append(summary)
-            if _is_clear(runs, attainment, EARLY_LEVEL):
-                break
-        tried.append(_judge(qps, runs, slo, attainment))
+        try:
+            tried.append(_try(run, qps, slo, attainment, range(first_seed, first_seed + seeds)))
+        except _Stopped as stop:
+            why, error = str(stop), stop.__cause__
+            if error is not None and not tried:
+                raise error from None
+            return SearchResult(slo, attainment, passed, failed, tried, why, error)
         if on_rate is not None:
             on_rate(tried[-1])
         if tried[-1].is_passed:
@@ -110,6 +117,39 @@ def find_max_qps(
         if stopped or is_narrow or failed <= lowest:
             return SearchResult(slo, attainment, passed, failed, tried, stopped)
         qps = _next(passed, failed, lowest, highest)
+
+
+def _try(
+    run: Callable[[float, int], RunResult], qps: float, slo: Slo, attainment: float, seeds: range
+) -> Tried:
+    """As many seeds as are needed. _Stopped: they say nothing about the rate."""
+    runs: list[RunSummary] = []
+    for seed in seeds:
+        try:
+            result = run(qps, seed)
+        except ENDINGS as error:
+            raise _Stopped(f"at {qps:.4g} requests/s: {ending(error)}") from error
+        if result.was_interrupted:
+            raise _Stopped("it was interrupted")
+        runs.append(summarize(result, slo))
+        verdict = runs[-1].verdict
+        if not verdict.is_valid:
+            raise _Stopped(f"at {qps:.4g} requests/s {verdict.reasons[0]}")
+        if verdict.is_rising or _is_clear(runs, attainment, EARLY_LEVEL):
+            break
+    tried = _judge(qps, runs, slo, attainment)
+    offered_s = min(summary.offered_s for summary in runs)
+    if tried.is_passed and offered_s < slo.longest_s:
+        raise _Stopped(
+            f"at {qps:.4g} requests/s the load lasts {offered_s:.3g} s, less than the limit of"
+            f" {slo.longest_s:g} s: offer more requests"
+        )
+    return tried
+
+
+def ending(error: BaseException) -> str:
+    """One of ENDINGS, in words."""
+    return plain(error) if isinstance(error, Exception) else "interrupted"
 
 
 def _check(slo: Slo, attainment: float, seeds: int, start: float, resolution: float) -> None:
@@ -143,5 +183,7 @@ def _is_clear(runs: list[RunSummary], target: float, level: float = LEVEL) -> bo
 
 
 def _judge(qps: float, runs: list[RunSummary], slo: Slo, target: float) -> Tried:
-    share = _share(runs)
-    return Tried(qps, share, share.value >= target, _is_clear(runs, target), combine(runs, slo))
+    share, combined = _share(runs), combine(runs, slo)
+    if any(run.verdict.is_rising for run in runs):
+        return Tried(qps, share, False, True, combined, "not a steady state")
+    return Tried(qps, share, share.value >= target, _is_clear(runs, target), combined)

@@ -37,6 +37,11 @@ class Slo:
         del values["from_schedule"]
         return {name: limit * 1000 for name, limit in values.items() if limit is not None}
 
+    @property
+    def longest_s(self) -> float:
+        """The longest limit; 0 without any."""
+        return max(self.limits_ms.values(), default=0.0) / 1000
+
     def __str__(self) -> str:
         limits = ", ".join(f"{name.upper()} {ms:g} ms" for name, ms in self.limits_ms.items())
         return f"{limits}, from {'schedule' if self.from_schedule else 'send'}"

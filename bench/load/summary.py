@@ -11,7 +11,7 @@ import numpy as np
 
 from bench.load import metrics
 from bench.load.columns import Columns
-from bench.load.confidence import Estimate, bootstrap, t_interval, wilson
+from bench.load.confidence import Estimate, sample_intervals, t_interval, wilson
 from bench.load.record import ProcessHealth, RunResult
 from bench.load.slo import Slo, judge
 from bench.load.validity import Verdict, achieved_qps, check
@@ -27,8 +27,8 @@ SHORT_NOTE = (
 class RunSummary:
     """latencies_ms: metric -> count, mean, p50, p90, p95, p99, max; metrics.LABELS has the names.
     window: of the rates. offered_s: how long the load was offered. good, judged: requests that
-    kept the SLO, of those it is asked of. intervals_ms: by the
-    bootstrap, only where a rate has this run alone."""
+    kept the SLO, of those it is asked of. intervals_ms: of the
+    run's own sample, only where a rate has this run alone."""
 
     qps: float
     seed: int
@@ -61,7 +61,7 @@ class RunSummary:
 @dataclass(frozen=True, slots=True)
 class RateSummary:
     """Of several runs: the mean of the runs' figures with a t-interval; of one: its own figures,
-    latencies with a bootstrap interval. attainment: over all requests, Wilson's interval; None
+    latencies with its sample's intervals. attainment: over all requests, Wilson's interval; None
     without an SLO."""
 
     qps: float
@@ -89,7 +89,7 @@ def summarize(
     columns: Columns | None = None,
     intervals: bool = False,
 ) -> RunSummary:
-    """columns: those of the result, where they are there already. intervals: by the bootstrap."""
+    """columns: those of the result, where they are there already. intervals: of its sample."""
     columns = columns or Columns.of(result)
     samples = metrics.latencies(result, columns)
     good = judged = 0
@@ -123,9 +123,9 @@ def summarize(
 
 
 def _intervals(samples: metrics.Samples) -> dict[str, Estimate]:
-    *points, mean = bootstrap(samples.values * 1000, samples.owners, metrics.PERCENTS)
+    *points, mean = sample_intervals(samples.values * 1000, samples.owners, metrics.PERCENTS)
     names = [f"p{percent}" for percent in metrics.PERCENTS]
-    largest = Estimate(float(np.max(samples.values)) * 1000)  # a maximum has no bootstrap
+    largest = Estimate(float(np.max(samples.values)) * 1000)  # a maximum has no interval
     return {"mean": mean, **dict(zip(names, points, strict=True)), "max": largest}
 
 

@@ -29,10 +29,11 @@ MIN_RISE = 1.0  # of the mean; growth from zero along a line is 2
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """reasons: why the figures must not be used (none: the run is valid). warnings: what the
-    reader has to know."""
+    reader has to know. is_rising: no steady state, one of the warnings."""
 
     reasons: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    is_rising: bool = False
 
     @property
     def is_valid(self) -> bool:
@@ -40,7 +41,9 @@ class Verdict:
 
 
 def check(result: RunResult, columns: Columns, slo: Slo | None) -> Verdict:
-    reasons, warnings = [], []
+    reasons: list[str] = []
+    warnings: list[str] = []
+    rising: list[str] = []
     if not columns.is_counted.any():
         reasons.append("no request was due in the window that counts")
     if result.was_interrupted:
@@ -52,9 +55,9 @@ def check(result: RunResult, columns: Columns, slo: Slo | None) -> Verdict:
         )
     elif math.isfinite(result.qps):
         reasons += _lag_reasons(columns, slo) + _rate_reasons(result, columns)
-        warnings += _steady_warnings(columns)
-    warnings += _health_warnings(result.health, bool(reasons))
-    return Verdict(reasons, warnings)
+        rising = _steady_warnings(columns)
+    warnings += rising + _health_warnings(result.health, bool(reasons))
+    return Verdict(reasons, warnings, bool(rising))
 
 
 def max_lag_s(slo: Slo | None) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from bench.simulate.machine import SimulatedMachine, simulated_machine
 from serve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from bench.load.command import OnlineOptions
+    from bench.load.command import OfferOnce, OnlineOptions
 
 ASSUMED_OUTPUT = 128
 _NOT_SIMULATED = (
@@ -31,8 +31,9 @@ _NOT_SIMULATED = (
 )
 
 
-def simulated(options: OnlineOptions) -> Callable[[float | None, int], RunResult]:
-    """What offers one rate (None: the arrivals' own) with one seed. ConfigError: options that a
+def simulated(options: OnlineOptions) -> OfferOnce:
+    """What offers one rate (None: the arrivals' own) with one seed, and a number of
+    requests (None: the options'). ConfigError: options that a
     simulation has no use for, and those of bench.simulate.machine."""
     for name in _NOT_SIMULATED:
         if getattr(options, name):
@@ -43,12 +44,12 @@ def simulated(options: OnlineOptions) -> Callable[[float | None, int], RunResult
     arrival = ArrivalSettings(options.arrival, options.speedup)
     console = Console(stderr=True)
 
-    def once(rate: float | None, seed: int) -> RunResult:
+    def once(rate: float | None, seed: int, requests: int | None = None) -> RunResult:
         made = make_calls(
             dataset,
             arrival,
             qps=rate,
-            requests=options.requests,
+            requests=options.requests if requests is None else requests,
             duration_s=options.duration,
             seed=seed,
         )
