@@ -175,7 +175,8 @@ Simulate = Annotated[
 Machine = Annotated[
     str | None,
     typer.Option(
-        help="What is simulated, of `serve plan --list`; by default this one, measured.",
+        help="What is simulated: a name of `serve plan --list`, 4xNAME, here (measured) or a fitted"
+        " cost; h100-sxm by default.",
         rich_help_panel=_TARGET,
         show_default=False,
     ),

@@ -23,7 +23,8 @@ def look_through(
     running: list[Sequence], rows: int, grow: Callable[[Sequence, int], bool], has_cache: bool
 ) -> tuple[list[Sequence], list[Sequence]]:
     """Who gets its one row (at most so many), and who has more to compute. grow: pages for so many
-    tokens of a sequence, or False; it may take others from `running`. has_cache: of prefixes."""
+    tokens of a sequence, or False; it may take others from `running`. All of them grow, also those
+    that the rows do not suffice for. has_cache: of prefixes."""
     prefilling: list[Sequence] = []
     for sequence in [s for s in running if s.num_computed_tokens >= s.steady_until]:
         num_tokens, num_computed = len(sequence.token_ids), sequence.num_computed_tokens

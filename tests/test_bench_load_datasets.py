@@ -360,3 +360,15 @@ def test_many_requests_are_cheap() -> None:
     offer = make_calls(DatasetSettings("azure-conv"), POISSON, qps=100, requests=100_000)
     assert len(offer.calls) == 100_000 and offer.calls[-1].at_s == pytest.approx(1000)
     assert time.process_time() - start_s < 3
+
+
+def test_made_up_requests_do_not_ask_for_more_than_there_is_room_for():
+    """A server with that context refuses what asks for more; texts are sent as they are."""
+    from bench.load.calls import Call, fit_context
+    from bench.load.work import Work
+
+    text = Call(10, 5, max_tokens=4096, work=Work(prompt="a", max_tokens=4096))
+    calls = [Call(100, 50, max_tokens=4096), Call(5000, 50, max_tokens=256), Call(9, 9), text]
+    fitted = fit_context(calls, 1024, [])
+    assert [call.max_tokens for call in fitted] == [924, 50, None, 4096]
+    assert all(c.num_prompt + (c.max_tokens or 0) <= 1024 for c in fitted if c.work is None)

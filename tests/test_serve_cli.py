@@ -39,11 +39,14 @@ def invoke(*arguments: str, input_text: str | None = None) -> Any:
 
 def test_version_and_help() -> None:
     assert invoke("version").output.startswith("mergestep ")
-    for command in ("run", "chat", "bench", "eval"):
+    for command in ("run", "chat", "bench", "plan", "eval"):
         assert invoke(command, "--help").exit_code == 0
 
 
-@pytest.mark.parametrize(("what", "options"), [("ops", {"--quick"}), ("io", {"--quick", "--dir"})])
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [("ops", {"--quick", "--json"}), ("io", {"--quick", "--json", "--dir"})],
+)
 def test_a_measurement_of_its_own_has_its_own_help(what: str, options: set[str]) -> None:
     result = invoke("bench", what, "--help")
     assert result.exit_code == 0

@@ -47,17 +47,16 @@ def fit_context(calls: Iterable[Call], max_model_len: int | None, notes: list[st
     for call in calls:
         output = call.num_output or 1
         if max_model_len is None or call.num_prompt + output <= max_model_len:
-            kept.append(call)
+            kept.append(_bounded(call, max_model_len))
         elif call.work is not None:
             num_left_out += 1
         else:
             num_cut += 1
             prompt, output = fit_lengths(call.num_prompt, output, max_model_len)
-            kept.append(
-                replace(
-                    call, num_prompt=prompt, num_output=output, runs=cut_runs(call.runs, prompt)
-                )
+            cut = replace(
+                call, num_prompt=prompt, num_output=output, runs=cut_runs(call.runs, prompt)
             )
+            kept.append(_bounded(cut, max_model_len))
     if num_cut:
         notes.append(f"requests cut to max_model_len {max_model_len}: {num_cut}")
     if num_left_out:
@@ -65,6 +64,14 @@ def fit_context(calls: Iterable[Call], max_model_len: int | None, notes: list[st
             f"requests left out, longer than max_model_len {max_model_len}: {num_left_out}"
         )
     return kept
+
+
+def _bounded(call: Call, max_model_len: int | None) -> Call:
+    """Made-up requests do not ask for more than there is room for: servers refuse that."""
+    if max_model_len is None or call.max_tokens is None or call.work is not None:
+        return call
+    room = max_model_len - call.num_prompt
+    return call if call.max_tokens <= room else replace(call, max_tokens=room)
 
 
 def cut_runs(runs: tuple[Run, ...], num_prompt: int) -> tuple[Run, ...]:

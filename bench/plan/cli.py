@@ -44,9 +44,11 @@ def plan(
     ] = "int8",
     kv_dtype: Annotated[str, typer.Option(help="K/V: auto, int8, bfloat16 or float32.")] = "auto",
     prompt: Annotated[
-        int, typer.Option(help="Tokens of a prompt.", rich_help_panel=_WANTED)
-    ] = 1024,
-    output: Annotated[int, typer.Option(help="And of an answer.", rich_help_panel=_WANTED)] = 256,
+        int | None, typer.Option(help="Tokens of a prompt; 1024.", rich_help_panel=_WANTED)
+    ] = None,
+    output: Annotated[
+        int | None, typer.Option(help="And of an answer; 256.", rich_help_panel=_WANTED)
+    ] = None,
     ttft: Annotated[
         float | None,
         typer.Option(help="Most ms to a first token.", rich_help_panel=_WANTED),

@@ -26,6 +26,7 @@ from serve.errors import ConfigError
 BATCHES = (1, 8, 16, 32, 64, 128)
 CONTEXTS = (512, 2048, 8192)
 HERE = "here"
+PROMPT, OUTPUT = 1024, 256  # tokens, or what the context has room for
 _COUNTED = re.compile(r"(?:([0-9]{1,3})x)?(.+)")
 
 
@@ -36,8 +37,8 @@ def run(
     machines: Sequence[str] = (),
     dtype: str = "int8",
     kv_dtype: str = "auto",
-    prompt: int = 1024,
-    output: int = 256,
+    prompt: int | None = None,
+    output: int | None = None,
     batches: Sequence[int] = BATCHES,
     contexts: Sequence[int] | None = None,
     ttft_s: float | None = None,
@@ -54,7 +55,8 @@ def run(
     model: a name of models.toml, a checkpoint's directory or its config.json. hardware: a TOML
     file with more devices, or other figures of those in hardware.toml. machines: names, "here"
     (measured now) or a number of devices like "4xh100-sxm"; one of them is shown in detail, more
-    are compared; none: all devices, alone and as 2, 4 and 8. prompt, output: tokens of a request.
+    are compared; none: all devices, alone and as 2, 4 and 8. prompt, output: tokens of a request;
+    None: PROMPT and OUTPUT, or what the context has room for.
     batches, contexts: of the table of one machine. ttft_s, tpot_ms: to be kept; usd_per_h,
     usd_per_m (a million tokens of answers): not to be exceeded. disaggregated: (a, b), too.
     top: rows of the comparison. ConfigError names what cannot be.
@@ -121,11 +123,15 @@ def find_precision(dtype: str, kv_dtype: str, shape: Shape) -> Precision:
 
 
 def _lengths(
-    shape: Shape, prompt: int, output: int, contexts: Sequence[int] | None
+    shape: Shape, prompt: int | None, output: int | None, contexts: Sequence[int] | None
 ) -> tuple[Load, Sequence[int]]:
+    most = shape.max_model_len
+    if prompt is None:
+        prompt = max(1, min(PROMPT, 3 * most // 4))
+    if output is None:
+        output = max(1, min(OUTPUT, most // 4))
     _require_counts("prompt", [prompt])
     _require_counts("output", [output])
-    most = shape.max_model_len
     if prompt + output > most:
         raise ConfigError(
             f"prompt {prompt} and output {output} are more than the {most} tokens of {shape.name}"
