@@ -30,7 +30,11 @@ Arrival = Annotated[
     ),
 ]
 Requests = Annotated[
-    int | None, typer.Option(help="How many; 100 by default.", rich_help_panel=_LOAD)
+    int | None,
+    typer.Option(
+        help="How many; 100 by default, with --find-max-qps what half a minute needs.",
+        rich_help_panel=_LOAD,
+    ),
 ]
 Duration = Annotated[
     float | None, typer.Option(help="Seconds of load instead.", rich_help_panel=_LOAD)
