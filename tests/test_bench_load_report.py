@@ -77,7 +77,7 @@ def test_as_many_chunks_as_tokens_are_one_token_each():
 def test_without_usage_chunks_are_counted_and_it_is_said():
     summary = summarize(run(record(output_tokens=None)))
     assert summary.latencies_ms["tpot"]["p50"] == pytest.approx(200)
-    assert "1 of 1 answers came without a token count" in told_notes(summary.counts)[0]
+    assert "1 of 1 answer came without a token count" in told_notes(summary.counts)[0]
     assert told_notes(summarize(run(record())).counts) == []
 
 
@@ -86,7 +86,7 @@ def test_one_token_or_one_piece_has_no_tpot():
     piece = summarize(run(record(chunks_s=[1.1], output_tokens=9)))
     assert "tpot" not in one.latencies_ms and "tpot" not in piece.latencies_ms
     assert told_notes(one.counts) == []
-    assert "1 answers of several tokens came in one piece" in told_notes(piece.counts)[0]
+    assert "1 answer of several tokens came in one piece" in told_notes(piece.counts)[0]
 
 
 def test_only_requests_due_in_the_window_count():
@@ -305,7 +305,7 @@ def test_a_rate_that_was_not_kept_makes_the_run_invalid():
     result = spread(100)
     for unsent in result.records[:2]:
         unsent.sent_s, unsent.chunks_s, unsent.outcome = math.nan, [], Outcome.INCOMPLETE
-    assert "2 requests were never sent" in summarize(result).verdict.reasons[0]
+    assert "2 requests never sent" in summarize(result).verdict.reasons[0]
 
 
 def test_no_request_in_the_window_is_no_valid_run():

@@ -173,7 +173,7 @@ def test_the_tables():
     assert "4 requests/s, 2 runs" in text and "all rates" in text
     assert "TTFT from schedule" in text and "ITL (per token)" in text
     assert "goodput (TTFT 200 ms, TPOT 50 ms, from schedule)" in text
-    assert "1 times: 503: [b]no memory[/b] & more" in text
+    assert "1 time: 503: [b]no memory[/b] & more" in text
 
 
 def test_an_invalid_run_says_why():
@@ -385,3 +385,33 @@ def test_a_target_that_was_gone_is_loud(tmp_path):
 
 def written_at(path: Path, run: RunResult) -> None:
     report([run], {}, json_file=path)
+
+
+def test_each_kind_of_warning_is_said_once_with_its_seeds():
+    runs = [queue_run(5.0, seed, count=50) for seed in (3, 4, 5)]
+    for place, run in enumerate(runs):
+        run.notes = ["the same"]
+        for record in run.records[: place * 2]:
+            record.outcome, record.chunks_s = Outcome.FAILED, []
+    _, text = printed(runs)
+    assert text.count("requests failed") == 1
+    assert "warning: 2 of 50 requests failed (seed 4; also 5)\n" in text
+    assert text.count("note: the same\n") == 1
+
+
+def test_invalid_rates_are_marked_among_all_rates():
+    bad = queue_run(6.0, 0, count=300)
+    for record in bad.records:
+        record.sent_s += 0.02
+    text = printed([queue_run(5.0, 0, count=300), bad], width=80)[1]
+    assert "INVALID 6" in text.partition("all rates")[2]
+    assert "INVALID 5" not in text
+
+
+def test_other_loads_are_said_first_and_their_throughput_is_not_compared(tmp_path):
+    paths = [tmp_path / f"{name}.json" for name in ("five", "six")]
+    for path, qps in zip(paths, (5.0, 6.0), strict=True):
+        written_at(path, queue_run(qps, 0, count=50))
+    _, text = compared(*paths)
+    assert text.startswith("warning: THE LOADS DIFFER: 5 and 6 requests/s")
+    assert "answers/s" not in text and "E2E schedule" in text

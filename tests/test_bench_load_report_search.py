@@ -258,3 +258,15 @@ def test_bad_settings_of_a_search():
         find_max_qps(queue_run, slo, resolution=0)
     with pytest.raises(ConfigError, match="SLO"):
         find_max_qps(queue_run, Slo())
+
+
+def test_a_search_that_decided_nothing_says_so():
+    def late(qps: float, seed: int) -> RunResult:
+        result = queue_run(qps, seed, count=100)
+        for record in result.records:
+            record.sent_s += 0.02
+        return result
+
+    text = str(find_max_qps(late, Slo(e2e_s=0.5), start=1.20507))
+    assert text.startswith("search stopped: at 1.21 requests/s the generator fell behind")
+    assert text.endswith("; none was decided")

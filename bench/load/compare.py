@@ -19,7 +19,7 @@ from bench.load.metrics import LABELS, RATES
 from bench.load.terminal import number
 from serve.errors import ConfigError
 
-SAME_RATE = 0.005
+SAME_RATE = 0.01
 LATENCIES = [
     (name, stat)
     for name in ("ttft_schedule", "ttft_send", "tpot", "itl", "icl", "e2e_schedule", "e2e_send")
@@ -156,7 +156,11 @@ def _pairs(
     if len(first) == len(other) == 1:
         a, b = _qps(first[0]), _qps(other[0])
         if not _is_same(a, b):
-            warnings.append(f"the rates differ: {a:g} and {b:g} requests/s")
+            warnings.insert(
+                0,
+                f"THE LOADS DIFFER: {a:.4g} and {b:.4g} requests/s were offered; latencies are not"
+                " of the same load, and throughput is not compared",
+            )
         return [(first[0], other[0])]
     pairs = [(a, b) for a in first for b in other if _is_same(_qps(a), _qps(b))]
     left = len(first) + len(other) - 2 * len(pairs)
@@ -181,8 +185,9 @@ def _rows(first: dict[str, Any], other: dict[str, Any]) -> list[Row]:
         if all(told):
             values = [estimate(stats[stat]) for stats in told]
             rows.append(_row(rate, f"{LABELS[metric].replace(' from', '')} {stat}", *values))
+    is_same = _is_same(_qps(first), _qps(other))
     for name in ("requests_per_s", "output_tokens_per_s"):
-        if name in first["rates"] and name in other["rates"]:
+        if is_same and name in first["rates"] and name in other["rates"]:
             values = [estimate(side["rates"][name]) for side in (first, other)]
             rows.append(_row(rate, name, *values))
     if first.get("failed_share") and other.get("failed_share"):
@@ -237,9 +242,9 @@ def _print(console: Console, first_name: str, comparison: Comparison, limit: flo
             Text(ratio_text(row), style=style),
             overlap_text(row),
         )
-    console.print(table)
     for warning in comparison.warnings:
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+    console.print(table)
     for row in comparison.regressions:
         text = f"REGRESSION: {row.rate} {row.name} {_worse_text(row)}"
         console.print(Text(text, style="bold red"), soft_wrap=True)

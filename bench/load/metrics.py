@@ -227,17 +227,22 @@ def errors(result: RunResult, columns: Columns) -> dict[str, int]:
     return dict(found.most_common())
 
 
+def plural(word: str, count: int) -> str:
+    return word if count == 1 else f"{word}s"
+
+
 def told_notes(counts: dict[str, int]) -> list[str]:
     """What the figures are made of where something was not told."""
     notes = []
     if counts["untold"]:
         notes.append(
-            f"{counts['untold']:,} of {counts['answered']:,} answers came without a token count:"
+            f"{counts['untold']:,} of {counts['answered']:,}"
+            f" {plural('answer', counts['answered'])} came without a token count:"
             " their chunks are counted as tokens, in TPOT and in tokens/s"
         )
     if counts["in_one_piece"]:
         notes.append(
-            f"{counts['in_one_piece']:,} answers of several tokens came in one piece: they have no"
-            " TPOT"
+            f"{counts['in_one_piece']:,} {plural('answer', counts['in_one_piece'])} of several"
+            " tokens came in one piece, without a TPOT"
         )
     return notes

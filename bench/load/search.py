@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from bench.load.confidence import LEVEL, Estimate, wilson
 from bench.load.record import RunResult
 from bench.load.slo import Slo
-from bench.load.summary import RateSummary, RunSummary, combine, summarize
+from bench.load.summary import RateSummary, RunSummary, combine, qps_text, summarize
 from serve.errors import ConfigError, MergestepError, plain
 
 GROWTH = 2.0
@@ -52,12 +52,18 @@ class SearchResult:
     def __str__(self) -> str:
         bar = f"{100 * self.target:g} % of requests within {self.slo}"
         if self.stopped:
-            return f"search stopped: {self.stopped}; highest rate that passed: {self.max_qps:.4g}/s"
+            found = "none was decided"
+            if self.max_qps:
+                found = f"highest rate that passed: {qps_text(self.max_qps)}/s"
+            elif math.isfinite(self.above):
+                found = f"none passed, the lowest that did not: {qps_text(self.above)}/s"
+            return f"search stopped: {self.stopped}; {found}"
         failed = [tried.why for tried in self.tried if tried.qps == self.above and tried.why]
         why = f": {failed[0]}" if failed else ""
         if not self.max_qps:
-            return f"no rate was low enough: at {self.above:.4g} requests/s not {bar}{why}"
-        return f"max {self.max_qps:.4g} requests/s with {bar} (not at {self.above:.4g}/s{why})"
+            return f"no rate was low enough: at {qps_text(self.above)} requests/s not {bar}{why}"
+        found = f"max {qps_text(self.max_qps)} requests/s with {bar}"
+        return f"{found} (not at {qps_text(self.above)}/s{why})"
 
 
 class _Stopped(Exception):
@@ -110,7 +116,7 @@ def find_max_qps(
             failed = min(failed, qps)
         stopped = ""
         if passed >= highest:
-            stopped = f"{highest:.4g} requests/s, the highest allowed, passed"
+            stopped = f"{qps_text(highest)} requests/s, the highest allowed, passed"
         elif len(tried) >= MAX_RATES:
             stopped = f"{MAX_RATES} rates were tried"
         is_narrow = passed > 0 and failed <= passed * (1 + resolution)
@@ -128,21 +134,21 @@ def _try(
         try:
             result = run(qps, seed)
         except ENDINGS as error:
-            raise _Stopped(f"at {qps:.4g} requests/s: {ending(error)}") from error
+            raise _Stopped(f"at {qps_text(qps)} requests/s: {ending(error)}") from error
         if result.was_interrupted:
             raise _Stopped("it was interrupted")
         runs.append(summarize(result, slo))
         verdict = runs[-1].verdict
         if not verdict.is_kept:
-            raise _Stopped(f"at {qps:.4g} requests/s {verdict.reasons[0]}")
+            raise _Stopped(f"at {qps_text(qps)} requests/s {verdict.reasons[0]}")
         if verdict.is_rising or _is_clear(runs, attainment, EARLY_LEVEL):
             break
     tried = _judge(qps, runs, slo, attainment)
     offered_s = min(summary.offered_s for summary in runs)
     if tried.is_passed and offered_s < slo.longest_s:
         raise _Stopped(
-            f"at {qps:.4g} requests/s the load lasts {offered_s:.3g} s, less than the limit of"
-            f" {slo.longest_s:g} s: offer more requests"
+            f"at {qps_text(qps)} requests/s the load lasts {offered_s:.3g} s, less than the"
+            f" limit of {slo.longest_s:g} s: offer more requests"
         )
     return tried
 

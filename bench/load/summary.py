@@ -12,6 +12,7 @@ import numpy as np
 from bench.load import metrics
 from bench.load.columns import Columns
 from bench.load.confidence import Estimate, sample_intervals, t_interval, wilson
+from bench.load.metrics import plural
 from bench.load.record import ProcessHealth, RunResult
 from bench.load.slo import Slo, judge
 from bench.load.validity import Verdict, achieved_qps, check
@@ -85,7 +86,7 @@ class RateSummary:
         """How many requests failed; empty if none did."""
         lost = sum(run.verdict.num_lost for run in self.runs)
         asked = sum(run.verdict.num_asked for run in self.runs)
-        return f"{lost:,} of {asked:,} requests failed" if lost else ""
+        return f"{lost:,} of {asked:,} {plural('request', asked)} failed" if lost else ""
 
     @property
     def achieved_qps(self) -> float:
@@ -167,6 +168,11 @@ def summarize_rates(
 def nominal(qps: float) -> float:
     """Rates that differ by rounding alone are one."""
     return float(f"{qps:.6g}")
+
+
+def qps_text(qps: float) -> str:
+    """Three digits, or a whole number."""
+    return f"{qps:.3g}" if qps < 1000 or math.isinf(qps) else f"{qps:,.0f}"
 
 
 def combine(runs: Sequence[RunSummary], slo: Slo | None) -> RateSummary:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
@@ -11,9 +13,9 @@ from rich.text import Text
 
 from bench.load.confidence import Estimate
 from bench.load.document import Measurement
-from bench.load.metrics import LABELS, RATES, STATS, told_notes
+from bench.load.metrics import LABELS, RATES, STATS, plural, told_notes
 from bench.load.redact import redact
-from bench.load.summary import RateSummary
+from bench.load.summary import RateSummary, qps_text
 
 MAX_ERRORS = 5
 MIN_WIDTH = 96  # for an interval beside each metric
@@ -29,9 +31,9 @@ def print_report(console: Console, made: Measurement) -> None:
 
 
 def rate_title(rate: RateSummary) -> str:
-    offered = "all requests at once" if math.isinf(rate.qps) else f"{rate.qps:g} requests/s"
+    offered = "all requests at once" if math.isinf(rate.qps) else f"{qps_text(rate.qps)} requests/s"
     runs = len(rate.runs)
-    return f"{offered}, {runs} run{'s' if runs > 1 else ''}"
+    return f"{offered}, {runs} {plural('run', runs)}"
 
 
 def number(value: float) -> str:
@@ -72,7 +74,9 @@ def count_text(counts: dict[str, int]) -> str:
         )
         if counts[name] or name == "answered"
     ]
-    return f"{counts['counted']:,} of {counts['scheduled']:,} requests count: {', '.join(ends)}"
+    scheduled = f"{counts['scheduled']:,} {plural('request', counts['scheduled'])}"
+    verb = "counts" if counts["counted"] == 1 else "count"
+    return f"{counts['counted']:,} of {scheduled} {verb}: {', '.join(ends)}"
 
 
 def _print_rate(console: Console, made: Measurement, rate: RateSummary) -> None:
@@ -90,7 +94,7 @@ def _print_rate(console: Console, made: Measurement, rate: RateSummary) -> None:
     console.print(table)
     lines = [count_text(rate.counts)]
     if math.isfinite(rate.qps):
-        lines.append(f"sent {rate.achieved_qps:.4g} of {rate.qps:g} requests/s offered")
+        lines.append(f"sent {rate.achieved_qps:.4g} of {rate.qps:.4g} requests/s offered")
     lines += [
         f"{text}: {with_interval(rate.rates[n])}" for n, text in RATES.items() if n in rate.rates
     ]
@@ -100,9 +104,10 @@ def _print_rate(console: Console, made: Measurement, rate: RateSummary) -> None:
             f" {with_interval(rate.goodput)} requests/s"
         )
     for error, count in list(rate.errors.items())[:MAX_ERRORS]:
-        lines.append(f"{count} times: {redact(error)}")
+        lines.append(f"{count} {plural('time', count)}: {redact(error)}")
     if len(rate.errors) > MAX_ERRORS:
-        lines.append(f"and {len(rate.errors) - MAX_ERRORS} other errors")
+        left = len(rate.errors) - MAX_ERRORS
+        lines.append(f"and {left} other {plural('error', left)}")
     for line in lines:
         _say(console, line)
     for style, texts in verdict_texts(rate).items():
@@ -111,16 +116,31 @@ def _print_rate(console: Console, made: Measurement, rate: RateSummary) -> None:
 
 
 def verdict_texts(rate: RateSummary) -> dict[str, list[str]]:
-    """By style: reasons why it is invalid, warnings, notes; each once, whatever run said it."""
+    """By style: reasons why it is invalid, warnings, notes. Of what several runs say alike, but
+    for its numbers, the first, with their seeds."""
     found: dict[str, list[str]] = {"bold red": [], "yellow": [], "dim": []}
     found["dim"] += [f"note: {text}" for text in told_notes(rate.counts)]
-    for run in rate.runs:
-        found["bold red"] += [f"INVALID: {reason}" for reason in run.verdict.reasons]
-        found["yellow"] += [f"warning: {text}" for text in run.verdict.warnings]
-        found["dim"] += [f"note: {text}" for text in run.notes]
-    return {
-        style: [redact(text) for text in dict.fromkeys(texts)] for style, texts in found.items()
-    }
+    runs = rate.runs
+    found["bold red"] += _by_kind("INVALID", [(run.seed, run.verdict.reasons) for run in runs])
+    found["yellow"] += _by_kind("warning", [(run.seed, run.verdict.warnings) for run in runs])
+    found["dim"] += _by_kind("note", [(run.seed, run.notes) for run in runs])
+    return {style: [redact(text) for text in texts] for style, texts in found.items()}
+
+
+def _by_kind(name: str, told: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
+    """told: the seed and the texts of each run. What all runs say word for word has no seed."""
+    kinds: dict[str, list[tuple[int, str]]] = {}
+    for seed, texts in told:
+        for text in dict.fromkeys(texts):
+            kinds.setdefault(re.sub(r"[\d.,]*\d", "#", text), []).append((seed, text))
+    lines = []
+    for kind in kinds.values():
+        seed, text = kind[0]
+        others = ", ".join(str(other) for other, _ in kind[1:])
+        is_common = len(kind) == len(told) and len({said for _, said in kind}) == 1
+        where = f" (seed {seed}{f'; also {others}' if others else ''})"
+        lines.append(f"{name}: {text}{'' if is_common else where}")
+    return lines
 
 
 def _rates_table(made: Measurement) -> Table:
@@ -137,7 +157,7 @@ def _rates_table(made: Measurement) -> Table:
     if made.slo is not None:
         table.add_column("SLO\n%", justify="right")
     for rate in made.rates:
-        cells = [number(rate.qps)]
+        cells = [number(rate.qps) if rate.is_valid else f"INVALID {number(rate.qps)}"]
         cells += [
             number(rate.rates[name].value) if name in rate.rates else "-"
             for name in ("requests_per_s", "output_tokens_per_s")

@@ -12,7 +12,7 @@ import numpy as np
 
 from bench.load.columns import Columns, Floats
 from bench.load.confidence import t_quantile
-from bench.load.metrics import concurrency
+from bench.load.metrics import concurrency, plural
 from bench.load.record import ProcessHealth, RunResult
 from bench.load.slo import Slo
 
@@ -65,10 +65,11 @@ def check(result: RunResult, columns: Columns, slo: Slo | None) -> Verdict:
     warnings += rising + _health_warnings(result.health, bool(reasons))
     is_kept = not reasons
     lost, asked = _lost(result, columns)
+    failed = f"{lost} of {asked} {plural('request', asked)} failed"
     if lost > MAX_FAILED * asked:
-        reasons.append(f"{lost} of {asked} requests failed: latencies are of the survivors")
+        reasons.append(f"{failed}: latencies are of the survivors")
     elif lost:
-        warnings.insert(0, f"{lost} of {asked} requests failed")
+        warnings.insert(0, failed)
     return Verdict(reasons, warnings, bool(rising), is_kept, lost, asked)
 
 
@@ -128,7 +129,7 @@ def _rate_reasons(result: RunResult, columns: Columns) -> list[str]:
     if abs(qps / result.qps - 1) <= MAX_RATE_ERROR:
         return []
     unsent = int((~np.isfinite(columns.began)).sum())
-    why = f" ({unsent} requests were never sent)" if unsent else ""
+    why = f" ({unsent} {plural('request', unsent)} never sent)" if unsent else ""
     return [f"sent {qps:.4g} requests/s of {result.qps:.4g} offered, more than 0.5 % off{why}"]
 
 
