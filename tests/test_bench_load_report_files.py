@@ -283,6 +283,7 @@ def test_compare_pictures(results, tmp_path):
     html, png = tmp_path / "c.html", tmp_path / "c.png"
     compared(*results, html_file=html, png_file=png)
     assert html.read_text().count("<svg") == 1 and "again against first" in html.read_text()
+    assert "<th>first</th><th>again</th><th>ratio</th>" in html.read_text()
     assert png.read_bytes()[:4] == b"\x89PNG"
 
 
@@ -359,59 +360,3 @@ def test_the_live_view_is_quiet_without_a_terminal():
 def test_sparkline():
     assert sparkline([0, 1, 2, 4]) == "▁▃▅█"
     assert sparkline([0, 0]) == "▁▁" and sparkline([]) == ""
-
-
-def test_a_target_that_was_gone_is_loud(tmp_path):
-    """In the exit code, in words, on the page, and beside a result without failures."""
-    paths = [tmp_path / f"{name}.json" for name in ("whole", "gone")]
-    run = queue_run(5.0, 0, count=50)
-    written_at(paths[0], run)
-    for record in run.records[8:]:
-        record.outcome, record.chunks_s, record.error = Outcome.FAILED, [], "refused"
-    is_valid, text = printed([run], html_file=tmp_path / "a.html")
-    assert not is_valid and "INVALID: 42 of 50 requests failed" in text
-    page = (tmp_path / "a.html").read_text()
-    assert "must not be used; 42 of 50 requests failed</p>" in page
-    assert "<b>42 of 50 requests failed</b>" in page
-    written_at(paths[1], run)
-    assert json.loads(paths[1].read_text())["rates"][0]["failed_share"][0] == 0.84
-    good, text = compared(*paths, fail_over="10%")
-    assert not good and "REGRESSION: 5/s share that failed was 0 and is 0.84" in text
-    assert (
-        "share that failed"
-        not in compared(*reversed(paths), fail_over="10%")[1].partition("REGRESSION")[2]
-    )
-
-
-def written_at(path: Path, run: RunResult) -> None:
-    report([run], {}, json_file=path)
-
-
-def test_each_kind_of_warning_is_said_once_with_its_seeds():
-    runs = [queue_run(5.0, seed, count=50) for seed in (3, 4, 5)]
-    for place, run in enumerate(runs):
-        run.notes = ["the same"]
-        for record in run.records[: place * 2]:
-            record.outcome, record.chunks_s = Outcome.FAILED, []
-    _, text = printed(runs)
-    assert text.count("requests failed") == 1
-    assert "warning: 2 of 50 requests failed (seed 4; also 5)\n" in text
-    assert text.count("note: the same\n") == 1
-
-
-def test_invalid_rates_are_marked_among_all_rates():
-    bad = queue_run(6.0, 0, count=300)
-    for record in bad.records:
-        record.sent_s += 0.02
-    text = printed([queue_run(5.0, 0, count=300), bad], width=80)[1]
-    assert "INVALID 6" in text.partition("all rates")[2]
-    assert "INVALID 5" not in text
-
-
-def test_other_loads_are_said_first_and_their_throughput_is_not_compared(tmp_path):
-    paths = [tmp_path / f"{name}.json" for name in ("five", "six")]
-    for path, qps in zip(paths, (5.0, 6.0), strict=True):
-        written_at(path, queue_run(qps, 0, count=50))
-    _, text = compared(*paths)
-    assert text.startswith("warning: THE LOADS DIFFER: 5 and 6 requests/s")
-    assert "answers/s" not in text and "E2E schedule" in text

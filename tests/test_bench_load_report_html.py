@@ -117,7 +117,7 @@ def test_the_page_says_what_was_found(whole):
     text = Page(whole).text
     assert "Valid" in text and "serve bench --qps 8" in text
     assert "TTFT 200 ms, TPOT 20 ms, from schedule" in text
-    assert "4 requests/s, 2 runs" in text and "max 5.657" in text
+    assert "4 requests/s, 2 runs" in text and "max 5.66" in text
     assert "The requests due from" in text and "steps, " in text
 
 
@@ -239,3 +239,22 @@ def test_chromium_opens_the_page(whole, tmp_path):
     assert len(drawn) == 1 + 2 * len(KINDS)
     assert done.stdout.count("<svg") == done.stdout.count("</svg>") == len(drawn)
     assert Page(done.stdout).tags["path"] > 500
+
+
+def test_all_requests_have_lanes_where_they_fit():
+    plot = lanes_plot("lanes", Columns.of(queue_run(5.0, 0, count=50, service_s=0.001)))
+    assert plot is not None and plot.note == ""
+
+
+def test_a_limit_outside_the_plot_is_named_and_not_drawn():
+    from matplotlib.figure import Figure
+
+    from bench.load.plots import horizontal
+
+    axes = Figure().subplots()
+    axes.set_ylim(0, 50)
+    horizontal(axes, 200, "SLO 200 ms")
+    assert [text.get_text() for text in axes.texts] == ["SLO 200 ms: above this plot"]
+    assert not axes.lines
+    horizontal(axes, 20, "SLO 20 ms")
+    assert len(axes.lines) == 1 and axes.texts[1].get_text() == "SLO 20 ms"

@@ -198,7 +198,8 @@ def _rate_figures(made: Measurement, rate: RateSummary) -> str:
     if made.slo is not None and rate.attainment is not None and rate.goodput is not None:
         rows.append((f"within the SLO ({_text(made.slo)})", share(rate.attainment)))
         rows.append(("goodput, requests/s", with_interval(rate.goodput)))
-    return _table(["", "mean (95 % interval over runs)"], rows)
+    what = "this run" if len(rate.runs) == 1 else f"mean of {len(rate.runs)} runs (95 % interval)"
+    return _table(["", what], rows)
 
 
 def _health(rate: RateSummary) -> str:

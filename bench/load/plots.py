@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -39,6 +39,7 @@ VARIABLES = {
     SKY: "sky",
 }
 WIDTH_IN = 10.0
+MIN_TICK_GAP = 0.07  # of the axis
 _STYLE: Any = {  # matplotlib spells out all keys in its types
     "svg.fonttype": "none",
     "svg.hashsalt": "serve bench",
@@ -161,23 +162,45 @@ def styled() -> Iterator[None]:
 
 
 def vertical(axes: Axes, x: float, text: str, colour: str = VERMILLION) -> None:
-    """A limit, named above the picture."""
-    axes.axvline(x, color=colour, linewidth=1.2, linestyle=(0, (5, 2)))
+    """A limit, named above the picture; only named where it is outside what is drawn."""
+    low, high = axes.get_xlim()
+    if low <= x <= high:
+        axes.axvline(x, color=colour, linewidth=1.2, linestyle=(0, (5, 2)))
+    else:
+        text += f": {'right' if x > high else 'left'} of this plot"
     axes.set_title(text, loc="right", color=colour, fontsize=9, fontweight="normal")
 
 
 def horizontal(axes: Axes, y: float, text: str, colour: str = VERMILLION) -> None:
-    axes.axhline(y, color=colour, linewidth=1.2, linestyle=(0, (5, 2)))
+    """A limit, named on its line; in the corner where it is outside what is drawn."""
+    low, high = axes.get_ylim()
+    at_y, offset, side = y, 3, "bottom"
+    if low <= y <= high:
+        axes.axhline(y, color=colour, linewidth=1.2, linestyle=(0, (5, 2)))
+    else:
+        text += f": {'above' if y > high else 'below'} this plot"
+        at_y, offset, side = (high, -3, "top") if y > high else (low, 3, "bottom")
     axes.annotate(
         text,
-        (1.0, y),
+        (1.0, at_y),
         xycoords=("axes fraction", "data"),
-        xytext=(-2, 3),
+        xytext=(-2, offset),
         textcoords="offset points",
         ha="right",
+        va=side,
         fontsize=8.5,
         color=colour,
     )
+
+
+def rate_ticks(axes: Axes, rates: Sequence[float]) -> None:
+    """Ticks at the rates that were tried, as far as there is room for their names."""
+    low, high = min(rates), max(rates)
+    kept: list[float] = []
+    for qps in sorted(rates):
+        if not kept or qps - kept[-1] >= MIN_TICK_GAP * (high - low):
+            kept.append(qps)
+    axes.set_xticks(kept, [f"{qps:.3g}" for qps in kept])
 
 
 def plain_log(axis: Any) -> None:

@@ -140,11 +140,12 @@ def _page(names: Sequence[str], plots: Sequence[Plot], found: Sequence[Compariso
     parts = []
     for comparison in found:
         title = html.escape(f"{comparison.name} against {names[0]}")
-        head = "".join(f"<th>{name}</th>" for name in ("rate", "figure", "ratio", "intervals"))
+        names_of_columns = ("rate", "figure", names[0], comparison.name, "ratio", "intervals")
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in names_of_columns)
         rows = "".join(
             f'<tr><th scope="row">{html.escape(row.rate)}</th><td>{html.escape(row.name)}</td>'
-            f"<td>{number(row.first.value)} → {number(row.other.value)} = {ratio_text(row)}</td>"
-            f"<td>{overlap_text(row)}</td></tr>"
+            f"<td>{number(row.first.value)}</td><td>{number(row.other.value)}</td>"
+            f"<td>{ratio_text(row)}</td><td>{overlap_text(row)}</td></tr>"
             for row in comparison.rows
         )
         notes = "".join(f'<p class="warn">{html.escape(text)}</p>' for text in comparison.warnings)

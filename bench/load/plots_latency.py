@@ -15,11 +15,13 @@ from bench.load.plots import (
     BLUE,
     GREEN,
     ORANGE,
+    PAPER,
     PURPLE,
     VERMILLION,
     Plot,
     horizontal,
     plain_log,
+    rate_ticks,
     vertical,
 )
 from bench.load.record import RunResult
@@ -111,10 +113,17 @@ def rates_plot(
             if limit_ms is not None:
                 horizontal(axes, limit_ms, f"SLO {limit_ms:g} ms")
             if search is not None and search.max_qps:
-                vertical(axes, search.max_qps, f"max {search.max_qps:.3g}/s", PURPLE)
+                axes.axvline(
+                    search.max_qps,
+                    color=PURPLE,
+                    linestyle=(0, (5, 2)),
+                    linewidth=1.2,
+                    label=f"max {search.max_qps:.3g}/s",
+                )
             axes.set_xlabel("offered requests/s")
             axes.set_ylabel("milliseconds")
-            axes.legend(loc="upper left")
+            axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, borderaxespad=0.2)
+            rate_ticks(axes, [rate.qps for rate in finite])
         _pareto(pareto, finite)
 
     note = "Bars: 95 % intervals. An empty mark is a rate whose runs are invalid."
@@ -133,8 +142,10 @@ def _against_rate(axes: Axes, rates: Sequence[RateSummary], metric: str) -> None
             qps, values, yerr=_bars(found), color=colour, label=stat, capsize=2.5, elinewidth=1
         )
         for rate, value in zip(told, values, strict=True):
-            face = colour if rate.is_valid else "none"
-            axes.plot(rate.qps, value, "o", markersize=4.5, color=colour, markerfacecolor=face)
+            face = colour if rate.is_valid else PAPER
+            axes.plot(
+                rate.qps, value, "o", markersize=4.5, color=colour, markerfacecolor=face, zorder=5
+            )
     if top and max(top) > LOG_FROM * max(min(top), 1e-9):
         axes.set_yscale("log")
         plain_log(axes.yaxis)
@@ -159,12 +170,15 @@ def _pareto(axes: Axes, rates: Sequence[RateSummary]) -> None:
         xerr=_bars(per_user),
         yerr=_bars(total),
         color=GREEN,
-        fmt="o-",
-        markersize=4.5,
+        fmt="-",
         capsize=2.5,
         elinewidth=1,
     )
     for rate, x, y in zip(told, per_user, total, strict=True):
+        face = GREEN if rate.is_valid else PAPER
+        axes.plot(
+            x.value, y.value, "o", markersize=4.5, color=GREEN, markerfacecolor=face, zorder=5
+        )
         axes.annotate(
             f"{rate.qps:.3g}/s",
             (x.value, y.value),

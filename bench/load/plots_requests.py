@@ -99,7 +99,8 @@ def _busiest(columns: Columns, limit: int) -> np.ndarray:
     near = int(
         ((due >= at_s[np.argmax(levels)] - half_s) & (due <= due[middle - 1] + half_s)).sum()
     )
-    limit = min(limit, max(near, MIN_LANES))
+    if len(order) > limit:  # some are left out anyhow
+        limit = min(limit, max(near, MIN_LANES))
     first = max(min(middle - limit // 2, len(order) - limit), 0)
     return order[first : first + limit]
 
