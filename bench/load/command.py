@@ -31,6 +31,7 @@ from serve.errors import ConfigError, reason
 
 DEFAULT_CANCEL_CHUNKS = 3
 MAX_KEY_BYTES = 1 << 16
+LOWEST_SHARE = 64  # a search begins at a rate, and goes no lower than this part of it
 MIN_SEARCH_S = 30.0
 SEARCH_LIMITS = 10  # a queue that grows by a tenth of the time is over the limit at the end
 
@@ -252,6 +253,7 @@ def _search(options: OnlineOptions, slo: Slo, offer_once: OfferOnce) -> SearchRe
         attainment=options.attainment,
         seeds=options.seeds,
         start=start,
+        lowest=start / LOWEST_SHARE,
         resolution=options.resolution,
         first_seed=options.seed,
     )
