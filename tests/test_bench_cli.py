@@ -58,6 +58,7 @@ def test_help_names_every_measurement() -> None:
             "one qps to begin",
         ),
         (("--html", "/nowhere/x.html"), "--html: there is no folder /nowhere"),
+        (("llama-3.1-8b",), "llama-3.1-8b is a name of `serve plan`: --simulate takes it"),
     ],
 )
 def test_what_cannot_be_asked_for(arguments: tuple[str, ...], message: str) -> None:
