@@ -29,6 +29,7 @@ from bench.plan.serving import (
     serve,
 )
 from bench.plan.shapes import Precision, load_shape
+from bench.plan.tables import dollars
 from memory.int8_attention import Int8KVLayout
 from memory.layer_groups import LayerGroup
 from serve.config import EngineConfig, default_model_path
@@ -227,6 +228,26 @@ def test_what_no_machine_can() -> None:
     assert reasons["epyc-9755"] == "tpot" and reasons["h100-sxm"] is None
 
 
+def test_devices_share_heads() -> None:
+    """Heads of K/V may be on several devices, those of q may not."""
+    shape = load_shape("qwen2.5-7b")
+    assert (shape.num_heads, shape.num_kv_heads) == (28, 4)
+    for number in (1, 2, 4, 28):
+        shape.require_divisible(number)
+    for number in (3, 7, 8, 14):
+        with pytest.raises(ConfigError, match=f"not divisible between {number} devices"):
+            shape.require_divisible(number)
+    chosen = choose(shape, INT8, Machine(DEVICES["l4"], 8), CHAT, Slo())
+    assert chosen.reason == "28 heads, 4 of K/V, are not divisible between 8 devices"
+
+
+def test_pairs_that_cannot_compute_are_left_out() -> None:
+    devices = [DEVICES[name] for name in ("a100-80", "h100-sxm")]
+    fp8 = Precision("fp8", "bfloat16")
+    found = rank_splits(LLAMA_8B, fp8, devices, CHAT, Slo(), Budget())
+    assert {choice.compute.name for choice in found} == {"h100-sxm"}
+
+
 def test_pairs_of_devices() -> None:
     devices = [DEVICES[name] for name in ("h100-sxm", "h20", "epyc-9654", "rtx-4090")]
     shape, bf16 = load_shape("llama-3.1-70b"), Precision()
@@ -264,6 +285,20 @@ def test_one_machine_in_detail(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     ]
     assert all(cell["bound_step_s"] < cell["step_s"] for cell in cells)
     assert [choice["machine"] for choice in written["machines"]] == ["l4"]
+
+
+def test_weights_that_do_not_fit_have_no_speeds(capsys: pytest.CaptureFixture[str]) -> None:
+    found = run("llama-3.1-405b", machines=["l4"])
+    said = capsys.readouterr().out
+    assert "the weights do not fit" in said and "not (memory): l4" in said
+    assert "Decode" not in said and "A prompt alone" not in said
+    assert found["details"]["decode"] == found["details"]["prefill"] == []
+
+
+def test_small_amounts_have_digits() -> None:
+    amounts = (None, 0.0, 1234.5, 0.1, 0.0999, 0.023, 0.00456)
+    shown = ["–", "0.00", "1,234.50", "0.10", "0.100", "0.023", "0.0046"]
+    assert [dollars(amount) for amount in amounts] == shown
 
 
 def test_all_machines_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,6 +348,10 @@ def test_torch_is_not_needed() -> None:
         ({"tpot_ms": 0.0}, "tpot must be above 0, not 0.0"),
         ({"usd_per_h": -1.0}, "usd-per-hour must be above 0, not -1.0"),
         ({"machines": ["h300"]}, "machine 'h300' is neither here nor one of: a100-40, "),
+        (
+            {"machines": ["3xl4"]},
+            "machine '3xl4': 4 heads, 2 of K/V, are not divisible between 3 devices",
+        ),
         ({"machines": [""]}, "machine '' is neither here nor one of: "),
         ({"machines": ["2xgraviton4"]}, "machine '2xgraviton4': graviton4 has no peers"),
         ({"json_file": Path("/none/x.json")}, "json /none/x.json: No such file"),

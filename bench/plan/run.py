@@ -79,6 +79,8 @@ def run(
         require_matplotlib()
     devices = load_devices(hardware)
     chosen = [find_machine(name, devices) for name in machines]
+    for name, machine in zip(machines, chosen, strict=True):
+        require_divisible(name, machine, shape)
     console = Console()
     console.width = max(console.width, 120)
     result: dict[str, Any] = {
@@ -185,6 +187,14 @@ def find_machine(name: str, devices: dict[str, Device]) -> Machine:
     if count < 1 or (count > 1 and devices[kind].peers is None):
         raise ConfigError(f"machine {name!r}: {kind} has no peers in the table of hardware")
     return Machine(devices[kind], count)
+
+
+def require_divisible(name: str, machine: Machine, shape: Shape) -> None:
+    """ConfigError names the machine whose devices cannot share the model's heads."""
+    try:
+        shape.require_divisible(machine.num_devices)
+    except ConfigError as error:
+        raise ConfigError(f"machine {name!r}: {error}") from None
 
 
 def _costs(shape: Shape, precision: Precision, machine: Machine) -> tuple[MachineCost, MachineCost]:

@@ -69,6 +69,7 @@ class Choice:
 def choose(shape: Shape, precision: Precision, machine: Machine, load: Load, slo: Slo) -> Choice:
     """What a machine does at best, as our kernels are expected to."""
     try:
+        shape.require_divisible(machine.num_devices)
         cost = MachineCost(shape, precision, machine, _efficiency(machine.device, precision))
     except ConfigError as error:
         return Choice(machine, None, str(error), 0, 0)
@@ -191,7 +192,10 @@ def _best_split(
     found = []
     for a in range(1, MAX_COMPUTE + 1):
         for b in range(1, MAX_MEMORY + 1):
-            figures = split.figures(context, a, b, tpot_s=slo.tpot_s, max_batch=MAX_BATCH)
+            try:
+                figures = split.figures(context, a, b, tpot_s=slo.tpot_s, max_batch=MAX_BATCH)
+            except ConfigError:  # not in this precision
+                return None
             if figures is not None and _affordable(figures, budget):
                 found.append((_worth(figures, a + b), a, b, figures))
     if not found:
