@@ -14,7 +14,7 @@ import pytest
 from bench.plan.capacity import kv_bytes, max_sequences, max_tokens, sequence_bytes
 from bench.plan.cost import Machine, MachineCost
 from bench.plan.efficiency import BOUND, expected
-from bench.plan.hardware import Device, load_devices
+from bench.plan.hardware import Device, Link, load_devices
 from bench.plan.plots import curve
 from bench.plan.run import run
 from bench.plan.search import Budget, Choice, all_machines, choose, rank, rank_splits
@@ -246,6 +246,20 @@ def test_pairs_that_cannot_compute_are_left_out() -> None:
     fp8 = Precision("fp8", "bfloat16")
     found = rank_splits(LLAMA_8B, fp8, devices, CHAT, Slo(), Budget())
     assert {choice.compute.name for choice in found} == {"h100-sxm"}
+
+
+def test_pairs_are_rated_with_the_network_there_is() -> None:
+    """More may be asked than is there, but never used."""
+    found = []
+    for rate in (1e9, 50e9):
+        device = replace(DEVICES["h100-sxm"], network=Link(rate, 33e-6))
+        found += rank_splits(LLAMA_8B, INT8, [device], CHAT, Slo(), Budget())
+    slow, fast = found
+    assert slow.used_bytes_per_s <= 1.001 * slow.network_bytes_per_s
+    assert slow.used_bytes_per_s > 0.9 * slow.network_bytes_per_s
+    assert (slow.figures.asked_bytes_per_s or 0.0) > slow.network_bytes_per_s
+    assert fast.used_bytes_per_s < fast.network_bytes_per_s
+    assert slow.figures.tokens_per_s / slow.b < fast.figures.tokens_per_s / fast.b
 
 
 def test_pairs_of_devices() -> None:

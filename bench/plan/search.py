@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.plan.capacity import max_sequences, max_tokens
 from bench.plan.cost import Machine, MachineCost
-from bench.plan.disaggregated import Figures, Split
+from bench.plan.disaggregated import Figures, Split, layer_traffic_bytes
 from bench.plan.efficiency import Efficiency, expected
 from bench.plan.hardware import Device
 from bench.plan.serving import MAX_BATCH, Load, Serving, Slo, best
@@ -133,8 +133,9 @@ def _order(choice: Choice) -> tuple[bool, bool, float]:
 
 @dataclass(frozen=True, slots=True)
 class SplitChoice:
-    """a compute devices and b memory devices. network_bytes_per_s: what all links have; figures
-    say what is asked of them."""
+    """a compute devices and b memory devices. network_bytes_per_s: what all links have;
+    used_bytes_per_s: what goes over them, at most that: figures are with this network's times.
+    figures.asked_bytes_per_s is what one batch needs to be only a fifth slower."""
 
     compute: Device
     memory: Device
@@ -142,6 +143,7 @@ class SplitChoice:
     b: int
     figures: Figures
     network_bytes_per_s: float
+    used_bytes_per_s: float
 
     @property
     def name(self) -> str:
@@ -151,6 +153,7 @@ class SplitChoice:
         return self.figures.as_json() | {
             "name": self.name,
             "network_bytes_per_s": self.network_bytes_per_s,
+            "used_bytes_per_s": self.used_bytes_per_s,
         }
 
 
@@ -202,7 +205,8 @@ def _best_split(
         return None
     _, a, b, figures = max(found, key=lambda item: item[0])
     links = min(a, b) * min(compute.network.bytes_per_s, memory.network.bytes_per_s)
-    return SplitChoice(compute, memory, a, b, figures, links)
+    used = figures.tokens_per_s * shape.num_layers * layer_traffic_bytes(shape)
+    return SplitChoice(compute, memory, a, b, figures, links, used)
 
 
 def _worth(figures: Figures, num_devices: int) -> tuple[bool, float]:

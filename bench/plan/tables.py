@@ -181,9 +181,10 @@ def print_ranking(choices: Sequence[Choice], load: Load, top: int, console: Cons
 def print_splits(choices: Sequence[SplitChoice], top: int, console: Console) -> None:
     table = Table(
         *("compute, memory", "USD/h", "at once", "in flight", "tokens/s", "ms/token", "USD/M"),
-        *("GB/s asked", "GB/s there"),
+        *("GB/s used", "there", "asked"),
         title="Attention on memory devices, decoding alone: the best (a, b) of each pair",
-        caption="asked: of all links together, so that one batch is a fifth slower",
+        caption="GB/s: of all links together; all times are with those there. asked: with which "
+        "one batch would be just a fifth slower",
     )
     for choice in choices[:top]:
         figures = choice.figures
@@ -196,8 +197,9 @@ def print_splits(choices: Sequence[SplitChoice], top: int, console: Console) -> 
             f"{figures.tokens_per_s:,.0f}",
             _ms(figures.step_s),
             dollars(None if per_dollar is None else 1e6 / per_dollar),
-            f"{(figures.asked_bytes_per_s or 0.0) / 1e9:,.0f}",
+            f"{choice.used_bytes_per_s / 1e9:,.0f}",
             f"{choice.network_bytes_per_s / 1e9:,.0f}",
+            f"{(figures.asked_bytes_per_s or 0.0) / 1e9:,.0f}",
         )
     console.print(table if choices else "[red]no pair of devices serves this[/red]")
 
