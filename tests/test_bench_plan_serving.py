@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bench.load.plots import plain_log
 from bench.plan.capacity import kv_bytes, max_sequences, max_tokens, sequence_bytes
 from bench.plan.cost import Machine, MachineCost
 from bench.plan.efficiency import BOUND, expected
@@ -339,6 +340,25 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert file.read_bytes().startswith(b"\x89PNG") and "l4" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"png .*none/plan.png: No such file"):
         run("default", machines=["l4"], prompt=100, output=50, png_file=tmp_path / "none/plan.png")
+
+
+@pytest.mark.parametrize(
+    ("limits", "shown"),
+    [
+        ((25, 150), ["30", "40", "60", "80", "100"]),
+        ((60, 60_000), ["100", "200", "500", "1,000", "2,000", "5,000"]),
+    ],
+)
+def test_numbers_of_an_axis(limits: tuple[float, float], shown: list[str]) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    axes.set(xscale="log", xlim=limits)
+    plain_log(axes.xaxis, most=2000)
+    ticks = [float(x) for x in axes.get_xticks() if limits[0] <= x <= limits[1]]
+    texts = axes.xaxis.get_major_formatter().format_ticks(ticks)
+    assert texts[: len(shown)] == shown
 
 
 def test_torch_is_not_needed() -> None:

@@ -82,8 +82,8 @@ def plot(
         axes.set(xscale="log", yscale="log", xlabel="ms between tokens", ylabel="tokens/s")
         axes.set_title(title)
         for axis in (axes.xaxis, axes.yaxis):
-            plain_log(axis)
-        axes.legend()
+            plain_log(axis, most=2000)
+        figure.legend(loc="outside right upper")
         try:
             figure.savefig(file, dpi=120, format="png")
         except OSError as error:
