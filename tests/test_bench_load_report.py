@@ -10,6 +10,7 @@ import pytest
 from load_runs import engine_run, queue_run
 
 from bench.load.columns import Columns
+from bench.load.health import stolen_notes
 from bench.load.metrics import concurrency, level_at, peak_concurrency, percentile, told_notes
 from bench.load.record import Outcome, ProcessHealth, Record, RunResult
 from bench.load.slo import PRESETS, Slo, judge, parse_slo
@@ -175,7 +176,7 @@ def test_rates_count_what_happened_in_the_window():
     last = record(2, scheduled_s=3.0, sent_s=3.0, chunks_s=[3.05], finished_s=3.05)
     rates = summarize(run(first, second, last, window=(1.0, 9.0), qps=1.0)).rates
     assert rates["output_tokens_per_s"] == pytest.approx((2 + 3 + 5 + 1) / 2)
-    assert rates["peak_output_tokens_per_s"] == 8
+    assert rates["peak_output_tokens_per_s"] == 9, "from 1.6 to 2.5"
     assert rates["requests_per_s"] == pytest.approx(2 / 2)
     assert rates["input_tokens_per_s"] == pytest.approx(4 / 2), "the second's prefill alone"
     assert rates["mean_concurrency"] == pytest.approx((2 + 1) / 2)
@@ -358,3 +359,75 @@ def test_an_empty_run_has_no_figures():
     summary = summarize(run(record(outcome=Outcome.FAILED, chunks_s=[], error="gone")))
     assert list(summary.latencies_ms) == ["client_queue"]
     assert summary.rates["output_tokens_per_s"] == 0 and summary.errors == {"gone": 1}
+
+
+def lost(count: int, of: int, **change: Any) -> RunResult:
+    """The target is gone for the last of them."""
+    result = spread(of, **change)
+    for gone in result.records[of - count :]:
+        gone.outcome, gone.chunks_s, gone.error = Outcome.FAILED, [], "refused"
+    return result
+
+
+def test_a_run_of_which_most_failed_is_not_valid():
+    summary = summarize(lost(42, 50))
+    assert summary.verdict.reasons == ["42 of 50 requests failed: latencies are of the survivors"]
+    assert summary.verdict.is_kept, "the generator is not to blame"
+    (rate,) = summarize_rates([lost(42, 50), lost(0, 50)])
+    assert rate.failed_share.value == 0.42 and rate.failed_text == "42 of 100 requests failed"
+    few = summarize(lost(5, 50)).verdict
+    assert few.is_valid and few.warnings == ["5 of 50 requests failed"]
+    assert summarize(lost(0, 50)).verdict.warnings == []
+
+
+def test_what_an_interruption_cut_off_did_not_fail():
+    result = spread(50, was_interrupted=True)
+    for cut in result.records[20:]:
+        cut.outcome, cut.finished_s = Outcome.INCOMPLETE, math.nan
+    assert (summarize(result).verdict.num_lost, summarize(result).verdict.num_asked) == (0, 20)
+    result.was_interrupted = False
+    assert not summarize(result).verdict.is_valid
+
+
+def test_the_rate_of_an_interrupted_run_is_what_was_sent():
+    """62 requests were due, and sent, within 10 s; 5 a second were planned."""
+    records = [record(i, scheduled_s=i * 10 / 62, sent_s=i * 10 / 62) for i in range(1, 63)]
+    result = run(*records, qps=5.0, was_interrupted=True)
+    assert summarize(result).achieved_qps == pytest.approx(6.2)
+    assert not summarize(result).verdict.reasons
+
+
+def test_goodput_is_at_most_the_answers_of_the_same_time():
+    """Ten requests within a second whose answers take half as long: not all end meanwhile."""
+    records = [
+        record(i, scheduled_s=i / 10, sent_s=i / 10, chunks_s=[i / 10 + 0.45], finished_s=9)
+        for i in range(1, 11)
+    ]
+    result = run(*records, qps=10.0, window=(0.0, 9.0))
+    summary = summarize(result, Slo(e2e_s=1.0))
+    assert summary.good == 10
+    assert summary.goodput == summary.rates["requests_per_s"] == 5
+    assert summarize(result, Slo(e2e_s=0.1)).goodput == 0
+    assert math.isnan(summarize(result).goodput)
+
+
+def test_the_best_second_is_any_second():
+    """Ten tokens around a full second; of less than two seconds none is the best."""
+    at_s = [0.9, 0.95, 1.0, 1.05, 1.1, 3.0]
+    answer = record(chunks_s=at_s, output_tokens=6, scheduled_s=0.0, sent_s=0.0, finished_s=3.0)
+    name = "peak_output_tokens_per_s"
+    assert summarize(run(answer)).rates[name] == 5
+    assert name not in summarize(run(answer, window=(0.0, 1.5))).rates
+
+
+def test_intervals_of_rates_are_not_below_zero():
+    rates = summarize_rates([spread(50), spread(50, qps=10.0)], Slo(ttft_s=0.2))
+    assert rates[0].rates["requests_per_s"].low > 0
+    slow = lost(49, 50)
+    (rate,) = summarize_rates([spread(50), slow], Slo(ttft_s=0.2))
+    assert rate.goodput is not None and rate.goodput.low == rate.rates["requests_per_s"].low == 0
+
+
+def test_a_few_ticks_that_the_host_kept_are_no_note():
+    assert stolen_notes(0.04, 1.0) == [] and stolen_notes(0.5, 100.0) == []
+    assert "not given 0.1 s" in stolen_notes(0.06, 1.0)[0]

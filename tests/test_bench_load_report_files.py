@@ -359,3 +359,29 @@ def test_the_live_view_is_quiet_without_a_terminal():
 def test_sparkline():
     assert sparkline([0, 1, 2, 4]) == "▁▃▅█"
     assert sparkline([0, 0]) == "▁▁" and sparkline([]) == ""
+
+
+def test_a_target_that_was_gone_is_loud(tmp_path):
+    """In the exit code, in words, on the page, and beside a result without failures."""
+    paths = [tmp_path / f"{name}.json" for name in ("whole", "gone")]
+    run = queue_run(5.0, 0, count=50)
+    written_at(paths[0], run)
+    for record in run.records[8:]:
+        record.outcome, record.chunks_s, record.error = Outcome.FAILED, [], "refused"
+    is_valid, text = printed([run], html_file=tmp_path / "a.html")
+    assert not is_valid and "INVALID: 42 of 50 requests failed" in text
+    page = (tmp_path / "a.html").read_text()
+    assert "must not be used; 42 of 50 requests failed</p>" in page
+    assert "<b>42 of 50 requests failed</b>" in page
+    written_at(paths[1], run)
+    assert json.loads(paths[1].read_text())["rates"][0]["failed_share"][0] == 0.84
+    good, text = compared(*paths, fail_over="10%")
+    assert not good and "REGRESSION: 5/s share that failed was 0 and is 0.84" in text
+    assert (
+        "share that failed"
+        not in compared(*reversed(paths), fail_over="10%")[1].partition("REGRESSION")[2]
+    )
+
+
+def written_at(path: Path, run: RunResult) -> None:
+    report([run], {}, json_file=path)

@@ -26,7 +26,12 @@ LATENCIES = [
     for stat in ("p50", "p99")
 ]
 MORE_IS_BETTER = ("requests_per_s", "output_tokens_per_s", "attainment", "max_qps")
-NAMES = {**RATES, "attainment": "share within the SLO", "max_qps": "max requests/s"}
+NAMES = {
+    **RATES,
+    "failed_share": "share that failed",
+    "attainment": "share within the SLO",
+    "max_qps": "max requests/s",
+}
 _OWN_SETTINGS = ("json", "jsonl", "html", "png")
 
 
@@ -180,6 +185,9 @@ def _rows(first: dict[str, Any], other: dict[str, Any]) -> list[Row]:
         if name in first["rates"] and name in other["rates"]:
             values = [estimate(side["rates"][name]) for side in (first, other)]
             rows.append(_row(rate, name, *values))
+    if first.get("failed_share") and other.get("failed_share"):
+        values = [estimate(side["failed_share"]) for side in (first, other)]
+        rows.append(_row(rate, "failed_share", *values))
     if first["attainment"] and other["attainment"]:
         values = [estimate(side["attainment"]) for side in (first, other)]
         rows.append(_row(rate, "attainment", *values))
@@ -190,6 +198,8 @@ def _row(rate: str, name: str, first: Estimate, other: Estimate) -> Row:
     ratio = other.value / first.value if first.value else math.nan
     known = not any(math.isnan(bound) for bound in (first.low, other.low))
     worse_by = 1 - ratio if name in MORE_IS_BETTER else ratio - 1
+    if not first.value:  # of nothing, any growth is without bounds
+        worse_by = 0.0 if name in MORE_IS_BETTER or not other.value > 0 else math.inf
     differs = not first.overlaps(other) if known else None
     return Row(rate, NAMES.get(name, name), first, other, ratio, differs, worse_by)
 
@@ -224,17 +234,27 @@ def _print(console: Console, first_name: str, comparison: Comparison, limit: flo
             Text(row.name),
             number(row.first.value),
             number(row.other.value),
-            Text(f"{row.ratio:.3f}", style=style),
+            Text(ratio_text(row), style=style),
             overlap_text(row),
         )
     console.print(table)
     for warning in comparison.warnings:
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     for row in comparison.regressions:
-        text = f"REGRESSION: {row.rate} {row.name} is {100 * row.worse_by:.1f} % worse"
+        text = f"REGRESSION: {row.rate} {row.name} {_worse_text(row)}"
         console.print(Text(text, style="bold red"), soft_wrap=True)
     if limit is not None and not comparison.regressions and comparison.is_usable:
         console.print(f"nothing is more than {100 * limit:g} % worse", highlight=False)
+
+
+def ratio_text(row: Row) -> str:
+    return "-" if math.isnan(row.ratio) else f"{row.ratio:.3f}"
+
+
+def _worse_text(row: Row) -> str:
+    if math.isinf(row.worse_by):
+        return f"was 0 and is {number(row.other.value)}"
+    return f"is {100 * row.worse_by:.1f} % worse"
 
 
 def overlap_text(row: Row) -> str:

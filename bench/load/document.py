@@ -44,6 +44,9 @@ class Measurement:
 
     @property
     def is_valid(self) -> bool:
+        """A search may meet rates that are too high for most requests to be answered."""
+        if self.search is not None:
+            return bool(self.rates) and all(rate.is_kept for rate in self.rates)
         return bool(self.rates) and all(rate.is_valid for rate in self.rates)
 
 
@@ -157,6 +160,7 @@ def _rate(rate: RateSummary) -> dict[str, Any]:
         "rates": rate.rates,
         "counts": rate.counts,
         "errors": rate.errors,
+        "failed_share": rate.failed_share,
         "attainment": rate.attainment,
         "goodput": rate.goodput,
         "runs": [_summary(run) for run in rate.runs],

@@ -8,15 +8,30 @@ from bench.load.document import Measurement
 from bench.load.redact import redact
 from bench.load.terminal import number
 
+MAX_TOLD = 0.01
+
 
 def verdict(made: Measurement) -> tuple[str, str]:
     """("valid" | "warned" | "invalid", words for a person)."""
     bad = sum(not rate.is_valid for rate in made.rates)
-    if bad or not made.rates:
-        return "invalid", f"INVALID: {bad} of {len(made.rates)} rates must not be used"
+    failed = failures(made)
+    if not made.is_valid:
+        words = f"INVALID: {bad} of {len(made.rates)} rates must not be used"
+        return "invalid", f"{words}; {failed}" if failed else words
+    if failed:
+        return "warned", f"Valid, but {failed}"
     if any(run.verdict.warnings for rate in made.rates for run in rate.runs):
         return "warned", "Valid, with warnings"
     return "valid", "Valid: the load was offered as planned"
+
+
+def failures(made: Measurement) -> str:
+    """How many requests failed, where more than MAX_TOLD of a rate did; else empty."""
+    if not any(rate.failed_share.value > MAX_TOLD for rate in made.rates):
+        return ""
+    verdicts = [run.verdict for rate in made.rates for run in rate.runs]
+    lost, asked = sum(v.num_lost for v in verdicts), sum(v.num_asked for v in verdicts)
+    return f"{lost:,} of {asked:,} requests failed"
 
 
 def headline(made: Measurement) -> str:

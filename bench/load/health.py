@@ -18,6 +18,7 @@ from bench.load.timer import Sleeper
 PERIOD_S = 0.01
 MAX_CORE_WAIT = 0.1
 MAX_STOLEN = 0.01
+MIN_STOLEN_S = 0.05
 
 
 def raise_file_limit() -> int | None:
@@ -142,7 +143,7 @@ def health_notes(health: ProcessHealth, file_limit: int | None) -> list[str]:
 
 def stolen_notes(stolen: float, wall_s: float) -> list[str]:
     """stolen: core seconds during the run."""
-    if not stolen > MAX_STOLEN * wall_s:
+    if not stolen > max(MAX_STOLEN * wall_s, MIN_STOLEN_S):
         return []
     return [
         f"this virtual machine was not given {stolen:.1f} s of CPU time that it wanted in"

@@ -104,7 +104,7 @@ def _overview(made: Measurement) -> str:
 
 
 def _tiles(made: Measurement, rate: RateSummary) -> str:
-    tiles = []
+    tiles = [_tile("FAILED", rate.failed_text)] if rate.failed_text else []
     if made.slo is not None and rate.attainment is not None:
         met = f"{100 * rate.attainment.value:.1f} %"
         tiles.append(_tile("within the SLO", met, _text(made.slo)))
@@ -133,6 +133,7 @@ def _rates_table(made: Measurement) -> str:
     for place, rate in enumerate(made.rates):
         name = f'<a href="#rate-{place}">{number(rate.qps)}</a>'
         cells = [name if rate.is_valid else f"{name}&nbsp;(invalid)"]
+        cells[0] += f"<br><small>{rate.failed_text}</small>" if rate.failed_text else ""
         for key in ("requests_per_s", "output_tokens_per_s"):
             cells.append(number(rate.rates[key].value) if key in rate.rates else "-")
         for metric, stat in shown:

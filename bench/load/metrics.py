@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.load.columns import Columns, Floats, Ints
+from bench.load.columns import Bools, Columns, Floats, Ints
 from bench.load.record import Outcome, Record, RunResult
 from bench.load.slo import tpot
 
@@ -17,6 +17,7 @@ PERCENTS = (50, 90, 95, 99)
 STATS = ("mean", *(f"p{percent}" for percent in PERCENTS), "max")
 
 NUM_PICTURED = 100_001
+MIN_PEAK_S = 2.0  # a best second of less time says nothing
 
 # In the order in which they are shown. All of them are in milliseconds once they are summarized.
 LABELS = {
@@ -120,24 +121,39 @@ def rates(columns: Columns) -> dict[str, float]:
         return {}
     running_s, running = concurrency(columns.sent, columns.finished, columns.end_s)
     inside = _within(columns.chunk_at, low, high)
-    done = columns.is_answered & _within(columns.last, low, high)
     prefilled = _within(columns.first, low, high)
     found = {
-        "requests_per_s": float(done.sum()) / span_s,
+        "requests_per_s": answers_per_s(columns, columns.is_answered),
         "output_tokens_per_s": float(columns.chunk_tokens[inside].sum()) / span_s,
         "input_tokens_per_s": float(np.nansum(columns.prompt_tokens[prefilled])) / span_s,
         "mean_concurrency": _mean_level(running_s, running, low, high),
         "peak_concurrency": float(running.max(initial=0)),
     }
-    if inside.any():
-        seconds = (columns.chunk_at[inside] - low).astype(np.int64)
-        buckets = np.bincount(seconds, columns.chunk_tokens[inside])
-        found["peak_output_tokens_per_s"] = float(buckets.max())
+    if inside.any() and span_s >= MIN_PEAK_S:
+        found["peak_output_tokens_per_s"] = _best_second(
+            columns.chunk_at[inside], columns.chunk_tokens[inside]
+        )
     tpots = tpot(columns)[columns.is_used]
     tpots = tpots[tpots > 0]
     if len(tpots):
         found["tokens_per_s_per_user"] = 1 / float(np.median(tpots))
     return {name: found[name] for name in RATES if name in found}
+
+
+def answers_per_s(columns: Columns, keep: Bools) -> float:
+    """Answers that ended in the steady window, per second of it, of those to keep. NaN: the window
+    is empty."""
+    low, high = columns.steady_s
+    done = keep & columns.is_answered & _within(columns.last, low, high)
+    return float(done.sum()) / (high - low) if high > low else math.nan
+
+
+def _best_second(at_s: Floats, tokens: Floats) -> float:
+    """The most tokens within any second, wherever it begins."""
+    order = np.argsort(at_s, kind="stable")
+    at_s = at_s[order]
+    sums = np.concatenate([[0.0], np.cumsum(tokens[order])])
+    return float((sums[np.searchsorted(at_s, at_s + 1.0)] - sums[:-1]).max())
 
 
 def _within(at_s: Floats, low: float, high: float) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bench.load.columns import Floats
-from bench.load.compare import Comparison, overlap_text
+from bench.load.compare import Comparison, overlap_text, ratio_text
 from bench.load.page import STYLE
 from bench.load.plots import (
     BLUE,
@@ -143,7 +143,7 @@ def _page(names: Sequence[str], plots: Sequence[Plot], found: Sequence[Compariso
         head = "".join(f"<th>{name}</th>" for name in ("rate", "figure", "ratio", "intervals"))
         rows = "".join(
             f'<tr><th scope="row">{html.escape(row.rate)}</th><td>{html.escape(row.name)}</td>'
-            f"<td>{number(row.first.value)} → {number(row.other.value)} = {row.ratio:.3f}</td>"
+            f"<td>{number(row.first.value)} → {number(row.other.value)} = {ratio_text(row)}</td>"
             f"<td>{overlap_text(row)}</td></tr>"
             for row in comparison.rows
         )

@@ -136,7 +136,7 @@ def _try(
             raise _Stopped("it was interrupted")
         runs.append(summarize(result, slo))
         verdict = runs[-1].verdict
-        if not verdict.is_valid:
+        if not verdict.is_kept:
             raise _Stopped(f"at {qps:.4g} requests/s {verdict.reasons[0]}")
         if verdict.is_rising or _is_clear(runs, attainment, EARLY_LEVEL):
             break

@@ -68,9 +68,9 @@ def parse_slo(text: str, *, from_schedule: bool = True) -> Slo:
 
 
 def judge(columns: Columns, slo: Slo) -> tuple[Bools, Bools]:
-    """(is judged, is good), one per request: failed and incomplete ones, and answers without any
-    text, are misses; those cancelled on purpose are not judged. A limit that has no meaning for
-    an answer (TPOT of one token) is kept."""
+    """(is judged, is good), one per request, the latter also of those that do not count: failed
+    and incomplete ones, and answers without any text, are misses; those cancelled on purpose are
+    not judged. A limit that has no meaning for an answer (TPOT of one token) is kept."""
     start = columns.due if slo.from_schedule else columns.sent
     is_good = columns.is_answered.copy()
     with np.errstate(invalid="ignore"):
@@ -88,7 +88,7 @@ def judge(columns: Columns, slo: Slo) -> tuple[Bools, Bools]:
         gaps = np.bincount(columns.gap_owner, weight, minlength=count)
         is_good &= over <= np.floor(ITL_SHARE * gaps)
         is_good &= ~(columns.is_thin & (tpot(columns) > slo.itl_s))  # the mean is all there is
-    return columns.is_counted & ~columns.is_cancelled, is_good & columns.is_counted
+    return columns.is_counted & ~columns.is_cancelled, is_good
 
 
 def tpot(columns: Columns) -> np.ndarray:

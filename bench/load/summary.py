@@ -27,7 +27,8 @@ SHORT_NOTE = (
 class RunSummary:
     """latencies_ms: metric -> count, mean, p50, p90, p95, p99, max; metrics.LABELS has the names.
     window: of the rates. offered_s: how long the load was offered. good, judged: requests that
-    kept the SLO, of those it is asked of. intervals_ms: of the
+    kept the SLO, of those it is asked of. goodput: those of the answers/s that kept it; NaN
+    without an SLO. intervals_ms: of the
     run's own sample, only where a rate has this run alone."""
 
     qps: float
@@ -43,6 +44,7 @@ class RunSummary:
     errors: dict[str, int]
     good: int
     judged: int
+    goodput: float
     verdict: Verdict
     notes: list[str]
     health: list[ProcessHealth]
@@ -52,17 +54,12 @@ class RunSummary:
     def attainment(self) -> float:
         return self.good / self.judged if self.judged else math.nan
 
-    @property
-    def goodput(self) -> float:
-        """Requests that kept the SLO, per second in which they were due."""
-        return self.good / self.offered_s if self.offered_s > 0 else math.nan
-
 
 @dataclass(frozen=True, slots=True)
 class RateSummary:
     """Of several runs: the mean of the runs' figures with a t-interval; of one: its own figures,
-    latencies with its sample's intervals. attainment: over all requests, Wilson's interval; None
-    without an SLO."""
+    latencies with its sample's intervals. failed_share, attainment: over all requests, Wilson's
+    interval. attainment, goodput: None without an SLO."""
 
     qps: float
     runs: list[RunSummary]
@@ -70,12 +67,25 @@ class RateSummary:
     rates: dict[str, Estimate]
     counts: dict[str, int]
     errors: dict[str, int]
+    failed_share: Estimate
     attainment: Estimate | None = None
     goodput: Estimate | None = None
 
     @property
     def is_valid(self) -> bool:
         return all(run.verdict.is_valid for run in self.runs)
+
+    @property
+    def is_kept(self) -> bool:
+        """The generator offered the load as planned."""
+        return all(run.verdict.is_kept for run in self.runs)
+
+    @property
+    def failed_text(self) -> str:
+        """How many requests failed; empty if none did."""
+        lost = sum(run.verdict.num_lost for run in self.runs)
+        asked = sum(run.verdict.num_asked for run in self.runs)
+        return f"{lost:,} of {asked:,} requests failed" if lost else ""
 
     @property
     def achieved_qps(self) -> float:
@@ -92,10 +102,11 @@ def summarize(
     """columns: those of the result, where they are there already. intervals: of its sample."""
     columns = columns or Columns.of(result)
     samples = metrics.latencies(result, columns)
-    good = judged = 0
+    good, judged, goodput = 0, 0, math.nan
     if slo is not None:
         is_judged, is_good = judge(columns, slo)
         judged, good = int(is_judged.sum()), int((is_good & is_judged).sum())
+        goodput = metrics.answers_per_s(columns, is_good)
     low, high = columns.due_span if math.isfinite(result.qps) else columns.steady_s
     notes = [GAPS_NOTE] if result.gaps else []
     notes += [SHORT_NOTE] if math.isfinite(result.qps) and columns.is_short else []
@@ -113,6 +124,7 @@ def summarize(
         errors=metrics.errors(result, columns),
         good=good,
         judged=judged,
+        goodput=goodput,
         verdict=check(result, columns, slo),
         notes=[*result.notes, *notes],
         health=list(result.health),
@@ -166,11 +178,11 @@ def combine(runs: Sequence[RunSummary], slo: Slo | None) -> RateSummary:
             continue
         latencies[name] = {"count": Estimate(math.fsum(values["count"] for values in of_runs))}
         for stat in metrics.STATS:
-            latencies[name][stat] = t_interval([values[stat] for values in of_runs])
+            latencies[name][stat] = _not_below_zero([values[stat] for values in of_runs])
         if len(runs) == 1:
             latencies[name].update(runs[0].intervals_ms.get(name, {}))
     rates = {
-        name: t_interval([run.rates[name] for run in runs if name in run.rates])
+        name: _not_below_zero([run.rates[name] for run in runs if name in run.rates])
         for name in metrics.RATES
         if any(name in run.rates for run in runs)
     }
@@ -182,7 +194,7 @@ def combine(runs: Sequence[RunSummary], slo: Slo | None) -> RateSummary:
     attainment = goodput = None
     if slo is not None:
         attainment = wilson(sum(run.good for run in runs), sum(run.judged for run in runs))
-        goodput = t_interval([run.goodput for run in runs])
+        goodput = _not_below_zero([run.goodput for run in runs])
     return RateSummary(
         nominal(runs[0].qps),
         list(runs),
@@ -190,6 +202,15 @@ def combine(runs: Sequence[RunSummary], slo: Slo | None) -> RateSummary:
         rates,
         {name: counts[name] for name in runs[0].counts},
         dict(errors.most_common()),
+        wilson(
+            sum(run.verdict.num_lost for run in runs), sum(run.verdict.num_asked for run in runs)
+        ),
         attainment,
         goodput,
     )
+
+
+def _not_below_zero(values: Sequence[float]) -> Estimate:
+    """t_interval of what cannot be negative."""
+    found = t_interval(values)
+    return found if math.isnan(found.low) else found._replace(low=max(found.low, 0.0))

@@ -22,6 +22,7 @@ MAX_RATE_ERROR = 0.005
 MAX_CPU = 0.9
 MAX_CORE_WAIT = 0.1
 MIN_REQUESTS = 50  # for a trend
+MAX_FAILED = 0.1  # of the requests; with more, the figures are of the survivors
 NUM_PARTS = 10
 MIN_RISE = 1.0  # of the mean; growth from zero along a line is 2
 
@@ -29,11 +30,16 @@ MIN_RISE = 1.0  # of the mean; growth from zero along a line is 2
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """reasons: why the figures must not be used (none: the run is valid). warnings: what the
-    reader has to know. is_rising: no steady state, one of the warnings."""
+    reader has to know. is_rising: no steady state, one of the warnings. is_kept: the generator
+    offered the load as planned, whatever became of it. num_lost: failed or not ended in time, of
+    num_asked (without those cancelled on purpose)."""
 
     reasons: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     is_rising: bool = False
+    is_kept: bool = True
+    num_lost: int = 0
+    num_asked: int = 0
 
     @property
     def is_valid(self) -> bool:
@@ -57,7 +63,22 @@ def check(result: RunResult, columns: Columns, slo: Slo | None) -> Verdict:
         reasons += _lag_reasons(columns, slo) + _rate_reasons(result, columns)
         rising = _steady_warnings(columns)
     warnings += rising + _health_warnings(result.health, bool(reasons))
-    return Verdict(reasons, warnings, bool(rising))
+    is_kept = not reasons
+    lost, asked = _lost(result, columns)
+    if lost > MAX_FAILED * asked:
+        reasons.append(f"{lost} of {asked} requests failed: latencies are of the survivors")
+    elif lost:
+        warnings.insert(0, f"{lost} of {asked} requests failed")
+    return Verdict(reasons, warnings, bool(rising), is_kept, lost, asked)
+
+
+def _lost(result: RunResult, columns: Columns) -> tuple[int, int]:
+    """(requests that failed or did not end in time, of how many). What an interruption cut off is
+    in neither, nor what was cancelled on purpose."""
+    asked = columns.is_counted & ~columns.is_cancelled
+    if result.was_interrupted:
+        asked &= columns.is_ok | columns.is_failed
+    return int((asked & ~columns.is_ok).sum()), int(asked.sum())
 
 
 def max_lag_s(slo: Slo | None) -> float:
@@ -80,6 +101,14 @@ def _lag_reasons(columns: Columns, slo: Slo | None) -> list[str]:
 
 
 def achieved_qps(result: RunResult, columns: Columns) -> float:
+    """Requests sent per second: of an interrupted run, over the time in which they were due."""
+    if not result.was_interrupted or not math.isfinite(result.qps):
+        return _kept_qps(result, columns)
+    due_s = float(columns.due.max(initial=0.0))
+    return float(np.isfinite(columns.began).sum()) / due_s if due_s > 0 else math.nan
+
+
+def _kept_qps(result: RunResult, columns: Columns) -> float:
     """The offered rate, less what was not sent, stretched as the sending was. A delay that the
     bound on the lag allows is none."""
     sent = columns.began[np.isfinite(columns.began)]
@@ -93,7 +122,7 @@ def achieved_qps(result: RunResult, columns: Columns) -> float:
 
 
 def _rate_reasons(result: RunResult, columns: Columns) -> list[str]:
-    qps = achieved_qps(result, columns)
+    qps = _kept_qps(result, columns)
     if math.isnan(qps):
         return ["no request was sent"]
     if abs(qps / result.qps - 1) <= MAX_RATE_ERROR:
