@@ -58,6 +58,7 @@ def test_help_names_every_measurement() -> None:
             "one qps to begin",
         ),
         (("--html", "/nowhere/x.html"), "--html: there is no folder /nowhere"),
+        (("llama-3.1-8b",), "llama-3.1-8b is a name of `serve plan`: --simulate takes it"),
     ],
 )
 def test_what_cannot_be_asked_for(arguments: tuple[str, ...], message: str) -> None:
@@ -94,6 +95,16 @@ def test_results_are_compared(tmp_path: Path) -> None:
     assert invoke("bench", "compare", fast, slow, "--fail-over", "10%").exit_code == 3
     assert invoke("bench", "compare", fast, slow).exit_code == 0
     assert "needs at least two files" in said(invoke("bench", "compare", fast))
+
+
+@pytest.mark.parametrize("limit", [("--usd-per-hour", "0.1"), ("--ttft", "1")])
+def test_plan_that_nothing_keeps(limit: tuple[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    files = [tmp_path / name for name in ("plan.png", "plan.json")]
+    options = ("--png", str(files[0]), "--json", str(files[1]))
+    result = invoke("plan", "llama-3.1-8b", *limit, *options)
+    assert result.exit_code == 3 and "no machine serves this" in said(result)
+    assert [file.exists() for file in files] == [False, True]
 
 
 def test_plan(tmp_path: Path) -> None:

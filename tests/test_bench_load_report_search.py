@@ -176,6 +176,19 @@ def test_no_rate_is_low_enough():
     assert "no rate was low enough" in str(found)
 
 
+def test_what_even_one_request_alone_misses_ends_the_search():
+    """Halving the rate would take for ever, each time twice as long."""
+    rates = []
+
+    def run(qps, seed):
+        rates.append(qps)
+        return queue_run(qps, seed, service_s=0.01, count=100)
+
+    found = find_max_qps(run, Slo(ttft_s=0.001), start=4.0)
+    assert not found.is_found and "one at a time" in found.stopped
+    assert len(rates) <= 9 and min(rates) > 0.01
+
+
 def test_the_highest_rate_allowed_passes():
     found = find_max_qps(queue_run, Slo(e2e_s=5.0), attainment=0.9, start=1, highest=3)
     assert (found.max_qps, found.above) == (3, math.inf)

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from bench.load.plots import plain_log
 from bench.plan.capacity import kv_bytes, max_sequences, max_tokens, sequence_bytes
 from bench.plan.cost import Machine, MachineCost
 from bench.plan.efficiency import BOUND, expected
-from bench.plan.hardware import Device, load_devices
+from bench.plan.hardware import Device, Link, load_devices
 from bench.plan.plots import curve
 from bench.plan.run import run
 from bench.plan.search import Budget, Choice, all_machines, choose, rank, rank_splits
@@ -29,6 +30,7 @@ from bench.plan.serving import (
     serve,
 )
 from bench.plan.shapes import Precision, load_shape
+from bench.plan.tables import dollars
 from memory.int8_attention import Int8KVLayout
 from memory.layer_groups import LayerGroup
 from serve.config import EngineConfig, default_model_path
@@ -227,6 +229,40 @@ def test_what_no_machine_can() -> None:
     assert reasons["epyc-9755"] == "tpot" and reasons["h100-sxm"] is None
 
 
+def test_devices_share_heads() -> None:
+    """Heads of K/V may be on several devices, those of q may not."""
+    shape = load_shape("qwen2.5-7b")
+    assert (shape.num_heads, shape.num_kv_heads) == (28, 4)
+    for number in (1, 2, 4, 28):
+        shape.require_divisible(number)
+    for number in (3, 7, 8, 14):
+        with pytest.raises(ConfigError, match=f"not divisible between {number} devices"):
+            shape.require_divisible(number)
+    chosen = choose(shape, INT8, Machine(DEVICES["l4"], 8), CHAT, Slo())
+    assert chosen.reason == "28 heads, 4 of K/V, are not divisible between 8 devices"
+
+
+def test_pairs_that_cannot_compute_are_left_out() -> None:
+    devices = [DEVICES[name] for name in ("a100-80", "h100-sxm")]
+    fp8 = Precision("fp8", "bfloat16")
+    found = rank_splits(LLAMA_8B, fp8, devices, CHAT, Slo(), Budget())
+    assert {choice.compute.name for choice in found} == {"h100-sxm"}
+
+
+def test_pairs_are_rated_with_the_network_there_is() -> None:
+    """More may be asked than is there, but never used."""
+    found = []
+    for rate in (1e9, 50e9):
+        device = replace(DEVICES["h100-sxm"], network=Link(rate, 33e-6))
+        found += rank_splits(LLAMA_8B, INT8, [device], CHAT, Slo(), Budget())
+    slow, fast = found
+    assert slow.used_bytes_per_s <= 1.001 * slow.network_bytes_per_s
+    assert slow.used_bytes_per_s > 0.9 * slow.network_bytes_per_s
+    assert (slow.figures.asked_bytes_per_s or 0.0) > slow.network_bytes_per_s
+    assert fast.used_bytes_per_s < fast.network_bytes_per_s
+    assert slow.figures.tokens_per_s / slow.b < fast.figures.tokens_per_s / fast.b
+
+
 def test_pairs_of_devices() -> None:
     devices = [DEVICES[name] for name in ("h100-sxm", "h20", "epyc-9654", "rtx-4090")]
     shape, bf16 = load_shape("llama-3.1-70b"), Precision()
@@ -266,6 +302,20 @@ def test_one_machine_in_detail(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert [choice["machine"] for choice in written["machines"]] == ["l4"]
 
 
+def test_weights_that_do_not_fit_have_no_speeds(capsys: pytest.CaptureFixture[str]) -> None:
+    found = run("llama-3.1-405b", machines=["l4"])
+    said = capsys.readouterr().out
+    assert "the weights do not fit" in said and "not (memory): l4" in said
+    assert "Decode" not in said and "A prompt alone" not in said
+    assert found["details"]["decode"] == found["details"]["prefill"] == []
+
+
+def test_small_amounts_have_digits() -> None:
+    amounts = (None, 0.0, 1234.5, 0.1, 0.0999, 0.023, 0.00456)
+    shown = ["–", "0.00", "1,234.50", "0.10", "0.100", "0.023", "0.0046"]
+    assert [dollars(amount) for amount in amounts] == shown
+
+
 def test_all_machines_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     found = run("llama-3.1-8b", tpot_ms=50, top=3, disaggregated=True)
     said = capsys.readouterr().out
@@ -292,6 +342,25 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         run("default", machines=["l4"], prompt=100, output=50, png_file=tmp_path / "none/plan.png")
 
 
+@pytest.mark.parametrize(
+    ("limits", "shown"),
+    [
+        ((25, 150), ["30", "40", "60", "80", "100"]),
+        ((60, 60_000), ["100", "200", "500", "1,000", "2,000", "5,000"]),
+    ],
+)
+def test_numbers_of_an_axis(limits: tuple[float, float], shown: list[str]) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    axes.set(xscale="log", xlim=limits)
+    plain_log(axes.xaxis, most=2000)
+    ticks = [float(x) for x in axes.get_xticks() if limits[0] <= x <= limits[1]]
+    texts = axes.xaxis.get_major_formatter().format_ticks(ticks)
+    assert texts[: len(shown)] == shown
+
+
 def test_torch_is_not_needed() -> None:
     code = (
         "import sys; from bench.plan.run import run; run('qwen3-8b'); print('torch' in sys.modules)"
@@ -313,6 +382,10 @@ def test_torch_is_not_needed() -> None:
         ({"tpot_ms": 0.0}, "tpot must be above 0, not 0.0"),
         ({"usd_per_h": -1.0}, "usd-per-hour must be above 0, not -1.0"),
         ({"machines": ["h300"]}, "machine 'h300' is neither here nor one of: a100-40, "),
+        (
+            {"machines": ["3xl4"]},
+            "machine '3xl4': 4 heads, 2 of K/V, are not divisible between 3 devices",
+        ),
         ({"machines": [""]}, "machine '' is neither here nor one of: "),
         ({"machines": ["2xgraviton4"]}, "machine '2xgraviton4': graviton4 has no peers"),
         ({"json_file": Path("/none/x.json")}, "json /none/x.json: No such file"),

@@ -26,11 +26,12 @@ from bench.load.schedule import ArrivalSettings, make_schedule, make_warm_up
 from bench.load.search import ENDINGS, SearchResult, ending, find_max_qps
 from bench.load.slo import Slo, parse_slo
 from bench.load.targets import EngineTarget, ServerSettings, ServerTarget, Target
-from serve.config import EngineConfig
+from serve.config import DEFAULT_MODEL, EngineConfig
 from serve.errors import ConfigError, reason
 
 DEFAULT_CANCEL_CHUNKS = 3
 MAX_KEY_BYTES = 1 << 16
+LOWEST_SHARE = 64  # a search begins at a rate, and goes no lower than this part of it
 MIN_SEARCH_S = 30.0
 SEARCH_LIMITS = 10  # a queue that grows by a tenth of the time is over the limit at the end
 
@@ -252,6 +253,7 @@ def _search(options: OnlineOptions, slo: Slo, offer_once: OfferOnce) -> SearchRe
         attainment=options.attainment,
         seeds=options.seeds,
         start=start,
+        lowest=start / LOWEST_SHARE,
         resolution=options.resolution,
         first_seed=options.seed,
     )
@@ -307,8 +309,14 @@ def _fitted(dataset: DatasetSettings, target: Target) -> DatasetSettings:
 
 def _target(options: OnlineOptions) -> Target:
     if options.url is None:
+        from bench.plan.shapes import known_models
         from serve import Engine
 
+        if options.model in known_models() and options.model != DEFAULT_MODEL:
+            raise ConfigError(
+                f"{options.model} is a name of `serve plan`: --simulate takes it; a load needs a"
+                " model's directory"
+            )
         return EngineTarget(Engine(options.model, **options.engine))
     headers = {}
     for number, line in enumerate(options.header or (), 1):

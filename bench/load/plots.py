@@ -203,12 +203,15 @@ def rate_ticks(axes: Axes, rates: Sequence[float]) -> None:
     axes.set_xticks(kept, [f"{qps:.3g}" for qps in kept])
 
 
-def plain_log(axis: Any) -> None:
-    """A logarithmic axis with numbers that people read."""
+def plain_log(axis: Any, *, most: float = 150.0) -> None:
+    """A logarithmic axis with numbers that people read. most: times the least value that the
+    greatest may be for more numbers than powers of ten to have room."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()
-    steps = (1.0, 2.0, 5.0) if high < 150 * low else (1.0,)
+    steps: tuple[float, ...] = (1.0, 2.0, 5.0) if high < most * low else (1.0,)
+    if high < 10 * low:
+        steps = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
     axis.set_major_locator(LogLocator(subs=steps, numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axis.set_minor_formatter(NullFormatter())

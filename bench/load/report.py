@@ -50,8 +50,6 @@ def report(
     columns = [Columns.of(run) for run in runs]
     rates = summarize_rates(runs, slo, columns=columns)
     made = document.measurement(runs, columns, rates, settings, slo, search)
-    if console is not None:
-        print_report(console, made)
     if json_file is not None:
         document.write_json(json_file, made)
     if jsonl_file is not None:
@@ -64,4 +62,9 @@ def report(
         from bench.load.plots import write_png
 
         write_png(png_file, made)
+    if console is not None:  # last: whoever reads it may leave
+        print_report(console, made)
+        written = [str(f) for f in (json_file, jsonl_file, html_file, png_file) if f is not None]
+        if written:
+            console.print(f"written: {', '.join(written)}", markup=False, highlight=False)
     return made.is_valid

@@ -29,6 +29,7 @@ class Tried:
     is_clear: bool
     summary: RateSummary
     why: str = ""
+    ran_alone: bool = False  # never two requests at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,11 @@ def find_max_qps(
         else:
             failed = min(failed, qps)
         stopped = ""
-        if passed >= highest:
+        if not tried[-1].is_passed and tried[-1].ran_alone:
+            stopped = (
+                f"at {qps_text(qps)}/s requests ran one at a time, and too few kept the SLO even so"
+            )
+        elif passed >= highest:
             stopped = f"{qps_text(highest)} requests/s, the highest allowed, passed"
         elif len(tried) >= MAX_RATES:
             stopped = f"{MAX_RATES} rates were tried"
@@ -192,4 +197,6 @@ def _judge(qps: float, runs: list[RunSummary], slo: Slo, target: float) -> Tried
     share, combined = _share(runs), combine(runs, slo)
     if any(run.verdict.is_rising for run in runs):
         return Tried(qps, share, False, True, combined, "not a steady state")
-    return Tried(qps, share, share.value >= target, _is_clear(runs, target), combined)
+    ran_alone = all(run.rates["peak_concurrency"] <= 1 for run in runs)
+    is_passed, is_clear = share.value >= target, _is_clear(runs, target)
+    return Tried(qps, share, is_passed, is_clear, combined, ran_alone=ran_alone)

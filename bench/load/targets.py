@@ -245,7 +245,9 @@ class ServerTarget:
         document = await self._get("/v1/models")
         if (error := document.error) is not None:
             if error.status == 404:
-                message = f"{self.name}/v1/models is not there; name the model to do without it"
+                message = (
+                    f"{self.name}/v1/models is not there; --server-model names the model without it"
+                )
                 raise CallError(404, error.code, message) from error
             raise error
         try:

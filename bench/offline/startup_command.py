@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -98,7 +99,7 @@ def _phases(starts: list[Start]) -> list[str]:
     ]
     if len({len(lines) for lines in said}) != 1:
         return []
-    texts = [line.partition(":")[2].strip()[:40] or line[:40] for _, line in said[0]]
+    texts = [_short(line.partition(":")[2].strip() or line) for _, line in said[0]]
     times = [[at_s for at_s, _ in lines] for lines in said]
     gaps = [[later - earlier for earlier, later in pairwise([0.0, *row])] for row in times]
     medians = [statistics.median(column) for column in zip(*gaps, strict=True)]
@@ -107,3 +108,8 @@ def _phases(starts: list[Start]) -> list[str]:
     )
     phases = [f'{seconds:.2f} to "{text}"' for seconds, text in zip(medians, texts, strict=True)]
     return [*phases, f"{last:.2f} to ready"]
+
+
+def _short(text: str) -> str:
+    """Whole words."""
+    return textwrap.shorten(text, 48, placeholder=" ...")

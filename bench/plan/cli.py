@@ -12,6 +12,7 @@ from serve.config import DEFAULT_MODEL
 from serve.errors import ConfigError
 
 _WANTED = "What is wanted"
+NOT_SERVED = 3  # exit code
 
 
 def _counts(name: str, text: str | None) -> list[int] | None:
@@ -92,7 +93,9 @@ def plan(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write it all here.")] = None,
     png_file: Annotated[Path | None, typer.Option("--png", help="Draw it here.")] = None,
 ) -> None:
-    """What MODEL can do on machines, and which to buy: from sizes and peaks."""
+    """What MODEL can do on machines, and which to buy: from sizes and peaks.
+
+    Exit code 3: no machine serves what is wanted."""
     set_up_logging("warning")
     with reported():
         if show_list:
@@ -105,7 +108,7 @@ def plan(
             return
         from bench.plan import run
 
-        run.run(
+        result = run.run(
             model,
             hardware=hardware,
             machines=machine or (),
@@ -124,6 +127,8 @@ def plan(
             json_file=json_file,
             png_file=png_file,
         )
+        if not run.is_served(result):
+            raise typer.Exit(NOT_SERVED)
 
 
 def _show_known(hardware: Path | None) -> None:

@@ -5,13 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from bench.load.plots import (
+    BLUE,
+    GREEN,
+    MUTED,
+    ORANGE,
+    PURPLE,
+    SKY,
+    WIDTH_IN,
+    plain_log,
+    styled,
+    vertical,
+)
 from bench.plan.capacity import max_sequences
 from bench.plan.cost import MachineCost
 from bench.plan.serving import MAX_BATCH, Load, Slo, serve
 from serve.errors import ConfigError
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 MAX_CURVES = 10
+COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY)  # a second time with crosses
 
 
 def require_matplotlib() -> None:
@@ -53,25 +70,34 @@ def plot(
     be written."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    axes = figure.add_subplot()
-    for cost in costs[:MAX_CURVES]:
-        points = curve(cost, load)
-        if points:
-            x, y = [1e3 * point[0] for point in points], [point[1] for point in points]
-            axes.plot(x, y, marker=".", label=cost.machine.name)
-    if bound is not None and (points := curve(bound, load)):
-        x, y = [1e3 * point[0] for point in points], [point[1] for point in points]
-        axes.plot(x, y, linestyle="--", color="grey", label="bound")
-    if slo.tpot_s < inf:
-        axes.axvline(1e3 * slo.tpot_s, color="black", linestyle=":", label="SLO")
-    axes.set(xscale="log", yscale="log", xlabel="ms between tokens", ylabel="tokens/s")
-    axes.set_title(
+    title = (
         f"{costs[0].shape.name} {costs[0].precision.weights}, {load.prompt} + {load.output} tokens"
     )
-    axes.grid(visible=True, which="both", alpha=0.2)
-    axes.legend()
-    try:
-        figure.savefig(file, dpi=120, format="png")
-    except OSError as error:
-        raise ConfigError(f"png {file}: {error.strerror or error}") from error
+    with styled():
+        figure = Figure(figsize=(WIDTH_IN, 6), layout="constrained", facecolor="white")
+        axes = figure.add_subplot()
+        _draw_curves(axes, costs, bound, load)
+        if slo.tpot_s < inf:
+            vertical(axes, 1e3 * slo.tpot_s, f"SLO {1e3 * slo.tpot_s:g} ms")
+        axes.set(xscale="log", yscale="log", xlabel="ms between tokens", ylabel="tokens/s")
+        axes.set_title(title)
+        for axis in (axes.xaxis, axes.yaxis):
+            plain_log(axis, most=2000)
+        figure.legend(loc="outside right upper")
+        try:
+            figure.savefig(file, dpi=120, format="png")
+        except OSError as error:
+            raise ConfigError(f"png {file}: {error.strerror or error}") from error
+
+
+def _draw_curves(
+    axes: Axes, costs: Sequence[MachineCost], bound: MachineCost | None, load: Load
+) -> None:
+    for number, cost in enumerate(costs[:MAX_CURVES]):
+        if points := curve(cost, load):
+            x, y = [1e3 * point[0] for point in points], [point[1] for point in points]
+            colour, marker = COLOURS[number % len(COLOURS)], ".x"[number // len(COLOURS)]
+            axes.plot(x, y, color=colour, marker=marker, label=cost.machine.name)
+    if bound is not None and (points := curve(bound, load)):
+        x, y = [1e3 * point[0] for point in points], [point[1] for point in points]
+        axes.plot(x, y, linestyle="--", color=MUTED, label="bound")

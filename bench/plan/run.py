@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,8 @@ def run(
     None: PROMPT and OUTPUT, or what the context has room for.
     batches, contexts: of the table of one machine. ttft_s, tpot_ms: to be kept; usd_per_h,
     usd_per_m (a million tokens of answers): not to be exceeded. disaggregated: (a, b), too.
-    top: rows of the comparison. ConfigError names what cannot be.
+    top: rows of the comparison. Without a machine that serves there is no picture. ConfigError
+    names what cannot be.
     """
     shape = load_shape(model)
     precision = find_precision(dtype, kv_dtype, shape)
@@ -78,6 +79,8 @@ def run(
         require_matplotlib()
     devices = load_devices(hardware)
     chosen = [find_machine(name, devices) for name in machines]
+    for name, machine in zip(machines, chosen, strict=True):
+        require_divisible(name, machine, shape)
     console = Console()
     console.width = max(console.width, 120)
     result: dict[str, Any] = {
@@ -99,13 +102,20 @@ def run(
         splits = rank_splits(shape, precision, kinds, load, slo, budget)
         print_splits(splits, top, console)
         result["disaggregated"] = [split.as_json() for split in splits]
-    if png_file is not None:
-        drawn = [choice.machine for choice in choices if choice.serving is not None][:top]
-        costs = [_costs(shape, precision, machine)[0] for machine in drawn or listed[:1]]
+    drawn = [choice.machine for choice in choices if choice.serving is not None][:top]
+    if png_file is not None and drawn:
+        costs = [_costs(shape, precision, machine)[0] for machine in drawn]
         plot(costs, bound if len(chosen) == 1 else None, load, slo, png_file)
     if json_file is not None:
         _write(json_file, result)
     return result
+
+
+def is_served(result: Mapping[str, Any]) -> bool:
+    """Whether run found a machine, or a pair of devices, for what is wanted."""
+    return bool(result.get("disaggregated")) or any(
+        choice["serving"] is not None for choice in result["machines"]
+    )
 
 
 def find_precision(dtype: str, kv_dtype: str, shape: Shape) -> Precision:
@@ -177,6 +187,14 @@ def find_machine(name: str, devices: dict[str, Device]) -> Machine:
     if count < 1 or (count > 1 and devices[kind].peers is None):
         raise ConfigError(f"machine {name!r}: {kind} has no peers in the table of hardware")
     return Machine(devices[kind], count)
+
+
+def require_divisible(name: str, machine: Machine, shape: Shape) -> None:
+    """ConfigError names the machine whose devices cannot share the model's heads."""
+    try:
+        shape.require_divisible(machine.num_devices)
+    except ConfigError as error:
+        raise ConfigError(f"machine {name!r}: {error}") from None
 
 
 def _costs(shape: Shape, precision: Precision, machine: Machine) -> tuple[MachineCost, MachineCost]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.plan.capacity import max_sequences, max_tokens
 from bench.plan.cost import Machine, MachineCost
-from bench.plan.disaggregated import Figures, Split
+from bench.plan.disaggregated import Figures, Split, layer_traffic_bytes
 from bench.plan.efficiency import Efficiency, expected
 from bench.plan.hardware import Device
 from bench.plan.serving import MAX_BATCH, Load, Serving, Slo, best
@@ -69,6 +69,7 @@ class Choice:
 def choose(shape: Shape, precision: Precision, machine: Machine, load: Load, slo: Slo) -> Choice:
     """What a machine does at best, as our kernels are expected to."""
     try:
+        shape.require_divisible(machine.num_devices)
         cost = MachineCost(shape, precision, machine, _efficiency(machine.device, precision))
     except ConfigError as error:
         return Choice(machine, None, str(error), 0, 0)
@@ -132,8 +133,9 @@ def _order(choice: Choice) -> tuple[bool, bool, float]:
 
 @dataclass(frozen=True, slots=True)
 class SplitChoice:
-    """a compute devices and b memory devices. network_bytes_per_s: what all links have; figures
-    say what is asked of them."""
+    """a compute devices and b memory devices. network_bytes_per_s: what all links have;
+    used_bytes_per_s: what goes over them, at most that: figures are with this network's times.
+    figures.asked_bytes_per_s is what one batch needs to be only a fifth slower."""
 
     compute: Device
     memory: Device
@@ -141,6 +143,7 @@ class SplitChoice:
     b: int
     figures: Figures
     network_bytes_per_s: float
+    used_bytes_per_s: float
 
     @property
     def name(self) -> str:
@@ -150,6 +153,7 @@ class SplitChoice:
         return self.figures.as_json() | {
             "name": self.name,
             "network_bytes_per_s": self.network_bytes_per_s,
+            "used_bytes_per_s": self.used_bytes_per_s,
         }
 
 
@@ -191,14 +195,18 @@ def _best_split(
     found = []
     for a in range(1, MAX_COMPUTE + 1):
         for b in range(1, MAX_MEMORY + 1):
-            figures = split.figures(context, a, b, tpot_s=slo.tpot_s, max_batch=MAX_BATCH)
+            try:
+                figures = split.figures(context, a, b, tpot_s=slo.tpot_s, max_batch=MAX_BATCH)
+            except ConfigError:  # not in this precision
+                return None
             if figures is not None and _affordable(figures, budget):
                 found.append((_worth(figures, a + b), a, b, figures))
     if not found:
         return None
     _, a, b, figures = max(found, key=lambda item: item[0])
     links = min(a, b) * min(compute.network.bytes_per_s, memory.network.bytes_per_s)
-    return SplitChoice(compute, memory, a, b, figures, links)
+    used = figures.tokens_per_s * shape.num_layers * layer_traffic_bytes(shape)
+    return SplitChoice(compute, memory, a, b, figures, links, used)
 
 
 def _worth(figures: Figures, num_devices: int) -> tuple[bool, float]:

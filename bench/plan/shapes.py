@@ -88,8 +88,21 @@ class Shape:
         return len(self.windows)
 
     @property
+    def num_heads(self) -> int:
+        return self.q_width // self.head_dim
+
+    @property
     def num_kv_heads(self) -> int:
         return self.kv_width // self.head_dim
+
+    def require_divisible(self, num_devices: int) -> None:
+        """Tensor parallel, by heads; where devices are some times as many as heads of K/V, each of
+        these is on several. ConfigError."""
+        heads, kv = self.num_heads, self.num_kv_heads
+        if heads % num_devices or (kv % num_devices and num_devices % kv):
+            raise ConfigError(
+                f"{heads} heads, {kv} of K/V, are not divisible between {num_devices} devices"
+            )
 
     @property
     def num_parameters(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import floor, log10
 from typing import Any
 
 from rich.console import Console
@@ -67,7 +68,10 @@ class Details:
 def details(
     cost: MachineCost, bound: MachineCost, batches: Sequence[int], contexts: Sequence[int]
 ) -> Details:
-    """cost, bound: of the same machine, as expected and at best."""
+    """cost, bound: of the same machine, as expected and at best. No speeds where the weights do
+    not fit."""
+    if kv_bytes(cost) <= 0:
+        return Details(cost, [], [])
     rows = MAX_ROWS[cost.machine.device.kind]
     cells = []
     for batch in batches:
@@ -103,14 +107,17 @@ def print_details(found: Details, load: Load, console: Console) -> None:
     )
     if room <= 0:
         console.print("[red]the weights do not fit[/red]")
-    else:
-        console.print(
-            f"K/V: {_gb(room)}, {max_tokens(cost):,} tokens or "
-            f"{max_sequences(cost, load.context):,} sequences of {load.prompt} + {load.output}",
-            highlight=False,
-        )
+        return
+    console.print(
+        f"K/V: {_gb(room)}, {max_tokens(cost):,} tokens or "
+        f"{max_sequences(cost, load.context):,} sequences of {load.prompt} + {load.output}",
+        highlight=False,
+    )
     console.print(_decode_table(found))
-    table = Table("prompt", "expected", "bound", "tokens/s", title="A prompt alone: first token")
+    table = Table(
+        *("tokens", "expected, ms", "bound, ms", "tokens/s"),
+        title="A prompt alone: time to the first token",
+    )
     for tokens, seconds, bound_s in found.prompts:
         table.add_row(f"{tokens:,}", _ms(seconds), _ms(bound_s), f"{tokens / seconds:,.0f}")
     console.print(table)
@@ -151,14 +158,14 @@ def print_ranking(choices: Sequence[Choice], load: Load, top: int, console: Cons
         assert serving is not None
         table.add_row(
             choice.machine.name,
-            _dollars(choice.machine.dollars_per_h),
+            dollars(choice.machine.dollars_per_h),
             f"{serving.batch:,}",
             f"{serving.tokens_per_s:,.0f}",
             f"{serving.requests_per_s:,.2f}",
             _ms(serving.step_s),
             _ms(serving.longest_s),
             f"{serving.ttft_s:.2f} s",
-            _dollars(choice.dollars_per_m),
+            dollars(choice.dollars_per_m),
             serving.binds,
             serving.limit,
         )
@@ -174,23 +181,25 @@ def print_ranking(choices: Sequence[Choice], load: Load, top: int, console: Cons
 def print_splits(choices: Sequence[SplitChoice], top: int, console: Console) -> None:
     table = Table(
         *("compute, memory", "USD/h", "at once", "in flight", "tokens/s", "ms/token", "USD/M"),
-        *("GB/s asked", "GB/s there"),
+        *("GB/s used", "there", "asked"),
         title="Attention on memory devices, decoding alone: the best (a, b) of each pair",
-        caption="asked: of all links together, so that one batch is a fifth slower",
+        caption="GB/s: of all links together; all times are with those there. asked: with which "
+        "one batch would be just a fifth slower",
     )
     for choice in choices[:top]:
         figures = choice.figures
         per_dollar = figures.tokens_per_dollar
         table.add_row(
             choice.name,
-            _dollars(figures.dollars_per_h),
+            dollars(figures.dollars_per_h),
             f"{figures.batch:,.0f}",
             str(figures.in_flight),
             f"{figures.tokens_per_s:,.0f}",
             _ms(figures.step_s),
-            _dollars(None if per_dollar is None else 1e6 / per_dollar),
-            f"{(figures.asked_bytes_per_s or 0.0) / 1e9:,.0f}",
+            dollars(None if per_dollar is None else 1e6 / per_dollar),
+            f"{choice.used_bytes_per_s / 1e9:,.0f}",
             f"{choice.network_bytes_per_s / 1e9:,.0f}",
+            f"{(figures.asked_bytes_per_s or 0.0) / 1e9:,.0f}",
         )
     console.print(table if choices else "[red]no pair of devices serves this[/red]")
 
@@ -203,5 +212,10 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.3g}" if seconds < 1 else f"{1e3 * seconds:,.0f}"
 
 
-def _dollars(amount: float | None) -> str:
-    return NONE if amount is None else f"{amount:,.2f}"
+def dollars(amount: float | None) -> str:
+    """In cents, or below ten of them two digits that say something."""
+    if amount is None:
+        return NONE
+    if amount >= 0.1 or amount <= 0:
+        return f"{amount:,.2f}"
+    return f"{amount:.{1 - floor(log10(amount))}f}"

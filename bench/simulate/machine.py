@@ -12,7 +12,7 @@ from bench.plan.capacity import kv_bytes
 from bench.plan.cost import MachineCost, StepCost
 from bench.plan.efficiency import expected
 from bench.plan.hardware import load_devices
-from bench.plan.run import find_machine, find_precision
+from bench.plan.run import find_machine, find_precision, require_divisible
 from bench.plan.shapes import Precision, Shape, load_shape
 from bench.simulate.settings import SimulationSettings
 from memory.layer_groups import LayerGroup
@@ -52,6 +52,7 @@ def simulated_machine(
         cost, kind, room = FittedCost.load(Path(name)), "cpu", None
     else:
         device = find_machine(name, load_devices())
+        require_divisible(name, device, shape)
         kind = device.device.kind
         cost = made = MachineCost(shape, precision, device, expected(kind, precision))
         room = int(kv_bytes(made))
