@@ -74,7 +74,7 @@ class StepWork:
             self.num_decodes += 1
             self.num_context += context
         else:
-            self.num_pairs += rows * (context + rows // 2)
+            self.num_pairs += rows * context + rows * rows // 2
             self.num_chunks += 1
 
     def remove(self, rows: int, context: int) -> None:
@@ -84,7 +84,7 @@ class StepWork:
             self.num_decodes -= 1
             self.num_context -= context
         else:
-            self.num_pairs -= rows * (context + rows // 2)
+            self.num_pairs -= rows * context + rows * rows // 2
             self.num_chunks -= 1
 
     def decode_features(self) -> tuple[float, ...]:
