@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
+from bench.cli_options import whole_numbers
 from serve import cli_options as opt
 from serve.cli_reporting import reported, set_up_logging
-from serve.errors import ConfigError, MergestepError
+from serve.errors import MergestepError
 
 measurements = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
@@ -28,15 +29,6 @@ Dataset = Annotated[str | None, typer.Option(help="As `serve bench` has them (do
 InputLen = Annotated[int | None, typer.Option(help="Random prompts of exactly that length.")]
 OutputLen = Annotated[int | None, typer.Option(help="And answers of that one.")]
 Seed = Annotated[int, typer.Option(help="Of what is asked.")]
-
-
-def _numbers(name: str, text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as exc:
-        raise ConfigError(f"{name} must be whole numbers with commas, not {text!r}") from exc
 
 
 @measurements.command()
@@ -94,10 +86,10 @@ def latency(
     with reported():
         measure(
             model,
-            batches=_numbers("batch", batch),
+            batches=whole_numbers("batch", batch),
             context=context,
             steps=steps,
-            prefills=_numbers("prefill", prefill),
+            prefills=whole_numbers("prefill", prefill),
             rounds=rounds,
             peers=peer or (),
             dtype=dtype,

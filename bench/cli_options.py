@@ -7,6 +7,19 @@ from typing import Annotated
 
 import typer
 
+from serve.errors import ConfigError
+
+
+def whole_numbers(name: str, text: str | None) -> list[int] | None:
+    """ "1,8,64"; None stays None. name: of the option, for the error."""
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as exc:
+        raise ConfigError(f"{name} must be whole numbers with commas, not {text!r}") from exc
+
+
 _LOAD, _SENT, _TARGET = "The load", "What is sent", "What is measured"
 _JUDGED, _FILES = "How it is judged", "Files"
 

@@ -7,21 +7,12 @@ from typing import Annotated
 
 import typer
 
+from bench.cli_options import whole_numbers
 from serve.cli_reporting import reported, set_up_logging
 from serve.config import DEFAULT_MODEL
-from serve.errors import ConfigError
 
 _WANTED = "What is wanted"
 NOT_SERVED = 3  # exit code
-
-
-def _counts(name: str, text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as exc:
-        raise ConfigError(f"{name} must be whole numbers with commas, not {text!r}") from exc
 
 
 def plan(
@@ -116,8 +107,8 @@ def plan(
             kv_dtype=kv_dtype,
             prompt=prompt,
             output=output,
-            batches=_counts("batch", batch) or run.BATCHES,
-            contexts=_counts("context", context),
+            batches=whole_numbers("batch", batch) or run.BATCHES,
+            contexts=whole_numbers("context", context),
             ttft_s=None if ttft is None else ttft / 1e3,
             tpot_ms=tpot,
             usd_per_h=usd_per_h,
