@@ -25,13 +25,13 @@ from tests.raw_engine import NODE_BYTES
 TRITON_FILES = ("test_ops_triton", "test_ops_cuda", "test_serve_cuda", "test_bench_gpu")
 
 
-@pytest.hookimpl(tryfirst=True)
 @pytest.fixture(autouse=True)
 def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables are printed whole, however narrow the terminal that the tests were started in."""
     monkeypatch.setenv("COLUMNS", "150")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the tests of the CUDA back end, whose files' names say it. Those that compile share
     what is compiled for a whole file. Where there is a GPU the engine's tests run on it."""
