@@ -42,6 +42,9 @@ def check_request(
     vocab_size = limits.vocab_size
     if not isinstance(token_ids, (list, tuple)) or not token_ids:
         raise RequestError("the prompt is empty", param="prompt", code="invalid_prompt")
+    for name in ("structured", "allowed_token_ids", "bad_words", "prompt_logprobs"):
+        if getattr(params, name) not in (None, ()):
+            raise RequestError(f"{name} is not supported", param=name, code="unsupported_parameter")
     _check_ids("logit_bias", params.logit_bias or {}, vocab_size)
     _check_ids("stop_token_ids", params.stop_ids, vocab_size)
     room = limits.max_model_len - len(token_ids)

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import NamedTuple, TypedDict
 
 from serve.errors import RequestError
+from serve.structured_output import StructuredOutput
 
 MAX_N = 128
 MAX_STOP_STRINGS = 16
@@ -63,7 +64,8 @@ class SamplingParams:
     seed: with the same seed and prompt the same tokens come out in any batch; None draws one.
     logit_bias: token id -> value added to its logit. cache_salt: prefixes are shared only
     between requests with the same salt. priority: a lower one goes first, where the engine's
-    order is "priority".
+    order is "priority". structured: what the text must look like. allowed_token_ids: no others
+    come. bad_words: texts that do not come. prompt_logprobs: as logprobs, of the prompt's tokens.
     """
 
     n: int = 1
@@ -86,6 +88,10 @@ class SamplingParams:
     skip_special_tokens: bool = True
     cache_salt: str | None = None
     priority: int = 0
+    structured: StructuredOutput | None = None
+    allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    bad_words: tuple[str, ...] | list[str] = ()
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         stop = self.stop

@@ -1,0 +1,99 @@
+"""What every endpoint shares: the engine, the server's state, one call's identity, the routes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from serve.http.errors import (
+    ApiError,
+    draining,
+    engine_failed,
+    error_response,
+    not_ready,
+    quoted,
+)
+from serve.http.settings import HttpSettings
+
+if TYPE_CHECKING:
+    from serve.engine import Engine
+
+
+class ServerState(Enum):
+    """What the server can answer: everything only when READY."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+@dataclass(slots=True)
+class Call:
+    """One HTTP request on its way. argument: what stands for `{...}` in the route's path."""
+
+    request: web.BaseRequest
+    request_id: str
+    argument: str = ""
+
+
+Handler = Callable[[Call], Awaitable[web.StreamResponse]]
+ErrorShape = Callable[[ApiError, str], web.Response]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """path: as it is on the wire; it may end in `{...}`, which stands for the rest of it.
+
+    handlers: by method. is_public: answered without a key. error_shape: (error, request id) ->
+    the answer, in the words of the API that the route belongs to.
+    """
+
+    path: str
+    handlers: Mapping[str, Handler]
+    is_public: bool = False
+    error_shape: ErrorShape = error_response
+
+
+@dataclass(slots=True)
+class ApiContext:
+    """num_running: calls that generate now."""
+
+    engine: Engine
+    settings: HttpSettings
+    state: ServerState = ServerState.LOADING
+    num_running: int = 0
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def check_ready(self) -> None:
+        """ApiError 503 unless requests can be answered."""
+        if self.state is ServerState.LOADING:
+            raise not_ready()
+        if self.state is ServerState.DRAINING:
+            raise draining()
+        if not self.engine.is_ready:
+            raise engine_failed()
+
+    def check_model(self, name: str) -> None:
+        """ApiError 404 for any other name than the served one."""
+        if name != self.engine.model_name:
+            raise ApiError(
+                404,
+                f"the model {quoted(name)} does not exist",
+                param="model",
+                code="model_not_found",
+            )
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """A stop waits for what happens inside."""
+        self.num_running += 1
+        try:
+            yield
+        finally:
+            self.num_running -= 1

@@ -1,0 +1,12 @@
+"""The endpoints, a file each: a function from the context to its routes."""
+
+from __future__ import annotations
+
+from serve.http.context import ApiContext, Route
+from serve.http.endpoints import chat, completions, health, models
+
+ENDPOINTS = (health.routes, models.routes, completions.routes, chat.routes)
+
+
+def all_routes(context: ApiContext) -> list[Route]:
+    return [route for routes in ENDPOINTS for route in routes(context)]

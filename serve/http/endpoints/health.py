@@ -1,0 +1,33 @@
+"""/health, /ready and /metrics."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from serve.http import metrics
+from serve.http.context import ApiContext, Call, Route
+from serve.http.errors import common_headers, json_response, no_memory
+
+
+def routes(context: ApiContext) -> list[Route]:
+    async def health(call: Call) -> web.Response:
+        return json_response({"status": "ok"}, call.request_id)
+
+    async def ready(call: Call) -> web.Response:
+        context.check_ready()
+        if not context.engine.has_memory:
+            raise no_memory("memory nodes are lost, and no other memory is there")
+        return json_response({"status": "ready"}, call.request_id)
+
+    async def figures(call: Call) -> web.Response:
+        context.check_ready()
+        return web.Response(
+            body=metrics.exposition(context.engine),
+            headers={"Content-Type": metrics.CONTENT_TYPE, **common_headers(call.request_id)},
+        )
+
+    return [
+        Route("/health", {"GET": health}, is_public=True),
+        Route("/ready", {"GET": ready}, is_public=True),
+        Route("/metrics", {"GET": figures}),
+    ]

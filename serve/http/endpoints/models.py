@@ -1,0 +1,28 @@
+"""/v1/models: the one model that is served."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from serve.http import shapes
+from serve.http.context import ApiContext, Call, Route
+from serve.http.errors import json_response
+
+
+def routes(context: ApiContext) -> list[Route]:
+    def model_object() -> dict[str, object]:
+        engine = context.engine
+        return shapes.model_object(
+            engine.model_name, context.created, engine.max_model_len, engine.spec.vocab_size
+        )
+
+    async def listing(call: Call) -> web.Response:
+        context.check_ready()
+        return json_response({"object": "list", "data": [model_object()]}, call.request_id)
+
+    async def one(call: Call) -> web.Response:
+        context.check_ready()
+        context.check_model(call.argument)
+        return json_response(model_object(), call.request_id)
+
+    return [Route("/v1/models", {"GET": listing}), Route("/v1/models/{id}", {"GET": one})]
