@@ -99,6 +99,7 @@ def _load(
         config.max_num_waiting,
         config.max_num_seqs,
         config.ttft_slo,
+        spec.embed_size,
     )
     core = parts.core(
         runner=runner,

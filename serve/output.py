@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from serve.detokenizer import DetokenizerFactory, StopStrings
+from serve.prompt_outputs import PromptOutputs
 from serve.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from serve.sequence import Sequence
 
@@ -68,6 +69,7 @@ class OutputState:
         "_include_stop",
         "_min_output",
         "_num_output",
+        "_prompt_rows",
         "_push_token",
         "_stops",
         "_wants_logprobs",
@@ -84,7 +86,9 @@ class OutputState:
         detokenizers: DetokenizerFactory,
         sink: Sink,
         times: RequestTimes,
+        prompt_rows: PromptOutputs | None = None,
     ) -> None:
+        """prompt_rows: what the first delta is to bring, if it is complete by then."""
         params = request.params
         self._detokenizer = detokenizers.make(skip_special_tokens=params.skip_special_tokens)
         self._push_token = self._detokenizer.push
@@ -97,7 +101,8 @@ class OutputState:
         self.index = index
         self.is_done = False
         self.sink = sink
-        self._emit = sink.push
+        self._prompt_rows = prompt_rows
+        self._emit = sink.push if prompt_rows is None else self._emit_first
         self.times = times
 
     def push(self, token: int, logprobs: TokenLogprobs | None) -> bool:
@@ -109,10 +114,15 @@ class OutputState:
             if found is not None:
                 self.is_done = True
                 delta = TokenDelta(self.index, text, [token], kept, FinishReason.STOP, found)
-                self.sink.push(delta)
+                self._emit(delta)
                 return True
         self._emit(TokenDelta(self.index, text, [token], kept))
         return False
+
+    def _emit_first(self, delta: TokenDelta) -> None:
+        rows, self._prompt_rows = self._prompt_rows, None
+        self._emit = self.sink.push
+        self._emit(rows.add_to(delta) if rows is not None and rows.is_complete else delta)
 
     def _is_past_minimum(self) -> bool:
         self._num_output += 1
@@ -144,7 +154,7 @@ class OutputState:
         kept = [logprobs] if logprobs is not None and self._wants_logprobs else None
         if found is not None:
             reason = FinishReason.STOP
-        self.sink.push(
+        self._emit(
             TokenDelta(self.index, text, token_ids, kept, reason, found or stop_reason, error)
         )
 
@@ -193,7 +203,8 @@ class OutputProcessor:
             if state.is_done:
                 continue
             i = last.get(id(sequence))
-            if i is not None and state.times.first_token_s is None:
+            is_first = i is not None or sequence.is_prompt_only
+            if is_first and state.times.first_token_s is None:
                 self._note_first(sequence, state.times, record.now_s)
             self._note_end(sequence, state.times, record.now_s)
             stop_token = sequence.stop_token

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import NamedTuple, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from serve.errors import RequestError
 from serve.structured_output import StructuredOutput
+
+if TYPE_CHECKING:
+    from serve.prompt_outputs import PoolingParams, Vector
 
 MAX_N = 128
 MAX_STOP_STRINGS = 16
@@ -65,7 +68,8 @@ class SamplingParams:
     logit_bias: token id -> value added to its logit. cache_salt: prefixes are shared only
     between requests with the same salt. priority: a lower one goes first, where the engine's
     order is "priority". structured: what the text must look like. allowed_token_ids: no others
-    come. bad_words: texts that do not come. prompt_logprobs: as logprobs, of the prompt's tokens.
+    come. bad_words: texts that do not come. prompt_logprobs: as logprobs, of the prompt's tokens
+    but the first one, which nothing says; with it max_tokens 0 computes the prompt.
     """
 
     n: int = 1
@@ -100,10 +104,10 @@ class SamplingParams:
         object.__setattr__(
             self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids or ())
         )
-        _check_int("n", self.n, 1, MAX_N)
+        check_int("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 0, SEED_LIMIT)
-        _check_int("min_tokens", self.min_tokens, 0, SEED_LIMIT)
+            check_int("max_tokens", self.max_tokens, 0, SEED_LIMIT)
+        check_int("min_tokens", self.min_tokens, 0, SEED_LIMIT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})",
@@ -111,16 +115,18 @@ class SamplingParams:
             )
         _check_float("temperature", self.temperature, 0.0, 2.0)
         _check_float("top_p", self.top_p, 0.0, 1.0)
-        _check_int("top_k", self.top_k, -1, 1 << 31)
+        check_int("top_k", self.top_k, -1, 1 << 31)
         _check_float("min_p", self.min_p, 0.0, 1.0)
         _check_float("repetition_penalty", self.repetition_penalty, 1e-2, 100.0)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
-            _check_int("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
+            check_int("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
         if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _check_int("priority", self.priority, -PRIORITY_LIMIT, PRIORITY_LIMIT - 1)
+            check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        check_int("priority", self.priority, -PRIORITY_LIMIT, PRIORITY_LIMIT - 1)
         self._check_stops()
         self._check_logit_bias()
         self._check_cache_salt()
@@ -148,7 +154,7 @@ class SamplingParams:
                 code="array_above_max_length",
             )
         for token in self.stop_ids:
-            _check_int("stop_token_ids", token, 0, 1 << 31)
+            check_int("stop_token_ids", token, 0, 1 << 31)
 
     def _check_logit_bias(self) -> None:
         if not self.logit_bias:
@@ -160,7 +166,7 @@ class SamplingParams:
                 code="array_above_max_length",
             )
         for token, value in self.logit_bias.items():
-            _check_int("logit_bias", token, 0, 1 << 31)
+            check_int("logit_bias", token, 0, 1 << 31)
             _check_float("logit_bias", value, -100.0, 100.0)
 
     def _check_cache_salt(self) -> None:
@@ -203,7 +209,7 @@ def _tuple(name: str, values: object) -> tuple[object, ...]:
     return tuple(values)
 
 
-def _check_int(name: str, value: object, low: int, high: int) -> None:
+def check_int(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(
             f"{name} must be an integer, not {type(value).__name__}",
@@ -229,7 +235,8 @@ class Request:
 
     params.max_tokens is resolved (never None) and params.seed is set. arrival_s is the
     engine's monotonic clock when the request was submitted. client: who or which application
-    asks, if it is known; the lengths of answers are predicted per client.
+    asks, if it is known; the lengths of answers are predicted per client. pooling: it asks for
+    an embedding and gets no token.
     """
 
     request_id: str
@@ -238,6 +245,15 @@ class Request:
     params: SamplingParams
     arrival_s: float
     client: str | None = None
+    pooling: PoolingParams | None = None
+
+    @property
+    def reads_prompt(self) -> bool:
+        """All rows of its prompt are looked at: none comes from the prefix cache."""
+        pooling = self.pooling
+        if pooling is not None:
+            return pooling.kind == "mean"
+        return self.params.prompt_logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +276,8 @@ class TokenDelta(NamedTuple):
     index: which of the request's n sequences. text never ends inside a character, and never
     holds the beginning of a possible stop string. The last delta of a sequence carries
     finish_reason; stop_reason is the stop string or stop token id that ended it, if any;
-    error describes finish_reason "error".
+    error describes finish_reason "error". prompt_logprobs (None for the prompt's first token) and
+    embedding: in the first delta of a sequence, where they were asked for.
     """
 
     index: int  # type: ignore[assignment]  # shadows tuple.index, which nobody wants here
@@ -270,6 +287,8 @@ class TokenDelta(NamedTuple):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+    embedding: Vector | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,19 +332,31 @@ class CompletionOutput:
         for item in delta.logprobs or ():
             self.logprobs = [] if self.logprobs is None else self.logprobs
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + item.logprob
-            entry = {item.token_id: Logprob(item.logprob, item.rank, token_text(item.token_id))}
-            for rank, (token, logprob) in enumerate(item.top, start=1):
-                entry.setdefault(token, Logprob(logprob, rank, token_text(token)))
-            self.logprobs.append(entry)
+            self.logprobs.append(_spelled(item, token_text))
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason.value
             self.stop_reason = delta.stop_reason
             self.error = delta.error
 
 
+def spelled_prompt(
+    logprobs: Iterable[TokenLogprobs | None], token_text: Callable[[int], str]
+) -> list[dict[int, Logprob] | None]:
+    """As CompletionOutput.logprobs, for TokenDelta.prompt_logprobs."""
+    return [None if item is None else _spelled(item, token_text) for item in logprobs]
+
+
+def _spelled(item: TokenLogprobs, token_text: Callable[[int], str]) -> dict[int, Logprob]:
+    entry = {item.token_id: Logprob(item.logprob, item.rank, token_text(item.token_id))}
+    for rank, (token, logprob) in enumerate(item.top, start=1):
+        entry.setdefault(token, Logprob(logprob, rank, token_text(token)))
+    return entry
+
+
 @dataclass(slots=True)
 class RequestOutput:
-    """A finished request: the prompt and its n completions."""
+    """A finished request: the prompt and its n completions. prompt_logprobs: per token of the
+    prompt, token id -> Logprob; None for the first one."""
 
     request_id: str
     prompt: str | None
@@ -333,3 +364,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
