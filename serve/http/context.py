@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from serve.http.call_engine import CallEngine
 from serve.http.errors import (
     ApiError,
     draining,
@@ -19,6 +20,7 @@ from serve.http.errors import (
     not_ready,
     quoted,
 )
+from serve.http.keys import ApiKey
 from serve.http.settings import HttpSettings
 
 if TYPE_CHECKING:
@@ -35,11 +37,17 @@ class ServerState(Enum):
 
 @dataclass(slots=True)
 class Call:
-    """One HTTP request on its way. argument: what stands for `{...}` in the route's path."""
+    """One HTTP request on its way.
+
+    engine: whatever is submitted goes through it, since it keeps what the key allows. argument:
+    what stands for `{...}` in the route's path. key: None where none is asked for.
+    """
 
     request: web.BaseRequest
     request_id: str
+    engine: CallEngine
     argument: str = ""
+    key: ApiKey | None = None
 
 
 Handler = Callable[[Call], Awaitable[web.StreamResponse]]

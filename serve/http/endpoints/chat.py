@@ -27,7 +27,7 @@ def routes(context: ApiContext) -> list[Route]:
         context.check_ready()
 
         def submit() -> list[RequestStream]:
-            stream = context.engine.submit_chat(
+            stream = call.engine.submit_chat(
                 asked.messages, asked.params, request_id=call.request_id, client=asked.client
             )
             return [stream]
