@@ -22,12 +22,6 @@ MAX_FILES = 65_536
 def serve(engine: Engine, host: str, port: int, drain_s: float) -> None:
     """Until a signal. ConfigError, ModelLoadError, OSError where the port cannot be had."""
     settings = HttpSettings(host=host, port=port, drain_s=drain_s)
-    if not settings.is_loopback:
-        Console(stderr=True).print(
-            f"[yellow]warning[/yellow]: {host} can be reached by others, and there is no"
-            " authentication yet",
-            soft_wrap=True,
-        )
     server = HttpServer(engine, settings)
     _raise_file_limit()
 
