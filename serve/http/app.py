@@ -69,7 +69,10 @@ class HttpApp:
             # who has no key learns nothing about which paths there are
             key = self._key_of(request, route)
             handler = _handler(route, request)
-            response = await handler(self._call(request, request_id, argument, key))
+            call = self._call(request, request_id, argument, key)
+            response = await handler(call)
+            if not response.prepared:
+                response.headers.update(call.headers)
         except ConnectionError:
             raise
         except Exception as exc:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from serve.errors import ConfigError
 
+UNKNOWN_FIELDS = ("refuse", "warn")
+
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
@@ -27,6 +29,8 @@ class HttpSettings:
     share_prefixes: cached prompts are shared between keys; others may then tell from the time of
         the first token what has been asked.
     allowed_hosts: names in the Host header; empty: on a loopback address its own names, else any.
+    unknown_fields: what becomes of parameters that nobody knows: "refuse" them with 400, or
+        "warn": answer, and name them in a header.
     """
 
     host: str = "127.0.0.1"
@@ -45,6 +49,7 @@ class HttpSettings:
     allow_no_key: bool = False
     share_prefixes: bool = False
     allowed_hosts: tuple[str, ...] = ()
+    unknown_fields: str = "refuse"
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -61,6 +66,10 @@ class HttpSettings:
             )
         if self.max_body_bytes < 1:
             raise ConfigError(f"max_body_bytes must be positive, not {self.max_body_bytes}")
+
+        if self.unknown_fields not in UNKNOWN_FIELDS:
+            names = " or ".join(UNKNOWN_FIELDS)
+            raise ConfigError(f"unknown_fields must be {names}, not {self.unknown_fields!r}")
 
     @property
     def is_loopback(self) -> bool:
