@@ -20,7 +20,6 @@ from serve.request import (
     SamplingParams,
     TokenDelta,
     TokenLogprobs,
-    check_int,
 )
 
 POOLING_KINDS = ("mean", "last")
@@ -56,8 +55,12 @@ class PoolingParams:
             raise RequestError(
                 "normalize must be true or false", param="normalize", code="invalid_type"
             )
-        if self.dimensions is not None:
-            check_int("dimensions", self.dimensions, 1, MAX_DIMENSIONS)
+        if type(self.dimensions) not in (int, type(None)):
+            raise RequestError("dimensions must be an integer", param="dimensions")
+        if self.dimensions is not None and not 1 <= self.dimensions <= MAX_DIMENSIONS:
+            raise RequestError(
+                f"dimensions must be between 1 and {MAX_DIMENSIONS}", param="dimensions"
+            )
         self.sampling()
 
     def sampling(self) -> SamplingParams:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, NotRequired, TypedDict
 
 from serve.errors import RequestError
 from serve.structured_output import StructuredOutput
@@ -32,15 +32,22 @@ _SALT = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 class TokensPrompt(TypedDict):
-    """A prompt that is already token ids."""
+    """A prompt that is already token ids. truncate_prompt_tokens: how many of them are taken at
+    most, off whose "left" (if nothing is said) or "right" end goes what is too much."""
 
     prompt_token_ids: list[int]
+    truncate_prompt_tokens: NotRequired[int]
+    truncation_side: NotRequired[str]
 
 
 class TextPrompt(TypedDict):
-    """A text prompt in the form that vLLM's users know."""
+    """A text prompt in the form that vLLM's users know. add_special_tokens: whether it gets those
+    that the checkpoint puts around a text (BOS)."""
 
     prompt: str
+    add_special_tokens: NotRequired[bool]
+    truncate_prompt_tokens: NotRequired[int]
+    truncation_side: NotRequired[str]
 
 
 Prompt = str | TextPrompt | TokensPrompt | list[int]
@@ -67,9 +74,10 @@ class SamplingParams:
     seed: with the same seed and prompt the same tokens come out in any batch; None draws one.
     logit_bias: token id -> value added to its logit. cache_salt: prefixes are shared only
     between requests with the same salt. priority: a lower one goes first, where the engine's
-    order is "priority". structured: what the text must look like. allowed_token_ids: no others
-    come. bad_words: texts that do not come. prompt_logprobs: as logprobs, of the prompt's tokens
-    but the first one, which nothing says; with it max_tokens 0 computes the prompt.
+    order is "priority". default_max_tokens: a bound where max_tokens is None. structured: what
+    the text must look like. allowed_token_ids: no others come. bad_words: texts that do not come.
+    prompt_logprobs: as logprobs, of the prompt's tokens but the first one, which nothing says;
+    with it max_tokens 0 computes the prompt.
     """
 
     n: int = 1
@@ -92,6 +100,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     cache_salt: str | None = None
     priority: int = 0
+    default_max_tokens: int | None = None
     structured: StructuredOutput | None = None
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
     bad_words: tuple[str, ...] | list[str] = ()
@@ -104,10 +113,12 @@ class SamplingParams:
         object.__setattr__(
             self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids or ())
         )
-        check_int("n", self.n, 1, MAX_N)
+        _check_int("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:
-            check_int("max_tokens", self.max_tokens, 0, SEED_LIMIT)
-        check_int("min_tokens", self.min_tokens, 0, SEED_LIMIT)
+            _check_int("max_tokens", self.max_tokens, 0, SEED_LIMIT)
+        if self.default_max_tokens is not None:
+            _check_int("default_max_tokens", self.default_max_tokens, 1, SEED_LIMIT)
+        _check_int("min_tokens", self.min_tokens, 0, SEED_LIMIT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})",
@@ -115,18 +126,18 @@ class SamplingParams:
             )
         _check_float("temperature", self.temperature, 0.0, 2.0)
         _check_float("top_p", self.top_p, 0.0, 1.0)
-        check_int("top_k", self.top_k, -1, 1 << 31)
+        _check_int("top_k", self.top_k, -1, 1 << 31)
         _check_float("min_p", self.min_p, 0.0, 1.0)
         _check_float("repetition_penalty", self.repetition_penalty, 1e-2, 100.0)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
-            check_int("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
+            _check_int("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
         if self.logprobs is not None:
-            check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
-            check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        check_int("priority", self.priority, -PRIORITY_LIMIT, PRIORITY_LIMIT - 1)
+            _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _check_int("priority", self.priority, -PRIORITY_LIMIT, PRIORITY_LIMIT - 1)
         self._check_stops()
         self._check_logit_bias()
         self._check_cache_salt()
@@ -154,7 +165,7 @@ class SamplingParams:
                 code="array_above_max_length",
             )
         for token in self.stop_ids:
-            check_int("stop_token_ids", token, 0, 1 << 31)
+            _check_int("stop_token_ids", token, 0, 1 << 31)
 
     def _check_logit_bias(self) -> None:
         if not self.logit_bias:
@@ -166,7 +177,7 @@ class SamplingParams:
                 code="array_above_max_length",
             )
         for token, value in self.logit_bias.items():
-            check_int("logit_bias", token, 0, 1 << 31)
+            _check_int("logit_bias", token, 0, 1 << 31)
             _check_float("logit_bias", value, -100.0, 100.0)
 
     def _check_cache_salt(self) -> None:
@@ -209,7 +220,7 @@ def _tuple(name: str, values: object) -> tuple[object, ...]:
     return tuple(values)
 
 
-def check_int(name: str, value: object, low: int, high: int) -> None:
+def _check_int(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(
             f"{name} must be an integer, not {type(value).__name__}",
