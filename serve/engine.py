@@ -15,10 +15,11 @@ from typing import Any, Protocol
 from serve.admission import RequestLimits, check_text
 from serve.chat_template import ChatTemplate, neutralize, split_neutralized
 from serve.config import EngineConfig
+from serve.embedding import EmbeddingOutput, embedding_output
 from serve.errors import EngineStoppedError, RequestError
 from serve.loader import LoadedEngine, load_engine
 from serve.models import ModelSpec
-from serve.prompt_outputs import EmbeddingOutput, PoolingParams, embedding_output
+from serve.prompt_outputs import PoolingParams
 from serve.request import (
     CompletionOutput,
     Prompt,
