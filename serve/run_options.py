@@ -138,6 +138,9 @@ HTTP_OPTIONS: dict[str, Option] = {
     "host": Option(SERVER, "Address to listen on."),
     "port": Option(SERVER, "Port; 0 takes a free one."),
     "drain_s": Option(SERVER, "How long a stop waits for requests.", metavar="SECONDS"),
+    "unknown_fields": Option(
+        SERVER, "Unknown parameters: refuse them, or warn.", choices=("refuse", "warn")
+    ),
     "backlog": Option(SERVER, "Connections that wait to be accepted."),
     "max_body_bytes": Option(LIMITS, "Largest body of a request.", is_size=True),
     "body_timeout_s": Option(LIMITS, "A body must be there by then.", metavar="SECONDS"),
