@@ -65,7 +65,9 @@ class SamplingParams:
     logit_bias: token id -> value added to its logit. cache_salt: prefixes are shared only
     between requests with the same salt. priority: a lower one goes first, where the engine's
     order is "priority". structured: what the text must look like. allowed_token_ids: no others
-    come. bad_words: texts that do not come. prompt_logprobs: as logprobs, of the prompt's tokens.
+    come. bad_words: texts that do not come. shown_special_tokens: are text although
+    skip_special_tokens is set, for who reads a model's markup. prompt_logprobs: as logprobs, of
+    the prompt's tokens.
     """
 
     n: int = 1
@@ -86,6 +88,7 @@ class SamplingParams:
     logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
     skip_special_tokens: bool = True
+    shown_special_tokens: tuple[str, ...] = ()
     cache_salt: str | None = None
     priority: int = 0
     structured: StructuredOutput | None = None

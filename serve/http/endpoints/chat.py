@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
 
 from aiohttp import web
 
 from serve.http import schema
-from serve.http.answer import answer
+from serve.http.answer import event_stream
 from serve.http.body import read_call
+from serve.http.chat_completion import ChatChunks, whole_answer
+from serve.http.chat_run import ChatRequest, ChatRun
 from serve.http.context import ApiContext, Call, Route
-from serve.http.generation import CHAT
-
-if TYPE_CHECKING:
-    from serve.engine import RequestStream
+from serve.http.errors import json_response
+from serve.http.generation import CHAT, AnswerHead
 
 
 def routes(context: ApiContext) -> list[Route]:
@@ -25,13 +25,26 @@ def routes(context: ApiContext) -> list[Route]:
         )
         context.check_model(asked.model)
         context.check_ready()
-
-        def submit() -> list[RequestStream]:
-            stream = context.engine.submit_chat(
-                asked.messages, asked.params, request_id=call.request_id, client=asked.client
-            )
-            return [stream]
-
-        return await answer(context, call, CHAT, submit, asked)
+        return await _answer(context, call, asked)
 
     return [Route("/v1/chat/completions", {"POST": chat})]
+
+
+async def _answer(context: ApiContext, call: Call, asked: schema.ChatCall) -> web.StreamResponse:
+    engine = context.engine
+    head = AnswerHead(
+        kind=CHAT,
+        answer_id=CHAT.id_prefix + call.request_id.removeprefix("req_"),
+        created=int(time.time()),
+        model=engine.model_name,
+        request_id=call.request_id,
+    )
+    chat = ChatRequest(asked.messages, asked.params, client=asked.client)
+    with context.generating(), ChatRun(engine, chat, call.request_id) as run:
+        await run.accepted()
+        tokenizer = engine.tokenizer
+        if not asked.stream:
+            body = await whole_answer(run, head, chat.params.n, tokenizer)
+            return json_response(body, call.request_id)
+        chunks = ChatChunks(run, head, tokenizer, include_usage=asked.include_usage)
+        return await chunks.send(event_stream(context, call))
