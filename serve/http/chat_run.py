@@ -6,17 +6,15 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from serve.chat_parser import AnswerParser, Part, Reasoning, Text
 from serve.chat_parser.calls import ToolCallParser
 from serve.chat_parser.reasoning import ReasoningParser
 from serve.errors import RequestError
+from serve.http.call_engine import CallEngine
 from serve.http.generation import Generation
 from serve.request import FinishReason, SamplingParams, TokenDelta
-
-if TYPE_CHECKING:
-    from serve.engine import Engine
 
 _TAIL_TOKENS = 16  # of a prompt, to see whether it ends inside the reasoning
 
@@ -54,7 +52,7 @@ class ChatRun:
     """The engine's work on one ChatRequest. Use it in a `with` block: leaving it aborts whatever
     still runs. reasoning_tokens: of all choices up to now."""
 
-    def __init__(self, engine: Engine, asked: ChatRequest, request_id: str) -> None:
+    def __init__(self, engine: CallEngine, asked: ChatRequest, request_id: str) -> None:
         """Submits it. OverloadedError, EngineStoppedError; RequestError for tools or a template
         that the model cannot do."""
         self._engine = engine

@@ -8,9 +8,8 @@ from aiohttp import web
 
 from serve.http import schema
 from serve.http.answer import event_stream
-from serve.http.body import read_call
 from serve.http.chat_completion import ChatChunks, whole_answer
-from serve.http.chat_run import ChatRequest, ChatRun
+from serve.http.chat_run import ChatRun
 from serve.http.context import ApiContext, Call, Route
 from serve.http.errors import json_response
 from serve.http.generation import CHAT, AnswerHead
@@ -20,8 +19,8 @@ def routes(context: ApiContext) -> list[Route]:
     async def chat(call: Call) -> web.StreamResponse:
         context.check_ready()
         defaults = context.engine.generation_defaults
-        asked = await read_call(
-            call.request, context.settings, lambda body: schema.parse_chat(body, defaults)
+        asked = await context.read(
+            call, lambda body, unknown: schema.parse_chat(body, defaults, unknown)
         )
         context.check_model(asked.model)
         context.check_ready()
@@ -39,12 +38,11 @@ async def _answer(context: ApiContext, call: Call, asked: schema.ChatCall) -> we
         model=engine.model_name,
         request_id=call.request_id,
     )
-    chat = ChatRequest(asked.messages, asked.params, client=asked.client)
-    with context.generating(), ChatRun(engine, chat, call.request_id) as run:
+    with context.generating(), ChatRun(call.engine, asked.chat, call.request_id) as run:
         await run.accepted()
         tokenizer = engine.tokenizer
         if not asked.stream:
-            body = await whole_answer(run, head, chat.params.n, tokenizer)
+            body = await whole_answer(run, head, asked.params.n, tokenizer)
             return json_response(body, call.request_id)
         chunks = ChatChunks(run, head, tokenizer, include_usage=asked.include_usage)
         return await chunks.send(event_stream(context, call))

@@ -8,7 +8,6 @@ from aiohttp import web
 
 from serve.http import schema
 from serve.http.answer import answer
-from serve.http.body import read_call
 from serve.http.context import ApiContext, Call, Route
 from serve.http.generation import COMPLETION
 
@@ -20,28 +19,24 @@ def routes(context: ApiContext) -> list[Route]:
     async def completions(call: Call) -> web.StreamResponse:
         context.check_ready()
         defaults = context.engine.generation_defaults
-        asked = await read_call(
-            call.request, context.settings, lambda body: schema.parse_completion(body, defaults)
+        asked = await context.read(
+            call, lambda body, unknown: schema.parse_completion(body, defaults, unknown)
         )
         context.check_model(asked.model)
         context.check_ready()
-        return await answer(
-            context, call, COMPLETION, lambda: _submit(context, asked, call.request_id), asked
-        )
+        return await answer(context, call, COMPLETION, lambda: _submit(call, asked), asked)
 
     return [Route("/v1/completions", {"POST": completions})]
 
 
-def _submit(
-    context: ApiContext, asked: schema.CompletionCall, request_id: str
-) -> list[RequestStream]:
+def _submit(call: Call, asked: schema.CompletionCall) -> list[RequestStream]:
     """One engine request for each prompt; all or none."""
     streams: list[RequestStream] = []
     try:
         for position, prompt in enumerate(asked.prompts):
-            name = request_id if position == 0 else f"{request_id}-{position}"
+            name = call.request_id if position == 0 else f"{call.request_id}-{position}"
             streams.append(
-                context.engine.submit(prompt, asked.params, request_id=name, client=asked.client)
+                call.engine.submit(prompt, asked.params, request_id=name, client=asked.client)
             )
     except Exception:
         for stream in streams:
