@@ -60,7 +60,10 @@ class HttpApp:
             route, argument = self._find(request)
             shape = route.error_shape
             handler = _handler(route, request)
-            response = await handler(Call(request, request_id, argument))
+            call = Call(request, request_id, argument)
+            response = await handler(call)
+            if not response.prepared:
+                response.headers.update(call.headers)
         except ConnectionError:
             raise
         except Exception as exc:

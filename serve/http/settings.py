@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from serve.errors import ConfigError
 
+UNKNOWN_FIELDS = ("refuse", "warn")
+
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
@@ -21,6 +23,8 @@ class HttpSettings:
     send_buffer_bytes: kernel buffer of one stream; small, so that a stalled reader shows.
     backlog: connections the kernel holds before they are accepted.
     parse_inline_bytes: larger bodies are parsed off the event loop.
+    unknown_fields: what becomes of parameters that nobody knows: "refuse" them with 400, or
+        "warn": answer, and name them in a header.
     """
 
     host: str = "127.0.0.1"
@@ -34,6 +38,7 @@ class HttpSettings:
     send_buffer_bytes: int = 128 << 10
     backlog: int = 4096
     parse_inline_bytes: int = 256 << 10
+    unknown_fields: str = "refuse"
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -44,6 +49,10 @@ class HttpSettings:
             raise ConfigError(f"drain_s must be a number of seconds from 0 on, not {self.drain_s}")
         if self.max_body_bytes < 1:
             raise ConfigError(f"max_body_bytes must be positive, not {self.max_body_bytes}")
+
+        if self.unknown_fields not in UNKNOWN_FIELDS:
+            names = " or ".join(UNKNOWN_FIELDS)
+            raise ConfigError(f"unknown_fields must be {names}, not {self.unknown_fields!r}")
 
     @property
     def is_loopback(self) -> bool:
