@@ -15,8 +15,9 @@ def parameters_named(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except RequestError as exc:
-        if exc.param not in names:
+        ours = exc.param or ""
+        if ours not in names:
             raise
-        ours, theirs = exc.param, names[exc.param]
-        message = re.sub(rf"\b{ours}\b", theirs, str(exc))
+        theirs = names[ours]
+        message = re.sub(rf"(?<!the )\b{ours}\b", theirs, str(exc))  # "the prompt" is no name
         raise RequestError(message, param=theirs, code=exc.code) from exc

@@ -94,9 +94,7 @@ _OF_ASSISTANTS = ("text", "tool_use", "thinking", "redacted_thinking")
 _MESSAGE = Record(
     {
         "role": OneOfNames(("user", "assistant", "system")),
-        "content": _text_or_blocks(
-            Places(Tagged(_BLOCKS, _NOT_TEXT + _SERVER_TOOLS), MAX_BLOCKS)
-        ),
+        "content": _text_or_blocks(Places(Tagged(_BLOCKS, _NOT_TEXT + _SERVER_TOOLS), MAX_BLOCKS)),
     },
     required=("role", "content"),
 )

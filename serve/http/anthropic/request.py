@@ -74,7 +74,7 @@ _PROMPT_FIELDS: dict[str, FieldType] = {
     "context_management": Unsupported(),
     "mcp_servers": Unsupported(([],)),
 }
-_CREATE = Record(
+CREATE = Record(
     {
         **_PROMPT_FIELDS,
         "max_tokens": Integer(0, MAX_TOKENS),
@@ -91,7 +91,7 @@ _CREATE = Record(
     },
     required=("model", "max_tokens", "messages"),
 )
-_COUNT = Record(_PROMPT_FIELDS, required=("model", "messages"))
+COUNT = Record(_PROMPT_FIELDS, required=("model", "messages"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def parse_messages_call(
     body: Mapping[str, Any], defaults: Mapping[str, Any], unknown: Unknown | None = None
 ) -> MessagesCall:
     """defaults: sampling settings of the server for what the request leaves out."""
-    values = _CREATE.check(body, "", unknown or Unknown())
+    values = CREATE.check(body, "", unknown or Unknown())
     max_tokens: int = values["max_tokens"]
     thinking = values.get("thinking", {})
     if thinking.get("budget_tokens", -1) >= max_tokens:
@@ -141,7 +141,7 @@ def parse_count_call(
     body: Mapping[str, Any], unknown: Unknown | None = None
 ) -> tuple[str, ChatRequest]:
     """The model, and what to count the tokens of."""
-    values = _COUNT.check(body, "", unknown or Unknown())
+    values = COUNT.check(body, "", unknown or Unknown())
     return values["model"], _chat(values, SamplingParams())
 
 

@@ -137,10 +137,12 @@ class MessageWriter:
         self._emit("content_block_start", index=index, content_block=block)
         self._content.append(block)
         self._kind = kind
+        delta_type, field = _DELTAS[kind]
         self._before_delta = (
-            b"event: content_block_delta\n"
-            b'data: {"type":"content_block_delta","index":%d,"delta":{"type":"%s","%s":'
-        ) % (index, *(name.encode() for name in _DELTAS[kind]))
+            "event: content_block_delta\n"
+            f'data: {{"type":"content_block_delta","index":{index},'
+            f'"delta":{{"type":"{delta_type}","{field}":'
+        ).encode()
 
     def _close_block(self) -> None:
         if self._kind is None:
@@ -166,7 +168,7 @@ class MessageWriter:
         else:
             self._stop_reason = "end_turn"
 
-    def _emit(self, name: str, **fields: Any) -> None:
+    def _emit(self, name: str, /, **fields: Any) -> None:
         if self._streams:
             self._events.append(named_event(name, {"type": name, **fields}))
 

@@ -100,9 +100,7 @@ class _Endpoints:
     async def fetch(self, call: Call) -> web.Response:
         stored = self._stored(call)
         if call.request.query.get("stream", "false") == "true":
-            raise ApiError(
-                400, "only background responses can be streamed again", param="stream"
-            )
+            raise ApiError(400, "only background responses can be streamed again", param="stream")
         return json_response(orjson.loads(stored.body), call.request_id)
 
     async def delete(self, call: Call) -> web.Response:

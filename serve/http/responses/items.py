@@ -135,7 +135,9 @@ INPUT = Either({str: _TEXT, list: _ITEM_LIST}, "a string or a list of items")
 
 def input_items(value: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """value: checked. Items with what was left out, but their ids."""
-    items = [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
+    items = (
+        [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
+    )
     return [_complete(item) for item in items]
 
 

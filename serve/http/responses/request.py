@@ -148,7 +148,7 @@ _PROMPT_FIELDS: dict[str, FieldType] = {
     "truncation": Unsupported(("disabled",)),
     "conversation": Unsupported(),
 }
-_CREATE = Record(
+CREATE = Record(
     {
         **_PROMPT_FIELDS,
         **{name: SAMPLING_FIELDS[name] for name in (*_SAMPLING, *_MORE_SAMPLING)},
@@ -171,7 +171,7 @@ _CREATE = Record(
     },
     required=("model", "input"),
 )
-_COUNT = Record({**_PROMPT_FIELDS, "personality": Unsupported()}, required=("model", "input"))
+COUNT = Record({**_PROMPT_FIELDS, "personality": Unsupported()}, required=("model", "input"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ def parse_response_call(
     body: Mapping[str, Any], defaults: Mapping[str, Any], unknown: Unknown | None = None
 ) -> ResponseCall:
     """defaults: sampling settings of the server for what the request leaves out."""
-    values = _CREATE.check(body, "", unknown or Unknown())
+    values = CREATE.check(body, "", unknown or Unknown())
     if "stream_options" in values and not values.get("stream"):
         raise RequestError("stream_options needs stream: true", param="stream_options")
     top: int = values.get("top_logprobs", 0)
@@ -234,7 +234,7 @@ def parse_response_call(
 
 def parse_count_call(body: Mapping[str, Any], unknown: Unknown | None = None) -> ResponseCall:
     """A body of POST /v1/responses/input_tokens."""
-    return _call(_COUNT.check(body, "", unknown or Unknown()), SamplingParams())
+    return _call(COUNT.check(body, "", unknown or Unknown()), SamplingParams())
 
 
 def _call(values: dict[str, Any], params: SamplingParams) -> ResponseCall:

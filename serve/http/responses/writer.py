@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -28,17 +29,25 @@ _EVENTS = {
 class ResponseWriter:
     """See chat_answer.AnswerWriter. streams: whether anyone reads the events.
 
-    head: what is known of the response before any token; its id is "resp_" and a name.
+    head: what is known of the response before any token; its id is "resp_" and a name. on_end:
+    given the whole response before anybody can read of its end.
     """
 
     def __init__(
-        self, counts: Counts, head: dict[str, Any], tokenizer: shapes.TokenTexts, *, streams: bool
+        self,
+        counts: Counts,
+        head: dict[str, Any],
+        tokenizer: shapes.TokenTexts,
+        *,
+        streams: bool,
+        on_end: Callable[[dict[str, Any]], None],
     ) -> None:
         self._counts = counts
         self._head = head
         self._name = str(head["id"]).removeprefix("resp_")
         self._tokenizer = tokenizer
         self._streams = streams
+        self._on_end = on_end
         self._output: list[dict[str, Any]] = []
         self._kind: str | None = None  # of the item that is open, the last of _output
         self._pieces: list[str] = []  # what the open item has gained
@@ -71,6 +80,7 @@ class ResponseWriter:
             self._open(MESSAGE, {"content": [], "role": "assistant"})
         self._close_item("incomplete" if self._is_cut else "completed")
         response = self.response()
+        self._on_end(response)
         self._emit(f"response.{response['status']}", response=response)
         return self._take()
 
@@ -101,7 +111,10 @@ class ResponseWriter:
         counts = self._counts
         return {
             "input_tokens": counts.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": counts.cached_tokens, "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": counts.cached_tokens,
+                "cache_write_tokens": 0,
+            },
             "output_tokens": self._output_tokens,
             "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
             "total_tokens": counts.prompt_tokens + self._output_tokens,
@@ -179,10 +192,12 @@ class ResponseWriter:
             item["arguments"] = text
             self._emit(f"{event_name}.done", **place, name=item["name"], arguments=text)
         else:
-            self._place_logprobs()
+            more = {}
+            if kind == MESSAGE:
+                self._place_logprobs()
+                more = {"logprobs": self._logprobs}
             place["content_index"] = 0
             part = _part(part_type, text, self._logprobs)
-            more = {"logprobs": self._logprobs} if kind == MESSAGE else {}
             self._emit(f"{event_name}.done", **place, text=text, **more)
             self._emit("response.content_part.done", **place, part=part)
             item["content"] = [part]
@@ -190,7 +205,7 @@ class ResponseWriter:
         self._emit("response.output_item.done", output_index=index, item=item)
         self._pieces, self._logprobs = [], []
 
-    def _emit(self, name: str, **fields: Any) -> None:
+    def _emit(self, name: str, /, **fields: Any) -> None:
         number = self._next_number()
         if self._streams:
             self._events.append(
