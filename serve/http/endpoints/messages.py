@@ -27,7 +27,7 @@ def routes(context: ApiContext) -> list[Route]:
     async def create(call: Call) -> web.StreamResponse:
         call.headers["request-id"] = call.request_id
         context.check_ready()
-        parse = partial(parse_messages_call, defaults=context.engine.generation_defaults)
+        parse = partial(parse_messages_call, defaults=call.engine.generation_defaults)
         asked = await context.read(call, lambda body, unknown: parse(body, unknown=unknown))
         context.check_model(asked.model)
         context.check_ready()
@@ -40,7 +40,7 @@ def routes(context: ApiContext) -> list[Route]:
         context.check_model(model)
         context.check_ready()
         chat = replace(chat, params=SamplingParams(max_tokens=0))  # rendered, never scheduled
-        with parameters_named(NAMES), ChatRun(context.engine, chat, call.request_id) as run:
+        with parameters_named(NAMES), ChatRun(call.engine, chat, call.request_id) as run:
             await run.accepted()
             return json_response({"input_tokens": run.prompt_tokens}, call.request_id)
 
@@ -64,13 +64,13 @@ async def _answer(context: ApiContext, call: Call, asked: MessagesCall) -> web.S
     with (
         parameters_named(NAMES),
         context.generating(),
-        ChatRun(context.engine, asked.chat, call.request_id) as run,
+        ChatRun(call.engine, asked.chat, call.request_id) as run,
     ):
         await run.accepted()
         writer = MessageWriter(
             run,
             call.request_id,
-            context.engine.model_name,
+            call.engine.model_name,
             streams=asked.stream,
             max_tokens=asked.max_tokens,
             stop_sequences=asked.chat.params.stop_strings,

@@ -69,7 +69,7 @@ class _Endpoints:
     async def create(self, call: Call) -> web.StreamResponse:
         context = self._context
         context.check_ready()
-        parse = partial(parse_response_call, defaults=context.engine.generation_defaults)
+        parse = partial(parse_response_call, defaults=call.engine.generation_defaults)
         asked = await context.read(call, lambda body, unknown: parse(body, unknown=unknown))
         context.check_model(asked.model)
         context.check_ready()
@@ -77,7 +77,7 @@ class _Endpoints:
             before, chat = self._conversation(call, asked)
             with (
                 context.generating(),
-                ChatRun(context.engine, chat, call.request_id) as run,
+                ChatRun(call.engine, chat, call.request_id) as run,
             ):
                 await run.accepted()
                 return await self._answer(call, asked, run, before)
@@ -92,7 +92,7 @@ class _Endpoints:
             _, chat = self._conversation(call, asked)
             # rendered, never scheduled
             chat = replace(chat, params=SamplingParams(max_tokens=0))
-            with ChatRun(context.engine, chat, call.request_id) as run:
+            with ChatRun(call.engine, chat, call.request_id) as run:
                 await run.accepted()
                 counts = {"object": "response.input_tokens", "input_tokens": run.prompt_tokens}
                 return json_response(counts, call.request_id)
@@ -120,7 +120,7 @@ class _Endpoints:
     async def _answer(
         self, call: Call, asked: ResponseCall, run: ChatRun, before: tuple[bytes, ...]
     ) -> web.StreamResponse:
-        engine = self._context.engine
+        engine = call.engine
         response_id = "resp_" + call.request_id.removeprefix("req_")
         head = response_head(asked, response_id, int(time.time()), engine.model_name)
 
@@ -167,7 +167,7 @@ class _Endpoints:
 
 def _owner(call: Call) -> str:
     """Whoever has no key is one owner."""
-    return ""
+    return "" if call.key is None else call.key.name
 
 
 def _not_found(response_id: str) -> ApiError:
