@@ -155,6 +155,8 @@ HTTP_OPTIONS: dict[str, Option] = {
     "parse_inline_bytes": Option(
         LIMITS, "Larger bodies are parsed beside the event loop.", is_size=True
     ),
+    "max_responses": Option(LIMITS, "Responses that are kept, to be continued."),
+    "max_responses_bytes": Option(LIMITS, "Memory for kept responses.", is_size=True),
 }
 
 PROCESS_OPTIONS: dict[str, Option] = {
