@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
@@ -17,6 +18,7 @@ from serve.http.body import check_framing
 from serve.http.context import ApiContext, Call, ErrorShape, Handler, Route, ServerState
 from serve.http.endpoints import all_routes
 from serve.http.errors import ApiError, error_response, new_request_id, quoted, to_api_error
+from serve.http.meter import CLIENT_LEFT
 from serve.http.settings import HttpSettings
 
 if TYPE_CHECKING:
@@ -53,20 +55,27 @@ class HttpApp:
         return self.context.num_running
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        request_id = new_request_id()
+        request_id, arrived_s = new_request_id(), time.monotonic()
+        meter, path, status = self.context.meter, "", CLIENT_LEFT
         shape: ErrorShape = error_response
         try:
             check_framing(request)
             route, argument = self._find(request)
-            shape = route.error_shape
+            shape, path = route.error_shape, route.path
             handler = _handler(route, request)
-            response = await handler(Call(request, request_id, argument))
+            response = await handler(Call(request, request_id, argument, arrived_s))
+            status = response.status
         except ConnectionError:
             raise
         except Exception as exc:
             if request.writer.output_size:  # part of an answer is out; only closing is honest
                 raise ConnectionResetError("an answer broke off") from exc
-            response = shape(to_api_error(exc, request_id), request_id)
+            error = to_api_error(exc, request_id)
+            meter.refuse(error.code)
+            response = shape(error, request_id)
+            status = response.status
+        finally:
+            meter.answered(path, request.method, status)
         await self._send_whole(request, response)
         logger.debug("%s %s %d", request_id, request.method, response.status)
         return response

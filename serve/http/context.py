@@ -19,6 +19,7 @@ from serve.http.errors import (
     not_ready,
     quoted,
 )
+from serve.http.meter import HttpMeter
 from serve.http.settings import HttpSettings
 
 if TYPE_CHECKING:
@@ -35,11 +36,13 @@ class ServerState(Enum):
 
 @dataclass(slots=True)
 class Call:
-    """One HTTP request on its way. argument: what stands for `{...}` in the route's path."""
+    """One HTTP request on its way. argument: what stands for `{...}` in the route's path.
+    arrived_s: when its head was there, on the monotonic clock."""
 
     request: web.BaseRequest
     request_id: str
     argument: str = ""
+    arrived_s: float = field(default_factory=time.monotonic)
 
 
 Handler = Callable[[Call], Awaitable[web.StreamResponse]]
@@ -69,6 +72,7 @@ class ApiContext:
     state: ServerState = ServerState.LOADING
     num_running: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
+    meter: HttpMeter = field(default_factory=HttpMeter)
 
     def check_ready(self) -> None:
         """ApiError 503 unless requests can be answered."""
