@@ -14,7 +14,7 @@ from typing import Protocol
 
 from serve.detokenizer import DetokenizerFactory, StopStrings
 from serve.meters import RequestMeter
-from serve.request import FinishReason, Request, TokenDelta, TokenLogprobs
+from serve.request import FinishReason, Request, RequestMetrics, TokenDelta, TokenLogprobs
 from serve.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,16 @@ class RequestTimes:
     finished_s: float | None = None
     num_preemptions: int = 0
     num_cached_tokens: int = 0
+
+    def metrics(self) -> RequestMetrics:
+        return RequestMetrics(
+            self.arrival_s,
+            self.first_scheduled_s,
+            self.first_token_s,
+            self.finished_s,
+            self.num_preemptions,
+            self.num_cached_tokens,
+        )
 
 
 class OutputState:

@@ -34,6 +34,7 @@ async def answer(
         request_id=call.request_id,
     )
     with context.generating(), Generation(submit(), asked.params.n) as generation:
+        generation.arrived(call.arrived_s)
         await generation.accepted()
         tokenizer = engine.tokenizer
         if not asked.stream:

@@ -66,6 +66,11 @@ class Generation:
         for stream in self._streams:
             stream.abort()
 
+    def arrived(self, at_s: float) -> None:
+        """When the call came: times to the first token begin there."""
+        for stream in self._streams:
+            stream.arrived(at_s)
+
     @property
     def cached_tokens(self) -> int:
         """Of the prompts, taken from the prefix cache. Known with the first tokens."""
