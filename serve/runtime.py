@@ -32,6 +32,7 @@ from serve.kv_sizes import local_kv_bytes, size_kv
 from serve.kv_store import open_kv_store
 from serve.machine import usable_processors
 from serve.models import Decoder, ModelSpec, load_model, read_spec
+from serve.models.checksums import check_manifest
 from serve.models.weights import MakeLinear, joining
 from serve.precision import Precision, choose_backend, resolve_precision
 from serve.remote_kv import open_remote
@@ -61,6 +62,7 @@ class Runtime:
 def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
     """Load the weights and reserve the K/V. Call it in the thread that will compute."""
     keep_freed_memory()
+    check_manifest(config.model_path)
     spec = read_spec(config.model_path)
     config = replace(config, backend=choose_backend(config, spec))
     if config.backend == "cuda":

@@ -51,4 +51,5 @@ def event_stream(context: ApiContext, call: Call) -> EventStream:
         call.request_id,
         write_timeout_s=settings.write_timeout_s,
         send_buffer_bytes=settings.send_buffer_bytes,
+        headers=call.headers,
     )

@@ -63,8 +63,11 @@ class HttpApp:
             route, argument = self._find(request)
             shape, path = route.error_shape, route.path
             handler = _handler(route, request)
-            response = await handler(Call(request, request_id, argument, arrived_s))
+            call = Call(request, request_id, argument, arrived_s)
+            response = await handler(call)
             status = response.status
+            if not response.prepared:
+                response.headers.update(call.headers)
         except ConnectionError:
             raise
         except Exception as exc:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 
+from serve.http.body import read_call
+from serve.http.describe import Operation
 from serve.http.errors import (
+    MAX_QUOTED,
     ApiError,
     draining,
     engine_failed,
@@ -19,11 +24,17 @@ from serve.http.errors import (
     not_ready,
     quoted,
 )
+from serve.http.fields import MAX_LISTED, Unknown
 from serve.http.meter import HttpMeter
 from serve.http.settings import HttpSettings
 
 if TYPE_CHECKING:
     from serve.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+MAX_LOGGED_NAMES = 256
+T = TypeVar("T")
 
 
 class ServerState(Enum):
@@ -37,12 +48,14 @@ class ServerState(Enum):
 @dataclass(slots=True)
 class Call:
     """One HTTP request on its way. argument: what stands for `{...}` in the route's path.
-    arrived_s: when its head was there, on the monotonic clock."""
+    arrived_s: when its head was there, on the monotonic clock. headers: of the answer, beside the
+    common ones."""
 
     request: web.BaseRequest
     request_id: str
     argument: str = ""
     arrived_s: float = field(default_factory=time.monotonic)
+    headers: dict[str, str] = field(default_factory=dict)
 
 
 Handler = Callable[[Call], Awaitable[web.StreamResponse]]
@@ -54,18 +67,20 @@ class Route:
     """path: as it is on the wire; it may end in `{...}`, which stands for the rest of it.
 
     handlers: by method. is_public: answered without a key. error_shape: (error, request id) ->
-    the answer, in the words of the API that the route belongs to.
+    the answer, in the words of the API that the route belongs to. describe: by method, for
+    /openapi.json.
     """
 
     path: str
     handlers: Mapping[str, Handler]
     is_public: bool = False
     error_shape: ErrorShape = error_response
+    describe: Mapping[str, Operation] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class ApiContext:
-    """num_running: calls that generate now."""
+    """num_running: calls that generate now. logged_names: unknown parameters that the log has."""
 
     engine: Engine
     settings: HttpSettings
@@ -73,6 +88,26 @@ class ApiContext:
     num_running: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
     meter: HttpMeter = field(default_factory=HttpMeter)
+    logged_names: set[str] = field(default_factory=set)
+
+    async def read(self, call: Call, understand: Callable[[dict[str, Any], Unknown], T]) -> T:
+        """What `understand` makes of the call's JSON object; ApiError or RequestError otherwise.
+        Names that it does not know are refused, or told in a header of the answer."""
+        unknown = Unknown(refuse=self.settings.unknown_fields == "refuse")
+        value = await read_call(call.request, self.settings, lambda body: understand(body, unknown))
+        if unknown.names:
+            # the header must be ASCII, and short whatever the names are
+            names = [json.dumps(name[:MAX_QUOTED]) for name in unknown.names[:MAX_LISTED]]
+            call.headers["x-mergestep-warning"] = f"unknown parameters: {', '.join(names)}"
+            self._log_unknown(unknown.names)
+        return value
+
+    def _log_unknown(self, names: list[str]) -> None:
+        """Each name once, and not without end."""
+        for name in names:
+            if name not in self.logged_names and len(self.logged_names) < MAX_LOGGED_NAMES:
+                self.logged_names.add(name)
+                logger.warning("a request has the unknown parameter %s", quoted(name))
 
     def check_ready(self) -> None:
         """ApiError 503 unless requests can be answered."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from serve.errors import ConfigError
 
+UNKNOWN_FIELDS = ("refuse", "warn")
+
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
@@ -24,6 +26,8 @@ class HttpSettings:
     vllm_metrics: /metrics tells what vLLM tells by vLLM's names, too.
     metrics_port: /metrics is on this port of the loopback address, without a key, and nowhere
     else; None: on the main listener, behind the same key as the API; 0 takes a free one.
+    unknown_fields: what becomes of parameters that nobody knows: "refuse" them with 400, or
+        "warn": answer, and name them in a header.
     """
 
     host: str = "127.0.0.1"
@@ -39,6 +43,7 @@ class HttpSettings:
     parse_inline_bytes: int = 256 << 10
     vllm_metrics: bool = True
     metrics_port: int | None = None
+    unknown_fields: str = "refuse"
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -52,6 +57,10 @@ class HttpSettings:
             raise ConfigError(f"drain_s must be a number of seconds from 0 on, not {self.drain_s}")
         if self.max_body_bytes < 1:
             raise ConfigError(f"max_body_bytes must be positive, not {self.max_body_bytes}")
+
+        if self.unknown_fields not in UNKNOWN_FIELDS:
+            names = " or ".join(UNKNOWN_FIELDS)
+            raise ConfigError(f"unknown_fields must be {names}, not {self.unknown_fields!r}")
 
     @property
     def is_loopback(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Mapping
 from typing import Any, cast
 
 import orjson
@@ -29,8 +30,10 @@ class EventStream:
         *,
         write_timeout_s: float,
         send_buffer_bytes: int,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self._request = request
+        self._headers = headers or {}
         self._request_id = request_id
         self._write_timeout_s = write_timeout_s
         self._send_buffer_bytes = send_buffer_bytes
@@ -47,6 +50,7 @@ class EventStream:
                 "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-cache",
                 "X-Accel-Buffering": "no",
+                **self._headers,
             }
         )
         await response.prepare(self._request)

@@ -8,7 +8,6 @@ from aiohttp import web
 
 from serve.http import schema
 from serve.http.answer import answer
-from serve.http.body import read_call
 from serve.http.context import ApiContext, Call, Route
 from serve.http.generation import CHAT
 
@@ -20,15 +19,16 @@ def routes(context: ApiContext) -> list[Route]:
     async def chat(call: Call) -> web.StreamResponse:
         context.check_ready()
         defaults = context.engine.generation_defaults
-        asked = await read_call(
-            call.request, context.settings, lambda body: schema.parse_chat(body, defaults)
+        asked = await context.read(
+            call, lambda body, unknown: schema.parse_chat(body, defaults, unknown)
         )
         context.check_model(asked.model)
         context.check_ready()
 
         def submit() -> list[RequestStream]:
+            chat = asked.chat
             stream = context.engine.submit_chat(
-                asked.messages, asked.params, request_id=call.request_id, client=asked.client
+                chat.messages, chat.params, request_id=call.request_id, client=chat.client
             )
             return [stream]
 

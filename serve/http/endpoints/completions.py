@@ -8,7 +8,6 @@ from aiohttp import web
 
 from serve.http import schema
 from serve.http.answer import answer
-from serve.http.body import read_call
 from serve.http.context import ApiContext, Call, Route
 from serve.http.generation import COMPLETION
 
@@ -20,8 +19,8 @@ def routes(context: ApiContext) -> list[Route]:
     async def completions(call: Call) -> web.StreamResponse:
         context.check_ready()
         defaults = context.engine.generation_defaults
-        asked = await read_call(
-            call.request, context.settings, lambda body: schema.parse_completion(body, defaults)
+        asked = await context.read(
+            call, lambda body, unknown: schema.parse_completion(body, defaults, unknown)
         )
         context.check_model(asked.model)
         context.check_ready()
