@@ -138,7 +138,7 @@ class FakeStream:
         self.metrics = RequestMetrics(time.monotonic())
 
     def arrived(self, at_s: float) -> None:
-        self.metrics.arrival_s = at_s
+        self.metrics = RequestMetrics(at_s)
 
     async def accepted(self) -> Request:
         if not self.tokens:
