@@ -102,7 +102,7 @@ def test_figures_follow_the_engine() -> None:
 def test_times_of_a_request_add_up() -> None:
     async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
         body = json.dumps(BODY).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: h\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         port = int(server.url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 
+from serve import __version__
 from serve.http.body import read_call
+from serve.http.call_engine import CallEngine
 from serve.http.describe import Operation
 from serve.http.errors import (
     MAX_QUOTED,
@@ -25,6 +28,7 @@ from serve.http.errors import (
     quoted,
 )
 from serve.http.fields import MAX_LISTED, Unknown
+from serve.http.keys import ApiKey
 from serve.http.meter import HttpMeter
 from serve.http.settings import HttpSettings
 
@@ -47,14 +51,18 @@ class ServerState(Enum):
 
 @dataclass(slots=True)
 class Call:
-    """One HTTP request on its way. argument: what stands for `{...}` in the route's path.
-    arrived_s: when its head was there, on the monotonic clock. headers: of the answer, beside the
-    common ones."""
+    """One HTTP request on its way.
+
+    engine: whatever is submitted goes through it, since it keeps what the key allows. argument:
+    what stands for `{...}` in the route's path. key: None where none is asked for.
+    headers: of the answer, beside the common ones.
+    """
 
     request: web.BaseRequest
     request_id: str
+    engine: CallEngine
     argument: str = ""
-    arrived_s: float = field(default_factory=time.monotonic)
+    key: ApiKey | None = None
     headers: dict[str, str] = field(default_factory=dict)
 
 
@@ -89,6 +97,16 @@ class ApiContext:
     created: int = field(default_factory=lambda: int(time.time()))
     meter: HttpMeter = field(default_factory=HttpMeter)
     logged_names: set[str] = field(default_factory=set)
+    _fingerprint: str = ""
+
+    @property
+    def fingerprint(self) -> str:
+        """Says when answers to the same seed may differ: model, version and precision."""
+        if not self._fingerprint:
+            config = self.engine.config
+            parts = (self.engine.model_name, __version__, config.dtype, config.kv_dtype)
+            self._fingerprint = "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+        return self._fingerprint
 
     async def read(self, call: Call, understand: Callable[[dict[str, Any], Unknown], T]) -> T:
         """What `understand` makes of the call's JSON object; ApiError or RequestError otherwise.

@@ -9,7 +9,6 @@ from aiohttp import web
 from serve.http import schema
 from serve.http.answer import answer
 from serve.http.context import ApiContext, Call, Route
-from serve.http.generation import CHAT
 
 if TYPE_CHECKING:
     from serve.engine import RequestStream
@@ -27,11 +26,11 @@ def routes(context: ApiContext) -> list[Route]:
 
         def submit() -> list[RequestStream]:
             chat = asked.chat
-            stream = context.engine.submit_chat(
+            stream = call.engine.submit_chat(
                 chat.messages, chat.params, request_id=call.request_id, client=chat.client
             )
             return [stream]
 
-        return await answer(context, call, CHAT, submit, asked)
+        return await answer(context, call, submit, asked)
 
     return [Route("/v1/chat/completions", {"POST": chat})]

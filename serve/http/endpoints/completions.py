@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from serve.http import schema
-from serve.http.answer import answer
+from serve.http.answer import answer_completion
 from serve.http.context import ApiContext, Call, Route
-from serve.http.generation import COMPLETION
 
 if TYPE_CHECKING:
     from serve.engine import RequestStream
@@ -24,23 +23,19 @@ def routes(context: ApiContext) -> list[Route]:
         )
         context.check_model(asked.model)
         context.check_ready()
-        return await answer(
-            context, call, COMPLETION, lambda: _submit(context, asked, call.request_id), asked
-        )
+        return await answer_completion(context, call, lambda: _submit(call, asked), asked)
 
     return [Route("/v1/completions", {"POST": completions})]
 
 
-def _submit(
-    context: ApiContext, asked: schema.CompletionCall, request_id: str
-) -> list[RequestStream]:
+def _submit(call: Call, asked: schema.CompletionCall) -> list[RequestStream]:
     """One engine request for each prompt; all or none."""
     streams: list[RequestStream] = []
     try:
         for position, prompt in enumerate(asked.prompts):
-            name = request_id if position == 0 else f"{request_id}-{position}"
+            name = call.request_id if position == 0 else f"{call.request_id}-{position}"
             streams.append(
-                context.engine.submit(prompt, asked.params, request_id=name, client=asked.client)
+                call.engine.submit(prompt, asked.params, request_id=name, client=asked.client)
             )
     except Exception:
         for stream in streams:
