@@ -166,6 +166,9 @@ class FakeStream:
         self._iterator: AsyncIterator[TokenDelta] | None = None
         self.metrics = RequestMetrics(time.monotonic())
 
+    def arrived(self, at_s: float) -> None:
+        self.metrics = RequestMetrics(at_s)
+
     async def accepted(self) -> Request:
         if not self.tokens:
             self._release()
