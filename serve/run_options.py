@@ -16,6 +16,7 @@ from serve.config import (
     MEMORY_WIRES,
     PARTITIONS,
 )
+from serve.http.settings import UNKNOWN_FIELDS
 from serve.memory_policy import POLICIES
 from serve.orders import ORDERS
 
@@ -139,6 +140,11 @@ HTTP_OPTIONS: dict[str, Option] = {
     "port": Option(SERVER, "Port; 0 takes a free one."),
     "drain_s": Option(SERVER, "How long a stop waits for requests.", metavar="SECONDS"),
     "backlog": Option(SERVER, "Connections that wait to be accepted."),
+    "unknown_fields": Option(
+        LIMITS,
+        "Parameters that nobody knows: refuse them, or warn (a header names them).",
+        choices=UNKNOWN_FIELDS,
+    ),
     "max_body_bytes": Option(LIMITS, "Largest body of a request.", is_size=True),
     "body_timeout_s": Option(LIMITS, "A body must be there by then.", metavar="SECONDS"),
     "first_request_timeout_s": Option(
