@@ -64,8 +64,9 @@ class SamplingParams:
     seed: with the same seed and prompt the same tokens come out in any batch; None draws one.
     logit_bias: token id -> value added to its logit. cache_salt: prefixes are shared only
     between requests with the same salt. priority: a lower one goes first, where the engine's
-    order is "priority". structured: what the text must look like. allowed_token_ids: no others
-    come. bad_words: texts that do not come. prompt_logprobs: as logprobs, of the prompt's tokens.
+    order is "priority". default_max_tokens: a bound where max_tokens is None. structured: what
+    the text must look like. allowed_token_ids: no others come. bad_words: texts that do not come.
+    prompt_logprobs: as logprobs, of the prompt's tokens.
     """
 
     n: int = 1
@@ -88,6 +89,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     cache_salt: str | None = None
     priority: int = 0
+    default_max_tokens: int | None = None
     structured: StructuredOutput | None = None
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
     bad_words: tuple[str, ...] | list[str] = ()
@@ -103,6 +105,8 @@ class SamplingParams:
         _check_int("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 0, SEED_LIMIT)
+        if self.default_max_tokens is not None:
+            _check_int("default_max_tokens", self.default_max_tokens, 1, SEED_LIMIT)
         _check_int("min_tokens", self.min_tokens, 0, SEED_LIMIT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(

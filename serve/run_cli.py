@@ -12,7 +12,6 @@ import shlex
 import uvloop
 from rich.console import Console
 
-from serve.cli_reporting import warn
 from serve.config import EngineConfig
 from serve.engine import Engine
 from serve.http.server import HttpServer, serve_until_signal
@@ -37,10 +36,6 @@ def run(asked: RunSettings, *, is_quiet: bool) -> None:
 
 def serve(engine: Engine, settings: HttpSettings, *, is_quiet: bool = False) -> None:
     """The life of a server around an engine that has not started."""
-    if not settings.is_loopback:
-        warn(
-            f"{settings.host} can be reached by others, and there is no authentication yet",
-        )
     server = HttpServer(engine, settings)
     _raise_file_limit()
 

@@ -13,10 +13,13 @@ from urllib.parse import unquote
 
 from aiohttp import web
 
+from serve.http.access import HostCheck, authenticate
 from serve.http.body import check_framing
+from serve.http.call_engine import CallEngine
 from serve.http.context import ApiContext, Call, ErrorShape, Handler, Route, ServerState
 from serve.http.endpoints import all_routes
 from serve.http.errors import ApiError, error_response, new_request_id, quoted, to_api_error
+from serve.http.keys import ApiKey, KeyRing
 from serve.http.settings import HttpSettings
 
 if TYPE_CHECKING:
@@ -30,11 +33,13 @@ LARGE_ANSWER = 32 << 10
 
 
 class HttpApp:
-    """The routes over one engine."""
+    """The routes over one engine. keys: without any, nobody is asked for one."""
 
-    def __init__(self, engine: Engine, settings: HttpSettings) -> None:
+    def __init__(self, engine: Engine, settings: HttpSettings, keys: KeyRing | None = None) -> None:
         self.context = ApiContext(engine, settings)
-        routes = all_routes(self.context)
+        self._keys = KeyRing() if keys is None else keys
+        self._check_host = HostCheck(settings)
+        self.routes = routes = all_routes(self.context)
         self._exact = {route.path: route for route in routes if not route.path.endswith("}")}
         # "/v1/models/{id}" by "/v1/models/", the longest first
         prefixed = [(r.path[: r.path.index("{")], r) for r in routes if r.path.endswith("}")]
@@ -57,10 +62,14 @@ class HttpApp:
         shape: ErrorShape = error_response
         try:
             check_framing(request)
+            self._check_host(request)
             route, argument = self._find(request)
-            shape = route.error_shape
+            if route is not None:
+                shape = route.error_shape
+            # who has no key learns nothing about which paths there are
+            key = self._key_of(request, route)
             handler = _handler(route, request)
-            call = Call(request, request_id, argument)
+            call = self._call(request, request_id, argument, key)
             response = await handler(call)
             if not response.prepared:
                 response.headers.update(call.headers)
@@ -87,7 +96,20 @@ class HttpApp:
                 request.transport.abort()
             raise ConnectionResetError("the reader of an answer made no progress") from None
 
-    def _find(self, request: web.BaseRequest) -> tuple[Route, str]:
+    def _key_of(self, request: web.BaseRequest, route: Route | None) -> ApiKey | None:
+        """Every route asks for a key, unless it says that it is public."""
+        if not self._keys.num_keys or (route is not None and route.is_public):
+            return None
+        return authenticate(request, self._keys)
+
+    def _call(
+        self, request: web.BaseRequest, request_id: str, argument: str, key: ApiKey | None
+    ) -> Call:
+        context = self.context
+        engine = CallEngine(context.engine, key, share_prefixes=context.settings.share_prefixes)
+        return Call(request, request_id, engine, argument, key)
+
+    def _find(self, request: web.BaseRequest) -> tuple[Route | None, str]:
         """The route, and what stands for `{...}` in its path."""
         path = request.raw_path.partition("?")[0]
         route = self._exact.get(path)
@@ -96,10 +118,13 @@ class HttpApp:
         for prefix, route in self._prefixed:
             if path.startswith(prefix) and len(path) > len(prefix):
                 return route, unquote(path[len(prefix) :], errors="replace")
+        return None, ""
+
+
+def _handler(route: Route | None, request: web.BaseRequest) -> Handler:
+    if route is None:
+        path = request.raw_path.partition("?")[0]
         raise ApiError(404, f"there is no {quoted(path)} here", code="unknown_url")
-
-
-def _handler(route: Route, request: web.BaseRequest) -> Handler:
     method = "GET" if request.method == "HEAD" else request.method
     handler = route.handlers.get(method)
     if handler is None:

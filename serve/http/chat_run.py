@@ -6,14 +6,12 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
+from serve.http.call_engine import CallEngine
 from serve.http.generation import Generation
 from serve.http.parts import Part, Text
 from serve.request import SamplingParams, TokenDelta
-
-if TYPE_CHECKING:
-    from serve.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ class ChatRun:
     """The engine's work on one ChatRequest. Use it in a `with` block: leaving it aborts whatever
     still runs."""
 
-    def __init__(self, engine: Engine, asked: ChatRequest, request_id: str) -> None:
+    def __init__(self, engine: CallEngine, asked: ChatRequest, request_id: str) -> None:
         """Submits it. OverloadedError, EngineStoppedError; RequestError for tools or a template
         that the model cannot do."""
         stream = engine.submit_chat(

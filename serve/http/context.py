@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aiohttp import web
 
 from serve.http.body import read_call
+from serve.http.call_engine import CallEngine
 from serve.http.describe import Operation
 from serve.http.errors import (
     MAX_QUOTED,
@@ -25,6 +26,7 @@ from serve.http.errors import (
     quoted,
 )
 from serve.http.fields import MAX_LISTED, Unknown
+from serve.http.keys import ApiKey
 from serve.http.settings import HttpSettings
 
 if TYPE_CHECKING:
@@ -46,12 +48,18 @@ class ServerState(Enum):
 
 @dataclass(slots=True)
 class Call:
-    """One HTTP request on its way. argument: what stands for `{...}` in the route's path.
-    headers: of the answer, beside the common ones."""
+    """One HTTP request on its way.
+
+    engine: whatever is submitted goes through it, since it keeps what the key allows. argument:
+    what stands for `{...}` in the route's path. key: None where none is asked for.
+    headers: of the answer, beside the common ones.
+    """
 
     request: web.BaseRequest
     request_id: str
+    engine: CallEngine
     argument: str = ""
+    key: ApiKey | None = None
     headers: dict[str, str] = field(default_factory=dict)
 
 

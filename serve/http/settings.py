@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from serve.errors import ConfigError
 
@@ -25,6 +25,12 @@ class HttpSettings:
     parse_inline_bytes: larger bodies are parsed off the event loop.
     unknown_fields: what becomes of parameters that nobody knows: "refuse" them with 400, or
         "warn": answer, and name them in a header.
+    api_keys: KEY or NAME:KEY each, from the environment; never shown.
+    api_key_file: more keys, with limits; read again on SIGHUP.
+    allow_no_key: anybody who reaches the port may use it, also from other machines.
+    share_prefixes: cached prompts are shared between keys; others may then tell from the time of
+        the first token what has been asked.
+    allowed_hosts: names in the Host header; empty: on a loopback address its own names, else any.
     """
 
     host: str = "127.0.0.1"
@@ -39,6 +45,11 @@ class HttpSettings:
     backlog: int = 4096
     parse_inline_bytes: int = 256 << 10
     unknown_fields: str = "refuse"
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    api_key_file: str | None = None
+    allow_no_key: bool = False
+    share_prefixes: bool = False
+    allowed_hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -47,6 +58,12 @@ class HttpSettings:
             raise ConfigError("host must be a name or an address, not empty")
         if not self.drain_s >= 0:
             raise ConfigError(f"drain_s must be a number of seconds from 0 on, not {self.drain_s}")
+        if not (self.is_loopback or self.api_keys or self.api_key_file or self.allow_no_key):
+            raise ConfigError(
+                f"host {self.host} can be reached from other machines, and there is no API key:"
+                " set --api-key-file or the environment's MERGESTEP_API_KEY, listen on 127.0.0.1,"
+                " or let anybody in with --allow-no-key"
+            )
         if self.max_body_bytes < 1:
             raise ConfigError(f"max_body_bytes must be positive, not {self.max_body_bytes}")
 

@@ -27,7 +27,7 @@ def routes(context: ApiContext) -> list[Route]:
 
         def submit() -> list[RequestStream]:
             chat = asked.chat
-            stream = context.engine.submit_chat(
+            stream = call.engine.submit_chat(
                 chat.messages, chat.params, request_id=call.request_id, client=chat.client
             )
             return [stream]

@@ -24,23 +24,19 @@ def routes(context: ApiContext) -> list[Route]:
         )
         context.check_model(asked.model)
         context.check_ready()
-        return await answer(
-            context, call, COMPLETION, lambda: _submit(context, asked, call.request_id), asked
-        )
+        return await answer(context, call, COMPLETION, lambda: _submit(call, asked), asked)
 
     return [Route("/v1/completions", {"POST": completions})]
 
 
-def _submit(
-    context: ApiContext, asked: schema.CompletionCall, request_id: str
-) -> list[RequestStream]:
+def _submit(call: Call, asked: schema.CompletionCall) -> list[RequestStream]:
     """One engine request for each prompt; all or none."""
     streams: list[RequestStream] = []
     try:
         for position, prompt in enumerate(asked.prompts):
-            name = request_id if position == 0 else f"{request_id}-{position}"
+            name = call.request_id if position == 0 else f"{call.request_id}-{position}"
             streams.append(
-                context.engine.submit(prompt, asked.params, request_id=name, client=asked.client)
+                call.engine.submit(prompt, asked.params, request_id=name, client=asked.client)
             )
     except Exception:
         for stream in streams:
