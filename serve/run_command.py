@@ -39,6 +39,7 @@ def run(context: typer.Context, **given: Any) -> None:
             given,
             lambda name: getattr(context.get_parameter_source(name), "name", "DEFAULT"),
             None if path is None else read_config_file(path),
+            os.environ,
         )
         process: ProcessSettings = settings.make(ProcessSettings)
         set_up_logging(process.log_level)
@@ -118,7 +119,8 @@ def _signature() -> inspect.Signature:
     ]
     own = [_keyword("config", config, None), _keyword("print_config", print_config, False)]
     order = run_options.PANELS.index
-    settings = sorted(SETTINGS.values(), key=lambda setting: order(setting.option.panel))
+    settings = [item for item in SETTINGS.values() if not item.option.is_secret]
+    settings.sort(key=lambda setting: order(setting.option.panel))
     return inspect.Signature([context, *own, *map(_parameter, settings)])
 
 
