@@ -141,9 +141,6 @@ HTTP_OPTIONS: dict[str, Option] = {
     "host": Option(SERVER, "Address to listen on."),
     "port": Option(SERVER, "Port; 0 takes a free one."),
     "drain_s": Option(SERVER, "How long a stop waits for requests.", metavar="SECONDS"),
-    "unknown_fields": Option(
-        SERVER, "Unknown parameters: refuse them, or warn.", choices=("refuse", "warn")
-    ),
     "backlog": Option(SERVER, "Connections that wait to be accepted."),
     "api_keys": Option(
         SECURITY,
