@@ -141,6 +141,9 @@ HTTP_OPTIONS: dict[str, Option] = {
     "host": Option(SERVER, "Address to listen on."),
     "port": Option(SERVER, "Port; 0 takes a free one."),
     "drain_s": Option(SERVER, "How long a stop waits for requests.", metavar="SECONDS"),
+    "unknown_fields": Option(
+        SERVER, "Unknown parameters: refuse them, or warn.", choices=("refuse", "warn")
+    ),
     "backlog": Option(SERVER, "Connections that wait to be accepted."),
     "api_keys": Option(
         SECURITY,
@@ -174,6 +177,8 @@ HTTP_OPTIONS: dict[str, Option] = {
     "parse_inline_bytes": Option(
         LIMITS, "Larger bodies are parsed beside the event loop.", is_size=True
     ),
+    "max_responses": Option(LIMITS, "Responses that are kept, to be continued."),
+    "max_responses_bytes": Option(LIMITS, "Memory for kept responses.", is_size=True),
 }
 
 PROCESS_OPTIONS: dict[str, Option] = {
