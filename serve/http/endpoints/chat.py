@@ -8,7 +8,9 @@ from aiohttp import web
 
 from serve.http import schema
 from serve.http.answer import answer
+from serve.http.answer_schemas import CHAT_ANSWER
 from serve.http.context import ApiContext, Call, Route
+from serve.http.describe import Operation
 
 if TYPE_CHECKING:
     from serve.engine import RequestStream
@@ -33,4 +35,7 @@ def routes(context: ApiContext) -> list[Route]:
 
         return await answer(context, call, submit, asked)
 
-    return [Route("/v1/chat/completions", {"POST": chat})]
+    described = Operation(
+        "The answer to a conversation", CHAT_ANSWER, schema.CHAT.schema(), streams=True
+    )
+    return [Route("/v1/chat/completions", {"POST": chat}, describe={"POST": described})]

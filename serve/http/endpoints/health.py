@@ -5,7 +5,9 @@ from __future__ import annotations
 from aiohttp import web
 
 from serve.http import metrics
+from serve.http.answer_schemas import STATUS_ANSWER
 from serve.http.context import ApiContext, Call, Route
+from serve.http.describe import Operation
 from serve.http.errors import common_headers, json_response, no_memory
 
 
@@ -26,8 +28,11 @@ def routes(context: ApiContext) -> list[Route]:
             headers={"Content-Type": metrics.CONTENT_TYPE, **common_headers(call.request_id)},
         )
 
+    alive = Operation("Whether the process lives", STATUS_ANSWER)
+    serving = Operation("Whether requests are answered", STATUS_ANSWER)
+    counters = Operation("Counters for Prometheus", answer_type="text/plain")
     return [
-        Route("/health", {"GET": health}, is_public=True),
-        Route("/ready", {"GET": ready}, is_public=True),
-        Route("/metrics", {"GET": figures}),
+        Route("/health", {"GET": health}, is_public=True, describe={"GET": alive}),
+        Route("/ready", {"GET": ready}, is_public=True, describe={"GET": serving}),
+        Route("/metrics", {"GET": figures}, describe={"GET": counters}),
     ]
