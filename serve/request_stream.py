@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from serve.core import EngineCore
-from serve.output import RequestTimes
 from serve.request import Request, RequestMetrics, TokenDelta
 from serve.state import RequestState
 
@@ -56,15 +55,12 @@ class RequestStream:
     @property
     def metrics(self) -> RequestMetrics:
         assert self._state is not None
-        times: RequestTimes = self._state.times
-        return RequestMetrics(
-            times.arrival_s,
-            times.first_scheduled_s,
-            times.first_token_s,
-            times.finished_s,
-            times.num_preemptions,
-            times.num_cached_tokens,
-        )
+        return self._state.times.metrics()
+
+    def arrived(self, at_s: float) -> None:
+        """When its client's call came, on the monotonic clock, if that was before submit."""
+        if self._state is not None:
+            self._state.times.arrival_s = at_s
 
     async def accepted(self) -> Request:
         """The tokenized request. Raises what it was refused with."""
