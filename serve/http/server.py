@@ -42,6 +42,7 @@ class HttpServer:
         self.app = HttpApp(engine, self.settings, self._keys)
         self._engine = engine
         self._runner: web.ServerRunner | None = None
+        self._has_frozen = False
         self._port = self.settings.port
         port = self.settings.metrics_port
         self.metrics = None if port is None else MetricsListener(self.app.context, port)
@@ -115,10 +116,17 @@ class HttpServer:
     async def load(self) -> None:
         """Loads the model; then API calls are answered."""
         await self._engine.start()
-        gc.collect()
-        gc.freeze()
+        self._freeze()
         if self.app.state is ServerState.LOADING:
             self.app.state = ServerState.READY
+
+    def _freeze(self) -> None:
+        """What is there by now stays: whoever looks for cycles need not pass through it."""
+        if gc.get_freeze_count():
+            return  # somebody else has; more would keep what has ended since
+        gc.collect()
+        gc.freeze()
+        self._has_frozen = True
 
     async def drain(self, hurry: asyncio.Event | None = None) -> None:
         """Refuses new requests; returns when none runs, drain_s is over or `hurry` is set."""
@@ -140,6 +148,9 @@ class HttpServer:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+        if self._has_frozen:
+            self._has_frozen = False
+            gc.unfreeze()  # else the engine, which is full of cycles, would never go
 
     async def __aenter__(self) -> HttpServer:
         await self.start()
