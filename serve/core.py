@@ -22,6 +22,7 @@ from serve.compute_thread import ComputeThread
 from serve.detokenizer import DetokenizerFactory
 from serve.errors import EngineStoppedError, GenerationError
 from serve.intake import Arrival, Encode, Intake
+from serve.mask_maker import MaskMaker
 from serve.output import OutputProcessor, OutputState, Sink, StepRecord
 from serve.output_thread import OutputThread
 from serve.overload import EarlyRejection
@@ -80,7 +81,8 @@ class EngineCore:
         slo_s = limits.ttft_slo_s
         self._rejection = None if slo_s is None else EarlyRejection(scheduler, slo_s)
         self._recovery = None if nodes is None else self._make_recovery(nodes)
-        self._intake = Intake(tokenizer, limits, scheduler.prefixes, self._rejection, seed)
+        masks = MaskMaker(tokenizer, limits.vocab_size, eos_token_ids)
+        self._intake = Intake(tokenizer, limits, scheduler.prefixes, self._rejection, masks, seed)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._unfinished = Unfinished(limits)
         self._loop_job: Future[None] | None = None
@@ -98,6 +100,8 @@ class EngineCore:
             clock=clock,
         )
         self._tokenize = tokenize or ThreadPoolExecutor(tokenize_threads, "mergestep-tokenize")
+        # Grammars that have to be compiled wait for each other, and nobody else for them.
+        self._compile = tokenize or ThreadPoolExecutor(1, "mergestep-compile")
         self._compute = compute
 
     def _make_recovery(self, nodes: NodeSet) -> MemoryRecovery:
@@ -125,7 +129,8 @@ class EngineCore:
         pool 1 that returns token ids. Raises OverloadedError or EngineStoppedError."""
         state = self._intake.register(prompt, params, sink, self._clock(), request_id, client)
         # under the table's lock: a shutdown that begins now finds it queued
-        self._unfinished.add(state, lambda: self._tokenize.submit(self._prepare, state, prompt))
+        pool = self._compile if self._intake.masks.is_slow(params) else self._tokenize
+        self._unfinished.add(state, lambda: pool.submit(self._prepare, state, prompt))
         return state
 
     def abort(self, state: RequestState) -> None:
@@ -179,7 +184,10 @@ class EngineCore:
         self.stop_accepting()
         for state in self._unfinished.states():
             self.abort(state)
-        self._tokenize.shutdown(wait=True)  # quick: what is aborted is not tokenized
+        # quick: what is aborted is neither tokenized nor compiled
+        self._tokenize.shutdown(wait=True)
+        self._compile.shutdown(wait=True)
+        self._intake.masks.close()
         if self._loop_job is not None:
             self._inbox.put(None)
             self._wait_for_loop(self._loop_job)
@@ -342,6 +350,7 @@ class EngineCore:
             # of several that begin alike the first one computes
             is_alone = sequence.index == 0 or not self._scheduler.prefixes.is_on
             sequence.num_expected_rows = arrival.num_rows if is_alone else 1
+            sequence.mask = None if arrival.masks is None else arrival.masks[sequence.index]
             sequence.output = OutputState(
                 request, sequence.index, self._detokenizers, state.sink, state.times
             )

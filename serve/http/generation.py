@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from serve.errors import GenerationError, MemoryLostError
+from serve.errors import GenerationError, MemoryLostError, RequestError
 from serve.http import shapes
 from serve.http.errors import draining, to_api_error
 from serve.http.sse import DONE, ChunkFormat, EventStream
 from serve.recovery import NO_MEMORY
 from serve.request import FinishReason, TokenDelta
+from serve.token_mask import REQUEST_FAULTS
 
 if TYPE_CHECKING:
     from serve.engine import RequestStream
@@ -128,6 +129,8 @@ def _checked(delta: TokenDelta) -> TokenDelta:
     if delta.finish_reason is FinishReason.ERROR:
         if delta.error in NO_MEMORY:
             raise MemoryLostError(delta.error)
+        if delta.error in REQUEST_FAULTS:
+            raise RequestError(delta.error, code="invalid_schema")
         raise GenerationError(delta.error or "the engine failed")
     if delta.finish_reason is FinishReason.ABORT:
         raise draining()
