@@ -53,7 +53,8 @@ def check_request(
     if not all(_is_token(token, vocab_size) for token in token_ids):
         raise RequestError(f"token ids must be integers from 0 to {vocab_size - 1}", param="prompt")
     if params.max_tokens is None:
-        params = params.with_max_tokens(room)
+        most = params.default_max_tokens
+        params = params.with_max_tokens(room if most is None else min(room, most))
     return Request(request_id, prompt, tuple(token_ids), params, arrival_s, client)
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, NotRequired, TypedDict
 
 from serve.errors import RequestError
 from serve.structured_output import StructuredOutput
@@ -32,15 +32,22 @@ _SALT = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 class TokensPrompt(TypedDict):
-    """A prompt that is already token ids."""
+    """A prompt that is already token ids. truncate_prompt_tokens: how many of them are taken at
+    most, off whose "left" (if nothing is said) or "right" end goes what is too much."""
 
     prompt_token_ids: list[int]
+    truncate_prompt_tokens: NotRequired[int]
+    truncation_side: NotRequired[str]
 
 
 class TextPrompt(TypedDict):
-    """A text prompt in the form that vLLM's users know."""
+    """A text prompt in the form that vLLM's users know. add_special_tokens: whether it gets those
+    that the checkpoint puts around a text (BOS)."""
 
     prompt: str
+    add_special_tokens: NotRequired[bool]
+    truncate_prompt_tokens: NotRequired[int]
+    truncation_side: NotRequired[str]
 
 
 Prompt = str | TextPrompt | TokensPrompt | list[int]
@@ -67,8 +74,10 @@ class SamplingParams:
     seed: with the same seed and prompt the same tokens come out in any batch; None draws one.
     logit_bias: token id -> value added to its logit. cache_salt: prefixes are shared only
     between requests with the same salt. priority: a lower one goes first, where the engine's
-    order is "priority". structured: what the text must look like. allowed_token_ids: no others
-    come. bad_words: texts that do not come. prompt_logprobs: as logprobs, of the prompt's tokens.
+    order is "priority". default_max_tokens: a bound where max_tokens is None. structured: what
+    the text must look like. allowed_token_ids: no others come. bad_words: texts that do not come.
+    shown_special_tokens: are text although skip_special_tokens is set, for who reads a model's
+    markup. prompt_logprobs: as logprobs, of the prompt's tokens.
     """
 
     n: int = 1
@@ -89,8 +98,10 @@ class SamplingParams:
     logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
     skip_special_tokens: bool = True
+    shown_special_tokens: tuple[str, ...] = ()
     cache_salt: str | None = None
     priority: int = 0
+    default_max_tokens: int | None = None
     structured: StructuredOutput | None = None
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
     bad_words: tuple[str, ...] | list[str] = ()
@@ -106,6 +117,8 @@ class SamplingParams:
         _check_int("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 0, SEED_LIMIT)
+        if self.default_max_tokens is not None:
+            _check_int("default_max_tokens", self.default_max_tokens, 1, SEED_LIMIT)
         _check_int("min_tokens", self.min_tokens, 0, SEED_LIMIT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
@@ -314,6 +327,7 @@ class TokenDelta(NamedTuple):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,9 @@ from serve.kv_sizes import local_kv_bytes, size_kv
 from serve.kv_store import open_kv_store
 from serve.machine import usable_processors
 from serve.models import Decoder, ModelSpec, load_model, read_spec
+from serve.models.checksums import check_manifest
 from serve.models.weights import MakeLinear, joining
-from serve.precision import Precision, choose_backend, resolve_precision
+from serve.precision import Precision, check_weights_fit, choose_backend, resolve_precision
 from serve.remote_kv import open_remote
 from serve.runner import Closes, Runner
 
@@ -61,6 +62,7 @@ class Runtime:
 def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
     """Load the weights and reserve the K/V. Call it in the thread that will compute."""
     keep_freed_memory()
+    check_manifest(config.model_path)
     spec = read_spec(config.model_path)
     config = replace(config, backend=choose_backend(config, spec))
     if config.backend == "cuda":
@@ -71,6 +73,7 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
     except ValueError as error:
         raise ConfigError(f"backend: {error}") from error
     precision = resolve_precision(config, spec)
+    check_weights_fit(spec, precision)
     if config.load_format == "random":
         logger.warning("load_format random: the weights are random, answers make no sense")
     if precision.backend == "cuda":

@@ -23,7 +23,7 @@ def request(
     kind: str | None = JSON_TYPE,
     length: str | None = "",
     first: str = f"POST {CHAT} HTTP/1.1",
-    host: str | None = "Host: x",
+    host: str | None = "Host: localhost",
 ) -> bytes:
     """length: "" is the true one, None is none."""
     head = [first]

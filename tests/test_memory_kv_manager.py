@@ -300,7 +300,11 @@ def test_too_many_mappings_make_idle_ranges_give_theirs_up():
 
 
 class KVMachine(RuleBasedStateMachine):
-    """Share, append, free, evict, trim and failures in any order; contents are checked."""
+    """Share, append, free, evict, trim and failures in any order; contents are checked.
+
+    Without the thread that maps ahead: how far it has come decides which pages are taken next, so
+    an example could not be repeated. The random operations below have it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +312,7 @@ class KVMachine(RuleBasedStateMachine):
 
     @initialize(layout=st.sampled_from(LAYOUTS + GROUPS))
     def start(self, layout: dict[str, int]) -> None:
-        self.model = KVModel(**layout)
+        self.model = KVModel(**{**layout, "in_background": False})
 
     @rule(prompt=st.sampled_from(PROMPTS), length=st.integers(1, 40), salt=st.sampled_from("ab"))
     def open(self, prompt: list[int], length: int, salt: str) -> None:
@@ -339,10 +343,6 @@ class KVMachine(RuleBasedStateMachine):
         self.model.memory.fail_next = None
 
     @rule()
-    def look_ahead(self) -> None:
-        self.model.look_ahead()
-
-    @rule()
     def trim(self) -> None:
         self.model.kv.trim()
         check_mapping(self.model.kv, self.model.memory)
@@ -359,8 +359,8 @@ class KVMachine(RuleBasedStateMachine):
 
 
 TestKVMachine = KVMachine.TestCase
-# 100,000 operations at most: half a minute
-TestKVMachine.settings = settings(max_examples=1000, stateful_step_count=100, deadline=None)
+# 40,000 operations at most
+TestKVMachine.settings = settings(max_examples=400, stateful_step_count=100, deadline=None)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS + GROUPS)

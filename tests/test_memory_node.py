@@ -185,6 +185,7 @@ OFFENCES = {
 
 
 @pytest.mark.parametrize(("act", "code"), OFFENCES.values(), ids=OFFENCES)
+@pytest.mark.row("M5")
 def test_who_breaks_the_rules_is_out_and_nobody_else_notices(node, act, code):
     witness = Witness.beside(node)
     leased = node.stats().bytes_leased

@@ -104,6 +104,7 @@ def test_what_an_engine_did_not_get_it_cannot_use(served):
     served.wait(lambda stats: stats.bytes_leased == 95 * page_bytes())
 
 
+@pytest.mark.row("M5")
 def test_engines_do_not_see_each_other(served):
     """Both write the same pages of the same ranges, in turn."""
     engines = [served.engine(engine=name) for name in ("one", "two")]
@@ -149,6 +150,7 @@ def test_a_later_epoch_puts_the_earlier_one_out(served):
 
 
 @pytest.mark.parametrize("epoch", [1, 3])
+@pytest.mark.row("M11")
 def test_an_epoch_that_is_over_is_refused(served, epoch):
     """A zombie behind a partition that heals must not come back, alive or not who came later."""
     one = served.engine(epoch=3)
@@ -162,6 +164,7 @@ def test_an_epoch_that_is_over_is_refused(served, epoch):
     assert served.engine(engine="another", epoch=1).attach() == 40
 
 
+@pytest.mark.row("M11")
 def test_messages_of_the_epoch_before_are_refused(served):
     engine = served.engine(epoch=5)
     engine.attach()

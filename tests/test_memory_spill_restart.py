@@ -98,6 +98,7 @@ ANEW += ["pages are a link", "a directory", "a pipe", "a link"]
 
 
 @pytest.mark.parametrize("how", ANEW)
+@pytest.mark.row("X9")
 def test_files_of_no_use_are_begun_anew(tmp_path, pages, how, caplog):
     store = open_store(tmp_path, persistent=True)
     put(store, pages, b"a", b"b")

@@ -134,6 +134,7 @@ def test_a_plan_that_was_cut_or_grew_is_refused(plan, data):
 
 
 @pytest.mark.parametrize("counts", [(2**32 - 1,) * 3, (2**31, 0, 0), (1, 0, 0), (0, 0, 2**32 - 1)])
+@pytest.mark.row("M4")
 def test_huge_counts_are_refused_before_anything_is_made_of_them(counts):
     body = struct.pack("<III", *counts)
     assert code_of(read_plan, view(bytes(HEADER_BYTES) + body)) is ErrorCode.FORM
@@ -256,6 +257,7 @@ BAD_REQUESTS = {
 
 
 @pytest.mark.parametrize("changed", BAD_REQUESTS.values(), ids=BAD_REQUESTS)
+@pytest.mark.row("M6")
 def test_absurd_requests_are_refused(changed):
     assert code_of(AttachRequest.from_json, as_sent(REQUEST) | changed) is ErrorCode.SHAPE
 
@@ -347,6 +349,7 @@ def test_rows_come_back(dtype, num_rows):
 
 @pytest.mark.parametrize("dtype", WireType)
 @pytest.mark.parametrize("change", [-1, 1, 64])
+@pytest.mark.row("M6")
 def test_rows_of_another_size_are_refused(dtype, change):
     rows = WireRows(8, 4, 32)
     header = Header(Kind.QUERY, 1, 1, 0, dtype, 5)

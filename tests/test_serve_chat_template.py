@@ -162,6 +162,7 @@ def test_strftime_now(make: Any) -> None:
         ("{{ range(10**9) | list }}", "Range too big"),
     ],
 )
+@pytest.mark.row("X8")
 def test_what_a_template_may_not_do(make: Any, source: str, said: str) -> None:
     """A refusal of the request, again and again, from the same child."""
     template = make(source)
@@ -171,6 +172,7 @@ def test_what_a_template_may_not_do(make: Any, source: str, said: str) -> None:
         assert caught.value.param == "messages"
 
 
+@pytest.mark.row("X8")
 def test_a_template_that_never_ends(make: Any) -> None:
     loop = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
     template = make("{% if messages %}" + loop + "{% endif %}fine", timeout_s=0.3)
@@ -186,6 +188,7 @@ def test_a_template_that_never_ends(make: Any) -> None:
     "source",
     ["{{ 'a' * 50000000 }}", "{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}"],
 )
+@pytest.mark.row("X8")
 def test_output_that_is_too_long(make: Any, source: str) -> None:
     with pytest.raises(RequestError, match="longer than 1000 characters"):
         make(source, max_output_chars=1000).render([])

@@ -14,7 +14,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncGenerator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from serve import terminal_chat
+from serve.chat_speakers import Piece, ServerSpeaker
 from serve.cli import app
-from serve.cli_options import parse_size
-from serve.config import EngineConfig
+from serve.cli_values import parse_size
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,17 +51,6 @@ def test_a_measurement_of_its_own_has_its_own_help(what: str, options: set[str])
     assert result.exit_code == 0
     assert set(re.findall(r"--[a-z-]+", result.output)) == {"--help"} | options
     assert f"bench {what} [OPTIONS]" in result.output
-
-
-def test_every_engine_setting_is_an_option() -> None:
-    command: Any = typer.main.get_command(app)
-    options = {parameter.name for parameter in command.commands["run"].params}
-    in_python_only = {"length_predictor"}
-    assert {item.name for item in fields(EngineConfig)} - in_python_only <= options
-    defaults = {item.name: item.default for item in fields(EngineConfig)}
-    for parameter in command.commands["run"].params:
-        if parameter.name in defaults:
-            assert (parameter.default or None) == (defaults[parameter.name] or None)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +86,7 @@ NOWHERE = "http://127.0.0.1:9"
         (("run", "--kv-page-bytes", "4T", "--port", "0"), "kv_page_bytes 4398046511104 is more"),
         (("run", "--kv-cache-bytes", "1e9"), "--kv-cache-bytes"),
         (("run", "--log-level", "loud"), "--log-level"),
+        (("run", "--host", "192.0.2.1"), "host 192.0.2.1 can be reached from other machines"),
         (("bench", "--qps", "0"), "qps must be a positive number or inf, not '0'"),
         (("bench", "--requests", "1", "--duration", "1"), "either requests or duration"),
         (("bench", "--requests", "0"), "requests must be at least 1, not 0"),
@@ -123,7 +112,6 @@ def test_what_cannot_be_asked_for(arguments: tuple[str, ...], said: str) -> None
     [
         (("run", "/nonexistent/model", "--port", "0"), "/nonexistent/model does not exist"),
         (("run", FILE, "--port", "0"), f"{FILE} is a file"),
-        (("run", "--host", "192.0.2.1", "--port", "0"), "host 192.0.2.1, port 0: Cannot assign"),
         (("bench", "--url", NOWHERE), f"cannot reach {NOWHERE}: Connection refused"),
         (("chat", "--url", NOWHERE, "-m", "hi"), f"cannot reach {NOWHERE}: Connection refused"),
         (("chat", "/nonexistent/model", "-m", "hi"), "/nonexistent/model does not exist"),
@@ -189,14 +177,12 @@ def test_a_conversation(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(sys, "stdin", _Terminal())
     engine = FakeEngine(reply="yes")
     with ServerThread(engine) as server:
-        speaker = terminal_chat.ServerSpeaker(
-            server.url, model=None, max_tokens=None, temperature=None
-        )
+        speaker = ServerSpeaker(server.url, {}, model=None, api_key=None)
         terminal_chat.chat(speaker, system="s", message=None)
     told = [[message["content"] for message in prompt] for prompt, _ in engine.submitted]
     assert told == [["s", "one"], ["s", "one", "yes", "two"], ["s", "three"]]
     output = capsys.readouterr().out
-    assert output.count("/reset   forget") == 2
+    assert output.count("/reset  ") == 2
     assert "fake" in output
 
 
@@ -204,8 +190,8 @@ def test_a_model_cannot_steer_the_terminal() -> None:
     class Speaker:
         name = "evil"
 
-        async def reply(self, messages: Any) -> AsyncGenerator[str, None]:
-            yield "a\x1b]0;title\x07b\n\tc\x9b2J"
+        async def reply(self, messages: Any) -> AsyncGenerator[Piece, None]:
+            yield Piece("a\x1b]0;title\x07b\n\tc\x9b2J")
 
     console = Console(force_terminal=True, file=io.StringIO())
     conversation = terminal_chat.Conversation(Speaker(), console, None)  # type: ignore[arg-type]
@@ -231,9 +217,7 @@ def test_interrupting_an_answer_keeps_the_conversation(
     before = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
     try:
         with ServerThread(engine) as server:
-            speaker = terminal_chat.ServerSpeaker(
-                server.url, model=None, max_tokens=None, temperature=None
-            )
+            speaker = ServerSpeaker(server.url, {}, model=None, api_key=None)
             terminal_chat.chat(speaker, system=None, message=None)
             deadline = time.monotonic() + 2
             while engine.running and time.monotonic() < deadline:

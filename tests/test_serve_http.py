@@ -22,6 +22,7 @@ USAGE_OF_2_AND_11 = {
     "completion_tokens": 11,
     "total_tokens": 13,
     "prompt_tokens_details": {"cached_tokens": 0},
+    "completion_tokens_details": {"reasoning_tokens": 0},
 }
 
 
@@ -31,7 +32,14 @@ def test_completion_shape() -> None:
         assert status == 200
         assert answer.pop("id").startswith("cmpl-")
         assert answer.pop("created") > 1_600_000_000
-        choice = {"index": 0, "text": "Hello there", "logprobs": None, "finish_reason": "stop"}
+        assert answer.pop("system_fingerprint").startswith("fp_")
+        choice = {
+            "index": 0,
+            "text": "Hello there",
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+        }
         assert answer == {
             "object": "text_completion",
             "model": "fake",
@@ -72,6 +80,7 @@ def test_many_prompts_and_n() -> None:
             "completion_tokens": 66,
             "total_tokens": 72,
             "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         }
         events = await served.events(COMPLETIONS, {**body, **USAGE})
         texts = [""] * 6
@@ -116,7 +125,8 @@ def test_include_usage(path: str) -> None:
         *chunks, usage, done = await served.events(path, {**body, **USAGE})
         assert done == "[DONE]"
         assert usage["choices"] == []
-        assert usage["usage"] == USAGE_OF_2_AND_11
+        details = {"completion_tokens_details": {"reasoning_tokens": 0}} if path == CHAT else {}
+        assert usage["usage"] == {**USAGE_OF_2_AND_11, **details}
         assert all(chunk["usage"] is None for chunk in chunks)
 
     run_with_server(FakeEngine(), check)
@@ -189,7 +199,9 @@ def test_models() -> None:
             async with served.session.get(f"/v1/models/{name}") as response:
                 assert await response.json() == model
         for name in ("other", "../../../etc/passwd", "%2e%2e/x", "org/fake/", "%ff", "ORG/FAKE"):
-            answer = await served.raw(f"GET /v1/models/{name} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            answer = await served.raw(
+                f"GET /v1/models/{name} HTTP/1.1\r\nHost: [::1]\r\n\r\n".encode()
+            )
             assert answer.status == 404
             assert answer.error()["code"] == "model_not_found"
 
@@ -241,7 +253,7 @@ def test_every_answer_has_an_own_request_id_and_a_plain_server() -> None:
 )
 def test_routing_errors(method: str, path: str, status: int, code: str, allow: str | None) -> None:
     async def check(served: Served) -> None:
-        answer = await served.raw(f"{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        answer = await served.raw(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         assert answer.status == status
         assert answer.error()["code"] == code
         assert len(answer.error()["message"]) < 250

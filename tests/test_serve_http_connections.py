@@ -38,7 +38,7 @@ def test_a_slow_body_is_408() -> None:
 
 def test_a_silent_connection_is_closed() -> None:
     async def check(served: Served) -> None:
-        for sent in (b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"):
+        for sent in (b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"):
             reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
             writer.write(sent)
             async with asyncio.timeout(2):

@@ -153,7 +153,7 @@ def test_expect_continue_only_for_what_will_be_read() -> None:
 def test_pipelined_requests_are_answered_in_order() -> None:
     async def check(served: Served) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        get = b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n"
+        get = b"GET /%s HTTP/1.1\r\nHost: localhost\r\n\r\n"
         writer.write(b"".join(get % name for name in [b"health", b"nowhere"] * 50))
         for expected in [200, 404] * 50:
             head = await reader.readuntil(b"\r\n\r\n")
@@ -167,10 +167,10 @@ def test_pipelined_requests_are_answered_in_order() -> None:
 
 def test_a_refused_body_is_never_read_as_a_request() -> None:
     async def check(served: Served) -> None:
-        inner = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+        inner = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(request(inner, kind="Content-Type: text/plain"))
-        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         answers = await reader.read()
         assert answers.count(b"HTTP/1.1 ") == 2
         assert b'"object":"list"' not in answers

@@ -49,6 +49,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.row("J1", "J2", "J3", "J4", "J5", "J6", "J7", "J8", "J9", "J10", "J11", "J12", "J13")
 def test_refused(name: str) -> None:
     body, code = REFUSED[name]
     with pytest.raises(ApiError) as caught:
@@ -69,6 +70,7 @@ def test_refused(name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("ascii_only", [True, False])
+@pytest.mark.row("J15")
 def test_accepted(value: dict[str, object], ascii_only: bool) -> None:
     assert parse_object(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
 
@@ -78,6 +80,7 @@ def test_as_deep_as_allowed() -> None:
     assert parse_object(b'{"a":' + b"[" * depth + b"]" * depth + b"}")
 
 
+@pytest.mark.row("J14")
 def test_many_small_objects_take_linear_time() -> None:
     body = b'{"a":[' + b",".join([b"{}"] * 300_000) + b"]}"
     started_s = time.perf_counter()

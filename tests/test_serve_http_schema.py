@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve.errors import RequestError
-from serve.http.schema import CHAT_FIELDS, COMPLETION_FIELDS, parse_chat, parse_completion
+from serve.http.schema import CHAT as CHAT_BODY
+from serve.http.schema import COMPLETION as COMPLETION_BODY
+from serve.http.schema import parse_chat, parse_completion
 from tests.http_bodies import CHAT, COMPLETION
 
 
@@ -109,7 +111,7 @@ def test_messages_come_out_in_one_shape() -> None:
         echoed,
         {"role": "user", "content": ""},
     ]
-    assert parse_chat({**CHAT, "messages": messages}, {}).messages == [
+    assert parse_chat({**CHAT, "messages": messages}, {}).chat.messages == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "a\nb", "name": "ann"},
         {"role": "assistant", "content": "x"},
@@ -135,7 +137,7 @@ def test_harmless_fields_are_accepted() -> None:
     parse_completion({**COMPLETION, **body}, {})
 
 
-@pytest.mark.parametrize("name", sorted((COMPLETION_FIELDS | CHAT_FIELDS) - {"model"}))
+@pytest.mark.parametrize("name", sorted({*COMPLETION_BODY.fields, *CHAT_BODY.fields} - {"model"}))
 def test_null_means_absent(name: str) -> None:
     if name != "prompt":
         assert parse_completion({**COMPLETION, name: None}, {}) == parse_completion(COMPLETION, {})
@@ -143,6 +145,7 @@ def test_null_means_absent(name: str) -> None:
         assert parse_chat({**CHAT, name: None}, {}) == parse_chat(CHAT, {})
 
 
+NAMES = sorted({*COMPLETION_BODY.fields, *CHAT_BODY.fields})
 JSON = st.recursive(
     st.none()
     | st.booleans()
@@ -157,7 +160,11 @@ JSON = st.recursive(
 
 
 @settings(max_examples=120, deadline=None)
-@given(st.dictionaries(st.sampled_from(sorted(COMPLETION_FIELDS | CHAT_FIELDS)), JSON, max_size=6))
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted({*COMPLETION_BODY.fields, *CHAT_BODY.fields})), JSON, max_size=6
+    )
+)
 def test_any_json_is_parsed_or_refused(change: dict[str, Any]) -> None:
     for parse, good in ((parse_completion, COMPLETION), (parse_chat, CHAT)):
         with contextlib.suppress(RequestError):
@@ -174,7 +181,7 @@ def test_any_json_is_parsed_or_refused(change: dict[str, Any]) -> None:
     ],
 )
 def test_who_the_client_is(names, client):
-    assert parse_chat(CHAT | names, {}).client == client
+    assert parse_chat(CHAT | names, {}).chat.client == client
     assert parse_completion(COMPLETION | names, {}).client == client
 
 

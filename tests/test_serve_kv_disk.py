@@ -172,6 +172,7 @@ def test_a_disk_that_hangs_holds_nobody_up(tmp_path, expected, monkeypatch):
         opened[0].let_go()
 
 
+@pytest.mark.row("X9")
 def test_a_flipped_bit_is_a_miss(tmp_path, expected):
     run_small(tmp_path)
     (pages,) = tmp_path.glob("*/pages-*.kv")

@@ -51,6 +51,7 @@ def folder(tmp_path):
     return folder
 
 
+@pytest.mark.row("X9")
 def test_a_folder_that_is_a_link_is_refused(tmp_path, folder):
     folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")

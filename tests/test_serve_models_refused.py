@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -12,7 +14,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from serve import LLM
 from serve.errors import ModelLoadError
+from serve.models.checksums import check_manifest
 from tests.checkpoints import (
     Json,
     checkpoint,
@@ -74,6 +78,7 @@ CONFIG_ERRORS: list[tuple[str, Json, str]] = [
 
 
 @pytest.mark.parametrize(("family", "change", "message"), CONFIG_ERRORS)
+@pytest.mark.row("X6")
 def test_bad_config(family: str, change: Json, message: str, tmp_path: Path) -> None:
     path = copy_of(checkpoint(family), tmp_path)
     (path / "generation_config.json").unlink()
@@ -88,6 +93,7 @@ def test_config_that_is_not_an_object(text: str, tmp_path: Path) -> None:
     assert "config.json" in refused(path)
 
 
+@pytest.mark.row("X5")
 def test_missing_directory_and_files(tmp_path: Path) -> None:
     assert "does not exist" in refused(tmp_path / "nowhere")
     file = tmp_path / "file"
@@ -112,6 +118,9 @@ def header(text: bytes, length: int | None = None, data: bytes = b"") -> bytes:
 
 
 ONE = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+TWO = ONE[:-1] + b',"b":{"dtype":"F32","shape":[1],"data_offsets":[2,6]}}'
+
+TWICE = ONE[:-1] + b"," + ONE[1:].replace(b"[0,4]", b"[4,8]")
 
 BAD_FILES = {
     "seven bytes": b"1234567",
@@ -126,17 +135,24 @@ BAD_FILES = {
     "data is long": header(ONE, None, b"12345678"),
     "end before begin": header(ONE.replace(b"[0,4]", b"[4,0]"), None, b"1234"),
     "negative": header(ONE.replace(b"[0,4]", b"[-4,0]"), None, b"1234"),
+    "overlap": header(TWO, None, b"12345678"),
+    "hole": header(TWO.replace(b"[2,6]", b"[6,10]"), None, b"1234567890"),
+    "a tensor twice": header(
+        TWO.replace(b'"b"', b'"a"').replace(b"[2,6]", b"[4,8]"), None, b"12345678"
+    ),
     "overflow": header(ONE.replace(b"[1]", b"[4194305,4194305,4194305]"), None, b"1234"),
 }
 
 
 @pytest.mark.parametrize("data", BAD_FILES.values(), ids=BAD_FILES)
+@pytest.mark.row("X1", "X2")
 def test_bad_safetensors(data: bytes, tmp_path: Path) -> None:
     path = copy_of(checkpoint("llama"), tmp_path)
     (path / "model.safetensors").write_bytes(data)
     assert "model.safetensors cannot be read" in refused(path)
 
 
+@pytest.mark.row("X3")
 def test_truncated_safetensors(tmp_path: Path) -> None:
     path = copy_of(checkpoint("llama"), tmp_path)
     data = (path / "model.safetensors").read_bytes()
@@ -157,6 +173,7 @@ TENSOR_ERRORS: list[tuple[Callable[[Tensor], Tensor] | None, str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), TENSOR_ERRORS)
+@pytest.mark.row("X4")
 def test_bad_tensor(
     change: Callable[[Tensor], Tensor] | None, message: str, tmp_path: Path
 ) -> None:
@@ -188,6 +205,7 @@ def test_bad_tensor(
         ([1], "weight_map"),
     ],
 )
+@pytest.mark.row("X3")
 def test_bad_index(weight_map: object, message: str, tmp_path: Path) -> None:
     path = copy_of(checkpoint("llama", "sharded"), tmp_path)
     index = path / "model.safetensors.index.json"
@@ -204,8 +222,44 @@ def test_missing_shard_and_shard_twice(tmp_path: Path) -> None:
     assert f"{second.name}, which does not exist" in refused(path)
 
 
+@pytest.mark.row("X3")
 def test_link_out_of_the_directory(tmp_path: Path) -> None:
     path = copy_of(checkpoint("llama"), tmp_path)
     (path / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
     (path / "model.safetensors").symlink_to(tmp_path / "elsewhere.safetensors")
     assert "outside of the model directory" in refused(path)
+
+
+@pytest.mark.row("X4")
+def test_a_list_of_checksums_finds_a_flipped_bit(tmp_path: Path) -> None:
+    path = copy_of(checkpoint("llama"), tmp_path)
+    names = sorted(file.name for file in path.iterdir())
+    sums = [f"{hashlib.sha256((path / name).read_bytes()).hexdigest()}  {name}" for name in names]
+    manifest = path / "SHA256SUMS"
+    manifest.write_text("\n".join(sums) + "\n")
+    check_manifest(path)
+    weights = path / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-5] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors is damaged"):
+        LLM(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x", "line 1: not a SHA-256"),
+        ("0" * 64 + "  ../config.json", "line 1: not a SHA-256"),
+        ("0" * 64 + "  gone", "names gone: No such file"),
+        ("0" * 64 + " *config.json", "config.json is damaged"),
+        ("\n", "line 1"),
+        ("x" * (2 << 20), "larger than"),
+    ],
+)
+def test_a_bad_list_of_checksums(text: str, said: str, tmp_path: Path) -> None:
+    path = copy_of(checkpoint("llama"), tmp_path)
+    check_manifest(path)
+    (path / "SHA256SUMS").write_text(text)
+    with pytest.raises(ModelLoadError, match=re.escape(said)):
+        check_manifest(path)

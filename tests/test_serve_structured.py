@@ -86,7 +86,7 @@ def test_a_grammar(llm):
 
 
 def test_any_object(llm):
-    bias = {token: 30.0 for token in llm.tokenizer.encode_plain("}")[-1:]}
+    bias = dict.fromkeys(llm.tokenizer.encode_plain("}")[-1:], 30.0)
     for output in answers(llm, structured("json_object", logit_bias=bias, temperature=0.0)):
         assert isinstance(json.loads(output.text), dict)
 

@@ -105,10 +105,20 @@ BROKEN: dict[str, Callable[[Json], object]] = {
 
 
 @pytest.mark.parametrize("change", BROKEN.values(), ids=BROKEN)
+@pytest.mark.row("X7")
 def test_broken_tokenizer_json(change: Callable[[Json], object], tmp_path: Path) -> None:
     path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
     edit_json(path / "tokenizer.json", change)
     with pytest.raises(ModelLoadError, match=r"tokenizer\.json"):
+        Tokenizer.load(path)
+
+
+@pytest.mark.row("X7")
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
+    with (path / "tokenizer.json").open("r+b") as file:
+        file.truncate(1 << 30)  # takes no space
+    with pytest.raises(ModelLoadError, match="1073741824 bytes"):
         Tokenizer.load(path)
 
 

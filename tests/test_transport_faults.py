@@ -110,6 +110,7 @@ STREAMS = {
 
 
 @pytest.mark.parametrize("stream", STREAMS.values(), ids=STREAMS)
+@pytest.mark.row("M4")
 def test_streams_that_nobody_sent(tcp_listener, stream):
     with raw_tcp_peer(tcp_listener.url) as data:
         endpoint = accepted(tcp_listener)
@@ -133,6 +134,7 @@ def test_corrupt_input_is_seen_by_who_posts(tcp_listener):
         endpoint.close()
 
 
+@pytest.mark.row("M3")
 def test_random_streams_end_the_connection_only(tcp_listener):
     """Whatever comes: frames up to the first bad one, then an error, and the next peer is well."""
     source = random.Random(9)
@@ -153,6 +155,7 @@ def test_random_streams_end_the_connection_only(tcp_listener):
             endpoint.close()
 
 
+@pytest.mark.row("M10")
 def test_a_truncated_frame_is_a_lost_peer(tcp_listener):
     with raw_tcp_peer(tcp_listener.url) as data:
         endpoint = accepted(tcp_listener)
@@ -164,6 +167,7 @@ def test_a_truncated_frame_is_a_lost_peer(tcp_listener):
         endpoint.close()
 
 
+@pytest.mark.row("M7")
 def test_a_frame_that_stalls_half_way_ends_the_connection(tcp_listener):
     with raw_tcp_peer(tcp_listener.url) as data:
         endpoint = accepted(tcp_listener)
@@ -182,6 +186,7 @@ def post_in_time(endpoint, data: bytes) -> bool:
         return False
 
 
+@pytest.mark.row("M8")
 def test_a_peer_that_stops_reading_costs_only_its_own_connection(tcp_listener):
     """It gives credit, so that nothing but the socket is full."""
     with raw_tcp_peer(tcp_listener.url) as data:

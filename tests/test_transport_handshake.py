@@ -39,6 +39,7 @@ __all__ = ["listener"]
     ],
     ids=["http", "tls", "pickle", "zeros", "ones", "old magic"],
 )
+@pytest.mark.row("M3")
 def test_what_is_no_handshake_is_closed_without_a_word(listener, said):
     with open_socket(listener.url) as sock:
         sock.sendall(said)
@@ -47,6 +48,7 @@ def test_what_is_no_handshake_is_closed_without_a_word(listener, said):
     assert_a_peer_gets_in(listener)
 
 
+@pytest.mark.row("M1", "M12")
 def test_a_hundred_strangers_who_say_little(listener, caplog):
     """Silence, half a handshake, and a byte now and then: none outlasts the deadline, and who has
     been silent for longest makes room for others. Threads, and lines in the log, stay few."""
@@ -71,6 +73,7 @@ def test_a_hundred_strangers_who_say_little(listener, caplog):
     assert_a_peer_gets_in(listener)
 
 
+@pytest.mark.row("M2")
 def test_another_key(listener):
     with pytest.raises(RefusedError, match="key"):
         connect(listener, b"not the key that they have here.")
@@ -100,6 +103,7 @@ class Recorder:
         return getattr(self._sock, name)
 
 
+@pytest.mark.row("M2")
 def test_a_recorded_handshake_does_not_work_again(listener):
     recorder = Recorder(open_socket(listener.url))
     session = control.authenticate_to(recorder, KEY, time.monotonic() + PATIENCE_S)
@@ -170,6 +174,7 @@ def test_a_proof_is_bound_to_its_side(tmp_path):
         transport.connect(serve_once(tmp_path, behave), key=KEY)
 
 
+@pytest.mark.row("M2")
 def test_versions_must_be_the_same(listener, tmp_path):
     session = authenticated(listener.url)
     session.send(control.hello(listener.name, {}, WINDOW_BYTES) | {"version": 99})

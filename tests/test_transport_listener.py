@@ -102,6 +102,7 @@ def test_without_a_descriptor_it_tries_again_and_takes_its_time(listener, caplog
     assert [line for line in caplog.messages if "Too many open files" in line]
 
 
+@pytest.mark.row("M1")
 def test_who_is_silent_makes_room_and_only_as_much_as_is_needed(listener):
     silent = [open_socket(listener.url) for _ in range(MAX_STRANGERS)]
     wait_until(lambda: len(listener._strangers) == MAX_STRANGERS)

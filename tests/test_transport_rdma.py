@@ -221,6 +221,7 @@ def test_each_end_says_how_it_wants_to_be_written_to(device, modes):
         {"queue_pair": ADDRESS.to_wire(), "window_bytes": 4 << 30},
     ],
 )
+@pytest.mark.row("M13")
 def test_an_absurd_peer_is_refused_and_nothing_else_happens(listener, absurd):
     before = resources()
     host, port = listener.url.removeprefix("rdma://").split(":")

@@ -168,6 +168,7 @@ def resident_bytes() -> int:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.row("M12")
 def test_a_thousand_connections_one_after_the_other_leave_nothing(tmp_path):
     urls = [f"shm://{tmp_path}/s", "tcp://127.0.0.1:0", "inproc://leaks"]
     listeners = [listen_at(url) for url in urls]

@@ -77,6 +77,7 @@ class OpenWindow:
         self.slot(number)[:] = np.frombuffer(head, np.uint8)
 
 
+@pytest.mark.row("M9")
 def test_every_flipped_bit_of_a_head_is_seen():
     """Of the payload's place and length, the checksums and the number."""
     data = noise(1000)
@@ -92,6 +93,7 @@ def test_every_flipped_bit_of_a_head_is_seen():
         assert window.receiver.is_lost and window.sender.is_lost
 
 
+@pytest.mark.row("M9")
 def test_every_flipped_bit_of_a_payload_is_seen():
     data = noise(100)
     for bit in range(8 * len(data)):
@@ -111,6 +113,7 @@ def test_a_head_that_is_whole_but_impossible(what):
 
 
 @pytest.mark.parametrize("number", [2, 63, 65, 2**63, 2**64 - 1])
+@pytest.mark.row("M10")
 def test_a_number_that_is_not_due(number):
     window = OpenWindow()
     window.write(1, descriptor(number))
@@ -118,6 +121,7 @@ def test_a_number_that_is_not_due(number):
         window.receiver.poll(0.0)
 
 
+@pytest.mark.row("M10")
 def test_an_old_descriptor_again_is_no_message():
     window = OpenWindow()
     for n in range(1, _windows.NUM_SLOTS + 1):

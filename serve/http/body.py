@@ -9,13 +9,20 @@ from typing import Any, TypeVar
 from aiohttp import hdrs, web
 from aiohttp.http_writer import HttpVersion10
 
+from serve.http.access import API_KEY_HEADER
 from serve.http.errors import TIMEOUT_ERROR, ApiError
 from serve.http.json_body import parse_object
 from serve.http.settings import HttpSettings
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 T = TypeVar("T")
-_SINGLE = (hdrs.CONTENT_TYPE, hdrs.AUTHORIZATION, hdrs.HOST, hdrs.CONTENT_ENCODING)
+_SINGLE = (
+    hdrs.CONTENT_TYPE,
+    hdrs.AUTHORIZATION,
+    hdrs.HOST,
+    hdrs.CONTENT_ENCODING,
+    API_KEY_HEADER,
+)
 
 
 def check_framing(request: web.BaseRequest) -> None:

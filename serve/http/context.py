@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 
+from serve import __version__
+from serve.http.body import read_call
+from serve.http.call_engine import CallEngine
+from serve.http.describe import Operation
 from serve.http.errors import (
+    MAX_QUOTED,
     ApiError,
     draining,
     engine_failed,
@@ -19,10 +27,18 @@ from serve.http.errors import (
     not_ready,
     quoted,
 )
+from serve.http.fields import MAX_LISTED, Unknown
+from serve.http.keys import ApiKey
+from serve.http.meter import HttpMeter
 from serve.http.settings import HttpSettings
 
 if TYPE_CHECKING:
     from serve.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+MAX_LOGGED_NAMES = 256
+T = TypeVar("T")
 
 
 class ServerState(Enum):
@@ -35,11 +51,19 @@ class ServerState(Enum):
 
 @dataclass(slots=True)
 class Call:
-    """One HTTP request on its way. argument: what stands for `{...}` in the route's path."""
+    """One HTTP request on its way.
+
+    engine: whatever is submitted goes through it, since it keeps what the key allows. argument:
+    what stands for `{...}` in the route's path. key: None where none is asked for.
+    headers: of the answer, beside the common ones.
+    """
 
     request: web.BaseRequest
     request_id: str
+    engine: CallEngine
     argument: str = ""
+    key: ApiKey | None = None
+    headers: dict[str, str] = field(default_factory=dict)
 
 
 Handler = Callable[[Call], Awaitable[web.StreamResponse]]
@@ -48,27 +72,60 @@ ErrorShape = Callable[[ApiError, str], web.Response]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """path: as it is on the wire; it may end in `{...}`, which stands for the rest of it.
+    """path: as it is on the wire; one `{...}` in it stands for anything that is not empty.
 
     handlers: by method. is_public: answered without a key. error_shape: (error, request id) ->
-    the answer, in the words of the API that the route belongs to.
+    the answer, in the words of the API that the route belongs to. describe: by method, for
+    /openapi.json.
     """
 
     path: str
     handlers: Mapping[str, Handler]
     is_public: bool = False
     error_shape: ErrorShape = error_response
+    describe: Mapping[str, Operation] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class ApiContext:
-    """num_running: calls that generate now."""
+    """num_running: calls that generate now. logged_names: unknown parameters that the log has."""
 
     engine: Engine
     settings: HttpSettings
     state: ServerState = ServerState.LOADING
     num_running: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
+    meter: HttpMeter = field(default_factory=HttpMeter)
+    logged_names: set[str] = field(default_factory=set)
+    _fingerprint: str = ""
+
+    @property
+    def fingerprint(self) -> str:
+        """Says when answers to the same seed may differ: model, version and precision."""
+        if not self._fingerprint:
+            config = self.engine.config
+            parts = (self.engine.model_name, __version__, config.dtype, config.kv_dtype)
+            self._fingerprint = "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+        return self._fingerprint
+
+    async def read(self, call: Call, understand: Callable[[dict[str, Any], Unknown], T]) -> T:
+        """What `understand` makes of the call's JSON object; ApiError or RequestError otherwise.
+        Names that it does not know are refused, or told in a header of the answer."""
+        unknown = Unknown(refuse=self.settings.unknown_fields == "refuse")
+        value = await read_call(call.request, self.settings, lambda body: understand(body, unknown))
+        if unknown.names:
+            # the header must be ASCII, and short whatever the names are
+            names = [json.dumps(name[:MAX_QUOTED]) for name in unknown.names[:MAX_LISTED]]
+            call.headers["x-mergestep-warning"] = f"unknown parameters: {', '.join(names)}"
+            self._log_unknown(unknown.names)
+        return value
+
+    def _log_unknown(self, names: list[str]) -> None:
+        """Each name once, and not without end."""
+        for name in names:
+            if name not in self.logged_names and len(self.logged_names) < MAX_LOGGED_NAMES:
+                self.logged_names.add(name)
+                logger.warning("a request has the unknown parameter %s", quoted(name))
 
     def check_ready(self) -> None:
         """ApiError 503 unless requests can be answered."""

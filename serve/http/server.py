@@ -13,9 +13,11 @@ import aiohttp.http_parser
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
-from serve.errors import reason
+from serve.errors import ConfigError, reason
 from serve.http.app import HttpApp, ServerState
 from serve.http.errors import ApiError, error_response, internal_error, new_request_id
+from serve.http.keys import KeyRing, load_keys
+from serve.http.metrics_listener import MetricsListener
 from serve.http.settings import HttpSettings
 
 if TYPE_CHECKING:
@@ -36,22 +38,31 @@ class HttpServer:
 
     def __init__(self, engine: Engine, settings: HttpSettings | None = None) -> None:
         self.settings = settings or HttpSettings()
-        self.app = HttpApp(engine, self.settings)
+        self._keys = KeyRing()
+        self.app = HttpApp(engine, self.settings, self._keys)
         self._engine = engine
         self._runner: web.ServerRunner | None = None
         self._port = self.settings.port
+        port = self.settings.metrics_port
+        self.metrics = None if port is None else MetricsListener(self.app.context, port)
 
     @property
     def url(self) -> str:
         host = self.settings.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
 
+    @property
+    def num_keys(self) -> int:
+        """API keys that are good; with none, nobody is asked for one."""
+        return self._keys.num_keys
+
     async def start(self) -> None:
         """Opens the listener. Until `load` is done, API calls get 503 model_not_ready.
 
-        OSError names host and port.
+        OSError names host and port. ConfigError: the API keys cannot be had.
         """
         _check_parser()
+        self.load_keys()
         server = _Server(
             self._handle,
             handler_cancellation=True,
@@ -78,6 +89,22 @@ class HttpServer:
             text = f"cannot listen on {where}: {reason(error)}"
             raise OSError(error.errno, text) from error
         self._port = runner.addresses[0][1]
+        self.app.context.meter.start(lambda: len(server.connections))
+        if self.metrics is not None:
+            await self.metrics.start()
+
+    def load_keys(self) -> None:
+        """Reads the API keys (again). ConfigError: those that were there stay."""
+        settings = self.settings
+        self._keys.replace(load_keys(settings.api_key_file, settings.api_keys))
+
+    def reload_keys(self) -> None:
+        try:
+            self.load_keys()
+        except ConfigError as exc:
+            logger.error("the API keys stay as they were: %s", exc)
+        else:
+            logger.info("the API keys are read again: there are %d", self._keys.num_keys)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         connection = request.protocol
@@ -106,7 +133,10 @@ class HttpServer:
     async def stop(self) -> None:
         """Aborts what still runs, lets the answers out, closes the listener."""
         self.app.state = ServerState.DRAINING
+        self.app.context.meter.stop()
         await self._engine.shutdown(drain_s=0.0)
+        if self.metrics is not None:
+            await self.metrics.stop()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -137,6 +167,7 @@ async def serve_until_signal(server: HttpServer, *, on_ready: Callable[[str], No
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    loop.add_signal_handler(signal.SIGHUP, server.reload_keys)
     try:
         await server.start()
         logger.info("listening on %s, loading the model", server.url)
@@ -148,7 +179,7 @@ async def serve_until_signal(server: HttpServer, *, on_ready: Callable[[str], No
         return is_loaded
     finally:
         await server.stop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.remove_signal_handler(number)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Mapping
 from typing import Any, cast
 
 import orjson
@@ -17,6 +18,11 @@ from aiohttp.http_writer import StreamWriter
 from serve.http.errors import ApiError, common_headers
 
 DONE = b"data: [DONE]\n\n"
+
+
+def named_event(name: str, value: Any) -> bytes:
+    """An event with a name, and a value that is told as JSON."""
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps(value))
 
 
 class EventStream:
@@ -29,8 +35,10 @@ class EventStream:
         *,
         write_timeout_s: float,
         send_buffer_bytes: int,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self._request = request
+        self._headers = headers or {}
         self._request_id = request_id
         self._write_timeout_s = write_timeout_s
         self._send_buffer_bytes = send_buffer_bytes
@@ -47,6 +55,7 @@ class EventStream:
                 "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-cache",
                 "X-Accel-Buffering": "no",
+                **self._headers,
             }
         )
         await response.prepare(self._request)
@@ -60,7 +69,11 @@ class EventStream:
 
     async def send_error(self, error: ApiError) -> None:
         """The last event of a stream that cannot go on; no [DONE] follows."""
-        await self.send(b"data: " + error.body() + b"\n\n")
+        await self.send_last(b"data: " + error.body() + b"\n\n")
+
+    async def send_last(self, data: bytes) -> None:
+        """What ends a stream that cannot go on; the connection closes behind it."""
+        await self.send(data)
         if self.response is not None:
             self.response.force_close()
 
@@ -105,9 +118,10 @@ class ChunkFormat:
 
     def role(self, index: int) -> bytes:
         """The first chunk of a chat choice; nothing for completions."""
-        if not self._is_chat:
-            return b""
-        delta = {"role": "assistant", "content": ""}
+        return self.delta(index, {"role": "assistant", "content": ""}) if self._is_chat else b""
+
+    def delta(self, index: int, delta: dict[str, Any]) -> bytes:
+        """Whatever a chat choice gained."""
         return self._chunk(
             {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         )

@@ -1,0 +1,130 @@
+"""The engine as one call may use it: what the call's key allows is kept here, for every endpoint.
+
+K/V is shared between requests of the same key only (unless the operator lets all share): which
+prompts others have asked can otherwise be told from the time of the first token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from serve.errors import RequestError
+from serve.http.keys import ApiKey
+from serve.request import Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from serve.chat_parser import ChatFormat
+    from serve.engine import Engine, RequestStream
+    from serve.models import ModelSpec
+    from serve.tokenizer import Tokenizer
+
+
+class CallEngine:
+    """Engine.submit and submit_chat for one call; `streams` are those it submitted. arrived_s:
+    when the call came, on the monotonic clock; its times begin there."""
+
+    def __init__(
+        self, engine: Engine, key: ApiKey | None, *, share_prefixes: bool, arrived_s: float
+    ) -> None:
+        self._engine = engine
+        self._key = key
+        self._share_prefixes = share_prefixes
+        self._arrived_s = arrived_s
+        self.streams: list[RequestStream] = []
+
+    @property
+    def model_name(self) -> str:
+        return self._engine.model_name
+
+    @property
+    def max_model_len(self) -> int:
+        return self._engine.max_model_len
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._engine.tokenizer
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._engine.spec
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        return self._engine.chat_format
+
+    @property
+    def generation_defaults(self) -> dict[str, object]:
+        return self._engine.generation_defaults
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        client: str | None = None,
+    ) -> RequestStream:
+        stream = self._engine.submit(
+            prompt, self._allowed(params), request_id=request_id, client=self._client(client)
+        )
+        return self._submitted(stream)
+
+    def submit_chat(
+        self,
+        messages: list[dict[str, Any]],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        client: str | None = None,
+        **options: Any,
+    ) -> RequestStream:
+        stream = self._engine.submit_chat(
+            messages,
+            self._allowed(params),
+            request_id=request_id,
+            client=self._client(client),
+            **options,
+        )
+        return self._submitted(stream)
+
+    def _submitted(self, stream: RequestStream) -> RequestStream:
+        stream.arrived(self._arrived_s)
+        self.streams.append(stream)
+        return stream
+
+    def _client(self, name: str | None) -> str | None:
+        if self._key is None:
+            return name
+        return f"{self._key.name}/{name}" if name else self._key.name
+
+    def _allowed(self, params: SamplingParams) -> SamplingParams:
+        key = self._key
+        if key is None:
+            return params
+        limits, changes = key.limits, dict[str, Any]()
+        if not self._share_prefixes:
+            changes["cache_salt"] = salt_of(key.name, params.cache_salt)
+        if limits.max_tokens is not None:
+            changes["default_max_tokens"] = limits.max_tokens
+            for name in ("max_tokens", "min_tokens"):
+                if (getattr(params, name) or 0) > limits.max_tokens:
+                    raise RequestError(
+                        f"{name} is above {limits.max_tokens}, the limit of this API key",
+                        param=name,
+                    )
+        if limits.min_priority is not None and params.priority < limits.min_priority:
+            if params.priority:  # 0 asks for nothing
+                raise RequestError(
+                    f"priority is below {limits.min_priority}, the limit of this API key",
+                    param="priority",
+                )
+            changes["priority"] = limits.min_priority
+        return replace(params, **changes) if changes else params
+
+
+def salt_of(name: str, salt: str | None) -> str:
+    """The same after a restart, so that K/V on a disk is found again."""
+    own = b"" if salt is None else b"\0" + salt.encode()
+    return "key-" + hashlib.blake2b(name.encode() + own, digest_size=16).hexdigest()
