@@ -22,7 +22,6 @@ from serve.core import EngineCore
 from serve.errors import EngineStoppedError, RequestError
 from serve.loader import LoadedEngine, load_engine
 from serve.models import ModelSpec
-from serve.output import RequestTimes
 from serve.request import (
     CompletionOutput,
     Prompt,
@@ -87,15 +86,12 @@ class RequestStream:
     @property
     def metrics(self) -> RequestMetrics:
         assert self._state is not None
-        times: RequestTimes = self._state.times
-        return RequestMetrics(
-            times.arrival_s,
-            times.first_scheduled_s,
-            times.first_token_s,
-            times.finished_s,
-            times.num_preemptions,
-            times.num_cached_tokens,
-        )
+        return self._state.times.metrics()
+
+    def arrived(self, at_s: float) -> None:
+        """When its client's call came, on the monotonic clock, if that was before submit."""
+        if self._state is not None:
+            self._state.times.arrival_s = at_s
 
     async def accepted(self) -> Request:
         """The tokenized request. Raises what it was refused with."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 
+from serve import __version__
 from serve.http.body import read_call
 from serve.http.call_engine import CallEngine
 from serve.http.describe import Operation
@@ -27,6 +29,7 @@ from serve.http.errors import (
 )
 from serve.http.fields import MAX_LISTED, Unknown
 from serve.http.keys import ApiKey
+from serve.http.meter import HttpMeter
 from serve.http.settings import HttpSettings
 
 if TYPE_CHECKING:
@@ -69,7 +72,7 @@ ErrorShape = Callable[[ApiError, str], web.Response]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """path: as it is on the wire; it may end in `{...}`, which stands for the rest of it.
+    """path: as it is on the wire; one `{...}` in it stands for anything that is not empty.
 
     handlers: by method. is_public: answered without a key. error_shape: (error, request id) ->
     the answer, in the words of the API that the route belongs to. describe: by method, for
@@ -92,7 +95,18 @@ class ApiContext:
     state: ServerState = ServerState.LOADING
     num_running: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
+    meter: HttpMeter = field(default_factory=HttpMeter)
     logged_names: set[str] = field(default_factory=set)
+    _fingerprint: str = ""
+
+    @property
+    def fingerprint(self) -> str:
+        """Says when answers to the same seed may differ: model, version and precision."""
+        if not self._fingerprint:
+            config = self.engine.config
+            parts = (self.engine.model_name, __version__, config.dtype, config.kv_dtype)
+            self._fingerprint = "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+        return self._fingerprint
 
     async def read(self, call: Call, understand: Callable[[dict[str, Any], Unknown], T]) -> T:
         """What `understand` makes of the call's JSON object; ApiError or RequestError otherwise.

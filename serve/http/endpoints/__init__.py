@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from serve.http.context import ApiContext, Route
-from serve.http.endpoints import chat, completions, health, models
+from serve.http.endpoints import chat, completions, health, messages, models, responses
 
-ENDPOINTS = (health.routes, models.routes, completions.routes, chat.routes)
+ENDPOINTS = (
+    health.routes,
+    models.routes,
+    completions.routes,
+    chat.routes,
+    responses.routes,
+    messages.routes,
+)
 
 
 def all_routes(context: ApiContext) -> list[Route]:

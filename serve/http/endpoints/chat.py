@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
-
 from aiohttp import web
 
 from serve.http import schema
-from serve.http.answer import event_stream
+from serve.http.answer import answer_head, event_stream
 from serve.http.chat_completion import ChatChunks, whole_answer
 from serve.http.chat_run import ChatRun
 from serve.http.context import ApiContext, Call, Route
 from serve.http.errors import json_response
-from serve.http.generation import CHAT, AnswerHead
+from serve.http.generation import CHAT
 
 
 def routes(context: ApiContext) -> list[Route]:
@@ -30,17 +28,10 @@ def routes(context: ApiContext) -> list[Route]:
 
 
 async def _answer(context: ApiContext, call: Call, asked: schema.ChatCall) -> web.StreamResponse:
-    engine = context.engine
-    head = AnswerHead(
-        kind=CHAT,
-        answer_id=CHAT.id_prefix + call.request_id.removeprefix("req_"),
-        created=int(time.time()),
-        model=engine.model_name,
-        request_id=call.request_id,
-    )
+    head = answer_head(context, call, CHAT)
     with context.generating(), ChatRun(call.engine, asked.chat, call.request_id) as run:
         await run.accepted()
-        tokenizer = engine.tokenizer
+        tokenizer = context.engine.tokenizer
         if not asked.stream:
             body = await whole_answer(run, head, asked.params.n, tokenizer)
             return json_response(body, call.request_id)
