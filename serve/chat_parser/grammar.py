@@ -5,6 +5,7 @@ format, so that the parsers read them back; with arguments that fit the tools' s
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from serve.structured_output import StructuredOutput
 MAX_CALLS = 16  # of one answer that must call
 # As models write JSON; with free white space some would write nothing else.
 JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+_REGEX_PART = re.compile(r"\\.|/|\n", re.DOTALL)
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _NO_PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -135,8 +137,7 @@ def _content_rule(content: StructuredOutput) -> str:
         case "json_schema":
             return f"content: {_json(json.loads(content.source))}"
         case "regex":
-            pattern = content.source.replace("/", "\\/")
-            return f"content: CONTENT\nCONTENT: /{pattern}/"
+            return f"content: CONTENT\nCONTENT: /{_REGEX_PART.sub(_lark_part, content.source)}/"
         case "choice":
             return "content: " + " | ".join(map(json.dumps, json.loads(content.source)))
         case _:
@@ -145,3 +146,9 @@ def _content_rule(content: StructuredOutput) -> str:
                 param="tools",
                 code="unsupported_parameter",
             )
+
+
+def _lark_part(part: re.Match[str]) -> str:
+    """Lark's regular expressions stand between slashes, on one line."""
+    text = part[0]
+    return "\\n" if text[-1] == "\n" else "\\/" if text == "/" else text
