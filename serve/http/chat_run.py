@@ -79,6 +79,7 @@ class ChatRun:
         self._reasons = self._format.reasoning is not None and (
             structured is None or structured.kind != "grammar"
         )
+        self._drops_parts = not (asked.include_reasoning and asked.parallel_tool_calls)
         self._stream = engine.submit_chat(
             asked.messages,
             self._params(),
@@ -196,10 +197,12 @@ class ChatRun:
         was_reasoning = parser.is_reasoning
         parts = parser.push(delta.text)
         reason = delta.finish_reason
-        self.reasoning_tokens += self._num_reasoning(delta, was_reasoning, parser, parts)
+        if self._reasons:
+            self.reasoning_tokens += self._num_reasoning(delta, was_reasoning, parser, parts)
         if reason is not None:
             parts += parser.finish()
-        parts = [part for part in parts if self._is_wanted(part)]
+        if self._drops_parts:
+            parts = [part for part in parts if self._is_wanted(part)]
         if reason is None:
             return ChatStep(choice, delta, parts, None)
         is_call = parser.num_calls > 0 and reason is FinishReason.STOP
