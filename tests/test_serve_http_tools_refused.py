@@ -60,6 +60,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [F, F]}, "tools[1].function.name", "invalid_value"),
     ({"tools": [tool(parameters=[])]}, PARAMETERS, "invalid_type"),
     ({"tools": [tool(parameters="{}")]}, PARAMETERS, "invalid_type"),
+    (
+        {"tools": [tool(name=f"f{i}", description="x" * 9000) for i in range(60)]},
+        "tools",
+        "invalid",
+    ),
     ({"tools": {}}, "tools", "invalid_type"),
     ({"tools": ["f"]}, "tools[0]", "invalid_type"),
     ({"tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
@@ -73,7 +78,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (schema({"type": "string", "pattern": "(a"}), PARAMETERS, "invalid_schema"),
     (schema({"type": "string", "pattern": "*a"}), PARAMETERS, "invalid_schema"),
     (schema({"type": "string", "pattern": 5}), PARAMETERS, "invalid_schema"),
-    (schema({"pattern": "(" * 4000 + ")" * 4000}), PARAMETERS, "invalid_schema"),
+    *[
+        (schema({"type": "string", "pattern": pattern}), PARAMETERS, "invalid_schema")
+        for pattern in ("a)", "[a", "a|+b", "(?:a", "a\\", "(?<n>a", "[" * 4096, "x" * 4097)
+    ],
     (schema(5), PARAMETERS, "invalid_schema"),
     (schema(nested(32)), PARAMETERS, "invalid_schema"),
     (schema({"anyOf": []}), PARAMETERS, "invalid_schema"),
@@ -183,7 +191,18 @@ def test_refused() -> None:
         {"tools": None, "tool_choice": "auto"},
         {"tools": [F], "tool_choice": "none"},
         {"functions": [], "function_call": "none"},
-        schema({"type": "string", "pattern": r"^\p{L}+$"}),
+        *[
+            schema({"type": "string", "pattern": pattern})
+            for pattern in (
+                r"^\p{L}+$",
+                "(?<n>a)*",
+                "[]a]",
+                r"[\]]+",
+                "a{2,3}?",
+                "a|(|b)",
+                "(?i)[^[]",
+            )
+        ],
         schema({"$ref": "#/$defs/x"}),
         schema(True),
         schema(nested(20)),

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from serve.errors import RequestError
 from serve.http.errors import quoted
 from serve.http.fields import (
@@ -30,6 +32,7 @@ MAX_SCHEMA_BYTES = 64 << 10
 MAX_SCHEMA_DEPTH = 32
 MAX_DESCRIPTION_CHARS = 64 << 10
 MAX_PATTERN_CHARS = 4096
+MAX_TOOLS_BYTES = 512 << 10
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 _NAME = String(MAX_NAME_CHARS, min_chars=1, pattern="[A-Za-z0-9_-]+")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -37,8 +40,12 @@ _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-# What other dialects than Python's may have in a pattern; all else that re refuses is malformed.
-_DIALECT = ("bad escape", "unknown extension")
+_PATTERN_PART = re.compile(
+    r"\\.|\[\^?\]?(?:\\.|[^\\\]])*\]"  # an escape, a class
+    r"|\((?:\?(?:[:=!>|]|#[^)]*)|\?<[=!]|\?P?<\w+>|\?[a-zA-Z-]+:?)?"  # the head of a group
+    r"|.",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +120,30 @@ def _check_keywords(schema: dict[str, Any], where: str) -> None:
 
 def _check_pattern(pattern: Any, where: str) -> None:
     if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN_CHARS:
-        raise _bad(f"{where} has a pattern that is no text of at most 4096 characters", where)
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        if not error.msg.startswith(_DIALECT):
-            raise _bad(f"{where} has a malformed pattern: {error.msg}", where) from None
-    except (RecursionError, OverflowError):
-        raise _bad(f"{where} has a pattern that is too large", where) from None
+        raise _bad(
+            f"{where} has a pattern that is no text of at most {MAX_PATTERN_CHARS} characters",
+            where,
+        )
+    if _is_malformed(pattern):
+        raise _bad(f"{where} has a malformed pattern", where)
+
+
+def _is_malformed(pattern: str) -> bool:
+    """Malformed in every dialect. It is not compiled here: that can take seconds."""
+    depth = 0
+    can_repeat = False
+    for match in _PATTERN_PART.finditer(pattern):
+        part = match[0]
+        if part in ("[", "\\"):  # a class without an end, or nothing behind it
+            return True
+        if part == ")":
+            depth -= 1
+        if depth < 0 or (part in "*+?" and not can_repeat):
+            return True
+        if part.startswith("("):
+            depth += 1
+        can_repeat = not part.startswith("(") and part != "|"
+    return depth > 0
 
 
 def _bad(message: str, where: str) -> RequestError:
@@ -155,6 +178,7 @@ _TOOL = Record(
 def _tools(value: Any, where: str, unknown: Unknown) -> list[dict[str, Any]]:
     tools: list[dict[str, Any]] = List(_TOOL, MAX_TOOLS).check(value, where, unknown)
     names: set[str] = set()
+    size = 0
     for index, tool in enumerate(tools):
         name = tool["function"]["name"]
         if name in names:
@@ -163,6 +187,9 @@ def _tools(value: Any, where: str, unknown: Unknown) -> list[dict[str, Any]]:
                 param=f"{where}[{index}].function.name",
             )
         names.add(name)
+        size += len(orjson.dumps(tool))
+    if size > MAX_TOOLS_BYTES:
+        raise RequestError(f"{where} is larger than {MAX_TOOLS_BYTES} bytes of JSON", param=where)
     return tools
 
 
