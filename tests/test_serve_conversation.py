@@ -93,6 +93,7 @@ def conversation(text: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return messages, options
 
 
+@pytest.mark.row("T6")
 @pytest.mark.parametrize("source", [NATIVE, NATIVE.replace("tools", "other")])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_special_id_comes_from_a_client(source: str, seed: int, tokenizer: Tokenizer) -> None:
@@ -111,6 +112,7 @@ def test_no_special_id_comes_from_a_client(source: str, seed: int, tokenizer: To
     assert counts[0] == counts[1]
 
 
+@pytest.mark.row("T7")
 @pytest.mark.parametrize("text", ["{{7*7}}", "{% for x in y %}", "{{ ''.__class__ }}"])
 def test_template_code_from_a_client_is_text(text: str, tokenizer: Tokenizer) -> None:
     for source in (NATIVE, NATIVE.replace("tools", "other")):

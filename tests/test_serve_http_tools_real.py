@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,15 @@ NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 
 
+TURNS = (
+    "{% if messages[-1].role == 'assistant' or messages[1:] | selectattr('role', 'eq', 'system')"
+    " | list %}{{ raise_exception('the roles must take turns') }}{% endif %}"
+)
+
+
 def marked_model(path: Path) -> Path:
-    """The embedded model with the markers as special tokens, in place of its last four."""
+    """The embedded model with the markers as special tokens, in place of its last four, and a
+    chat template that minds the order of roles."""
     shutil.copytree(default_model_path(), path)
     file = path / "tokenizer.json"
     content = json.loads(file.read_text())
@@ -46,21 +54,39 @@ def marked_model(path: Path) -> Path:
         for number, text in enumerate(MARKERS)
     ]
     file.write_text(json.dumps(content))
+    file = path / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    config["chat_template"] = TURNS + config["chat_template"]
+    file.write_text(json.dumps(config))
     return path
 
 
-@pytest.fixture(scope="module", params=["plain", "marked"])
-def client(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[openai.OpenAI]:
-    options: dict[str, Any] = {"served_model_name": "m", "max_num_seqs": 8}
-    if request.param == "marked":
-        options["model"] = str(marked_model(tmp_path_factory.mktemp("marked") / "model"))
+@contextmanager
+def served(**options: Any) -> Iterator[openai.OpenAI]:
+    engine = Engine(served_model_name="m", max_num_seqs=8, **options)
     with (
-        ServerThread(Engine(**options)) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made,
+        ServerThread(engine) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
     ):
-        yield made
+        yield client
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[openai.OpenAI]:
+    with served() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    with served(model=str(marked_model(tmp_path_factory.mktemp("marked") / "model"))) as client:
+        yield client
+
+
+@pytest.fixture(params=["plain", "marked"])
+def client(request: pytest.FixtureRequest) -> openai.OpenAI:
+    made: openai.OpenAI = request.getfixturevalue(request.param)
+    return made
 
 
 def check(calls: Any) -> None:
@@ -140,3 +166,13 @@ def test_a_schema_that_cannot_be_compiled(client: openai.OpenAI) -> None:
             model="m", messages=USER, tools=tools, tool_choice="required"
         )
     assert (caught.value.param, caught.value.code) == ("tools", "invalid_schema")
+
+
+@pytest.mark.row("T10")
+def test_an_order_of_roles_that_the_template_refuses(marked: openai.OpenAI) -> None:
+    system: Any = {"role": "system", "content": "x"}
+    for messages in ([system, system, *USER], [*USER, {"role": "assistant", "content": "x"}]):
+        with pytest.raises(openai.BadRequestError) as caught:
+            marked.chat.completions.create(model="m", messages=messages)  # type: ignore[arg-type]
+        assert (caught.value.param, caught.value.code) == ("messages", "invalid_value")
+        assert "the roles must take turns" in str(caught.value)

@@ -51,8 +51,8 @@ PARAMETERS = "tools[0].function.parameters"
 ARGUMENTS = "messages[1].tool_calls[0].function.arguments"
 KWARGS = "chat_template_kwargs"
 
-REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    # P19
+Refusals = list[tuple[dict[str, Any], str, str]]
+TOOLS: Refusals = [
     ({"tools": [tool(name=f"f{i}") for i in range(129)]}, "tools", "array_above_max_length"),
     ({"tools": [tool(name="a b")]}, "tools[0].function.name", "invalid_value"),
     ({"tools": [tool(name="a" * 65)]}, "tools[0].function.name", "string_above_max_length"),
@@ -72,7 +72,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "web", "function": F["function"]}]}, "tools[0].type", "invalid_value"),
     ({"tools": [tool(strict="yes")]}, "tools[0].function.strict", "invalid_type"),
     ({"tools": [tool(extra=1)]}, "tools[0].function.extra", "unknown_parameter"),
-    # G9, and what of G1 to G6 costs nothing to tell
+]
+# and what of G1 to G6 costs nothing to tell
+SCHEMAS: Refusals = [
     (schema({"type": "strnig"}), PARAMETERS, "invalid_schema"),
     (schema({"type": ["object", 5]}), PARAMETERS, "invalid_schema"),
     (schema({"type": "string", "pattern": "(a"}), PARAMETERS, "invalid_schema"),
@@ -93,7 +95,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (schema({"$ref": "http://169.254.169.254/"}), PARAMETERS, "invalid_schema"),
     (schema({"description": "x" * MAX_SCHEMA_BYTES}), PARAMETERS, "invalid_value"),
     ({"tools": [tool(parameters={"type": "string"})]}, PARAMETERS, "invalid_schema"),
-    # P20
+]
+CHOICES: Refusals = [
     ({"tools": [F], "tool_choice": {**NAMED, "function": {"name": "g"}}}, "tool_choice", ""),
     ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice", "invalid_value"),
@@ -116,10 +119,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "invalid_value",
     ),
     ({"parallel_tool_calls": 1}, "parallel_tool_calls", "invalid_type"),
-    # P27
+]
+DEPRECATED: Refusals = [
     ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter"),
     ({"function_call": {"name": "f"}}, "function_call", "unsupported_parameter"),
-    # T11, and other mistakes in calls and results
+]
+CALLS: Refusals = [
     (answered(tool_call_id="c2"), "messages[2].tool_call_id", "invalid_value"),
     (answered(tool_call_id=None), "messages[2].tool_call_id", "missing_required_parameter"),
     (answered(tool_call_id=5), "messages[2].tool_call_id", "invalid_type"),
@@ -142,8 +147,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "messages[1].function_call",
         "unsupported_parameter",
     ),
-    # T8, T9
+]
+TEMPLATES: Refusals = [
     ({"chat_template": "{{ 1 }}"}, "chat_template", "unsupported_parameter"),
+]
+KWARGS_REFUSED: Refusals = [
     ({KWARGS: {"tokenize": False}}, KWARGS, "unsupported_parameter"),
     ({KWARGS: {"chat_template": "x"}}, KWARGS, "unsupported_parameter"),
     ({KWARGS: {"messages": []}}, KWARGS, "unsupported_parameter"),
@@ -157,6 +165,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({KWARGS: {"a": 1 << 60}}, f"{KWARGS}.a", "invalid_value"),
     ({KWARGS: {"a" * (i + 1): 1 for i in range(17)}}, KWARGS, "array_above_max_length"),
     ({KWARGS: "x"}, KWARGS, "invalid_type"),
+]
+OTHERS: Refusals = [
     ({"reasoning_effort": "most"}, "reasoning_effort", "invalid_value"),
     ({"include_reasoning": "no"}, "include_reasoning", "invalid_type"),
     ({"continue_final_message": True}, "continue_final_message", "invalid_value"),
@@ -166,11 +176,50 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "invalid_value",
     ),
 ]
+IMAGE = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}
+AUDIO = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
+ROLES: Refusals = [
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "invalid_value"),
+    ({"messages": [USER, {"content": "x"}]}, "messages[1].role", "missing_required_parameter"),
+    ({"messages": [{"role": "SYSTEM", "content": "x"}]}, "messages[0].role", "invalid_value"),
+    (
+        {"messages": [USER, {"role": "assistant"}]},
+        "messages[1].content",
+        "missing_required_parameter",
+    ),
+    ({"messages": [{**USER, "content": 5}]}, "messages[0].content", "invalid_type"),
+    (
+        {"messages": [{**USER, "content": [{"type": "x"}]}]},
+        "messages[0].content[0].type",
+        "invalid_value",
+    ),
+]
+MEDIA: Refusals = [
+    ({"messages": [{**USER, "content": [part]}]}, "messages[0].content[0].type", "unsupported")
+    for part in (IMAGE, AUDIO)
+]
+TURNS: Refusals = [({"messages": [USER] * 20_000}, "messages", "array_above_max_length")]
 
 
-def test_refused() -> None:
+@pytest.mark.parametrize(
+    "refusals",
+    [
+        pytest.param(ROLES, marks=pytest.mark.row("P4")),
+        pytest.param(MEDIA, marks=pytest.mark.row("P5")),
+        pytest.param(TOOLS, marks=pytest.mark.row("P19")),
+        pytest.param(CHOICES, marks=pytest.mark.row("P20")),
+        pytest.param(DEPRECATED, marks=pytest.mark.row("P27")),
+        pytest.param(SCHEMAS, marks=pytest.mark.row("G9")),
+        pytest.param(TEMPLATES, marks=pytest.mark.row("T8")),
+        pytest.param(KWARGS_REFUSED, marks=pytest.mark.row("T9")),
+        pytest.param(CALLS, marks=pytest.mark.row("T11")),
+        pytest.param(TURNS, marks=pytest.mark.row("T17")),
+        OTHERS,
+    ],
+)
+def test_refused(refusals: Refusals) -> None:
     async def check(served: Served) -> None:
-        for change, param, code in REFUSED:
+        for change, param, code in refusals:
             body = {"model": "fake", "messages": [USER], **change}
             status, answer = await served.post("/v1/chat/completions", body)
             assert status == 400, (change, answer)
