@@ -89,8 +89,6 @@ _BLOCKS: dict[str, Record] = {
     "thinking": Record({"thinking": _TEXT, "signature": _TEXT}, required=("thinking",)),
     "redacted_thinking": Record({"data": _TEXT}, required=("data",)),
 }
-_OF_USERS = ("text", "tool_result")
-_OF_ASSISTANTS = ("text", "tool_use", "thinking", "redacted_thinking")
 _MESSAGE = Record(
     {
         "role": OneOfNames(("user", "assistant", "system")),
@@ -198,10 +196,6 @@ def _joined(texts: Iterable[str | None]) -> str:
 
 
 def _misplaced(kind: str, role: str, where: str) -> RequestError:
-    wanted = ", ".join(_OF_ASSISTANTS if role == "assistant" else _OF_USERS)
     return RequestError(
-        f"{where} is a {kind} block, and messages of the role {role} have only {wanted}"
-        if role != "system"
-        else f"{where} is a {kind} block, and messages of the role system have only text",
-        param=f"{where}.type",
+        f"{where} is a {kind} block, which no {role} message has", param=f"{where}.type"
     )

@@ -124,7 +124,9 @@ def parse_messages_call(
     form = values.get("output_config", {}).get("format")
     params = SamplingParams(
         **{name: value for name, value in sampling.items() if value is not None},
-        max_tokens=max_tokens,
+        # the context may cut the answer short, without an error
+        max_tokens=None if max_tokens else 0,
+        default_max_tokens=max_tokens or None,
         stop=tuple(values.get("stop_sequences", ())),
         structured=None if form is None else form["schema"],
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from serve.errors import RequestError
-from serve.http.errors import quoted
+from serve.http.errors import ApiError, quoted
 from serve.http.fields import (
     Either,
     FieldType,
@@ -20,6 +20,7 @@ from serve.http.fields import (
     String,
     Unsupported,
 )
+from serve.http.json_body import parse_object
 from serve.http.messages import MAX_MESSAGES, ROLES
 from serve.http.tagged import Places, Tagged
 
@@ -181,7 +182,7 @@ class _Conversation:
                 self._extend("reasoning_content", text)
         elif kind == "function_call":
             self._called[item["call_id"]] = item["name"]
-            function = {"name": item["name"], "arguments": item["arguments"]}
+            function = {"name": item["name"], "arguments": _arguments(item["arguments"])}
             call = {"id": item["call_id"], "type": "function", "function": function}
             self._assistant().setdefault("tool_calls", []).append(call)
         else:
@@ -215,6 +216,14 @@ class _Conversation:
         message = self._assistant()
         before = message.get(name)
         message[name] = f"{before}\n{text}" if before else text
+
+
+def _arguments(text: str) -> dict[str, Any] | str:
+    """As templates want them, an object; a call that was cut off stays what it was."""
+    try:
+        return parse_object(text.encode())
+    except (ApiError, UnicodeEncodeError):
+        return text
 
 
 def _text(content: str | list[dict[str, Any]]) -> str:
