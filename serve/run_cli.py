@@ -16,6 +16,7 @@ from serve.config import EngineConfig
 from serve.engine import Engine
 from serve.http.server import HttpServer, serve_until_signal
 from serve.http.settings import HttpSettings
+from serve.model_files import find_model
 from serve.run_settings import RunSettings
 
 MAX_FILES = 65_536
@@ -25,7 +26,12 @@ def run(asked: RunSettings, *, is_quiet: bool) -> None:
     """Until a signal. ConfigError, ModelLoadError, OSError where the port cannot be had."""
     asked.make(EngineConfig)  # says where a wrong value came from
     http: HttpSettings = asked.make(HttpSettings)
-    serve(Engine(progress=not is_quiet, **asked.of(EngineConfig)), http, is_quiet=is_quiet)
+    values = asked.of(EngineConfig)
+    if "model" in values:
+        found = find_model(values["model"])
+        values["model"] = found.model
+        values.setdefault("served_model_name", found.name)
+    serve(Engine(progress=not is_quiet, **values), http, is_quiet=is_quiet)
 
 
 def serve(engine: Engine, settings: HttpSettings, *, is_quiet: bool = False) -> None:

@@ -16,6 +16,7 @@ from serve.config import (
     MEMORY_WIRES,
     PARTITIONS,
 )
+from serve.http.settings import UNKNOWN_FIELDS
 from serve.memory_policy import POLICIES
 from serve.orders import ORDERS
 
@@ -33,7 +34,8 @@ PANELS = (SERVER, SECURITY, MODEL, SCHEDULING, MEMORY, NODES, LIMITS, LOGS)
 @dataclass(frozen=True, slots=True)
 class Option:
     """metavar: what stands for the value in the help. is_size: bytes, "2GiB" too. choices: what
-    the shell completes. flags, envs: older names that work as well."""
+    the shell completes. flags, envs: other names that work as well. is_secret: only from the
+    environment, and never printed."""
 
     panel: str
     help: str
@@ -42,6 +44,7 @@ class Option:
     choices: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     envs: tuple[str, ...] = ()
+    is_secret: bool = False
 
 
 _BACKENDS = ("auto", "cpu", "cuda")
@@ -138,7 +141,29 @@ HTTP_OPTIONS: dict[str, Option] = {
     "host": Option(SERVER, "Address to listen on."),
     "port": Option(SERVER, "Port; 0 takes a free one."),
     "drain_s": Option(SERVER, "How long a stop waits for requests.", metavar="SECONDS"),
+    "unknown_fields": Option(
+        SERVER, "Unknown parameters: refuse them, or warn.", choices=("refuse", "warn")
+    ),
     "backlog": Option(SERVER, "Connections that wait to be accepted."),
+    "api_keys": Option(
+        SECURITY,
+        "KEY or NAME:KEY, with commas between.",
+        envs=("MERGESTEP_API_KEY",),
+        is_secret=True,
+    ),
+    "api_key_file": Option(
+        SECURITY, "Keys that clients must send, with their limits.", metavar="FILE"
+    ),
+    "allow_no_key": Option(SECURITY, "Listen on other addresses than this machine's without keys."),
+    "share_prefixes": Option(SECURITY, "Keys share cached prompts, and may tell it from the time."),
+    "allowed_hosts": Option(
+        SECURITY, "Names in the Host header; by default those of a loopback address, else any."
+    ),
+    "unknown_fields": Option(
+        LIMITS,
+        "Parameters that nobody knows: refuse them, or warn (a header names them).",
+        choices=UNKNOWN_FIELDS,
+    ),
     "max_body_bytes": Option(LIMITS, "Largest body of a request.", is_size=True),
     "body_timeout_s": Option(LIMITS, "A body must be there by then.", metavar="SECONDS"),
     "first_request_timeout_s": Option(

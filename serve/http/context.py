@@ -29,6 +29,7 @@ from serve.http.errors import (
 )
 from serve.http.fields import MAX_LISTED, Unknown
 from serve.http.keys import ApiKey
+from serve.http.meter import HttpMeter
 from serve.http.settings import HttpSettings
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class ApiContext:
     state: ServerState = ServerState.LOADING
     num_running: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
+    meter: HttpMeter = field(default_factory=HttpMeter)
     logged_names: set[str] = field(default_factory=set)
     _fingerprint: str = ""
 

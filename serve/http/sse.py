@@ -118,9 +118,10 @@ class ChunkFormat:
 
     def role(self, index: int) -> bytes:
         """The first chunk of a chat choice; nothing for completions."""
-        if not self._is_chat:
-            return b""
-        delta = {"role": "assistant", "content": ""}
+        return self.delta(index, {"role": "assistant", "content": ""}) if self._is_chat else b""
+
+    def delta(self, index: int, delta: dict[str, Any]) -> bytes:
+        """Whatever a chat choice gained."""
         return self._chunk(
             {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         )
