@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from serve.cli_values import format_size
 from serve.config import EngineConfig
 from serve.config_file import toml_value
 from serve.http.settings import HttpSettings
 from serve.run_options import PANELS
 from serve.run_settings import SETTINGS, RunSettings, Setting, Value
+from serve.units import format_size
 
 _COLUMN = 44
 

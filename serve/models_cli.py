@@ -14,7 +14,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from serve.cli_values import format_count, format_memory
 from serve.config import DEFAULT_MODEL, DTYPES, EngineConfig
 from serve.errors import ConfigError, ModelLoadError, reason
 from serve.model_files import cache_folder, cached_models, models_in
@@ -22,6 +21,7 @@ from serve.models import read_spec
 from serve.models.checkpoint import Checkpoint
 from serve.models.spec import ModelSpec
 from serve.precision import resolve_precision
+from serve.units import format_count, format_memory
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ import typer
 from serve import run_options
 from serve.cli_options import completion
 from serve.cli_reporting import reported, set_up_logging, warn
-from serve.cli_values import format_size, parse_size
+from serve.cli_values import parse_size
 from serve.config_file import read_config_file
 from serve.run_settings import (
     CONFIG_ENV,
@@ -23,6 +23,7 @@ from serve.run_settings import (
     resolve,
     unknown_variables,
 )
+from serve.units import format_size
 
 HELP = (
     "Serve MODEL over an OpenAI-compatible HTTP API.\n\n"

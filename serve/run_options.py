@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from serve.chat_parser import REASONING_PARSERS, TOOL_PARSERS
 from serve.config import (
     DTYPES,
     KV_DTYPES,
@@ -75,6 +76,16 @@ ENGINE_OPTIONS: dict[str, Option] = {
     "tokenize_threads": Option(MODEL, "Threads that tokenize."),
     "tune": Option(MODEL, "Measure products at the first start on a GPU."),
     "backend": Option(MODEL, "cpu, cuda, or auto: cuda where there is a GPU.", choices=_BACKENDS),
+    "tool_parser": Option(
+        MODEL,
+        "How the model writes calls of tools: auto looks at its chat template; none.",
+        choices=TOOL_PARSERS,
+    ),
+    "reasoning_parser": Option(
+        MODEL,
+        "What it writes around its reasoning: auto looks at its chat template; none.",
+        choices=REASONING_PARSERS,
+    ),
     "seed": Option(MODEL, "Base seed of requests that bring none."),
     "max_num_seqs": Option(SCHEDULING, "Sequences that run at once."),
     "max_num_batched_tokens": Option(
@@ -141,9 +152,6 @@ HTTP_OPTIONS: dict[str, Option] = {
     "host": Option(SERVER, "Address to listen on."),
     "port": Option(SERVER, "Port; 0 takes a free one."),
     "drain_s": Option(SERVER, "How long a stop waits for requests.", metavar="SECONDS"),
-    "unknown_fields": Option(
-        SERVER, "Unknown parameters: refuse them, or warn.", choices=("refuse", "warn")
-    ),
     "backlog": Option(SERVER, "Connections that wait to be accepted."),
     "api_keys": Option(
         SECURITY,

@@ -13,11 +13,12 @@ import typer
 from typer.testing import CliRunner
 
 from serve.cli import app
-from serve.cli_values import format_size, parse_size
+from serve.cli_values import parse_size
 from serve.config import EngineConfig
 from serve.run_command import run_signed
 from serve.run_options import PANELS
 from serve.run_settings import IN_PYTHON_ONLY, OWNERS, SETTINGS, Setting
+from serve.units import format_size
 
 # A valid value that is not the default, where its kind alone does not give one.
 VALUES: dict[str, Any] = {
