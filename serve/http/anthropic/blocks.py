@@ -6,11 +6,10 @@ nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from serve.errors import RequestError
-from serve.http.errors import quoted
 from serve.http.fields import (
     Boolean,
     Either,
@@ -23,6 +22,7 @@ from serve.http.fields import (
 )
 from serve.http.messages import MAX_MESSAGES
 from serve.http.tagged import Places, Tagged
+from serve.http.turns import Turns
 
 MAX_TEXT_CHARS = 8 << 20
 MAX_BLOCKS = 8192
@@ -111,88 +111,44 @@ def chat_messages(
 ) -> list[dict[str, Any]]:
     """All of them checked by their tables. RequestError for blocks that the role does not have,
     and for results of tools that were not called."""
-    found = _Conversation()
+    turns = Turns(join_all=True)
     if system is not None and (text := text_of(system)):
-        found.say("system", text)
+        turns.say("system", text)
     for position, message in enumerate(messages):
         where = f"messages[{position}].content"
-        if message["role"] == "assistant":
-            found.assistant(message["content"], where)
-        else:
-            found.other(message["role"], message["content"], where)
-    return found.messages
-
-
-class _Conversation:
-    def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
-        self._called: dict[str, str] = {}  # names of tools by the ids of their calls
-
-    def say(self, role: str, text: str) -> dict[str, Any]:
-        """The message that says it: the last one, if that has the role."""
-        last = self.messages[-1] if self.messages else None
-        if last is None or last["role"] != role:
-            last = {"role": role, "content": text}
-            self.messages.append(last)
-        elif text:
-            last["content"] += f"\n{text}" if last["content"] else text
-        return last
-
-    def other(self, role: str, content: str | list[dict[str, Any]], where: str) -> None:
-        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        for position, block in enumerate(blocks):
-            place = f"{where}[{position}]"
-            if block["type"] == "tool_result" and role == "user":
-                self._result(block, place)
-            elif block["type"] == "text":
-                self.say(role, block["text"])
-            else:
-                raise _misplaced(block["type"], role, place)
-
-    def _result(self, block: dict[str, Any], where: str) -> None:
-        call_id = block["tool_use_id"]
-        name = self._called.get(call_id)
-        if name is None:
-            raise RequestError(
-                f"{where}.tool_use_id {quoted(call_id)} is no tool_use of an earlier message",
-                param=f"{where}.tool_use_id",
-            )
-        text = text_of(block.get("content", ""))
-        self.messages.append(
-            {
-                "role": "tool",
-                "tool_call_id": call_id,
-                "name": name,
-                "content": IS_ERROR + text if block.get("is_error") else text,
-            }
-        )
-
-    def assistant(self, content: str | list[dict[str, Any]], where: str) -> None:
+        role, content = message["role"], message["content"]
         if isinstance(content, str):
-            self.say("assistant", content)
-            return
-        message = self.say("assistant", "")
-        for position, block in enumerate(content):
-            kind = block["type"]
-            if kind == "text":
-                self.say("assistant", block["text"])
-            elif kind == "thinking":
-                before = message.get("reasoning_content")
-                message["reasoning_content"] = _joined((before, block["thinking"]))
-            elif kind == "tool_use":
-                self._called[block["id"]] = block["name"]
-                message.setdefault("tool_calls", []).append(_call(block))
-            elif kind != "redacted_thinking":  # which nobody here can read
-                raise _misplaced(kind, "assistant", f"{where}[{position}]")
+            turns.say(role, content)
+            continue
+        add = _of_assistant if role == "assistant" else _of_other
+        for number, block in enumerate(content):
+            add(turns, role, block, f"{where}[{number}]")
+    return turns.messages()
 
 
-def _call(block: dict[str, Any]) -> dict[str, Any]:
-    function = {"name": block["name"], "arguments": block["input"]}
-    return {"id": block["id"], "type": "function", "function": function}
+def _of_other(turns: Turns, role: str, block: dict[str, Any], where: str) -> None:
+    kind = block["type"]
+    if kind == "text":
+        turns.say(role, block["text"])
+    elif kind == "tool_result" and role == "user":
+        text = text_of(block.get("content", ""))
+        if block.get("is_error"):
+            text = IS_ERROR + text
+        turns.result(block["tool_use_id"], text, f"{where}.tool_use_id")
+    else:
+        raise _misplaced(kind, role, where)
 
 
-def _joined(texts: Iterable[str | None]) -> str:
-    return "\n".join(text for text in texts if text)
+def _of_assistant(turns: Turns, role: str, block: dict[str, Any], where: str) -> None:
+    kind = block["type"]
+    if kind == "text":
+        turns.say(role, block["text"])
+    elif kind == "thinking":
+        turns.think(block["thinking"])
+    elif kind == "tool_use":
+        turns.call(block["id"], block["name"], block["input"])
+    elif kind != "redacted_thinking":  # which nobody here can read
+        raise _misplaced(kind, role, where)
 
 
 def _misplaced(kind: str, role: str, where: str) -> RequestError:

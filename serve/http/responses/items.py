@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from serve.errors import RequestError
-from serve.http.errors import ApiError, quoted
+from serve.http.errors import ApiError
 from serve.http.fields import (
     Either,
     FieldType,
@@ -21,12 +20,14 @@ from serve.http.fields import (
     Unsupported,
 )
 from serve.http.json_body import parse_object
-from serve.http.messages import MAX_MESSAGES, ROLES
+from serve.http.messages import MAX_MESSAGES
 from serve.http.tagged import Places, Tagged
+from serve.http.turns import Turns
 
 MAX_TEXT_CHARS = 8 << 20
 MAX_PARTS = 8192
 MAX_ID_CHARS = 128
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 _TEXT = String(MAX_TEXT_CHARS, is_text=True)
 _ID = String(MAX_ID_CHARS, min_chars=1)
@@ -158,64 +159,25 @@ def chat_messages(
 ) -> list[dict[str, Any]]:
     """items: complete ones. first: of them, the first that the request itself brought; mistakes
     are named by their place in its input. RequestError for outputs of unknown calls."""
-    found = _Conversation()
+    turns = Turns(join_all=False)
     if instructions:
-        found.messages.append({"role": "system", "content": instructions})
+        turns.say("system", instructions)
     for position, item in enumerate(items):
-        found.add(item, f"input[{position - first}]")
-    return found.messages
+        _add(turns, item, f"input[{position - first}]")
+    return turns.messages()
 
 
-class _Conversation:
-    def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
-        self._called: dict[str, str] = {}  # names of functions by the ids of their calls
-
-    def add(self, item: Mapping[str, Any], where: str) -> None:
-        kind = item["type"]
-        if kind == "message":
-            self._message(item)
-        elif kind == "reasoning":
-            texts = item.get("content") or item.get("summary") or ()
-            text = "\n".join(part["text"] for part in texts)
-            if text:  # encrypted content is not for us
-                self._extend("reasoning_content", text)
-        elif kind == "function_call":
-            self._called[item["call_id"]] = item["name"]
-            function = {"name": item["name"], "arguments": _arguments(item["arguments"])}
-            call = {"id": item["call_id"], "type": "function", "function": function}
-            self._assistant().setdefault("tool_calls", []).append(call)
-        else:
-            self._output(item, where)
-
-    def _message(self, item: Mapping[str, Any]) -> None:
-        text = _text(item["content"])
-        if item["role"] == "assistant":
-            self._extend("content", text)
-        else:
-            self.messages.append({"role": ROLES[item["role"]], "content": text})
-
-    def _output(self, item: Mapping[str, Any], where: str) -> None:
-        call_id = item["call_id"]
-        name = self._called.get(call_id)
-        if name is None:
-            raise RequestError(
-                f"{where}.call_id {quoted(call_id)} is of no function call before it",
-                param=f"{where}.call_id",
-            )
-        message = {"role": "tool", "tool_call_id": call_id, "name": name}
-        self.messages.append({**message, "content": _text(item["output"])})
-
-    def _assistant(self) -> dict[str, Any]:
-        """The message of the turn that goes on."""
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.messages.append({"role": "assistant", "content": ""})
-        return self.messages[-1]
-
-    def _extend(self, name: str, text: str) -> None:
-        message = self._assistant()
-        before = message.get(name)
-        message[name] = f"{before}\n{text}" if before else text
+def _add(turns: Turns, item: Mapping[str, Any], where: str) -> None:
+    kind = item["type"]
+    if kind == "message":
+        turns.say(ROLES[item["role"]], _text(item["content"]))
+    elif kind == "function_call":
+        turns.call(item["call_id"], item["name"], _arguments(item["arguments"]))
+    elif kind == "function_call_output":
+        turns.result(item["call_id"], _text(item["output"]), f"{where}.call_id")
+    else:
+        for part in item.get("content") or item.get("summary") or ():
+            turns.think(part["text"])  # encrypted content is not for us
 
 
 def _arguments(text: str) -> dict[str, Any] | str:
