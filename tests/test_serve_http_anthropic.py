@@ -236,18 +236,18 @@ def test_tool_choices(
 
 
 @pytest.mark.parametrize(
-    ("thinking", "kwargs"),
+    ("more", "kwargs"),
     [
-        ({"type": "adaptive"}, {"enable_thinking": True}),
-        ({"type": "disabled"}, {"enable_thinking": False}),
-        (None, {}),
+        ({"thinking": {"type": "adaptive"}}, {"enable_thinking": True}),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+        ({"output_config": {"effort": "high"}}, {"reasoning_effort": "high"}),
+        ({}, {}),
     ],
 )
 def test_thinking_is_told_to_the_template(
-    fake: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch, thinking: Any, kwargs: Any
+    fake: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch, more: Any, kwargs: Any
 ) -> None:
     run = script_answers(monkeypatch, [[Reasoning("hm")], [Text("ok")]])
-    more: Any = {} if thinking is None else {"thinking": thinking}
     fake.messages.create(model="m", max_tokens=9, messages=USER, **more)
     assert run.asked.template_kwargs == kwargs
 

@@ -125,7 +125,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (assistant(CALL), "messages: the last message calls tools: their results must follow it"),
     (assistant({**CALL, "input": "{}"}), "messages[0].content[0].input must be an object"),
-    (assistant({**CALL, "name": "a b"}), "messages[0].content[0].name must match [A-Za-z0-9_-]+"),
+    (assistant({**CALL, "name": "a b"}), "messages[0].content[0].name must match [A-Za-z0-9_.-]+"),
     (
         {"messages": [{"role": "system", "content": [CALL]}]},
         "messages[0].content[0] is a tool_use block, which no system message has",
@@ -135,6 +135,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing"),
     ({"tools": [{**TOOL, "name": "a.b"}]}, "tools[0].name must match [A-Za-z0-9_-]+"),
     ({"tools": [{**TOOL, "input_schema": []}]}, "tools[0].input_schema must be an object"),
+    (
+        {"tools": [{**TOOL, "input_schema": {"type": "array"}}]},
+        "tools[0].input_schema must describe an object",
+    ),
+    (
+        {"tools": [{**TOOL, "input_schema": {"required": 1}}]},
+        "tools[0].input_schema has a required that is no list of names",
+    ),
     ({"tools": [{**TOOL, "x": 1}]}, 'unknown parameter "x" in tools[0]'),
     ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading is not supported"),
     ({"tools": [TOOL, TOOL]}, 'tools[1].name "f" is there twice'),

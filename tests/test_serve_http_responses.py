@@ -176,7 +176,7 @@ def test_reasoning_text_and_calls(fake: openai.OpenAI, monkeypatch: pytest.Monke
     function = {name: TOOLS[0][name] for name in ("name", "description", "parameters", "strict")}
     assert asked.tools == [{"type": "function", "function": function}]
     assert (asked.tool_choice, asked.parallel_tool_calls) == ("required", False)
-    assert asked.template_kwargs == {"enable_thinking": True}
+    assert asked.template_kwargs == {"reasoning_effort": "low"}
 
 
 def test_what_a_model_writes_is_read() -> None:

@@ -34,6 +34,8 @@ CACHE_CONTROL = Record({"type": OneOfNames(("ephemeral",)), "ttl": OneOfNames(("
 _TEXT = String(MAX_TEXT_CHARS, is_text=True)
 _ID = String(MAX_ID_CHARS, min_chars=1)
 NAME = String(128, min_chars=1, pattern="[A-Za-z0-9_-]+")
+# A model may have called what no tool is named; its own words are let in again.
+_CALLED_NAME = String(128, min_chars=1, pattern="[A-Za-z0-9_.-]+")
 TEXT_BLOCK = Record(
     {
         "text": _TEXT,
@@ -66,7 +68,7 @@ TEXTS = _text_or_blocks(Places(Tagged({"text": TEXT_BLOCK}, _NOT_TEXT), MAX_BLOC
 _TOOL_USE = Record(
     {
         "id": _ID,
-        "name": NAME,
+        "name": _CALLED_NAME,
         "input": JsonObject(MAX_ARGUMENT_BYTES),
         "cache_control": CACHE_CONTROL,
         "caller": Tagged({"direct": Record({})}, ("code_execution_20250825",)),

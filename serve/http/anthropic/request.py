@@ -15,6 +15,7 @@ from serve.http.anthropic.blocks import (
 )
 from serve.http.anthropic.tools import TOOL_CHOICE, TOOLS, chat_tools
 from serve.http.chat_run import ChatRequest
+from serve.http.conversation import effort_kwargs
 from serve.http.fields import (
     Boolean,
     FieldType,
@@ -173,7 +174,8 @@ def _chat(values: Mapping[str, Any], params: SamplingParams) -> ChatRequest:
 
 
 def _template_kwargs(values: Mapping[str, Any]) -> dict[str, Any]:
+    kwargs = effort_kwargs(values.get("output_config", {}).get("effort"))
     thinking = values.get("thinking")
-    if thinking is None:
-        return {}
-    return {"enable_thinking": thinking["type"] != "disabled"}
+    if thinking is not None:
+        kwargs["enable_thinking"] = thinking["type"] != "disabled"
+    return kwargs

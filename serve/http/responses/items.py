@@ -8,19 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from serve.http.errors import ApiError
+from serve.errors import RequestError
 from serve.http.fields import (
     Either,
     FieldType,
     JsonObject,
     List,
     OneOfNames,
+    Parsed,
     Record,
     String,
+    Unknown,
     Unsupported,
 )
-from serve.http.json_body import parse_object
-from serve.http.messages import MAX_MESSAGES
+from serve.http.messages import MAX_MESSAGES, parse_arguments
 from serve.http.tagged import Places, Tagged
 from serve.http.turns import Turns
 
@@ -33,6 +34,8 @@ _TEXT = String(MAX_TEXT_CHARS, is_text=True)
 _ID = String(MAX_ID_CHARS, min_chars=1)
 _STATUS = OneOfNames(("in_progress", "completed", "incomplete"))
 NAME = String(128, min_chars=1, pattern="[A-Za-z0-9_-]+")
+# A model may have called what no tool is named; its own words are let in again.
+_CALLED_NAME = String(128, min_chars=1, pattern="[A-Za-z0-9_.-]+")
 _ECHOED = List(JsonObject(64 << 10), 1 << 16)  # of our own answers, and not looked at
 _BREAKPOINT = Record({"mode": OneOfNames(("explicit",)), "ttl": OneOfNames(("30m", "12h"))})
 _INPUT_TEXT = Record({"text": _TEXT, "prompt_cache_breakpoint": _BREAKPOINT}, required=("text",))
@@ -44,6 +47,11 @@ _PARTS: dict[str, Record] = {
     ),
     "refusal": Record({"refusal": _TEXT}, required=("refusal",)),
 }
+
+
+def _argument_text(value: Any, where: str, unknown: Unknown) -> str:
+    parse_arguments(value, where, unknown)
+    return str(value)
 
 
 def _text_or_parts(parts: Mapping[str, Record]) -> Either:
@@ -73,8 +81,8 @@ _ITEMS: dict[str, Record] = {
             "id": _ID,
             "status": _STATUS,
             "call_id": _ID,
-            "name": NAME,
-            "arguments": _TEXT,
+            "name": _CALLED_NAME,
+            "arguments": Parsed(_argument_text, _TEXT.schema()),
             "caller": _CALLER,
             "namespace": Unsupported(),
             "async": Unsupported((False,)),
@@ -88,7 +96,7 @@ _ITEMS: dict[str, Record] = {
             "call_id": _ID,
             "output": _text_or_parts({"input_text": _INPUT_TEXT}),
             "caller": _CALLER,
-            "name": NAME,
+            "name": _CALLED_NAME,
             "namespace": Unsupported(),
         },
         required=("call_id", "output"),
@@ -181,10 +189,10 @@ def _add(turns: Turns, item: Mapping[str, Any], where: str) -> None:
 
 
 def _arguments(text: str) -> dict[str, Any] | str:
-    """As templates want them, an object; a call that was cut off stays what it was."""
+    """As templates want them, an object; a kept call that was cut off stays what it was."""
     try:
-        return parse_object(text.encode())
-    except (ApiError, UnicodeEncodeError):
+        return parse_arguments(text, "", Unknown())
+    except RequestError:
         return text
 
 
