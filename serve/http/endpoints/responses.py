@@ -99,7 +99,7 @@ class _Endpoints:
 
     async def fetch(self, call: Call) -> web.Response:
         stored = self._stored(call)
-        if call.request.query.get("stream", "false") == "true":
+        if call.request.query.get("stream", "false") != "false":
             raise RequestError("only background responses can be streamed again", param="stream")
         return json_response(orjson.loads(stored.body), call.request_id)
 
