@@ -71,7 +71,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"system": [{"type": "text"}]}, "system[0].text is missing"),
     ({"messages": None}, "messages is missing"),
     ({"messages": "hi"}, "messages must be a list"),
-    ({"messages": []}, "messages must hold at least 1"),
+    ({"messages": []}, "messages is empty"),
     ({"messages": [1]}, "messages[0] must be an object"),
     ({"messages": [{}]}, "messages[0].role is missing"),
     (
@@ -96,8 +96,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (user({"type": 1}), "messages[0].content[0].type must be a string"),
     (
         user(TEXT, {"type": "x" * 100}),
-        "messages[0].content[1].type must be one of text, tool_use, tool_result, thinking, "
-        f'redacted_thinking, not "{"x" * 64}..."',
+        f'messages[0].content[1].type must be one of text, tool_result, not "{"x" * 64}..."',
     ),
     (user(IMAGE), 'messages[0].content[0].type "image" is not supported'),
     (user({"type": "document"}), 'messages[0].content[0].type "document" is not supported'),
@@ -106,11 +105,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (user({**TEXT, "cache_control": 1}), "messages[0].content[0].cache_control must be an object"),
     (
         user(CALL),
-        "messages[0].content[0] is a tool_use block, which no user message has",
+        'messages[0].content[0].type must be one of text, tool_result, not "tool_use"',
     ),
     (
         user({"type": "thinking", "thinking": "a"}),
-        "messages[0].content[0] is a thinking block, which no user message has",
+        'messages[0].content[0].type must be one of text, tool_result, not "thinking"',
     ),
     (user(RESULT), 'messages[0].content[0].tool_use_id "c" is of no call before it'),
     (
@@ -121,14 +120,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (user({"type": "tool_result"}), "messages[0].content[0].tool_use_id is missing"),
     (
         assistant(RESULT),
-        "messages[0].content[0] is a tool_result block, which no assistant message has",
+        "messages[0].content[0].type must be one of text, tool_use, thinking, "
+        'redacted_thinking, not "tool_result"',
     ),
     (assistant(CALL), "messages: the last message calls tools: their results must follow it"),
     (assistant({**CALL, "input": "{}"}), "messages[0].content[0].input must be an object"),
     (assistant({**CALL, "name": "a b"}), "messages[0].content[0].name must match [A-Za-z0-9_.-]+"),
     (
         {"messages": [{"role": "system", "content": [CALL]}]},
-        "messages[0].content[0] is a tool_use block, which no system message has",
+        'messages[0].content[0].type must be one of text, not "tool_use"',
     ),
     ({"tools": {}}, "tools must be a list"),
     ({"tools": [1]}, "tools[0] must be an object"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from serve.errors import RequestError
 from serve.http.fields import (
     Boolean,
     Either,
@@ -84,21 +83,26 @@ _TOOL_RESULT = Record(
     },
     required=("tool_use_id",),
 )
-_BLOCKS: dict[str, Record] = {
-    "text": TEXT_BLOCK,
-    "tool_use": _TOOL_USE,
-    "tool_result": _TOOL_RESULT,
-    "thinking": Record({"thinking": _TEXT, "signature": _TEXT}, required=("thinking",)),
-    "redacted_thinking": Record({"data": _TEXT}, required=("data",)),
-}
-_MESSAGE = Record(
-    {
-        "role": OneOfNames(("user", "assistant", "system")),
-        "content": _text_or_blocks(Places(Tagged(_BLOCKS, _NOT_TEXT + _SERVER_TOOLS), MAX_BLOCKS)),
+_BLOCKS = {
+    "user": {"text": TEXT_BLOCK, "tool_result": _TOOL_RESULT},
+    "assistant": {
+        "text": TEXT_BLOCK,
+        "tool_use": _TOOL_USE,
+        "thinking": Record({"thinking": _TEXT, "signature": _TEXT}, required=("thinking",)),
+        "redacted_thinking": Record({"data": _TEXT}, required=("data",)),
     },
-    required=("role", "content"),
+    "system": {"text": TEXT_BLOCK},
+}
+
+
+def _message(role: str) -> Record:
+    blocks = Places(Tagged(_BLOCKS[role], _NOT_TEXT + _SERVER_TOOLS), MAX_BLOCKS)
+    return Record({"content": _text_or_blocks(blocks)}, required=("content",))
+
+
+MESSAGES = Places(
+    Tagged({role: _message(role) for role in _BLOCKS}, by="role"), MAX_MESSAGES, min_items=1
 )
-MESSAGES = List(_MESSAGE, MAX_MESSAGES, min_items=1)
 
 
 def text_of(content: str | Sequence[dict[str, Any]]) -> str:
@@ -111,37 +115,21 @@ def text_of(content: str | Sequence[dict[str, Any]]) -> str:
 def chat_messages(
     system: str | list[dict[str, Any]] | None, messages: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """All of them checked by their tables. RequestError for blocks that the role does not have,
-    and for results of tools that were not called."""
+    """All of them checked by their tables. RequestError for results of what was not called."""
     turns = Turns(join_all=True)
     if system is not None and (text := text_of(system)):
         turns.say("system", text)
     for position, message in enumerate(messages):
-        where = f"messages[{position}].content"
         role, content = message["role"], message["content"]
         if isinstance(content, str):
             turns.say(role, content)
             continue
-        add = _of_assistant if role == "assistant" else _of_other
         for number, block in enumerate(content):
-            add(turns, role, block, f"{where}[{number}]")
+            _add(turns, role, block, f"messages[{position}].content[{number}]")
     return turns.messages()
 
 
-def _of_other(turns: Turns, role: str, block: dict[str, Any], where: str) -> None:
-    kind = block["type"]
-    if kind == "text":
-        turns.say(role, block["text"])
-    elif kind == "tool_result" and role == "user":
-        text = text_of(block.get("content", ""))
-        if block.get("is_error"):
-            text = IS_ERROR + text
-        turns.result(block["tool_use_id"], text, f"{where}.tool_use_id")
-    else:
-        raise _misplaced(kind, role, where)
-
-
-def _of_assistant(turns: Turns, role: str, block: dict[str, Any], where: str) -> None:
+def _add(turns: Turns, role: str, block: dict[str, Any], where: str) -> None:
     kind = block["type"]
     if kind == "text":
         turns.say(role, block["text"])
@@ -149,11 +137,9 @@ def _of_assistant(turns: Turns, role: str, block: dict[str, Any], where: str) ->
         turns.think(block["thinking"])
     elif kind == "tool_use":
         turns.call(block["id"], block["name"], block["input"])
-    elif kind != "redacted_thinking":  # which nobody here can read
-        raise _misplaced(kind, role, where)
-
-
-def _misplaced(kind: str, role: str, where: str) -> RequestError:
-    return RequestError(
-        f"{where} is a {kind} block, which no {role} message has", param=f"{where}.type"
-    )
+    elif kind == "tool_result":
+        text = text_of(block.get("content", ""))
+        if block.get("is_error"):
+            text = IS_ERROR + text
+        turns.result(block["tool_use_id"], text, f"{where}.tool_use_id")
+    # nobody here can read a redacted_thinking block
