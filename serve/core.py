@@ -19,9 +19,11 @@ from memory.node_set import NodeSet
 from memory.split_kv import Books
 from serve.admission import RequestLimits
 from serve.compute_thread import ComputeThread
+from serve.core_view import CoreView
 from serve.detokenizer import DetokenizerFactory
 from serve.errors import EngineStoppedError, GenerationError
 from serve.intake import Arrival, Encode, Intake
+from serve.meters import PoolMeter, RequestMeter
 from serve.output import OutputProcessor, OutputState, Sink, StepRecord
 from serve.output_thread import OutputThread
 from serve.overload import EarlyRejection
@@ -85,8 +87,9 @@ class EngineCore:
         self._unfinished = Unfinished(limits)
         self._loop_job: Future[None] | None = None
         self._failure: BaseException | None = None
+        meter, self._tokenize_meter = RequestMeter(), PoolMeter()
         self._output = make_output(
-            OutputProcessor(lambda s, why: self._inbox.put(lambda: self._end(s, why)))
+            OutputProcessor(lambda s, why: self._inbox.put(lambda: self._end(s, why)), meter)
         )
         self._steps = make_steps(
             runner,
@@ -99,6 +102,9 @@ class EngineCore:
         )
         self._tokenize = tokenize or ThreadPoolExecutor(tokenize_threads, "mergestep-tokenize")
         self._compute = compute
+        self.view = CoreView(
+            scheduler, self._steps, meter, self._tokenize_meter, self._inbox.qsize, self._output
+        )
 
     def _make_recovery(self, nodes: NodeSet) -> MemoryRecovery:
         members, scheduler = self._kv.members, self._scheduler
@@ -125,7 +131,7 @@ class EngineCore:
         pool 1 that returns token ids. Raises OverloadedError or EngineStoppedError."""
         state = self._intake.register(prompt, params, sink, self._clock(), request_id, client)
         # under the table's lock: a shutdown that begins now finds it queued
-        self._unfinished.add(state, lambda: self._tokenize.submit(self._prepare, state, prompt))
+        self._unfinished.add(state, lambda: self._queue(state, prompt))
         return state
 
     def abort(self, state: RequestState) -> None:
@@ -167,9 +173,7 @@ class EngineCore:
 
     def trace_steps(self, max_steps: int) -> StepTrace:
         """From now on, the last max_steps of them; replaces an earlier trace. 0: no more."""
-        trace = StepTrace(max_steps)
-        self._steps.trace = trace if max_steps else None
-        return trace
+        return self._steps.traces.measure(max_steps)
 
     def stop_accepting(self) -> None:
         self._unfinished.close()
@@ -213,10 +217,15 @@ class EngineCore:
         self._unfinished.remove(state)
         state.tell(lambda: state.sink.fail(error))
 
+    def _queue(self, state: RequestState, prompt: Prompt | Encode) -> None:
+        self._tokenize_meter.queued()
+        self._tokenize.submit(self._prepare, state, prompt)
+
     def _prepare(self, state: RequestState, prompt: Prompt | Encode) -> None:
         """Pool 1's work: hand a request over to the loop, or tell the sink what is wrong."""
         try:
-            request, arrival = self._intake.take_in(state, prompt)
+            with self._tokenize_meter.working():
+                request, arrival = self._intake.take_in(state, prompt)
         except Exception as error:
             self._refuse(state, error)
         else:

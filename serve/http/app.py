@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
@@ -20,6 +21,7 @@ from serve.http.context import ApiContext, Call, ErrorShape, Handler, Route, Ser
 from serve.http.endpoints import all_routes
 from serve.http.errors import ApiError, error_response, new_request_id, quoted, to_api_error
 from serve.http.keys import ApiKey, KeyRing
+from serve.http.meter import CLIENT_LEFT
 from serve.http.settings import HttpSettings
 
 if TYPE_CHECKING:
@@ -40,10 +42,10 @@ class HttpApp:
         self._keys = KeyRing() if keys is None else keys
         self._check_host = HostCheck(settings)
         self.routes = routes = all_routes(self.context)
-        self._exact = {route.path: route for route in routes if not route.path.endswith("}")}
-        # "/v1/models/{id}" by "/v1/models/", the longest first
-        prefixed = [(r.path[: r.path.index("{")], r) for r in routes if r.path.endswith("}")]
-        self._prefixed = sorted(prefixed, key=lambda item: -len(item[0]))
+        self._exact = {route.path: route for route in routes if "{" not in route.path}
+        # "/v1/models/{id}" by what is before and behind the braces, the longest first
+        patterns = [_around_argument(route) for route in routes if "{" in route.path]
+        self._patterns = sorted(patterns, key=lambda item: -len(item[0] + item[1]))
 
     @property
     def state(self) -> ServerState:
@@ -58,19 +60,21 @@ class HttpApp:
         return self.context.num_running
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        request_id = new_request_id()
+        request_id, arrived_s = new_request_id(), time.monotonic()
+        meter, path, status = self.context.meter, "", CLIENT_LEFT
         shape: ErrorShape = error_response
         try:
             check_framing(request)
             self._check_host(request)
             route, argument = self._find(request)
             if route is not None:
-                shape = route.error_shape
+                shape, path = route.error_shape, route.path
             # who has no key learns nothing about which paths there are
             key = self._key_of(request, route)
             handler = _handler(route, request)
-            call = self._call(request, request_id, argument, key)
+            call = self._call(request, request_id, argument, key, arrived_s)
             response = await handler(call)
+            status = response.status
             if not response.prepared:
                 response.headers.update(call.headers)
         except ConnectionError:
@@ -78,7 +82,12 @@ class HttpApp:
         except Exception as exc:
             if request.writer.output_size:  # part of an answer is out; only closing is honest
                 raise ConnectionResetError("an answer broke off") from exc
-            response = shape(to_api_error(exc, request_id), request_id)
+            error = to_api_error(exc, request_id)
+            meter.refuse(error.code)
+            response = shape(error, request_id)
+            status = response.status
+        finally:
+            meter.answered(path, request.method, status)
         await self._send_whole(request, response)
         logger.debug("%s %s %d", request_id, request.method, response.status)
         return response
@@ -103,10 +112,20 @@ class HttpApp:
         return authenticate(request, self._keys)
 
     def _call(
-        self, request: web.BaseRequest, request_id: str, argument: str, key: ApiKey | None
+        self,
+        request: web.BaseRequest,
+        request_id: str,
+        argument: str,
+        key: ApiKey | None,
+        arrived_s: float,
     ) -> Call:
         context = self.context
-        engine = CallEngine(context.engine, key, share_prefixes=context.settings.share_prefixes)
+        engine = CallEngine(
+            context.engine,
+            key,
+            share_prefixes=context.settings.share_prefixes,
+            arrived_s=arrived_s,
+        )
         return Call(request, request_id, engine, argument, key)
 
     def _find(self, request: web.BaseRequest) -> tuple[Route | None, str]:
@@ -115,10 +134,16 @@ class HttpApp:
         route = self._exact.get(path)
         if route is not None:
             return route, ""
-        for prefix, route in self._prefixed:
-            if path.startswith(prefix) and len(path) > len(prefix):
-                return route, unquote(path[len(prefix) :], errors="replace")
+        for before, behind, route in self._patterns:
+            end = len(path) - len(behind)
+            if path.startswith(before) and path.endswith(behind) and end > len(before):
+                return route, unquote(path[len(before) : end], errors="replace")
         return None, ""
+
+
+def _around_argument(route: Route) -> tuple[str, str, Route]:
+    before, _, rest = route.path.partition("{")
+    return before, rest.partition("}")[2], route
 
 
 def _handler(route: Route | None, request: web.BaseRequest) -> Handler:

@@ -15,18 +15,23 @@ from serve.http.keys import ApiKey
 from serve.request import Prompt, SamplingParams
 
 if TYPE_CHECKING:
+    from serve.chat_parser import ChatFormat
     from serve.engine import Engine, RequestStream
     from serve.models import ModelSpec
     from serve.tokenizer import Tokenizer
 
 
 class CallEngine:
-    """Engine.submit and submit_chat for one call; `streams` are those it submitted."""
+    """Engine.submit and submit_chat for one call; `streams` are those it submitted. arrived_s:
+    when the call came, on the monotonic clock; its times begin there."""
 
-    def __init__(self, engine: Engine, key: ApiKey | None, *, share_prefixes: bool) -> None:
+    def __init__(
+        self, engine: Engine, key: ApiKey | None, *, share_prefixes: bool, arrived_s: float
+    ) -> None:
         self._engine = engine
         self._key = key
         self._share_prefixes = share_prefixes
+        self._arrived_s = arrived_s
         self.streams: list[RequestStream] = []
 
     @property
@@ -46,6 +51,10 @@ class CallEngine:
         return self._engine.spec
 
     @property
+    def chat_format(self) -> ChatFormat:
+        return self._engine.chat_format
+
+    @property
     def generation_defaults(self) -> dict[str, object]:
         return self._engine.generation_defaults
 
@@ -60,8 +69,7 @@ class CallEngine:
         stream = self._engine.submit(
             prompt, self._allowed(params), request_id=request_id, client=self._client(client)
         )
-        self.streams.append(stream)
-        return stream
+        return self._submitted(stream)
 
     def submit_chat(
         self,
@@ -79,6 +87,10 @@ class CallEngine:
             client=self._client(client),
             **options,
         )
+        return self._submitted(stream)
+
+    def _submitted(self, stream: RequestStream) -> RequestStream:
+        stream.arrived(self._arrived_s)
         self.streams.append(stream)
         return stream
 

@@ -29,6 +29,7 @@ from serve.http.errors import (
 )
 from serve.http.fields import MAX_LISTED, Unknown
 from serve.http.keys import ApiKey
+from serve.http.meter import HttpMeter
 from serve.http.settings import HttpSettings
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ ErrorShape = Callable[[ApiError, str], web.Response]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """path: as it is on the wire; it may end in `{...}`, which stands for the rest of it.
+    """path: as it is on the wire; one `{...}` in it stands for anything that is not empty.
 
     handlers: by method. is_public: answered without a key. error_shape: (error, request id) ->
     the answer, in the words of the API that the route belongs to. describe: by method, for
@@ -94,6 +95,7 @@ class ApiContext:
     state: ServerState = ServerState.LOADING
     num_running: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
+    meter: HttpMeter = field(default_factory=HttpMeter)
     logged_names: set[str] = field(default_factory=set)
     _fingerprint: str = ""
 

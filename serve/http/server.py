@@ -17,6 +17,7 @@ from serve.errors import ConfigError, reason
 from serve.http.app import HttpApp, ServerState
 from serve.http.errors import ApiError, error_response, internal_error, new_request_id
 from serve.http.keys import KeyRing, load_keys
+from serve.http.metrics_listener import MetricsListener
 from serve.http.settings import HttpSettings
 
 if TYPE_CHECKING:
@@ -42,11 +43,18 @@ class HttpServer:
         self._engine = engine
         self._runner: web.ServerRunner | None = None
         self._port = self.settings.port
+        port = self.settings.metrics_port
+        self.metrics = None if port is None else MetricsListener(self.app.context, port)
 
     @property
     def url(self) -> str:
         host = self.settings.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
+
+    @property
+    def num_keys(self) -> int:
+        """API keys that are good; with none, nobody is asked for one."""
+        return self._keys.num_keys
 
     async def start(self) -> None:
         """Opens the listener. Until `load` is done, API calls get 503 model_not_ready.
@@ -81,6 +89,9 @@ class HttpServer:
             text = f"cannot listen on {where}: {reason(error)}"
             raise OSError(error.errno, text) from error
         self._port = runner.addresses[0][1]
+        self.app.context.meter.start(lambda: len(server.connections))
+        if self.metrics is not None:
+            await self.metrics.start()
 
     def load_keys(self) -> None:
         """Reads the API keys (again). ConfigError: those that were there stay."""
@@ -122,7 +133,10 @@ class HttpServer:
     async def stop(self) -> None:
         """Aborts what still runs, lets the answers out, closes the listener."""
         self.app.state = ServerState.DRAINING
+        self.app.context.meter.stop()
         await self._engine.shutdown(drain_s=0.0)
+        if self.metrics is not None:
+            await self.metrics.stop()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None

@@ -23,8 +23,12 @@ class HttpSettings:
     send_buffer_bytes: kernel buffer of one stream; small, so that a stalled reader shows.
     backlog: connections the kernel holds before they are accepted.
     parse_inline_bytes: larger bodies are parsed off the event loop.
+    vllm_metrics: /metrics tells what vLLM tells by vLLM's names, too.
+    metrics_port: /metrics is on this port of the loopback address, without a key, and nowhere
+    else; None: on the main listener, behind the same key as the API; 0 takes a free one.
     unknown_fields: what becomes of parameters that nobody knows: "refuse" them with 400, or
         "warn": answer, and name them in a header.
+    max_responses, max_responses_bytes: of /v1/responses, kept in memory to be continued.
     api_keys: KEY or NAME:KEY each, from the environment; never shown.
     api_key_file: more keys, with limits; read again on SIGHUP.
     allow_no_key: anybody who reaches the port may use it, also from other machines.
@@ -44,7 +48,11 @@ class HttpSettings:
     send_buffer_bytes: int = 128 << 10
     backlog: int = 4096
     parse_inline_bytes: int = 256 << 10
+    vllm_metrics: bool = True
+    metrics_port: int | None = None
     unknown_fields: str = "refuse"
+    max_responses: int = 1024
+    max_responses_bytes: int = 64 << 20
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: str | None = None
     allow_no_key: bool = False
@@ -54,6 +62,9 @@ class HttpSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, not {self.port}")
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
+            text = f"metrics_port must be between 0 and 65535, not {self.metrics_port}"
+            raise ConfigError(text)
         if not self.host:
             raise ConfigError("host must be a name or an address, not empty")
         if not self.drain_s >= 0:
@@ -67,6 +78,8 @@ class HttpSettings:
         if self.max_body_bytes < 1:
             raise ConfigError(f"max_body_bytes must be positive, not {self.max_body_bytes}")
 
+        if self.max_responses < 0 or self.max_responses_bytes < 0:
+            raise ConfigError("max_responses and max_responses_bytes must not be negative")
         if self.unknown_fields not in UNKNOWN_FIELDS:
             names = " or ".join(UNKNOWN_FIELDS)
             raise ConfigError(f"unknown_fields must be {names}, not {self.unknown_fields!r}")

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from serve.http.context import ApiContext, Route
-from serve.http.endpoints import chat, completions, health, models, openapi, tokenize
+from serve.http.endpoints import (
+    chat,
+    completions,
+    health,
+    messages,
+    models,
+    openapi,
+    responses,
+    tokenize,
+)
 
 ENDPOINTS = (
     health.routes,
     models.routes,
     completions.routes,
     chat.routes,
+    responses.routes,
+    messages.routes,
     tokenize.routes,
 )
 

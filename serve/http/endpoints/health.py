@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from serve.http import metrics
 from serve.http.answer_schemas import STATUS_ANSWER
 from serve.http.context import ApiContext, Call, Route
 from serve.http.describe import Operation
 from serve.http.errors import common_headers, json_response, no_memory
+from serve.http.metrics import CONTENT_TYPE, Exposition
 
 
 def routes(context: ApiContext) -> list[Route]:
+    exposition = Exposition(context)
+
     async def health(call: Call) -> web.Response:
         return json_response({"status": "ok"}, call.request_id)
 
@@ -24,15 +26,17 @@ def routes(context: ApiContext) -> list[Route]:
     async def figures(call: Call) -> web.Response:
         context.check_ready()
         return web.Response(
-            body=metrics.exposition(context.engine),
-            headers={"Content-Type": metrics.CONTENT_TYPE, **common_headers(call.request_id)},
+            body=await exposition.read(),
+            headers={"Content-Type": CONTENT_TYPE, **common_headers(call.request_id)},
         )
 
     alive = Operation("Whether the process lives", STATUS_ANSWER)
     serving = Operation("Whether requests are answered", STATUS_ANSWER)
     counters = Operation("Counters for Prometheus", answer_type="text/plain")
-    return [
+    found = [
         Route("/health", {"GET": health}, is_public=True, describe={"GET": alive}),
         Route("/ready", {"GET": ready}, is_public=True, describe={"GET": serving}),
-        Route("/metrics", {"GET": figures}, describe={"GET": counters}),
     ]
+    if context.settings.metrics_port is None:  # else metrics_listener.py has it
+        found.append(Route("/metrics", {"GET": figures}, describe={"GET": counters}))
+    return found
