@@ -60,9 +60,10 @@ def test_the_models_name_is_in_it(document: Any) -> None:
     chat = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]
     properties = chat["application/json"]["schema"]["properties"]
     assert properties["model"] == {"type": "string", "enum": ["m"]}
-    assert properties["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
+    temperature = {"type": ["number", "null"], "minimum": 0, "maximum": 2}
+    assert properties["temperature"] == temperature
 
 
 def test_the_server_keeps_it(server: ServerThread) -> None:
     """No 5xx, no answer that is not described, no forbidden request that is taken."""
-    assert send_examples(server.url, valid=10, invalid=4) > 60
+    assert send_examples(server.url, valid=4, invalid=1) > 60
