@@ -20,7 +20,7 @@ from serve.http.fields import (
     Unknown,
     Unsupported,
 )
-from serve.http.prompts import PROMPT
+from serve.http.prompts import MAX_PROMPTS, prompts_field, with_options
 from serve.http.sampling_fields import (
     COMMON_FIELDS,
     MAX_TOKENS,
@@ -39,7 +39,7 @@ MAX_TOP_LOGPROBS = MAX_LOGPROBS
 COMPLETION = Record(
     {
         **COMMON_FIELDS,
-        "prompt": PROMPT,
+        "prompt": prompts_field(MAX_PROMPTS),
         "max_tokens": Integer(0, MAX_TOKENS),
         "logprobs": Integer(0, MAX_COMPLETION_LOGPROBS),
         "best_of": Integer(1, MAX_BEST_OF),
@@ -134,7 +134,7 @@ def parse_completion(
         logprobs=0 if logprobs is None and best_of > num_choices else logprobs,
         prompt_logprobs=_prompt_logprobs(values, logprobs if echo else None),
     )
-    prompts = [_prompt(prompt, values) for prompt in values["prompt"]]
+    prompts = [with_options(prompt, values) for prompt in values["prompt"]]
     if len(prompts) * best_of > MAX_SEQUENCES:
         raise RequestError(
             f"prompts times n is more than {MAX_SEQUENCES}",
@@ -174,17 +174,6 @@ def parse_chat(
         continuous_usage,
         values.get("return_token_ids", False),
     )
-
-
-def _prompt(prompt: Prompt, values: Mapping[str, Any]) -> Prompt:
-    """With what is said about its tokens."""
-    names = ("add_special_tokens", "truncate_prompt_tokens", "truncation_side")
-    options = {name: values[name] for name in names if name in values}
-    if not options:
-        return prompt
-    whole: Any = {"prompt": prompt} if isinstance(prompt, str) else prompt
-    cut: Prompt = whole | options
-    return cut
 
 
 def _best_of(values: Mapping[str, Any], num_choices: int, *, stream: bool) -> int:
