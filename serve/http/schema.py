@@ -28,6 +28,7 @@ from serve.http.sampling_fields import (
     sampling_params,
     stream_options,
 )
+from serve.http.structured_fields import structured_name
 from serve.request import MAX_LOGPROBS, Prompt, SamplingParams
 
 COMPLETION_MAX_TOKENS = 16
@@ -97,11 +98,13 @@ class CompletionCall:
     prompt_logprobs: int | None = None
     echo: bool = False
     return_token_ids: bool = False
+    structured_name: str = "structured"
 
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """A checked body of POST /v1/chat/completions."""
+    """A checked body of POST /v1/chat/completions. structured_name: where params.structured comes
+    from."""
 
     model: str
     chat: ChatRequest
@@ -109,6 +112,7 @@ class ChatCall:
     include_usage: bool
     continuous_usage: bool = False
     return_token_ids: bool = False
+    structured_name: str = "structured"
 
     @property
     def params(self) -> SamplingParams:
@@ -154,6 +158,7 @@ def parse_completion(
         prompt_logprobs=values.get("prompt_logprobs"),
         echo=echo,
         return_token_ids=values.get("return_token_ids", False),
+        structured_name=structured_name(values),
     )
 
 
@@ -173,6 +178,7 @@ def parse_chat(
         include_usage,
         continuous_usage,
         values.get("return_token_ids", False),
+        structured_name(values),
     )
 
 

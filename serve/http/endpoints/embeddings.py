@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
+from serve.embedding import EmbeddingOutput, embedding_output
 from serve.http.answer_schemas import EMBEDDINGS_ANSWER
 from serve.http.context import ApiContext, Call, Route
 from serve.http.describe import Operation
@@ -27,13 +28,7 @@ from serve.http.sampling_fields import (
     SAMPLING_FIELDS,
     client_name,
 )
-from serve.prompt_outputs import (
-    MAX_DIMENSIONS,
-    POOLING_KINDS,
-    EmbeddingOutput,
-    PoolingParams,
-    embedding_output,
-)
+from serve.prompt_outputs import MAX_DIMENSIONS, POOLING_KINDS, PoolingParams
 from serve.request import Prompt
 
 if TYPE_CHECKING:
