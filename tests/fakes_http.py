@@ -356,8 +356,9 @@ class Served:
 class ServerThread:
     """A server in a thread of its own, for clients that block. url is its root."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, settings: HttpSettings | None = None) -> None:
         self._engine = engine
+        self._settings = settings or HttpSettings(port=0)
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._failure: BaseException | None = None
@@ -381,7 +382,7 @@ class ServerThread:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         try:
-            async with HttpServer(self._engine, HttpSettings(port=0)) as server:
+            async with HttpServer(self._engine, self._settings) as server:
                 self.url = server.url
                 self._started.set()
                 await self._stop.wait()
