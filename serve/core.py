@@ -21,6 +21,7 @@ from serve.admission import RequestLimits
 from serve.compute_thread import ComputeThread
 from serve.detokenizer import DetokenizerFactory
 from serve.errors import EngineStoppedError, GenerationError
+from serve.heartbeat import Heartbeat
 from serve.intake import Arrival, Encode, Intake
 from serve.output import OutputProcessor, OutputState, Sink, StepRecord
 from serve.output_thread import OutputThread
@@ -85,6 +86,7 @@ class EngineCore:
         self._unfinished = Unfinished(limits)
         self._loop_job: Future[None] | None = None
         self._failure: BaseException | None = None
+        self._heartbeat = Heartbeat(clock)
         self._output = make_output(
             OutputProcessor(lambda s, why: self._inbox.put(lambda: self._end(s, why)))
         )
@@ -141,6 +143,15 @@ class EngineCore:
     def has_failed(self) -> bool:
         """The loop met an error it could not lay on a request; nothing is accepted any more."""
         return self._failure is not None
+
+    def trouble(self) -> str | None:
+        """What keeps the loop from going on; None: nothing."""
+        if self._failure is not None:
+            return "the engine has failed"
+        if self._loop_job is not None and not self._output.is_alive():
+            return "the thread that delivers answers has ended"
+        seconds = self._heartbeat.hangs_s()
+        return None if seconds is None else f"a step has taken {seconds:.0f} s and goes on"
 
     @property
     def books(self) -> Books:
@@ -275,6 +286,7 @@ class EngineCore:
             if idle:
                 self._steps.drain()
                 self._steps.pause()
+                self._heartbeat.rest()
             try:
                 if not idle:
                     message = self._inbox.get_nowait()
@@ -285,12 +297,14 @@ class EngineCore:
             except queue.Empty:
                 if not idle:
                     return True
+                self._heartbeat.begin()
                 if self._recovery is not None:
                     self._recovery.look()
                 self._kv.trim()
                 is_writing = self._kv.prefixes.write_some()
                 trimmed = True
                 continue
+            self._heartbeat.begin()
             if message is None:
                 return False
             message()
@@ -302,6 +316,7 @@ class EngineCore:
             self._wait_for_memory()
             return
         plan = self._scheduler.schedule(now_s)
+        self._heartbeat.begin(0 if plan is None else plan.num_total_rows)
         if plan is not None:
             self._steps.run(plan, now_s)
         elif not self._steps.drain():

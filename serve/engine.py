@@ -21,7 +21,6 @@ from serve.core import EngineCore
 from serve.errors import EngineStoppedError, RequestError
 from serve.loader import LoadedEngine, load_engine
 from serve.models import ModelSpec
-from serve.output import RequestTimes
 from serve.request import (
     CompletionOutput,
     Prompt,
@@ -86,15 +85,7 @@ class RequestStream:
     @property
     def metrics(self) -> RequestMetrics:
         assert self._state is not None
-        times: RequestTimes = self._state.times
-        return RequestMetrics(
-            times.arrival_s,
-            times.first_scheduled_s,
-            times.first_token_s,
-            times.finished_s,
-            times.num_preemptions,
-            times.num_cached_tokens,
-        )
+        return self._state.metrics()
 
     async def accepted(self) -> Request:
         """The tokenized request. Raises what it was refused with."""
@@ -115,7 +106,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> TokenDelta:
-        while not self._pending:
+        while self._error is not None or not self._pending:
             if self._num_left == 0 or self._is_over:
                 raise StopAsyncIteration
             if self._error is not None:
@@ -251,6 +242,10 @@ class Engine:
         return (
             self._loaded is not None and not self._is_draining and not self._loaded.core.has_failed
         )
+
+    def trouble(self) -> str | None:
+        """What keeps the engine from going on, in words; None: nothing."""
+        return None if self._loaded is None else self._loaded.core.trouble()
 
     @property
     def has_memory(self) -> bool:

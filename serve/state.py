@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from serve.output import RequestTimes, Sink
-from serve.request import SamplingParams
+from serve.request import RequestMetrics, SamplingParams
 from serve.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,22 @@ class RequestState:
         self.times = RequestTimes(now_s)
         self.sequences: list[Sequence] = []
         self.is_aborted = False
+
+    def metrics(self) -> RequestMetrics:
+        """From any thread: while it runs, the counts may be a step old."""
+        times, sequences = self.times, self.sequences
+        reasons = tuple(s.finish_reason.value for s in sequences if s.finish_reason is not None)
+        return RequestMetrics(
+            times.arrival_s,
+            times.first_scheduled_s,
+            times.first_token_s,
+            times.finished_s,
+            times.num_preemptions,
+            times.num_cached_tokens,
+            sequences[0].num_prompt_tokens if sequences else 0,
+            sum(sequence.num_output_tokens for sequence in sequences),
+            reasons,
+        )
 
     def tell(self, act: Callable[[], None]) -> None:
         """A consumer's own fault is logged and harms nobody else."""
