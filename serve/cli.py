@@ -14,6 +14,7 @@ import typer
 from bench import cli as bench_cli
 from bench.plan import cli as plan_cli
 from serve import cli_options as opt
+from serve import run_command
 from serve.cli_reporting import reported, set_up_logging
 from serve.config import DEFAULT_MODEL
 
@@ -29,58 +30,7 @@ app = typer.Typer(
 )
 
 
-@app.command()
-def run(
-    model: opt.Model = DEFAULT_MODEL,
-    host: opt.Host = "127.0.0.1",
-    port: opt.Port = 8000,
-    drain_s: opt.DrainRequests = 30.0,
-    log_level: opt.LogLevel = "info",
-    load_format: opt.LoadFormat = "safetensors",
-    served_model_name: opt.ServedModelName = None,
-    dtype: opt.DType = "auto",
-    weight_group: opt.WeightGroup = 64,
-    kv_dtype: opt.KVDType = "auto",
-    kv_group: opt.KVGroup = 64,
-    max_model_len: opt.MaxModelLen = None,
-    max_num_seqs: opt.MaxNumSeqs = 256,
-    max_num_batched_tokens: opt.MaxNumBatchedTokens = None,
-    max_chunk_tokens: opt.MaxChunkTokens = None,
-    inter_token_slo_ms: opt.InterTokenSLO = None,
-    max_num_waiting: opt.MaxNumWaiting = 4096,
-    kv_cache_bytes: opt.KVCacheBytes = None,
-    kv_page_bytes: opt.KVPageBytes = None,
-    prefix_cache: opt.UsePrefixCache = True,
-    kv_cache_dir: opt.KVCacheDir = None,
-    kv_disk_bytes: opt.KVDiskBytes = None,
-    memory_policy: opt.MemoryPolicy = "predicted",
-    order: opt.Order = "fcfs",
-    ttft_slo: opt.TTFTSLO = None,
-    memory_nodes: opt.MemoryNodes = None,
-    memory_partition: opt.MemoryPartition = "auto",
-    memory_node_bytes: opt.MemoryNodeBytes = None,
-    memory_node_key_file: opt.NodeKey = None,
-    memory_prefill: opt.MemoryPrefill = "local",
-    memory_wire: opt.MemoryWire = "auto",
-    tokenize_threads: opt.TokenizeThreads = 2,
-    compute_threads: opt.ComputeThreads = None,
-    tune: opt.Tune = True,
-    backend: opt.Backend = "auto",
-    seed: opt.Seed = None,
-) -> None:
-    """Serve MODEL over an OpenAI-compatible HTTP API."""
-    settings = {
-        name: value
-        for name, value in locals().items()
-        if name not in ("model", "host", "port", "drain_s", "log_level")
-    }
-    if memory_nodes is None:
-        del settings["memory_nodes"]
-    from serve import run_cli
-
-    set_up_logging(log_level)
-    with reported():
-        run_cli.serve(_engine(model, progress=True, **settings), host, port, drain_s)
+app.command("run", help=run_command.HELP, epilog=run_command.EXAMPLES)(run_command.run_signed)
 
 
 @app.command()

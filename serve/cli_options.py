@@ -1,23 +1,40 @@
-"""The options of the `serve` command: their types, help and units."""
+"""Options that several commands share: those of `serve run`, and some of their own.
+
+run_options.py holds the help of the former; `serve run` itself makes its options from there.
+"""
 
 from __future__ import annotations
 
 import functools
-import re
 from typing import Annotated, Any
 
 import typer
 
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+from serve.cli_values import parse_size
+from serve.run_options import ENGINE_OPTIONS, PROCESS_OPTIONS
 
 
-def parse_size(text: str) -> int:
-    """ "2GiB", "512M", "1e3"-free plain bytes. K, M, G and T are powers of 1024 here."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise typer.BadParameter(f"{text!r} is not a size such as 512M or 2GiB")
-    return int(float(match[1]) * 1024 ** _POWERS[match[2].upper()])
+def of_run(name: str, **more: Any) -> Any:
+    """The same option as `serve run` has, for another command: without its variable and panel."""
+    option = (ENGINE_OPTIONS | PROCESS_OPTIONS)[name]
+    if option.is_size:
+        more |= {"parser": parse_size, "metavar": "SIZE"}
+    elif option.metavar:
+        more["metavar"] = option.metavar
+    flag = "--" + name.replace("_", "-")
+    names = (flag, *option.flags) if option.flags else ()
+    return typer.Option(*names, help=option.help, autocompletion=completion(option.choices), **more)
+
+
+def completion(choices: tuple[str, ...]) -> Any:
+    """For the shell; None where there is nothing to choose from."""
+    if not choices:
+        return None
+
+    def begun(incomplete: str) -> list[str]:
+        return [choice for choice in choices if choice.startswith(incomplete)]
+
+    return begun
 
 
 _a_size: Any = functools.partial(typer.Option, parser=parse_size, metavar="SIZE")
@@ -27,101 +44,34 @@ _a_size: Any = functools.partial(typer.Option, parser=parse_size, metavar="SIZE"
 Model = Annotated[
     str,
     typer.Argument(
-        help="A Hugging Face directory.", metavar="MODEL", show_default="the embedded model"
+        help=ENGINE_OPTIONS["model"].help, metavar="MODEL", show_default="the embedded model"
     ),
 ]
-LoadFormat = Annotated[
-    str, typer.Option(help="safetensors, or random: weights made at random, to measure speed.")
-]
-DType = Annotated[
-    str, typer.Option(help="auto, int8, int4, nf4, bfloat16 or float32; on newer GPUs also fp8.")
-]
-WeightGroup = Annotated[
-    int, typer.Option(help="Inputs that share a scale in int4 and nf4: 32, 64 or 128.")
-]
-KVDType = Annotated[str, typer.Option(help="K/V: auto, int8, bfloat16 or float32.")]
-KVGroup = Annotated[int, typer.Option(help="Values that share a scale in int8 K/V.")]
-MaxModelLen = Annotated[
-    int | None, typer.Option(help="Longest sequence in tokens; the model's by default.")
-]
-ComputeThreads = Annotated[int | None, typer.Option(help="Cores that compute; all by default.")]
-Backend = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is a GPU.")]
-LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+LoadFormat = Annotated[str, of_run("load_format")]
+DType = Annotated[str, of_run("dtype")]
+WeightGroup = Annotated[int, of_run("weight_group")]
+KVDType = Annotated[str, of_run("kv_dtype")]
+KVGroup = Annotated[int, of_run("kv_group")]
+MaxModelLen = Annotated[int | None, of_run("max_model_len")]
+ComputeThreads = Annotated[int | None, of_run("compute_threads")]
+Backend = Annotated[str, of_run("backend")]
+LogLevel = Annotated[str, of_run("log_level")]
+MaxNumSeqs = Annotated[int, of_run("max_num_seqs")]
+MaxNumBatchedTokens = Annotated[int | None, of_run("max_num_batched_tokens")]
+InterTokenSLO = Annotated[float | None, of_run("inter_token_slo_ms")]
+KVCacheBytes = Annotated[int | None, of_run("kv_cache_bytes")]
+UsePrefixCache = Annotated[bool, of_run("prefix_cache")]
+MemoryPolicy = Annotated[str, of_run("memory_policy")]
+Order = Annotated[str, of_run("order")]
+TTFTSLO = Annotated[float | None, of_run("ttft_slo")]
 NodeKey = Annotated[
     str | None,
-    typer.Option(
-        envvar="MERGESTEP_NODE_KEY_FILE",
-        help="A file with the secret that engines and memory nodes share (tcp and rdma).",
+    of_run(
+        "memory_node_key_file",
+        envvar=["MERGESTEP_MEMORY_NODE_KEY_FILE", "MERGESTEP_NODE_KEY_FILE"],
     ),
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="A few seconds, and no targets.")]
-
-# ---- of `serve run`: the server
-
-Host = Annotated[str, typer.Option(help="Address to listen on.")]
-Port = Annotated[int, typer.Option(help="Port; 0 takes a free one.")]
-DrainRequests = Annotated[float, typer.Option(help="How long a stop waits for requests.")]
-ServedModelName = Annotated[
-    str | None, typer.Option(help="The name clients use; the directory's by default.")
-]
-TokenizeThreads = Annotated[int, typer.Option(help="Threads that tokenize.")]
-Seed = Annotated[int | None, typer.Option(help="Base seed of requests that bring none.")]
-
-# scheduling
-
-MaxNumSeqs = Annotated[int, typer.Option(help="Sequences that run at once.")]
-MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Rows of one step.")]
-MaxChunkTokens = Annotated[
-    int | None, typer.Option(help="Most prompt rows of one sequence in a step.")
-]
-InterTokenSLO = Annotated[
-    float | None,
-    typer.Option(
-        "--inter-token-slo",
-        metavar="MS",
-        help="Cut prompts so that streams wait for a token no longer than this.",
-    ),
-]
-MaxNumWaiting = Annotated[int, typer.Option(help="Requests that may wait.")]
-MemoryPolicy = Annotated[str, typer.Option(help="Admission: predicted, worst_case or prompt_only.")]
-Order = Annotated[str, typer.Option(help="Who is next: fcfs, priority, mlfq or fair.")]
-TTFTSLO = Annotated[
-    float | None, typer.Option(help="Refuse whose first token would come after that many s.")
-]
-
-# K/V, here and on memory nodes
-
-KVCacheBytes = Annotated[
-    int | None,
-    _a_size(
-        help="Most K/V memory, such as 2GiB; by default 40 % of what is free, on a GPU the rest."
-    ),
-]
-KVPageBytes = Annotated[
-    int | None,
-    _a_size(help="Unit of K/V memory, such as 64K; by default about 16 tokens, on a GPU 2 MiB."),
-]
-UsePrefixCache = Annotated[bool, typer.Option(help="Share K/V between requests that begin alike.")]
-Tune = Annotated[bool, typer.Option(help="Measure products at the first start on a GPU.")]
-KVCacheDir = Annotated[
-    str | None, typer.Option(help="K/V that memory has no room for goes here, and stays.")
-]
-KVDiskBytes = Annotated[
-    int | None, _a_size(help="Most that --kv-cache-dir holds of a model; by default 16GiB.")
-]
-MemoryNodes = Annotated[
-    str | None, typer.Option(help="Memory nodes, with commas between: K/V and attention go there.")
-]
-MemoryPartition = Annotated[
-    str, typer.Option(help="What each node gets: auto, head, request or sequence.")
-]
-MemoryNodeBytes = Annotated[
-    int | None, _a_size(help="K/V on each memory node; by default all that is free there.")
-]
-MemoryPrefill = Annotated[
-    str, typer.Option(help="Who attends over a prompt in progress: local or remote.")
-]
-MemoryWire = Annotated[str, typer.Option(help="To memory nodes: auto, float32, bfloat16 or int8.")]
 
 # ---- of `serve node`
 

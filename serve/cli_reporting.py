@@ -14,6 +14,11 @@ from serve.errors import ConfigError, MergestepError, RequestError, plain
 errors = Console(stderr=True)
 
 
+def warn(message: str) -> None:
+    errors.print("[yellow]warning[/yellow]: ", end="")
+    errors.print(message, markup=False, highlight=False, soft_wrap=True)
+
+
 def set_up_logging(level: str) -> None:
     number = logging.getLevelNamesMapping().get(level.upper())
     if number is None:

@@ -114,8 +114,19 @@ class Intake:
             inner: Any = given.get("prompt_token_ids", given.get("prompt"))
             if inner is None or isinstance(inner, dict):
                 raise RequestError("a prompt needs prompt_token_ids or prompt", param="prompt")
-            return self._token_ids(inner)
-        if isinstance(prompt, str):
-            check_text(prompt, self._tokenizer, self._limits)
-            return self._tokenizer.encode(prompt)
-        return prompt
+            if isinstance(inner, str):
+                special = given.get("add_special_tokens", True)
+                inner = self._encode(inner, add_special_tokens=special)
+            return _truncated(inner, given)
+        return self._encode(prompt) if isinstance(prompt, str) else prompt
+
+    def _encode(self, text: str, *, add_special_tokens: bool = True) -> SequenceOf[int]:
+        check_text(text, self._tokenizer, self._limits)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def _truncated(token_ids: SequenceOf[int], given: dict[str, Any]) -> SequenceOf[int]:
+    size = given.get("truncate_prompt_tokens")
+    if size is None or not isinstance(token_ids, list):
+        return token_ids
+    return token_ids[:size] if given.get("truncation_side") == "right" else token_ids[-size:]

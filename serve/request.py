@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, NotRequired, TypedDict
 
 from serve.errors import RequestError
 from serve.structured_output import StructuredOutput
@@ -29,15 +29,22 @@ _SALT = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 class TokensPrompt(TypedDict):
-    """A prompt that is already token ids."""
+    """A prompt that is already token ids. truncate_prompt_tokens: how many of them are taken at
+    most, off whose "left" (if nothing is said) or "right" end goes what is too much."""
 
     prompt_token_ids: list[int]
+    truncate_prompt_tokens: NotRequired[int]
+    truncation_side: NotRequired[str]
 
 
 class TextPrompt(TypedDict):
-    """A text prompt in the form that vLLM's users know."""
+    """A text prompt in the form that vLLM's users know. add_special_tokens: whether it gets those
+    that the checkpoint puts around a text (BOS)."""
 
     prompt: str
+    add_special_tokens: NotRequired[bool]
+    truncate_prompt_tokens: NotRequired[int]
+    truncation_side: NotRequired[str]
 
 
 Prompt = str | TextPrompt | TokensPrompt | list[int]
@@ -274,6 +281,7 @@ class TokenDelta(NamedTuple):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

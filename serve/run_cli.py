@@ -12,16 +12,24 @@ import shlex
 import uvloop
 from rich.console import Console
 
+from serve.config import EngineConfig
 from serve.engine import Engine
 from serve.http.server import HttpServer, serve_until_signal
 from serve.http.settings import HttpSettings
+from serve.run_settings import RunSettings
 
 MAX_FILES = 65_536
 
 
-def serve(engine: Engine, host: str, port: int, drain_s: float) -> None:
+def run(asked: RunSettings, *, is_quiet: bool) -> None:
     """Until a signal. ConfigError, ModelLoadError, OSError where the port cannot be had."""
-    settings = HttpSettings(host=host, port=port, drain_s=drain_s)
+    asked.make(EngineConfig)  # says where a wrong value came from
+    http: HttpSettings = asked.make(HttpSettings)
+    serve(Engine(progress=not is_quiet, **asked.of(EngineConfig)), http, is_quiet=is_quiet)
+
+
+def serve(engine: Engine, settings: HttpSettings, *, is_quiet: bool = False) -> None:
+    """The life of a server around an engine that has not started."""
     server = HttpServer(engine, settings)
     _raise_file_limit()
 

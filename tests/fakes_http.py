@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import uvloop
 
+from serve.config import EngineConfig
 from serve.errors import ContextLengthError, EngineStoppedError, OverloadedError, RequestError
 from serve.http import HttpServer, HttpSettings
 from serve.request import (
@@ -31,9 +32,17 @@ class FakeTokenizer:
     """One token per character; its id is the code point."""
 
     pieces: list[bytes] | None = None
+    special_ids: frozenset[int] = frozenset()
+    strips_leading_space = False
 
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [ord(char) for char in text]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, token_ids))
 
 
 @dataclass
@@ -57,6 +66,7 @@ class FakeEngine:
     generation_defaults: dict[str, Any] = field(default_factory=dict)
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     spec: Any = field(default_factory=lambda: SimpleNamespace(vocab_size=256))
+    config: EngineConfig = field(default_factory=EngineConfig)
     submitted: list[tuple[Any, SamplingParams]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     is_ready: bool = False
@@ -84,10 +94,10 @@ class FakeEngine:
         request_id: str | None = None,
         client: str | None = None,
     ) -> FakeStream:
+        inner: Any = prompt
         if isinstance(prompt, dict):
-            tokens = list(prompt["prompt_token_ids"])
-        else:
-            tokens = [ord(char) for char in prompt] if isinstance(prompt, str) else list(prompt)
+            inner = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        tokens = [ord(char) for char in inner] if isinstance(inner, str) else list(inner)
         return self._submit(prompt, tokens, params, request_id)
 
     def submit_chat(
@@ -178,7 +188,8 @@ class FakeStream:
         if self.deltas_at_once:
             self._release()
             for index in range(self.params.n):
-                yield TokenDelta(index, text, [ord(char) for char in text], None, reason)
+                delta = TokenDelta(index, text, [ord(char) for char in text], None, reason)
+                yield delta._replace(prompt_logprobs=self._prompt_logprobs())
             return
         for position, char in enumerate(text or " "):
             if self.engine.step_s:
@@ -198,7 +209,24 @@ class FakeStream:
             if is_last:
                 self._release()
             for index in range(self.params.n):
-                yield self._delta(index, char if text else "", reason if is_last else None)
+                delta = self._delta(index, char if text else "", reason if is_last else None)
+                if position == 0:
+                    delta = delta._replace(prompt_logprobs=self._prompt_logprobs())
+                yield delta
+
+    def _prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """Every token is half as likely as the one before it."""
+        count = self.params.prompt_logprobs
+        if count is None:
+            return None
+        return [
+            TokenLogprobs(
+                token, -0.25 * place, tuple((token + i, -0.25 * place - i) for i in range(count))
+            )
+            if place
+            else None
+            for place, token in enumerate(self.tokens)
+        ]
 
     def _delta(self, index: int, char: str, reason: FinishReason | None) -> TokenDelta:
         logprobs = None

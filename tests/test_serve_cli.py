@@ -14,7 +14,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncGenerator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,7 @@ from typer.testing import CliRunner
 
 from serve import terminal_chat
 from serve.cli import app
-from serve.cli_options import parse_size
-from serve.config import EngineConfig
+from serve.cli_values import parse_size
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,17 +50,6 @@ def test_a_measurement_of_its_own_has_its_own_help(what: str, options: set[str])
     assert result.exit_code == 0
     assert set(re.findall(r"--[a-z-]+", result.output)) == {"--help"} | options
     assert f"bench {what} [OPTIONS]" in result.output
-
-
-def test_every_engine_setting_is_an_option() -> None:
-    command: Any = typer.main.get_command(app)
-    options = {parameter.name for parameter in command.commands["run"].params}
-    in_python_only = {"length_predictor"}
-    assert {item.name for item in fields(EngineConfig)} - in_python_only <= options
-    defaults = {item.name: item.default for item in fields(EngineConfig)}
-    for parameter in command.commands["run"].params:
-        if parameter.name in defaults:
-            assert (parameter.default or None) == (defaults[parameter.name] or None)
 
 
 @pytest.mark.parametrize(

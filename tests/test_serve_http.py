@@ -22,6 +22,7 @@ USAGE_OF_2_AND_11 = {
     "completion_tokens": 11,
     "total_tokens": 13,
     "prompt_tokens_details": {"cached_tokens": 0},
+    "completion_tokens_details": {"reasoning_tokens": 0},
 }
 
 
@@ -31,7 +32,14 @@ def test_completion_shape() -> None:
         assert status == 200
         assert answer.pop("id").startswith("cmpl-")
         assert answer.pop("created") > 1_600_000_000
-        choice = {"index": 0, "text": "Hello there", "logprobs": None, "finish_reason": "stop"}
+        assert answer.pop("system_fingerprint").startswith("fp_")
+        choice = {
+            "index": 0,
+            "text": "Hello there",
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+        }
         assert answer == {
             "object": "text_completion",
             "model": "fake",
@@ -72,6 +80,7 @@ def test_many_prompts_and_n() -> None:
             "completion_tokens": 66,
             "total_tokens": 72,
             "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         }
         events = await served.events(COMPLETIONS, {**body, **USAGE})
         texts = [""] * 6

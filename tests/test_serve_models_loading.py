@@ -23,6 +23,7 @@ from tests.checkpoints import (
     edit_json,
     reference_logits,
 )
+from tests.child import output_of
 from tests.decoders import copy_of, edit_tensors, load, run, token_ids
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -122,3 +123,10 @@ def test_generation_defaults(tmp_path: Path) -> None:
     (path / "generation_config.json").unlink()
     edit_json(path / "config.json", lambda config: config.update(eos_token_id=[3, 4]))
     assert read_generation_defaults(path) == {"eos_token_ids": (3, 4)}
+
+
+@pytest.mark.row("X10")
+def test_a_running_model_does_not_notice_that_its_files_change() -> None:
+    script = Path(__file__).with_name("replaced_model.py")
+    root = Path(__file__).parent.parent
+    output_of(script, *(checkpoint(name) for name in ("llama", "gpt2", "opt")), PYTHONPATH=root)

@@ -9,37 +9,67 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from serve.http import schema
+from serve.http.completion_answer import CompletionStream, Wording, check_size, whole_answer
 from serve.http.context import ApiContext, Call
 from serve.http.errors import json_response
-from serve.http.generation import AnswerHead, AnswerKind, Generation, Streaming, collect
+from serve.http.generation import (
+    CHAT,
+    COMPLETION,
+    AnswerHead,
+    AnswerKind,
+    Generation,
+    Streaming,
+    collect,
+)
 from serve.http.sse import EventStream
 
 if TYPE_CHECKING:
     from serve.engine import RequestStream
 
 
+async def answer_completion(
+    context: ApiContext,
+    call: Call,
+    submit: Callable[[], list[RequestStream]],
+    asked: schema.CompletionCall,
+) -> web.StreamResponse:
+    head = answer_head(context, call, COMPLETION)
+    with context.generating(), Generation(submit(), asked.params.n) as generation:
+        await generation.accepted()
+        check_size(asked, generation)
+        wording = Wording(asked, generation, context.engine.tokenizer)
+        if asked.stream:
+            return await CompletionStream(generation, head, wording).run(
+                event_stream(context, call)
+            )
+        return json_response(await whole_answer(generation, head, wording), call.request_id)
+
+
 async def answer(
     context: ApiContext,
     call: Call,
-    kind: AnswerKind,
     submit: Callable[[], list[RequestStream]],
-    asked: schema.CompletionCall | schema.ChatCall,
+    asked: schema.ChatCall,
 ) -> web.StreamResponse:
-    engine = context.engine
-    head = AnswerHead(
-        kind=kind,
-        answer_id=kind.id_prefix + call.request_id.removeprefix("req_"),
-        created=int(time.time()),
-        model=engine.model_name,
-        request_id=call.request_id,
-    )
+    head = answer_head(context, call, CHAT)
     with context.generating(), Generation(submit(), asked.params.n) as generation:
         await generation.accepted()
-        tokenizer = engine.tokenizer
+        tokenizer = context.engine.tokenizer
         if not asked.stream:
             return json_response(await collect(generation, head, tokenizer), call.request_id)
         streaming = Streaming(generation, head, tokenizer, include_usage=asked.include_usage)
         return await streaming.run(event_stream(context, call))
+
+
+def answer_head(context: ApiContext, call: Call, kind: AnswerKind) -> AnswerHead:
+    return AnswerHead(
+        kind=kind,
+        answer_id=kind.id_prefix + call.request_id.removeprefix("req_"),
+        created=int(time.time()),
+        model=context.engine.model_name,
+        request_id=call.request_id,
+        fingerprint=context.fingerprint,
+    )
 
 
 def event_stream(context: ApiContext, call: Call) -> EventStream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 
+from serve import __version__
 from serve.http.body import read_call
 from serve.http.call_engine import CallEngine
 from serve.http.describe import Operation
@@ -51,8 +53,8 @@ class Call:
     """One HTTP request on its way.
 
     engine: whatever is submitted goes through it, since it keeps what the key allows. argument:
-    what stands for `{...}` in the route's path. key: None where none is asked for. headers: of the
-    answer, beside the common ones.
+    what stands for `{...}` in the route's path. key: None where none is asked for.
+    headers: of the answer, beside the common ones.
     """
 
     request: web.BaseRequest
@@ -93,6 +95,16 @@ class ApiContext:
     num_running: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
     logged_names: set[str] = field(default_factory=set)
+    _fingerprint: str = ""
+
+    @property
+    def fingerprint(self) -> str:
+        """Says when answers to the same seed may differ: model, version and precision."""
+        if not self._fingerprint:
+            config = self.engine.config
+            parts = (self.engine.model_name, __version__, config.dtype, config.kv_dtype)
+            self._fingerprint = "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+        return self._fingerprint
 
     async def read(self, call: Call, understand: Callable[[dict[str, Any], Unknown], T]) -> T:
         """What `understand` makes of the call's JSON object; ApiError or RequestError otherwise.

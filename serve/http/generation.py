@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from serve.http import shapes
 from serve.http.errors import draining, to_api_error
 from serve.http.sse import DONE, ChunkFormat, EventStream
 from serve.recovery import NO_MEMORY
-from serve.request import FinishReason, TokenDelta
+from serve.request import FinishReason, Request, TokenDelta
 
 if TYPE_CHECKING:
     from serve.engine import RequestStream
@@ -30,11 +30,10 @@ class AnswerKind:
     name: str
     id_prefix: str
     object_name: str
-    choice: Callable[[int, shapes.Choice, shapes.TokenTexts], dict[str, Any]]
 
 
-CHAT = AnswerKind("chat", "chatcmpl-", "chat.completion", shapes.chat_choice)
-COMPLETION = AnswerKind("completion", "cmpl-", "text_completion", shapes.completion_choice)
+CHAT = AnswerKind("chat", "chatcmpl-", "chat.completion")
+COMPLETION = AnswerKind("completion", "cmpl-", "text_completion")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +45,7 @@ class AnswerHead:
     created: int
     model: str
     request_id: str
+    fingerprint: str | None = None
 
 
 class Generation:
@@ -57,6 +57,7 @@ class Generation:
     def __init__(self, streams: Sequence[RequestStream], n: int) -> None:
         self._streams = streams
         self._n = n
+        self.requests: list[Request] = []
         self.prompt_tokens = 0
 
     def __enter__(self) -> Generation:
@@ -79,6 +80,7 @@ class Generation:
         """Waits until every prompt is tokenized and checked; raises what was wrong with one."""
         for stream in self._streams:
             request = await stream.accepted()
+            self.requests.append(request)
             self.prompt_tokens += len(request.prompt_token_ids)
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TokenDelta], None]:
@@ -137,7 +139,7 @@ def _checked(delta: TokenDelta) -> TokenDelta:
 async def collect(
     generation: Generation, head: AnswerHead, tokenizer: shapes.TokenTexts
 ) -> dict[str, Any]:
-    """The whole answer at once."""
+    """The whole answer of a chat at once."""
     outputs = [shapes.Choice() for _ in range(generation.num_choices)]
     async with aclosing(generation.deltas()) as deltas:
         async for choice, delta in deltas:
@@ -148,8 +150,9 @@ async def collect(
         "object": head.kind.object_name,
         "created": head.created,
         "model": head.model,
+        "system_fingerprint": head.fingerprint,
         "choices": [
-            head.kind.choice(index, output, tokenizer) for index, output in enumerate(outputs)
+            shapes.chat_choice(index, output, tokenizer) for index, output in enumerate(outputs)
         ],
         "usage": shapes.usage(
             generation.prompt_tokens, completion_tokens, generation.cached_tokens
@@ -158,7 +161,7 @@ async def collect(
 
 
 class Streaming:
-    """Writes the deltas of one generation as events."""
+    """Writes the deltas of one chat as events."""
 
     def __init__(
         self,
@@ -176,7 +179,6 @@ class Streaming:
             head.kind.name, head.answer_id, head.created, head.model, usage=include_usage
         )
         self._opened: set[int] = set()
-        self._logprob_chars: dict[int, int] = {}
         self._completion_tokens = 0
 
     async def run(self, events: EventStream) -> web.StreamResponse:
@@ -208,22 +210,13 @@ class Streaming:
         self._completion_tokens += len(delta.token_ids)
         if delta.logprobs is not None:
             if delta.logprobs or delta.text:
-                logprobs = self._logprobs(choice, delta)
+                logprobs = shapes.chat_logprobs(delta.logprobs, self._tokenizer)
                 data += self._format.text_with_logprobs(choice, delta.text, logprobs)
         elif delta.text:
             data += self._format.text(choice, delta.text)
         if delta.finish_reason is not None:
             data += self._format.finish(choice, delta.finish_reason.value)
         return data
-
-    def _logprobs(self, choice: int, delta: TokenDelta) -> dict[str, Any] | None:
-        if self._head.kind is CHAT:
-            return shapes.chat_logprobs(delta.logprobs, self._tokenizer)
-        offset = self._logprob_chars.get(choice, 0)
-        answer = shapes.completion_logprobs(delta.logprobs, self._tokenizer, offset)
-        if answer is not None:
-            self._logprob_chars[choice] = offset + sum(map(len, answer["tokens"]))
-        return answer
 
     def _ending(self) -> bytes:
         if not self._include_usage:

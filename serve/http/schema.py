@@ -81,8 +81,8 @@ CHAT = Record(
 class CompletionCall:
     """A checked body of POST /v1/completions.
 
-    num_choices: of each prompt; params.n may be more, the best of which are chosen.
-    truncate_to: tokens of a prompt, at most; cut at its left end, or at its right.
+    num_choices: of each prompt; params.n may be more, of which the best are chosen. logprobs,
+    prompt_logprobs: as asked; those of params may be more.
     """
 
     model: str
@@ -93,12 +93,10 @@ class CompletionCall:
     client: str | None = None
     continuous_usage: bool = False
     num_choices: int = 1
-    wants_logprobs: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     echo: bool = False
     return_token_ids: bool = False
-    add_special_tokens: bool = True
-    truncate_to: int | None = None
-    truncates_left: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +134,7 @@ def parse_completion(
         logprobs=0 if logprobs is None and best_of > num_choices else logprobs,
         prompt_logprobs=_prompt_logprobs(values, logprobs if echo else None),
     )
-    prompts: list[Prompt] = values["prompt"]
+    prompts = [_prompt(prompt, values) for prompt in values["prompt"]]
     if len(prompts) * best_of > MAX_SEQUENCES:
         raise RequestError(
             f"prompts times n is more than {MAX_SEQUENCES}",
@@ -152,12 +150,10 @@ def parse_completion(
         client_name(values),
         continuous_usage,
         num_choices,
-        wants_logprobs=logprobs is not None,
+        logprobs=logprobs,
+        prompt_logprobs=values.get("prompt_logprobs"),
         echo=echo,
         return_token_ids=values.get("return_token_ids", False),
-        add_special_tokens=values.get("add_special_tokens", True),
-        truncate_to=values.get("truncate_prompt_tokens"),
-        truncates_left=values.get("truncation_side", "left") == "left",
     )
 
 
@@ -178,6 +174,17 @@ def parse_chat(
         continuous_usage,
         values.get("return_token_ids", False),
     )
+
+
+def _prompt(prompt: Prompt, values: Mapping[str, Any]) -> Prompt:
+    """With what is said about its tokens."""
+    names = ("add_special_tokens", "truncate_prompt_tokens", "truncation_side")
+    options = {name: values[name] for name in names if name in values}
+    if not options:
+        return prompt
+    whole: Any = {"prompt": prompt} if isinstance(prompt, str) else prompt
+    cut: Prompt = whole | options
+    return cut
 
 
 def _best_of(values: Mapping[str, Any], num_choices: int, *, stream: bool) -> int:

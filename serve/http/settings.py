@@ -23,14 +23,14 @@ class HttpSettings:
     send_buffer_bytes: kernel buffer of one stream; small, so that a stalled reader shows.
     backlog: connections the kernel holds before they are accepted.
     parse_inline_bytes: larger bodies are parsed off the event loop.
+    unknown_fields: what becomes of parameters that nobody knows: "refuse" them with 400, or
+        "warn": answer, and name them in a header.
     api_keys: KEY or NAME:KEY each, from the environment; never shown.
     api_key_file: more keys, with limits; read again on SIGHUP.
     allow_no_key: anybody who reaches the port may use it, also from other machines.
     share_prefixes: cached prompts are shared between keys; others may then tell from the time of
         the first token what has been asked.
     allowed_hosts: names in the Host header; empty: on a loopback address its own names, else any.
-    unknown_fields: what becomes of parameters that nobody knows: "refuse" them with 400, or
-        "warn": answer, and name them in a header.
     """
 
     host: str = "127.0.0.1"
@@ -44,12 +44,12 @@ class HttpSettings:
     send_buffer_bytes: int = 128 << 10
     backlog: int = 4096
     parse_inline_bytes: int = 256 << 10
+    unknown_fields: str = "refuse"
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: str | None = None
     allow_no_key: bool = False
     share_prefixes: bool = False
     allowed_hosts: tuple[str, ...] = ()
-    unknown_fields: str = "refuse"
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

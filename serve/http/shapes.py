@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,7 +17,14 @@ class TokenTexts(Protocol):
     @property
     def pieces(self) -> list[bytes] | None: ...
 
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+
+    @property
+    def strips_leading_space(self) -> bool: ...
+
     def token_text(self, token_id: int) -> str: ...
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
 @dataclass(slots=True)
@@ -42,21 +49,15 @@ class Choice:
             self.finish_reason = delta.finish_reason.value
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+def usage(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int = 0
+) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }
-
-
-def completion_choice(index: int, output: Choice, tokenizer: TokenTexts) -> dict[str, Any]:
-    return {
-        "index": index,
-        "text": output.text,
-        "logprobs": completion_logprobs(output.logprobs, tokenizer, 0),
-        "finish_reason": output.finish_reason,
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }
 
 
@@ -70,24 +71,59 @@ def chat_choice(index: int, output: Choice, tokenizer: TokenTexts) -> dict[str, 
 
 
 def completion_logprobs(
-    items: Sequence[TokenLogprobs] | None, tokenizer: TokenTexts, text_offset: int
-) -> dict[str, Any] | None:
-    """text_offset: characters of output before the first of these tokens."""
-    if items is None:
-        return None
-    tokens = [tokenizer.token_text(item.token_id) for item in items]
-    offsets = []
-    for token in tokens:
+    items: Sequence[TokenLogprobs | None],
+    tokenizer: TokenTexts,
+    text_offset: int,
+    *,
+    num_top: int,
+    first_token: int,
+    hides_special: bool,
+) -> tuple[dict[str, Any], int]:
+    """And the offset behind them. text_offset: characters of text before the first of these
+    tokens. An item that is None is first_token, of a prompt. hides_special: special tokens are no
+    part of the text."""
+    hidden = tokenizer.special_ids if hides_special else frozenset()
+    tokens: list[str] = []
+    offsets: list[int] = []
+    for item in items:
+        token_id = first_token if item is None else item.token_id
+        text = tokenizer.token_text(token_id)
+        tokens.append(text)
         offsets.append(text_offset)
-        text_offset += len(token)
-    return {
+        if token_id not in hidden:
+            if text_offset == 0 and item is None and tokenizer.strips_leading_space:
+                text = text.removeprefix(" ")
+            text_offset += len(text)
+    answer = {
         "tokens": tokens,
-        "token_logprobs": [_finite(item.logprob) for item in items],
+        "token_logprobs": [None if item is None else _finite(item.logprob) for item in items],
         "top_logprobs": [
-            {tokenizer.token_text(token): _finite(value) for token, value in item.top}
+            None
+            if item is None
+            else {tokenizer.token_text(token): _finite(p) for token, p in item.top[:num_top]}
             for item in items
         ],
         "text_offset": offsets,
+    }
+    return answer, text_offset
+
+
+def prompt_logprobs(
+    items: Iterable[TokenLogprobs | None], tokenizer: TokenTexts, num_top: int
+) -> list[dict[str, Any] | None]:
+    """In vLLM's shape: of each token, the candidates by id."""
+    return [None if item is None else _candidates(item, tokenizer, num_top) for item in items]
+
+
+def _candidates(item: TokenLogprobs, tokenizer: TokenTexts, num_top: int) -> dict[str, Any]:
+    ranked = [(token, value, rank) for rank, (token, value) in enumerate(item.top[:num_top], 1)]
+    return {
+        str(token): {
+            "logprob": _finite(value),
+            "rank": rank,
+            "decoded_token": tokenizer.token_text(token),
+        }
+        for token, value, rank in ((item.token_id, item.logprob, item.rank), *ranked)
     }
 
 

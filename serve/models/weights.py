@@ -377,8 +377,8 @@ class _Loader:
         return self.checkpoint.fetch(name).to(self.device, self.dtype, copy=True)
 
     def _table(self, name: str) -> Tensor:
-        """On a CPU the table stays on the file's pages: only rows that are used are read."""
-        return self.checkpoint.fetch(name).to(self.device)
+        """A private copy: a model whose files are replaced while it runs must not notice."""
+        return self.checkpoint.fetch(name).to(self.device, copy=True)
 
     @property
     def _embed_name(self) -> str:

@@ -9,7 +9,6 @@ from aiohttp import web
 from serve.http import schema
 from serve.http.answer import answer
 from serve.http.context import ApiContext, Call, Route
-from serve.http.generation import CHAT
 
 if TYPE_CHECKING:
     from serve.engine import RequestStream
@@ -32,6 +31,6 @@ def routes(context: ApiContext) -> list[Route]:
             )
             return [stream]
 
-        return await answer(context, call, CHAT, submit, asked)
+        return await answer(context, call, submit, asked)
 
     return [Route("/v1/chat/completions", {"POST": chat})]

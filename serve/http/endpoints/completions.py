@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from serve.http import schema
-from serve.http.answer import answer
+from serve.http.answer import answer_completion
 from serve.http.context import ApiContext, Call, Route
-from serve.http.generation import COMPLETION
 
 if TYPE_CHECKING:
     from serve.engine import RequestStream
@@ -24,7 +23,7 @@ def routes(context: ApiContext) -> list[Route]:
         )
         context.check_model(asked.model)
         context.check_ready()
-        return await answer(context, call, COMPLETION, lambda: _submit(call, asked), asked)
+        return await answer_completion(context, call, lambda: _submit(call, asked), asked)
 
     return [Route("/v1/completions", {"POST": completions})]
 

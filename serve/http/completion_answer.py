@@ -1,0 +1,291 @@
+"""The answer of a completion, whole or as events: echo, the best of several, counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from serve.errors import RequestError
+from serve.http import shapes
+from serve.http.errors import to_api_error
+from serve.http.generation import AnswerHead, Generation
+from serve.http.schema import CompletionCall
+from serve.http.sse import DONE, EventStream
+from serve.request import TokenDelta, TokenLogprobs
+
+MAX_PROMPT_LOGPROBS = 1 << 20
+INLINE_LOGPROBS = 2048  # more are put into words off the event loop
+
+
+def check_size(asked: CompletionCall, generation: Generation) -> None:
+    """RequestError: the prompts' log-probabilities are more than anyone can want."""
+    if asked.params.prompt_logprobs is None:
+        return
+    size = generation.prompt_tokens * (1 + asked.params.prompt_logprobs)
+    copies = asked.num_choices if asked.echo else 1
+    if size * copies > MAX_PROMPT_LOGPROBS:
+        raise RequestError(
+            f"the prompts' log-probabilities are {size * copies} numbers; at most "
+            f"{MAX_PROMPT_LOGPROBS} can be asked for",
+            param="logprobs" if asked.prompt_logprobs is None else "prompt_logprobs",
+        )
+
+
+@dataclass(slots=True)
+class _Candidate(shapes.Choice):
+    """With what only completions have."""
+
+    token_ids: list[int] = field(default_factory=list)
+    stop_reason: str | int | None = None
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+
+    def extend(self, delta: TokenDelta) -> None:
+        shapes.Choice.extend(self, delta)
+        self.token_ids += delta.token_ids
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
+        if delta.finish_reason is not None:
+            self.stop_reason = delta.stop_reason
+
+    @property
+    def mean_logprob(self) -> float:
+        items = self.logprobs or ()
+        return sum(item.logprob for item in items) / len(items) if items else float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """How choices are put into words, for one call."""
+
+    asked: CompletionCall
+    generation: Generation
+    tokenizer: shapes.TokenTexts
+
+    def prompt_text(self, position: int) -> str:
+        """What the prompt says; if it was cut, or came as tokens, what is left of it says."""
+        prompt = self.asked.prompts[position]
+        text: object = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        is_cut = isinstance(prompt, dict) and "truncate_prompt_tokens" in prompt
+        if isinstance(text, str) and not is_cut:
+            return text
+        return self.tokenizer.decode(
+            self.generation.requests[position].prompt_token_ids,
+            skip_special_tokens=self.asked.params.skip_special_tokens,
+        )
+
+    def logprobs(
+        self,
+        before: Iterable[TokenLogprobs | None] | None,
+        items: Iterable[TokenLogprobs] | None,
+        position: int,
+        offset: int = 0,
+    ) -> tuple[dict[str, Any] | None, int]:
+        """And where the next token begins. before: of the prompt, if it is echoed. offset: of the
+        first of these tokens in the text."""
+        num_top = self.asked.logprobs
+        if num_top is None or (before is None and items is None):
+            return None, offset
+        return shapes.completion_logprobs(
+            [*(before or ()), *(items or ())],
+            self.tokenizer,
+            offset,
+            num_top=num_top,
+            first_token=self.generation.requests[position].prompt_token_ids[0],
+            hides_special=self.asked.params.skip_special_tokens,
+        )
+
+    def choice(self, index: int, position: int, output: _Candidate) -> dict[str, Any]:
+        asked = self.asked
+        echoed = output.prompt_logprobs if asked.echo else None
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": (self.prompt_text(position) if asked.echo else "") + output.text,
+            "logprobs": self.logprobs(echoed, output.logprobs, position)[0],
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+        if asked.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = shapes.prompt_logprobs(
+                output.prompt_logprobs, self.tokenizer, asked.prompt_logprobs
+            )
+        if asked.return_token_ids:
+            choice["token_ids"] = output.token_ids
+            choice["prompt_token_ids"] = self.generation.requests[position].prompt_token_ids
+        return choice
+
+
+async def whole_answer(
+    generation: Generation, head: AnswerHead, wording: Wording
+) -> dict[str, Any]:
+    """The answer at once: of each prompt, the best choices."""
+    asked = wording.asked
+    outputs = [_Candidate() for _ in range(generation.num_choices)]
+    async with aclosing(generation.deltas()) as deltas:
+        async for choice, delta in deltas:
+            outputs[choice].extend(delta)
+
+    def choices() -> list[dict[str, Any]]:
+        made = []
+        for position in range(len(asked.prompts)):
+            of_prompt = outputs[position * asked.params.n : (position + 1) * asked.params.n]
+            if len(of_prompt) > asked.num_choices:
+                of_prompt.sort(key=lambda output: -output.mean_logprob)
+            for number, output in enumerate(of_prompt[: asked.num_choices]):
+                made.append(wording.choice(position * asked.num_choices + number, position, output))
+        return made
+
+    scores = asked.params.prompt_logprobs is not None
+    is_long = scores and generation.prompt_tokens > INLINE_LOGPROBS
+    return {
+        "id": head.answer_id,
+        "object": head.kind.object_name,
+        "created": head.created,
+        "model": head.model,
+        "system_fingerprint": head.fingerprint,
+        "choices": await asyncio.to_thread(choices) if is_long else choices(),
+        "usage": shapes.usage(
+            generation.prompt_tokens,
+            sum(output.num_tokens for output in outputs),
+            generation.cached_tokens,
+        ),
+    }
+
+
+class CompletionStream:
+    """Writes the deltas of one completion as events. What is the same in every chunk is made
+    once: a token costs one call of orjson and one write."""
+
+    def __init__(self, generation: Generation, head: AnswerHead, wording: Wording) -> None:
+        self._generation = generation
+        self._request_id = head.request_id
+        self._wording = wording
+        asked = self._asked = wording.asked
+        fields = {
+            "id": head.answer_id,
+            "object": head.kind.object_name,
+            "created": head.created,
+            "model": head.model,
+            "system_fingerprint": head.fingerprint,
+        }
+        self._head = b"data: " + orjson.dumps(fields)[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if asked.include_usage else b"]}\n\n"
+        self._before_text = [
+            self._head + b'{"index":%d,"text":' % index for index in range(generation.num_choices)
+        ]
+        self._after_text = b',"logprobs":null,"finish_reason":null}' + self._tail
+        self._is_plain = not (
+            asked.logprobs is not None or asked.return_token_ids or asked.continuous_usage
+        )
+        self._opened: set[int] = set()
+        self._offsets: dict[int, int] = {}
+        self._num_tokens = 0
+
+    async def run(self, events: EventStream) -> web.StreamResponse:
+        """Until the head is sent an error raises; after that it is the last event."""
+        try:
+            async with aclosing(self._generation.deltas()) as deltas:
+                async for choice, delta in deltas:
+                    data = await self._encode(choice, delta)
+                    if data:
+                        if events.response is None:
+                            await events.start()
+                        await events.send(data)
+            if events.response is None:
+                await events.start()
+            await events.send(self._ending())
+        except ConnectionError:
+            raise
+        except Exception as exc:
+            if events.response is None:
+                raise
+            await events.send_error(to_api_error(exc, self._request_id))
+        return await events.finish()
+
+    async def _encode(self, choice: int, delta: TokenDelta) -> bytes:
+        self._num_tokens += len(delta.token_ids)
+        data = b""
+        if choice not in self._opened:
+            self._opened.add(choice)
+            data = await self._opening(choice, delta)
+        if not self._is_plain:
+            if delta.text or delta.logprobs or (self._asked.return_token_ids and delta.token_ids):
+                data += self._full(choice, delta)
+        elif delta.text:
+            data += self._before_text[choice] + orjson.dumps(delta.text) + self._after_text
+        if delta.finish_reason is not None:
+            data += self._chunk(
+                {
+                    "index": choice,
+                    "text": "",
+                    "logprobs": None,
+                    "finish_reason": delta.finish_reason.value,
+                    "stop_reason": delta.stop_reason,
+                }
+            )
+        return data
+
+    async def _opening(self, choice: int, delta: TokenDelta) -> bytes:
+        """Of a choice: what is said about its prompt."""
+        asked, position = self._asked, choice // self._asked.params.n
+        if not asked.echo and not asked.return_token_ids:
+            return b""
+        opening: dict[str, Any] = {
+            "index": choice,
+            "text": "",
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        if asked.echo:
+            scores = delta.prompt_logprobs
+            is_long = scores is not None and len(scores) > INLINE_LOGPROBS
+
+            def fill() -> None:
+                opening["text"] = self._wording.prompt_text(position)
+                opening["logprobs"] = self._logprobs(choice, scores, None)
+
+            await asyncio.to_thread(fill) if is_long else fill()
+        if asked.return_token_ids:
+            opening["prompt_token_ids"] = self._generation.requests[position].prompt_token_ids
+        return self._chunk(opening)
+
+    def _full(self, choice: int, delta: TokenDelta) -> bytes:
+        fields: dict[str, Any] = {
+            "index": choice,
+            "text": delta.text,
+            "logprobs": self._logprobs(choice, None, delta.logprobs),
+            "finish_reason": None,
+        }
+        if self._asked.return_token_ids:
+            fields["token_ids"] = delta.token_ids
+        return self._chunk(fields)
+
+    def _logprobs(
+        self,
+        choice: int,
+        before: Sequence[TokenLogprobs | None] | None,
+        items: Sequence[TokenLogprobs] | None,
+    ) -> dict[str, Any] | None:
+        position = choice // self._asked.params.n
+        offset = self._offsets.get(choice, 0)
+        answer, self._offsets[choice] = self._wording.logprobs(before, items, position, offset)
+        return answer
+
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        tail = self._tail
+        if self._asked.continuous_usage:
+            tail = b'],"usage":' + orjson.dumps(self._usage()) + b"}\n\n"
+        return self._head + orjson.dumps(choice) + tail
+
+    def _usage(self) -> dict[str, Any]:
+        generation = self._generation
+        return shapes.usage(generation.prompt_tokens, self._num_tokens, generation.cached_tokens)
+
+    def _ending(self) -> bytes:
+        if not self._asked.include_usage:
+            return DONE
+        return self._head + b'],"usage":' + orjson.dumps(self._usage()) + b"}\n\n" + DONE

@@ -1,0 +1,160 @@
+"""How every setting of `serve run` is offered: its help, its panel, how its value is written.
+
+Names, types and defaults are those of EngineConfig, HttpSettings and ProcessSettings
+(run_settings.py joins them); here is only what a dataclass does not say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serve.config import (
+    DTYPES,
+    KV_DTYPES,
+    LOAD_FORMATS,
+    MEMORY_PREFILLS,
+    MEMORY_WIRES,
+    PARTITIONS,
+)
+from serve.memory_policy import POLICIES
+from serve.orders import ORDERS
+
+SERVER = "Server"
+SECURITY = "Security"
+MODEL = "Model and precision"
+SCHEDULING = "Scheduling"
+MEMORY = "Memory"
+NODES = "Memory nodes"
+LIMITS = "Limits and deadlines"
+LOGS = "Logs and metrics"
+PANELS = (SERVER, SECURITY, MODEL, SCHEDULING, MEMORY, NODES, LIMITS, LOGS)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """metavar: what stands for the value in the help. is_size: bytes, "2GiB" too. choices: what
+    the shell completes. flags, envs: older names that work as well."""
+
+    panel: str
+    help: str
+    metavar: str | None = None
+    is_size: bool = False
+    choices: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    envs: tuple[str, ...] = ()
+
+
+_BACKENDS = ("auto", "cpu", "cuda")
+_LEVELS = ("debug", "info", "warning", "error")
+
+ENGINE_OPTIONS: dict[str, Option] = {
+    "model": Option(
+        MODEL,
+        "A Hugging Face directory, or the name of a model in the Hugging Face cache"
+        " (`serve models` lists them).",
+    ),
+    "load_format": Option(
+        MODEL,
+        "safetensors, or random: weights made at random, to measure speed.",
+        choices=LOAD_FORMATS,
+    ),
+    "served_model_name": Option(MODEL, "The name clients use; by default MODEL's own."),
+    "dtype": Option(
+        MODEL,
+        "auto, int8, int4, nf4, bfloat16 or float32; on newer GPUs also fp8.",
+        choices=DTYPES,
+    ),
+    "weight_group": Option(MODEL, "Inputs that share a scale in int4 and nf4: 32, 64 or 128."),
+    "kv_dtype": Option(MODEL, "K/V: auto, int8, bfloat16 or float32.", choices=KV_DTYPES),
+    "kv_group": Option(MODEL, "Values that share a scale in int8 K/V."),
+    "max_model_len": Option(MODEL, "Longest sequence in tokens; the model's by default."),
+    "compute_threads": Option(MODEL, "Cores that compute; all by default."),
+    "tokenize_threads": Option(MODEL, "Threads that tokenize."),
+    "tune": Option(MODEL, "Measure products at the first start on a GPU."),
+    "backend": Option(MODEL, "cpu, cuda, or auto: cuda where there is a GPU.", choices=_BACKENDS),
+    "seed": Option(MODEL, "Base seed of requests that bring none."),
+    "max_num_seqs": Option(SCHEDULING, "Sequences that run at once."),
+    "max_num_batched_tokens": Option(
+        SCHEDULING, "Rows of one step; by default 256, on a GPU 2048."
+    ),
+    "max_chunk_tokens": Option(SCHEDULING, "Most prompt rows of one sequence in a step."),
+    "inter_token_slo_ms": Option(
+        SCHEDULING,
+        "Cut prompts so that streams wait for a token no longer than this.",
+        metavar="MS",
+        flags=("--inter-token-slo",),
+    ),
+    "ttft_slo": Option(
+        SCHEDULING,
+        "Refuse requests whose first token would come later than after this.",
+        metavar="SECONDS",
+    ),
+    "max_num_waiting": Option(SCHEDULING, "Requests that may wait."),
+    "order": Option(
+        SCHEDULING, "Who is next: fcfs, priority, mlfq or fair.", choices=tuple(ORDERS)
+    ),
+    "kv_cache_bytes": Option(
+        MEMORY,
+        "Most K/V memory, such as 2GiB; by default 40 % of what is free, on a GPU the rest.",
+        is_size=True,
+    ),
+    "kv_page_bytes": Option(
+        MEMORY,
+        "Unit of K/V memory, such as 64K; by default about 16 tokens, on a GPU 2 MiB.",
+        is_size=True,
+    ),
+    "prefix_cache": Option(MEMORY, "Share K/V between requests that begin alike."),
+    "kv_cache_dir": Option(MEMORY, "K/V that memory has no room for goes here, and stays."),
+    "kv_disk_bytes": Option(
+        MEMORY, "Most that --kv-cache-dir holds of a model; by default 16GiB.", is_size=True
+    ),
+    "memory_policy": Option(
+        MEMORY, "Admission: predicted, worst_case or prompt_only.", choices=tuple(POLICIES)
+    ),
+    "memory_nodes": Option(
+        NODES, "Addresses with commas between: K/V and attention go there.", metavar="URL,URL"
+    ),
+    "memory_partition": Option(
+        NODES, "What each node gets: auto, head, request or sequence.", choices=PARTITIONS
+    ),
+    "memory_node_bytes": Option(
+        NODES, "K/V on each memory node; by default all that is free there.", is_size=True
+    ),
+    "memory_node_key_file": Option(
+        NODES,
+        "A file with the secret that engines and memory nodes share (tcp and rdma).",
+        metavar="FILE",
+        envs=("MERGESTEP_NODE_KEY_FILE",),
+    ),
+    "memory_prefill": Option(
+        NODES, "Who attends over a prompt in progress: local or remote.", choices=MEMORY_PREFILLS
+    ),
+    "memory_wire": Option(
+        NODES, "Numbers on the way: auto, float32, bfloat16 or int8.", choices=MEMORY_WIRES
+    ),
+}
+
+HTTP_OPTIONS: dict[str, Option] = {
+    "host": Option(SERVER, "Address to listen on."),
+    "port": Option(SERVER, "Port; 0 takes a free one."),
+    "drain_s": Option(SERVER, "How long a stop waits for requests.", metavar="SECONDS"),
+    "backlog": Option(SERVER, "Connections that wait to be accepted."),
+    "max_body_bytes": Option(LIMITS, "Largest body of a request.", is_size=True),
+    "body_timeout_s": Option(LIMITS, "A body must be there by then.", metavar="SECONDS"),
+    "first_request_timeout_s": Option(
+        LIMITS, "A new connection must have sent a request's head by then.", metavar="SECONDS"
+    ),
+    "keepalive_s": Option(LIMITS, "Idle connections are closed after this.", metavar="SECONDS"),
+    "write_timeout_s": Option(
+        LIMITS, "A stream that nobody reads is ended after this.", metavar="SECONDS"
+    ),
+    "send_buffer_bytes": Option(LIMITS, "The kernel's buffer of one stream.", is_size=True),
+    "parse_inline_bytes": Option(
+        LIMITS, "Larger bodies are parsed beside the event loop.", is_size=True
+    ),
+}
+
+PROCESS_OPTIONS: dict[str, Option] = {
+    "log_level": Option(LOGS, "debug, info, warning or error.", choices=_LEVELS),
+    "quiet": Option(LOGS, "No summary at the start, no progress bar.", flags=("-q",)),
+}

@@ -1,0 +1,221 @@
+"""The settings of `serve run`: flags, environment, file and defaults have one meaning."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from serve.cli import app
+from serve.cli_values import format_size, parse_size
+from serve.config import EngineConfig
+from serve.run_command import run_signed
+from serve.run_options import PANELS
+from serve.run_settings import IN_PYTHON_ONLY, OWNERS, SETTINGS, Setting
+
+# A valid value that is not the default, where its kind alone does not give one.
+VALUES: dict[str, Any] = {
+    "host": "localhost",
+    "kv_group": 32,
+    "kv_page_bytes": 65536,
+    "log_level": "debug",
+    "memory_nodes": ["tcp://a:1", "tcp://b:2"],
+    "weight_group": 32,
+}
+ONLY_RUN = typer.Typer(pretty_exceptions_enable=False)  # quicker to build than all commands
+ONLY_RUN.command()(run_signed)
+
+
+def invoke(*arguments: str, env: dict[str, str] | None = None) -> Any:
+    return CliRunner().invoke(ONLY_RUN, arguments, env=env)
+
+
+def printed(*arguments: str, env: dict[str, str] | None = None) -> dict[str, Any]:
+    result = invoke(*arguments, "--print-config", env=env)
+    assert result.exit_code == 0, result.output
+    return tomllib.loads(result.stdout)
+
+
+def another_value(setting: Setting) -> Any:
+    if setting.name in VALUES:
+        return VALUES[setting.name]
+    if setting.option.choices:
+        return next(choice for choice in setting.option.choices if choice != setting.default)
+    return {
+        "boolean": not setting.default,
+        "integer": 77,
+        "number": 7.5,
+        "size": 3 << 20,
+        "text": "something",
+        "list": ["one", "two"],
+    }[setting.kind]
+
+
+def as_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(value) if isinstance(value, list) else str(value)
+
+
+def as_flags(setting: Setting, value: Any) -> list[str]:
+    if setting.name == "model":
+        return [value]
+    if isinstance(value, bool):
+        return [setting.flag if value else setting.flag.replace("--", "--no-", 1)]
+    return [setting.flag, as_text(value)]
+
+
+def as_toml(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(map(as_toml, value)) + "]"
+    return f'"{value}"' if isinstance(value, str) else as_text(value)
+
+
+def test_every_field_is_a_flag_a_variable_and_a_key() -> None:
+    """A new field of a dataclass must be declared in run_options.py."""
+    command: Any = typer.main.get_command(app)
+    parameters = {item.name: item for item in command.commands["run"].params}
+    names = [item.name for owner, _ in OWNERS for item in fields(owner)]
+    assert len(set(names)) == len(names), "two dataclasses have a field of one name"
+    assert set(names) - IN_PYTHON_ONLY == set(SETTINGS)
+    assert set(SETTINGS) == {name for _, options in OWNERS for name in options}
+    assert set(parameters) - set(SETTINGS) == {"config", "print_config"}
+    for setting in SETTINGS.values():
+        parameter = parameters[setting.name]
+        assert setting.flag in (*parameter.opts, "MODEL")
+        assert parameter.envvar[0] == setting.env == f"MERGESTEP_{setting.name.upper()}"
+        assert setting.option.panel in PANELS
+        assert (parameter.default or None) == (setting.default or None)
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_one_meaning_in_three_places(setting: Setting, tmp_path: Path) -> None:
+    value = another_value(setting)
+    file = tmp_path / "server.toml"
+    file.write_text(f"{setting.name} = {as_toml(value)}\n")
+    by_flag = printed(*as_flags(setting, value))
+    assert value != setting.default
+    assert by_flag == printed(env={setting.env: as_text(value)})
+    assert by_flag == printed("--config", str(file))
+    shown = by_flag[setting.name]
+    assert (parse_size(shown) if setting.kind == "size" else shown) == value
+
+
+def test_precedence(tmp_path: Path) -> None:
+    """flags > environment > file > default, and every line says which."""
+    file = tmp_path / "server.toml"
+    file.write_text('port = 1\nhost = "file"\norder = "fair"\n')
+    env = {"MERGESTEP_PORT": "2", "MERGESTEP_HOST": "env", "MERGESTEP_CONFIG": str(file)}
+    result = invoke("--port", "3", "--print-config", env=env)
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert "port = 3 # flag --port" in lines
+    assert 'host = "env" # environment MERGESTEP_HOST' in lines
+    assert f'order = "fair" # file {file}' in lines
+    assert "drain_s = 30.0 # default" in lines
+    assert "# seed = # default: none" in lines
+
+
+def test_what_is_printed_can_be_read(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    first = printed("--kv-cache-bytes", "1000", "--served-model-name", 'a "b" \\ c', "-q")
+    file.write_text(invoke("--config", str(_written(file, first)), "--print-config").stdout)
+    assert printed("--config", str(file)) == first
+    assert first["kv_cache_bytes"] == 1000
+    assert first["served_model_name"] == 'a "b" \\ c'
+
+
+def _written(file: Path, values: dict[str, Any]) -> Path:
+    texts = {name: as_toml(value) for name, value in values.items()}
+    texts["served_model_name"] = "'a \"b\" \\ c'"
+    file.write_text("".join(f"{name} = {text}\n" for name, text in texts.items()))
+    return file
+
+
+def test_a_flag_undoes_what_a_file_says(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text("quiet = true\nprefix_cache = false\n")
+    values = printed("--config", str(file), "--no-quiet", "--prefix-cache")
+    assert (values["quiet"], values["prefix_cache"]) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("max_model_length = 3", "no setting 'max_model_length'; did you mean max_model_len?"),
+        ("[engine]\nport = 1", "no setting 'engine'"),
+        ("port = 'x'", "port must be a whole number"),
+        ("port = true", "port must be a whole number"),
+        ("port = 1.5", "port must be a whole number"),
+        ("drain_s = '1'", "drain_s must be a number"),
+        ("host = 1", "host must be a string"),
+        ("quiet = 1", "quiet must be true or false"),
+        ("kv_cache_bytes = '1e9'", "kv_cache_bytes: '1e9' is not a size"),
+        ("kv_cache_bytes = 1.5", "kv_cache_bytes must be a whole number of bytes or a size"),
+        ("memory_nodes = [1]", "memory_nodes must be a list of strings"),
+        ("port = ", "is no TOML: Invalid value"),
+        ("a = " + "[" * 5000, "is no TOML"),
+        ("port = 1" + "0" * 5000, "is no TOML"),
+        ("port = 99999", "port must be between 0 and 65535, not 99999 (file"),
+        ("max_num_seqs = 0", "max_num_seqs must be a positive integer, not 0 (file"),
+        ("log_level = 'loud'", "no log level is called 'loud'"),
+    ],
+)
+def test_a_wrong_file_is_one_line(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(text)
+    result = invoke("--config", str(file), "--print-config")
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.replace("│", "").split())
+    assert str(file) in result.stderr or "log level" in said
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "No such file"), (b"\xff", "is not UTF-8"), (b"#" * (2 << 20), "larger than 1 MiB")],
+)
+def test_a_file_that_cannot_be_read(content: bytes | None, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    if content is not None:
+        file.write_bytes(content)
+    result = invoke("--config", str(file), "--print-config")
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_a_wrong_variable_names_itself() -> None:
+    result = invoke("--print-config", env={"MERGESTEP_PORT": "x"})
+    assert result.exit_code == 2
+    assert "MERGESTEP_PORT" in result.stderr
+    result = invoke("--print-config", env={"MERGESTEP_MAX_NUM_SEQS": "0"})
+    assert result.exit_code == 2
+    assert "not 0 (environment MERGESTEP_MAX_NUM_SEQS)" in result.stderr
+
+
+def test_a_misspelt_variable_is_a_warning() -> None:
+    result = invoke("--print-config", env={"MERGESTEP_MAX_MODEL_LENGTH": "9"})
+    assert result.exit_code == 0
+    assert "did you mean MERGESTEP_MAX_MODEL_LEN?" in result.stderr
+
+
+def test_older_names_work() -> None:
+    assert printed("--inter-token-slo", "50")["inter_token_slo_ms"] == 50
+    key = {"MERGESTEP_NODE_KEY_FILE": "key"}
+    assert printed(env=key)["memory_node_key_file"] == "key"
+
+
+@pytest.mark.parametrize("size", [1, 1000, 1024, 65536, 3 << 29, 1 << 40, 5 << 41])
+def test_sizes_are_written_as_they_are_read(size: int) -> None:
+    assert parse_size(format_size(size)) == size
+
+
+def test_defaults_are_those_of_the_dataclasses() -> None:
+    values = printed()
+    for item in fields(EngineConfig):
+        if item.name in values and item.name != "memory_nodes":
+            assert values[item.name] == item.default
