@@ -19,10 +19,12 @@ from memory.node_set import NodeSet
 from memory.split_kv import Books
 from serve.admission import RequestLimits
 from serve.compute_thread import ComputeThread
+from serve.core_view import CoreView
 from serve.detokenizer import DetokenizerFactory
 from serve.errors import EngineStoppedError, GenerationError
 from serve.heartbeat import Heartbeat
 from serve.intake import Arrival, Encode, Intake
+from serve.meters import PoolMeter, RequestMeter
 from serve.output import OutputProcessor, OutputState, Sink, StepRecord
 from serve.output_thread import OutputThread
 from serve.overload import EarlyRejection
@@ -75,8 +77,7 @@ class EngineCore:
         self._scheduler = scheduler
         self._kv = kv
         self._detokenizers = DetokenizerFactory(tokenizer)
-        self._eos = eos_token_ids
-        self._limits = limits
+        self._eos, self._limits = eos_token_ids, limits
         self._clock = clock
         slo_s = limits.ttft_slo_s
         self._rejection = None if slo_s is None else EarlyRejection(scheduler, slo_s)
@@ -87,8 +88,9 @@ class EngineCore:
         self._loop_job: Future[None] | None = None
         self._failure: BaseException | None = None
         self._heartbeat = Heartbeat(clock)
+        meter, self._tokenize_meter = RequestMeter(), PoolMeter()
         self._output = make_output(
-            OutputProcessor(lambda s, why: self._inbox.put(lambda: self._end(s, why)))
+            OutputProcessor(lambda s, why: self._inbox.put(lambda: self._end(s, why)), meter)
         )
         self._steps = make_steps(
             runner,
@@ -101,6 +103,9 @@ class EngineCore:
         )
         self._tokenize = tokenize or ThreadPoolExecutor(tokenize_threads, "mergestep-tokenize")
         self._compute = compute
+        self.view = CoreView(
+            scheduler, self._steps, meter, self._tokenize_meter, self._inbox.qsize, self._output
+        )
 
     def _make_recovery(self, nodes: NodeSet) -> MemoryRecovery:
         members, scheduler = self._kv.members, self._scheduler
@@ -127,7 +132,7 @@ class EngineCore:
         pool 1 that returns token ids. Raises OverloadedError or EngineStoppedError."""
         state = self._intake.register(prompt, params, sink, self._clock(), request_id, client)
         # under the table's lock: a shutdown that begins now finds it queued
-        self._unfinished.add(state, lambda: self._tokenize.submit(self._prepare, state, prompt))
+        self._unfinished.add(state, lambda: self._queue(state, prompt))
         return state
 
     def abort(self, state: RequestState) -> None:
@@ -150,8 +155,7 @@ class EngineCore:
             return "the engine has failed"
         if self._loop_job is not None and not self._output.is_alive():
             return "the thread that delivers answers has ended"
-        seconds = self._heartbeat.hangs_s()
-        return None if seconds is None else f"a step has taken {seconds:.0f} s and goes on"
+        return self._heartbeat.trouble()
 
     @property
     def books(self) -> Books:
@@ -178,9 +182,7 @@ class EngineCore:
 
     def trace_steps(self, max_steps: int) -> StepTrace:
         """From now on, the last max_steps of them; replaces an earlier trace. 0: no more."""
-        trace = StepTrace(max_steps)
-        self._steps.trace = trace if max_steps else None
-        return trace
+        return self._steps.traces.measure(max_steps)
 
     def stop_accepting(self) -> None:
         self._unfinished.close()
@@ -224,10 +226,15 @@ class EngineCore:
         self._unfinished.remove(state)
         state.tell(lambda: state.sink.fail(error))
 
+    def _queue(self, state: RequestState, prompt: Prompt | Encode) -> None:
+        self._tokenize_meter.queued()
+        self._tokenize.submit(self._prepare, state, prompt)
+
     def _prepare(self, state: RequestState, prompt: Prompt | Encode) -> None:
         """Pool 1's work: hand a request over to the loop, or tell the sink what is wrong."""
         try:
-            request, arrival = self._intake.take_in(state, prompt)
+            with self._tokenize_meter.working():
+                request, arrival = self._intake.take_in(state, prompt)
         except Exception as error:
             self._refuse(state, error)
         else:

@@ -40,6 +40,11 @@ class Heartbeat:
             self._longest_s = max(self._longest_s, now_s - began_s)
             self._most_rows = max(self._most_rows, num_rows)
 
+    def trouble(self) -> str | None:
+        """In words; None: none."""
+        seconds = self.hangs_s()
+        return None if seconds is None else f"a step has taken {seconds:.0f} s and goes on"
+
     def hangs_s(self) -> float | None:
         """Seconds that the round has taken so far, if they are too many."""
         current = self._round  # once: the loop may go on meanwhile

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from serve.detokenizer import DetokenizerFactory, StopStrings
+from serve.meters import RequestMeter
 from serve.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from serve.sequence import Sequence
 
@@ -67,12 +68,14 @@ class OutputState:
         "_emit",
         "_include_stop",
         "_min_output",
-        "_num_output",
         "_push_token",
         "_stops",
         "_wants_logprobs",
+        "first_token_s",
         "index",
         "is_done",
+        "last_token_s",
+        "num_output",
         "sink",
         "times",
     )
@@ -92,16 +95,19 @@ class OutputState:
         stops = params.stop_strings
         self._stops = StopStrings(stops, include=self._include_stop) if stops else None
         self._min_output = params.min_tokens
-        self._num_output = 0
         self._wants_logprobs = params.logprobs is not None
         self.index = index
         self.is_done = False
+        self.num_output = 0
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
         self.sink = sink
         self._emit = sink.push
         self.times = times
 
     def push(self, token: int, logprobs: TokenLogprobs | None) -> bool:
         """One more token; True when a stop string ended the sequence."""
+        self.num_output += 1
         text = self._push_token(token)
         kept = None if logprobs is None or not self._wants_logprobs else [logprobs]
         if self._stops is not None and self._is_past_minimum():
@@ -115,8 +121,7 @@ class OutputState:
         return False
 
     def _is_past_minimum(self) -> bool:
-        self._num_output += 1
-        return self._num_output > self._min_output
+        return self.num_output > self._min_output
 
     def finish(
         self,
@@ -126,9 +131,11 @@ class OutputState:
         logprobs: TokenLogprobs | None = None,
         stop_token: int | None = None,
         error: str | None = None,
-    ) -> None:
-        """The last delta: the final token if there is one, and whatever text was held back."""
+    ) -> FinishReason:
+        """The last delta: the final token if there is one, and whatever text was held back.
+        Returns why it ended: a stop string may come with the last token."""
         self.is_done = True
+        self.num_output += token is not None
         text, stop_reason = "", stop_token
         token_ids = [] if token is None else [token]
         found: str | None = None
@@ -147,14 +154,19 @@ class OutputState:
         self.sink.push(
             TokenDelta(self.index, text, token_ids, kept, reason, found or stop_reason, error)
         )
+        return reason
 
 
 class OutputProcessor:
     """Turns step records into deltas. on_end(sequence, reason): end it, its stop string has come
     (STOP) or its text cannot be made (ERROR)."""
 
-    def __init__(self, on_end: Callable[[Sequence, FinishReason], None]) -> None:
+    def __init__(
+        self, on_end: Callable[[Sequence, FinishReason], None], meter: RequestMeter | None = None
+    ) -> None:
         self._on_end = on_end
+        self._meter = meter or RequestMeter()
+        self._last_s = -1.0  # of the step before
 
     def process(self, record: StepRecord) -> None:
         """Push the record's deltas, then wake the consumers. Never raises: a fault, be it of a
@@ -162,20 +174,31 @@ class OutputProcessor:
         touched: dict[int, Sink] = {}
         ended = set(map(id, record.finished)) if record.finished else ()
         logprobs = record.logprobs
+        now_s, last_s = record.now_s, self._last_s
+        num_usual = 0  # whose last token came with the step before
         for i, sequence in enumerate(record.sequences):
             state = sequence.output
             assert isinstance(state, OutputState)
             if state.is_done or (ended and id(sequence) in ended):
                 continue
-            if state.times.first_token_s is None:
-                self._note_first(sequence, state.times, record.now_s)
+            if state.last_token_s == last_s:
+                num_usual += 1
+            else:
+                self._note_token(sequence, state, now_s)
+            state.last_token_s = now_s
             try:
                 if state.push(record.tokens[i], None if logprobs is None else logprobs[i]):
-                    self._note_end(sequence, state.times, record.now_s)
+                    self._note_end(sequence, state.times, now_s)
+                    self._ended(sequence, state, FinishReason.STOP, now_s)
                     self._on_end(sequence, FinishReason.STOP)
             except Exception as error:
-                self._fail(sequence, state, error)
+                self._fail(sequence, state, error, record.now_s)
             touched[id(state.sink)] = state.sink
+        if num_usual:
+            self._meter.num_generation_tokens += num_usual
+            self._meter.inter_token_s.observe(now_s - last_s, num_usual)
+        if record.sequences:
+            self._last_s = now_s
         if record.finished:
             self._finish_all(record, touched)
         for sink in touched.values():
@@ -193,26 +216,28 @@ class OutputProcessor:
             if state.is_done:
                 continue
             i = last.get(id(sequence))
-            if i is not None and state.times.first_token_s is None:
-                self._note_first(sequence, state.times, record.now_s)
+            if i is not None:
+                self._note_token(sequence, state, record.now_s)
             self._note_end(sequence, state.times, record.now_s)
             stop_token = sequence.stop_token
             try:
-                state.finish(
+                reason = state.finish(
                     sequence.finish_reason,
                     token=None if i is None else record.tokens[i],
                     logprobs=record.logprobs[i] if i is not None and record.logprobs else None,
                     stop_token=stop_token,
                     error=record.error,
                 )
+                self._ended(sequence, state, reason, record.now_s)
             except Exception as error:
-                self._fail(sequence, state, error)
+                self._fail(sequence, state, error, record.now_s)
             touched[id(state.sink)] = state.sink
 
-    def _fail(self, sequence: Sequence, state: OutputState, error: Exception) -> None:
+    def _fail(self, sequence: Sequence, state: OutputState, error: Exception, now_s: float) -> None:
         """A fault in one request's post-processing ends only that sequence."""
         logger.exception("post-processing of %s failed", sequence.request.request_id)
         state.is_done = True
+        self._ended(sequence, state, FinishReason.ERROR, now_s)
         message = f"post-processing failed: {type(error).__name__}"
         self._on_end(sequence, FinishReason.ERROR)
         delta = TokenDelta(state.index, "", [], None, FinishReason.ERROR, None, message)
@@ -220,6 +245,28 @@ class OutputProcessor:
             state.sink.push(delta)
         except Exception:
             logger.exception("the consumer of %s cannot be told", sequence.request.request_id)
+
+    def _note_token(self, sequence: Sequence, state: OutputState, now_s: float) -> None:
+        """One whose last token did not come with the step before."""
+        self._meter.num_generation_tokens += 1
+        if state.last_token_s is not None:
+            self._meter.inter_token_s.observe(now_s - state.last_token_s)
+            return
+        state.first_token_s = now_s
+        times = state.times
+        self._meter.began(state.index, sequence.num_prompt_tokens, now_s - times.arrival_s)
+        if times.first_token_s is None:
+            self._note_first(sequence, times, now_s)
+
+    def _ended(
+        self, sequence: Sequence, state: OutputState, reason: FinishReason, now_s: float
+    ) -> None:
+        meter, times = self._meter, state.times
+        scheduled_s, first_s = sequence.first_scheduled_s, state.first_token_s
+        meter.ended(reason, state.num_output, (times.arrival_s, scheduled_s, first_s, now_s))
+        if state.index == 0:
+            params = sequence.request.params
+            meter.asked(sequence.num_prompt_tokens, params.max_tokens or 0, params.n)
 
     @staticmethod
     def _note_first(sequence: Sequence, times: RequestTimes, now_s: float) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from serve.meters import STEP_SECONDS, TOKENS, Histogram
 from serve.overload import EarlyRejection
 from serve.plan import StepPlan
 from serve.recovery import MemoryRecovery
@@ -79,17 +80,24 @@ class EngineStats:
 
 @dataclass(slots=True)
 class StepCounts:
-    """Steps that ran through and their rows; when the last one ended."""
+    """Steps that ran through and their rows; when the last one ended. num_mixed_steps: with rows
+    of both kinds. Seconds are those of steps that did not fail, so pool 2's work."""
 
     num_steps: int = 0
+    num_mixed_steps: int = 0
     num_prefill_rows: int = 0
     num_decode_rows: int = 0
     last_s: float | None = None
+    rows: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    seconds: Histogram = field(default_factory=lambda: Histogram(STEP_SECONDS))
 
     def add(self, plan: StepPlan, now_s: float) -> None:
+        num_prefill_rows = plan.num_total_rows - plan.num_decodes
         self.num_steps += 1
+        self.num_mixed_steps += bool(plan.num_decodes and num_prefill_rows)
         self.num_decode_rows += plan.num_decodes
-        self.num_prefill_rows += plan.num_total_rows - plan.num_decodes
+        self.num_prefill_rows += num_prefill_rows
+        self.rows.observe(plan.num_total_rows)
         self.last_s = now_s
 
     def last_age_s(self, clock: Callable[[], float]) -> float | None:

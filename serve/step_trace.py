@@ -44,3 +44,27 @@ class StepTrace:
                 scheduler.kv.num_in_use,
             )
         )
+
+
+class StepTraces:
+    """Those that are written now. Opened and closed by one thread, read by the compute thread.
+    One of them, the measurement's, is replaced by the next one of its kind."""
+
+    def __init__(self) -> None:
+        self.open: tuple[StepTrace, ...] = ()
+        self._measured: StepTrace | None = None
+
+    def watch(self, max_steps: int) -> StepTrace:
+        """One more, until it is closed."""
+        trace = StepTrace(max_steps)
+        self.open = (*self.open, trace)
+        return trace
+
+    def close(self, trace: StepTrace | None) -> None:
+        self.open = tuple(other for other in self.open if other is not trace)
+
+    def measure(self, max_steps: int) -> StepTrace:
+        """Replaces an earlier measurement; 0: only that."""
+        self.close(self._measured)
+        self._measured = self.watch(max_steps) if max_steps else None
+        return self._measured or StepTrace(0)

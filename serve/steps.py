@@ -17,7 +17,7 @@ from serve.scheduler import Scheduler
 from serve.sequence import Sequence
 from serve.stagger import part_of
 from serve.stats import StepCounts
-from serve.step_trace import StepTrace
+from serve.step_trace import StepTraces
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Steps:
     ) -> None:
         """forget: of sequences that ended with a step. lost: memory nodes, with a step."""
         self.counts = StepCounts()
-        self.trace: StepTrace | None = None
+        self.traces = StepTraces()
         self._runner = runner
         self._scheduler = scheduler
         self._output = output
@@ -93,8 +93,9 @@ class Steps:
         """Its tokens are here: now."""
         now_s = self._clock()
         if began_s is not None:
-            if (trace := self.trace) is not None:  # another thread may take it away
+            for trace in self.traces.open:
                 trace.add(plan, self._scheduler, began_s, now_s)
+            self.counts.seconds.observe(now_s - began_s)
             self._scheduler.observe(plan, now_s - began_s)
         self._busy_since_s = now_s
         return now_s

@@ -13,9 +13,7 @@ MAX_TEXTS = 64
 class LimitedLog:
     """A warning of each text in INTERVAL_S; the next one says how many were left out."""
 
-    def __init__(
-        self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._logger = logger
         self._clock = clock
         self._told: dict[str, tuple[float, int]] = {}

@@ -1,87 +1,102 @@
-"""/metrics: what the engine tells about itself, as Prometheus text.
+"""/metrics: what the engine and the server tell about themselves, as Prometheus text.
 
-Figures that vLLM has too carry its names, so that what reads them (load generators, scalers,
-dashboards) finds them; the others are called mergestep.
+What vLLM tells too is told by its names as well (a setting), so that what reads them (load
+generators, scalers, dashboards) finds it. Families are made when somebody reads.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST as CONTENT_TYPE
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import PROCESS_COLLECTOR, CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.utils import floatToGoString
 
-__all__ = ["CONTENT_TYPE", "exposition"]
+from serve.http.metric_names import CACHE_INFO, SECTIONS, Figure, Reading
+from serve.meters import Histogram
+
+__all__ = ["CONTENT_TYPE", "Exposition"]
 
 if TYPE_CHECKING:
     from serve.engine import Engine
-    from serve.stats import EngineStats
+    from serve.http.context import ApiContext
+
+ENGINE_NUMBER = "0"  # vLLM's label of one engine of several
 
 
-class EngineCollector:
-    """A snapshot of EngineStats for every reading."""
+class Exposition:
+    """Readings of one server. Those that come while one is being written share it."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+        self._current: asyncio.Task[bytes] | None = None
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        self._registry.register(PROCESS_COLLECTOR)
+
+    async def read(self) -> bytes:
+        """Written in a thread: milliseconds that the event loop does not have."""
+        if self._current is None or self._current.done():
+            writing = asyncio.to_thread(generate_latest, self._registry)
+            self._current = asyncio.create_task(writing)
+        return await asyncio.shield(self._current)
 
     def collect(self) -> Iterator[Metric]:
-        stats, name = self._engine.stats(), self._engine.model_name
-        for family, value in (*_vllm_figures(stats), *_own_figures(stats)):
-            family.add_metric([name], value)
-            yield family
-        rows = CounterMetricFamily(
-            "mergestep:step_rows", "Rows computed by kind.", labels=["model_name", "kind"]
-        )
-        rows.add_metric([name, "decode"], stats.num_decode_rows)
-        rows.add_metric([name, "prefill"], stats.num_prefill_rows)
-        yield rows
-        pages = GaugeMetricFamily(
-            "mergestep:kv_pages", "Pages of K/V memory by state.", labels=["model_name", "state"]
-        )
-        for state in ("in_use", "mapped", "cached", "total"):
-            pages.add_metric([name, state], getattr(stats, f"pages_{state}"))
-        yield pages
+        engine = self._context.engine
+        reading = self._reading(engine)
+        own = {"model_name": engine.model_name}
+        theirs = {**own, "engine": ENGINE_NUMBER}
+        has_aliases = self._context.settings.vllm_metrics
+        for figures in SECTIONS.values():
+            for figure in figures:
+                yield _family(figure, f"mergestep:{figure.name}", own, reading)
+                if figure.alias is not None and has_aliases:
+                    # the one that is not vLLM's own knows of no model
+                    labels = theirs if figure.alias.startswith("vllm:") else {}
+                    yield _family(figure, figure.alias, labels, reading)
+        yield _family(CACHE_INFO, "mergestep:cache_config_info", own | reading.cache, reading)
+        if has_aliases:
+            yield _family(CACHE_INFO, "vllm:cache_config_info", theirs | reading.cache, reading)
+
+    def _reading(self, engine: Engine) -> Reading:
+        stats, config = engine.stats(), engine.config
+        cache = {
+            "block_size": str(stats.kv_page_bytes // max(1, stats.kv_bytes_per_token)),
+            "num_gpu_blocks": str(stats.pages_total),
+            "cache_dtype": config.kv_dtype,
+            "enable_prefix_caching": str(config.prefix_cache),
+        }
+        return Reading(stats, engine.loaded.core.view, self._context.meter, cache)
 
 
-def _gauge(name: str, about: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, about, labels=["model_name"])
+def _family(figure: Figure, name: str, labels: dict[str, str], reading: Reading) -> Metric:
+    names, values = [*labels, *figure.labels], list(labels.values())
+    value = figure.value(reading)
+    if isinstance(value, Histogram):
+        histogram = HistogramMetricFamily(name, figure.about, labels=names)
+        histogram.add_metric(values, _buckets(value), value.sum)
+        return histogram
+    make = CounterMetricFamily if figure.kind == "counter" else GaugeMetricFamily
+    family: CounterMetricFamily | GaugeMetricFamily = make(name, figure.about, labels=names)
+    if value is None:
+        return family
+    samples = [((), value)] if isinstance(value, int | float) else value
+    for label_values, number in samples:
+        family.add_metric([*values, *label_values], number)
+    return family
 
 
-def _counter(name: str, about: str) -> CounterMetricFamily:
-    return CounterMetricFamily(name, about, labels=["model_name"])
-
-
-def _vllm_figures(
-    stats: EngineStats,
-) -> list[tuple[GaugeMetricFamily | CounterMetricFamily, float]]:
-    usage = stats.pages_in_use / max(1, stats.pages_total)
-    return [
-        (_gauge("vllm:num_requests_running", "Sequences that run."), stats.num_running),
-        (_gauge("vllm:num_requests_waiting", "Sequences that wait."), stats.num_waiting),
-        (_gauge("vllm:kv_cache_usage_perc", "K/V memory in use, 0 to 1."), usage),
-        (_counter("vllm:num_preemptions", "Preemptions."), stats.num_preemptions),
-        (
-            _counter("vllm:prefix_cache_queries", "Prompt tokens that were looked for."),
-            stats.prefix_asked_tokens,
-        ),
-        (_counter("vllm:prefix_cache_hits", "Of those, found."), stats.prefix_hit_tokens),
-    ]
-
-
-def _own_figures(
-    stats: EngineStats,
-) -> list[tuple[GaugeMetricFamily | CounterMetricFamily, float]]:
-    return [
-        (_counter("mergestep:steps", "Merged steps."), stats.num_steps),
-        (_counter("mergestep:sequences_finished", "Sequences that ended."), stats.num_finished),
-        (_gauge("mergestep:requests_unfinished", "Requests inside."), stats.num_unfinished),
-    ]
-
-
-def exposition(engine: Engine) -> bytes:
-    """The text of one reading."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(EngineCollector(engine))
-    return generate_latest(registry)
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """Cumulative, by upper bound."""
+    counts = list(histogram.counts)  # at one moment
+    bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
+    return list(zip(bounds, accumulate(map(float, counts)), strict=True))

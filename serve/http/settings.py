@@ -49,6 +49,9 @@ class HttpSettings:
     max_connections_per_address: from one address that is not this machine's own.
     max_calls: requests that are being answered; more are refused with 429.
     parse_inline_bytes: larger bodies are parsed off the event loop.
+    vllm_metrics: /metrics tells what vLLM tells by vLLM's names, too.
+    metrics_port: /metrics is on this port of the loopback address, without a key, and nowhere
+    else; None: on the main listener, behind the same key as the API; 0 takes a free one.
     unknown_fields: what becomes of parameters that nobody knows: "refuse" them with 400, or
         "warn": answer, and name them in a header.
     api_keys: KEY or NAME:KEY each, from the environment; never shown.
@@ -83,6 +86,8 @@ class HttpSettings:
     max_connections_per_address: int = limits.CONNECTIONS_PER_ADDRESS
     max_calls: int = limits.CALLS
     parse_inline_bytes: int = 256 << 10
+    vllm_metrics: bool = True
+    metrics_port: int | None = None
     unknown_fields: str = "refuse"
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: str | None = None
@@ -100,6 +105,9 @@ class HttpSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, not {self.port}")
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
+            text = f"metrics_port must be between 0 and 65535, not {self.metrics_port}"
+            raise ConfigError(text)
         if not self.host:
             raise ConfigError("host must be a name or an address, not empty")
         if not self.drain_s >= 0:

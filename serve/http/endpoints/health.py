@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from serve.http import metrics
 from serve.http.context import ApiContext, Call, Route
-from serve.http.errors import common_headers, json_response, no_memory
+from serve.http.errors import common_headers, engine_stuck, json_response, no_memory
+from serve.http.metrics import CONTENT_TYPE, Exposition
+
+LIVE = ("/health", "/health/live", "/ping")
+READY = ("/ready", "/health/ready")
 
 
 def routes(context: ApiContext) -> list[Route]:
+    exposition = Exposition(context)
+
     async def health(call: Call) -> web.Response:
+        trouble = context.engine.trouble()
+        if trouble is not None:
+            raise engine_stuck(trouble)
         return json_response({"status": "ok"}, call.request_id)
 
     async def ready(call: Call) -> web.Response:
@@ -22,12 +30,14 @@ def routes(context: ApiContext) -> list[Route]:
     async def figures(call: Call) -> web.Response:
         context.check_ready()
         return web.Response(
-            body=metrics.exposition(context.engine),
-            headers={"Content-Type": metrics.CONTENT_TYPE, **common_headers(call.request_id)},
+            body=await exposition.read(),
+            headers={"Content-Type": CONTENT_TYPE, **common_headers(call.request_id)},
         )
 
-    return [
-        Route("/health", {"GET": health}, is_public=True),
-        Route("/ready", {"GET": ready}, is_public=True),
-        Route("/metrics", {"GET": figures}),
+    found = [
+        *(Route(path, {"GET": health}, is_public=True) for path in LIVE),
+        *(Route(path, {"GET": ready}, is_public=True) for path in READY),
     ]
+    if context.settings.metrics_port is None:  # else metrics_listener.py has it
+        found.append(Route("/metrics", {"GET": figures}))
+    return found

@@ -1,0 +1,45 @@
+"""What others may look at while the core works. Any thread: it may be a step old."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from serve.meters import PoolMeter, RequestMeter
+from serve.output_thread import OutputThread
+from serve.scheduler import Scheduler
+from serve.sequence import Sequence
+from serve.steps import Steps
+
+
+class CoreView:
+    """The meters of the three pools, the sequences, and traces of the steps."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        steps: Steps,
+        requests: RequestMeter,
+        tokenize: PoolMeter,
+        num_messages: Callable[[], int],
+        output: OutputThread,
+    ) -> None:
+        self.requests = requests
+        self.steps = steps.counts
+        self.traces = steps.traces
+        self._scheduler = scheduler
+        self._tokenize = tokenize
+        self._num_messages = num_messages
+        self._output = output
+
+    def sequences(self) -> list[Sequence]:
+        """Those that run."""
+        return list(self._scheduler.running)
+
+    def pools(self) -> dict[str, tuple[int, float]]:
+        """What waits for each pool, and for how many seconds it has worked. Tokenizing and
+        checking are one pool, steps the second one, text and delivery the third."""
+        return {
+            "tokenize": (self._tokenize.num_waiting, self._tokenize.busy_s),
+            "compute": (self._num_messages(), self.steps.seconds.sum),
+            "output": (self._output.num_waiting, self._output.busy_s),
+        }
