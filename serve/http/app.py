@@ -92,7 +92,6 @@ class HttpApp:
         try:
             response = await self._answer(call, refusal)
             status = response.status
-            await self._send_whole(request, response)
             return response
         finally:
             self._end(call, status)
@@ -141,7 +140,6 @@ class HttpApp:
             call.error_code = error.code
             self.context.meter.refuse(error.code)
             response = shape(error, call.request_id)
-        if not response.prepared:
             response.headers.update(call.headers)
         call.response = response
         return response
@@ -150,7 +148,7 @@ class HttpApp:
         """Every route asks for a key and takes a place, unless it says that it is public."""
         request, route = call.request, call.route
         if route is not None and route.is_public:
-            return await _handler(route, request)(call)
+            return await self._run(_handler(route, request), call)
         if refusal is not None:
             raise refusal
         key = authenticate(request, self._keys) if self._keys.num_keys else None
@@ -158,7 +156,14 @@ class HttpApp:
         call.key = key
         call.engine = self._engine_of(key, call.arrived_s)
         with self._place(call):
-            return await handler(call)
+            return await self._run(handler, call)
+
+    async def _run(self, handler: Handler, call: Call) -> web.StreamResponse:
+        response = await handler(call)
+        if not response.prepared:
+            response.headers.update(call.headers)
+            await self._send_whole(call.request, response)
+        return response
 
     def _engine_of(self, key: ApiKey | None, arrived_s: float) -> CallEngine:
         context = self.context

@@ -139,10 +139,6 @@ class HttpSettings:
                     f"cors_origins must be such as https://a.example, not {origin!r}: no path, and"
                     " no * in place of a name"
                 )
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ConfigError("tls_cert and tls_key belong together; one of them is missing")
-        if self.tls_client_ca is not None and self.tls_cert is None:
-            raise ConfigError("tls_client_ca needs tls_cert and tls_key")
         if self.max_responses < 0 or self.max_responses_bytes < 0:
             raise ConfigError("max_responses and max_responses_bytes must not be negative")
 

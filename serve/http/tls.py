@@ -11,6 +11,10 @@ from serve.http.settings import HttpSettings
 
 def tls_context(settings: HttpSettings) -> ssl.SSLContext | None:
     """TLS 1.2 or newer; None without a certificate. ConfigError names the file."""
+    if (settings.tls_cert is None) != (settings.tls_key is None):
+        raise ConfigError("tls_cert and tls_key belong together; one of them is missing")
+    if settings.tls_client_ca is not None and settings.tls_cert is None:
+        raise ConfigError("tls_client_ca needs tls_cert and tls_key")
     if settings.tls_cert is None or settings.tls_key is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
