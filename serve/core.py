@@ -29,6 +29,7 @@ from serve.output import OutputProcessor, OutputState, Sink, StepRecord
 from serve.output_thread import OutputThread
 from serve.overload import EarlyRejection
 from serve.pipeline import make_steps
+from serve.prompt_outputs import PoolingParams
 from serve.recovery import MemoryRecovery
 from serve.request import FinishReason, Prompt, Request, SamplingParams
 from serve.runner import Runner
@@ -87,11 +88,11 @@ class EngineCore:
         self._unfinished = Unfinished(limits)
         self._loop_job: Future[None] | None = None
         self._failure: BaseException | None = None
-        self._heartbeat = Heartbeat(clock)
         meter, self._tokenize_meter = RequestMeter(), PoolMeter()
         self._output = make_output(
             OutputProcessor(lambda s, why: self._inbox.put(lambda: self._end(s, why)), meter)
         )
+        self.heartbeat = Heartbeat(clock, self._output.is_alive)
         self._steps = make_steps(
             runner,
             scheduler,
@@ -123,7 +124,7 @@ class EngineCore:
     def submit(
         self,
         prompt: Prompt | Encode,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         sink: Sink,
         request_id: str | None = None,
         client: str | None = None,
@@ -148,14 +149,6 @@ class EngineCore:
     def has_failed(self) -> bool:
         """The loop met an error it could not lay on a request; nothing is accepted any more."""
         return self._failure is not None
-
-    def trouble(self) -> str | None:
-        """What keeps the loop from going on; None: nothing."""
-        if self._failure is not None:
-            return "the engine has failed"
-        if self._loop_job is not None and not self._output.is_alive():
-            return "the thread that delivers answers has ended"
-        return self._heartbeat.trouble()
 
     @property
     def books(self) -> Books:
@@ -293,7 +286,7 @@ class EngineCore:
             if idle:
                 self._steps.drain()
                 self._steps.pause()
-                self._heartbeat.rest()
+                self.heartbeat.rest()
             try:
                 if not idle:
                     message = self._inbox.get_nowait()
@@ -304,14 +297,14 @@ class EngineCore:
             except queue.Empty:
                 if not idle:
                     return True
-                self._heartbeat.begin()
+                self.heartbeat.begin()
                 if self._recovery is not None:
                     self._recovery.look()
                 self._kv.trim()
                 is_writing = self._kv.prefixes.write_some()
                 trimmed = True
                 continue
-            self._heartbeat.begin()
+            self.heartbeat.begin()
             if message is None:
                 return False
             message()
@@ -323,7 +316,7 @@ class EngineCore:
             self._wait_for_memory()
             return
         plan = self._scheduler.schedule(now_s)
-        self._heartbeat.begin(0 if plan is None else plan.num_total_rows)
+        self.heartbeat.begin(0 if plan is None else plan.num_total_rows)
         if plan is not None:
             self._steps.run(plan, now_s)
         elif not self._steps.drain():
@@ -365,10 +358,16 @@ class EngineCore:
             is_alone = sequence.index == 0 or not self._scheduler.prefixes.is_on
             sequence.num_expected_rows = arrival.num_rows if is_alone else 1
             sequence.output = OutputState(
-                request, sequence.index, self._detokenizers, state.sink, state.times
+                request,
+                sequence.index,
+                self._detokenizers,
+                state.sink,
+                state.times,
+                sequence.prompt_rows,
             )
         state.sequences = sequences
-        if request.params.max_tokens == 0 or state.is_aborted:
+        has_work = request.params.max_tokens != 0 or sequences[0].prompt_rows is not None
+        if state.is_aborted or not has_work:
             reason = FinishReason.ABORT if state.is_aborted else FinishReason.LENGTH
             for sequence in sequences:
                 sequence.status = SequenceStatus.FINISHED

@@ -1,4 +1,4 @@
-"""Whether the loop goes on: a step that takes far longer than any before it hangs.
+"""Whether the engine goes on: a step that takes far longer than any before it hangs.
 
 How long steps take is learned, so that long prompts and slow machines are not taken for a hang,
 and a step that is larger than all before it gets time by its rows. Nothing hangs before BOUND_S.
@@ -18,8 +18,14 @@ ROW_S = 0.25  # of a model that is too slow to be of use
 class Heartbeat:
     """The loop is at rest, or busy with one round: a step, or messages in between."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        is_output_alive: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """is_output_alive: the thread that the loop hands its results to."""
         self._clock = clock
+        self._is_output_alive = is_output_alive
         self._round: tuple[float, int] | None = None  # when it began, its rows
         self._longest_s, self._most_rows = 0.0, 0
 
@@ -42,6 +48,8 @@ class Heartbeat:
 
     def trouble(self) -> str | None:
         """In words; None: none."""
+        if not self._is_output_alive():
+            return "the thread that delivers answers has ended"
         seconds = self.hangs_s()
         return None if seconds is None else f"a step has taken {seconds:.0f} s and goes on"
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from serve.output import RequestTimes, Sink
+from serve.prompt_outputs import PoolingParams
 from serve.request import RequestMetrics, SamplingParams
 from serve.sequence import Sequence
 
@@ -19,6 +21,7 @@ class RequestState:
         "client",
         "is_aborted",
         "params",
+        "pooling",
         "prompt",
         "request_id",
         "sequences",
@@ -34,11 +37,13 @@ class RequestState:
         sink: Sink,
         now_s: float,
         client: str | None = None,
+        pooling: PoolingParams | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.client = client
         self.params = params
+        self.pooling = pooling
         self.sink = sink
         self.times = RequestTimes(now_s)
         self.sequences: list[Sequence] = []
@@ -46,18 +51,12 @@ class RequestState:
 
     def metrics(self) -> RequestMetrics:
         """From any thread: while it runs, the counts may be a step old."""
-        times, sequences = self.times, self.sequences
-        reasons = tuple(s.finish_reason.value for s in sequences if s.finish_reason is not None)
-        return RequestMetrics(
-            times.arrival_s,
-            times.first_scheduled_s,
-            times.first_token_s,
-            times.finished_s,
-            times.num_preemptions,
-            times.num_cached_tokens,
-            sequences[0].num_prompt_tokens if sequences else 0,
-            sum(sequence.num_output_tokens for sequence in sequences),
-            reasons,
+        sequences = self.sequences
+        return replace(
+            self.times.metrics(),
+            num_prompt_tokens=sequences[0].num_prompt_tokens if sequences else 0,
+            num_output_tokens=sum(s.num_output_tokens for s in sequences),
+            finish_reasons=tuple(s.finish_reason.value for s in sequences if s.finish_reason),
         )
 
     def tell(self, act: Callable[[], None]) -> None:

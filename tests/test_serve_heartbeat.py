@@ -118,8 +118,8 @@ def test_a_frozen_step_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_dead_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with Rig() as rig:
-            core = rig.engine.loaded.core
-            monkeypatch.setattr(core._output, "is_alive", lambda: False)
+            heartbeat = rig.engine.loaded.core.heartbeat
+            monkeypatch.setattr(heartbeat, "_is_output_alive", lambda: False)
             assert rig.engine.trouble() == "the thread that delivers answers has ended"
 
     asyncio.run(main())
