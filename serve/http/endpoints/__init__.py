@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from serve.http.context import ApiContext, Route
-from serve.http.endpoints import chat, completions, health, models
+from serve.http.endpoints import chat, completions, health, models, page
 
-ENDPOINTS = (health.routes, models.routes, completions.routes, chat.routes)
+ENDPOINTS = (health.routes, models.routes, completions.routes, chat.routes, page.routes)
 
 
 def all_routes(context: ApiContext) -> list[Route]:
