@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 GUEST := build/guest
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard ops/csrc/* transport/csrc/*)
 
-.PHONY: serve test test-rdma check format bench cross-aarch64 clean test-faults gpu
+.PHONY: serve test test-rdma check format bench cross-aarch64 clean test-faults gpu fuzz
 
 serve: $(VENV)/.serve
 	$(BIN)/serve run --port $(PORT)
@@ -28,6 +28,12 @@ test-rdma: $(VENV)/.dev
 test-faults: $(VENV)/.dev
 	$(BIN)/python -m tests.sim_faults --count 1000
 	$(BIN)/python -m bench.node_faults --count 200
+
+# Mutated inputs for what reads them, parsers and a whole server: about 25 minutes, and FUZZ_SECONDS
+# for each target makes it longer.
+FUZZ_SECONDS ?= 150
+fuzz: $(VENV)/.dev
+	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -94,8 +94,9 @@ def online(
     compute_threads: opt.ComputeThreads = None,
     backend: opt.Backend = "auto",
 ) -> None:
-    """Offer a load to a server (--url), an engine in this process, or a simulated one, and say how
-    soon answers came: counted from when each request was due.
+    """Offer a load to a server, an engine in this process or a simulated one; say how it did.
+
+    How soon answers came is counted from when each request was due.
 
     `serve bench NAME --help` goes with each measurement of its own: throughput, latency, startup,
     ops, io, engine, http, prefix-cache, nodes and ablation; compare sets results side by side.

@@ -30,6 +30,8 @@ READ_SIZE = 1 << 16
 # Inserted into special-token strings inside message contents, and split at after rendering.
 # Random, so no client can know it; private-use characters, so no filter changes it.
 SENTINEL = "".join(chr(0xF0000 + secrets.randbelow(0xFFFE)) for _ in range(4))
+# Behind the content of a last message that the model is to continue.
+CONTINUE = "".join(chr(0xF0000 + secrets.randbelow(0xFFFE)) for _ in range(4))
 
 
 class ChatTemplate:
@@ -43,6 +45,7 @@ class ChatTemplate:
         timeout_s: float = 2.0,
         max_output_chars: int = 4_000_000,
     ) -> None:
+        self.source = source
         self._setup = {
             "source": source,
             "special_tokens": special_tokens,
@@ -204,6 +207,11 @@ def neutralize(
     ]
 
 
+def neutralize_value(value: Any, special_tokens: Iterable[str]) -> Any:
+    """The same for any JSON value, names of objects' members too."""
+    return _cut(value, _pattern(tuple(special_tokens)))
+
+
 def split_neutralized(text: str) -> list[str]:
     """The segments to encode one by one, so that no special token spans user text."""
     return [segment for segment in text.split(SENTINEL) if segment]
@@ -220,7 +228,7 @@ def _cut(value: Any, pattern: re.Pattern[str] | None) -> Any:
     if isinstance(value, str):
         return value if pattern is None else _cut_text(value, pattern)
     if isinstance(value, Mapping):
-        return {key: _cut(item, pattern) for key, item in value.items()}
+        return {_cut(key, pattern): _cut(item, pattern) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_cut(item, pattern) for item in value]
     return value

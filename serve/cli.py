@@ -1,4 +1,4 @@
-"""The `serve` command: run a server, chat in the terminal, measure, say the version.
+"""The `serve` command: run a server, chat in the terminal, measure, plan, list models.
 
 Heavy imports happen inside the commands, so that `serve --help` is quick.
 """
@@ -13,10 +13,13 @@ import typer
 
 from bench import cli as bench_cli
 from bench.plan import cli as plan_cli
+from serve import cli_examples, run_command
 from serve import cli_options as opt
-from serve import run_command
 from serve.cli_reporting import reported, set_up_logging
+from serve.client_key import read_client_key
 from serve.config import DEFAULT_MODEL
+from serve.errors import ConfigError
+from serve.model_files import find_model
 
 if TYPE_CHECKING:
     from serve.engine import Engine
@@ -24,16 +27,35 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="serve",
     help="A lightweight LLM server: OpenAI-compatible HTTP, chat, load tests and plans.",
+    epilog=cli_examples.ALL,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
+    rich_markup_mode="rich",
 )
 
 
-app.command("run", help=run_command.HELP, epilog=run_command.EXAMPLES)(run_command.run_signed)
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        version()
+        raise typer.Exit
 
 
-@app.command()
+@app.callback()
+def top(
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and leave.", callback=_show_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """What stands before a command."""
+
+
+app.command("run", help=run_command.HELP, epilog=cli_examples.RUN)(run_command.run_signed)
+
+
+@app.command(epilog=cli_examples.NODE)
 def node(
     url: opt.NodeUrl = "tcp://127.0.0.1:7000",
     kv_cache_bytes: opt.NodeKVBytes = None,
@@ -53,13 +75,17 @@ def node(
         )
 
 
-@app.command()
+@app.command(epilog=cli_examples.CHAT)
 def chat(
     model: Annotated[
         str | None,
-        typer.Argument(help="A Hugging Face directory; with --url, the model's name there."),
+        typer.Argument(
+            help="A model's directory or its name in the Hugging Face cache; with --url, the"
+            " model's name there."
+        ),
     ] = None,
     url: Annotated[str | None, typer.Option(help="Talk to this server.")] = None,
+    api_key_file: opt.ClientKeyFile = None,
     message: Annotated[
         str | None, typer.Option("--message", "-m", help="Say this, print the answer, leave.")
     ] = None,
@@ -72,34 +98,66 @@ def chat(
     backend: opt.Backend = "auto",
 ) -> None:
     """Chat in the terminal, with a model in this process or a server."""
-    from serve import terminal_chat
-
+    given = {"temperature": temperature, "max_tokens": max_tokens}
+    options = {name: value for name, value in given.items() if value is not None}
+    engine = {
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "compute_threads": compute_threads,
+        "backend": backend,
+    }
     set_up_logging("warning")
     with reported():
-        speaker: terminal_chat.Speaker
+        from serve import terminal_chat
+        from serve.chat_speakers import EngineSpeaker, ServerSpeaker, Speaker
+
+        speaker: Speaker
         if url is not None:
-            speaker = terminal_chat.ServerSpeaker(
-                url, model=model, max_tokens=max_tokens, temperature=temperature
-            )
+            key = read_client_key(api_key_file)
+            speaker = ServerSpeaker(url, options, model=model, api_key=key)
         else:
-            engine = _engine(
-                model,
-                dtype=dtype,
-                max_model_len=max_model_len,
-                compute_threads=compute_threads,
-                backend=backend,
-            )
-            speaker = terminal_chat.EngineSpeaker(
-                engine, max_tokens=max_tokens, temperature=temperature
-            )
+            speaker = EngineSpeaker(_engine(model, **engine), options)
         terminal_chat.chat(speaker, system=system, message=message)
 
 
-app.command("bench", cls=bench_cli.Bench)(bench_cli.online)
-app.command("plan")(plan_cli.plan)
+app.command("bench", cls=bench_cli.Bench, epilog=cli_examples.BENCH)(bench_cli.online)
+app.command("plan", epilog=cli_examples.PLAN)(plan_cli.plan)
 
 
-@app.command("eval")
+@app.command(epilog=cli_examples.MODELS)
+def models(
+    where: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PATH|URL]...",
+            help="Folders of models, or one server.",
+            show_default="the embedded model and the Hugging Face cache",
+        ),
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="What this server serves.")] = None,
+    api_key_file: opt.ClientKeyFile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the models that can be served here, or those of a server. Nothing is downloaded."""
+    set_up_logging("warning")
+    with reported():
+        from serve import models_cli
+
+        places = list(where or ())
+        if url is None and len(places) == 1 and "://" in places[0]:
+            url = places.pop()
+        if url is None:
+            models_cli.show_local([Path(place) for place in places], as_json=as_json)
+            return
+        if places:
+            raise ConfigError("either folders or the URL of one server")
+        import asyncio
+
+        found = asyncio.run(models_cli.fetch_models(url, read_client_key(api_key_file)))
+        models_cli.show_served(found, as_json=as_json)
+
+
+@app.command("eval", epilog=cli_examples.EVAL)
 def evaluate(
     model: opt.Model = DEFAULT_MODEL,
     text: Annotated[
@@ -121,7 +179,7 @@ def evaluate(
     set_up_logging("warning")
     with reported():
         evaluate_cli.run(
-            model,
+            find_model(model).model,
             text,
             precision,
             max_tokens=max_tokens,
@@ -150,7 +208,10 @@ def _version() -> str:
         return "(not installed: a source tree)"
 
 
-def _engine(model: str | None, *, progress: bool = False, **settings: Any) -> Engine:
+def _engine(model: str | None, **settings: Any) -> Engine:
     from serve.engine import Engine
 
-    return Engine(model, progress=progress, **settings)
+    if model is None:
+        return Engine(**settings)
+    found = find_model(model)
+    return Engine(found.model, served_model_name=found.name, **settings)

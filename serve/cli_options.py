@@ -6,11 +6,13 @@ run_options.py holds the help of the former; `serve run` itself makes its option
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from serve.cli_values import parse_size
+from serve.client_key import API_KEY_ENV
 from serve.run_options import ENGINE_OPTIONS, PROCESS_OPTIONS
 
 
@@ -69,6 +71,13 @@ NodeKey = Annotated[
     of_run(
         "memory_node_key_file",
         envvar=["MERGESTEP_MEMORY_NODE_KEY_FILE", "MERGESTEP_NODE_KEY_FILE"],
+    ),
+]
+ClientKeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        help=f"A file with the key of --url; {API_KEY_ENV} of the environment by default.",
+        show_default=False,
     ),
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="A few seconds, and no targets.")]

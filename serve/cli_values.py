@@ -18,14 +18,6 @@ def parse_size(text: str | int) -> int:
     return int(float(match[1]) * 1024 ** _POWERS[match[2].upper()])
 
 
-def format_size(num_bytes: int) -> str:
-    """As parse_size reads it, without a loss: 65536 -> "64KiB", 1000 -> "1000"."""
-    for unit, power in (("TiB", 4), ("GiB", 3), ("MiB", 2), ("KiB", 1)):
-        if num_bytes and num_bytes % 1024**power == 0:
-            return f"{num_bytes // 1024**power}{unit}"
-    return str(num_bytes)
-
-
 def split_list(text: str) -> tuple[str, ...]:
     """ "a, b" -> ("a", "b")."""
     return tuple(part.strip() for part in text.split(",") if part.strip())

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from quant.kv import GROUPS as KV_GROUPS
+from serve.chat_parser import REASONING_PARSERS, TOOL_PARSERS
 from serve.errors import ConfigError
 from serve.length_predictor import LengthPredictor
 from serve.memory_policy import POLICIES as MEMORY_POLICIES
@@ -86,6 +87,10 @@ class EngineConfig:
     tokenize_threads: size of pool 1. compute_threads: cores of pool 2; None takes
         all that affinity and the cgroup's quota leave.
     tune: measure on a GPU, at the first start, which of several ways each product takes.
+    tool_parser: the format that the model writes calls of tools in: "hermes", "llama3_json",
+        "mistral", "none" (tools are refused), or "auto": by its chat template.
+    reasoning_parser: what it writes around its reasoning: "deepseek_r1" (<think>), "none", or
+        "auto": by its chat template.
     backend: name in ops.BACKENDS, or "auto": "cuda" where torch has a GPU, else "cpu".
     seed: base for requests that bring no seed; None draws one.
     """
@@ -121,6 +126,8 @@ class EngineConfig:
     tokenize_threads: int = 2
     compute_threads: int | None = None
     tune: bool = True
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
     backend: str = "auto"
     seed: int | None = None
 
@@ -165,6 +172,8 @@ class EngineConfig:
             ("memory_partition", PARTITIONS),
             ("memory_prefill", MEMORY_PREFILLS),
             ("memory_wire", MEMORY_WIRES),
+            ("tool_parser", TOOL_PARSERS),
+            ("reasoning_parser", REASONING_PARSERS),
         ):
             if getattr(self, setting) not in known:
                 names = ", ".join(known)

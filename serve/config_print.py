@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from serve.cli_values import format_size
 from serve.config import EngineConfig
 from serve.config_file import toml_value
 from serve.http.settings import HttpSettings
 from serve.run_options import PANELS
 from serve.run_settings import SETTINGS, RunSettings, Setting, Value
+from serve.units import format_size
 
 _COLUMN = 44
 
@@ -29,6 +29,8 @@ def config_lines(settings: RunSettings) -> Iterator[str]:
 
 def _line(setting: Setting, item: Value) -> str:
     value, origin = item.value, item.origin or "default"
+    if setting.option.is_secret:
+        return f"{f'# {setting.name} =':{_COLUMN}} # {origin}: {'hidden' if value else 'none'}"
     if value is None:  # TOML has no word for it
         return f"{f'# {setting.name} =':{_COLUMN}} # {origin}: none"
     if setting.kind == "size" and not (text := format_size(value)).isdigit():

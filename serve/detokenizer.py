@@ -47,6 +47,7 @@ class BytesDetokenizer:
         return decoded
 
     def finish(self) -> str:
+        self._is_whole = True
         return self._decoder.decode(b"", True)
 
 
@@ -84,6 +85,22 @@ class TailDetokenizer:
         return before, after
 
 
+class ShownTokens:
+    """A detokenizer that skips special tokens, and the few of them that are text all the same."""
+
+    def __init__(self, inner: Detokenizer, texts: dict[int, str]) -> None:
+        self._inner = inner
+        self._texts = texts
+
+    def push(self, token_id: int) -> str:
+        text = self._texts.get(token_id)
+        # A special token ends the character before it, if that one is not whole.
+        return self._inner.push(token_id) if text is None else self._inner.finish() + text
+
+    def finish(self) -> str:
+        return self._inner.finish()
+
+
 class DetokenizerFactory:
     """Makes the detokenizers of one engine; the tables are built once."""
 
@@ -101,11 +118,17 @@ class DetokenizerFactory:
                 ["" if i in skipped else text for i, text in enumerate(texts)],
             )
 
-    def make(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh detokenizer for one sequence."""
+    def make(self, *, skip_special_tokens: bool = True, shown: tuple[str, ...] = ()) -> Detokenizer:
+        """A fresh detokenizer for one sequence. shown: special tokens that are not skipped."""
+        inner: Detokenizer
         if self._tokenizer.pieces is None:
-            return TailDetokenizer(self._tokenizer, skip_special_tokens)
-        return BytesDetokenizer(*self._tables[skip_special_tokens])
+            inner = TailDetokenizer(self._tokenizer, skip_special_tokens)
+        else:
+            inner = BytesDetokenizer(*self._tables[skip_special_tokens])
+        if not shown or not skip_special_tokens:
+            return inner
+        ids = self._tokenizer.special_token_ids
+        return ShownTokens(inner, {ids[token]: token for token in shown if token in ids})
 
 
 def _whole_text(piece: bytes) -> str | None:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from serve.admission import RequestLimits, check_text
-from serve.chat_template import ChatTemplate, neutralize, split_neutralized
+from serve.chat_parser import ChatFormat
+from serve.chat_template import ChatTemplate
 from serve.config import EngineConfig
+from serve.conversation import encode_chat, make_chat_format, make_chat_template
 from serve.core import EngineCore
 from serve.errors import EngineStoppedError, RequestError
 from serve.loader import LoadedEngine, load_engine
@@ -201,6 +202,7 @@ class Engine:
         self._loaded: LoadedEngine | None = None
         self._hub: _Hub | None = None
         self._template: ChatTemplate | None = None
+        self._chat_format = ChatFormat()
         self._is_draining = False
 
     async def start(self) -> None:
@@ -217,6 +219,7 @@ class Engine:
             raise
         try:
             self._template = make_chat_template(loaded.tokenizer)
+            self._chat_format = make_chat_format(loaded.tokenizer, self.config)
         except BaseException:
             loaded.core.shutdown()
             raise
@@ -273,6 +276,11 @@ class Engine:
     def generation_defaults(self) -> dict[str, object]:
         return self.loaded.generation_defaults
 
+    @property
+    def chat_format(self) -> ChatFormat:
+        """How the model writes reasoning and calls of tools."""
+        return self._chat_format
+
     def stats(self) -> EngineStats:
         return self.loaded.core.stats()
 
@@ -300,16 +308,30 @@ class Engine:
         *,
         request_id: str | None = None,
         client: str | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> RequestStream:
-        """Queue a conversation, rendered with the model's chat template in pool 1."""
-        template = self._template
+        """Queue a conversation, rendered with the model's chat template in pool 1. tools:
+        OpenAI's function tools; template_kwargs: more variables of the template."""
+        template, style = self._template, self._chat_format
         tokenizer, limits = self.tokenizer, self.loaded.limits
         if template is None:
             raise RequestError("this model has no chat template", param="messages")
 
         def encode() -> list[int]:
-            return encode_chat(template, tokenizer, messages, limits, add_generation_prompt)
+            return encode_chat(
+                template,
+                tokenizer,
+                messages,
+                limits,
+                add_generation_prompt,
+                style=style,
+                tools=tools,
+                template_kwargs=template_kwargs,
+                continue_final_message=continue_final_message,
+            )
 
         return self._submit(encode, params, request_id, client)
 
@@ -369,28 +391,3 @@ class Engine:
 def _give_back(loading: asyncio.Future[LoadedEngine]) -> None:
     if not loading.cancelled() and loading.exception() is None:
         loading.result().core.shutdown()
-
-
-def make_chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The model's template, or None. The worker process starts at the first use."""
-    if tokenizer.chat_template is None:
-        return None
-    return ChatTemplate(tokenizer.chat_template, special_tokens=tokenizer.named_tokens)
-
-
-def encode_chat(
-    template: ChatTemplate,
-    tokenizer: Tokenizer,
-    messages: list[dict[str, Any]],
-    limits: RequestLimits,
-    add_generation_prompt: bool = True,
-) -> list[int]:
-    """Token ids of a conversation. Special tokens come from the template only, never from what
-    a message says."""
-    safe = neutralize(messages, tokenizer.special_token_strings)
-    text = template.render(safe, add_generation_prompt=add_generation_prompt)
-    check_text(text, tokenizer, limits)
-    token_ids: list[int] = []
-    for part in split_neutralized(text):
-        token_ids.extend(tokenizer.encode(part, add_special_tokens=False))
-    return token_ids

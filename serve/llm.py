@@ -18,8 +18,8 @@ from rich.progress import Progress
 
 from serve.chat_template import ChatTemplate
 from serve.config import EngineConfig
+from serve.conversation import encode_chat, make_chat_template
 from serve.core import EngineCore
-from serve.engine import encode_chat, make_chat_template
 from serve.errors import RequestError
 from serve.loader import LoadedEngine, load_engine
 from serve.request import (

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from memory.prefix_index import PrefixHasher
+from memory.split_kv import Books
 from serve.admission import RequestLimits
 from serve.compute_thread import ComputeThread
 from serve.config import EngineConfig
@@ -24,7 +25,7 @@ from serve.memory_policy import make_policy
 from serve.models import ModelSpec, read_generation_defaults, read_spec
 from serve.orders import make_order
 from serve.plan import SchedulerLimits
-from serve.precision import choose_backend
+from serve.precision import Precision, choose_backend
 from serve.request import SamplingParams
 from serve.runner import ModelRunner
 from serve.runtime import load_runtime
@@ -38,13 +39,15 @@ GPU_BATCHED_TOKENS = 2048  # rows of a step: enough for the products to reach th
 
 @dataclass(slots=True)
 class LoadedEngine:
-    """A core that is ready to start, and what its faces need to know."""
+    """A core that is ready to start, and what its faces need to know. precision, kv: of a model."""
 
     core: EngineCore
     spec: ModelSpec
     tokenizer: Tokenizer
     limits: RequestLimits
     generation_defaults: dict[str, object]
+    precision: Precision | None = None
+    kv: Books | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -119,7 +122,9 @@ def _load(
         seed=secrets.randbits(62) if config.seed is None else config.seed,
     )
     logger.info("up to %d sequences and %d rows a step", config.max_num_seqs, batched)
-    return LoadedEngine(core, spec, tokenizer, request_limits, defaults)
+    return LoadedEngine(
+        core, spec, tokenizer, request_limits, defaults, runtime.precision, runtime.kv
+    )
 
 
 def _with_device_defaults(config: EngineConfig, spec: ModelSpec) -> EngineConfig:

@@ -99,7 +99,9 @@ class OutputState:
         times: RequestTimes,
     ) -> None:
         params = request.params
-        self._detokenizer = detokenizers.make(skip_special_tokens=params.skip_special_tokens)
+        self._detokenizer = detokenizers.make(
+            skip_special_tokens=params.skip_special_tokens, shown=params.shown_special_tokens
+        )
         self._push_token = self._detokenizer.push
         self._include_stop = params.include_stop_str_in_output
         stops = params.stop_strings

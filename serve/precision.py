@@ -11,7 +11,7 @@ with bfloat16 or float32, or where int8 rows are not for it, its weights are unp
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,13 +19,17 @@ from memory.int8_attention import Int8KVLayout
 from ops import best_backend, native
 from serve.config import EngineConfig
 from serve.errors import ConfigError
+from serve.machine import available_memory
 from serve.models import ModelSpec
+from serve.units import format_memory
 
 logger = logging.getLogger(__name__)
 
 _TORCH_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+# of a weight in a product, its scales left out
+_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5, "nf4": 0.5}
 _FP8_CAPABILITY = (8, 9)
 _CUDA_MAX_HEAD_DIM = 256
 
@@ -34,7 +38,7 @@ _CUDA_MAX_HEAD_DIM = 256
 class Precision:
     """compute: type of activations. weights: plain (in compute's type), int8, int4, nf4 or fp8.
     kv: type of K/V in memory. packed: the checkpoint's own way to quantize weights, which stay so
-    unless weights is plain. backend: a name in ops.BACKENDS.
+    unless weights is plain. backend: a name in ops.BACKENDS. reason, kv_reason: why, for people.
     """
 
     compute: torch.dtype
@@ -42,6 +46,16 @@ class Precision:
     kv: str
     packed: str | None = None
     backend: str = "cpu"
+    reason: str = field(default="", compare=False)
+    kv_reason: str = field(default="", compare=False)
+
+    @property
+    def weights_name(self) -> str:
+        """Of the products' numbers, without the K/V's."""
+        name = self.weights if self.is_int8 else _name(self.compute)
+        if self.packed:
+            name = self.packed if self.is_int8 else f"{self.packed} as {name}"
+        return name
 
     @property
     def is_int8(self) -> bool:
@@ -49,10 +63,7 @@ class Precision:
         return self.weights != "plain"
 
     def __str__(self) -> str:
-        name = self.weights if self.is_int8 else _name(self.compute)
-        if self.packed:
-            name = self.packed if self.is_int8 else f"{self.packed} as {name}"
-        return f"{name}, K/V {self.kv}"
+        return f"{self.weights_name}, K/V {self.kv}"
 
 
 def resolve_precision(config: EngineConfig, spec: ModelSpec) -> Precision:
@@ -64,6 +75,7 @@ def resolve_precision(config: EngineConfig, spec: ModelSpec) -> Precision:
             f"dtype {dtype} cannot be had: the checkpoint is quantized already ({packed}); "
             "use auto, int8, bfloat16 or float32"
         )
+    reason = kv_reason = "as asked for"
     if dtype == "auto":
         dtype, reason = _best_dtype(backend, spec)
         logger.info("dtype auto: %s (%s)", dtype, reason)
@@ -76,16 +88,48 @@ def resolve_precision(config: EngineConfig, spec: ModelSpec) -> Precision:
     can_int8 = Int8KVLayout.supports(spec.attention_layers)
     if kv == "auto":
         kv = "int8" if is_int8 and can_int8 else _name(compute)
+        kv_reason = "as the products"
         if is_int8 and not can_int8:
             kv = "bfloat16"  # the compute type is fp32, twice the bytes
-            logger.info("kv_dtype auto: bfloat16 (int8 K/V has no heads of %d)", spec.head_dim)
+            kv_reason = f"int8 K/V has no heads of {spec.head_dim}"
+            logger.info("kv_dtype auto: bfloat16 (%s)", kv_reason)
     if kv == "int8":
         _require(backend, "kv_dtype", kv)
         if not can_int8:
             raise ConfigError(
                 f"kv_dtype int8 needs a head_dim of a multiple of 16 up to 512, not {spec.head_dim}"
             )
-    return Precision(compute, weights, kv, packed, backend)
+    return Precision(compute, weights, kv, packed, backend, reason, kv_reason)
+
+
+def check_weights_fit(spec: ModelSpec, precision: Precision) -> None:
+    """ConfigError where the weights cannot be in this machine's free memory, with what would fit.
+    What it counts is the least that they take."""
+    if precision.backend == "cuda":
+        return
+    free = available_memory()
+    size = 0.5 if spec.packed and precision.is_int8 else _BYTES.get(precision.weights)
+    need = _least_bytes(spec, size or precision.compute.itemsize)
+    if need <= free:
+        return
+    smaller = {name: _least_bytes(spec, _BYTES[name]) for name in ("int8", "int4")}
+    fits = [f"{name} ({format_memory(size)})" for name, size in smaller.items() if size <= free]
+    advice = (
+        f"dtype {' or '.join(fits)} would fit"
+        if fits and not spec.packed
+        else ("a smaller model is needed")
+    )
+    raise ConfigError(
+        f"the weights take {format_memory(need)} or more as {precision.weights_name}, and"
+        f" {format_memory(free)} of memory are free; {advice}"
+    )
+
+
+def _least_bytes(spec: ModelSpec, bytes_per_weight: float) -> int:
+    """The embedding stays as it is in the file."""
+    embedding = spec.vocab_size * spec.embed_size
+    in_file = 4 if spec.torch_dtype == "float32" else 2
+    return int((spec.num_parameters - embedding) * bytes_per_weight) + embedding * in_file
 
 
 def choose_backend(config: EngineConfig, spec: ModelSpec) -> str:

@@ -73,7 +73,8 @@ class SamplingParams:
     between requests with the same salt. priority: a lower one goes first, where the engine's
     order is "priority". default_max_tokens: a bound where max_tokens is None. structured: what
     the text must look like. allowed_token_ids: no others come. bad_words: texts that do not come.
-    prompt_logprobs: as logprobs, of the prompt's tokens.
+    shown_special_tokens: are text although skip_special_tokens is set, for who reads a model's
+    markup. prompt_logprobs: as logprobs, of the prompt's tokens.
     """
 
     n: int = 1
@@ -94,6 +95,7 @@ class SamplingParams:
     logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
     skip_special_tokens: bool = True
+    shown_special_tokens: tuple[str, ...] = ()
     cache_salt: str | None = None
     priority: int = 0
     default_max_tokens: int | None = None

@@ -12,7 +12,7 @@ import typer
 from serve import run_options
 from serve.cli_options import completion
 from serve.cli_reporting import reported, set_up_logging, warn
-from serve.cli_values import format_size, parse_size
+from serve.cli_values import parse_size
 from serve.config_file import read_config_file
 from serve.run_settings import (
     CONFIG_ENV,
@@ -23,28 +23,13 @@ from serve.run_settings import (
     resolve,
     unknown_variables,
 )
+from serve.units import format_size
 
 HELP = (
     "Serve MODEL over an OpenAI-compatible HTTP API.\n\n"
     "Every setting is a flag, an environment variable (in brackets) and a key of the TOML file that"
     " --config names: the flag's name with underscores."
 )
-EXAMPLES = """\
-[bold]Examples[/bold]
-
-serve run  [dim]the embedded model, at http://127.0.0.1:8000[/dim]
-
-serve run ./Qwen3-0.6B --port 9000 --max-model-len 4096
-
-serve run Qwen/Qwen2.5-0.5B-Instruct --dtype int8 --kv-cache-bytes 2GiB
-
-MERGESTEP_PORT=9000 serve run --config server.toml
-
-serve run --print-config > server.toml  [dim]all settings, to change and feed back[/dim]
-
-[bold]Settings[/bold] come from flags, then the environment, then the file, then defaults.
-
-[bold]Exit code[/bold] 0: stopped by a signal; 1: it failed; 2: what was asked for cannot be."""
 
 
 def run(context: typer.Context, **given: Any) -> None:
@@ -55,6 +40,7 @@ def run(context: typer.Context, **given: Any) -> None:
             given,
             lambda name: getattr(context.get_parameter_source(name), "name", "DEFAULT"),
             None if path is None else read_config_file(path),
+            os.environ,
         )
         process: ProcessSettings = settings.make(ProcessSettings)
         set_up_logging(process.log_level)
@@ -134,7 +120,8 @@ def _signature() -> inspect.Signature:
     ]
     own = [_keyword("config", config, None), _keyword("print_config", print_config, False)]
     order = run_options.PANELS.index
-    settings = sorted(SETTINGS.values(), key=lambda setting: order(setting.option.panel))
+    settings = [item for item in SETTINGS.values() if not item.option.is_secret]
+    settings.sort(key=lambda setting: order(setting.option.panel))
     return inspect.Signature([context, *own, *map(_parameter, settings)])
 
 

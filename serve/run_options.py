@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from serve.chat_parser import REASONING_PARSERS, TOOL_PARSERS
 from serve.config import (
     DTYPES,
     KV_DTYPES,
@@ -16,6 +17,7 @@ from serve.config import (
     MEMORY_WIRES,
     PARTITIONS,
 )
+from serve.http.settings import UNKNOWN_FIELDS
 from serve.memory_policy import POLICIES
 from serve.orders import ORDERS
 
@@ -33,7 +35,8 @@ PANELS = (SERVER, SECURITY, MODEL, SCHEDULING, MEMORY, NODES, LIMITS, LOGS)
 @dataclass(frozen=True, slots=True)
 class Option:
     """metavar: what stands for the value in the help. is_size: bytes, "2GiB" too. choices: what
-    the shell completes. flags, envs: older names that work as well."""
+    the shell completes. flags, envs: other names that work as well. is_secret: only from the
+    environment, and never printed."""
 
     panel: str
     help: str
@@ -42,6 +45,7 @@ class Option:
     choices: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     envs: tuple[str, ...] = ()
+    is_secret: bool = False
 
 
 _BACKENDS = ("auto", "cpu", "cuda")
@@ -72,6 +76,16 @@ ENGINE_OPTIONS: dict[str, Option] = {
     "tokenize_threads": Option(MODEL, "Threads that tokenize."),
     "tune": Option(MODEL, "Measure products at the first start on a GPU."),
     "backend": Option(MODEL, "cpu, cuda, or auto: cuda where there is a GPU.", choices=_BACKENDS),
+    "tool_parser": Option(
+        MODEL,
+        "How the model writes calls of tools: auto looks at its chat template; none.",
+        choices=TOOL_PARSERS,
+    ),
+    "reasoning_parser": Option(
+        MODEL,
+        "What it writes around its reasoning: auto looks at its chat template; none.",
+        choices=REASONING_PARSERS,
+    ),
     "seed": Option(MODEL, "Base seed of requests that bring none."),
     "max_num_seqs": Option(SCHEDULING, "Sequences that run at once."),
     "max_num_batched_tokens": Option(
@@ -139,6 +153,25 @@ HTTP_OPTIONS: dict[str, Option] = {
     "port": Option(SERVER, "Port; 0 takes a free one."),
     "drain_s": Option(SERVER, "How long a stop waits for requests.", metavar="SECONDS"),
     "backlog": Option(SERVER, "Connections that wait to be accepted."),
+    "api_keys": Option(
+        SECURITY,
+        "KEY or NAME:KEY, with commas between.",
+        envs=("MERGESTEP_API_KEY",),
+        is_secret=True,
+    ),
+    "api_key_file": Option(
+        SECURITY, "Keys that clients must send, with their limits.", metavar="FILE"
+    ),
+    "allow_no_key": Option(SECURITY, "Listen on other addresses than this machine's without keys."),
+    "share_prefixes": Option(SECURITY, "Keys share cached prompts, and may tell it from the time."),
+    "allowed_hosts": Option(
+        SECURITY, "Names in the Host header; by default those of a loopback address, else any."
+    ),
+    "unknown_fields": Option(
+        LIMITS,
+        "Parameters that nobody knows: refuse them, or warn (a header names them).",
+        choices=UNKNOWN_FIELDS,
+    ),
     "max_body_bytes": Option(LIMITS, "Largest body of a request.", is_size=True),
     "body_timeout_s": Option(LIMITS, "A body must be there by then.", metavar="SECONDS"),
     "first_request_timeout_s": Option(
@@ -152,6 +185,8 @@ HTTP_OPTIONS: dict[str, Option] = {
     "parse_inline_bytes": Option(
         LIMITS, "Larger bodies are parsed beside the event loop.", is_size=True
     ),
+    "max_responses": Option(LIMITS, "Responses that are kept, to be continued."),
+    "max_responses_bytes": Option(LIMITS, "Memory for kept responses.", is_size=True),
 }
 
 PROCESS_OPTIONS: dict[str, Option] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -126,13 +126,20 @@ class RunSettings:
 
 
 def resolve(
-    given: Mapping[str, Any], source_of: Callable[[str], str], file: ConfigFile | None
+    given: Mapping[str, Any],
+    source_of: Callable[[str], str],
+    file: ConfigFile | None,
+    environment: MutableMapping[str, str],
 ) -> RunSettings:
     """given: what the command line's parser made of flags and environment. source_of: its name
-    of where it took a setting from. file: the configuration file, if there is one."""
+    of where it took a setting from. file: the configuration file, if there is one. environment:
+    secrets are taken out of it."""
     values = {}
     in_file = {} if file is None else _from_file(file)
     for name, setting in SETTINGS.items():
+        if setting.option.is_secret:
+            values[name] = _take_secret(setting, environment)
+            continue
         source = source_of(name)
         if source == "COMMANDLINE":
             values[name] = Value(_parsed(setting, given[name]), f"flag {setting.flag}")
@@ -145,6 +152,14 @@ def resolve(
     return RunSettings(values)
 
 
+def _take_secret(setting: Setting, environment: MutableMapping[str, str]) -> Value:
+    """Neither child processes nor what prints the environment see it."""
+    for env in (setting.env, *setting.option.envs):
+        if text := environment.pop(env, ""):
+            return Value(_parsed(setting, text), f"environment {env}")
+    return Value(setting.default)
+
+
 def _parsed(setting: Setting, value: Any) -> Any:
     return split_list(value) if setting.kind == "list" and isinstance(value, str) else value
 
@@ -155,6 +170,11 @@ def _from_file(file: ConfigFile) -> dict[str, Any]:
         setting = SETTINGS.get(key)
         if setting is None:
             raise ConfigError(f"{file.path}: there is no setting {key!r}{nearest(key, SETTINGS)}")
+        if setting.option.is_secret:
+            raise ConfigError(
+                f"{file.path}: {key} is secret; the environment's {setting.env} holds it, or a file"
+                " that another setting names"
+            )
         values[key] = _checked(setting, value, file.path)
     return values
 

@@ -34,7 +34,7 @@ from serve.machine import usable_processors
 from serve.models import Decoder, ModelSpec, load_model, read_spec
 from serve.models.checksums import check_manifest
 from serve.models.weights import MakeLinear, joining
-from serve.precision import Precision, choose_backend, resolve_precision
+from serve.precision import Precision, check_weights_fit, choose_backend, resolve_precision
 from serve.remote_kv import open_remote
 from serve.runner import Closes, Runner
 
@@ -73,6 +73,7 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
     except ValueError as error:
         raise ConfigError(f"backend: {error}") from error
     precision = resolve_precision(config, spec)
+    check_weights_fit(spec, precision)
     if config.load_format == "random":
         logger.warning("load_format random: the weights are random, answers make no sense")
     if precision.backend == "cuda":

@@ -1,158 +1,94 @@
-"""`serve chat`: a conversation in the terminal, with a model in this process or a server."""
+"""`serve chat`: a conversation in the terminal."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, Protocol, Self
 
 import uvloop
 from rich.console import Console
 
-from serve.engine import Engine
-from serve.errors import ConfigError, GenerationError, MergestepError, plain
-from serve.http.client import ApiClient
-from serve.request import FinishReason, SamplingParams
+from serve.chat_speakers import SETTABLE, Message, Speaker
+from serve.errors import ConfigError, MergestepError, plain
+from serve.run_settings import nearest
 
 HELP = """\
-/reset   forget the conversation
-/help    this text
-/quit    leave (so does Ctrl-D)
-Ctrl-C   stop the answer that is being written"""
+/reset             forget the conversation
+/system [TEXT]     show the system message, or begin anew with this one
+/set [NAME VALUE]  show or change how answers are drawn: temperature 0.7, max_tokens 200,
+                   top_p, top_k, min_p, seed; VALUE - leaves it to the model
+/help              this text
+/quit              leave (so does Ctrl-D)
+Ctrl-C             stop the answer that is being written
+\"\"\"                several lines, until the next \"\"\"; a \\ at a line's end also goes on"""
 
-Message = dict[str, Any]
 # What a model says must not move the cursor or retitle the window.
 _CONTROL_CHARACTERS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")})
-
-
-class Speaker(Protocol):
-    """Who answers. Used inside `async with`; `name` is known then."""
-
-    name: str
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(self, *_: object) -> None: ...
-
-    def reply(self, messages: list[Message]) -> AsyncGenerator[str, None]: ...
-
-
-class EngineSpeaker:
-    """A model in this process."""
-
-    def __init__(
-        self, engine: Engine, *, max_tokens: int | None, temperature: float | None
-    ) -> None:
-        self._engine = engine
-        self._max_tokens = max_tokens
-        self._temperature = temperature
-        self.name = engine.model_name
-
-    async def __aenter__(self) -> Self:
-        await self._engine.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._engine.shutdown()
-
-    async def reply(self, messages: list[Message]) -> AsyncGenerator[str, None]:
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        defaults = self._engine.generation_defaults
-        values: dict[str, Any] = {
-            name: defaults[name] for name in names if defaults.get(name) is not None
-        }
-        if self._temperature is not None:
-            values["temperature"] = self._temperature
-        params = SamplingParams(max_tokens=self._max_tokens, **values)
-        stream = self._engine.submit_chat(messages, params)
-        try:
-            await stream.accepted()
-            async for delta in stream:
-                if delta.text:
-                    yield delta.text
-                if delta.finish_reason is FinishReason.ERROR:
-                    raise GenerationError(delta.error or "the engine failed")
-        finally:
-            stream.abort()
-
-
-class ServerSpeaker:
-    """A server that speaks the OpenAI API."""
-
-    def __init__(
-        self, url: str, *, model: str | None, max_tokens: int | None, temperature: float | None
-    ) -> None:
-        self._url = url
-        self._options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
-        self.name = model or ""
-
-    async def __aenter__(self) -> Self:
-        self._client = ApiClient(self._url)
-        try:
-            self.name = self.name or str((await self._client.models())[0]["id"])
-        except BaseException:
-            await self._client.close()
-            raise
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._client.close()
-
-    async def reply(self, messages: list[Message]) -> AsyncGenerator[str, None]:
-        options = {name: value for name, value in self._options.items() if value is not None}
-        body = {"model": self.name, "messages": messages, **options}
-        async with aclosing(self._client.stream("/v1/chat/completions", body)) as chunks:
-            async for chunk in chunks:
-                for choice in chunk["choices"]:
-                    if text := choice["delta"].get("content"):
-                        yield text
+_QUOTES = '"""'
 
 
 class Conversation:
     """The messages so far, and one turn of them."""
 
     def __init__(self, speaker: Speaker, console: Console, system: str | None) -> None:
-        self._speaker = speaker
-        self._console = console
-        self._first: list[Message] = [{"role": "system", "content": system}] if system else []
-        self.messages = list(self._first)
+        self.speaker = speaker
+        self.console = console
+        self.reset(system)
 
-    def reset(self) -> None:
-        self.messages = list(self._first)
+    def reset(self, system: str | None) -> None:
+        self.system = system
+        self.messages: list[Message] = [{"role": "system", "content": system}] if system else []
 
     async def turn(self, text: str, *, show_rate: bool) -> None:
         """Prints the answer as it comes. What was written before a Ctrl-C stays remembered."""
         self.messages.append({"role": "user", "content": text})
-        pieces: list[str] = []
+        said: list[str] = []
         is_on_a_line = True
-        started_s = time.perf_counter()
+        started_s = first_s = time.perf_counter()
         try:
-            async with aclosing(self._speaker.reply(self.messages)) as reply:
+            async with aclosing(self.speaker.reply(self.messages)) as reply:
                 async for piece in reply:
-                    pieces.append(piece)
-                    self._write(piece)
+                    if not said:
+                        first_s = time.perf_counter()
+                    self._write(piece.text, "dim" if piece.is_thought else None)
+                    if not piece.is_thought:
+                        said.append(piece.text)
         except MergestepError:
-            is_on_a_line = bool(pieces)
-            pieces.clear()
+            is_on_a_line = bool(said)
+            said.clear()
             raise
         finally:
             if is_on_a_line:
                 self._write("\n")
-            if not pieces:
+            if not said:
                 self.messages.pop()
             else:
-                self.messages.append({"role": "assistant", "content": "".join(pieces)})
+                self.messages.append({"role": "assistant", "content": "".join(said)})
         if show_rate:
-            elapsed_s = time.perf_counter() - started_s
-            self._console.print(f"[dim]{len(pieces)} pieces in {elapsed_s:.1f} s[/dim]")
+            now_s = time.perf_counter()
+            rate = _rate(self.speaker.num_tokens, first_s - started_s, now_s - started_s)
+            self.note(rate)
 
-    def _write(self, text: str) -> None:
-        if self._console.is_terminal:
+    def note(self, text: str) -> None:
+        self.console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+    def _write(self, text: str, style: str | None = None) -> None:
+        if self.console.is_terminal:
             text = text.translate(_CONTROL_CHARACTERS)
-        self._console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+        self.console.print(text, end="", style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _rate(num_tokens: int | None, first_s: float, total_s: float) -> str:
+    """Tokens a second are counted from the first one on."""
+    if not num_tokens:
+        return f"{total_s:.1f} s"
+    text = f"{num_tokens} tokens in {total_s:.1f} s, the first after {first_s:.2f} s"
+    if num_tokens > 1 and total_s > first_s:
+        text += f", then {(num_tokens - 1) / (total_s - first_s):.1f} tokens/s"
+    return text
 
 
 def chat(speaker: Speaker, *, system: str | None, message: str | None) -> None:
@@ -171,7 +107,7 @@ def chat(speaker: Speaker, *, system: str | None, message: str | None) -> None:
             if message is not None:
                 runner.run(conversation.turn(message, show_rate=False))
             else:
-                _interact(runner, conversation, console, speaker.name)
+                _interact(runner, conversation)
         finally:
             runner.run(_call(speaker.__aexit__()))
 
@@ -180,37 +116,91 @@ async def _call(awaitable: Awaitable[object]) -> None:
     await awaitable
 
 
-def _interact(
-    runner: asyncio.Runner, conversation: Conversation, console: Console, name: str
-) -> None:
-    console.print(f"[bold]{name}[/bold]  [dim]/help for commands, Ctrl-D to leave[/dim]")
+def _interact(runner: asyncio.Runner, conversation: Conversation) -> None:
+    console = conversation.console
+    name = conversation.speaker.name
+    console.print(name, style="bold", markup=False, end="")
+    conversation.note("  /help for commands, Ctrl-D to leave")
+    prompt = _prompt(console)
     while True:
         try:
-            text = input(_prompt(console)).strip()
+            text = read_message(prompt)
         except EOFError:
             console.print()
             return
         except KeyboardInterrupt:
-            console.print("\n[dim]/quit or Ctrl-D to leave[/dim]")
+            conversation.note("\n/quit or Ctrl-D to leave")
             continue
         if text == "/quit":
             return
-        if text == "/reset":
-            conversation.reset()
-            console.print("[dim]forgotten[/dim]")
-        elif text.startswith("/"):
-            console.print(HELP, markup=False, highlight=False)
+        if text.startswith("/"):
+            command(conversation, text)
         elif text:
-            _one_turn(runner, conversation, console, text)
+            _one_turn(runner, conversation, text)
 
 
-def _one_turn(
-    runner: asyncio.Runner, conversation: Conversation, console: Console, text: str
-) -> None:
+def read_message(prompt: str, read: Callable[[str], str] | None = None) -> str:
+    """One line, or several: between two \"\"\", or with a backslash at the end of all but the
+    last. EOFError, KeyboardInterrupt as input() raises them."""
+    read = read or input
+    text = read(prompt).strip()
+    if text.startswith(_QUOTES):
+        text = text.removeprefix(_QUOTES)
+        while _QUOTES not in text:
+            text += "\n" + read("...> ")
+        return text[: text.index(_QUOTES)].strip()
+    while text.endswith("\\"):
+        text = text[:-1] + "\n" + read("...> ").rstrip()
+    return text
+
+
+def command(conversation: Conversation, text: str) -> None:
+    """What begins with a slash."""
+    name, _, argument = text.partition(" ")
+    argument = argument.strip()
+    if name == "/reset":
+        conversation.reset(conversation.system)
+        conversation.note("forgotten")
+    elif name == "/system":
+        if argument:
+            conversation.reset(argument)
+        conversation.note(f"system message: {conversation.system or 'none'}")
+    elif name == "/set":
+        _set(conversation, argument.split())
+    else:
+        if name != "/help":
+            known = ("/reset", "/system", "/set", "/help", "/quit")
+            conversation.note(f"there is no {name}{nearest(name, known)}")
+        conversation.console.print(HELP, markup=False, highlight=False)
+
+
+def _set(conversation: Conversation, words: list[str]) -> None:
+    options = conversation.speaker.options
+    if words:
+        name, value = words[0], words[1] if len(words) == 2 else ""
+        kind = SETTABLE.get(name)
+        if kind is None:
+            conversation.note(f"{name} cannot be set{nearest(name, SETTABLE)}")
+            return
+        if value == "-":
+            options.pop(name, None)
+        else:
+            try:
+                options[name] = kind(value)
+            except ValueError:
+                number = "a whole number" if kind is int else "a number"
+                conversation.note(f"/set {name} needs {number}, or - for the model's own")
+                return
+    shown = ", ".join(f"{name} {value}" for name, value in options.items())
+    conversation.note(shown or "all is left to the model")
+
+
+def _one_turn(runner: asyncio.Runner, conversation: Conversation, text: str) -> None:
+    console = conversation.console
     try:
         runner.run(conversation.turn(text, show_rate=True))
     except KeyboardInterrupt:
-        console.print("[dim]stopped[/dim]")
+        conversation.note("stopped")
     except MergestepError as exc:
         console.print("[red]error[/red]: ", end="")
         console.print(plain(exc), markup=False, highlight=False)

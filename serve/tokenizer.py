@@ -67,6 +67,7 @@ class Tokenizer:
         self.eos_token_id = self._named_id("eos_token")
         self.special_ids = frozenset(codec.special)
         self.special_token_strings = tuple(codec.special.values())
+        self.special_token_ids = {token: index for index, token in codec.special.items()}
         self.strips_leading_space = codec.strips_leading_space
         self.pieces = codec.pieces
         self._max_piece_bytes = max(map(len, codec.pieces)) if codec.pieces else None

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import uvloop
 
+from serve.chat_parser import ChatFormat
 from serve.config import EngineConfig
 from serve.errors import ContextLengthError, EngineStoppedError, OverloadedError, RequestError
 from serve.http import HttpServer, HttpSettings
@@ -50,7 +51,8 @@ class FakeEngine:
     """reply: what every sequence says; one delta per character, `step_s` apart.
 
     slots: how many requests run at once; the rest waits. fail_at: after that many characters
-    the sequence ends in an error, which the engine calls fail_error.
+    the sequence ends in an error, which the engine calls fail_error. prompt_end: what the chat
+    template writes last. chats: what submit_chat was given.
     """
 
     reply: str = "Hello there"
@@ -67,6 +69,9 @@ class FakeEngine:
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     spec: Any = field(default_factory=lambda: SimpleNamespace(vocab_size=256))
     config: EngineConfig = field(default_factory=EngineConfig)
+    chat_format: ChatFormat = field(default_factory=ChatFormat)
+    prompt_end: str = ""
+    chats: list[dict[str, Any]] = field(default_factory=list)
     submitted: list[tuple[Any, SamplingParams]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     is_ready: bool = False
@@ -107,9 +112,23 @@ class FakeEngine:
         *,
         request_id: str | None = None,
         client: str | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> FakeStream:
-        tokens = [ord(char) for message in messages for char in message["content"]]
+        """A template that writes the contents, and prompt_end."""
+        self.chats.append(
+            {
+                "messages": messages,
+                "tools": tools,
+                "template_kwargs": dict(template_kwargs or {}),
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": continue_final_message,
+            }
+        )
+        text = "".join(str(message["content"]) for message in messages) + self.prompt_end
+        tokens = [ord(char) for char in text]
         return self._submit(messages, tokens, params, request_id)
 
     def _submit(

@@ -25,6 +25,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from serve import terminal_chat
+from serve.chat_speakers import Piece, ServerSpeaker
 from serve.cli import app
 from serve.cli_values import parse_size
 
@@ -176,14 +177,12 @@ def test_a_conversation(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(sys, "stdin", _Terminal())
     engine = FakeEngine(reply="yes")
     with ServerThread(engine) as server:
-        speaker = terminal_chat.ServerSpeaker(
-            server.url, model=None, max_tokens=None, temperature=None
-        )
+        speaker = ServerSpeaker(server.url, {}, model=None, api_key=None)
         terminal_chat.chat(speaker, system="s", message=None)
     told = [[message["content"] for message in prompt] for prompt, _ in engine.submitted]
     assert told == [["s", "one"], ["s", "one", "yes", "two"], ["s", "three"]]
     output = capsys.readouterr().out
-    assert output.count("/reset   forget") == 2
+    assert output.count("/reset  ") == 2
     assert "fake" in output
 
 
@@ -191,8 +190,8 @@ def test_a_model_cannot_steer_the_terminal() -> None:
     class Speaker:
         name = "evil"
 
-        async def reply(self, messages: Any) -> AsyncGenerator[str, None]:
-            yield "a\x1b]0;title\x07b\n\tc\x9b2J"
+        async def reply(self, messages: Any) -> AsyncGenerator[Piece, None]:
+            yield Piece("a\x1b]0;title\x07b\n\tc\x9b2J")
 
     console = Console(force_terminal=True, file=io.StringIO())
     conversation = terminal_chat.Conversation(Speaker(), console, None)  # type: ignore[arg-type]
@@ -218,9 +217,7 @@ def test_interrupting_an_answer_keeps_the_conversation(
     before = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
     try:
         with ServerThread(engine) as server:
-            speaker = terminal_chat.ServerSpeaker(
-                server.url, model=None, max_tokens=None, temperature=None
-            )
+            speaker = ServerSpeaker(server.url, {}, model=None, api_key=None)
             terminal_chat.chat(speaker, system=None, message=None)
             deadline = time.monotonic() + 2
             while engine.running and time.monotonic() < deadline:

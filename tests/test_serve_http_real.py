@@ -14,7 +14,7 @@ from checkpoints import checkpoint
 from serve import Engine
 from serve.admission import RequestLimits
 from serve.chat_template import ChatTemplate
-from serve.engine import encode_chat
+from serve.conversation import encode_chat
 from serve.http import HttpServer, HttpSettings
 from serve.tokenizer import Tokenizer
 

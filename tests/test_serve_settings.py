@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -12,11 +13,12 @@ import typer
 from typer.testing import CliRunner
 
 from serve.cli import app
-from serve.cli_values import format_size, parse_size
+from serve.cli_values import parse_size
 from serve.config import EngineConfig
 from serve.run_command import run_signed
 from serve.run_options import PANELS
 from serve.run_settings import IN_PYTHON_ONLY, OWNERS, SETTINGS, Setting
+from serve.units import format_size
 
 # A valid value that is not the default, where its kind alone does not give one.
 VALUES: dict[str, Any] = {
@@ -27,6 +29,7 @@ VALUES: dict[str, Any] = {
     "memory_nodes": ["tcp://a:1", "tcp://b:2"],
     "weight_group": 32,
 }
+PLAIN = {name: item for name, item in SETTINGS.items() if not item.option.is_secret}
 ONLY_RUN = typer.Typer(pretty_exceptions_enable=False)  # quicker to build than all commands
 ONLY_RUN.command()(run_signed)
 
@@ -84,8 +87,9 @@ def test_every_field_is_a_flag_a_variable_and_a_key() -> None:
     assert len(set(names)) == len(names), "two dataclasses have a field of one name"
     assert set(names) - IN_PYTHON_ONLY == set(SETTINGS)
     assert set(SETTINGS) == {name for _, options in OWNERS for name in options}
-    assert set(parameters) - set(SETTINGS) == {"config", "print_config"}
-    for setting in SETTINGS.values():
+    assert set(parameters) - set(PLAIN) == {"config", "print_config"}
+    assert set(SETTINGS) - set(PLAIN) == {"api_keys"}
+    for setting in PLAIN.values():
         parameter = parameters[setting.name]
         assert setting.flag in (*parameter.opts, "MODEL")
         assert parameter.envvar[0] == setting.env == f"MERGESTEP_{setting.name.upper()}"
@@ -93,7 +97,7 @@ def test_every_field_is_a_flag_a_variable_and_a_key() -> None:
         assert (parameter.default or None) == (setting.default or None)
 
 
-@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("setting", PLAIN.values(), ids=PLAIN)
 def test_one_meaning_in_three_places(setting: Setting, tmp_path: Path) -> None:
     value = another_value(setting)
     file = tmp_path / "server.toml"
@@ -109,12 +113,12 @@ def test_one_meaning_in_three_places(setting: Setting, tmp_path: Path) -> None:
 def test_precedence(tmp_path: Path) -> None:
     """flags > environment > file > default, and every line says which."""
     file = tmp_path / "server.toml"
-    file.write_text('port = 1\nhost = "file"\norder = "fair"\n')
-    env = {"MERGESTEP_PORT": "2", "MERGESTEP_HOST": "env", "MERGESTEP_CONFIG": str(file)}
+    file.write_text('port = 1\nhost = "127.0.0.3"\norder = "fair"\n')
+    env = {"MERGESTEP_PORT": "2", "MERGESTEP_HOST": "127.0.0.2", "MERGESTEP_CONFIG": str(file)}
     result = invoke("--port", "3", "--print-config", env=env)
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert "port = 3 # flag --port" in lines
-    assert 'host = "env" # environment MERGESTEP_HOST' in lines
+    assert 'host = "127.0.0.2" # environment MERGESTEP_HOST' in lines
     assert f'order = "fair" # file {file}' in lines
     assert "drain_s = 30.0 # default" in lines
     assert "# seed = # default: none" in lines
@@ -195,6 +199,22 @@ def test_a_wrong_variable_names_itself() -> None:
     result = invoke("--print-config", env={"MERGESTEP_MAX_NUM_SEQS": "0"})
     assert result.exit_code == 2
     assert "not 0 (environment MERGESTEP_MAX_NUM_SEQS)" in result.stderr
+
+
+def test_secrets_come_from_the_environment_and_are_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MERGESTEP_API_KEY", "a-key-of-sixteen-and-more, me:another-key-of-sixteen")
+    result = invoke("--print-config", "--host", "0.0.0.0")
+    assert result.exit_code == 0, result.output
+    assert "environment MERGESTEP_API_KEY: hidden" in result.stdout
+    assert "sixteen" not in result.output
+    assert "MERGESTEP_API_KEY" not in os.environ
+    file = tmp_path / "server.toml"
+    file.write_text('api_keys = ["a-key-of-sixteen-and-more"]')
+    result = invoke("--config", str(file))
+    assert (result.exit_code, "api_keys is secret" in result.stderr) == (2, True)
+    assert invoke("--api-keys", "x").exit_code == 2
 
 
 def test_a_misspelt_variable_is_a_warning() -> None:

@@ -26,11 +26,11 @@ from bench.load.schedule import ArrivalSettings, make_schedule, make_warm_up
 from bench.load.search import ENDINGS, SearchResult, ending, find_max_qps
 from bench.load.slo import Slo, parse_slo
 from bench.load.targets import EngineTarget, ServerSettings, ServerTarget, Target
+from serve.client_key import read_client_key
 from serve.config import DEFAULT_MODEL, EngineConfig
-from serve.errors import ConfigError, reason
+from serve.errors import ConfigError
 
 DEFAULT_CANCEL_CHUNKS = 3
-MAX_KEY_BYTES = 1 << 16
 LOWEST_SHARE = 64  # a search begins at a rate, and goes no lower than this part of it
 MIN_SEARCH_S = 30.0
 SEARCH_LIMITS = 10  # a queue that grows by a tenth of the time is over the limit at the end
@@ -328,22 +328,8 @@ def _target(options: OnlineOptions) -> Target:
         ServerSettings(
             options.url,
             model=options.server_model,
-            api_key=_key(options.api_key_file),
+            api_key=read_client_key(options.api_key_file),
             headers=headers,
             timeout_s=options.timeout,
         )
     )
-
-
-def _key(file: Path | None) -> str | None:
-    if file is None:
-        return None
-    try:
-        with file.open("rb") as opened:
-            key = opened.read(MAX_KEY_BYTES).decode("ascii").strip()
-    except (OSError, UnicodeDecodeError) as exc:
-        what = reason(exc) if isinstance(exc, OSError) else "it is no ASCII text"
-        raise ConfigError(f"api_key_file {file} cannot be read: {what}") from exc
-    if not key:
-        raise ConfigError(f"api_key_file {file} is empty")
-    return key

@@ -40,7 +40,7 @@ from bench.simulate.resampled import ResampledCost
 from bench.simulate.settings import PoolDelays, SimulationSettings
 from serve import Engine
 from serve.config import EngineConfig
-from serve.engine import encode_chat, make_chat_template
+from serve.conversation import encode_chat, make_chat_template
 from serve.step_time import StepWork
 
 TOLERANCE = 0.15

@@ -12,15 +12,7 @@ from serve.http import schema
 from serve.http.completion_answer import CompletionStream, Wording, check_size, whole_answer
 from serve.http.context import ApiContext, Call
 from serve.http.errors import json_response
-from serve.http.generation import (
-    CHAT,
-    COMPLETION,
-    AnswerHead,
-    AnswerKind,
-    Generation,
-    Streaming,
-    collect,
-)
+from serve.http.generation import COMPLETION, AnswerHead, AnswerKind, Generation
 from serve.http.sse import EventStream
 
 if TYPE_CHECKING:
@@ -43,22 +35,6 @@ async def answer_completion(
                 event_stream(context, call)
             )
         return json_response(await whole_answer(generation, head, wording), call.request_id)
-
-
-async def answer(
-    context: ApiContext,
-    call: Call,
-    submit: Callable[[], list[RequestStream]],
-    asked: schema.ChatCall,
-) -> web.StreamResponse:
-    head = answer_head(context, call, CHAT)
-    with context.generating(), Generation(submit(), asked.params.n) as generation:
-        await generation.accepted()
-        tokenizer = context.engine.tokenizer
-        if not asked.stream:
-            return json_response(await collect(generation, head, tokenizer), call.request_id)
-        streaming = Streaming(generation, head, tokenizer, include_usage=asked.include_usage)
-        return await streaming.run(event_stream(context, call))
 
 
 def answer_head(context: ApiContext, call: Call, kind: AnswerKind) -> AnswerHead:

@@ -42,10 +42,10 @@ class HttpApp:
         self._keys = KeyRing() if keys is None else keys
         self._check_host = HostCheck(settings)
         self.routes = routes = all_routes(self.context)
-        self._exact = {route.path: route for route in routes if not route.path.endswith("}")}
-        # "/v1/models/{id}" by "/v1/models/", the longest first
-        prefixed = [(r.path[: r.path.index("{")], r) for r in routes if r.path.endswith("}")]
-        self._prefixed = sorted(prefixed, key=lambda item: -len(item[0]))
+        self._exact = {route.path: route for route in routes if "{" not in route.path}
+        # "/v1/models/{id}" by what is before and behind the braces, the longest first
+        patterns = [_around_argument(route) for route in routes if "{" in route.path]
+        self._patterns = sorted(patterns, key=lambda item: -len(item[0] + item[1]))
 
     @property
     def state(self) -> ServerState:
@@ -134,10 +134,16 @@ class HttpApp:
         route = self._exact.get(path)
         if route is not None:
             return route, ""
-        for prefix, route in self._prefixed:
-            if path.startswith(prefix) and len(path) > len(prefix):
-                return route, unquote(path[len(prefix) :], errors="replace")
+        for before, behind, route in self._patterns:
+            end = len(path) - len(behind)
+            if path.startswith(before) and path.endswith(behind) and end > len(before):
+                return route, unquote(path[len(before) : end], errors="replace")
         return None, ""
+
+
+def _around_argument(route: Route) -> tuple[str, str, Route]:
+    before, _, rest = route.path.partition("{")
+    return before, rest.partition("}")[2], route
 
 
 def _handler(route: Route | None, request: web.BaseRequest) -> Handler:

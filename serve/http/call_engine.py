@@ -15,6 +15,7 @@ from serve.http.keys import ApiKey
 from serve.request import Prompt, SamplingParams
 
 if TYPE_CHECKING:
+    from serve.chat_parser import ChatFormat
     from serve.engine import Engine, RequestStream
     from serve.models import ModelSpec
     from serve.tokenizer import Tokenizer
@@ -48,6 +49,10 @@ class CallEngine:
     @property
     def spec(self) -> ModelSpec:
         return self._engine.spec
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        return self._engine.chat_format
 
     @property
     def generation_defaults(self) -> dict[str, object]:

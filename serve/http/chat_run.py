@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from serve.chat_parser import AnswerParser, Part, Reasoning, Text
+from serve.chat_parser.calls import ToolCallParser
+from serve.chat_parser.reasoning import ReasoningParser
+from serve.errors import RequestError
 from serve.http.call_engine import CallEngine
 from serve.http.generation import Generation
-from serve.http.parts import Part, Text
-from serve.request import SamplingParams, TokenDelta
+from serve.request import FinishReason, SamplingParams, TokenDelta
+
+_TAIL_TOKENS = 16  # of a prompt, to see whether it ends inside the reasoning
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """messages: as the template takes them (role, content, tool_calls, tool_call_id, name,
     reasoning_content). tools: OpenAI's function tools. tool_choice: "none", "auto", "required" or
-    ("function", name). template_kwargs: scalars for the template by name. client: as
-    Engine.submit's. max_reasoning_tokens: None is no bound."""
+    ("function", name). template_kwargs: scalars for the template by name. include_reasoning:
+    False drops it from the answer. client: as Engine.submit's."""
 
     messages: list[dict[str, Any]]
     params: SamplingParams
@@ -29,6 +34,7 @@ class ChatRequest:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    include_reasoning: bool = True
     client: str | None = None
 
 
@@ -44,15 +50,34 @@ class ChatStep(NamedTuple):
 
 class ChatRun:
     """The engine's work on one ChatRequest. Use it in a `with` block: leaving it aborts whatever
-    still runs."""
+    still runs. reasoning_tokens: of all choices up to now."""
 
     def __init__(self, engine: CallEngine, asked: ChatRequest, request_id: str) -> None:
         """Submits it. OverloadedError, EngineStoppedError; RequestError for tools or a template
         that the model cannot do."""
-        stream = engine.submit_chat(
-            asked.messages, asked.params, request_id=request_id, client=asked.client
+        self._engine = engine
+        self._asked = asked
+        self._format = engine.chat_format
+        self._uses_tools = bool(asked.tools) and asked.tool_choice != "none"
+        if self._uses_tools and self._format.tools is None:
+            raise RequestError(
+                "the server is set not to read calls of tools",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        self._stream = engine.submit_chat(
+            asked.messages,
+            self._params(),
+            request_id=request_id,
+            client=asked.client,
+            tools=asked.tools if self._uses_tools else None,
+            template_kwargs=asked.template_kwargs,
+            add_generation_prompt=asked.add_generation_prompt,
+            continue_final_message=asked.continue_final_message,
         )
-        self.generation = Generation([stream], asked.params.n)
+        self.generation = Generation([self._stream], asked.params.n)
+        self._parsers: list[AnswerParser] = []
+        self.reasoning_tokens = 0
 
     def __enter__(self) -> Self:
         self.generation.__enter__()
@@ -69,6 +94,9 @@ class ChatRun:
     async def accepted(self) -> None:
         """Until the prompt is rendered, tokenized and checked; raises what was wrong with it."""
         await self.generation.accepted()
+        if self._uses_tools or self._format.reasoning is not None:
+            is_open = await self._is_reasoning_open()
+            self._parsers = [self._parser(is_open) for _ in range(self._asked.params.n)]
 
     @property
     def prompt_tokens(self) -> int:
@@ -80,8 +108,74 @@ class ChatRun:
 
     async def steps(self) -> AsyncGenerator[ChatStep, None]:
         """In order of arrival. Raises for sequences that did not end well."""
+        parsers = self._parsers
         async with aclosing(self.generation.deltas()) as deltas:
             async for choice, delta in deltas:
+                if parsers:
+                    yield self._parsed(choice, delta, parsers[choice])
+                    continue
                 parts: list[Part] = [Text(delta.text)] if delta.text else []
                 reason = delta.finish_reason
                 yield ChatStep(choice, delta, parts, None if reason is None else reason.value)
+
+    def _params(self) -> SamplingParams:
+        """Markers that are special tokens must come as text, to be read."""
+        style, params = self._format, self._asked.params
+        markers = style.reasoning.markers if style.reasoning is not None else ()
+        if self._uses_tools and style.tools is not None:
+            markers += style.tools.markers
+        shown = tuple(marker for marker in markers if marker in style.special_ids)
+        return replace(params, shown_special_tokens=shown) if shown else params
+
+    def _parser(self, is_open: bool) -> AnswerParser:
+        style = self._format
+        reasoning = calls = None
+        if style.reasoning is not None:
+            reasoning = ReasoningParser(style.reasoning, is_open=is_open)
+        if self._uses_tools and style.tools is not None:
+            names = frozenset(tool["function"]["name"] for tool in self._asked.tools)
+            calls = ToolCallParser(style.tools, names)
+        return AnswerParser(reasoning, calls)
+
+    async def _is_reasoning_open(self) -> bool:
+        """Whether the prompt ends behind the marker that begins the reasoning."""
+        style = self._format.reasoning
+        if style is None:
+            return False
+        if self._asked.continue_final_message:
+            said = str(self._asked.messages[-1].get("content"))
+            return said.rfind(style.begin) > said.rfind(style.end)
+        request = await self._stream.accepted()
+        tail = list(request.prompt_token_ids[-_TAIL_TOKENS:])
+        text = self._engine.tokenizer.decode(tail, skip_special_tokens=False)
+        return text.rstrip().endswith(style.begin)
+
+    def _parsed(self, choice: int, delta: TokenDelta, parser: AnswerParser) -> ChatStep:
+        was_reasoning = parser.is_reasoning
+        parts = parser.push(delta.text)
+        reason = delta.finish_reason
+        self.reasoning_tokens += self._num_reasoning(delta, was_reasoning, parser, parts)
+        if reason is not None:
+            parts += parser.finish()
+        if not self._asked.include_reasoning:
+            parts = [part for part in parts if not isinstance(part, Reasoning)]
+        if reason is None:
+            return ChatStep(choice, delta, parts, None)
+        is_call = parser.num_calls > 0 and reason is FinishReason.STOP
+        return ChatStep(choice, delta, parts, "tool_calls" if is_call else reason.value)
+
+    def _num_reasoning(
+        self, delta: TokenDelta, was_reasoning: bool, parser: AnswerParser, parts: list[Part]
+    ) -> int:
+        """Tokens of the delta that are reasoning, its markers included."""
+        ids = delta.token_ids
+        if parser.is_reasoning:
+            return len(ids)
+        thought = sum(len(part.text) for part in parts if isinstance(part, Reasoning))
+        if not was_reasoning and not thought:
+            return 0
+        end_id = self._format.reasoning_end_id
+        if end_id is not None and end_id in ids:
+            return ids.index(end_id) + 1
+        # several tokens end it, somewhere in the delta
+        return round(len(ids) * thought / len(delta.text)) if thought else len(ids)

@@ -25,12 +25,16 @@ class ApiCallError(MergestepError):
 
 
 class ApiClient:
-    """url: the server's root, with or without /v1. No timeout besides connecting."""
+    """url: the server's root, with or without /v1. api_key: sent with every request. No timeout
+    besides connecting."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
         root = url.rstrip("/").removesuffix("/v1")
         self._root = root if "://" in root else f"http://{root}"
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise ConfigError("the key has characters that HTTP cannot send")
         self._session = aiohttp.ClientSession(
+            headers=None if api_key is None else {"Authorization": f"Bearer {api_key}"},
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             read_bufsize=READ_LIMIT,
@@ -72,7 +76,7 @@ class ApiClient:
                 async for data in _events(response.content):
                     if data == b"[DONE]":
                         return
-                    chunk = orjson.loads(data)
+                    chunk = _chunk(data)
                     if "error" in chunk:
                         raise _call_error(0, data)
                     yield chunk
@@ -90,6 +94,16 @@ class ApiClient:
         except aiohttp.ClientError as exc:
             message = f"{self._root}: {str(exc) or 'the connection failed'}"
             raise ApiCallError(0, "connection_failed", message) from exc
+
+
+def _chunk(data: bytes) -> dict[str, Any]:
+    try:
+        chunk = orjson.loads(data)
+    except ValueError:
+        chunk = None
+    if not isinstance(chunk, dict):
+        raise ApiCallError(200, "no_openai_api", "the stream holds something else than objects")
+    return chunk
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

@@ -72,7 +72,7 @@ ErrorShape = Callable[[ApiError, str], web.Response]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """path: as it is on the wire; it may end in `{...}`, which stands for the rest of it.
+    """path: as it is on the wire; one `{...}` in it stands for anything that is not empty.
 
     handlers: by method. is_public: answered without a key. error_shape: (error, request id) ->
     the answer, in the words of the API that the route belongs to. describe: by method, for

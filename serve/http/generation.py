@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from aiohttp import web
+from typing import TYPE_CHECKING
 
 from serve.errors import GenerationError, MemoryLostError
-from serve.http import shapes
-from serve.http.errors import draining, to_api_error
-from serve.http.sse import DONE, ChunkFormat, EventStream
+from serve.http.errors import draining
 from serve.recovery import NO_MEMORY
 from serve.request import FinishReason, Request, TokenDelta
 
@@ -134,95 +129,3 @@ def _checked(delta: TokenDelta) -> TokenDelta:
     if delta.finish_reason is FinishReason.ABORT:
         raise draining()
     return delta
-
-
-async def collect(
-    generation: Generation, head: AnswerHead, tokenizer: shapes.TokenTexts
-) -> dict[str, Any]:
-    """The whole answer of a chat at once."""
-    outputs = [shapes.Choice() for _ in range(generation.num_choices)]
-    async with aclosing(generation.deltas()) as deltas:
-        async for choice, delta in deltas:
-            outputs[choice].extend(delta)
-    completion_tokens = sum(output.num_tokens for output in outputs)
-    return {
-        "id": head.answer_id,
-        "object": head.kind.object_name,
-        "created": head.created,
-        "model": head.model,
-        "system_fingerprint": head.fingerprint,
-        "choices": [
-            shapes.chat_choice(index, output, tokenizer) for index, output in enumerate(outputs)
-        ],
-        "usage": shapes.usage(
-            generation.prompt_tokens, completion_tokens, generation.cached_tokens
-        ),
-    }
-
-
-class Streaming:
-    """Writes the deltas of one chat as events."""
-
-    def __init__(
-        self,
-        generation: Generation,
-        head: AnswerHead,
-        tokenizer: shapes.TokenTexts,
-        *,
-        include_usage: bool,
-    ) -> None:
-        self._generation = generation
-        self._head = head
-        self._tokenizer = tokenizer
-        self._include_usage = include_usage
-        self._format = ChunkFormat(
-            head.kind.name, head.answer_id, head.created, head.model, usage=include_usage
-        )
-        self._opened: set[int] = set()
-        self._completion_tokens = 0
-
-    async def run(self, events: EventStream) -> web.StreamResponse:
-        """Until the head is sent an error raises; after that it is the last event."""
-        try:
-            async with aclosing(self._generation.deltas()) as deltas:
-                async for choice, delta in deltas:
-                    data = self._encode(choice, delta)
-                    if data:
-                        if events.response is None:
-                            await events.start()
-                        await events.send(data)
-            if events.response is None:
-                await events.start()
-            await events.send(self._ending())
-        except ConnectionError:
-            raise
-        except Exception as exc:
-            if events.response is None:
-                raise
-            await events.send_error(to_api_error(exc, self._head.request_id))
-        return await events.finish()
-
-    def _encode(self, choice: int, delta: TokenDelta) -> bytes:
-        data = b""
-        if choice not in self._opened:
-            self._opened.add(choice)
-            data = self._format.role(choice)
-        self._completion_tokens += len(delta.token_ids)
-        if delta.logprobs is not None:
-            if delta.logprobs or delta.text:
-                logprobs = shapes.chat_logprobs(delta.logprobs, self._tokenizer)
-                data += self._format.text_with_logprobs(choice, delta.text, logprobs)
-        elif delta.text:
-            data += self._format.text(choice, delta.text)
-        if delta.finish_reason is not None:
-            data += self._format.finish(choice, delta.finish_reason.value)
-        return data
-
-    def _ending(self) -> bytes:
-        if not self._include_usage:
-            return DONE
-        generation = self._generation
-        counts = shapes.usage(
-            generation.prompt_tokens, self._completion_tokens, generation.cached_tokens
-        )
-        return self._format.usage(counts) + DONE

@@ -1,38 +1,7 @@
-"""What an assistant says, in parts: text, reasoning, calls of tools.
-
-Whoever speaks a chat API (chat completions, responses, messages) makes its answers of these.
-"""
+"""The parts of a chat's answer, for the APIs (see serve.chat_parser.parts)."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from serve.chat_parser.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallStart
 
-
-class Text(NamedTuple):
-    """More of the visible answer."""
-
-    text: str
-
-
-class Reasoning(NamedTuple):
-    """More of what the model thinks before it answers."""
-
-    text: str
-
-
-class ToolCallStart(NamedTuple):
-    """number: from 0, of the calls of this choice. call_id: made by the server."""
-
-    number: int
-    call_id: str
-    name: str
-
-
-class ToolCallArguments(NamedTuple):
-    """More of the JSON text of a call's arguments."""
-
-    number: int
-    text: str
-
-
-Part = Text | Reasoning | ToolCallStart | ToolCallArguments
+__all__ = ["Part", "Reasoning", "Text", "ToolCallArguments", "ToolCallStart"]

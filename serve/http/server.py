@@ -51,6 +51,11 @@ class HttpServer:
         host = self.settings.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
 
+    @property
+    def num_keys(self) -> int:
+        """API keys that are good; with none, nobody is asked for one."""
+        return self._keys.num_keys
+
     async def start(self) -> None:
         """Opens the listener. Until `load` is done, API calls get 503 model_not_ready.
 

@@ -28,6 +28,7 @@ class HttpSettings:
     else; None: on the main listener, behind the same key as the API; 0 takes a free one.
     unknown_fields: what becomes of parameters that nobody knows: "refuse" them with 400, or
         "warn": answer, and name them in a header.
+    max_responses, max_responses_bytes: of /v1/responses, kept in memory to be continued.
     api_keys: KEY or NAME:KEY each, from the environment; never shown.
     api_key_file: more keys, with limits; read again on SIGHUP.
     allow_no_key: anybody who reaches the port may use it, also from other machines.
@@ -50,6 +51,8 @@ class HttpSettings:
     vllm_metrics: bool = True
     metrics_port: int | None = None
     unknown_fields: str = "refuse"
+    max_responses: int = 1024
+    max_responses_bytes: int = 64 << 20
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: str | None = None
     allow_no_key: bool = False
@@ -75,6 +78,8 @@ class HttpSettings:
         if self.max_body_bytes < 1:
             raise ConfigError(f"max_body_bytes must be positive, not {self.max_body_bytes}")
 
+        if self.max_responses < 0 or self.max_responses_bytes < 0:
+            raise ConfigError("max_responses and max_responses_bytes must not be negative")
         if self.unknown_fields not in UNKNOWN_FIELDS:
             names = " or ".join(UNKNOWN_FIELDS)
             raise ConfigError(f"unknown_fields must be {names}, not {self.unknown_fields!r}")

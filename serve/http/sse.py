@@ -20,6 +20,11 @@ from serve.http.errors import ApiError, common_headers
 DONE = b"data: [DONE]\n\n"
 
 
+def named_event(name: str, value: Any) -> bytes:
+    """An event with a name, and a value that is told as JSON."""
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps(value))
+
+
 class EventStream:
     """One streaming answer. Writes never block on a reader that keeps up."""
 
@@ -64,7 +69,11 @@ class EventStream:
 
     async def send_error(self, error: ApiError) -> None:
         """The last event of a stream that cannot go on; no [DONE] follows."""
-        await self.send(b"data: " + error.body() + b"\n\n")
+        await self.send_last(b"data: " + error.body() + b"\n\n")
+
+    async def send_last(self, data: bytes) -> None:
+        """What ends a stream that cannot go on; the connection closes behind it."""
+        await self.send(data)
         if self.response is not None:
             self.response.force_close()
 
@@ -109,9 +118,10 @@ class ChunkFormat:
 
     def role(self, index: int) -> bytes:
         """The first chunk of a chat choice; nothing for completions."""
-        if not self._is_chat:
-            return b""
-        delta = {"role": "assistant", "content": ""}
+        return self.delta(index, {"role": "assistant", "content": ""}) if self._is_chat else b""
+
+    def delta(self, index: int, delta: dict[str, Any]) -> bytes:
+        """Whatever a chat choice gained."""
         return self._chunk(
             {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         )

@@ -79,6 +79,23 @@ class ModelSpec:
             for scale, window in zip(self.scales, self.windows, strict=True)
         ]
 
+    @property
+    def num_parameters(self) -> int:
+        """Weights and biases; what a tied head shares is counted once."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        ups = 2 if self.is_gated else 1
+        norm = hidden * (self.has_norm_weight + self.has_norm_bias)
+        layer = 2 * norm + (2 * self.head_dim if self.has_qk_norm else 0)
+        layer += hidden * (2 * q_size + 2 * kv_size) + (ups + 1) * hidden * inner
+        layer += (q_size + 2 * kv_size if self.has_qkv_bias else 0) + hidden * self.has_o_bias
+        layer += (ups * inner + hidden) if self.has_mlp_bias else 0
+        ends = self.vocab_size * self.embed_size * (1 if self.is_tied else 2)
+        ends += self.num_positions * hidden + (norm if self.has_final_norm else 0)
+        if self.embed_size != hidden:
+            ends += 2 * self.embed_size * hidden
+        return self.num_layers * layer + ends
+
 
 def read_spec(path: Path) -> ModelSpec:
     """config.json (and eos ids of generation_config.json) of a Hugging Face directory."""

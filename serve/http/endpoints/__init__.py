@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 from serve.http.context import ApiContext, Route
-from serve.http.endpoints import chat, completions, health, models, page
+from serve.http.endpoints import (
+    chat,
+    completions,
+    health,
+    messages,
+    models,
+    openapi,
+    page,
+    responses,
+    tokenize,
+)
 
-ENDPOINTS = (health.routes, models.routes, completions.routes, chat.routes, page.routes)
+ENDPOINTS = (
+    health.routes,
+    models.routes,
+    completions.routes,
+    chat.routes,
+    responses.routes,
+    messages.routes,
+    tokenize.routes,
+    page.routes,
+)
 
 
 def all_routes(context: ApiContext) -> list[Route]:
-    return [route for routes in ENDPOINTS for route in routes(context)]
+    found = [route for routes in ENDPOINTS for route in routes(context)]
+    return [*found, *openapi.routes(context, found)]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from aiohttp import web
 
 from serve.http import schema
-from serve.http.answer import answer
+from serve.http.answer import answer_head, event_stream
+from serve.http.answer_schemas import CHAT_ANSWER
+from serve.http.chat_completion import ChatChunks, whole_answer
+from serve.http.chat_run import ChatRun
 from serve.http.context import ApiContext, Call, Route
-
-if TYPE_CHECKING:
-    from serve.engine import RequestStream
+from serve.http.describe import Operation
+from serve.http.errors import json_response
+from serve.http.generation import CHAT
 
 
 def routes(context: ApiContext) -> list[Route]:
@@ -23,14 +24,21 @@ def routes(context: ApiContext) -> list[Route]:
         )
         context.check_model(asked.model)
         context.check_ready()
+        return await _answer(context, call, asked)
 
-        def submit() -> list[RequestStream]:
-            chat = asked.chat
-            stream = call.engine.submit_chat(
-                chat.messages, chat.params, request_id=call.request_id, client=chat.client
-            )
-            return [stream]
+    described = Operation(
+        "The answer to a conversation", CHAT_ANSWER, schema.CHAT.schema(), streams=True
+    )
+    return [Route("/v1/chat/completions", {"POST": chat}, describe={"POST": described})]
 
-        return await answer(context, call, submit, asked)
 
-    return [Route("/v1/chat/completions", {"POST": chat})]
+async def _answer(context: ApiContext, call: Call, asked: schema.ChatCall) -> web.StreamResponse:
+    head = answer_head(context, call, CHAT)
+    with context.generating(), ChatRun(call.engine, asked.chat, call.request_id) as run:
+        await run.accepted()
+        tokenizer = context.engine.tokenizer
+        if not asked.stream:
+            body = await whole_answer(run, head, asked.params.n, tokenizer)
+            return json_response(body, call.request_id)
+        chunks = ChatChunks(run, head, tokenizer, include_usage=asked.include_usage)
+        return await chunks.send(event_stream(context, call))

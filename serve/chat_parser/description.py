@@ -1,0 +1,78 @@
+"""Tools for models whose chat template knows none: described in the conversation, and calls and
+results written as text, in the Hermes format.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_NO_SYSTEM_ROLE = re.compile(r"system role (?:is )?not supported", re.IGNORECASE)
+_INTRODUCTION = """You may use these functions, one JSON object per line:
+<tools>
+{tools}
+</tools>
+To call a function, write its name and arguments like this, once for each call:
+<tool_call>
+{{"name": "the function's name", "arguments": {{"parameter": "value"}}}}
+</tool_call>
+The results come back in the next message."""
+
+
+def describe_tools(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    template: str,
+) -> list[dict[str, Any]]:
+    """The conversation in plain messages of system, user and assistant. template: its text; some
+    refuse a system message, and the first user message takes the description then."""
+    plain = _joined([_plain(message) for message in messages])
+    if not tools:
+        return plain
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    text = _INTRODUCTION.format(tools=listed)
+    role = "user" if _NO_SYSTEM_ROLE.search(template) else "system"
+    if plain and plain[0]["role"] == role:
+        first = plain[0]
+        order = (text, first["content"]) if role == "user" else (first["content"], text)
+        return [{**first, "content": "\n\n".join(order)}, *plain[1:]]
+    return [{"role": role, "content": text}, *plain]
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Calls and results become text; other messages stay as they are."""
+    if message["role"] == "tool":
+        return {
+            "role": "user",
+            "content": f"<tool_response>\n{message['content']}\n</tool_response>",
+        }
+    calls = message.get("tool_calls")
+    if not calls:
+        return dict(message)
+    texts = [message["content"]] if message["content"] else []
+    texts += [_call_text(call["function"]) for call in calls]
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**rest, "content": "\n".join(texts)}
+
+
+def _call_text(function: Mapping[str, Any]) -> str:
+    call = {"name": function["name"], "arguments": function["arguments"]}
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+
+
+def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Several results in a row are one message: templates want roles that take turns."""
+    joined: list[dict[str, Any]] = []
+    for message in messages:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last["role"] == message["role"] == "user"
+            and str(last["content"]).startswith("<tool_response>")
+        ):
+            joined[-1] = {**last, "content": f"{last['content']}\n{message['content']}"}
+        else:
+            joined.append(message)
+    return joined

@@ -1,0 +1,54 @@
+"""Finding ends in text that is still coming."""
+
+from __future__ import annotations
+
+import re
+
+_OUTSIDE = re.compile(r'["{}\[\]<]')
+_INSIDE = re.compile(r'["\\]')
+
+
+def overlap(text: str, marker: str) -> int:
+    """Length of the longest end of text that is a proper beginning of marker."""
+    for size in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:size]):
+            return size
+    return 0
+
+
+class JsonEnd:
+    """Where a JSON object or list ends, by its brackets and strings. depth: of brackets that are
+    open already."""
+
+    __slots__ = ("_depth", "_is_escaped", "_is_string")
+
+    def __init__(self, depth: int = 0) -> None:
+        self._depth = depth
+        self._is_string = False
+        self._is_escaped = False
+
+    def scan(self, text: str, start: int) -> int:
+        """The index behind the last bracket, or -1 if it is not in text[start:]; go on with what
+        follows. A < outside of a string, where JSON has none, is an end as well."""
+        at = start
+        while at < len(text):
+            if self._is_escaped:
+                self._is_escaped = False
+                at += 1
+                continue
+            match = (_INSIDE if self._is_string else _OUTSIDE).search(text, at)
+            if match is None:
+                return -1
+            char, at = match[0], match.end()
+            if self._is_string:
+                self._is_escaped = char == "\\"
+                self._is_string = self._is_escaped
+            elif char == '"':
+                self._is_string = True
+            elif char == "<":
+                return at - 1
+            else:
+                self._depth += 1 if char in "{[" else -1
+                if self._depth <= 0:
+                    return at
+        return -1

@@ -1,0 +1,54 @@
+"""Errors in Anthropic's shape and with its statuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from serve.http.errors import JSON_TYPE, ApiError, common_headers
+
+OVERLOADED_STATUS = 529
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    OVERLOADED_STATUS: "overloaded_error",
+}
+
+
+def error_status(error: ApiError) -> int:
+    """A full queue is 529, as Anthropic tells it; other errors keep their status."""
+    return OVERLOADED_STATUS if error.code == "overloaded" else error.status
+
+
+def error_object(error: ApiError, request_id: str) -> dict[str, Any]:
+    status = error_status(error)
+    kind = _KINDS.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
+    message = error.message
+    if error.param is not None and error.param not in message:  # there is no field for it
+        message = f"{error.param}: {message}"
+    message = message.encode("utf-8", "replace").decode()
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": message},
+        "request_id": request_id,
+    }
+
+
+def anthropic_error(error: ApiError, request_id: str) -> web.Response:
+    """Route.error_shape of Anthropic's routes."""
+    response = web.Response(
+        status=error_status(error),
+        body=orjson.dumps(error_object(error, request_id)),
+        content_type=JSON_TYPE,
+        headers={**common_headers(request_id), **error.headers, "request-id": request_id},
+    )
+    if error.closes:
+        response.force_close()
+    return response

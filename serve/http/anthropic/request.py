@@ -1,0 +1,177 @@
+"""Bodies of Anthropic's Messages API, parsed to a ChatRequest, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from serve.errors import RequestError
+from serve.http.anthropic.blocks import (
+    CACHE_CONTROL,
+    MESSAGES,
+    TEXTS,
+    chat_messages,
+)
+from serve.http.anthropic.tools import TOOL_CHOICE, TOOLS, chat_tools
+from serve.http.chat_run import ChatRequest
+from serve.http.fields import (
+    Boolean,
+    FieldType,
+    Integer,
+    List,
+    Number,
+    OneOfNames,
+    Parsed,
+    Record,
+    String,
+    Unknown,
+    Unsupported,
+)
+from serve.http.sampling_fields import MAX_CLIENT_CHARS, MAX_TOKENS, MODEL
+from serve.http.structured_fields import json_schema
+from serve.http.tagged import Tagged
+from serve.request import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
+
+MIN_THINKING_TOKENS = 1024
+_DISPLAY = OneOfNames(("summarized", "omitted"))
+_THINKING = Tagged(
+    {
+        "enabled": Record(
+            {"budget_tokens": Integer(MIN_THINKING_TOKENS, MAX_TOKENS), "display": _DISPLAY},
+            required=("budget_tokens",),
+        ),
+        "adaptive": Record({"display": _DISPLAY}),
+        "disabled": Record({}),
+    },
+    others=("between_tools",),
+)
+_FORMAT = Tagged(
+    {
+        "json_schema": Record(
+            {
+                "schema": Parsed(
+                    lambda value, where, unknown: json_schema(value, where), {"type": "object"}
+                )
+            },
+            required=("schema",),
+        )
+    }
+)
+# What the prompt is made of, which is what count_tokens counts.
+_PROMPT_FIELDS: dict[str, FieldType] = {
+    "model": MODEL,
+    "messages": MESSAGES,
+    "system": TEXTS,
+    "tools": TOOLS,
+    "tool_choice": TOOL_CHOICE,
+    "thinking": _THINKING,
+    "output_config": Record(
+        {"effort": OneOfNames(("low", "medium", "high", "xhigh", "max")), "format": _FORMAT}
+    ),
+    "cache_control": CACHE_CONTROL,
+    "speed": Unsupported(("standard",)),
+    "context_management": Unsupported(),
+    "mcp_servers": Unsupported(([],)),
+}
+CREATE = Record(
+    {
+        **_PROMPT_FIELDS,
+        "max_tokens": Integer(0, MAX_TOKENS),
+        "stop_sequences": List(String(MAX_STOP_LENGTH, min_chars=1), MAX_STOP_STRINGS),
+        "temperature": Number(0, 1),
+        "top_p": Number(0, 1),
+        "top_k": Integer(0, MAX_TOKENS),
+        "stream": Boolean(),
+        "metadata": Record({"user_id": String(MAX_CLIENT_CHARS)}),
+        "service_tier": OneOfNames(("auto", "standard_only")),
+        "container": Unsupported(),
+        "diagnostics": Unsupported(),
+        "inference_geo": Unsupported(),
+    },
+    required=("model", "max_tokens", "messages"),
+)
+COUNT = Record(_PROMPT_FIELDS, required=("model", "messages"))
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesCall:
+    """A checked body. max_tokens: the client's bound, which the context may cut short."""
+
+    model: str
+    chat: ChatRequest
+    max_tokens: int
+    stream: bool
+    shows_thinking: bool = True
+
+
+def parse_messages_call(
+    body: Mapping[str, Any], defaults: Mapping[str, Any], unknown: Unknown | None = None
+) -> MessagesCall:
+    """defaults: sampling settings of the server for what the request leaves out."""
+    values = CREATE.check(body, "", unknown or Unknown())
+    max_tokens: int = values["max_tokens"]
+    thinking = values.get("thinking", {})
+    if thinking.get("budget_tokens", -1) >= max_tokens:
+        raise RequestError(
+            f"thinking.budget_tokens must be below max_tokens, which is {max_tokens}",
+            param="thinking.budget_tokens",
+        )
+    sampling = {
+        name: values.get(name, defaults.get(name))
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    }
+    form = values.get("output_config", {}).get("format")
+    params = SamplingParams(
+        **{name: value for name, value in sampling.items() if value is not None},
+        max_tokens=max_tokens,
+        stop=tuple(values.get("stop_sequences", ())),
+        structured=None if form is None else form["schema"],
+    )
+    return MessagesCall(
+        values["model"],
+        _chat(values, params),
+        max_tokens,
+        values.get("stream", False),
+        shows_thinking=thinking.get("display") != "omitted",
+    )
+
+
+def parse_count_call(
+    body: Mapping[str, Any], unknown: Unknown | None = None
+) -> tuple[str, ChatRequest]:
+    """The model, and what to count the tokens of."""
+    values = COUNT.check(body, "", unknown or Unknown())
+    return values["model"], _chat(values, SamplingParams())
+
+
+def _chat(values: Mapping[str, Any], params: SamplingParams) -> ChatRequest:
+    messages = chat_messages(values.get("system"), values["messages"])
+    prefills = messages[-1]["role"] == "assistant"
+    if prefills and "tool_calls" in messages[-1]:
+        raise RequestError(
+            "the last message calls tools: their results must follow it", param="messages"
+        )
+    if prefills and not messages[-1]["content"]:  # nothing to go on from
+        messages.pop()
+        prefills = False
+    tools, tool_choice = chat_tools(values.get("tools", []), values.get("tool_choice"))
+    one_call: bool = (values.get("tool_choice") or {}).get("disable_parallel_tool_use", False)
+    return ChatRequest(
+        messages,
+        params,
+        tools=tools,
+        tool_choice=tool_choice,
+        parallel_tool_calls=not one_call,
+        template_kwargs=_template_kwargs(values),
+        add_generation_prompt=not prefills,
+        continue_final_message=prefills,
+        client=values.get("metadata", {}).get("user_id") or None,
+    )
+
+
+def _template_kwargs(values: Mapping[str, Any]) -> dict[str, Any]:
+    thinking = values.get("thinking")
+    if thinking is None:
+        return {}
+    return {"enable_thinking": thinking["type"] != "disabled"}

@@ -1,0 +1,93 @@
+"""Tools as Anthropic's API declares them, to OpenAI's function tools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from serve.errors import RequestError
+from serve.http.anthropic.blocks import CACHE_CONTROL, NAME
+from serve.http.errors import quoted
+from serve.http.fields import (
+    Boolean,
+    JsonObject,
+    List,
+    Record,
+    String,
+    Unsupported,
+)
+from serve.http.tagged import Places, Tagged
+
+MAX_TOOLS = 128
+MAX_DESCRIPTION_CHARS = 64 << 10
+MAX_SCHEMA_BYTES = 64 << 10
+_SERVER_TOOLS = (
+    "bash_20250124",
+    "code_execution_20250522",
+    "code_execution_20250825",
+    "code_execution_20260120",
+    "memory_20250818",
+    "text_editor_20250124",
+    "text_editor_20250429",
+    "text_editor_20250728",
+    "web_fetch_20250910",
+    "web_search_20250305",
+)
+_CUSTOM = Record(
+    {
+        "name": NAME,
+        "description": String(MAX_DESCRIPTION_CHARS, is_text=True),
+        "input_schema": JsonObject(MAX_SCHEMA_BYTES),
+        "cache_control": CACHE_CONTROL,
+        "strict": Boolean(),
+        "eager_input_streaming": Boolean(),
+        "input_examples": List(JsonObject(MAX_SCHEMA_BYTES), 64),
+        "defer_loading": Unsupported((False,)),
+        "allowed_callers": Unsupported((["direct"],)),
+    },
+    required=("name", "input_schema"),
+)
+TOOLS = Places(Tagged({"custom": _CUSTOM}, _SERVER_TOOLS, default="custom"), MAX_TOOLS)
+_ONE_CALL = {"disable_parallel_tool_use": Boolean()}
+TOOL_CHOICE = Tagged(
+    {
+        "auto": Record(_ONE_CALL),
+        "any": Record(_ONE_CALL),
+        "tool": Record({"name": NAME, **_ONE_CALL}, required=("name",)),
+        "none": Record({}),
+    }
+)
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_tools(
+    tools: list[dict[str, Any]], choice: Mapping[str, Any] | None
+) -> tuple[list[dict[str, Any]], str | tuple[str, str]]:
+    """Both checked by their tables; ChatRequest's tools and tool_choice."""
+    functions = [_function(tool) for tool in tools]
+    names = [tool["name"] for tool in tools]
+    for position, name in enumerate(names):
+        if name in names[:position]:
+            raise RequestError(
+                f"tools[{position}].name {quoted(name)} is there twice",
+                param=f"tools[{position}].name",
+            )
+    kind = "auto" if choice is None else choice["type"]
+    if kind in ("any", "tool") and not tools:
+        raise RequestError("tool_choice needs tools", param="tool_choice")
+    if kind != "tool" or choice is None:
+        return functions, _CHOICES[kind]
+    if choice["name"] not in names:
+        raise RequestError(
+            f"tool_choice.name {quoted(choice['name'])} is none of the tools",
+            param="tool_choice.name",
+        )
+    return functions, ("function", choice["name"])
+
+
+def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": tool["name"], "parameters": tool["input_schema"]}
+    for name in ("description", "strict"):
+        if name in tool:
+            function[name] = tool[name]
+    return {"type": "function", "function": function}

@@ -1,0 +1,60 @@
+"""One choice of a chat to an answer, whole or as events, in whatever API's words."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import Protocol
+
+from aiohttp import web
+
+from serve.http.chat_run import ChatRun, ChatStep
+from serve.http.errors import ApiError, to_api_error
+from serve.http.sse import EventStream
+
+
+class Counts(Protocol):
+    """Tokens of a prompt; cached ones are known with the first step."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def cached_tokens(self) -> int: ...
+
+
+class AnswerWriter(Protocol):
+    """Gathers an answer. Each call returns the events to send; the first one's begin the stream."""
+
+    def step(self, step: ChatStep) -> bytes: ...
+    def end(self) -> bytes: ...
+    def failed(self, error: ApiError) -> bytes: ...
+
+
+async def write_whole(run: ChatRun, writer: AnswerWriter) -> None:
+    async with aclosing(run.steps()) as steps:
+        async for step in steps:
+            writer.step(step)
+    writer.end()
+
+
+async def write_stream(
+    run: ChatRun, writer: AnswerWriter, events: EventStream, request_id: str
+) -> web.StreamResponse:
+    """Until the head is sent an error raises; after that it is the last event."""
+    try:
+        async with aclosing(run.steps()) as steps:
+            async for step in steps:
+                data = writer.step(step)
+                if data:
+                    if events.response is None:
+                        await events.start()
+                    await events.send(data)
+        if events.response is None:
+            await events.start()
+        await events.send(writer.end())
+    except ConnectionError:
+        raise
+    except Exception as exc:
+        if events.response is None:
+            raise
+        await events.send_last(writer.failed(to_api_error(exc, request_id)))
+    return await events.finish()

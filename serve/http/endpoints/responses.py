@@ -1,0 +1,179 @@
+"""/v1/responses: OpenAI's Responses API, and the responses that it keeps."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from serve.errors import RequestError
+from serve.http.answer import event_stream
+from serve.http.chat_answer import write_stream, write_whole
+from serve.http.chat_run import ChatRequest, ChatRun
+from serve.http.context import ApiContext, Call, Route
+from serve.http.errors import ApiError, json_response, quoted
+from serve.http.renamed import parameters_named
+from serve.http.responses import description
+from serve.http.responses.head import response_head
+from serve.http.responses.listing import item_list
+from serve.http.responses.request import ResponseCall, parse_count_call, parse_response_call
+from serve.http.responses.store import ResponseStore, StoredResponse
+from serve.http.responses.writer import ResponseWriter
+from serve.request import SamplingParams
+
+# SamplingParams' and the engine's names, in this API's.
+NAMES = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
+
+
+def routes(context: ApiContext) -> list[Route]:
+    endpoints = _Endpoints(context)
+    return [
+        Route(
+            "/v1/responses",
+            {"POST": endpoints.create},
+            describe={"POST": description.CREATE},
+        ),
+        Route(
+            "/v1/responses/input_tokens",
+            {"POST": endpoints.input_tokens},
+            describe={"POST": description.COUNT},
+        ),
+        Route(
+            "/v1/responses/{response_id}",
+            {"GET": endpoints.fetch, "DELETE": endpoints.delete},
+            describe={"GET": description.FETCH, "DELETE": description.DELETE},
+        ),
+        Route(
+            "/v1/responses/{response_id}/input_items",
+            {"GET": endpoints.input_items},
+            describe={"GET": description.INPUT_ITEMS},
+        ),
+        Route(
+            "/v1/responses/{response_id}/cancel",
+            {"POST": endpoints.cancel},
+            describe={"POST": description.CANCEL},
+        ),
+    ]
+
+
+class _Endpoints:
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+        settings = context.settings
+        self._store = ResponseStore(settings.max_responses, settings.max_responses_bytes)
+
+    async def create(self, call: Call) -> web.StreamResponse:
+        context = self._context
+        context.check_ready()
+        parse = partial(parse_response_call, defaults=call.engine.generation_defaults)
+        asked = await context.read(call, lambda body, unknown: parse(body, unknown=unknown))
+        context.check_model(asked.model)
+        context.check_ready()
+        with parameters_named(NAMES):
+            before, chat = self._conversation(call, asked)
+            with (
+                context.generating(),
+                ChatRun(call.engine, chat, call.request_id) as run,
+            ):
+                await run.accepted()
+                return await self._answer(call, asked, run, before)
+
+    async def input_tokens(self, call: Call) -> web.Response:
+        context = self._context
+        context.check_ready()
+        asked = await context.read(call, parse_count_call)
+        context.check_model(asked.model)
+        context.check_ready()
+        with parameters_named(NAMES):
+            _, chat = self._conversation(call, asked)
+            # rendered, never scheduled
+            chat = replace(chat, params=SamplingParams(max_tokens=0))
+            with ChatRun(call.engine, chat, call.request_id) as run:
+                await run.accepted()
+                counts = {"object": "response.input_tokens", "input_tokens": run.prompt_tokens}
+                return json_response(counts, call.request_id)
+
+    async def fetch(self, call: Call) -> web.Response:
+        stored = self._stored(call)
+        if call.request.query.get("stream", "false") == "true":
+            raise ApiError(400, "only background responses can be streamed again", param="stream")
+        return json_response(orjson.loads(stored.body), call.request_id)
+
+    async def delete(self, call: Call) -> web.Response:
+        if not self._store.delete(call.argument, _owner(call)):
+            raise _not_found(call.argument)
+        gone = {"id": call.argument, "object": "response", "deleted": True}
+        return json_response(gone, call.request_id)
+
+    async def input_items(self, call: Call) -> web.Response:
+        items = self._stored(call).input_items()
+        return json_response(item_list(items, call.request.query), call.request_id)
+
+    async def cancel(self, call: Call) -> web.Response:
+        self._stored(call)
+        raise ApiError(400, "a response that is not in the background cannot be cancelled")
+
+    async def _answer(
+        self, call: Call, asked: ResponseCall, run: ChatRun, before: tuple[bytes, ...]
+    ) -> web.StreamResponse:
+        engine = call.engine
+        response_id = "resp_" + call.request_id.removeprefix("req_")
+        head = response_head(asked, response_id, int(time.time()), engine.model_name)
+
+        def keep(response: dict[str, Any]) -> None:
+            if head["store"]:
+                named = [
+                    {"id": f"in_{response_id.removeprefix('resp_')}{position:02x}", **item}
+                    for position, item in enumerate(asked.items)
+                ]
+                history = (*before, orjson.dumps(named))
+                stored = StoredResponse(_owner(call), orjson.dumps(response), history)
+                self._store.put(response_id, stored)
+
+        writer = ResponseWriter(run, head, engine.tokenizer, streams=asked.stream, on_end=keep)
+        if asked.stream:
+            events = event_stream(self._context, call)
+            return await write_stream(run, writer, events, call.request_id)
+        await write_whole(run, writer)
+        return json_response(writer.response(), call.request_id)
+
+    def _conversation(
+        self, call: Call, asked: ResponseCall
+    ) -> tuple[tuple[bytes, ...], ChatRequest]:
+        """Lists of items as JSON, of what the request continues, and all of it."""
+        before: tuple[bytes, ...] = ()
+        if asked.previous_id is not None:
+            stored = self._store.get(asked.previous_id, _owner(call))
+            if stored is None:
+                raise RequestError(
+                    f"there is no response {quoted(asked.previous_id)} to continue",
+                    param="previous_response_id",
+                    code="previous_response_not_found",
+                )
+            before = stored.continued()
+        return before, asked.chat([item for items in before for item in orjson.loads(items)])
+
+    def _stored(self, call: Call) -> StoredResponse:
+        self._context.check_ready()
+        stored = self._store.get(call.argument, _owner(call))
+        if stored is None:
+            raise _not_found(call.argument)
+        return stored
+
+
+def _owner(call: Call) -> str:
+    """Whoever has no key is one owner."""
+    return "" if call.key is None else call.key.name
+
+
+def _not_found(response_id: str) -> ApiError:
+    return ApiError(
+        404,
+        f"there is no response {quoted(response_id)}",
+        param="response_id",
+        code="response_not_found",
+    )

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: its requests, answers, events, and the responses that are kept."""

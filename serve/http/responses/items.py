@@ -1,0 +1,223 @@
+"""Items of the Responses API: what is taken, and the messages that chat templates take.
+
+What an assistant did in one turn (reasoning, text, calls) becomes one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from serve.errors import RequestError
+from serve.http.errors import quoted
+from serve.http.fields import (
+    Either,
+    FieldType,
+    JsonObject,
+    List,
+    OneOfNames,
+    Record,
+    String,
+    Unsupported,
+)
+from serve.http.messages import MAX_MESSAGES, ROLES
+from serve.http.tagged import Places, Tagged
+
+MAX_TEXT_CHARS = 8 << 20
+MAX_PARTS = 8192
+MAX_ID_CHARS = 128
+
+_TEXT = String(MAX_TEXT_CHARS, is_text=True)
+_ID = String(MAX_ID_CHARS, min_chars=1)
+_STATUS = OneOfNames(("in_progress", "completed", "incomplete"))
+NAME = String(128, min_chars=1, pattern="[A-Za-z0-9_-]+")
+_ECHOED = List(JsonObject(64 << 10), 1 << 16)  # of our own answers, and not looked at
+_BREAKPOINT = Record({"mode": OneOfNames(("explicit",)), "ttl": OneOfNames(("30m", "12h"))})
+_INPUT_TEXT = Record({"text": _TEXT, "prompt_cache_breakpoint": _BREAKPOINT}, required=("text",))
+_NOT_TEXT = ("input_image", "input_file", "input_audio", "computer_screenshot")
+_PARTS: dict[str, Record] = {
+    "input_text": _INPUT_TEXT,
+    "output_text": Record(
+        {"text": _TEXT, "annotations": _ECHOED, "logprobs": _ECHOED}, required=("text",)
+    ),
+    "refusal": Record({"refusal": _TEXT}, required=("refusal",)),
+}
+
+
+def _text_or_parts(parts: Mapping[str, Record]) -> Either:
+    listed = Places(Tagged(parts, _NOT_TEXT), MAX_PARTS, min_items=1)
+    return Either({str: _TEXT, list: listed}, "a string or a list of parts")
+
+
+def _texts(kind: str) -> FieldType:
+    record = Record({"text": _TEXT}, required=("text",))
+    return Places(Tagged({kind: record}), MAX_PARTS)
+
+
+_CALLER = Tagged({"direct": Record({})}, ("program",))
+_ITEMS: dict[str, Record] = {
+    "message": Record(
+        {
+            "id": _ID,
+            "status": _STATUS,
+            "phase": OneOfNames(("commentary", "final_answer")),
+            "role": OneOfNames(tuple(ROLES)),
+            "content": _text_or_parts(_PARTS),
+        },
+        required=("role", "content"),
+    ),
+    "function_call": Record(
+        {
+            "id": _ID,
+            "status": _STATUS,
+            "call_id": _ID,
+            "name": NAME,
+            "arguments": _TEXT,
+            "caller": _CALLER,
+            "namespace": Unsupported(),
+            "async": Unsupported((False,)),
+        },
+        required=("call_id", "name", "arguments"),
+    ),
+    "function_call_output": Record(
+        {
+            "id": _ID,
+            "status": _STATUS,
+            "call_id": _ID,
+            "output": _text_or_parts({"input_text": _INPUT_TEXT}),
+            "caller": _CALLER,
+            "name": NAME,
+            "namespace": Unsupported(),
+        },
+        required=("call_id", "output"),
+    ),
+    "reasoning": Record(
+        {
+            "id": _ID,
+            "status": _STATUS,
+            "summary": _texts("summary_text"),
+            "content": _texts("reasoning_text"),
+            "encrypted_content": _TEXT,
+        }
+    ),
+}
+_OTHERS = (
+    "additional_tools",
+    "apply_patch_call",
+    "apply_patch_call_output",
+    "code_interpreter_call",
+    "compaction",
+    "compaction_trigger",
+    "computer_call",
+    "computer_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "file_search_call",
+    "image_generation_call",
+    "item_reference",
+    "local_shell_call",
+    "local_shell_call_output",
+    "mcp_approval_request",
+    "mcp_approval_response",
+    "mcp_call",
+    "mcp_list_tools",
+    "program",
+    "program_output",
+    "shell_call",
+    "shell_call_output",
+    "tool_search_call",
+    "tool_search_output",
+    "web_search_call",
+)
+_ITEM_LIST = Places(Tagged(_ITEMS, _OTHERS, default="message"), MAX_MESSAGES, min_items=1)
+INPUT = Either({str: _TEXT, list: _ITEM_LIST}, "a string or a list of items")
+
+
+def input_items(value: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """value: checked. Items with what was left out, but their ids."""
+    items = (
+        [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
+    )
+    return [_complete(item) for item in items]
+
+
+def _complete(item: dict[str, Any]) -> dict[str, Any]:
+    if item["type"] == "message" and isinstance(item["content"], str):
+        is_answer = item["role"] == "assistant"
+        part: dict[str, Any] = {"type": "output_text" if is_answer else "input_text"}
+        part["text"] = item["content"]
+        if is_answer:
+            part["annotations"] = []
+        item = {**item, "content": [part]}
+    return {"status": "completed", **item}
+
+
+def chat_messages(
+    instructions: str | None, items: Iterable[dict[str, Any]], first: int
+) -> list[dict[str, Any]]:
+    """items: complete ones. first: of them, the first that the request itself brought; mistakes
+    are named by their place in its input. RequestError for outputs of unknown calls."""
+    found = _Conversation()
+    if instructions:
+        found.messages.append({"role": "system", "content": instructions})
+    for position, item in enumerate(items):
+        found.add(item, f"input[{position - first}]")
+    return found.messages
+
+
+class _Conversation:
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._called: dict[str, str] = {}  # names of functions by the ids of their calls
+
+    def add(self, item: Mapping[str, Any], where: str) -> None:
+        kind = item["type"]
+        if kind == "message":
+            self._message(item)
+        elif kind == "reasoning":
+            texts = item.get("content") or item.get("summary") or ()
+            text = "\n".join(part["text"] for part in texts)
+            if text:  # encrypted content is not for us
+                self._extend("reasoning_content", text)
+        elif kind == "function_call":
+            self._called[item["call_id"]] = item["name"]
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            self._assistant().setdefault("tool_calls", []).append(call)
+        else:
+            self._output(item, where)
+
+    def _message(self, item: Mapping[str, Any]) -> None:
+        text = _text(item["content"])
+        if item["role"] == "assistant":
+            self._extend("content", text)
+        else:
+            self.messages.append({"role": ROLES[item["role"]], "content": text})
+
+    def _output(self, item: Mapping[str, Any], where: str) -> None:
+        call_id = item["call_id"]
+        name = self._called.get(call_id)
+        if name is None:
+            raise RequestError(
+                f"{where}.call_id {quoted(call_id)} is of no function call before it",
+                param=f"{where}.call_id",
+            )
+        message = {"role": "tool", "tool_call_id": call_id, "name": name}
+        self.messages.append({**message, "content": _text(item["output"])})
+
+    def _assistant(self) -> dict[str, Any]:
+        """The message of the turn that goes on."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self.messages.append({"role": "assistant", "content": ""})
+        return self.messages[-1]
+
+    def _extend(self, name: str, text: str) -> None:
+        message = self._assistant()
+        before = message.get(name)
+        message[name] = f"{before}\n{text}" if before else text
+
+
+def _text(content: str | list[dict[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["refusal" if part["type"] == "refusal" else "text"] for part in content)

@@ -1,0 +1,282 @@
+"""Bodies of POST /v1/responses, parsed, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from serve.errors import RequestError
+from serve.http.chat_run import ChatRequest
+from serve.http.errors import quoted
+from serve.http.fields import (
+    Boolean,
+    Either,
+    FieldType,
+    Integer,
+    JsonObject,
+    List,
+    OneOfNames,
+    Parsed,
+    Record,
+    String,
+    Unknown,
+    Unsupported,
+)
+from serve.http.responses.items import INPUT, NAME, chat_messages, input_items
+from serve.http.sampling_fields import (
+    CLIENT_FIELDS,
+    IGNORED_FIELDS,
+    MAX_TOKENS,
+    MODEL,
+    SAMPLING_FIELDS,
+    client_name,
+    sampling_params,
+)
+from serve.http.structured_fields import JSON_OBJECT, json_schema
+from serve.http.tagged import Places, Tagged
+from serve.request import MAX_LOGPROBS, SamplingParams
+from serve.structured_output import StructuredOutput
+
+MAX_TOOLS = 128
+MAX_SCHEMA_BYTES = 64 << 10
+MAX_INSTRUCTIONS_CHARS = 8 << 20
+LOGPROBS = "message.output_text.logprobs"
+# Each says what else to tell; of these there is nothing to tell but the log-probabilities.
+_INCLUDES = (
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
+_OTHER_TOOLS = (
+    "apply_patch",
+    "code_interpreter",
+    "computer",
+    "computer_use_preview",
+    "custom",
+    "file_search",
+    "image_generation",
+    "local_shell",
+    "mcp",
+    "namespace",
+    "programmatic_tool_calling",
+    "shell",
+    "tool_search",
+    "web_search",
+    "web_search_preview",
+)
+_FUNCTION = Record(
+    {
+        "name": NAME,
+        "description": String(64 << 10, is_text=True),
+        "parameters": JsonObject(MAX_SCHEMA_BYTES),
+        "strict": Boolean(),
+        "output_schema": JsonObject(MAX_SCHEMA_BYTES),
+        "defer_loading": Unsupported((False,)),
+        "allowed_callers": Unsupported((["direct"],)),
+        "async": Unsupported((False,)),
+    },
+    required=("name",),
+)
+_NAMED = Record({"name": NAME}, required=("name",))
+_TOOL_CHOICE = Either(
+    {
+        str: OneOfNames(("none", "auto", "required")),
+        dict: Tagged(
+            {
+                "function": _NAMED,
+                "allowed_tools": Record(
+                    {
+                        "mode": OneOfNames(("auto", "required")),
+                        "tools": Places(
+                            Tagged({"function": _NAMED}, _OTHER_TOOLS), MAX_TOOLS, min_items=1
+                        ),
+                    },
+                    required=("mode", "tools"),
+                ),
+            },
+            _OTHER_TOOLS,
+        ),
+    },
+    "a string or an object",
+)
+_SCHEMA = Parsed(lambda value, where, unknown: json_schema(value, where), {"type": "object"})
+_FORMAT = Tagged(
+    {
+        "text": Record({}),
+        "json_object": Record({}),
+        "json_schema": Record(
+            {
+                "name": String(64, min_chars=1, pattern="[A-Za-z0-9_-]+"),
+                "schema": _SCHEMA,
+                "description": String(4096, is_text=True),
+                "strict": Boolean(),
+            },
+            required=("name", "schema"),
+        ),
+    },
+    ("grammar", "python"),
+)
+_SUMMARY = OneOfNames(("auto", "concise", "detailed"))
+_REASONING = Record(
+    {
+        "effort": OneOfNames(("none", "minimal", "low", "medium", "high", "xhigh", "max")),
+        "summary": _SUMMARY,
+        "generate_summary": _SUMMARY,
+        "context": OneOfNames(("auto", "current_turn", "all_turns")),
+        "mode": Unsupported(("standard",)),
+    }
+)
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty")
+_MORE_SAMPLING = ("frequency_penalty", "seed", "stop", "logit_bias", "cache_salt", "priority")
+# What the prompt is made of, which is what input_tokens counts.
+_PROMPT_FIELDS: dict[str, FieldType] = {
+    "model": MODEL,
+    "input": INPUT,
+    "instructions": String(MAX_INSTRUCTIONS_CHARS, is_text=True),
+    "previous_response_id": String(128, min_chars=1),
+    "tools": Places(Tagged({"function": _FUNCTION}, _OTHER_TOOLS), MAX_TOOLS),
+    "tool_choice": _TOOL_CHOICE,
+    "parallel_tool_calls": Boolean(),
+    "text": Record({"format": _FORMAT, "verbosity": OneOfNames(("low", "medium", "high"))}),
+    "reasoning": _REASONING,
+    "truncation": Unsupported(("disabled",)),
+    "conversation": Unsupported(),
+}
+CREATE = Record(
+    {
+        **_PROMPT_FIELDS,
+        **{name: SAMPLING_FIELDS[name] for name in (*_SAMPLING, *_MORE_SAMPLING)},
+        **CLIENT_FIELDS,
+        **IGNORED_FIELDS,
+        "max_output_tokens": Integer(1, MAX_TOKENS),
+        "max_tool_calls": Integer(1, MAX_TOKENS),
+        "top_logprobs": Integer(0, MAX_LOGPROBS),
+        "include": List(OneOfNames(_INCLUDES), len(_INCLUDES)),
+        "stream": Boolean(),
+        "stream_options": Record({"include_obfuscation": Boolean()}),
+        "background": Unsupported((False,)),
+        "background_options": Unsupported(),
+        "prompt": Unsupported(),
+        "prompt_cache_options": Unsupported(),
+        "moderation": Unsupported(),
+        "context_management": Unsupported(([],)),
+        "access_programs": Unsupported(),
+        "image": Unsupported(),
+    },
+    required=("model", "input"),
+)
+COUNT = Record({**_PROMPT_FIELDS, "personality": Unsupported()}, required=("model", "input"))
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseCall:
+    """A checked body. values: its fields as checked. items: its input, complete. tools: as the
+    body has them. The messages are not known before the conversation that it continues."""
+
+    values: dict[str, Any]
+    items: list[dict[str, Any]]
+    params: SamplingParams
+    functions: list[dict[str, Any]]
+    tool_choice: str | tuple[str, str]
+
+    @property
+    def model(self) -> str:
+        return str(self.values["model"])
+
+    @property
+    def stream(self) -> bool:
+        return bool(self.values.get("stream", False))
+
+    @property
+    def previous_id(self) -> str | None:
+        return self.values.get("previous_response_id")
+
+    def chat(self, before: list[dict[str, Any]]) -> ChatRequest:
+        """before: the items of the conversation that this one continues."""
+        values = self.values
+        instructions = values.get("instructions")
+        effort = values.get("reasoning", {}).get("effort")
+        return ChatRequest(
+            chat_messages(instructions, [*before, *self.items], first=len(before)),
+            self.params,
+            tools=self.functions,
+            tool_choice=self.tool_choice,
+            parallel_tool_calls=values.get("parallel_tool_calls", True),
+            template_kwargs={} if effort is None else {"enable_thinking": effort != "none"},
+            client=client_name(values),
+        )
+
+
+def parse_response_call(
+    body: Mapping[str, Any], defaults: Mapping[str, Any], unknown: Unknown | None = None
+) -> ResponseCall:
+    """defaults: sampling settings of the server for what the request leaves out."""
+    values = CREATE.check(body, "", unknown or Unknown())
+    if "stream_options" in values and not values.get("stream"):
+        raise RequestError("stream_options needs stream: true", param="stream_options")
+    top: int = values.get("top_logprobs", 0)
+    wants_logprobs = top > 0 or LOGPROBS in values.get("include", ())
+    params = sampling_params(
+        values,
+        defaults,
+        max_tokens=values.get("max_output_tokens"),
+        logprobs=top if wants_logprobs else None,
+        structured=_structured(values),
+    )
+    return _call(values, params)
+
+
+def parse_count_call(body: Mapping[str, Any], unknown: Unknown | None = None) -> ResponseCall:
+    """A body of POST /v1/responses/input_tokens."""
+    return _call(COUNT.check(body, "", unknown or Unknown()), SamplingParams())
+
+
+def _call(values: dict[str, Any], params: SamplingParams) -> ResponseCall:
+    functions, choice = _functions(values.get("tools", []), values.get("tool_choice", "auto"))
+    return ResponseCall(values, input_items(values["input"]), params, functions, choice)
+
+
+def _structured(values: Mapping[str, Any]) -> StructuredOutput | None:
+    form = values.get("text", {}).get("format", {"type": "text"})
+    if form["type"] == "text":
+        return None
+    schema: StructuredOutput = form["schema"] if form["type"] == "json_schema" else JSON_OBJECT
+    return schema
+
+
+def _functions(
+    tools: list[dict[str, Any]], choice: str | dict[str, Any]
+) -> tuple[list[dict[str, Any]], str | tuple[str, str]]:
+    """ChatRequest's tools and tool_choice."""
+    names = [tool["name"] for tool in tools]
+    for position, name in enumerate(names):
+        if name in names[:position]:
+            where = f"tools[{position}].name"
+            raise RequestError(f"{where} {quoted(name)} is there twice", param=where)
+    if choice not in ("auto", "none") and not tools:
+        raise RequestError("tool_choice needs tools", param="tool_choice")
+    if isinstance(choice, str):
+        return [_function(tool) for tool in tools], choice
+    if choice["type"] == "function":
+        _check_name(choice["name"], names, "tool_choice.name")
+        return [_function(tool) for tool in tools], ("function", choice["name"])
+    allowed = [tool["name"] for tool in choice["tools"]]
+    for position, name in enumerate(allowed):
+        _check_name(name, names, f"tool_choice.tools[{position}].name")
+    return [_function(tool) for tool in tools if tool["name"] in allowed], choice["mode"]
+
+
+def _check_name(name: str, names: list[str], where: str) -> None:
+    if name not in names:
+        raise RequestError(f"{where} {quoted(name)} is none of the tools", param=where)
+
+
+def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    known = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {name: tool[name] for name in known if name in tool}}

@@ -1,0 +1,229 @@
+"""A response of OpenAI's Responses API, whole or as events, from the steps of one choice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from serve.http import shapes
+from serve.http.chat_answer import Counts
+from serve.http.chat_run import ChatStep
+from serve.http.errors import ApiError
+from serve.http.parts import Part, Reasoning, Text, ToolCallStart
+from serve.http.sse import named_event
+from serve.request import TokenLogprobs
+
+MESSAGE, REASONING, CALL = "message", "reasoning", "function_call"
+_ID_PREFIXES = {MESSAGE: "msg", REASONING: "rs", CALL: "fc"}
+# By kind of item: what its events are called, and the type of the part that it has.
+_EVENTS = {
+    MESSAGE: ("response.output_text", "output_text"),
+    REASONING: ("response.reasoning_text", "reasoning_text"),
+    CALL: ("response.function_call_arguments", ""),
+}
+
+
+class ResponseWriter:
+    """See chat_answer.AnswerWriter. streams: whether anyone reads the events.
+
+    head: what is known of the response before any token; its id is "resp_" and a name. on_end:
+    given the whole response before anybody can read of its end.
+    """
+
+    def __init__(
+        self,
+        counts: Counts,
+        head: dict[str, Any],
+        tokenizer: shapes.TokenTexts,
+        *,
+        streams: bool,
+        on_end: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._counts = counts
+        self._head = head
+        self._name = str(head["id"]).removeprefix("resp_")
+        self._tokenizer = tokenizer
+        self._streams = streams
+        self._on_end = on_end
+        self._output: list[dict[str, Any]] = []
+        self._kind: str | None = None  # of the item that is open, the last of _output
+        self._pieces: list[str] = []  # what the open item has gained
+        self._logprobs: list[dict[str, Any]] = []  # of the open item
+        self._unplaced: list[TokenLogprobs] = []  # of tokens whose text has not come yet
+        self._before_delta = b""
+        self._output_tokens = 0
+        self._reasoning_tokens = 0
+        self._is_cut = False  # by max_output_tokens
+        self._sequence_number = 0
+        self._events: list[bytes] = []
+
+    def step(self, step: ChatStep) -> bytes:
+        if self._sequence_number == 0:
+            self._emit("response.created", response=self._response("in_progress"))
+            self._emit("response.in_progress", response=self._response("in_progress"))
+        num_tokens = len(step.delta.token_ids)
+        self._output_tokens += num_tokens
+        if any(isinstance(part, Reasoning) for part in step.parts):
+            self._reasoning_tokens += num_tokens
+        self._note_logprobs(step)
+        for part in step.parts:
+            self._add(part)
+        if step.finish_reason is not None:
+            self._is_cut = step.finish_reason == "length"
+        return self._take()
+
+    def end(self) -> bytes:
+        if not self._output:  # there is always something to look at
+            self._open(MESSAGE, {"content": [], "role": "assistant"})
+        self._close_item("incomplete" if self._is_cut else "completed")
+        response = self.response()
+        self._on_end(response)
+        self._emit(f"response.{response['status']}", response=response)
+        return self._take()
+
+    def failed(self, error: ApiError) -> bytes:
+        """The response's own end, and the error as clients raise it."""
+        told = {"code": "server_error", "message": error.message}
+        self._close_item("incomplete")
+        self._events.clear()  # nothing was done
+        self._emit("response.failed", response={**self._response("failed"), "error": told})
+        fields = {"message": error.message, "param": error.param, "code": error.code}
+        self._emit("error", **fields, error={"type": error.kind, **fields})
+        return self._take()
+
+    def response(self) -> dict[str, Any]:
+        """The whole response, after its end."""
+        response = self._response("incomplete" if self._is_cut else "completed")
+        if self._is_cut:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            response["completed_at"] = int(time.time())
+        response["usage"] = self._usage()
+        return response
+
+    def _response(self, status: str) -> dict[str, Any]:
+        return {**self._head, "status": status, "output": self._output}
+
+    def _usage(self) -> dict[str, Any]:
+        counts = self._counts
+        return {
+            "input_tokens": counts.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": counts.cached_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": self._output_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "total_tokens": counts.prompt_tokens + self._output_tokens,
+        }
+
+    def _note_logprobs(self, step: ChatStep) -> None:
+        """Only those of steps that brought nothing but text belong to the message."""
+        if step.delta.logprobs is None:
+            return
+        if all(isinstance(part, Text) for part in step.parts):
+            self._unplaced += step.delta.logprobs
+        else:
+            self._unplaced = []
+
+    def _place_logprobs(self) -> list[dict[str, Any]]:
+        placed = shapes.chat_logprobs(self._unplaced, self._tokenizer)
+        self._unplaced = []
+        items: list[dict[str, Any]] = placed["content"] if placed is not None else []
+        self._logprobs += items
+        return items
+
+    def _add(self, part: Part) -> None:
+        if isinstance(part, Text):
+            self._grow(MESSAGE, part.text)
+        elif isinstance(part, Reasoning):
+            self._grow(REASONING, part.text)
+        elif isinstance(part, ToolCallStart):
+            self._open(CALL, {"call_id": part.call_id, "name": part.name, "arguments": ""})
+        else:
+            self._grow(CALL, part.text)
+
+    def _grow(self, kind: str, text: str) -> None:
+        if self._kind != kind:
+            assert kind != CALL, "arguments of a call that has not begun"
+            head = {"content": [], "role": "assistant"} if kind == MESSAGE else {"summary": []}
+            self._open(kind, {"content": [], **head})
+        if not text:
+            return
+        self._pieces.append(text)
+        logprobs = self._place_logprobs() if kind == MESSAGE and self._unplaced else []
+        if self._streams:
+            more = b',"logprobs":%s' % orjson.dumps(logprobs) if kind == MESSAGE else b""
+            number = self._next_number()
+            self._events.append(
+                b'%s%s%s,"sequence_number":%d}\n\n'
+                % (self._before_delta, orjson.dumps(text), more, number)
+            )
+
+    def _open(self, kind: str, fields: dict[str, Any]) -> None:
+        self._close_item("completed")
+        index = len(self._output)
+        item_id = f"{_ID_PREFIXES[kind]}_{self._name}{index:02x}"
+        item = {"id": item_id, "type": kind, "status": "in_progress", **fields}
+        self._output.append(item)
+        self._kind = kind
+        event_name, part_type = _EVENTS[kind]
+        self._emit("response.output_item.added", output_index=index, item=item)
+        place: dict[str, Any] = {"item_id": item_id, "output_index": index}
+        if part_type:
+            place["content_index"] = 0
+            self._emit("response.content_part.added", **place, part=_part(part_type, "", []))
+        head = {"type": f"{event_name}.delta", **place}
+        self._before_delta = (
+            f"event: {event_name}.delta\ndata: ".encode() + orjson.dumps(head)[:-1] + b',"delta":'
+        )
+
+    def _close_item(self, status: str) -> None:
+        if self._kind is None:
+            return
+        kind, self._kind = self._kind, None
+        index, item, text = len(self._output) - 1, self._output[-1], "".join(self._pieces)
+        event_name, part_type = _EVENTS[kind]
+        place: dict[str, Any] = {"item_id": item["id"], "output_index": index}
+        if kind == CALL:
+            item["arguments"] = text
+            self._emit(f"{event_name}.done", **place, name=item["name"], arguments=text)
+        else:
+            more = {}
+            if kind == MESSAGE:
+                self._place_logprobs()
+                more = {"logprobs": self._logprobs}
+            place["content_index"] = 0
+            part = _part(part_type, text, self._logprobs)
+            self._emit(f"{event_name}.done", **place, text=text, **more)
+            self._emit("response.content_part.done", **place, part=part)
+            item["content"] = [part]
+        item["status"] = status
+        self._emit("response.output_item.done", output_index=index, item=item)
+        self._pieces, self._logprobs = [], []
+
+    def _emit(self, name: str, /, **fields: Any) -> None:
+        number = self._next_number()
+        if self._streams:
+            self._events.append(
+                named_event(name, {"type": name, "sequence_number": number, **fields})
+            )
+
+    def _next_number(self) -> int:
+        number = self._sequence_number
+        self._sequence_number += 1
+        return number
+
+    def _take(self) -> bytes:
+        data = b"".join(self._events)
+        self._events.clear()
+        return data
+
+
+def _part(part_type: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    if part_type == "reasoning_text":
+        return {"type": part_type, "text": text}
+    return {"type": part_type, "text": text, "annotations": [], "logprobs": logprobs}

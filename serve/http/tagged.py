@@ -1,0 +1,87 @@
+"""Objects whose `type` says what else they hold: content blocks, items, tools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from serve.errors import RequestError
+from serve.http.errors import quoted
+from serve.http.fields import FieldType, Record, Schema, Unknown, check_length, wrong_type
+
+
+@dataclass(frozen=True, slots=True)
+class Tagged:
+    """kinds: by type. others: types of the API that are not spoken here. default: the type of an
+    object that names none. check: the fields of the kind, with `type`."""
+
+    kinds: Mapping[str, Record]
+    others: tuple[str, ...] = ()
+    default: str | None = None
+
+    def check(self, value: Any, where: str, unknown: Unknown) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise wrong_type(where, "an object")
+        kind = value.get("type")
+        if kind is None:
+            kind = self.default
+        place = f"{where}.type"
+        if kind is None:
+            raise RequestError(
+                f"{place} is missing", param=place, code="missing_required_parameter"
+            )
+        if not isinstance(kind, str):
+            raise wrong_type(place, "a string")
+        record = self.kinds.get(kind)
+        if record is None:
+            if kind in self.others:
+                raise RequestError(
+                    f"{place} {quoted(kind)} is not supported",
+                    param=place,
+                    code="unsupported_parameter",
+                )
+            names = ", ".join(self.kinds)
+            raise RequestError(f"{place} must be one of {names}, not {quoted(kind)}", param=place)
+        rest = {name: item for name, item in value.items() if name != "type"}
+        return {"type": kind, **record.check(rest, where, unknown)}
+
+    def schema(self) -> Schema:
+        return {"anyOf": [self._one(kind, record) for kind, record in self.kinds.items()]}
+
+    def _one(self, kind: str, record: Record) -> Schema:
+        schema = record.schema()
+        required = schema.get("required", [])
+        return {
+            **schema,
+            "properties": {"type": {"const": kind}, **schema["properties"]},
+            "required": required if kind == self.default else ["type", *required],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """A list whose items are each named by their place."""
+
+    item: FieldType
+    max_items: int
+    min_items: int = 0
+
+    def check(self, value: Any, where: str, unknown: Unknown) -> list[Any]:
+        if not isinstance(value, list):
+            raise wrong_type(where, "a list")
+        check_length(value, where, self.max_items)
+        if len(value) < self.min_items:
+            raise RequestError(f"{where} is empty", param=where)
+        return [
+            self.item.check(item, f"{where}[{position}]", unknown)
+            for position, item in enumerate(value)
+        ]
+
+    def schema(self) -> Schema:
+        schema: Schema = {
+            "type": "array",
+            "items": self.item.schema(),
+            "maxItems": self.max_items,
+        }
+        return {**schema, "minItems": self.min_items} if self.min_items else schema

@@ -1,0 +1,1 @@
+"""Bytes from nowhere against everything that reads bytes. See targets.py; `make fuzz` runs them."""

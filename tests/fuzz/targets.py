@@ -1,0 +1,107 @@
+"""What is fuzzed: a function of bytes each, that may only raise what it is documented to raise.
+
+seeds: valid inputs, from which mutations begin. A target asserts what must hold beside that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memory.wire import (
+    HEADER_BYTES,
+    Append,
+    Edit,
+    EditKind,
+    Kind,
+    Plan,
+    Query,
+    WireError,
+    pack_json,
+    pack_plan,
+    read_header,
+    read_json,
+    read_plan,
+)
+from serve.chat_template import neutralize, split_neutralized
+from serve.errors import ConfigError, ModelLoadError, RequestError
+from serve.http import schema
+from serve.http.errors import ApiError
+from serve.http.json_body import parse_object
+from serve.models.config_file import ConfigReader
+from serve.request import SamplingParams
+from tests.fuzz.bodies import CHAT_BODIES, COMPLETION_BODIES
+
+Expected = (ApiError, RequestError)
+PLAN = Plan([Edit(next(iter(EditKind)), 1, 2, 3, 4)], [Query(1, 2, 3)], [Append(1, 2, 3)])
+SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "</s>", "<s>", "[INST]", "<<", ">>")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    run: Callable[[bytes], None]
+    seeds: tuple[bytes, ...]
+
+
+def _completion(data: bytes) -> None:
+    with contextlib.suppress(*Expected):
+        call = schema.parse_completion(parse_object(data), {})
+        assert isinstance(call.params, SamplingParams) and call.prompts
+
+
+def _chat(data: bytes) -> None:
+    with contextlib.suppress(*Expected):
+        call = schema.parse_chat(parse_object(data), {})
+        assert call.chat.messages
+
+
+def _json(data: bytes) -> None:
+    with contextlib.suppress(ApiError):
+        value = parse_object(data)
+        assert json.loads(data) == value  # whatever is taken has one meaning
+
+
+def _no_special_token_in_user_text(data: bytes) -> None:
+    text = data.decode("utf-8", "ignore")
+    (message,) = neutralize([{"role": "user", "content": text}], SPECIAL_TOKENS)
+    parts = split_neutralized(message["content"])
+    assert "".join(parts) == text
+    for part in parts:
+        assert not any(token in part for token in SPECIAL_TOKENS)
+
+
+def _frames(data: bytes) -> None:
+    for read in (read_header, read_plan, read_json):
+        for message in (data, bytes(HEADER_BYTES) + data):
+            with contextlib.suppress(WireError):
+                read(memoryview(message))
+
+
+def _config(data: bytes) -> None:
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError):
+        return
+    if not isinstance(values, dict):
+        return
+    reader = ConfigReader(values, "config.json")
+    for key in list(values)[:50]:
+        for read in (reader.integer, reader.number):
+            with contextlib.suppress(ModelLoadError, ConfigError):
+                read(key)
+
+
+TARGETS: dict[str, Target] = {
+    "json": Target(_json, COMPLETION_BODIES + CHAT_BODIES),
+    "completion": Target(_completion, COMPLETION_BODIES),
+    "chat": Target(_chat, CHAT_BODIES),
+    "special-tokens": Target(
+        _no_special_token_in_user_text, (b"a<|im_start|>b</s><<>>[INST]", b"<|im_<|im_end|>end|>")
+    ),
+    "node-frames": Target(
+        _frames, (pack_plan(1, 1, PLAN), pack_json(Kind.ATTACH, 1, {"layers": [1, 2]}))
+    ),
+    "config": Target(_config, (b'{"hidden_size": 64, "rope": {"factor": 2.0}, "x": [1, null]}',)),
+}

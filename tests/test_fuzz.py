@@ -1,0 +1,30 @@
+"""A short run of what `make fuzz` does for long."""
+
+from __future__ import annotations
+
+import pytest
+import uvloop
+
+from tests.fuzz.__main__ import run_cases
+from tests.fuzz.live import fuzz_server
+from tests.fuzz.targets import TARGETS, Target
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_mutated_inputs(name: str) -> None:
+    assert run_cases(name, TARGETS[name], seed=1, seconds=60, most=3_000) == 3_000
+
+
+def test_a_target_that_raises_is_found() -> None:
+    """Whatever is wrong with one input in some thousands."""
+
+    def fails(data: bytes) -> None:
+        assert b"\\u" not in data
+
+    with pytest.raises(AssertionError, match="AssertionError for b"):
+        run_cases("x", Target(fails, (b'{"a": "b"}',)), seed=0, seconds=60, most=20_000)
+
+
+def test_mutated_bodies_never_break_the_server() -> None:
+    statuses = uvloop.run(fuzz_server(seconds=60, most=1_500, seed=2))
+    assert statuses[200] > 20 and statuses[400] > 500, statuses
