@@ -75,7 +75,10 @@ class Tab:
             self.requests.append(params["request"]["url"])
 
     async def attach(self) -> None:
-        target = await self.send("Target.createTarget", url="about:blank")
+        """To a new page in a profile of its own."""
+        made = await self.send("Target.createBrowserContext", disposeOnDetach=True)
+        context = made["browserContextId"]
+        target = await self.send("Target.createTarget", url="about:blank", browserContextId=context)
         found = await self.send("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self._session = found["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -107,14 +110,13 @@ class Tab:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    async def until(self, expression: str, timeout_s: float = 10.0) -> Any:
-        """Its value, as soon as that is true."""
+    async def until(self, expression: str, timeout_s: float = 10.0) -> None:
+        """It is true, or an element."""
         deadline = asyncio.get_running_loop().time() + timeout_s
-        while not (value := await self.value(expression)):
+        while not await self.value(f"Boolean({expression})"):
             late = asyncio.get_running_loop().time() > deadline
             assert not late, f"never true: {expression}; {self.problems}"
             await asyncio.sleep(0.02)
-        return value
 
     async def text(self, selector: str) -> str:
         found = await self.value(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")
@@ -159,31 +161,37 @@ class Tab:
 
 
 @asynccontextmanager
-async def open_tab() -> AsyncIterator[Tab]:
-    """A tab in a browser of its own, with a new profile."""
+async def browser() -> AsyncIterator[str]:
+    """A running Chromium; the address of its protocol."""
     assert CHROMIUM is not None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = await asyncio.create_subprocess_exec(
             CHROMIUM,
             *FLAGS,
             f"--user-data-dir={profile}",
-            "about:blank",
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
         )
         try:
-            address = await _address(Path(profile) / "DevToolsActivePort")
-            async with aiohttp.ClientSession() as session:
-                socket = await session.ws_connect(address, max_msg_size=0)
-                tab = Tab(socket)
-                await tab.attach()
-                try:
-                    yield tab
-                finally:
-                    await tab.close()
+            yield await _address(Path(profile) / "DevToolsActivePort")
         finally:
             process.kill()
             await process.wait()
+
+
+@asynccontextmanager
+async def open_tab(address: str) -> AsyncIterator[Tab]:
+    """Of a running browser."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.ws_connect(address, max_msg_size=0) as socket,
+    ):
+        tab = Tab(socket)
+        try:
+            await tab.attach()
+            yield tab
+        finally:
+            await tab.close()
 
 
 async def _address(file: Path) -> str:
