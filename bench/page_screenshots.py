@@ -27,13 +27,16 @@ async def other_users(url: str, number: int) -> None:
     async with aiohttp.ClientSession(url) as session:
         messages: list[dict[str, str]] = []
         while True:
-            await asyncio.sleep(rng.expovariate(4.0))
+            await asyncio.sleep(rng.expovariate(8.0))
             question = f"Tell me a long story about a {rng.choice(ANIMALS)}"
-            messages = [*messages[-4:], {"role": "user", "content": question}]
-            body = {"model": "mergestep-default", "messages": messages, "max_tokens": 300}
+            messages = [*messages, {"role": "user", "content": question}]
+            length = rng.randrange(100, 400)
+            body = {"model": "mergestep-default", "messages": messages, "max_tokens": length}
+            body |= {"ignore_eos": True}  # whatever it says: nobody sees it
             async with session.post("/v1/chat/completions", json=body) as response:
+                assert response.status == 200, await response.text()
                 text = (await response.json())["choices"][0]["message"]["content"]
-            messages.append({"role": "assistant", "content": text})
+            messages = [{"role": "assistant", "content": text}]
 
 
 async def ask(tab: Tab, text: str, *, waits: bool = True) -> None:
@@ -62,9 +65,8 @@ async def desktop_live(tab: Tab, url: str) -> bytes:
     await tab.until("document.querySelector('#live-state.on')")
     async with asyncio.TaskGroup() as group:
         users = [group.create_task(other_users(url, number)) for number in range(12)]
-        await asyncio.sleep(9.0)
+        await asyncio.sleep(3.0)
         await ask(tab, "Tell me a long story about a horse")
-        await asyncio.sleep(1.0)
         await ask(tab, "Tell me a long story about an owl", waits=False)
         await tab.until("document.querySelector('.turn:last-child .body').innerText.length > 200")
         picture = await tab.picture()

@@ -76,8 +76,9 @@ export function drawSteps(canvas, steps, colours, shift) {
 }
 
 /**
- * A cell for each page: those of the sequences, then cached ones, then free ones. Where there are
- * many, only the beginning is drawn; the number of pages left out is returned.
+ * A cell for each page: those of the sequences, then cached ones, then free ones, of which only
+ * some where there are many. Where even the others are too many, a cell stands for several.
+ * Returns how many pages are drawn.
  */
 export function drawPages(canvas, { pages, sequences }, colours) {
   const area = begin(canvas);
@@ -106,7 +107,7 @@ export function drawPages(canvas, { pages, sequences }, colours) {
   }
   for (let i = 0; i < pages.cached / share && cell < cells; i += 1) paint(cell++, colours.cached);
   while (cell < cells) paint(cell++, colours.free);
-  return share > 1 ? 0 : pages.total - cells;
+  return Math.min(pages.total, cells * share);
 }
 
 /** A line of numbers over time, the newest at the right edge. */

@@ -112,11 +112,11 @@ export class LiveView {
   drawStill() {
     if (!this.snapshot) return;
     const { pages, sequences } = this.snapshot;
-    const left = drawPages($("pages"), this.snapshot, this.colours);
+    const drawn = drawPages($("pages"), this.snapshot, this.colours);
     const used = `${format(pages.in_use)} of ${format(pages.total)} pages in use by ${count(sequences.length, "sequence")}`;
-    const more = left > 0 ? `; ${format(left)} free ones are not drawn` : "";
+    const part = drawn < pages.total ? ` (${format(drawn)} drawn)` : "";
     const size = `A page: ${pages.tokens} tokens, ${format(Math.round(pages.bytes / 1024))} KiB`;
-    this.note("pages", `${used}, ${format(pages.cached)} cached${more}. ${size}.`);
+    this.note("pages", `${used}, ${format(pages.cached)} cached${part}. ${size}.`);
     drawRate($("rate"), this.rates, MINUTE, this.colours);
   }
 
