@@ -167,6 +167,10 @@ HTTP_OPTIONS: dict[str, Option] = {
     "allowed_hosts": Option(
         SECURITY, "Names in the Host header; by default those of a loopback address, else any."
     ),
+    "vllm_metrics": Option(LOGS, "/metrics tells by vLLM's names, too."),
+    "metrics_port": Option(
+        LOGS, "/metrics is here, for this machine only and without a key; 0 takes a free port."
+    ),
     "unknown_fields": Option(
         LIMITS,
         "Parameters that nobody knows: refuse them, or warn (a header names them).",

@@ -54,7 +54,9 @@ def server_lines(server: HttpServer) -> list[tuple[str, str]]:
     lines = [("API", f"{server.url}/v1")]
     if "/" in paths:
         lines.append(("page", f"{server.url}/"))
-    if "/metrics" in paths:
+    if server.metrics is not None:
+        lines.append(("metrics", server.metrics.url))
+    elif "/metrics" in paths:
         lines.append(("metrics", f"{server.url}/metrics"))
     lines.append(("keys", _keys(server)))
     return lines

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import typer
+from settings_table import PAGE, with_table
 from typer.testing import CliRunner
 
 from serve.cli import app
@@ -239,3 +240,19 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
     for item in fields(EngineConfig):
         if item.name in values and item.name != "memory_nodes":
             assert values[item.name] == item.default
+
+
+def test_the_page_lists_every_setting() -> None:
+    """`python tests/settings_table.py` writes the table anew."""
+    page = PAGE.read_text()
+    assert with_table(page) == page
+    assert all(f"| `{name}` |" in page for name in SETTINGS)
+
+
+def test_the_example_of_the_page_works(tmp_path: Path) -> None:
+    example = PAGE.read_text().partition("```toml\n")[2].partition("```")[0]
+    file = tmp_path / "server.toml"
+    file.write_text(example)
+    values = printed("--config", str(file), "--port", "9001")
+    assert (values["port"], values["kv_cache_bytes"]) == (9001, "2GiB")
+    assert len(values["memory_nodes"]) == 2

@@ -56,8 +56,8 @@ def test_the_summary_of_the_embedded_model() -> None:
 
 
 def test_the_summary_follows_the_settings(tmp_path: Path) -> None:
-    lines, stats, _ = started(
-        HttpSettings(port=0, api_keys=(KEY,)),
+    lines, stats, url = started(
+        HttpSettings(port=0, api_keys=(KEY,), metrics_port=0),
         model=str(checkpoint("llama")),
         dtype="float32",
         max_model_len=50,
@@ -75,6 +75,8 @@ def test_the_summary_follows_the_settings(tmp_path: Path) -> None:
     assert "order fair, a token every 50 ms, the first within 2 s" in lines["scheduling"]
     assert lines["keys"] == "1, from the environment"
     assert KEY not in str(lines)
+    assert re.fullmatch(r"http://127\.0\.0\.1:[1-9]\d+/metrics", lines["metrics"])
+    assert lines["metrics"] != f"{url}/metrics"
 
 
 @pytest.mark.parametrize("is_quiet", [False, True])
