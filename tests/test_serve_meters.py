@@ -68,6 +68,7 @@ def _sequence(index: int) -> Any:
         output=output,
         request=request,
         num_prompt_tokens=4,
+        is_prompt_only=False,
         first_scheduled_s=0.0,
         num_cached_tokens=0,
         num_preemptions=0,
