@@ -12,6 +12,7 @@ import uvloop
 from rich.console import Console
 
 from serve.chat_speakers import SETTABLE, Message, Speaker
+from serve.cli_reporting import shown
 from serve.errors import ConfigError, MergestepError, plain
 from serve.run_settings import nearest
 
@@ -203,7 +204,7 @@ def _one_turn(runner: asyncio.Runner, conversation: Conversation, text: str) -> 
         conversation.note("stopped")
     except MergestepError as exc:
         console.print("[red]error[/red]: ", end="")
-        console.print(plain(exc), markup=False, highlight=False)
+        console.print(shown(plain(exc)), markup=False, highlight=False)
 
 
 def _prompt(console: Console) -> str:

@@ -93,7 +93,8 @@ def test_every_field_is_a_flag_a_variable_and_a_key() -> None:
     for setting in PLAIN.values():
         parameter = parameters[setting.name]
         assert setting.flag in (*parameter.opts, "MODEL")
-        assert parameter.envvar[0] == setting.env == f"MERGESTEP_{setting.name.upper()}"
+        envs = [parameter.envvar] if isinstance(parameter.envvar, str) else parameter.envvar
+        assert envs[0] == setting.env == f"MERGESTEP_{setting.name.upper()}"
         assert setting.option.panel in PANELS
         assert (parameter.default or None) == (setting.default or None)
 
