@@ -28,6 +28,7 @@ from serve.output import OutputProcessor, OutputState, Sink, StepRecord
 from serve.output_thread import OutputThread
 from serve.overload import EarlyRejection
 from serve.pipeline import make_steps
+from serve.prompt_outputs import PoolingParams
 from serve.recovery import MemoryRecovery
 from serve.request import FinishReason, Prompt, Request, SamplingParams
 from serve.runner import Runner
@@ -122,7 +123,7 @@ class EngineCore:
     def submit(
         self,
         prompt: Prompt | Encode,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         sink: Sink,
         request_id: str | None = None,
         client: str | None = None,
@@ -352,10 +353,16 @@ class EngineCore:
             is_alone = sequence.index == 0 or not self._scheduler.prefixes.is_on
             sequence.num_expected_rows = arrival.num_rows if is_alone else 1
             sequence.output = OutputState(
-                request, sequence.index, self._detokenizers, state.sink, state.times
+                request,
+                sequence.index,
+                self._detokenizers,
+                state.sink,
+                state.times,
+                sequence.prompt_rows,
             )
         state.sequences = sequences
-        if request.params.max_tokens == 0 or state.is_aborted:
+        has_work = request.params.max_tokens != 0 or sequences[0].prompt_rows is not None
+        if state.is_aborted or not has_work:
             reason = FinishReason.ABORT if state.is_aborted else FinishReason.LENGTH
             for sequence in sequences:
                 sequence.status = SequenceStatus.FINISHED

@@ -56,6 +56,9 @@ def resolve(scheduler: Scheduler, plan: StepPlan, tokens: list[int]) -> list[Seq
         if end >= sequence.remember_at:
             scheduler.prefixes.remember(sequence, end)
         if not sampled:
+            if end >= sequence.max_tokens_total:  # it has no answer
+                scheduler.finish(sequence, FinishReason.LENGTH)
+                finished.append(sequence)
             continue
         token = next(next_token)
         sequence.token_ids[end] = token

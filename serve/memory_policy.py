@@ -363,8 +363,8 @@ class PredictedPeak(FuturePeak):
             self.predictor.observe(sequence.request, length)
         elif length:
             self.predictor.observe_cut(sequence.request, length)
-        if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            longest = sequence.request.params.max_tokens
+        longest = sequence.request.params.max_tokens
+        if longest and sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             for coverage, quantile in zip(self.coverages, predicted, strict=True):
                 if quantile != longest:
                     coverage.add(quantile, length)

@@ -351,18 +351,17 @@ class Scheduler:
         return finished
 
     def _settle(self, sequence: Sequence, token: int, finished: list[Sequence]) -> None:
-        """Its rows are computed, and with them this token, if any (PENDING_TOKEN: none)."""
+        """Its rows are computed, and with them this token (PENDING_TOKEN: none)."""
         if sequence.num_computed_tokens >= sequence.remember_at:
             self.prefixes.remember(sequence, sequence.num_computed_tokens)
-        if token == PENDING_TOKEN:
-            return
-        length = len(sequence.token_ids)
-        if token in sequence.stop_ids and length > sequence.min_tokens_total:
+        has_token = token != PENDING_TOKEN
+        length = len(sequence.token_ids) if has_token else sequence.num_computed_tokens
+        if has_token and token in sequence.stop_ids and length > sequence.min_tokens_total:
             sequence.stop_token = token
             self._finish(sequence, FinishReason.STOP)
-            finished.append(sequence)
         elif length >= sequence.max_tokens_total:
             self._finish(sequence, FinishReason.LENGTH)
+        if sequence.is_finished:
             finished.append(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:

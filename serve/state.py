@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 
 from serve.output import RequestTimes, Sink
+from serve.prompt_outputs import PoolingParams
 from serve.request import SamplingParams
 from serve.sequence import Sequence
 
@@ -19,6 +20,7 @@ class RequestState:
         "client",
         "is_aborted",
         "params",
+        "pooling",
         "prompt",
         "request_id",
         "sequences",
@@ -34,11 +36,13 @@ class RequestState:
         sink: Sink,
         now_s: float,
         client: str | None = None,
+        pooling: PoolingParams | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.client = client
         self.params = params
+        self.pooling = pooling
         self.sink = sink
         self.times = RequestTimes(now_s)
         self.sequences: list[Sequence] = []

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from serve.http.context import ApiContext, Route
-from serve.http.endpoints import chat, completions, health, messages, models, responses
+from serve.http.endpoints import (
+    chat,
+    completions,
+    health,
+    messages,
+    models,
+    openapi,
+    responses,
+    tokenize,
+)
 
 ENDPOINTS = (
     health.routes,
@@ -12,8 +21,10 @@ ENDPOINTS = (
     chat.routes,
     responses.routes,
     messages.routes,
+    tokenize.routes,
 )
 
 
 def all_routes(context: ApiContext) -> list[Route]:
-    return [route for routes in ENDPOINTS for route in routes(context)]
+    found = [route for routes in ENDPOINTS for route in routes(context)]
+    return [*found, *openapi.routes(context, found)]

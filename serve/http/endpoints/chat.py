@@ -6,9 +6,11 @@ from aiohttp import web
 
 from serve.http import schema
 from serve.http.answer import answer_head, event_stream
+from serve.http.answer_schemas import CHAT_ANSWER
 from serve.http.chat_completion import ChatChunks, whole_answer
 from serve.http.chat_run import ChatRun
 from serve.http.context import ApiContext, Call, Route
+from serve.http.describe import Operation
 from serve.http.errors import json_response
 from serve.http.generation import CHAT
 
@@ -24,7 +26,10 @@ def routes(context: ApiContext) -> list[Route]:
         context.check_ready()
         return await _answer(context, call, asked)
 
-    return [Route("/v1/chat/completions", {"POST": chat})]
+    described = Operation(
+        "The answer to a conversation", CHAT_ANSWER, schema.CHAT.schema(), streams=True
+    )
+    return [Route("/v1/chat/completions", {"POST": chat}, describe={"POST": described})]
 
 
 async def _answer(context: ApiContext, call: Call, asked: schema.ChatCall) -> web.StreamResponse:

@@ -8,7 +8,9 @@ from aiohttp import web
 
 from serve.http import schema
 from serve.http.answer import answer_completion
+from serve.http.answer_schemas import COMPLETION_ANSWER
 from serve.http.context import ApiContext, Call, Route
+from serve.http.describe import Operation
 
 if TYPE_CHECKING:
     from serve.engine import RequestStream
@@ -25,7 +27,13 @@ def routes(context: ApiContext) -> list[Route]:
         context.check_ready()
         return await answer_completion(context, call, lambda: _submit(call, asked), asked)
 
-    return [Route("/v1/completions", {"POST": completions})]
+    described = Operation(
+        "The continuation of one or many prompts",
+        COMPLETION_ANSWER,
+        schema.COMPLETION.schema(),
+        streams=True,
+    )
+    return [Route("/v1/completions", {"POST": completions}, describe={"POST": described})]
 
 
 def _submit(call: Call, asked: schema.CompletionCall) -> list[RequestStream]:

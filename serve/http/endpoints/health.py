@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from serve.http.answer_schemas import STATUS_ANSWER
 from serve.http.context import ApiContext, Call, Route
+from serve.http.describe import Operation
 from serve.http.errors import common_headers, json_response, no_memory
 from serve.http.metrics import CONTENT_TYPE, Exposition
 
@@ -28,10 +30,13 @@ def routes(context: ApiContext) -> list[Route]:
             headers={"Content-Type": CONTENT_TYPE, **common_headers(call.request_id)},
         )
 
+    alive = Operation("Whether the process lives", STATUS_ANSWER)
+    serving = Operation("Whether requests are answered", STATUS_ANSWER)
+    counters = Operation("Counters for Prometheus", answer_type="text/plain")
     found = [
-        Route("/health", {"GET": health}, is_public=True),
-        Route("/ready", {"GET": ready}, is_public=True),
+        Route("/health", {"GET": health}, is_public=True, describe={"GET": alive}),
+        Route("/ready", {"GET": ready}, is_public=True, describe={"GET": serving}),
     ]
     if context.settings.metrics_port is None:  # else metrics_listener.py has it
-        found.append(Route("/metrics", {"GET": figures}))
+        found.append(Route("/metrics", {"GET": figures}, describe={"GET": counters}))
     return found

@@ -5,7 +5,9 @@ from __future__ import annotations
 from aiohttp import web
 
 from serve.http import shapes
+from serve.http.answer_schemas import MODEL_ANSWER, MODELS_ANSWER
 from serve.http.context import ApiContext, Call, Route
+from serve.http.describe import Operation
 from serve.http.errors import json_response
 
 
@@ -25,4 +27,9 @@ def routes(context: ApiContext) -> list[Route]:
         context.check_model(call.argument)
         return json_response(model_object(), call.request_id)
 
-    return [Route("/v1/models", {"GET": listing}), Route("/v1/models/{id}", {"GET": one})]
+    every = Operation("The models that are served", MODELS_ANSWER)
+    single = Operation("One model", MODEL_ANSWER)
+    return [
+        Route("/v1/models", {"GET": listing}, describe={"GET": every}),
+        Route("/v1/models/{id}", {"GET": one}, describe={"GET": single}),
+    ]
