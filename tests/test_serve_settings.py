@@ -142,6 +142,12 @@ def _written(file: Path, values: dict[str, Any]) -> Path:
     return file
 
 
+def test_a_file_with_a_line_in_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "a\nport = 1"
+    file.write_text("port = 5")
+    assert printed("--config", str(file))["port"] == 5
+
+
 def test_a_flag_undoes_what_a_file_says(tmp_path: Path) -> None:
     file = tmp_path / "server.toml"
     file.write_text("quiet = true\nprefix_cache = false\n")
@@ -229,6 +235,7 @@ def test_older_names_work() -> None:
     assert printed("--inter-token-slo", "50")["inter_token_slo_ms"] == 50
     key = {"MERGESTEP_NODE_KEY_FILE": "key"}
     assert printed(env=key)["memory_node_key_file"] == "key"
+    assert "# environment MERGESTEP_NODE_KEY_FILE" in invoke("--print-config", env=key).stdout
 
 
 @pytest.mark.parametrize("size", [1, 1000, 1024, 65536, 3 << 29, 1 << 40, 5 << 41])
