@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from serve.errors import RequestError
 from serve.http.keys import ApiKey
+from serve.prompt_outputs import PoolingParams
 from serve.request import Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class CallEngine:
-    """Engine.submit and submit_chat for one call; `streams` are those it submitted. arrived_s:
+    """The engine's ways to submit, for one call; `streams` are those it submitted. arrived_s:
     when the call came, on the monotonic clock; its times begin there."""
 
     def __init__(
@@ -89,6 +90,21 @@ class CallEngine:
         )
         return self._submitted(stream)
 
+    def submit_embedding(
+        self,
+        prompt: Prompt,
+        params: PoolingParams,
+        *,
+        request_id: str | None = None,
+        client: str | None = None,
+    ) -> RequestStream:
+        allowed = self._allowed(params.sampling())
+        params = replace(params, cache_salt=allowed.cache_salt, priority=allowed.priority)
+        stream = self._engine.submit_embedding(
+            prompt, params, request_id=request_id, client=self._client(client)
+        )
+        return self._submitted(stream)
+
     def _submitted(self, stream: RequestStream) -> RequestStream:
         stream.arrived(self._arrived_s)
         self.streams.append(stream)
@@ -107,8 +123,9 @@ class CallEngine:
         if not self._share_prefixes:
             changes["cache_salt"] = salt_of(key.name, params.cache_salt)
         if limits.max_tokens is not None:
-            changes["default_max_tokens"] = limits.max_tokens
-            for name in ("max_tokens", "min_tokens"):
+            own = params.default_max_tokens
+            changes["default_max_tokens"] = limits.max_tokens if own is None else own
+            for name in ("max_tokens", "default_max_tokens", "min_tokens"):
                 if (getattr(params, name) or 0) > limits.max_tokens:
                     raise RequestError(
                         f"{name} is above {limits.max_tokens}, the limit of this API key",
