@@ -16,10 +16,11 @@ from serve.chat_parser import ChatFormat
 from serve.chat_template import ChatTemplate
 from serve.config import EngineConfig
 from serve.conversation import encode_chat, make_chat_format, make_chat_template
+from serve.embedding import EmbeddingOutput, embedding_output
 from serve.errors import EngineStoppedError, RequestError
 from serve.loader import LoadedEngine, load_engine
 from serve.models import ModelSpec
-from serve.prompt_outputs import EmbeddingOutput, PoolingParams, embedding_output
+from serve.prompt_outputs import PoolingParams
 from serve.request import (
     CompletionOutput,
     Prompt,

@@ -240,7 +240,8 @@ class FakeStream:
         if self._error is not None:
             raise self._error
         text = self.engine.reply * self.engine.repeat
-        limit = len(text) if self.params.max_tokens is None else self.params.max_tokens
+        limits = (self.params.max_tokens, self.params.default_max_tokens, len(text))
+        limit = next(limit for limit in limits if limit is not None)
         reason = FinishReason.STOP if limit >= len(text) else FinishReason.LENGTH
         text = text[:limit]
         if self.deltas_at_once:
@@ -391,8 +392,9 @@ class Served:
 class ServerThread:
     """A server in a thread of its own, for clients that block. url is its root."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, settings: HttpSettings | None = None) -> None:
         self._engine = engine
+        self._settings = settings or HttpSettings(port=0)
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._failure: BaseException | None = None
@@ -416,7 +418,7 @@ class ServerThread:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         try:
-            async with HttpServer(self._engine, HttpSettings(port=0)) as server:
+            async with HttpServer(self._engine, self._settings) as server:
                 self.url = server.url
                 self._started.set()
                 await self._stop.wait()

@@ -94,7 +94,8 @@ def test_every_field_is_a_flag_a_variable_and_a_key() -> None:
     for setting in PLAIN.values():
         parameter = parameters[setting.name]
         assert setting.flag in (*parameter.opts, "MODEL")
-        assert parameter.envvar[0] == setting.env == f"MERGESTEP_{setting.name.upper()}"
+        envs = [parameter.envvar] if isinstance(parameter.envvar, str) else parameter.envvar
+        assert envs[0] == setting.env == f"MERGESTEP_{setting.name.upper()}"
         assert setting.option.panel in PANELS
         assert (parameter.default or None) == (setting.default or None)
 
@@ -140,6 +141,12 @@ def _written(file: Path, values: dict[str, Any]) -> Path:
     texts["served_model_name"] = "'a \"b\" \\ c'"
     file.write_text("".join(f"{name} = {text}\n" for name, text in texts.items()))
     return file
+
+
+def test_a_file_with_a_line_in_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "a\nport = 1"
+    file.write_text("port = 5")
+    assert printed("--config", str(file))["port"] == 5
 
 
 def test_a_flag_undoes_what_a_file_says(tmp_path: Path) -> None:
@@ -229,6 +236,7 @@ def test_older_names_work() -> None:
     assert printed("--inter-token-slo", "50")["inter_token_slo_ms"] == 50
     key = {"MERGESTEP_NODE_KEY_FILE": "key"}
     assert printed(env=key)["memory_node_key_file"] == "key"
+    assert "# environment MERGESTEP_NODE_KEY_FILE" in invoke("--print-config", env=key).stdout
 
 
 @pytest.mark.parametrize("size", [1, 1000, 1024, 65536, 3 << 29, 1 << 40, 5 << 41])

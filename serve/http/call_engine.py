@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from serve.errors import RequestError
 from serve.http.keys import ApiKey
+from serve.prompt_outputs import PoolingParams
 from serve.request import Prompt, RequestMetrics, SamplingParams
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class CallEngine:
-    """Engine.submit and submit_chat for one call; `streams` are those it submitted. arrived_s:
+    """The engine's ways to submit, for one call; `streams` are those it submitted. arrived_s:
     when the call came, on the monotonic clock; its times begin there."""
 
     def __init__(
@@ -93,6 +94,21 @@ class CallEngine:
         )
         return self._submitted(stream, params.n)
 
+    def submit_embedding(
+        self,
+        prompt: Prompt,
+        params: PoolingParams,
+        *,
+        request_id: str | None = None,
+        client: str | None = None,
+    ) -> RequestStream:
+        allowed = self._allowed(params.sampling())
+        params = replace(params, cache_salt=allowed.cache_salt, priority=allowed.priority)
+        stream = self._engine.submit_embedding(
+            prompt, params, request_id=request_id, client=self._client(client)
+        )
+        return self._submitted(stream, 1)
+
     def expire(self, error: Exception) -> None:
         """The call's time is over: what it has submitted ends with the error, and so does what it
         still submits."""
@@ -133,8 +149,9 @@ class CallEngine:
             changes["cache_salt"] = salt_of(key.name, params.cache_salt)
         limit = key.limits.max_tokens
         if limit is not None:
-            changes["default_max_tokens"] = limit
-            for name in ("max_tokens", "min_tokens"):
+            own = params.default_max_tokens
+            changes["default_max_tokens"] = limit if own is None else own
+            for name in ("max_tokens", "default_max_tokens", "min_tokens"):
                 if (getattr(params, name) or 0) > limit:
                     raise RequestError(
                         f"{name} is above {limit}, the limit of this API key", param=name
