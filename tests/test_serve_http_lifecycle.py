@@ -226,7 +226,7 @@ def test_a_stalled_reader_does_not_delay_a_stop() -> None:
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         life = asyncio.create_task(serve_until_signal(server, on_ready=ready.set_result))
         port = int((await ready).rpartition(":")[2])
-        body = {"model": rig.engine.model_name, "prompt": [5, 6, 7], "max_tokens": 100}
+        body = {"model": rig.engine.model_name, "prompt": [5, 6, 7], "max_tokens": 200}
         body |= {"stream": True, "logprobs": 5, "n": 8, "ignore_eos": True}
         stalled = socket.socket()
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
