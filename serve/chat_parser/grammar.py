@@ -92,11 +92,12 @@ def _call_rules(
     all_strict: bool,
 ) -> list[str]:
     """Rules `calls`, and for what stands behind a begin marker `rest` (of one call) or `list`."""
-    more = f"{{0,{MAX_CALLS - 1}}}" if parallel else "{0}"
+    more = f"{{0,{MAX_CALLS - 1}}}"
     end = f' "\\n" {_literal(chat, style.end)}' if style.end else ""
     space = '"\\n" ' if style.end else ""
     again = json.dumps(f"{style.separator} " if style.separator else "\n")
-    following = f" ({again} call){more}" if parallel else ""
+    # the templates of Llama refuse a message with two calls when it comes back
+    following = f" ({again} call){more}" if parallel and not style.is_bare else ""
     begin = "" if style.is_bare else f"{_literal(chat, style.begin)} "
     rules = [f"rest: {space}object{end}"]
     if style.is_list:
