@@ -101,11 +101,7 @@ def conversation(
     if continues:
         _check_continued(messages[-1], adds_prompt=adds_prompt)
     kwargs: dict[str, Any] = dict(values.get("chat_template_kwargs", {}))
-    effort = values.get("reasoning_effort")
-    if effort is not None:
-        kwargs.setdefault("reasoning_effort", effort)
-        if effort == "none":
-            kwargs.setdefault("enable_thinking", False)
+    kwargs = {**effort_kwargs(values.get("reasoning_effort")), **kwargs}
     return ChatRequest(
         messages,
         params,
@@ -118,6 +114,13 @@ def conversation(
         include_reasoning=values.get("include_reasoning", True),
         client=client,
     )
+
+
+def effort_kwargs(effort: str | None) -> dict[str, Any]:
+    """How hard to think, in the words of chat templates."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
 
 
 def _check_continued(last: Mapping[str, Any], *, adds_prompt: bool) -> None:

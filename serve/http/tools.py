@@ -151,6 +151,14 @@ def _bad(message: str, where: str) -> RequestError:
 
 
 _JSON = JsonObject(MAX_SCHEMA_BYTES)
+PARAMETERS = Parsed(
+    parse_parameters,
+    {
+        "type": "object",
+        "properties": {"type": {"const": "object"}},
+        "additionalProperties": False,
+    },
+)
 _TOOL = Record(
     {
         "type": OneOfNames(("function",)),
@@ -158,14 +166,7 @@ _TOOL = Record(
             {
                 "name": _NAME,
                 "description": String(MAX_DESCRIPTION_CHARS, is_text=True),
-                "parameters": Parsed(
-                    parse_parameters,
-                    {
-                        "type": "object",
-                        "properties": {"type": {"const": "object"}},
-                        "additionalProperties": False,
-                    },
-                ),
+                "parameters": PARAMETERS,
                 "strict": Boolean(),
             },
             required=("name",),
