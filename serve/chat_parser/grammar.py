@@ -11,11 +11,9 @@ from typing import Any
 
 from serve.chat_parser.formats import ChatFormat, ToolFormat
 from serve.errors import RequestError
-from serve.structured_output import StructuredOutput
+from serve.structured_output import JSON_OPTIONS, StructuredOutput
 
 MAX_CALLS = 16  # of one answer that must call
-# As models write JSON; with free white space some would write nothing else.
-JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 _REGEX_PART = re.compile(r"\\.|/|\n", re.DOTALL)
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _NO_PARAMETERS: dict[str, Any] = {
