@@ -14,6 +14,7 @@ from serve.http.context import ApiContext, Call, Route
 from serve.http.describe import Operation
 from serve.http.errors import json_response
 from serve.http.generation import CHAT
+from serve.http.renamed import parameters_named
 
 
 def routes(context: ApiContext) -> list[Route]:
@@ -34,7 +35,11 @@ def routes(context: ApiContext) -> list[Route]:
 
 
 async def _answer(context: ApiContext, call: Call, asked: schema.ChatCall) -> web.StreamResponse:
-    with context.generating(), ChatRun(call.engine, asked.chat, call.request_id) as run:
+    with (
+        parameters_named({"structured": asked.structured_name}),
+        context.generating(),
+        ChatRun(call.engine, asked.chat, call.request_id) as run,
+    ):
         await run.accepted()
         check_size(run, asked)
         told = (run, answer_head(context, call, CHAT), asked, call.engine.tokenizer)
