@@ -23,6 +23,7 @@ from serve.core_view import CoreView
 from serve.detokenizer import DetokenizerFactory
 from serve.errors import EngineStoppedError, GenerationError
 from serve.intake import Arrival, Encode, Intake
+from serve.mask_maker import MaskMaker
 from serve.meters import PoolMeter, RequestMeter
 from serve.output import OutputProcessor, OutputState, Sink, StepRecord
 from serve.output_thread import OutputThread
@@ -83,7 +84,8 @@ class EngineCore:
         slo_s = limits.ttft_slo_s
         self._rejection = None if slo_s is None else EarlyRejection(scheduler, slo_s)
         self._recovery = None if nodes is None else self._make_recovery(nodes)
-        self._intake = Intake(tokenizer, limits, scheduler.prefixes, self._rejection, seed)
+        masks = MaskMaker(tokenizer, limits.vocab_size, eos_token_ids)
+        self._intake = Intake(tokenizer, limits, scheduler.prefixes, self._rejection, masks, seed)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._unfinished = Unfinished(limits)
         self._loop_job: Future[None] | None = None
@@ -102,6 +104,8 @@ class EngineCore:
             clock=clock,
         )
         self._tokenize = tokenize or ThreadPoolExecutor(tokenize_threads, "mergestep-tokenize")
+        # Grammars that have to be compiled wait for each other, and nobody else for them.
+        self._compile = tokenize or ThreadPoolExecutor(1, "mergestep-compile")
         self._compute = compute
         self.view = CoreView(
             scheduler, self._steps, meter, self._tokenize_meter, self._inbox.qsize, self._output
@@ -184,7 +188,10 @@ class EngineCore:
         self.stop_accepting()
         for state in self._unfinished.states():
             self.abort(state)
-        self._tokenize.shutdown(wait=True)  # quick: what is aborted is not tokenized
+        # quick: what is aborted is neither tokenized nor compiled
+        self._tokenize.shutdown(wait=True)
+        self._compile.shutdown(wait=True)
+        self._intake.masks.close()
         if self._loop_job is not None:
             self._inbox.put(None)
             self._wait_for_loop(self._loop_job)
@@ -220,7 +227,8 @@ class EngineCore:
 
     def _queue(self, state: RequestState, prompt: Prompt | Encode) -> None:
         self._tokenize_meter.queued()
-        self._tokenize.submit(self._prepare, state, prompt)
+        pool = self._compile if self._intake.masks.is_slow(state.params) else self._tokenize
+        pool.submit(self._prepare, state, prompt)
 
     def _prepare(self, state: RequestState, prompt: Prompt | Encode) -> None:
         """Pool 1's work: hand a request over to the loop, or tell the sink what is wrong."""
@@ -352,6 +360,7 @@ class EngineCore:
             # of several that begin alike the first one computes
             is_alone = sequence.index == 0 or not self._scheduler.prefixes.is_on
             sequence.num_expected_rows = arrival.num_rows if is_alone else 1
+            sequence.mask = None if arrival.masks is None else arrival.masks[sequence.index]
             sequence.output = OutputState(
                 request,
                 sequence.index,

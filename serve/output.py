@@ -247,10 +247,10 @@ class OutputProcessor:
             try:
                 reason = state.finish(
                     sequence.finish_reason,
-                    token=None if i is None else record.tokens[i],
+                    token=None if i is None or sequence.error else record.tokens[i],
                     logprobs=record.logprobs[i] if i is not None and record.logprobs else None,
                     stop_token=stop_token,
-                    error=record.error,
+                    error=record.error or sequence.error,
                 )
                 self._ended(sequence, state, reason, record.now_s)
             except Exception as error:

@@ -204,7 +204,8 @@ class FakeStream:
     async def _deltas(self) -> AsyncIterator[TokenDelta]:
         await self.admitted.wait()
         text = self.engine.reply * self.engine.repeat
-        limit = len(text) if self.params.max_tokens is None else self.params.max_tokens
+        limits = (self.params.max_tokens, self.params.default_max_tokens, len(text))
+        limit = next(limit for limit in limits if limit is not None)
         reason = FinishReason.STOP if limit >= len(text) else FinishReason.LENGTH
         text = text[:limit]
         if self.deltas_at_once:

@@ -62,6 +62,7 @@ def test_chat_shape() -> None:
                 "message": {"role": "assistant", "content": "Hello", "refusal": None},
                 "logprobs": None,
                 "finish_reason": "length",
+                "stop_reason": None,
             }
         ]
         assert answer["usage"]["completion_tokens"] == 5
@@ -112,6 +113,7 @@ def test_streamed_chat() -> None:
             "delta": {},
             "logprobs": None,
             "finish_reason": "stop",
+            "stop_reason": None,
         }
         assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks[:-1])
 

@@ -123,8 +123,9 @@ class CallEngine:
         if not self._share_prefixes:
             changes["cache_salt"] = salt_of(key.name, params.cache_salt)
         if limits.max_tokens is not None:
-            changes["default_max_tokens"] = limits.max_tokens
-            for name in ("max_tokens", "min_tokens"):
+            own = params.default_max_tokens
+            changes["default_max_tokens"] = limits.max_tokens if own is None else own
+            for name in ("max_tokens", "default_max_tokens", "min_tokens"):
                 if (getattr(params, name) or 0) > limits.max_tokens:
                     raise RequestError(
                         f"{name} is above {limits.max_tokens}, the limit of this API key",

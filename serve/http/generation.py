@@ -7,10 +7,11 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from serve.errors import GenerationError, MemoryLostError
+from serve.errors import GenerationError, MemoryLostError, RequestError
 from serve.http.errors import draining
 from serve.recovery import NO_MEMORY
 from serve.request import FinishReason, Request, TokenDelta
+from serve.token_mask import REQUEST_FAULTS
 
 if TYPE_CHECKING:
     from serve.engine import RequestStream
@@ -125,6 +126,8 @@ def checked(delta: TokenDelta) -> TokenDelta:
     if delta.finish_reason is FinishReason.ERROR:
         if delta.error in NO_MEMORY:
             raise MemoryLostError(delta.error)
+        if delta.error in REQUEST_FAULTS:
+            raise RequestError(delta.error, code="invalid_schema")
         raise GenerationError(delta.error or "the engine failed")
     if delta.finish_reason is FinishReason.ABORT:
         raise draining()
