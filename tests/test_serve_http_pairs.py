@@ -157,4 +157,4 @@ def test_pairs_of_extremes(path: str, values: dict[str, list[Any]], table: Any) 
             statuses[response.status] += 1
 
     uvloop.run(main())
-    assert statuses[200] > len(bodies) // 6, statuses
+    assert statuses[200] > len(bodies) // 4, statuses
