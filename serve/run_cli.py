@@ -13,6 +13,7 @@ from serve.config import EngineConfig
 from serve.engine import Engine
 from serve.http.server import HttpServer, serve_until_signal
 from serve.http.settings import HttpSettings
+from serve.log_format import use_format
 from serve.model_files import find_model
 from serve.run_settings import RunSettings
 from serve.start_summary import print_ready
@@ -24,6 +25,7 @@ def run(asked: RunSettings, *, is_quiet: bool) -> None:
     """Until a signal. ConfigError, ModelLoadError, OSError where the port cannot be had."""
     asked.make(EngineConfig)  # says where a wrong value came from
     http: HttpSettings = asked.make(HttpSettings)
+    use_format(http.log_format)
     values = asked.of(EngineConfig)
     if "model" in values:
         found = find_model(values["model"])
