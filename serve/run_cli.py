@@ -36,6 +36,7 @@ def run(asked: RunSettings, *, is_quiet: bool) -> None:
 
 def serve(engine: Engine, settings: HttpSettings, *, is_quiet: bool = False) -> None:
     """The life of a server around an engine that has not started."""
+    use_format(settings.log_format)
     server = HttpServer(engine, settings)
     _raise_file_limit()
 
