@@ -26,6 +26,7 @@ CHAT = "/v1/chat/completions"
 CHAT_BODY: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
 
 
+@pytest.mark.row("A14")
 def test_loading_then_ready() -> None:
     engine = FakeEngine(load_s=0.3)
 
@@ -91,6 +92,7 @@ def test_who_waited_for_memory_in_vain_is_told_to_try_again(error: str) -> None:
     run_with_server(FakeEngine(fail_at=0, fail_error=error), check)
 
 
+@pytest.mark.row("A14")
 def test_draining() -> None:
     async def check(served: Served) -> None:
         running = asyncio.create_task(served.post(CHAT, CHAT_BODY))
