@@ -234,6 +234,10 @@ def test_the_conversation_goes_on(fake: openai.OpenAI, monkeypatch: pytest.Monke
     assert [call["id"] for call in said["tool_calls"]] == ["call_1", "call_2"]
     assert (rain["tool_call_id"], rain["name"], rain["content"]) == ("call_1", "weather", "rain")
     assert failed["content"] == "no city"
+    named: Any = [{"type": "item_reference", "id": item.id} for item in first.output]
+    hello: Any = {"role": "user", "content": "hello"}
+    fake.responses.create(input=[hello, *named, *outputs], **options)
+    assert run.asked.messages == by_id
     third = fake.responses.create(input="more", previous_response_id=second.id, **options)
     assert len(run.asked.messages) == 7
     items = fake.responses.input_items.list(third.id, order="asc").data
