@@ -113,6 +113,13 @@ class Engine:
             self._loaded is not None and not self._is_draining and not self._loaded.core.has_failed
         )
 
+    def trouble(self) -> str | None:
+        """What keeps the engine from going on, in words; None: nothing."""
+        if self._loaded is None or self._is_draining:
+            return None
+        core = self._loaded.core
+        return "the engine has failed" if core.has_failed else core.heartbeat.trouble()
+
     @property
     def has_memory(self) -> bool:
         """For K/V; memory nodes may be lost for a while."""

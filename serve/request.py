@@ -332,7 +332,7 @@ class TokenDelta(NamedTuple):
 
     index: which of the request's n sequences. text never ends inside a character, and never
     holds the beginning of a possible stop string. The last delta of a sequence carries
-    finish_reason; stop_reason is the stop string or stop token id that ended it, if any;
+    finish_reason; stop_reason is the stop string or id of stop_token_ids that ended it, if any;
     error describes finish_reason "error". prompt_logprobs (None for the prompt's first token) and
     embedding: in the first delta of a sequence, where they were asked for.
     """
@@ -351,7 +351,8 @@ class TokenDelta(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
     """Times on the engine's monotonic clock, in seconds. num_cached_tokens: of the prompt, taken
-    from the prefix cache by the sequence that answered first."""
+    from the prefix cache by the sequence that answered first. num_prompt_tokens: 0 until it is
+    tokenized. num_output_tokens: of all its sequences. finish_reasons: of those that have ended."""
 
     arrival_s: float
     first_scheduled_s: float | None = None
@@ -359,6 +360,9 @@ class RequestMetrics:
     finished_s: float | None = None
     num_preemptions: int = 0
     num_cached_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    finish_reasons: tuple[str, ...] = ()
 
 
 class Logprob(NamedTuple):

@@ -359,7 +359,7 @@ def test_a_full_queue_is_overloaded() -> None:
     ):
         client.messages.create(model="m", max_tokens=9, messages=USER)
     assert caught.value.type == "overloaded_error"
-    assert caught.value.response.headers["retry-after"] == "2"
+    assert caught.value.response.headers["retry-after"] in ("2", "3")
 
 
 @pytest.mark.parametrize("is_early", [True, False])

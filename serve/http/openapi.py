@@ -13,6 +13,7 @@ from serve.http.fields import Schema, nullable
 
 MEANINGS = {
     200: "The answer.",
+    304: "It is what the client has.",
     400: "Something is wrong with the request; `param` names what.",
     401: "A valid API key is needed.",
     403: "The API key does not allow this.",
@@ -41,7 +42,8 @@ _HEADERS = {
 
 
 def document(routes: Iterable[Route], model: str) -> dict[str, Any]:
-    """model: the name that is served."""
+    """model: the name that is served. Routes that say nothing of themselves are no API: the
+    page's."""
     return {
         "openapi": "3.1.0",
         "info": {
@@ -49,7 +51,7 @@ def document(routes: Iterable[Route], model: str) -> dict[str, Any]:
             "version": __version__,
             "description": "OpenAI's and Anthropic's APIs over one model on this machine.",
         },
-        "paths": {route.path: _path(route, model) for route in routes},
+        "paths": {route.path: _path(route, model) for route in routes if route.describe},
         "components": {
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
@@ -127,6 +129,8 @@ def _answer(said: Operation) -> dict[str, Any]:
 
 
 def _error(status: int, schema: Schema) -> dict[str, Any]:
+    if status == 304:
+        return {"description": MEANINGS[304], "headers": _HEADERS}
     return {
         "description": MEANINGS.get(status, "An error."),
         "content": {"application/json": {"schema": schema}},

@@ -53,7 +53,6 @@ class EventStream:
             headers={
                 **common_headers(self._request_id),
                 "Content-Type": "text/event-stream; charset=utf-8",
-                "Cache-Control": "no-cache",
                 "X-Accel-Buffering": "no",
                 **self._headers,
             }

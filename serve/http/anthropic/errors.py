@@ -24,7 +24,7 @@ _KINDS = {
 
 def error_status(error: ApiError) -> int:
     """A full queue is 529, as Anthropic tells it; other errors keep their status."""
-    return OVERLOADED_STATUS if error.code == "overloaded" else error.status
+    return OVERLOADED_STATUS if error.code in ("overloaded", "queue_full") else error.status
 
 
 def error_object(error: ApiError, request_id: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from serve.http.endpoints import (
     messages,
     models,
     openapi,
+    page,
     responses,
     tokenize,
 )
@@ -24,6 +25,7 @@ ENDPOINTS = (
     messages.routes,
     embeddings.routes,
     tokenize.routes,
+    page.routes,
 )
 
 
