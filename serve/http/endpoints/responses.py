@@ -27,7 +27,12 @@ from serve.http.responses.writer import ResponseWriter
 from serve.request import SamplingParams
 
 # SamplingParams' and the engine's names, in this API's.
-NAMES = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
+NAMES = {
+    "prompt": "input",
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "structured": "text.format.schema",
+}
 
 
 def routes(context: ApiContext) -> list[Route]:
