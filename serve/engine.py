@@ -22,13 +22,11 @@ from serve.loader import LoadedEngine, load_engine
 from serve.models import ModelSpec
 from serve.prompt_outputs import PoolingParams
 from serve.request import (
-    CompletionOutput,
     Prompt,
-    RequestOutput,
     SamplingParams,
     TokenDelta,
-    spelled_prompt,
 )
+from serve.request_output import CompletionOutput, RequestOutput, spelled_prompt
 from serve.request_stream import Hub
 from serve.request_stream import RequestStream as RequestStream
 from serve.stats import EngineStats
