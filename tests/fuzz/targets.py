@@ -40,6 +40,7 @@ from serve.http.anthropic.request import parse_messages_call
 from serve.http.errors import ApiError
 from serve.http.json_body import parse_object
 from serve.http.responses.head import response_head
+from serve.http.responses.items import REFERENCE
 from serve.http.responses.request import parse_response_call
 from serve.models.config_file import ConfigReader
 from serve.request import SamplingParams
@@ -109,7 +110,7 @@ def _response(data: bytes) -> None:
         call = parse_response_call(parse_object(data), {})
         assert orjson.dumps(call.items)  # they are kept so
         assert orjson.dumps(response_head(call, "resp_x", 1, "m"))
-        chat = call.chat([])
+        chat = call.chat([], [item for item in call.items if item["type"] != REFERENCE])
         assert json.dumps(chat.messages) and json.dumps(chat.tools)
 
 
