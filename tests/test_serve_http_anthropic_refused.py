@@ -59,6 +59,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"service_tier": "fast"}, 'service_tier must be one of auto, standard_only, not "fast"'),
     ({"container": "c"}, "container is not supported"),
     ({"speed": "fast"}, "speed is not supported"),
+    (
+        {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+        'context_management.edits[0].type "clear_tool_uses_20250919" is not supported',
+    ),
     ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
     (
         {"cache_control": {"type": "forever"}},
