@@ -110,7 +110,7 @@ def test_prompt_logprobs_in_vllms_shape() -> None:
     run_with_server(FakeEngine(), check)
 
 
-def test_prompt_logprobs_have_a_bound() -> None:
+def test_what_comes_back_of_prompts_has_a_bound() -> None:
     async def check(served: Served) -> None:
         body = {**BODY, "prompt": ["x" * 1900] * 40, "prompt_logprobs": 20}
         status, answer = await served.post(COMPLETIONS, body)
@@ -118,6 +118,10 @@ def test_prompt_logprobs_have_a_bound() -> None:
         body = {**BODY, "prompt": "x" * 1900, "n": 128, "echo": True, "logprobs": 5}
         status, answer = await served.post(COMPLETIONS, body)
         assert (status, answer["error"]["param"]) == (400, "logprobs")
+        body = {**BODY, "prompt": ["x" * 1900] * 8, "n": 128}
+        for name in ("echo", "return_token_ids"):
+            status, answer = await served.post(COMPLETIONS, {**body, name: True})
+            assert (status, answer["error"]["param"]) == (400, name)
         assert not served.engine.running
 
     run_with_server(FakeEngine(), check)

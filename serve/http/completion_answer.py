@@ -19,11 +19,20 @@ from serve.http.sse import DONE, EventStream
 from serve.request import TokenDelta, TokenLogprobs
 
 MAX_PROMPT_LOGPROBS = 1 << 20
+MAX_REPEATED_TOKENS = 1 << 20
 INLINE_LOGPROBS = 2048  # more are put into words off the event loop
 
 
 def check_size(asked: CompletionCall, generation: Generation) -> None:
-    """RequestError: the prompts' log-probabilities are more than anyone can want."""
+    """RequestError: more is to come back of the prompts than anyone can want."""
+    repeats = "echo" if asked.echo else "return_token_ids" if asked.return_token_ids else None
+    num_tokens = generation.prompt_tokens * asked.num_choices
+    if repeats is not None and num_tokens > MAX_REPEATED_TOKENS:
+        raise RequestError(
+            f"{repeats} repeats {num_tokens} tokens of the prompts; at most "
+            f"{MAX_REPEATED_TOKENS} can be asked for",
+            param=repeats,
+        )
     if asked.params.prompt_logprobs is None:
         return
     size = generation.prompt_tokens * (1 + asked.params.prompt_logprobs)
