@@ -18,7 +18,7 @@ from serve.http.schema import CompletionCall
 from serve.http.sse import DONE, EventStream
 from serve.request import TokenDelta, TokenLogprobs
 
-MAX_PROMPT_LOGPROBS = 1 << 20
+MAX_PROMPT_LOGPROBS = 1 << 18  # each is some hundred bytes while an answer is made
 MAX_REPEATED_TOKENS = 1 << 20
 INLINE_LOGPROBS = 2048  # more are put into words off the event loop
 
