@@ -31,6 +31,8 @@ def thinking(**fields: Any) -> dict[str, Any]:
 TEXT = {"type": "text", "text": "hi"}
 # What changes in a good body, and the whole message.
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    (user(), "messages holds nothing to answer"),
+    (assistant({"type": "text", "text": ""}), "messages holds nothing to answer"),
     ({"foo": 1}, 'unknown parameter "foo"'),
     ({"model": None}, "model is missing"),
     ({"model": 1}, "model must be a string"),

@@ -170,7 +170,7 @@ def parse_count_call(
 
 def _chat(values: Mapping[str, Any], params: SamplingParams) -> ChatRequest:
     messages = chat_messages(values.get("system"), values["messages"])
-    prefills = messages[-1]["role"] == "assistant"
+    prefills = bool(messages) and messages[-1]["role"] == "assistant"
     if prefills and "tool_calls" in messages[-1]:
         raise RequestError(
             "the last message calls tools: their results must follow it", param="messages"
@@ -178,6 +178,8 @@ def _chat(values: Mapping[str, Any], params: SamplingParams) -> ChatRequest:
     if prefills and not messages[-1]["content"]:  # nothing to go on from
         messages.pop()
         prefills = False
+    if not messages:  # of empty contents nothing is left
+        raise RequestError("messages holds nothing to answer", param="messages")
     tools, tool_choice = chat_tools(values.get("tools", []), values.get("tool_choice"))
     one_call: bool = (values.get("tool_choice") or {}).get("disable_parallel_tool_use", False)
     return ChatRequest(
