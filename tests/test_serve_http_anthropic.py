@@ -220,6 +220,28 @@ def test_what_a_model_writes_is_read() -> None:
     assert engine.chats[-1]["tools"][0]["function"]["name"] == "weather"
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_clients_own_loop_over_tools(stream: bool) -> None:
+    """It tries a conversation that the server keeps, and goes on without."""
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
+    engine = FakeEngine(reply=call, model_name="m")
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """The weather of a city."""
+        engine.reply = f"It rains in {city}."
+        return "rain"
+
+    with ServerThread(engine) as server, client_of(server) as client:
+        runner: Any = client.beta.messages.tool_runner(
+            model="m", max_tokens=200, messages=USER, tools=[weather], stream=stream
+        )
+        assert runner.until_done().content[0].text == "It rains in Ulm."
+    messages = engine.submitted[-1][0]
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
+    assert messages[2]["content"] == "rain"
+
+
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
@@ -368,7 +390,7 @@ def test_a_full_queue_is_overloaded() -> None:
 
 def test_keys_and_their_limits(tmp_path: Path) -> None:
     good, path = "k" * 20, tmp_path / "keys.json"
-    keys = [{"name": "alice", "key": good, "requests_per_minute": 1}]
+    keys = [{"name": "alice", "key": good, "requests_per_minute": 2, "max_tokens": 500}]
     path.write_text(json.dumps({"keys": keys}))
     path.chmod(0o600)
     options: Any = {"model": "m", "max_tokens": 99, "messages": USER}
@@ -379,6 +401,8 @@ def test_keys_and_their_limits(tmp_path: Path) -> None:
         assert denied.value.type == "authentication_error"
         assert denied.value.request_id is not None
         with client_of(server).with_options(api_key=good) as client:
+            with pytest.raises(anthropic.BadRequestError, match="max_tokens is above 500"):
+                client.messages.create(**{**options, "max_tokens": 501})
             assert client.messages.create(**options).stop_reason == "end_turn"
             with pytest.raises(anthropic.RateLimitError) as limited:
                 client.messages.create(**options)
