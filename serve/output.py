@@ -242,6 +242,7 @@ class OutputProcessor:
                 self._note_token(sequence, state, record.now_s)
             elif sequence.is_prompt_only and state.times.first_token_s is None:
                 self._note_first(sequence, state.times, record.now_s)
+                self._meter.num_prompt_tokens += sequence.num_prompt_tokens
             self._note_end(sequence, state.times, record.now_s)
             stop_token = sequence.stop_token
             try:
