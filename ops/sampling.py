@@ -17,7 +17,7 @@ from torch import Tensor
 from ops import native
 
 # kernels.h: struct Draw and struct Drawn
-_DRAW = struct.Struct("=QQdQQQQfffffiiiiii4x")
+_DRAW = struct.Struct("=QQdQQQQQfffffiiiiii4x")
 MAX_TOP = 20
 DRAWN = np.dtype(
     [
@@ -115,8 +115,11 @@ class Choice:
         self._numbers = (temperature, min_p, repetition, presence, frequency, top_k, logged)
         self._num_prompt = num_prompt
 
-    def pack(self, to: bytearray, row: int, token_ids: Sequence[int], is_held: bool) -> None:
-        """Write row's plan. token_ids: prompt and output so far; is_held: forbid the forbidden."""
+    def pack(
+        self, to: bytearray, row: int, token_ids: Sequence[int], is_held: bool, mask: int = 0
+    ) -> None:
+        """Write row's plan. token_ids: prompt and output so far; is_held: forbid the forbidden.
+        mask: address of uint32 words with a bit for each token that may come; 0: all may."""
         num_tokens = address = 0
         if self.history is not None:
             num_tokens, address = self.history.follow(token_ids), self.history.address
@@ -128,6 +131,7 @@ class Choice:
             self._top_p,
             address,
             *self._addresses,
+            mask,
             *self._numbers,
             num_tokens,
             self._num_prompt,

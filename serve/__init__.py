@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from serve.config import EngineConfig
+    from serve.embedding import EmbeddingOutput
     from serve.engine import Engine
     from serve.llm import LLM
-    from serve.prompt_outputs import EmbeddingOutput, PoolingParams
+    from serve.prompt_outputs import PoolingParams
     from serve.request import (
         CompletionOutput,
         FinishReason,
@@ -27,7 +28,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "LLM": "serve.llm",
     "CompletionOutput": "serve.request",
-    "EmbeddingOutput": "serve.prompt_outputs",
+    "EmbeddingOutput": "serve.embedding",
     "Engine": "serve.engine",
     "EngineConfig": "serve.config",
     "FinishReason": "serve.request",

@@ -46,14 +46,12 @@ def check_request(
     vocab_size = limits.vocab_size
     if not isinstance(token_ids, (list, tuple)) or not token_ids:
         raise RequestError("the prompt is empty", param="prompt", code="invalid_prompt")
-    for name in ("structured", "allowed_token_ids", "bad_words"):
-        if getattr(params, name) not in (None, ()):
-            raise RequestError(f"{name} is not supported", param=name, code="unsupported_parameter")
     size = limits.embedding_size
     if size is not None and pooling is not None and (pooling.dimensions or 0) > size:
         raise RequestError(f"an embedding has {size} dimensions", param="dimensions")
     _check_ids("logit_bias", params.logit_bias or {}, vocab_size)
     _check_ids("stop_token_ids", params.stop_ids, vocab_size)
+    _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     room = limits.max_model_len - len(token_ids)
     _check_room(room, len(token_ids), params, limits)  # before anything that looks at each id
     if not all(_is_token(token, vocab_size) for token in token_ids):

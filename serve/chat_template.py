@@ -6,26 +6,16 @@ that loops, grows or crashes costs its request, never the server. Knows no token
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import secrets
-import select
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-from serve.errors import EngineStoppedError, RequestError
+from serve.bounded_worker import BoundedWorker, WorkerError
+from serve.errors import RequestError
 
-WORKER = Path(__file__).with_name("chat_template_worker.py")
 WORKER_MEMORY_BYTES = 1 << 30
-STARTUP_TIMEOUT_S = 20.0
-READ_SIZE = 1 << 16
 
 # Inserted into special-token strings inside message contents, and split at after rendering.
 # Random, so no client can know it; private-use characters, so no filter changes it.
@@ -46,17 +36,19 @@ class ChatTemplate:
         max_output_chars: int = 4_000_000,
     ) -> None:
         self.source = source
-        self._setup = {
+        setup = {
             "source": source,
             "special_tokens": special_tokens,
             "max_chars": max_output_chars,
-            "memory_bytes": WORKER_MEMORY_BYTES,
-            "cpu_s": int(timeout_s) + 1,
         }
-        self._timeout_s = timeout_s
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._worker: _Worker | None = _Worker(self._setup)
+        self._worker = BoundedWorker(
+            "chat_template_worker.py",
+            lambda: setup,
+            name="the chat template",
+            timeout_s=timeout_s,
+            memory_bytes=WORKER_MEMORY_BYTES,
+        )
+        self._worker.start()
 
     def render(
         self,
@@ -74,111 +66,17 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        line = json.dumps(variables).encode() + b"\n"
-        with self._lock:
-            answer = self._ask(line)
+        try:
+            answer = self._worker.ask(variables)
+        except WorkerError as error:
+            answer = {"error": str(error)}
         if "text" not in answer:
             raise RequestError(f"cannot render the messages: {answer['error']}", param="messages")
         return str(answer["text"])
 
     def close(self) -> None:
         """Ends the child and waits for it. Idempotent."""
-        with self._lock:
-            self._is_closed = True
-            self._stop_worker()
-
-    def __del__(self) -> None:
-        worker = getattr(self, "_worker", None)
-        if worker is not None:
-            worker.stop()
-
-    def _ask(self, line: bytes) -> dict[str, Any]:
-        if self._is_closed:
-            raise EngineStoppedError("the chat template is closed")
-        if self._worker is not None and not self._worker.is_alive:
-            self._stop_worker()
-        worker = self._worker = self._worker or _Worker(self._setup)
-        try:
-            return worker.ask(line, self._timeout_s)
-        except TimeoutError:
-            problem = f"the chat template took longer than {self._timeout_s:g} s"
-        except (OSError, ValueError):
-            problem = "the chat template process ended while rendering"
-        self._stop_worker()
-        return {"error": problem}
-
-    def _stop_worker(self) -> None:
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.stop()
-
-
-class _Worker:
-    """One child process and its two pipes."""
-
-    def __init__(self, setup: dict[str, Any]) -> None:
-        # Started by path with -P: importing `serve` or finding `serve/http` first on the path
-        # would be slow or wrong. An own session keeps Ctrl-C in a terminal away from it.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(WORKER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a traceback would hold prompt text
-            bufsize=0,
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None, "stdin is a pipe"
-        assert self._process.stdout is not None, "stdout is a pipe"
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        os.set_blocking(self._stdin.fileno(), False)
-        os.set_blocking(self._stdout.fileno(), False)
-        self._unsent = json.dumps(setup).encode() + b"\n"
-        self._has_answered = False
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def ask(self, line: bytes, timeout_s: float) -> dict[str, Any]:
-        """Sends a line and returns the answer. TimeoutError, OSError or ValueError if none."""
-        allowed_s = timeout_s if self._has_answered else timeout_s + STARTUP_TIMEOUT_S
-        deadline = time.monotonic() + allowed_s
-        self._send(self._unsent + line, deadline)
-        self._unsent = b""
-        answer: dict[str, Any] = json.loads(self._receive(deadline))
-        self._has_answered = True
-        return answer
-
-    def _send(self, data: bytes, deadline: float) -> None:
-        view = memoryview(data)
-        while view:
-            _wait(self._stdin.fileno(), select.POLLOUT, deadline)
-            view = view[os.write(self._stdin.fileno(), view) :]
-
-    def _receive(self, deadline: float) -> bytes:
-        pieces: list[bytes] = []
-        while True:
-            _wait(self._stdout.fileno(), select.POLLIN, deadline)
-            piece = os.read(self._stdout.fileno(), READ_SIZE)
-            if not piece:
-                raise ConnectionResetError("the chat template process ended")
-            pieces.append(piece)
-            if piece.endswith(b"\n"):  # one answer per question, so a newline is its end
-                return b"".join(pieces)
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._stdin.close()
-        self._stdout.close()
-
-
-def _wait(fd: int, event: int, deadline: float) -> None:
-    poll = select.poll()
-    poll.register(fd, event)
-    remaining_s = deadline - time.monotonic()
-    if remaining_s <= 0 or not poll.poll(remaining_s * 1000):
-        raise TimeoutError
+        self._worker.close()
 
 
 def flatten_content(content: Any) -> Any:

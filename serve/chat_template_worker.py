@@ -1,16 +1,13 @@
-"""Child process that renders chat templates; started by path, never imported by the server.
+"""Renders chat templates, in a child process (serve/bounded_worker.py).
 
-A template is code from a stranger. It runs in Jinja's sandbox, in this process, under memory
-and CPU limits, and the parent kills it on a deadline. One JSON document per line each way:
-first the template, then messages. Imports are minimal on purpose: it must start fast.
+A template is code from a stranger. It runs in Jinja's sandbox, under the child's limits. Imports
+are minimal on purpose: it must start fast.
 """
 
 from __future__ import annotations
 
 import json
-import resource
-import sys
-import time
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
@@ -125,37 +122,18 @@ def compile_template(source: str) -> tuple[jinja2.Template | None, str]:
         return None, f"the chat template does not compile: {describe(exc)}"
 
 
-def limit_resources(memory_bytes: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+def prepare(setup: dict[str, Any]) -> dict[str, Any]:
+    """Before the limits: nothing."""
+    return setup
 
 
-def allow_cpu(seconds: int) -> None:
-    """The limit counts from the start of the process, so each request moves it."""
-    limit = int(time.process_time()) + seconds + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
-
-
-def main() -> None:
-    lines, answers = sys.stdin.buffer, sys.stdout.buffer
-    setup = json.loads(lines.readline() or b"{}")
-    if not setup:
-        return
-    limit_resources(setup["memory_bytes"])
-    cpu_s = setup["cpu_s"]
-    allow_cpu(cpu_s + 5)
+def start(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """setup: the template, the special tokens and max_chars -> variables to text."""
     template, problem = compile_template(setup["source"])
-    for line in lines:
-        allow_cpu(cpu_s)
+
+    def answer(variables: dict[str, Any]) -> dict[str, Any]:
         if template is None:
-            answer: dict[str, Any] = {"error": problem}
-        else:
-            variables = {**setup["special_tokens"], **json.loads(line)}
-            answer = render(template, variables, setup["max_chars"])
-        answers.write(json.dumps(answer).encode() + b"\n")
-        answers.flush()
+            return {"error": problem}
+        return render(template, {**setup["special_tokens"], **variables}, setup["max_chars"])
 
-
-if __name__ == "__main__":
-    main()
+    return answer

@@ -22,7 +22,9 @@ from serve.compute_thread import ComputeThread
 from serve.core_view import CoreView
 from serve.detokenizer import DetokenizerFactory
 from serve.errors import EngineStoppedError, GenerationError
+from serve.heartbeat import Heartbeat
 from serve.intake import Arrival, Encode, Intake
+from serve.mask_maker import MaskMaker
 from serve.meters import PoolMeter, RequestMeter
 from serve.output import OutputProcessor, OutputState, Sink, StepRecord
 from serve.output_thread import OutputThread
@@ -77,13 +79,13 @@ class EngineCore:
         self._scheduler = scheduler
         self._kv = kv
         self._detokenizers = DetokenizerFactory(tokenizer)
-        self._eos = eos_token_ids
-        self._limits = limits
+        self._eos, self._limits = eos_token_ids, limits
         self._clock = clock
         slo_s = limits.ttft_slo_s
         self._rejection = None if slo_s is None else EarlyRejection(scheduler, slo_s)
         self._recovery = None if nodes is None else self._make_recovery(nodes)
-        self._intake = Intake(tokenizer, limits, scheduler.prefixes, self._rejection, seed)
+        masks = MaskMaker(tokenizer, limits.vocab_size, eos_token_ids)
+        self._intake = Intake(tokenizer, limits, scheduler.prefixes, self._rejection, masks, seed)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._unfinished = Unfinished(limits)
         self._loop_job: Future[None] | None = None
@@ -92,6 +94,7 @@ class EngineCore:
         self._output = make_output(
             OutputProcessor(lambda s, why: self._inbox.put(lambda: self._end(s, why)), meter)
         )
+        self.heartbeat = Heartbeat(clock, self._output.is_alive)
         self._steps = make_steps(
             runner,
             scheduler,
@@ -102,6 +105,8 @@ class EngineCore:
             clock=clock,
         )
         self._tokenize = tokenize or ThreadPoolExecutor(tokenize_threads, "mergestep-tokenize")
+        # Grammars that have to be compiled wait for each other, and nobody else for them.
+        self._compile = tokenize or ThreadPoolExecutor(1, "mergestep-compile")
         self._compute = compute
         self.view = CoreView(
             scheduler, self._steps, meter, self._tokenize_meter, self._inbox.qsize, self._output
@@ -184,7 +189,10 @@ class EngineCore:
         self.stop_accepting()
         for state in self._unfinished.states():
             self.abort(state)
-        self._tokenize.shutdown(wait=True)  # quick: what is aborted is not tokenized
+        # quick: what is aborted is neither tokenized nor compiled
+        self._tokenize.shutdown(wait=True)
+        self._compile.shutdown(wait=True)
+        self._intake.masks.close()
         if self._loop_job is not None:
             self._inbox.put(None)
             self._wait_for_loop(self._loop_job)
@@ -220,7 +228,8 @@ class EngineCore:
 
     def _queue(self, state: RequestState, prompt: Prompt | Encode) -> None:
         self._tokenize_meter.queued()
-        self._tokenize.submit(self._prepare, state, prompt)
+        pool = self._compile if self._intake.masks.is_slow(state.params) else self._tokenize
+        pool.submit(self._prepare, state, prompt)
 
     def _prepare(self, state: RequestState, prompt: Prompt | Encode) -> None:
         """Pool 1's work: hand a request over to the loop, or tell the sink what is wrong."""
@@ -285,6 +294,7 @@ class EngineCore:
             if idle:
                 self._steps.drain()
                 self._steps.pause()
+                self.heartbeat.rest()
             try:
                 if not idle:
                     message = self._inbox.get_nowait()
@@ -295,12 +305,14 @@ class EngineCore:
             except queue.Empty:
                 if not idle:
                     return True
+                self.heartbeat.begin()
                 if self._recovery is not None:
                     self._recovery.look()
                 self._kv.trim()
                 is_writing = self._kv.prefixes.write_some()
                 trimmed = True
                 continue
+            self.heartbeat.begin()
             if message is None:
                 return False
             message()
@@ -312,6 +324,7 @@ class EngineCore:
             self._wait_for_memory()
             return
         plan = self._scheduler.schedule(now_s)
+        self.heartbeat.begin(0 if plan is None else plan.num_total_rows)
         if plan is not None:
             self._steps.run(plan, now_s)
         elif not self._steps.drain():
@@ -352,6 +365,7 @@ class EngineCore:
             # of several that begin alike the first one computes
             is_alone = sequence.index == 0 or not self._scheduler.prefixes.is_on
             sequence.num_expected_rows = arrival.num_rows if is_alone else 1
+            sequence.mask = None if arrival.masks is None else arrival.masks[sequence.index]
             sequence.output = OutputState(
                 request,
                 sequence.index,

@@ -16,10 +16,11 @@ from serve.chat_parser import ChatFormat
 from serve.chat_template import ChatTemplate
 from serve.config import EngineConfig
 from serve.conversation import encode_chat, make_chat_format, make_chat_template
+from serve.embedding import EmbeddingOutput, embedding_output
 from serve.errors import EngineStoppedError, RequestError
 from serve.loader import LoadedEngine, load_engine
 from serve.models import ModelSpec
-from serve.prompt_outputs import EmbeddingOutput, PoolingParams, embedding_output
+from serve.prompt_outputs import PoolingParams
 from serve.request import (
     CompletionOutput,
     Prompt,
@@ -111,6 +112,13 @@ class Engine:
         return (
             self._loaded is not None and not self._is_draining and not self._loaded.core.has_failed
         )
+
+    def trouble(self) -> str | None:
+        """What keeps the engine from going on, in words; None: nothing."""
+        if self._loaded is None or self._is_draining:
+            return None
+        core = self._loaded.core
+        return "the engine has failed" if core.has_failed else core.heartbeat.trouble()
 
     @property
     def has_memory(self) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from serve.plan import StepPlan
 from serve.request import FinishReason
 from serve.scheduler import Scheduler
-from serve.sequence import PENDING_TOKEN, Sequence, SequenceStatus
+from serve.sequence import PENDING_TOKEN, Sequence, SequenceStatus, ending
 from serve.stagger import part_of
 
 
@@ -62,12 +62,9 @@ def resolve(scheduler: Scheduler, plan: StepPlan, tokens: list[int]) -> list[Seq
             continue
         token = next(next_token)
         sequence.token_ids[end] = token
-        if token in sequence.stop_ids and end >= sequence.min_tokens_total:
-            sequence.stop_token = token
-            scheduler.finish(sequence, FinishReason.STOP)
-        elif end + 1 >= sequence.max_tokens_total:
-            scheduler.finish(sequence, FinishReason.LENGTH)
-        if sequence.is_finished:
+        reason = ending(sequence, token, end + 1)
+        if reason is not None:
+            scheduler.finish(sequence, reason)
             finished.append(sequence)
     return finished
 

@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 
 from serve.admission import RequestLimits, check_request, check_text
 from serve.errors import MergestepError, RequestError
+from serve.mask_maker import MaskMaker
 from serve.output import Sink
 from serve.overload import EarlyRejection
 from serve.prefix_use import PrefixUse
 from serve.prompt_outputs import PoolingParams
 from serve.request import Prompt, Request, SamplingParams
 from serve.state import RequestState
+from serve.token_mask import SequenceMask
 from serve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -34,11 +36,13 @@ Encode = Callable[[], "list[int]"]
 
 
 class Arrival(NamedTuple):
-    """page_keys of a prompt; the rows of it to compute, and how long they are expected to take."""
+    """page_keys of a prompt; the rows of it to compute, and how long they are expected to take;
+    masks of its sequences, if not all tokens may come."""
 
     page_keys: list[bytes]
     num_rows: int
     seconds: float
+    masks: list[SequenceMask] | None = None
 
 
 class Intake:
@@ -50,12 +54,14 @@ class Intake:
         limits: RequestLimits,
         prefixes: PrefixUse,
         rejection: EarlyRejection | None,
+        masks: MaskMaker,
         seed: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
         self._prefixes = prefixes
         self._rejection = rejection
+        self.masks = masks
         self._seed = seed
         self._counter = itertools.count()
 
@@ -107,10 +113,11 @@ class Intake:
         )
 
     def _arrival(self, request: Request) -> Arrival:
+        masks = self.masks.make(request) if request.prompt_token_ids else None
         keys = self._prefixes.page_keys(request)
         num_rows = self._prefixes.num_missing_rows(request, keys)
         seconds = 0.0 if self._rejection is None else self._rejection.admit(request, num_rows)
-        return Arrival(keys, num_rows, seconds)
+        return Arrival(keys, num_rows, seconds, masks)
 
     def _token_ids(self, prompt: Prompt | Encode) -> SequenceOf[int]:
         if callable(prompt):

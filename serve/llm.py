@@ -20,9 +20,10 @@ from serve.chat_template import ChatTemplate
 from serve.config import EngineConfig
 from serve.conversation import encode_chat, make_chat_template
 from serve.core import EngineCore
+from serve.embedding import EmbeddingOutput, embedding_output
 from serve.errors import RequestError
 from serve.loader import LoadedEngine, load_engine
-from serve.prompt_outputs import EmbeddingOutput, PoolingParams, embedding_output
+from serve.prompt_outputs import PoolingParams
 from serve.request import (
     CompletionOutput,
     FinishReason,

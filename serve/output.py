@@ -240,18 +240,17 @@ class OutputProcessor:
             i = last.get(id(sequence))
             if i is not None:
                 self._note_token(sequence, state, record.now_s)
-            elif sequence.is_prompt_only and state.times.first_token_s is None:
-                self._note_first(sequence, state.times, record.now_s)
-                self._meter.num_prompt_tokens += sequence.num_prompt_tokens
+            elif sequence.is_prompt_only:
+                self._note_prompt(sequence, state.times, record.now_s)
             self._note_end(sequence, state.times, record.now_s)
             stop_token = sequence.stop_token
             try:
                 reason = state.finish(
                     sequence.finish_reason,
-                    token=None if i is None else record.tokens[i],
+                    token=None if i is None or sequence.error else record.tokens[i],
                     logprobs=record.logprobs[i] if i is not None and record.logprobs else None,
                     stop_token=stop_token,
-                    error=record.error,
+                    error=record.error or sequence.error,
                 )
                 self._ended(sequence, state, reason, record.now_s)
             except Exception as error:
@@ -280,6 +279,15 @@ class OutputProcessor:
         state.first_token_s = now_s
         times = state.times
         self._meter.began(state.index, sequence.num_prompt_tokens, now_s - times.arrival_s)
+        if times.first_token_s is None:
+            self._note_first(sequence, times, now_s)
+
+    def _note_prompt(self, sequence: Sequence, times: RequestTimes, now_s: float) -> None:
+        """All that there is of it is here, if it was computed and not aborted."""
+        is_computed = sequence.first_scheduled_s is not None
+        if not (is_computed and sequence.finish_reason is FinishReason.LENGTH):
+            return
+        self._meter.began(sequence.index, sequence.num_prompt_tokens, now_s - times.arrival_s)
         if times.first_token_s is None:
             self._note_first(sequence, times, now_s)
 

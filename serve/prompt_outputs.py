@@ -16,7 +16,6 @@ import numpy.typing as npt
 from serve.errors import GenerationError, RequestError
 from serve.request import (
     Request,
-    RequestMetrics,
     SamplingParams,
     TokenDelta,
     TokenLogprobs,
@@ -72,26 +71,6 @@ class PoolingParams:
             cache_salt=self.cache_salt,
             priority=self.priority,
         )
-
-
-@dataclass(slots=True)
-class EmbeddingOutput:
-    """embedding: [dimensions] fp32."""
-
-    request_id: str
-    embedding: Vector
-    num_prompt_tokens: int
-    metrics: RequestMetrics
-
-
-def embedding_output(
-    request: Request, last: TokenDelta | None, metrics: RequestMetrics
-) -> EmbeddingOutput:
-    """last: the request's last delta. GenerationError: it did not get there."""
-    if last is None or last.embedding is None:
-        raise GenerationError((last and last.error) or "the request was aborted")
-    count = len(request.prompt_token_ids)
-    return EmbeddingOutput(request.request_id, last.embedding, count, metrics)
 
 
 class PromptPart(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, NotRequired, TypedDict
@@ -26,6 +26,9 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-5
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 1 << 17
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_LENGTH = 256
 SEED_LIMIT = 1 << 63
 PRIORITY_LIMIT = 1 << 31
 _SALT = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -143,6 +146,7 @@ class SamplingParams:
         self._check_stops()
         self._check_logit_bias()
         self._check_cache_salt()
+        self._check_masks()
 
     def _check_stops(self) -> None:
         if len(self.stop_strings) > MAX_STOP_STRINGS:
@@ -189,6 +193,39 @@ class SamplingParams:
                 "cache_salt must be 1 to 128 letters, digits, - or _", param="cache_salt"
             )
 
+    def _check_masks(self) -> None:
+        object.__setattr__(self, "bad_words", _tuple("bad_words", self.bad_words or ()))
+        _check_length("bad_words", self.bad_words, MAX_BAD_WORDS)
+        for word in self.bad_words:
+            if not isinstance(word, str) or not word.strip():
+                raise RequestError("bad_words must hold words", param="bad_words")
+            if len(word) > MAX_BAD_WORD_LENGTH:
+                raise RequestError(
+                    f"a bad word is longer than {MAX_BAD_WORD_LENGTH} characters",
+                    param="bad_words",
+                    code="string_above_max_length",
+                )
+        if self.structured is not None and not isinstance(self.structured, StructuredOutput):
+            raise RequestError(
+                f"structured must be a StructuredOutput, not {type(self.structured).__name__}",
+                param="structured",
+                code="invalid_type",
+            )
+        if self.allowed_token_ids is None:
+            return
+        allowed = _tuple("allowed_token_ids", self.allowed_token_ids)
+        object.__setattr__(self, "allowed_token_ids", allowed)
+        if not allowed:
+            raise RequestError("allowed_token_ids is empty", param="allowed_token_ids")
+        if self.structured is not None:
+            raise RequestError(
+                "allowed_token_ids cannot be used together with structured",
+                param="allowed_token_ids",
+            )
+        _check_length("allowed_token_ids", allowed, MAX_ALLOWED_TOKEN_IDS)
+        for token in allowed:
+            _check_int("allowed_token_ids", token, 0, 1 << 31)
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return self.stop  # type: ignore[return-value]  # normalized in __post_init__
@@ -220,6 +257,13 @@ def _tuple(name: str, values: object) -> tuple[object, ...]:
             f"{name} must be a list, not {type(values).__name__}", param=name, code="invalid_type"
         )
     return tuple(values)
+
+
+def _check_length(name: str, values: Sized, limit: int) -> None:
+    if len(values) > limit:
+        raise RequestError(
+            f"{name} has more than {limit} entries", param=name, code="array_above_max_length"
+        )
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
@@ -307,7 +351,8 @@ class TokenDelta(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
     """Times on the engine's monotonic clock, in seconds. num_cached_tokens: of the prompt, taken
-    from the prefix cache by the sequence that answered first."""
+    from the prefix cache by the sequence that answered first. num_prompt_tokens: 0 until it is
+    tokenized. num_output_tokens: of all its sequences. finish_reasons: of those that have ended."""
 
     arrival_s: float
     first_scheduled_s: float | None = None
@@ -315,6 +360,9 @@ class RequestMetrics:
     finished_s: float | None = None
     num_preemptions: int = 0
     num_cached_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    finish_reasons: tuple[str, ...] = ()
 
 
 class Logprob(NamedTuple):

@@ -55,7 +55,7 @@ class RequestStream:
     @property
     def metrics(self) -> RequestMetrics:
         assert self._state is not None
-        return self._state.times.metrics()
+        return self._state.metrics()
 
     def arrived(self, at_s: float) -> None:
         """When its client's call came, on the monotonic clock, if that was before submit."""
@@ -81,7 +81,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> TokenDelta:
-        while not self._pending:
+        while self._error is not None or not self._pending:
             if self._num_left == 0 or self._is_over:
                 raise StopAsyncIteration
             if self._error is not None:

@@ -17,6 +17,7 @@ from memory.attention import PlannedAttention
 from memory.kv_range import Range
 from memory.split_kv import Books
 from serve.batch import make_batch
+from serve.mask_filling import MaskFiller
 from serve.models import Decoder, take_turns
 from serve.plan import StepPlan
 from serve.prompt_outputs import PromptPart
@@ -144,6 +145,7 @@ class ModelRunner:
             stagger = StaggerChoice()
         self._stagger = stagger
         self._num_steps = 0
+        self._masks = MaskFiller()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, launched: Callable[[], None]) -> StepResult:
@@ -152,10 +154,14 @@ class ModelRunner:
         has_prompts = len(plan.num_rows) > plan.num_decodes
         if self._kv.space.maps_ahead and (has_prompts or self._num_steps % LOOK_EVERY == 0):
             self._kv.look_ahead(next_needs(plan))
-        if self._stagger is None or len(plan.sequences) < 2:
-            computed = self._whole(plan, launched)
-        else:
-            computed = self._staggered(self._stagger, plan, launched)
+        masks = self._masks.begin(plan)
+        try:
+            if self._stagger is None or len(plan.sequences) < 2:
+                computed = self._whole(plan, launched)
+            else:
+                computed = self._staggered(self._stagger, plan, launched)
+        finally:
+            masks.wait()  # a step that fails is computed again, and its masks with it
         hidden, sampled, sample_rows, rows_at = computed
         wanted = wanted_rows(plan, rows_at)
         prompts = Reading(self._model, hidden, wanted).parts() if wanted else ()
@@ -208,6 +214,7 @@ class ModelRunner:
         return Computed(hidden, [plan.sequences[p] for p in chosen], last_rows, rows_at)
 
     def close(self) -> None:
+        self._masks.close()
         del self._model, self._attention  # views of the reservation go before it does
         if self._memory is not None:
             self._memory.close()

@@ -2,7 +2,7 @@
 
 The random number of a row depends only on its seed and position, so a request draws the same
 tokens in any batch, after a preemption and on any machine with the same logits. Order: penalties
-and biases, temperature, min-p, top-k, top-p. Log-probabilities come from the raw logits.
+and biases, mask, temperature, min-p, top-k, top-p. Log-probabilities come from the raw logits.
 
 The native kernels do the work; the torch functions below do the same where they were not built.
 """
@@ -36,16 +36,20 @@ class Sampled(NamedTuple):
 
 
 def sample(logits: Tensor, sequences: SequenceOf[Sequence]) -> Sampled:
-    """logits: [R, vocab] fp32, one row for each sequence; may be overwritten."""
+    """logits: [R, vocab] fp32, one row for each sequence; may be overwritten. Masks are filled."""
     if not (sampling.is_available() and sampling.takes(logits)):
         return sample_with_torch(logits, sequences)
     choices = [_choice(s) for s in sequences]
+    masks = [s.mask for s in sequences]
     held = [s.stop_ids and len(s.token_ids) < s.min_tokens_total for s in sequences]
-    if all(c.is_plain for c in choices) and not any(held):
+    if all(c.is_plain for c in choices) and not any(held) and not any(masks):
         return Sampled(sampling.argmax(logits), None)
     plans = sampling.plans(len(choices))
-    for i, (choice, sequence) in enumerate(zip(choices, sequences, strict=True)):
-        choice.pack(plans, i, sequence.token_ids, bool(held[i]))
+    for i, (choice, sequence, mask) in enumerate(zip(choices, sequences, masks, strict=True)):
+        if mask is None:
+            choice.pack(plans, i, sequence.token_ids, bool(held[i]))
+        else:  # it knows what is held
+            choice.pack(plans, i, sequence.token_ids, False, mask.address)
     drawn = sampling.draw(logits, plans)
     logprobs = _described(choices, drawn) if any(c.has_logprobs for c in choices) else None
     return Sampled(drawn["token"].tolist(), logprobs)
@@ -122,7 +126,7 @@ def _splitmix(x: _UInt64s) -> _UInt64s:
 
 
 def _adjust(logits: Tensor, sequences: SequenceOf[Sequence]) -> None:
-    """Penalties, biases and forbidden ends, in place, on the rows that ask for them."""
+    """Penalties, biases, masks and forbidden ends, in place, on the rows that ask for them."""
     for i, sequence in enumerate(sequences):
         params = sequence.request.params
         if params.has_penalties:
@@ -130,7 +134,11 @@ def _adjust(logits: Tensor, sequences: SequenceOf[Sequence]) -> None:
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias))
             logits[i, ids] += torch.tensor(list(params.logit_bias.values()))
-        if len(sequence.token_ids) < sequence.min_tokens_total and sequence.stop_ids:
+        if sequence.mask is not None:
+            bits = np.unpackbits(sequence.mask.bits.view(np.uint8), bitorder="little")
+            allowed = torch.from_numpy(bits[: logits.shape[1]].view(np.bool_)).to(logits.device)
+            logits[i].masked_fill_(~allowed, float("-inf"))
+        elif len(sequence.token_ids) < sequence.min_tokens_total and sequence.stop_ids:
             logits[i, list(sequence.stop_ids)] = float("-inf")
 
 

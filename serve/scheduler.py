@@ -23,7 +23,7 @@ from serve.order import Order
 from serve.plan import SchedulerLimits, StepPlan, plan_of
 from serve.prefix_use import PrefixUse
 from serve.request import FinishReason
-from serve.sequence import PENDING_TOKEN, Sequence, SequenceStatus
+from serve.sequence import PENDING_TOKEN, Sequence, SequenceStatus, ending
 from serve.steady import look_through
 from serve.step_draft import StepDraft
 from serve.step_time import StepWork
@@ -336,7 +336,8 @@ class Scheduler:
         for sequence, token in zip(plan.sequences[:num_decodes], next_token, strict=False):
             sequence.num_computed_tokens = num_computed = sequence.num_computed_tokens + 1
             sequence.token_ids.append(token)
-            if num_computed >= sequence.steady_until or token in sequence.stop_ids:
+            is_due = num_computed >= sequence.steady_until or token in sequence.stop_ids
+            if is_due or sequence.mask is not None:
                 self._settle(sequence, token, finished)
         for place in range(num_decodes, len(plan.sequences)):
             sequence = plan.sequences[place]
@@ -354,14 +355,13 @@ class Scheduler:
         """Its rows are computed, and with them this token (PENDING_TOKEN: none)."""
         if sequence.num_computed_tokens >= sequence.remember_at:
             self.prefixes.remember(sequence, sequence.num_computed_tokens)
-        has_token = token != PENDING_TOKEN
-        length = len(sequence.token_ids) if has_token else sequence.num_computed_tokens
-        if has_token and token in sequence.stop_ids and length > sequence.min_tokens_total:
-            sequence.stop_token = token
-            self._finish(sequence, FinishReason.STOP)
-        elif length >= sequence.max_tokens_total:
-            self._finish(sequence, FinishReason.LENGTH)
-        if sequence.is_finished:
+        if token != PENDING_TOKEN:
+            reason = ending(sequence, token)
+        else:  # only the prompt is wanted of some
+            is_over = sequence.num_computed_tokens >= sequence.max_tokens_total
+            reason = FinishReason.LENGTH if is_over else None
+        if reason is not None:
+            self._finish(sequence, reason)
             finished.append(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> bool:

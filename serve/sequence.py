@@ -15,6 +15,7 @@ from serve.request import FinishReason, Request
 
 if TYPE_CHECKING:
     from memory.kv_range import Range
+    from serve.token_mask import SequenceMask
 
 
 PENDING_TOKEN = -1
@@ -66,6 +67,8 @@ class Sequence:
     output: object = None  # pool 3's state; opaque here
     history: object = None  # the sampler's; opaque here
     prompt_rows: PromptOutputs | None = None  # what is to be known of the prompt's own rows
+    mask: SequenceMask | None = None  # of the tokens that may come next; None: all may
+    error: str | None = None  # with finish_reason ERROR, if the sequence itself is the cause
 
     @property
     def num_tokens(self) -> int:
@@ -118,3 +121,18 @@ def make_sequences(
         )
         for index in range(params.n)
     ]
+
+
+def ending(sequence: Sequence, token: int, length: int | None = None) -> FinishReason | None:
+    """Whether this token, its newest known one, ends it. length: tokens with it; None: all."""
+    length = len(sequence.token_ids) if length is None else length
+    if token in sequence.stop_ids and length > sequence.min_tokens_total:
+        sequence.stop_token = token
+        return FinishReason.STOP
+    if sequence.mask is not None:
+        reason = sequence.mask.ending(sequence.token_ids)
+        if reason is not None:
+            sequence.error = sequence.mask.error
+            sequence.stop_token = token if sequence.mask.is_end(token) else None
+            return reason
+    return FinishReason.LENGTH if length >= sequence.max_tokens_total else None

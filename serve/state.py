@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from serve.output import RequestTimes, Sink
 from serve.prompt_outputs import PoolingParams
-from serve.request import SamplingParams
+from serve.request import RequestMetrics, SamplingParams
 from serve.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,16 @@ class RequestState:
         self.times = RequestTimes(now_s)
         self.sequences: list[Sequence] = []
         self.is_aborted = False
+
+    def metrics(self) -> RequestMetrics:
+        """From any thread: while it runs, the counts may be a step old."""
+        sequences = self.sequences
+        return replace(
+            self.times.metrics(),
+            num_prompt_tokens=sequences[0].num_prompt_tokens if sequences else 0,
+            num_output_tokens=sum(s.num_output_tokens for s in sequences),
+            finish_reasons=tuple(s.finish_reason.value for s in sequences if s.finish_reason),
+        )
 
     def tell(self, act: Callable[[], None]) -> None:
         """A consumer's own fault is logged and harms nobody else."""

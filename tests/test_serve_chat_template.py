@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -200,11 +201,17 @@ def test_a_template_that_eats_memory(make: Any) -> None:
     assert template.render([]) == "fine"
 
 
+def _child(template: ChatTemplate) -> subprocess.Popen[bytes]:
+    child = template._worker._child
+    assert child is not None
+    return child.process
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_child_that_is_gone_or_frozen_is_replaced(make: Any, number: int) -> None:
     template = make("fine", timeout_s=0.3)
     assert template.render([]) == "fine"
-    os.kill(template._worker._process.pid, number)
+    os.kill(_child(template).pid, number)
     if number == signal.SIGSTOP:
         with pytest.raises(RequestError):
             template.render([])
@@ -238,11 +245,10 @@ def test_many_threads(templates: dict[str, ChatTemplate]) -> None:
 
 def test_close_reaps_the_child() -> None:
     template = ChatTemplate("x", special_tokens={})
-    worker = template._worker
-    assert worker is not None
+    process = _child(template)
     template.close()
     template.close()
-    assert worker._process.returncode is not None
+    assert process.returncode is not None
     with pytest.raises(EngineStoppedError):
         template.render([])
 

@@ -23,6 +23,7 @@ from serve.units import format_size
 
 # A valid value that is not the default, where its kind alone does not give one.
 VALUES: dict[str, Any] = {
+    "cors_origins": ["https://a.example", "http://localhost:3000"],
     "host": "localhost",
     "kv_group": 32,
     "kv_page_bytes": 65536,

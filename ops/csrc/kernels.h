@@ -162,6 +162,7 @@ struct Draw {
   const int32_t* bias_tokens;
   const float* biases;
   const int32_t* forbidden;
+  const uint32_t* mask;  // a bit for each token that may come; null: all may
   float temperature;  // 0: the largest logit
   float min_p, repetition, presence, frequency;
   int32_t top_k;

@@ -424,9 +424,27 @@ bool are_tokens(const Token* tokens, int count, int size) {
   return true;
 }
 
-bool is_adjusted(const Draw& plan) { return plan.num_tokens || plan.num_biases || plan.num_forbidden; }
+bool is_adjusted(const Draw& plan) {
+  return plan.num_tokens || plan.num_biases || plan.num_forbidden || plan.mask;
+}
 
-// Penalties, biases, forbidden tokens. False, and nothing done, if one is not in the vocabulary.
+// Minus infinity where the mask has no bit. Mostly words are all zeros or all ones.
+void apply_mask(float* x, int size, const uint32_t* mask) {
+  constexpr float NEVER = -std::numeric_limits<float>::infinity();
+  for (int begin = 0; begin < size; begin += 32) {
+    const uint32_t word = mask[begin / 32];
+    if (word == ~0u) continue;
+    const int count = std::min(32, size - begin);
+    if (word == 0) {
+      std::fill_n(x + begin, count, NEVER);
+      continue;
+    }
+    for (int i = 0; i < count; i++) x[begin + i] = word >> i & 1 ? x[begin + i] : NEVER;
+  }
+}
+
+// Penalties, biases, forbidden tokens, mask. False, and nothing done, if a token is not in the
+// vocabulary.
 bool adjust(float* x, int size, const Draw& plan) {
   const int num_output = plan.num_tokens ? plan.num_tokens - plan.num_prompt : 0;
   const int64_t* output = num_output ? plan.tokens + plan.num_prompt : nullptr;
@@ -442,6 +460,7 @@ bool adjust(float* x, int size, const Draw& plan) {
     for (int i = 0; i < num_output; i++) x[output[i]] -= plan.frequency;
   change_each(x, plan.bias_tokens, plan.num_biases, [&](float v, int i) { return v + plan.biases[i]; });
   for (int i = 0; i < plan.num_forbidden; i++) x[plan.forbidden[i]] = -std::numeric_limits<float>::infinity();
+  if (plan.mask) apply_mask(x, size, plan.mask);
   return true;
 }
 

@@ -7,10 +7,11 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from serve.errors import GenerationError, MemoryLostError
+from serve.errors import GenerationError, MemoryLostError, RequestError
 from serve.http.errors import draining
 from serve.recovery import NO_MEMORY
 from serve.request import FinishReason, Request, TokenDelta
+from serve.token_mask import REQUEST_FAULTS
 
 if TYPE_CHECKING:
     from serve.engine import RequestStream
@@ -82,7 +83,7 @@ class Generation:
         """(choice, delta) in order of arrival. Raises for sequences that did not end well."""
         if len(self._streams) == 1:
             async for delta in self._streams[0]:
-                yield delta.index, _checked(delta)
+                yield delta.index, checked(delta)
             return
         queue: asyncio.Queue[tuple[int, TokenDelta] | Exception | None] = asyncio.Queue(
             CHOICES_IN_FLIGHT * len(self._streams)
@@ -100,7 +101,7 @@ class Generation:
                 elif isinstance(item, Exception):
                     raise item
                 else:
-                    yield item[0], _checked(item[1])
+                    yield item[0], checked(item[1])
         finally:
             for pump in pumps:
                 pump.cancel()
@@ -120,11 +121,13 @@ async def _pump(
         await queue.put(None)
 
 
-def _checked(delta: TokenDelta) -> TokenDelta:
+def checked(delta: TokenDelta) -> TokenDelta:
     """Only the server aborts a sequence whose client still listens."""
     if delta.finish_reason is FinishReason.ERROR:
         if delta.error in NO_MEMORY:
             raise MemoryLostError(delta.error)
+        if delta.error in REQUEST_FAULTS:
+            raise RequestError(delta.error, code="invalid_schema")
         raise GenerationError(delta.error or "the engine failed")
     if delta.finish_reason is FinishReason.ABORT:
         raise draining()

@@ -26,6 +26,7 @@ MEANINGS = {
     500: "A fault of the server; its log has the request id.",
     503: "Loading, overloaded or stopping; Retry-After says when to come again.",
     504: "The answer was not there in time.",
+    529: "Overloaded, as Anthropic's API says it; Retry-After says when to come again.",
 }
 EVERYWHERE = (400, 431, 500, 503)
 WITH_KEY = (401, 403, 429)
@@ -93,6 +94,11 @@ def _operation(route: Route, method: str, model: str, has_argument: bool) -> dic
         | {str(status): _error(status, said.error or ERROR) for status in sorted(statuses)},
         "security": [] if route.is_public else [{}, {"bearer": []}, {"x-api-key": []}],
     }
+    if said.query:
+        operation["parameters"] = [
+            {"name": name, "in": "query", "required": False, "schema": schema}
+            for name, schema in said.query.items()
+        ]
     if said.body is not None:
         operation["requestBody"] = {
             "required": True,
@@ -123,7 +129,7 @@ def _answer(said: Operation) -> dict[str, Any]:
 
 def _error(status: int, schema: Schema) -> dict[str, Any]:
     return {
-        "description": MEANINGS[status],
+        "description": MEANINGS.get(status, "An error."),
         "content": {"application/json": {"schema": schema}},
         "headers": _HEADERS,
     }

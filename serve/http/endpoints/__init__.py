@@ -6,6 +6,7 @@ from serve.http.context import ApiContext, Route
 from serve.http.endpoints import (
     chat,
     completions,
+    embeddings,
     health,
     messages,
     models,
@@ -22,6 +23,7 @@ ENDPOINTS = (
     chat.routes,
     responses.routes,
     messages.routes,
+    embeddings.routes,
     tokenize.routes,
     page.routes,
 )

@@ -1,0 +1,81 @@
+"""The masks of a request's sequences: from structured, allowed_token_ids and bad_words."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
+
+from serve.request import Request, SamplingParams
+from serve.token_mask import BadWords, Matcher, SequenceMask, bits_of
+from serve.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from serve.grammar import GrammarCompiler
+
+
+class MaskMaker:
+    """Of one engine. Any thread. vocab_size: width of the logits."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]
+    ) -> None:
+        self._compiler: GrammarCompiler | None = None
+        self._lock = threading.Lock()
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = frozenset(eos_token_ids)
+
+    def is_slow(self, params: SamplingParams) -> bool:
+        """Whether make() has to compile something."""
+        structured, compiler = params.structured, self._compiler
+        if structured is None:
+            return False
+        return compiler is None or not compiler.knows(structured)
+
+    @property
+    def compiler(self) -> GrammarCompiler:
+        """Made when it is needed: importing its library takes 70 ms."""
+        with self._lock:
+            if self._compiler is None:
+                from serve.grammar import GrammarCompiler
+
+                self._compiler = GrammarCompiler(self._tokenizer, self._vocab_size, self._eos_ids)
+            return self._compiler
+
+    def make(self, request: Request) -> list[SequenceMask] | None:
+        """One for each of its n sequences; None if all tokens may come. RequestError."""
+        params = request.params
+        allowed, words = params.allowed_token_ids, params.bad_words
+        if params.structured is None and allowed is None and not words:
+            return None
+        size = self._vocab_size
+        matcher = None
+        if params.structured is not None:
+            matcher = Matcher(self.compiler.compile(params.structured))
+        bits = None if allowed is None else bits_of(allowed, size)
+        bad_words = BadWords(self._spellings(words), size) if words else None
+        stops = frozenset(params.stop_ids)
+        return [
+            SequenceMask(
+                size,
+                num_prompt=len(request.prompt_token_ids),
+                matcher=None if matcher is None else matcher.copy(),
+                allowed=bits,
+                bad_words=bad_words,
+                eos_ids=self._eos_ids,
+                stop_ids=stops if params.ignore_eos else stops | self._eos_ids,
+                min_output=params.min_tokens,
+            )
+            for _ in range(params.n)
+        ]
+
+    def _spellings(self, words: Iterable[str]) -> set[tuple[int, ...]]:
+        """The tokens of each word at the beginning of a text and behind a space."""
+        encode = self._tokenizer.encode_plain
+        spellings = (text for word in words for text in (word.lstrip(), " " + word.lstrip()))
+        return {tuple(encode(text)) for text in spellings}
+
+    def close(self) -> None:
+        if self._compiler is not None:
+            self._compiler.close()

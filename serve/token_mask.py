@@ -1,0 +1,229 @@
+"""Which tokens a sequence may have next: a bit for each, a pure function of its tokens so far.
+
+Steps are computed again, cut and taken back, so nothing here counts calls: a matcher follows the
+tokens that are there, and goes back where some have gone. What goes wrong in it ends its own
+sequence. Knows no device and no engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from serve.request import FinishReason
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+logger = logging.getLogger(__name__)
+
+Bits = npt.NDArray[np.uint32]
+
+TOO_COMPLEX = "structured: the grammar is too complex for this text"
+NOTHING_ALLOWED = "structured, allowed_token_ids and bad_words leave no token"
+REQUEST_FAULTS = frozenset({TOO_COMPLEX, NOTHING_ALLOWED})
+"""Errors of a sequence that are its request's fault, not the engine's."""
+
+# Tokens that may have been replaced since they were seen: those of two steps in flight, and more.
+_LOOK_BACK = 16
+
+
+def num_words(vocab_size: int) -> int:
+    return (vocab_size + 31) // 32
+
+
+def bits_of(token_ids: Iterable[int], vocab_size: int) -> Bits:
+    """[words] with these bits set; ids beyond the vocabulary are left out."""
+    bits = np.zeros(num_words(vocab_size), dtype=np.uint32)
+    ids = np.array([t for t in token_ids if 0 <= t < vocab_size], dtype=np.int64)
+    np.bitwise_or.at(bits, ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))
+    return bits
+
+
+class Matcher:
+    """A grammar's matcher that follows a sequence's output."""
+
+    def __init__(self, start: LLMatcher) -> None:
+        """start: at the beginning of the text; it stays there."""
+        self._start = start
+        self._matcher = start.deep_copy()
+        self._seen: list[int] = []  # of them the matcher has the first _num_taken
+        self._num_taken = 0
+
+    def copy(self) -> Matcher:
+        """At the beginning of the text."""
+        return Matcher(self._start)
+
+    def follow(self, token_ids: Sequence[int], begin: int, end: int) -> None:
+        """The output is token_ids[begin:end]."""
+        keep = self._num_alike(token_ids, begin, end)
+        if keep < self._num_taken:
+            self._go_back(keep)
+        self._seen[keep:] = token_ids[begin + keep : end]
+        while self._num_taken < len(self._seen) and not self._matcher.is_stopped():
+            self._matcher.consume_token(self._seen[self._num_taken])
+            self._num_taken += 1
+
+    def _num_alike(self, token_ids: Sequence[int], begin: int, end: int) -> int:
+        """Tokens at the beginning that have been seen."""
+        keep = min(len(self._seen), end - begin)
+        for place in range(max(0, keep - _LOOK_BACK), keep):
+            if self._seen[place] != token_ids[begin + place]:
+                return place
+        return keep
+
+    def _go_back(self, keep: int) -> None:
+        if not self._matcher.is_error() and self._matcher.rollback(self._num_taken - keep):
+            self._num_taken = keep
+        else:
+            self._matcher, self._num_taken = self._start.deep_copy(), 0
+
+    @property
+    def is_accepting(self) -> bool:
+        """The text so far is whole."""
+        return self._matcher.is_accepting()
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing can follow."""
+        return self._matcher.is_stopped()
+
+    @property
+    def error(self) -> str:
+        return self._matcher.get_error() if self._matcher.is_error() else ""
+
+    def fill(self, bits: Bits) -> None:
+        """The tokens that may follow; ends among them where the text may end."""
+        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+
+
+class BadWords:
+    """Forbids the last token of a word whose other tokens have just come."""
+
+    def __init__(self, words: Iterable[Sequence[int]], vocab_size: int) -> None:
+        words = [tuple(word) for word in words if word]
+        self.single = bits_of([word[0] for word in words if len(word) == 1], vocab_size)
+        self._longer = [(word[:-1], word[-1]) for word in words if len(word) > 1]
+
+    def forbidden(self, token_ids: Sequence[int], begin: int, end: int) -> list[int]:
+        """Beside the single ones, where the output is token_ids[begin:end]."""
+        return [
+            last
+            for head, last in self._longer
+            if end - len(head) >= begin and tuple(token_ids[end - len(head) : end]) == head
+        ]
+
+
+class SequenceMask:
+    """The mask of one sequence: at `address` when fill() has been called, until its next call."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        num_prompt: int,
+        matcher: Matcher | None = None,
+        allowed: Bits | None = None,
+        bad_words: BadWords | None = None,
+        eos_ids: frozenset[int] = frozenset(),
+        stop_ids: frozenset[int] = frozenset(),
+        min_output: int = 0,
+    ) -> None:
+        """allowed: no other token comes. stop_ids: tokens that end the sequence once it has
+        min_output tokens, eos_ids among them unless they are ignored."""
+        self.error: str | None = None
+        self._num_prompt = num_prompt
+        self._matcher = matcher
+        self._bad_words = bad_words
+        self._stops = bits_of(stop_ids, vocab_size)
+        self._ends = bits_of(stop_ids | eos_ids, vocab_size)
+        self._min_output = min_output
+        self._whole = bits_of(range(vocab_size), vocab_size)
+        self._allowed = self._whole if allowed is None else allowed
+        # one more than there are logits: a matcher may have an end that no token stands for
+        self._buffer = np.zeros(num_words(vocab_size + 1), dtype=np.uint32)
+        self.bits = self._buffer[: num_words(vocab_size)]
+        self.address = self.bits.ctypes.data
+
+    def fill(self, token_ids: Sequence[int]) -> None:
+        """For the token after these, prompt first. Never raises: see error."""
+        if self.error is None:
+            self._guarded(lambda: self._fill(token_ids))
+        if self.error is not None:
+            self.bits[:] = self._whole  # what comes is not shown to anybody
+
+    def ending(self, token_ids: Sequence[int]) -> FinishReason | None:
+        """Whether the sequence ends with these: its text is whole and nothing can follow, or
+        something is wrong (see error)."""
+        matcher = self._matcher
+        if matcher is not None and self.error is None:
+            self._guarded(lambda: self._follow(matcher, token_ids))
+        if self.error is not None:
+            return FinishReason.ERROR
+        return FinishReason.STOP if matcher is not None and matcher.is_over else None
+
+    def is_end(self, token: int) -> bool:
+        """Whether it is one of those that stand for no text but for its end."""
+        return bool(self._ends[token >> 5] >> (token & 31) & 1)
+
+    def _guarded(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            # the library's panics are not Exceptions
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            logger.exception("a token mask failed")
+            self.error = f"{type(error).__name__} in the token mask"
+
+    def _follow(self, matcher: Matcher, token_ids: Sequence[int]) -> int:
+        """Returns where the known tokens end."""
+        end = len(token_ids)
+        while end > self._num_prompt and token_ids[end - 1] < 0:
+            end -= 1  # only the device knows it
+        matcher.follow(token_ids, self._num_prompt, end)
+        self._look_for_error(matcher)
+        return end
+
+    def _look_for_error(self, matcher: Matcher) -> None:
+        if matcher.error:
+            logger.info("a grammar ended its sequence: %s", matcher.error)
+            self.error = TOO_COMPLEX
+
+    def _fill(self, token_ids: Sequence[int]) -> None:
+        end, bits, matcher = len(token_ids), self.bits, self._matcher
+        if matcher is None:
+            bits[:] = self._allowed
+        else:
+            end = self._follow(matcher, token_ids)
+            matcher.fill(self._buffer)
+            self._look_for_error(matcher)
+            bits &= self._allowed
+            self._place_ends(matcher.is_accepting)
+        if self._bad_words is not None:
+            bits &= ~self._bad_words.single
+            for token in self._bad_words.forbidden(token_ids, self._num_prompt, end):
+                bits[token >> 5] &= ~np.uint32(1 << (token & 31))
+        is_held = end - self._num_prompt < self._min_output
+        if matcher is not None:
+            self._hold_back(self._ends if is_held else self._ends & ~self._stops)
+        elif is_held:
+            bits &= ~self._stops
+        if self.error is None and not bits.any():
+            self.error = NOTHING_ALLOWED
+
+    def _place_ends(self, is_accepting: bool) -> None:
+        if is_accepting:
+            self.bits |= self._stops
+        else:
+            self.bits &= ~self._ends
+
+    def _hold_back(self, ends: Bits) -> None:
+        """Where the grammar lets nothing but an end follow, it ends all the same."""
+        left = self.bits & ~ends
+        if left.any():
+            self.bits[:] = left
