@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from memory.kv_range import PrefixHit
 from memory.split_kv import Books
+from serve.config import MEMORY_POLICIES
 from serve.future_memory import Entry, Future
 from serve.length_predictor import (
     Coverage,
@@ -374,7 +375,7 @@ class PredictedPeak(FuturePeak):
         return p50, p90
 
 
-POLICIES = ("predicted", "worst_case", "prompt_only")
+POLICIES = MEMORY_POLICIES
 
 
 def make_policy(

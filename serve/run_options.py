@@ -13,13 +13,13 @@ from serve.config import (
     DTYPES,
     KV_DTYPES,
     LOAD_FORMATS,
+    MEMORY_POLICIES,
     MEMORY_PREFILLS,
     MEMORY_WIRES,
+    ORDERS,
     PARTITIONS,
 )
 from serve.http.settings import LOG_FORMATS, UNKNOWN_FIELDS
-from serve.memory_policy import POLICIES
-from serve.orders import ORDERS
 
 SERVER = "Server"
 SECURITY = "Security"
@@ -104,9 +104,7 @@ ENGINE_OPTIONS: dict[str, Option] = {
         metavar="SECONDS",
     ),
     "max_num_waiting": Option(SCHEDULING, "Requests that may wait."),
-    "order": Option(
-        SCHEDULING, "Who is next: fcfs, priority, mlfq or fair.", choices=tuple(ORDERS)
-    ),
+    "order": Option(SCHEDULING, "Who is next: fcfs, priority, mlfq or fair.", choices=ORDERS),
     "kv_cache_bytes": Option(
         MEMORY,
         "Most K/V memory, such as 2GiB; by default 40 % of what is free, on a GPU the rest.",
@@ -123,7 +121,7 @@ ENGINE_OPTIONS: dict[str, Option] = {
         MEMORY, "Most that --kv-cache-dir holds of a model; by default 16GiB.", is_size=True
     ),
     "memory_policy": Option(
-        MEMORY, "Admission: predicted, worst_case or prompt_only.", choices=tuple(POLICIES)
+        MEMORY, "Admission: predicted, worst_case or prompt_only.", choices=MEMORY_POLICIES
     ),
     "memory_nodes": Option(
         NODES, "Addresses with commas between: K/V and attention go there.", metavar="URL,URL"

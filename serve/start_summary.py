@@ -86,7 +86,7 @@ def _memory(engine: Engine, kv: Books) -> str:
     stats = engine.stats()
     total = stats.pages_total * stats.kv_page_bytes
     length = min(USER_TOKENS, kv.max_model_len)
-    where = f" on {stats.memory_nodes} memory nodes" if stats.memory_nodes else ""
+    where = f" on memory nodes ({stats.memory_nodes})" if stats.memory_nodes else ""
     return (
         f"K/V {format_memory(total)}{where}: {total // stats.kv_bytes_per_token:,} tokens,"
         f" {stats.pages_total // kv.pages_for(length):,} users with {length:,} each"

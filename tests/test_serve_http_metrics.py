@@ -108,6 +108,8 @@ def test_times_of_a_request_add_up() -> None:
         port = int(server.url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head.encode() + body[:9])
+        while not server.app.context.calls:
+            await asyncio.sleep(0.001)
         await asyncio.sleep(0.15)
         writer.write(body[9:])
         assert await reader.readexactly(12) == b"HTTP/1.1 200"
@@ -187,6 +189,7 @@ def test_vllm_names_can_be_left_out() -> None:
     with_server(check, vllm_metrics=False)
 
 
+@pytest.mark.row("A11")
 def test_a_port_of_its_own() -> None:
     async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
         async with session.get("/metrics") as response:

@@ -179,3 +179,19 @@ def test_the_version_and_a_slip() -> None:
     slip = CliRunner().invoke(app, ["rnu"])
     assert slip.exit_code == 2
     assert "Did you mean 'run'?" in slip.output
+
+
+def test_the_shell_completes_values() -> None:
+    words = {"COMP_WORDS": "serve run --dtype i", "COMP_CWORD": "3"}
+    result = CliRunner().invoke(
+        app, prog_name="serve", env={"_SERVE_COMPLETE": "complete_bash", **words}
+    )
+    assert result.stdout.split() == ["int8", "int4"]
+
+
+def test_more_kv_memory_than_there_is_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("serve.kv_sizes.available_memory", lambda: 1 << 20)
+    started(HttpSettings(port=0), model=str(checkpoint("llama")), kv_cache_bytes=3 << 20)
+    assert "kv_cache_bytes 3 MiB is more than the 1 MiB that are free now" in caplog.text

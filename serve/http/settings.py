@@ -113,6 +113,10 @@ class HttpSettings:
             raise ConfigError(text)
         if not self.host:
             raise ConfigError("host must be a name or an address, not empty")
+        try:
+            self.host.encode("idna")
+        except UnicodeError as error:
+            raise ConfigError("host is no name or address: a part of it is too long") from error
         if not self.drain_s >= 0:
             raise ConfigError(f"drain_s must be a number of seconds from 0 on, not {self.drain_s}")
         for name in _POSITIVE:
