@@ -109,7 +109,13 @@ class EngineCore:
         self._compile = tokenize or ThreadPoolExecutor(1, "mergestep-compile")
         self._compute = compute
         self.view = CoreView(
-            scheduler, self._steps, meter, self._tokenize_meter, self._inbox.qsize, self._output
+            scheduler,
+            self._steps,
+            meter,
+            self._tokenize_meter,
+            self._inbox.qsize,
+            self._output,
+            masks,
         )
 
     def _make_recovery(self, nodes: NodeSet) -> MemoryRecovery:
