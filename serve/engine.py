@@ -153,7 +153,7 @@ class Engine:
 
     def trace_steps(self, max_steps: int = 1 << 20) -> StepTrace:
         """What every step from now on computes; the last max_steps are kept. 0: ends the trace."""
-        return self.loaded.core.trace_steps(max_steps)
+        return self.loaded.core.view.traces.measure(max_steps)
 
     def submit(
         self,
