@@ -13,6 +13,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from serve.errors import RequestError
+from serve.schema_ends import has_end
 from serve.structured_output import StructuredOutput
 
 MAX_SOURCE_BYTES = 128 << 10
@@ -97,6 +98,8 @@ def _schema(source: str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise invalid("must be a schema that is an object")
     check_schema(schema)
+    if not has_end(schema):
+        raise invalid("is a schema that requires itself: no text that ends fulfils it")
     return schema
 
 

@@ -23,7 +23,7 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-5
 MAX_LOGIT_BIAS = 1024
-MAX_ALLOWED_TOKEN_IDS = 1 << 17
+MAX_ALLOWED_TOKEN_IDS = 1 << 16
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_LENGTH = 256
 SEED_LIMIT = 1 << 63
@@ -217,8 +217,9 @@ class SamplingParams:
                 param="allowed_token_ids",
             )
         _check_length("allowed_token_ids", allowed, MAX_ALLOWED_TOKEN_IDS)
-        for token in allowed:
-            _check_int("allowed_token_ids", token, 0, 1 << 31)
+        if not all(type(token) is int and 0 <= token < 1 << 31 for token in allowed):
+            for token in allowed:  # which one, and what is wrong with it
+                _check_int("allowed_token_ids", token, 0, 1 << 31)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

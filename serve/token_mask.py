@@ -93,8 +93,12 @@ class Matcher:
         return self._matcher.is_stopped()
 
     @property
-    def error(self) -> str:
-        return self._matcher.get_error() if self._matcher.is_error() else ""
+    def is_error(self) -> bool:
+        return self._matcher.is_error()
+
+    @property
+    def stop_reason(self) -> str:
+        return self._matcher.stop_reason()
 
     def fill(self, bits: Bits) -> None:
         """The tokens that may follow; ends among them where the text may end."""
@@ -190,8 +194,8 @@ class SequenceMask:
         return end
 
     def _look_for_error(self, matcher: Matcher) -> None:
-        if matcher.error:
-            logger.info("a grammar ended its sequence: %s", matcher.error)
+        if matcher.is_error:
+            logger.info("a grammar ended its sequence: %s", matcher.stop_reason)
             self.error = TOO_COMPLEX
 
     def _fill(self, token_ids: Sequence[int]) -> None:
