@@ -89,7 +89,9 @@ def _json_grammar(schema: dict[str, Any]) -> str:
 def _parsed(source: str) -> Any:
     try:
         return json.loads(source)
-    except (ValueError, RecursionError):
+    except RecursionError:
+        raise invalid(f"is nested deeper than {MAX_DEPTH}") from None
+    except ValueError:
         raise invalid("is not JSON that can be read") from None
 
 
