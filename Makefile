@@ -34,6 +34,7 @@ test-faults: $(VENV)/.dev
 FUZZ_SECONDS ?= 150
 fuzz: $(VENV)/.dev
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
+	$(BIN)/python -m tests.fuzz.described --seconds $(FUZZ_SECONDS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -205,7 +205,7 @@ ServerModel = Annotated[
 ApiKeyFile = Annotated[
     Path | None,
     typer.Option(
-        help="A file with the key of --url; OPENAI_API_KEY by default.",
+        help="A file with the key of --url; MERGESTEP_API_KEY or OPENAI_API_KEY by default.",
         rich_help_panel=_TARGET,
         show_default=False,
     ),

@@ -18,15 +18,15 @@ from ops import native
 
 # kernels.h: struct Draw and struct Drawn
 _DRAW = struct.Struct("=QQdQQQQQfffffiiiiii4x")
-_TOP = 20
-_DRAWN = np.dtype(
+MAX_TOP = 20
+DRAWN = np.dtype(
     [
         ("token", np.int32),
         ("rank", np.int32),
         ("num_top", np.int32),
         ("logprob", np.float32),
-        ("top_tokens", np.int32, _TOP),
-        ("top_logprobs", np.float32, _TOP),
+        ("top_tokens", np.int32, MAX_TOP),
+        ("top_logprobs", np.float32, MAX_TOP),
     ]
 )
 _MASK64 = (1 << 64) - 1
@@ -94,7 +94,7 @@ class Choice:
         forbidden: Collection[int] = (),
         num_logprobs: int | None = None,
     ) -> None:
-        assert num_logprobs is None or 0 <= num_logprobs <= _TOP, f"{num_logprobs=}"
+        assert num_logprobs is None or 0 <= num_logprobs <= MAX_TOP, f"{num_logprobs=}"
         assert temperature >= 0, f"{temperature=}"
         self.has_penalties = repetition != 1.0 or presence != 0.0 or frequency != 0.0
         self.has_logprobs = num_logprobs is not None
@@ -160,12 +160,31 @@ def draw(logits: Tensor, packed: bytearray) -> Drawn:
     assert takes(logits), f"{logits.dtype} {logits.stride()}"
     rows, size = logits.shape
     assert len(packed) == rows * _DRAW.size, f"{len(packed)} bytes for {rows} rows"
-    out = np.zeros(rows, dtype=_DRAWN)
+    out = np.zeros(rows, dtype=DRAWN)
     if rows:
         library = native.library()
-        assert (_DRAW.size, _DRAWN.itemsize) == (library.DRAW_BYTES, library.DRAWN_BYTES)
+        assert (_DRAW.size, DRAWN.itemsize) == (library.DRAW_BYTES, library.DRAWN_BYTES)
         plan = np.frombuffer(packed, dtype=np.uint8)
         stride, to = logits.stride(0), out.ctypes.data
         if not library.sample(logits.data_ptr(), stride, rows, size, plan.ctypes.data, to):
+            raise IndexError(f"a token id is beyond the vocabulary of {size}")
+    return out
+
+
+def describe(logits: Tensor, tokens: npt.NDArray[np.int32], num_top: int) -> Drawn:
+    """logits: [R, V]; row i is described with tokens[i], with the num_top most likely beside it.
+    IndexError for a token beyond V."""
+    assert takes(logits), f"{logits.dtype} {logits.stride()}"
+    rows, size = logits.shape
+    assert tokens.shape == (rows,) and tokens.dtype == np.int32, f"{tokens.shape}"
+    assert 0 <= num_top <= MAX_TOP, f"{num_top=}"
+    tokens = np.ascontiguousarray(tokens)
+    out = np.zeros(rows, dtype=DRAWN)
+    if rows:
+        library = native.library()
+        assert DRAWN.itemsize == library.DRAWN_BYTES
+        given, to = tokens.ctypes.data, out.ctypes.data
+        stride = logits.stride(0)
+        if not library.describe_tokens(logits.data_ptr(), stride, rows, size, given, num_top, to):
             raise IndexError(f"a token id is beyond the vocabulary of {size}")
     return out

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from serve.config import EngineConfig
-    from serve.engine import Engine, RequestStream
+    from serve.embedding import EmbeddingOutput
+    from serve.engine import Engine
     from serve.llm import LLM
+    from serve.prompt_outputs import PoolingParams
     from serve.request import (
         CompletionOutput,
         FinishReason,
@@ -19,17 +21,20 @@ if TYPE_CHECKING:
         SamplingParams,
         TokenDelta,
     )
+    from serve.request_stream import RequestStream
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "LLM": "serve.llm",
     "CompletionOutput": "serve.request",
+    "EmbeddingOutput": "serve.embedding",
     "Engine": "serve.engine",
     "EngineConfig": "serve.config",
     "FinishReason": "serve.request",
+    "PoolingParams": "serve.prompt_outputs",
     "RequestOutput": "serve.request",
-    "RequestStream": "serve.engine",
+    "RequestStream": "serve.request_stream",
     "SamplingParams": "serve.request",
     "TokenDelta": "serve.request",
 }
@@ -37,9 +42,11 @@ _PUBLIC = {
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "EmbeddingOutput",
     "Engine",
     "EngineConfig",
     "FinishReason",
+    "PoolingParams",
     "RequestOutput",
     "RequestStream",
     "SamplingParams",

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from serve.errors import ContextLengthError, RequestError
+from serve.prompt_outputs import PoolingParams
 from serve.request import Request, SamplingParams
 from serve.tokenizer import Tokenizer
 
@@ -19,7 +20,8 @@ class RequestLimits:
     """max_model_len: tokens of prompt and output together. vocab_size: width of the logits.
 
     max_num_waiting requests beside the max_num_seqs running ones are taken in, and with
-    ttft_slo_s only those whose first token is predicted to come by then.
+    ttft_slo_s only those whose first token is predicted to come by then. embedding_size: the
+    most dimensions of an embedding, if that is known.
     """
 
     max_model_len: int
@@ -27,6 +29,7 @@ class RequestLimits:
     max_num_waiting: int
     max_num_seqs: int
     ttft_slo_s: float | None = None
+    embedding_size: int | None = None
 
 
 def check_request(
@@ -37,14 +40,15 @@ def check_request(
     limits: RequestLimits,
     arrival_s: float,
     client: str | None = None,
+    pooling: PoolingParams | None = None,
 ) -> Request:
     """The request with max_tokens resolved. RequestError or ContextLengthError."""
     vocab_size = limits.vocab_size
     if not isinstance(token_ids, (list, tuple)) or not token_ids:
         raise RequestError("the prompt is empty", param="prompt", code="invalid_prompt")
-    if params.prompt_logprobs is not None:
-        name = "prompt_logprobs"
-        raise RequestError(f"{name} is not supported", param=name, code="unsupported_parameter")
+    size = limits.embedding_size
+    if size is not None and pooling is not None and (pooling.dimensions or 0) > size:
+        raise RequestError(f"an embedding has {size} dimensions", param="dimensions")
     _check_ids("logit_bias", params.logit_bias or {}, vocab_size)
     _check_ids("stop_token_ids", params.stop_ids, vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
@@ -55,7 +59,7 @@ def check_request(
     if params.max_tokens is None:
         most = params.default_max_tokens
         params = params.with_max_tokens(room if most is None else min(room, most))
-    return Request(request_id, prompt, tuple(token_ids), params, arrival_s, client)
+    return Request(request_id, prompt, tuple(token_ids), params, arrival_s, client, pooling)
 
 
 def check_text(text: str, tokenizer: Tokenizer, limits: RequestLimits) -> None:

@@ -20,6 +20,7 @@ from serve.client_key import read_client_key
 from serve.config import DEFAULT_MODEL
 from serve.errors import ConfigError
 from serve.model_files import find_model
+from serve.run_options import SERVER
 
 if TYPE_CHECKING:
     from serve.engine import Engine
@@ -84,7 +85,9 @@ def chat(
             " model's name there."
         ),
     ] = None,
-    url: Annotated[str | None, typer.Option(help="Talk to this server.")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Talk to this server.", rich_help_panel=SERVER)
+    ] = None,
     api_key_file: opt.ClientKeyFile = None,
     message: Annotated[
         str | None, typer.Option("--message", "-m", help="Say this, print the answer, leave.")
@@ -134,7 +137,9 @@ def models(
             show_default="the embedded model and the Hugging Face cache",
         ),
     ] = None,
-    url: Annotated[str | None, typer.Option(help="What this server serves.")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="What this server serves.", rich_help_panel=SERVER)
+    ] = None,
     api_key_file: opt.ClientKeyFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -13,12 +13,13 @@ import typer
 
 from serve.cli_values import parse_size
 from serve.client_key import API_KEY_ENV
-from serve.run_options import ENGINE_OPTIONS, PROCESS_OPTIONS
+from serve.run_options import ENGINE_OPTIONS, PROCESS_OPTIONS, SERVER
 
 
 def of_run(name: str, **more: Any) -> Any:
-    """The same option as `serve run` has, for another command: without its variable and panel."""
+    """The same option as `serve run` has, for another command: without its variable."""
     option = (ENGINE_OPTIONS | PROCESS_OPTIONS)[name]
+    more["rich_help_panel"] = option.panel
     if option.is_size:
         more |= {"parser": parse_size, "metavar": "SIZE"}
     elif option.metavar:
@@ -78,6 +79,7 @@ ClientKeyFile = Annotated[
     typer.Option(
         help=f"A file with the key of --url; {API_KEY_ENV} of the environment by default.",
         show_default=False,
+        rich_help_panel=SERVER,
     ),
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="A few seconds, and no targets.")]

@@ -15,8 +15,17 @@ errors = Console(stderr=True)
 
 
 def warn(message: str) -> None:
-    errors.print("[yellow]warning[/yellow]: ", end="")
-    errors.print(message, markup=False, highlight=False, soft_wrap=True)
+    _say("[yellow]warning[/yellow]", message)
+
+
+def shown(text: str) -> str:
+    """Without what a terminal obeys: names and messages come from files and servers, too."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)
+
+
+def _say(kind: str, message: str) -> None:
+    errors.print(f"{kind}: ", end="")
+    errors.print(shown(message), markup=False, highlight=False, soft_wrap=True)
 
 
 def set_up_logging(level: str) -> None:
@@ -34,9 +43,10 @@ def reported() -> Iterator[None]:
     for cannot be; 1: it failed on the way."""
     try:
         yield
+    except BrokenPipeError:  # of `| head`: typer leaves silently
+        raise
     except (MergestepError, OSError) as exc:
-        errors.print("[red]error[/red]: ", end="")
-        errors.print(plain(exc), markup=False, highlight=False, soft_wrap=True)
+        _say("[red]error[/red]", plain(exc))
         raise typer.Exit(2 if isinstance(exc, ConfigError | RequestError) else 1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

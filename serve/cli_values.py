@@ -6,7 +6,7 @@ import re
 
 import typer
 
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -14,7 +14,7 @@ def parse_size(text: str | int) -> int:
     """ "2GiB", "512M", "1e3"-free plain bytes. K, M, G and T are powers of 1024 here."""
     match = _SIZE.fullmatch(str(text).strip())
     if match is None:
-        raise typer.BadParameter(f"{text!r} is not a size such as 512M or 2GiB")
+        raise typer.BadParameter(f"{str(text)[:40]!r} is not a size such as 512M or 2GiB")
     return int(float(match[1]) * 1024 ** _POWERS[match[2].upper()])
 
 

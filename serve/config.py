@@ -14,12 +14,12 @@ from quant.kv import GROUPS as KV_GROUPS
 from serve.chat_parser import REASONING_PARSERS, TOOL_PARSERS
 from serve.errors import ConfigError
 from serve.length_predictor import LengthPredictor
-from serve.memory_policy import POLICIES as MEMORY_POLICIES
-from serve.orders import ORDERS
 
 DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "nf4", "fp8")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 PARTITIONS = ("auto", "head", "request", "sequence")  # of memory.placement, which needs torch
+MEMORY_POLICIES = ("predicted", "worst_case", "prompt_only")  # of serve.memory_policy
+ORDERS = ("fcfs", "priority", "mlfq", "fair")  # of serve.orders
 MEMORY_PREFILLS = ("local", "remote")
 LOAD_FORMATS = ("safetensors", "random")
 MEMORY_WIRES = ("auto", "float32", "bfloat16", "int8")

@@ -29,6 +29,8 @@ def config_lines(settings: RunSettings) -> Iterator[str]:
 
 def _line(setting: Setting, item: Value) -> str:
     value, origin = item.value, item.origin or "default"
+    if not origin.isprintable():  # a file's name
+        origin = repr(origin)
     if setting.option.is_secret:
         return f"{f'# {setting.name} =':{_COLUMN}} # {origin}: {'hidden' if value else 'none'}"
     if value is None:  # TOML has no word for it

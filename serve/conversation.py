@@ -14,6 +14,7 @@ from serve.chat_parser.description import describe_tools
 from serve.chat_template import (
     CONTINUE,
     ChatTemplate,
+    flatten_content,
     neutralize,
     neutralize_value,
     split_neutralized,
@@ -61,7 +62,8 @@ def encode_chat(
     """Token ids of a conversation. Special tokens come from the template only, never from what
     a client wrote. RequestError for a conversation that the template refuses."""
     if style is not None and not style.has_native_tools:
-        messages, tools = describe_tools(messages, tools, template.source), None
+        flat = [{**item, "content": flatten_content(item.get("content"))} for item in messages]
+        messages, tools = describe_tools(flat, tools, template.source), None
     special = tokenizer.special_token_strings
     safe = neutralize(messages, special)
     if continue_final_message:

@@ -22,6 +22,7 @@ from serve.compute_thread import ComputeThread
 from serve.core_view import CoreView
 from serve.detokenizer import DetokenizerFactory
 from serve.errors import EngineStoppedError, GenerationError
+from serve.heartbeat import Heartbeat
 from serve.intake import Arrival, Encode, Intake
 from serve.mask_maker import MaskMaker
 from serve.meters import PoolMeter, RequestMeter
@@ -29,6 +30,7 @@ from serve.output import OutputProcessor, OutputState, Sink, StepRecord
 from serve.output_thread import OutputThread
 from serve.overload import EarlyRejection
 from serve.pipeline import make_steps
+from serve.prompt_outputs import PoolingParams
 from serve.recovery import MemoryRecovery
 from serve.request import FinishReason, Prompt, Request, SamplingParams
 from serve.runner import Runner
@@ -77,8 +79,7 @@ class EngineCore:
         self._scheduler = scheduler
         self._kv = kv
         self._detokenizers = DetokenizerFactory(tokenizer)
-        self._eos = eos_token_ids
-        self._limits = limits
+        self._eos, self._limits = eos_token_ids, limits
         self._clock = clock
         slo_s = limits.ttft_slo_s
         self._rejection = None if slo_s is None else EarlyRejection(scheduler, slo_s)
@@ -93,6 +94,7 @@ class EngineCore:
         self._output = make_output(
             OutputProcessor(lambda s, why: self._inbox.put(lambda: self._end(s, why)), meter)
         )
+        self.heartbeat = Heartbeat(clock, self._output.is_alive)
         self._steps = make_steps(
             runner,
             scheduler,
@@ -126,7 +128,7 @@ class EngineCore:
     def submit(
         self,
         prompt: Prompt | Encode,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         sink: Sink,
         request_id: str | None = None,
         client: str | None = None,
@@ -292,6 +294,7 @@ class EngineCore:
             if idle:
                 self._steps.drain()
                 self._steps.pause()
+                self.heartbeat.rest()
             try:
                 if not idle:
                     message = self._inbox.get_nowait()
@@ -302,12 +305,14 @@ class EngineCore:
             except queue.Empty:
                 if not idle:
                     return True
+                self.heartbeat.begin()
                 if self._recovery is not None:
                     self._recovery.look()
                 self._kv.trim()
                 is_writing = self._kv.prefixes.write_some()
                 trimmed = True
                 continue
+            self.heartbeat.begin()
             if message is None:
                 return False
             message()
@@ -319,6 +324,7 @@ class EngineCore:
             self._wait_for_memory()
             return
         plan = self._scheduler.schedule(now_s)
+        self.heartbeat.begin(0 if plan is None else plan.num_total_rows)
         if plan is not None:
             self._steps.run(plan, now_s)
         elif not self._steps.drain():
@@ -361,10 +367,16 @@ class EngineCore:
             sequence.num_expected_rows = arrival.num_rows if is_alone else 1
             sequence.mask = None if arrival.masks is None else arrival.masks[sequence.index]
             sequence.output = OutputState(
-                request, sequence.index, self._detokenizers, state.sink, state.times
+                request,
+                sequence.index,
+                self._detokenizers,
+                state.sink,
+                state.times,
+                sequence.prompt_rows,
             )
         state.sequences = sequences
-        if request.params.max_tokens == 0 or state.is_aborted:
+        has_work = request.params.max_tokens != 0 or sequences[0].prompt_rows is not None
+        if state.is_aborted or not has_work:
             reason = FinishReason.ABORT if state.is_aborted else FinishReason.LENGTH
             for sequence in sequences:
                 sequence.status = SequenceStatus.FINISHED

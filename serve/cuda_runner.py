@@ -29,6 +29,7 @@ from serve.device_sampler import rows_of, sampled
 from serve.mask_filling import FillingMasks, MaskFiller, has_masks
 from serve.models import Decoder
 from serve.plan import StepPlan
+from serve.prompt_rows import Reading, Wanted, wanted_rows
 from serve.runner import LOOK_EVERY, Closes, StepResult, next_needs
 from serve.sequence import Sequence as Output
 from serve.step_device import Mark, StepDevice, Work
@@ -52,22 +53,25 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Step:
-    """A step from its launch on. ranges: those that it may touch."""
+    """A step from its launch on. ranges: those that it may touch; wanted: of prompts' rows."""
 
     sampled: list[Output]
     sampling: Plan
     ranges: list[Range]
+    wanted: list[Wanted]
     mark: Mark | None = None
     fetched: Fetched | None = None
+    reading: Reading | None = None
 
     def wait(self) -> StepResult:
         assert self.mark is not None
         self.mark.wait()
+        prompts = () if self.reading is None else self.reading.parts()
         if not self.sampled:
-            return StepResult([], [], None)
+            return StepResult([], [], None, prompts)
         assert self.fetched is not None
         found = sampled(self.sampling, self.fetched)
-        return StepResult(self.sampled, found.token_ids, found.logprobs)
+        return StepResult(self.sampled, found.token_ids, found.logprobs, prompts)
 
 
 class CudaRunner:
@@ -185,7 +189,7 @@ class CudaRunner:
         chosen = [s for s, samples in zip(plan.sequences, plan.samples, strict=True) if samples]
         slots = [s.kv_range.index for s in chosen if s.kv_range is not None]
         sampling = self._sampler.plan(rows_of(chosen, slots))
-        step = _Step(chosen, sampling, targets)
+        step = _Step(chosen, sampling, targets, wanted_rows(plan))
         masks = self._masks.begin(plan)
         try:
             step.mark = slot.mark = self._submit(
@@ -255,7 +259,10 @@ class CudaRunner:
         """What the device does, in its order. The masks are made while it runs the model."""
         self._upload(slot, shape)
         graph = self._graphs.get(shape)
-        if graph is None:
+        if step.wanted:  # graphs share their memory: what one computed is gone with the next
+            hidden = self._hidden(shape, chunks)
+            step.reading = Reading(self._model, hidden, step.wanted, self._fetch)
+        elif graph is None:
             self._body(shape, chunks)
         else:
             graph()
@@ -268,6 +275,13 @@ class CudaRunner:
         self._sampler.run(logits, step.sampling.kind)
         step.fetched = self._sampler.fetch(step.sampling.kind, num_sampled)
 
+    def _fetch(self, x: Tensor) -> Tensor:
+        """Starts a copy to the host; torch keeps what is pinned until it has ended."""
+        if self._device.device.type == "cpu":
+            return x
+        copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        return copy.copy_(x, non_blocking=True)
+
     def _upload(self, slot: _Slot, shape: StepShape) -> None:
         size = block_bytes(shape.rows)
         self._block[:size].copy_(slot.rows[:size], non_blocking=True)
@@ -275,12 +289,17 @@ class CudaRunner:
 
     def _body(self, shape: StepShape, chunks: Sequence[Prompt] = ()) -> None:
         """The model on whatever rows the buffers have: the last rows' hidden states."""
+        self._hidden(shape, chunks)
+
+    def _hidden(self, shape: StepShape, chunks: Sequence[Prompt] = ()) -> Tensor:
+        """`_body`, and all rows' hidden states."""
         tokens, positions, slots, sampled = fields(self._block, shape.rows)
         attention = self._attention.view(shape.rows, shape.decodes, shape.has_prompts, chunks)
         ids = self._sampler.input_ids(tokens, slots)
         hidden = self._model.forward(ids, positions, attention)
         count = min(shape.rows, self._shapes.max_sampled)
         torch.index_select(hidden, 0, sampled[:count], out=self._chosen[:count])
+        return hidden
 
     def close(self) -> None:
         self._masks.close()

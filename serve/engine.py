@@ -7,9 +7,7 @@ event loop, at most one wake-up call per step, and lets slow consumers coalesce 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -18,20 +16,21 @@ from serve.chat_parser import ChatFormat
 from serve.chat_template import ChatTemplate
 from serve.config import EngineConfig
 from serve.conversation import encode_chat, make_chat_format, make_chat_template
-from serve.core import EngineCore
+from serve.embedding import EmbeddingOutput, embedding_output
 from serve.errors import EngineStoppedError, RequestError
 from serve.loader import LoadedEngine, load_engine
 from serve.models import ModelSpec
+from serve.prompt_outputs import PoolingParams
 from serve.request import (
     CompletionOutput,
     Prompt,
-    Request,
-    RequestMetrics,
     RequestOutput,
     SamplingParams,
     TokenDelta,
+    spelled_prompt,
 )
-from serve.state import RequestState
+from serve.request_stream import Hub
+from serve.request_stream import RequestStream as RequestStream
 from serve.stats import EngineStats
 from serve.step_trace import StepTrace
 from serve.tokenizer import Tokenizer
@@ -41,143 +40,6 @@ _DRAIN_POLL_S = 0.01
 
 class Loader(Protocol):
     def __call__(self, config: EngineConfig, *, progress: bool) -> LoadedEngine: ...
-
-
-class RequestStream:
-    """One request's deltas, as an async iterator that ends when all n sequences have.
-
-    For one consumer. Dropping it does not end the request: call abort().
-    """
-
-    def __init__(self, hub: _Hub, num_sequences: int) -> None:
-        self._hub = hub
-        self._pending: deque[TokenDelta] = deque()  # filled by pool 3, emptied in the loop
-        self._waiter: asyncio.Future[None] | None = None
-        self._num_left = num_sequences
-        self._request: Request | None = None
-        self._error: Exception | None = None
-        self._core: EngineCore | None = None
-        self._state: RequestState | None = None
-        self._is_over = False
-        # Sink.push, called from pool 3 for every token: a deque's append needs no lock.
-        self.push: Callable[[TokenDelta], None] = self._pending.append
-
-    def attach(self, core: EngineCore, state: RequestState) -> None:
-        self._core, self._state = core, state
-
-    # ---- Sink: called from the core's threads
-
-    def accept(self, request: Request) -> None:
-        self._request = request
-
-    def fail(self, error: Exception) -> None:
-        self._error = error
-
-    def wake(self) -> None:
-        self._hub.notify(self)
-
-    # ---- the consumer, in the event loop
-
-    @property
-    def request_id(self) -> str:
-        assert self._state is not None
-        return self._state.request_id
-
-    @property
-    def metrics(self) -> RequestMetrics:
-        assert self._state is not None
-        return self._state.times.metrics()
-
-    def arrived(self, at_s: float) -> None:
-        """When its client's call came, on the monotonic clock, if that was before submit."""
-        if self._state is not None:
-            self._state.times.arrival_s = at_s
-
-    async def accepted(self) -> Request:
-        """The tokenized request. Raises what it was refused with."""
-        while self._request is None:
-            if self._error is not None:
-                self._is_over = True
-                raise self._error
-            self._waiter = self._hub.loop.create_future()
-            await self._waiter
-        return self._request
-
-    def abort(self) -> None:
-        """End the request now; a consumer still gets finish_reason "abort"."""
-        if self._core is not None and self._state is not None and self._num_left:
-            self._core.abort(self._state)
-
-    def __aiter__(self) -> AsyncIterator[TokenDelta]:
-        return self
-
-    async def __anext__(self) -> TokenDelta:
-        while not self._pending:
-            if self._num_left == 0 or self._is_over:
-                raise StopAsyncIteration
-            if self._error is not None:
-                self._is_over = True
-                raise self._error
-            self._waiter = self._hub.loop.create_future()
-            await self._waiter
-        delta = self._take()
-        if delta.finish_reason is not None:
-            self._num_left -= 1
-        return delta
-
-    def _take(self) -> TokenDelta:
-        """The next delta; what follows for the same sequence is joined to it."""
-        pending = self._pending
-        first = pending.popleft()
-        if not pending or pending[0].index != first.index or first.finish_reason is not None:
-            return first
-        joined = [first]
-        while pending and pending[0].index == first.index:
-            joined.append(pending.popleft())
-            if joined[-1].finish_reason is not None:
-                break
-        return _join(joined)
-
-    def resolve_waiter(self) -> None:
-        waiter = self._waiter
-        if waiter is not None:
-            self._waiter = None
-            if not waiter.done():  # its consumer may have been cancelled
-                waiter.set_result(None)
-
-
-def _join(deltas: Sequence[TokenDelta]) -> TokenDelta:
-    last = deltas[-1]
-    logprobs = [item for delta in deltas for item in delta.logprobs or ()]
-    return last._replace(
-        text="".join([delta.text for delta in deltas]),
-        token_ids=[token for delta in deltas for token in delta.token_ids],
-        logprobs=logprobs or None,
-    )
-
-
-class _Hub:
-    """Carries wake-ups into the event loop, one call for however many have gathered."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self._woken: deque[RequestStream] = deque()
-        self._is_scheduled = False
-
-    def notify(self, stream: RequestStream) -> None:
-        self._woken.append(stream)
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            # A loop that has been closed has no consumers left to wake.
-            with contextlib.suppress(RuntimeError):
-                self.loop.call_soon_threadsafe(self._wake)
-
-    def _wake(self) -> None:
-        # Cleared first: what is appended after the last pop schedules a new call.
-        self._is_scheduled = False
-        woken = self._woken
-        while woken:
-            woken.popleft().resolve_waiter()
 
 
 class Engine:
@@ -200,7 +62,7 @@ class Engine:
         self._progress = progress
         self._load = load
         self._loaded: LoadedEngine | None = None
-        self._hub: _Hub | None = None
+        self._hub: Hub | None = None
         self._template: ChatTemplate | None = None
         self._chat_format = ChatFormat()
         self._is_draining = False
@@ -223,7 +85,7 @@ class Engine:
         except BaseException:
             loaded.core.shutdown()
             raise
-        self._hub = _Hub(loop)
+        self._hub = Hub(loop)
         loaded.core.start()
         self._loaded = loaded
 
@@ -250,6 +112,13 @@ class Engine:
         return (
             self._loaded is not None and not self._is_draining and not self._loaded.core.has_failed
         )
+
+    def trouble(self) -> str | None:
+        """What keeps the engine from going on, in words; None: nothing."""
+        if self._loaded is None or self._is_draining:
+            return None
+        core = self._loaded.core
+        return "the engine has failed" if core.has_failed else core.heartbeat.trouble()
 
     @property
     def has_memory(self) -> bool:
@@ -336,7 +205,11 @@ class Engine:
         return self._submit(encode, params, request_id, client)
 
     def _submit(
-        self, prompt: Any, params: SamplingParams, request_id: str | None, client: str | None
+        self,
+        prompt: Any,
+        params: SamplingParams | PoolingParams,
+        request_id: str | None,
+        client: str | None,
     ) -> RequestStream:
         loaded, hub = self.loaded, self._hub
         assert hub is not None
@@ -359,19 +232,57 @@ class Engine:
         """One request from beginning to end."""
         return await self.collect(self.submit(prompt, params))
 
+    async def embed(
+        self,
+        prompt: Prompt,
+        params: PoolingParams | None = None,
+        *,
+        request_id: str | None = None,
+        client: str | None = None,
+    ) -> EmbeddingOutput:
+        """A prompt's embedding. Raises what `submit` and its stream raise, and GenerationError;
+        cancelling aborts the request."""
+        stream = self.submit_embedding(prompt, params, request_id=request_id, client=client)
+        try:
+            request = await stream.accepted()
+            last = None
+            async for delta in stream:
+                last = delta
+        finally:
+            stream.abort()
+        return embedding_output(request, last, stream.metrics)
+
+    def submit_embedding(
+        self,
+        prompt: Prompt,
+        params: PoolingParams | None = None,
+        *,
+        request_id: str | None = None,
+        client: str | None = None,
+    ) -> RequestStream:
+        """Queue a prompt as `submit` does; its one delta has the embedding."""
+        return self._submit(prompt, params or PoolingParams(), request_id, client)
+
     async def collect(self, stream: RequestStream) -> RequestOutput:
         """Everything a stream has to give; cancelling aborts the request."""
         token_text = self.tokenizer.token_text
+        of_prompt = None
         try:
             request = await stream.accepted()
             outputs = [CompletionOutput(index) for index in range(request.params.n)]
             async for delta in stream:
                 outputs[delta.index].extend(delta, token_text)
+                of_prompt = of_prompt or delta.prompt_logprobs
         finally:
             stream.abort()
-        prompt_ids = list(request.prompt_token_ids)
         return RequestOutput(
-            request.request_id, request.prompt, prompt_ids, outputs, True, stream.metrics
+            request.request_id,
+            request.prompt,
+            list(request.prompt_token_ids),
+            outputs,
+            True,
+            stream.metrics,
+            None if of_prompt is None else spelled_prompt(of_prompt, token_text),
         )
 
     async def shutdown(self, *, drain_s: float = 0.0) -> None:

@@ -5,7 +5,7 @@ MergestepError
 ├── ModelLoadError         a checkpoint that cannot be served; names file, tensor or key
 ├── RequestError           the caller's mistake in one request; names the parameter
 │   └── ContextLengthError the prompt (plus max_tokens) does not fit the context
-├── OverloadedError        the queue is full; try again later
+├── OverloadedError        too much waits already; try again later
 ├── EngineStoppedError     the engine is shutting down or has shut down
 └── GenerationError        the engine failed while serving this request
     └── MemoryLostError    memory nodes are lost, and no other memory is there; try again later
@@ -45,11 +45,13 @@ class ContextLengthError(RequestError):
 
 
 class OverloadedError(MergestepError):
-    """The waiting queue is full. `retry_after_s` is a hint in seconds."""
+    """Too much waits already. `retry_after_s` is a hint in seconds. `code`: "queue_full", or
+    "overloaded" where the first token would come too late."""
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0):
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, code: str = "queue_full"):
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.code = code
 
 
 class EngineStoppedError(MergestepError):

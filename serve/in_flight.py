@@ -17,6 +17,7 @@ has in flight by then is nobody's: it is in no counter, no page of the prefix ca
 from __future__ import annotations
 
 from serve.plan import StepPlan
+from serve.request import FinishReason
 from serve.scheduler import Scheduler
 from serve.sequence import PENDING_TOKEN, Sequence, SequenceStatus, ending
 from serve.stagger import part_of
@@ -55,6 +56,9 @@ def resolve(scheduler: Scheduler, plan: StepPlan, tokens: list[int]) -> list[Seq
         if end >= sequence.remember_at:
             scheduler.prefixes.remember(sequence, end)
         if not sampled:
+            if end >= sequence.max_tokens_total:  # it has no answer
+                scheduler.finish(sequence, FinishReason.LENGTH)
+                finished.append(sequence)
             continue
         token = next(next_token)
         sequence.token_ids[end] = token

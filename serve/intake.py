@@ -19,6 +19,7 @@ from serve.mask_maker import MaskMaker
 from serve.output import Sink
 from serve.overload import EarlyRejection
 from serve.prefix_use import PrefixUse
+from serve.prompt_outputs import PoolingParams
 from serve.request import Prompt, Request, SamplingParams
 from serve.state import RequestState
 from serve.token_mask import SequenceMask
@@ -67,7 +68,7 @@ class Intake:
     def register(
         self,
         prompt: Prompt | Encode,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         sink: Sink,
         now_s: float,
         request_id: str | None = None,
@@ -76,9 +77,13 @@ class Intake:
         """What the core keeps of it; with a name and a seed, if it brings none."""
         text = prompt if isinstance(prompt, str) else None
         number = next(self._counter)
+        pooling = None
+        if isinstance(params, PoolingParams):
+            pooling, params = params, params.sampling()
         if params.seed is None:
             params = replace(params, seed=(self._seed + number * _SEED_STEP) & _SEED_MASK)
-        return RequestState(request_id or f"req-{number}", text, params, sink, now_s, client)
+        name = request_id or f"req-{number}"
+        return RequestState(name, text, params, sink, now_s, client, pooling)
 
     def take_in(self, state: RequestState, prompt: Prompt | Encode) -> tuple[Request, Arrival]:
         """MergestepError: what is wrong with it, or OverloadedError: it would come too late."""
@@ -104,6 +109,7 @@ class Intake:
             self._limits,
             state.times.arrival_s,
             state.client,
+            state.pooling,
         )
 
     def _arrival(self, request: Request) -> Arrival:

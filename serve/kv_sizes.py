@@ -12,6 +12,7 @@ from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.machine import available_memory
 from serve.models import ModelSpec
+from serve.units import format_memory
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ def size_kv(
             )
         max_len = config.max_model_len
     if free_bytes is None:
+        _warn_of_more_than_free(config)
         free_bytes = local_kv_bytes()
     budget = config.kv_cache_bytes or free_bytes
     # More than every sequence at its longest is of no use.
@@ -91,6 +93,17 @@ def size_kv(
         logger.warning("memory holds %d tokens; max_model_len is lowered from %d", fits, max_len)
         max_len = fits
     return KVSizes(page, padded, num_pages, max_len)
+
+
+def _warn_of_more_than_free(config: EngineConfig) -> None:
+    """Memory is taken as it is used: what is free may change until then."""
+    free, wanted = available_memory(), config.kv_cache_bytes
+    if wanted is not None and wanted > free:
+        logger.warning(
+            "kv_cache_bytes %s is more than the %s that are free now",
+            format_memory(wanted),
+            format_memory(free),
+        )
 
 
 def _padded_for(groups: Sequence[LayerGroup], page_bytes: int) -> list[LayerGroup]:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import Progress
@@ -20,8 +20,10 @@ from serve.chat_template import ChatTemplate
 from serve.config import EngineConfig
 from serve.conversation import encode_chat, make_chat_template
 from serve.core import EngineCore
+from serve.embedding import EmbeddingOutput, embedding_output
 from serve.errors import RequestError
 from serve.loader import LoadedEngine, load_engine
+from serve.prompt_outputs import PoolingParams
 from serve.request import (
     CompletionOutput,
     FinishReason,
@@ -31,6 +33,8 @@ from serve.request import (
     RequestOutput,
     SamplingParams,
     TokenDelta,
+    TokenLogprobs,
+    spelled_prompt,
 )
 from serve.state import RequestState
 from serve.stats import EngineStats
@@ -48,6 +52,8 @@ class _Collector:
         self.request: Request | None = None
         self.outputs: list[CompletionOutput] = []
         self.error: Exception | None = None
+        self.last: TokenDelta | None = None
+        self._prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
         self._done = done
         self._token_text = token_text
         self._num_left = 0
@@ -59,6 +65,8 @@ class _Collector:
 
     def push(self, delta: TokenDelta) -> None:
         self.outputs[delta.index].extend(delta, self._token_text)
+        self.last = delta
+        self._prompt_logprobs = self._prompt_logprobs or delta.prompt_logprobs
         if delta.finish_reason is not None:
             self._num_left -= 1
             if self._num_left == 0:
@@ -70,6 +78,23 @@ class _Collector:
 
     def wake(self) -> None:
         """Nothing to do: nobody reads a request before it has ended."""
+
+    def output(self, state: RequestState) -> RequestOutput:
+        request, of_prompt = self.request, self._prompt_logprobs
+        assert request is not None
+        return RequestOutput(
+            request.request_id,
+            request.prompt,
+            list(request.prompt_token_ids),
+            self.outputs,
+            all(o.finish_reason != FinishReason.ABORT.value for o in self.outputs),
+            _metrics(state),
+            None if of_prompt is None else spelled_prompt(of_prompt, self._token_text),
+        )
+
+    def embedding(self, state: RequestState) -> EmbeddingOutput:
+        assert self.request is not None
+        return embedding_output(self.request, self.last, _metrics(state))
 
 
 class LLM:
@@ -111,9 +136,25 @@ class LLM:
         {"prompt_token_ids": [...]}. RequestError when one of them cannot be served (the others
         are aborted). use_tqdm: show a progress bar, on a terminal. client: any name of the
         application that asks; lengths of answers are predicted per client."""
-        one = isinstance(prompts, (str, dict)) or _is_token_list(prompts)
-        many: Any = [prompts] if one else prompts
-        return self._run(many, sampling_params, use_tqdm, client)
+        many = _many(prompts)
+        params = _params_for(sampling_params, len(many), SamplingParams)
+        done = self._run(many, params, use_tqdm, client)
+        return [collector.output(state) for collector, state in done]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        client: str | None = None,
+    ) -> list[EmbeddingOutput]:
+        """Embeddings, in the order of the prompts, which are as in `generate`. RequestError,
+        GenerationError."""
+        many = _many(prompts)
+        params = _params_for(pooling_params, len(many), PoolingParams)
+        done = self._run(many, params, use_tqdm, client)
+        return [collector.embedding(state) for collector, state in done]
 
     def chat(
         self,
@@ -139,16 +180,17 @@ class LLM:
             }
             for item in conversations
         ]
-        return self._run(prompts, sampling_params, use_tqdm, client)
+        params = _params_for(sampling_params, len(prompts), SamplingParams)
+        done = self._run(prompts, params, use_tqdm, client)
+        return [collector.output(state) for collector, state in done]
 
     def _run(
         self,
         prompts: Sequence[Any],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        params: Sequence[SamplingParams | PoolingParams],
         show_progress: bool,
         client: str | None,
-    ) -> list[RequestOutput]:
-        params = _params_for(sampling_params, len(prompts))
+    ) -> list[tuple[_Collector, RequestState]]:
         done: queue.SimpleQueue[_Collector] = queue.SimpleQueue()
         collectors = [_Collector(done, self.tokenizer.token_text) for _ in prompts]
         core = self._loaded.core
@@ -178,10 +220,7 @@ class LLM:
             raise
         if error is not None:
             raise error
-        return [
-            _to_output(c, RequestMetrics(**_times(s)))
-            for c, s in zip(collectors, states, strict=True)
-        ]
+        return list(zip(collectors, states, strict=True))
 
     def stats(self) -> EngineStats:
         return self._loaded.core.stats()
@@ -213,36 +252,32 @@ def _close(loaded: LoadedEngine, template: ChatTemplate | None) -> None:
         template.close()
 
 
-def _times(state: Any) -> dict[str, Any]:
+def _metrics(state: RequestState) -> RequestMetrics:
     times = state.times
-    return {name: getattr(times, name) for name in times.__slots__}
+    return RequestMetrics(**{name: getattr(times, name) for name in times.__slots__})
 
 
-def _to_output(collector: _Collector, metrics: RequestMetrics) -> RequestOutput:
-    request = collector.request
-    assert request is not None
-    return RequestOutput(
-        request.request_id,
-        request.prompt,
-        list(request.prompt_token_ids),
-        collector.outputs,
-        all(o.finish_reason != FinishReason.ABORT.value for o in collector.outputs),
-        metrics,
-    )
+_Params = TypeVar("_Params", SamplingParams, PoolingParams)
 
 
 def _params_for(
-    given: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
+    given: _Params | Sequence[_Params] | None, count: int, kind: type[_Params]
+) -> list[_Params]:
     if given is None:
-        return [SamplingParams()] * count
-    if isinstance(given, SamplingParams):
+        return [kind()] * count
+    if isinstance(given, kind):
         return [given] * count
+    name = "sampling_params" if kind is SamplingParams else "pooling_params"
+    if not isinstance(given, Sequence) or not all(isinstance(each, kind) for each in given):
+        raise RequestError(f"{name} must be {kind.__name__}", param=name, code="invalid_type")
     if len(given) != count:
-        raise RequestError(
-            f"{len(given)} sampling_params for {count} prompts", param="sampling_params"
-        )
+        raise RequestError(f"{len(given)} {name} for {count} prompts", param=name)
     return list(given)
+
+
+def _many(prompts: Any) -> Sequence[Any]:
+    one = isinstance(prompts, (str, dict)) or _is_token_list(prompts)
+    return [prompts] if one else prompts
 
 
 def _is_token_list(prompts: Any) -> bool:

@@ -102,6 +102,7 @@ def _load(
         config.max_num_waiting,
         config.max_num_seqs,
         config.ttft_slo,
+        spec.embed_size,
     )
     core = parts.core(
         runner=runner,

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from memory.kv_range import PrefixHit
 from memory.split_kv import Books
+from serve.config import MEMORY_POLICIES
 from serve.future_memory import Entry, Future
 from serve.length_predictor import (
     Coverage,
@@ -363,8 +364,8 @@ class PredictedPeak(FuturePeak):
             self.predictor.observe(sequence.request, length)
         elif length:
             self.predictor.observe_cut(sequence.request, length)
-        if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            longest = sequence.request.params.max_tokens
+        longest = sequence.request.params.max_tokens
+        if longest and sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             for coverage, quantile in zip(self.coverages, predicted, strict=True):
                 if quantile != longest:
                     coverage.add(quantile, length)
@@ -374,7 +375,7 @@ class PredictedPeak(FuturePeak):
         return p50, p90
 
 
-POLICIES = ("predicted", "worst_case", "prompt_only")
+POLICIES = MEMORY_POLICIES
 
 
 def make_policy(

@@ -13,7 +13,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from serve.cli_reporting import shown
 from serve.config import DEFAULT_MODEL, DTYPES, EngineConfig
 from serve.errors import ConfigError, ModelLoadError, reason
 from serve.model_files import cache_folder, cached_models, models_in
@@ -103,7 +105,7 @@ def show_local(paths: Sequence[Path], *, as_json: bool) -> None:
     console.print(_table(models))
     for model in models:
         if model.problem:
-            _print(f"{model.name}: {model.problem}")
+            _print(shown(f"{model.name}: {model.problem}"))
     if not paths and len(models) == 1:
         _print(f"The Hugging Face cache {cache_folder()} holds no models.")
 
@@ -112,10 +114,12 @@ def _table(models: Iterable[ServableModel]) -> Table:
     table = Table("model", "family", "parameters", "size", "context", "auto", "other dtypes")
     for model in models:
         if model.problem:
-            table.add_row(model.name, model.family, "", "", "", "not supported", "see below")
+            table.add_row(
+                Text(shown(model.name)), model.family, "", "", "", "not supported", "see below"
+            )
             continue
         table.add_row(
-            model.name,
+            Text(shown(model.name)),
             model.family,
             format_count(model.parameters),
             format_memory(model.size_bytes),
@@ -142,16 +146,11 @@ def show_served(models: list[dict[str, Any]], *, as_json: bool) -> None:
     for model in models:
         length = model.get("max_model_len")
         table.add_row(
-            _shown(model.get("id")),
+            Text(shown(str(model.get("id")))),
             f"{length:,}" if isinstance(length, int) else "",
-            _shown(model.get("owned_by", "")),
+            Text(shown(str(model.get("owned_by", "")))),
         )
     Console().print(table)
-
-
-def _shown(text: object) -> str:
-    """What a server says cannot steer the terminal."""
-    return "".join(char if char.isprintable() else "?" for char in str(text))
 
 
 def _print(text: str) -> None:

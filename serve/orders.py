@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from serve.config import ORDERS as ORDERS
 from serve.order import Order, Priority
 from serve.order_fair import Fair
 from serve.order_mlfq import MultiLevelFeedback
-
-ORDERS = ("fcfs", "priority", "mlfq", "fair")
 
 
 def make_order(name: str) -> Order:

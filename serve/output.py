@@ -14,6 +14,7 @@ from typing import Protocol
 
 from serve.detokenizer import DetokenizerFactory, StopStrings
 from serve.meters import RequestMeter
+from serve.prompt_outputs import PromptOutputs
 from serve.request import FinishReason, Request, RequestMetrics, TokenDelta, TokenLogprobs
 from serve.sequence import Sequence
 
@@ -78,6 +79,7 @@ class OutputState:
         "_emit",
         "_include_stop",
         "_min_output",
+        "_prompt_rows",
         "_push_token",
         "_stops",
         "_wants_logprobs",
@@ -97,7 +99,9 @@ class OutputState:
         detokenizers: DetokenizerFactory,
         sink: Sink,
         times: RequestTimes,
+        prompt_rows: PromptOutputs | None = None,
     ) -> None:
+        """prompt_rows: what the first delta is to bring, if it is complete by then."""
         params = request.params
         self._detokenizer = detokenizers.make(
             skip_special_tokens=params.skip_special_tokens, shown=params.shown_special_tokens
@@ -114,7 +118,8 @@ class OutputState:
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.sink = sink
-        self._emit = sink.push
+        self._prompt_rows = prompt_rows
+        self._emit = sink.push if prompt_rows is None else self._emit_first
         self.times = times
 
     def push(self, token: int, logprobs: TokenLogprobs | None) -> bool:
@@ -127,10 +132,15 @@ class OutputState:
             if found is not None:
                 self.is_done = True
                 delta = TokenDelta(self.index, text, [token], kept, FinishReason.STOP, found)
-                self.sink.push(delta)
+                self._emit(delta)
                 return True
         self._emit(TokenDelta(self.index, text, [token], kept))
         return False
+
+    def _emit_first(self, delta: TokenDelta) -> None:
+        rows, self._prompt_rows = self._prompt_rows, None
+        self._emit = self.sink.push
+        self._emit(rows.add_to(delta) if rows is not None and rows.is_complete else delta)
 
     def _is_past_minimum(self) -> bool:
         return self.num_output > self._min_output
@@ -163,7 +173,7 @@ class OutputState:
         kept = [logprobs] if logprobs is not None and self._wants_logprobs else None
         if found is not None:
             reason = FinishReason.STOP
-        self.sink.push(
+        self._emit(
             TokenDelta(self.index, text, token_ids, kept, reason, found or stop_reason, error)
         )
         return reason
@@ -230,6 +240,8 @@ class OutputProcessor:
             i = last.get(id(sequence))
             if i is not None:
                 self._note_token(sequence, state, record.now_s)
+            elif sequence.is_prompt_only:
+                self._note_prompt(sequence, state.times, record.now_s)
             self._note_end(sequence, state.times, record.now_s)
             stop_token = sequence.stop_token
             try:
@@ -267,6 +279,15 @@ class OutputProcessor:
         state.first_token_s = now_s
         times = state.times
         self._meter.began(state.index, sequence.num_prompt_tokens, now_s - times.arrival_s)
+        if times.first_token_s is None:
+            self._note_first(sequence, times, now_s)
+
+    def _note_prompt(self, sequence: Sequence, times: RequestTimes, now_s: float) -> None:
+        """All that there is of it is here, if it was computed and not aborted."""
+        is_computed = sequence.first_scheduled_s is not None
+        if not (is_computed and sequence.finish_reason is FinishReason.LENGTH):
+            return
+        self._meter.began(sequence.index, sequence.num_prompt_tokens, now_s - times.arrival_s)
         if times.first_token_s is None:
             self._note_first(sequence, times, now_s)
 

@@ -50,6 +50,7 @@ class EarlyRejection:
                     f"the first token would come in about {predicted_s:.1f} s, later than the"
                     f" {self._slo_s:g} s that are promised",
                     retry_after_s=min(predicted_s - own_s, predicted_s - self._slo_s),
+                    code="overloaded",
                 )
             self._num_coming += 1
             self._coming_s += own_s

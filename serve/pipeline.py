@@ -144,6 +144,7 @@ def _without_wasted(plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepR
         [result.sampled[i] for i in kept],
         [result.tokens[i] for i in kept],
         None if logprobs is None else [logprobs[i] for i in kept],
+        result.prompts,  # others may have a part in them
     )
 
 

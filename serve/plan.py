@@ -12,7 +12,8 @@ class StepPlan:
     """The rows of one step: sequences in row order, those with one row first.
 
     num_rows[i] rows of sequences[i]; num_decodes: how many have exactly one. samples[i]: the
-    step brings the sequence up to date, so a token is sampled from its last row. contexts[i]:
+    step brings the sequence up to date, so a token is sampled from its last row, unless it ends
+    with its prompt. contexts[i]:
     computed tokens before it, noted when the step is in flight; None before.
     """
 
@@ -48,7 +49,8 @@ def plan_of(
     for place in range(num_certain, len(sequences)):
         sequence = sequences[place]
         num_known = sequence.num_computed_tokens + num_rows[place]
-        samples.append(num_known == len(sequence.token_ids))
+        num_tokens = len(sequence.token_ids)
+        samples.append(num_known == num_tokens < sequence.max_tokens_total)
     num_prompt_rows = sum(num_rows[num_decodes:])
     return StepPlan(sequences, num_rows, num_decodes, samples, num_decodes + num_prompt_rows)
 

@@ -45,12 +45,16 @@ class PrefixUse:
         """Of a prompt with these keys, those that the prefix cache does not know; at least one,
         but for an empty prompt. From any thread."""
         num_tokens = len(request.prompt_token_ids)
+        if request.reads_prompt:
+            return num_tokens
         return max(num_tokens - self._kv.num_known_tokens(page_keys), min(1, num_tokens))
 
     def is_under_way(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
         """Whether one of the others, which run, is just computing what the sequence lacks."""
         if self._hasher is None:
             return False
+        if sequence.reads_prompt:  # then nobody's rows but those of its own request help it
+            others = [other for other in others if other.request is sequence.request]
         self._extend_keys(sequence)
         keys = sequence.page_keys
         for other in others:
@@ -67,7 +71,7 @@ class PrefixUse:
     def is_fetching(self, sequence: Sequence, now_s: float) -> bool:
         """Whether pages of the sequence are coming back from the store; asks for them once, when
         memory has room for it, and waits only so long for a disk that does not answer."""
-        if self._hasher is None or not self._kv.prefixes.has_store:
+        if self._hasher is None or not self._kv.prefixes.has_store or sequence.reads_prompt:
             return False
         if self._kv.prefixes.is_fetching:
             return now_s < self._fetch_until_s
@@ -82,7 +86,7 @@ class PrefixUse:
     def match(self, sequence: Sequence) -> PrefixHit | None:
         """What is at hand of it, unless computing it takes less time than mapping it; something
         is always left to compute."""
-        if self._hasher is None:
+        if self._hasher is None or sequence.reads_prompt:
             return None
         self._extend_keys(sequence)
         hit = self._kv.match(sequence.page_keys, sequence.num_tokens - 1)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import NamedTuple, NotRequired, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, NotRequired, TypedDict
 
 from serve.errors import RequestError
 from serve.structured_output import StructuredOutput
+
+if TYPE_CHECKING:
+    from serve.prompt_outputs import PoolingParams, Vector
 
 MAX_N = 128
 MAX_STOP_STRINGS = 16
@@ -77,7 +80,8 @@ class SamplingParams:
     order is "priority". default_max_tokens: a bound where max_tokens is None. structured: what
     the text must look like. allowed_token_ids: no others come. bad_words: texts that do not come.
     shown_special_tokens: are text although skip_special_tokens is set, for who reads a model's
-    markup. prompt_logprobs: as logprobs, of the prompt's tokens.
+    markup. prompt_logprobs: as logprobs, of the prompt's tokens but the first one, which nothing
+    says; with it max_tokens 0 computes the prompt.
     """
 
     n: int = 1
@@ -136,6 +140,8 @@ class SamplingParams:
             _check_int("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _check_int("priority", self.priority, -PRIORITY_LIMIT, PRIORITY_LIMIT - 1)
         self._check_stops()
         self._check_logit_bias()
@@ -287,7 +293,8 @@ class Request:
 
     params.max_tokens is resolved (never None) and params.seed is set. arrival_s is the
     engine's monotonic clock when the request was submitted. client: who or which application
-    asks, if it is known; the lengths of answers are predicted per client.
+    asks, if it is known; the lengths of answers are predicted per client. pooling: it asks for
+    an embedding and gets no token.
     """
 
     request_id: str
@@ -296,6 +303,15 @@ class Request:
     params: SamplingParams
     arrival_s: float
     client: str | None = None
+    pooling: PoolingParams | None = None
+
+    @property
+    def reads_prompt(self) -> bool:
+        """All rows of its prompt are looked at: none comes from the prefix cache."""
+        pooling = self.pooling
+        if pooling is not None:
+            return pooling.kind == "mean"
+        return self.params.prompt_logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +334,8 @@ class TokenDelta(NamedTuple):
     index: which of the request's n sequences. text never ends inside a character, and never
     holds the beginning of a possible stop string. The last delta of a sequence carries
     finish_reason; stop_reason is the stop string or stop token id that ended it, if any;
-    error describes finish_reason "error".
+    error describes finish_reason "error". prompt_logprobs (None for the prompt's first token) and
+    embedding: in the first delta of a sequence, where they were asked for.
     """
 
     index: int  # type: ignore[assignment]  # shadows tuple.index, which nobody wants here
@@ -329,12 +346,14 @@ class TokenDelta(NamedTuple):
     stop_reason: str | int | None = None
     error: str | None = None
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+    embedding: Vector | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
     """Times on the engine's monotonic clock, in seconds. num_cached_tokens: of the prompt, taken
-    from the prefix cache by the sequence that answered first."""
+    from the prefix cache by the sequence that answered first. num_prompt_tokens: 0 until it is
+    tokenized. num_output_tokens: of all its sequences. finish_reasons: of those that have ended."""
 
     arrival_s: float
     first_scheduled_s: float | None = None
@@ -342,6 +361,9 @@ class RequestMetrics:
     finished_s: float | None = None
     num_preemptions: int = 0
     num_cached_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    finish_reasons: tuple[str, ...] = ()
 
 
 class Logprob(NamedTuple):
@@ -372,19 +394,31 @@ class CompletionOutput:
         for item in delta.logprobs or ():
             self.logprobs = [] if self.logprobs is None else self.logprobs
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + item.logprob
-            entry = {item.token_id: Logprob(item.logprob, item.rank, token_text(item.token_id))}
-            for rank, (token, logprob) in enumerate(item.top, start=1):
-                entry.setdefault(token, Logprob(logprob, rank, token_text(token)))
-            self.logprobs.append(entry)
+            self.logprobs.append(_spelled(item, token_text))
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason.value
             self.stop_reason = delta.stop_reason
             self.error = delta.error
 
 
+def spelled_prompt(
+    logprobs: Iterable[TokenLogprobs | None], token_text: Callable[[int], str]
+) -> list[dict[int, Logprob] | None]:
+    """As CompletionOutput.logprobs, for TokenDelta.prompt_logprobs."""
+    return [None if item is None else _spelled(item, token_text) for item in logprobs]
+
+
+def _spelled(item: TokenLogprobs, token_text: Callable[[int], str]) -> dict[int, Logprob]:
+    entry = {item.token_id: Logprob(item.logprob, item.rank, token_text(item.token_id))}
+    for rank, (token, logprob) in enumerate(item.top, start=1):
+        entry.setdefault(token, Logprob(logprob, rank, token_text(token)))
+    return entry
+
+
 @dataclass(slots=True)
 class RequestOutput:
-    """A finished request: the prompt and its n completions."""
+    """A finished request: the prompt and its n completions. prompt_logprobs: per token of the
+    prompt, token id -> Logprob; None for the first one."""
 
     request_id: str
     prompt: str | None
@@ -392,3 +426,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -57,8 +57,7 @@ def run(context: typer.Context, **given: Any) -> None:
 def _print_config(settings: RunSettings) -> None:
     from serve.config_print import config_lines
 
-    for line in config_lines(settings):
-        typer.echo(line)
+    typer.echo("\n".join(config_lines(settings)))
 
 
 def _parameter(setting: Setting) -> inspect.Parameter:
@@ -66,7 +65,7 @@ def _parameter(setting: Setting) -> inspect.Parameter:
     option, default = setting.option, setting.default
     more: dict[str, Any] = {
         "help": option.help,
-        "envvar": [setting.env, *option.envs],
+        "envvar": [setting.env, *option.envs] if option.envs else setting.env,
         "rich_help_panel": option.panel,
     }
     if setting.name == "model":

@@ -13,13 +13,13 @@ from serve.config import (
     DTYPES,
     KV_DTYPES,
     LOAD_FORMATS,
+    MEMORY_POLICIES,
     MEMORY_PREFILLS,
     MEMORY_WIRES,
+    ORDERS,
     PARTITIONS,
 )
-from serve.http.settings import UNKNOWN_FIELDS
-from serve.memory_policy import POLICIES
-from serve.orders import ORDERS
+from serve.http.settings import LOG_FORMATS, UNKNOWN_FIELDS
 
 SERVER = "Server"
 SECURITY = "Security"
@@ -104,9 +104,7 @@ ENGINE_OPTIONS: dict[str, Option] = {
         metavar="SECONDS",
     ),
     "max_num_waiting": Option(SCHEDULING, "Requests that may wait."),
-    "order": Option(
-        SCHEDULING, "Who is next: fcfs, priority, mlfq or fair.", choices=tuple(ORDERS)
-    ),
+    "order": Option(SCHEDULING, "Who is next: fcfs, priority, mlfq or fair.", choices=ORDERS),
     "kv_cache_bytes": Option(
         MEMORY,
         "Most K/V memory, such as 2GiB; by default 40 % of what is free, on a GPU the rest.",
@@ -123,7 +121,7 @@ ENGINE_OPTIONS: dict[str, Option] = {
         MEMORY, "Most that --kv-cache-dir holds of a model; by default 16GiB.", is_size=True
     ),
     "memory_policy": Option(
-        MEMORY, "Admission: predicted, worst_case or prompt_only.", choices=tuple(POLICIES)
+        MEMORY, "Admission: predicted, worst_case or prompt_only.", choices=MEMORY_POLICIES
     ),
     "memory_nodes": Option(
         NODES, "Addresses with commas between: K/V and attention go there.", metavar="URL,URL"
@@ -167,12 +165,27 @@ HTTP_OPTIONS: dict[str, Option] = {
     "allowed_hosts": Option(
         SECURITY, "Names in the Host header; by default those of a loopback address, else any."
     ),
+    "cors_origins": Option(
+        SECURITY, "Origins whose pages may call from a browser.", metavar="ORIGIN,ORIGIN"
+    ),
+    "tls_cert": Option(SECURITY, "A certificate in PEM; with it HTTPS is spoken.", metavar="FILE"),
+    "tls_key": Option(SECURITY, "The certificate's key in PEM.", metavar="FILE"),
+    "tls_client_ca": Option(
+        SECURITY, "Clients must show a certificate signed by one of these.", metavar="FILE"
+    ),
     "unknown_fields": Option(
         LIMITS,
         "Parameters that nobody knows: refuse them, or warn (a header names them).",
         choices=UNKNOWN_FIELDS,
     ),
     "max_body_bytes": Option(LIMITS, "Largest body of a request.", is_size=True),
+    "max_bodies_bytes": Option(LIMITS, "Bodies that are read at once.", is_size=True),
+    "max_connections": Option(LIMITS, "Open connections."),
+    "max_connections_per_address": Option(LIMITS, "Open connections of one other machine."),
+    "max_calls": Option(LIMITS, "Requests that are answered at once."),
+    "head_timeout_s": Option(LIMITS, "A request's head must be there by then.", metavar="SECONDS"),
+    "body_min_rate": Option(LIMITS, "Bytes per second a body must come with; 0: any."),
+    "request_timeout_s": Option(LIMITS, "An answer must be complete by then.", metavar="SECONDS"),
     "body_timeout_s": Option(LIMITS, "A body must be there by then.", metavar="SECONDS"),
     "first_request_timeout_s": Option(
         LIMITS, "A new connection must have sent a request's head by then.", metavar="SECONDS"
@@ -187,6 +200,14 @@ HTTP_OPTIONS: dict[str, Option] = {
     ),
     "max_responses": Option(LIMITS, "Responses that are kept, to be continued."),
     "max_responses_bytes": Option(LIMITS, "Memory for kept responses.", is_size=True),
+}
+
+HTTP_OPTIONS |= {
+    "log_format": Option(LOGS, "text or json, a line each.", choices=LOG_FORMATS),
+    "access_log": Option(LOGS, "A line for each request."),
+    "vllm_metrics": Option(LOGS, "Tell metrics by vLLM's names, too."),
+    "metrics_port": Option(LOGS, "A port of 127.0.0.1 for /metrics alone, without a key."),
+    "otlp_endpoint": Option(LOGS, "Send OpenTelemetry spans of requests there.", metavar="URL"),
 }
 
 PROCESS_OPTIONS: dict[str, Option] = {

@@ -10,7 +10,7 @@ import difflib
 import types
 import typing
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from serve.cli_values import parse_size, split_list
@@ -62,6 +62,11 @@ class Setting:
     def env(self) -> str:
         return ENV_PREFIX + self.name.upper()
 
+    def env_in(self, environment: Mapping[str, str]) -> str | None:
+        """The variable that gives it, under whichever of its names."""
+        names = (self.env, *self.option.envs)
+        return next((name for name in names if environment.get(name)), None)
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -101,10 +106,7 @@ SETTINGS = _all_settings()
 class RunSettings:
     """What `serve run` was asked for: values by name, with where each came from."""
 
-    values: dict[str, Value]
-
-    def __getitem__(self, name: str) -> Any:
-        return self.values[name].value
+    values: dict[str, Value] = field(repr=False)  # some are secret
 
     def of(self, owner: type[Any]) -> dict[str, Any]:
         """What was given of this dataclass's fields; its defaults are its own."""
@@ -144,7 +146,8 @@ def resolve(
         if source == "COMMANDLINE":
             values[name] = Value(_parsed(setting, given[name]), f"flag {setting.flag}")
         elif source == "ENVIRONMENT":
-            values[name] = Value(_parsed(setting, given[name]), f"environment {setting.env}")
+            origin = f"environment {setting.env_in(environment)}"
+            values[name] = Value(_parsed(setting, given[name]), origin)
         elif file is not None and name in in_file:
             values[name] = Value(in_file[name], f"file {file.path}")
         else:
@@ -154,10 +157,10 @@ def resolve(
 
 def _take_secret(setting: Setting, environment: MutableMapping[str, str]) -> Value:
     """Neither child processes nor what prints the environment see it."""
-    for env in (setting.env, *setting.option.envs):
-        if text := environment.pop(env, ""):
-            return Value(_parsed(setting, text), f"environment {env}")
-    return Value(setting.default)
+    env = setting.env_in(environment)
+    if env is None:
+        return Value(setting.default)
+    return Value(_parsed(setting, environment.pop(env)), f"environment {env}")
 
 
 def _parsed(setting: Setting, value: Any) -> Any:

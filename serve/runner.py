@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -19,6 +20,8 @@ from serve.batch import make_batch
 from serve.mask_filling import MaskFiller
 from serve.models import Decoder, take_turns
 from serve.plan import StepPlan
+from serve.prompt_outputs import PromptPart
+from serve.prompt_rows import Reading, wanted_rows
 from serve.request import TokenLogprobs
 from serve.sampler import sample
 from serve.sequence import Sequence
@@ -30,16 +33,24 @@ _STEPS_AHEAD = 12
 LOOK_EVERY = 6
 
 
-Sampled = tuple[torch.Tensor, list[Sequence]]
-"""The last rows of sequences that get a token, before the final norm, in the plan's order."""
+class Computed(NamedTuple):
+    """hidden: [T, hidden], all rows before the final norm, in whatever order. sampled: those that
+    get a token, in the plan's order; sample_rows: their last rows; None: all, as they are.
+    rows_at: each sequence's first row; None: in the plan's order."""
+
+    hidden: torch.Tensor
+    sampled: list[Sequence]
+    sample_rows: torch.Tensor | list[int] | None
+    rows_at: list[int] | None
 
 
 class StepResult(NamedTuple):
-    """tokens[i] for sampled[i], in the plan's order."""
+    """tokens[i] for sampled[i], in the plan's order. prompts: what was asked of prompts' rows."""
 
     sampled: list[Sequence]
     tokens: list[int]
     logprobs: list[TokenLogprobs | None] | None
+    prompts: SequenceOf[PromptPart] = ()
 
 
 def next_needs(plan: StepPlan) -> list[tuple[Range, int]]:
@@ -146,17 +157,24 @@ class ModelRunner:
         masks = self._masks.begin(plan)
         try:
             if self._stagger is None or len(plan.sequences) < 2:
-                hidden, sampled = self._whole(plan, launched)
+                computed = self._whole(plan, launched)
             else:
-                hidden, sampled = self._staggered(self._stagger, plan, launched)
+                computed = self._staggered(self._stagger, plan, launched)
         finally:
             masks.wait()  # a step that fails is computed again, and its masks with it
+        hidden, sampled, sample_rows, rows_at = computed
+        wanted = wanted_rows(plan, rows_at)
+        prompts = Reading(self._model, hidden, wanted).parts() if wanted else ()
         if not sampled:
-            return StepResult([], [], None)
+            return StepResult([], [], None, prompts)
+        if sample_rows is not None:
+            hidden = hidden[sample_rows]
         result = sample(self._model.logits(hidden), sampled)
-        return StepResult(sampled, result.token_ids, result.logprobs)
+        return StepResult(sampled, result.token_ids, result.logprobs, prompts)
 
-    def _staggered(self, stagger: Stagger, plan: StepPlan, launched: Callable[[], None]) -> Sampled:
+    def _staggered(
+        self, stagger: Stagger, plan: StepPlan, launched: Callable[[], None]
+    ) -> Computed:
         """One way or the other, and how long it took."""
         work = plan.num_decodes, plan.num_total_rows - plan.num_decodes
         is_split = stagger.splits(*work)
@@ -165,16 +183,15 @@ class ModelRunner:
         stagger.learn(*work, is_split, self._clock() - began_s)
         return found
 
-    def _whole(self, plan: StepPlan, launched: Callable[[], None]) -> Sampled:
+    def _whole(self, plan: StepPlan, launched: Callable[[], None]) -> Computed:
         batch = make_batch(plan)
         attention = self._attention.plan(batch.attention)
         launched()
         hidden = self._model.forward(batch.input_ids, batch.positions, attention)
-        if len(batch.sampled) < hidden.shape[0]:
-            hidden = hidden[batch.sample_rows]
-        return hidden, batch.sampled
+        is_all = len(batch.sampled) == hidden.shape[0]
+        return Computed(hidden, batch.sampled, None if is_all else batch.sample_rows, None)
 
-    def _halves(self, plan: StepPlan, launched: Callable[[], None]) -> Sampled:
+    def _halves(self, plan: StepPlan, launched: Callable[[], None]) -> Computed:
         """The same rows with the same bits, in two batches that take turns."""
         halves = halve(plan)
         assert halves is not None
@@ -187,15 +204,14 @@ class ModelRunner:
         ]
         launched()
         hidden = torch.cat(take_turns(passes))
-        row_of: dict[int, int] = {}  # of each place that samples
-        num_rows = 0
-        for half, batch in zip(halves, batches, strict=True):
-            places = [place for place in half if plan.samples[place]]
-            rows = (batch.sample_rows + num_rows).tolist()
-            row_of.update(zip(places, rows, strict=True))
-            num_rows += len(batch.input_ids)
-        order = sorted(row_of)  # the plan's
-        return hidden[[row_of[place] for place in order]], [plan.sequences[p] for p in order]
+        rows_at = [0] * len(plan.sequences)
+        row = 0
+        for place in (place for half in halves for place in half):
+            rows_at[place] = row
+            row += plan.num_rows[place]
+        chosen = [place for place, samples in enumerate(plan.samples) if samples]
+        last_rows = [rows_at[place] + plan.num_rows[place] - 1 for place in chosen]
+        return Computed(hidden, [plan.sequences[p] for p in chosen], last_rows, rows_at)
 
     def close(self) -> None:
         self._masks.close()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ops import sampling
+from serve.prompt_outputs import logprobs_of
 from serve.request import TokenLogprobs
 from serve.sequence import Sequence
 
@@ -83,13 +84,10 @@ def choice_settings(sequence: Sequence) -> dict[str, Any]:
 
 
 def _described(choices: list[sampling.Choice], drawn: sampling.Drawn) -> list[TokenLogprobs | None]:
-    names = ("token", "rank", "logprob", "num_top", "top_tokens", "top_logprobs")
-    rows = zip(*(drawn[name].tolist() for name in names), strict=True)
-    result: list[TokenLogprobs | None] = []
-    for choice, (token, rank, logprob, num_top, ids, logprobs) in zip(choices, rows, strict=True):
-        top = tuple(zip(ids[:num_top], logprobs[:num_top], strict=True))
-        result.append(TokenLogprobs(token, logprob, top, rank) if choice.has_logprobs else None)
-    return result
+    found = logprobs_of(drawn, sampling.MAX_TOP)
+    return [
+        item if choice.has_logprobs else None for choice, item in zip(choices, found, strict=True)
+    ]
 
 
 def sample_with_torch(logits: Tensor, sequences: SequenceOf[Sequence]) -> Sampled:

@@ -352,12 +352,14 @@ class Scheduler:
         return finished
 
     def _settle(self, sequence: Sequence, token: int, finished: list[Sequence]) -> None:
-        """Its rows are computed, and with them this token, if any (PENDING_TOKEN: none)."""
+        """Its rows are computed, and with them this token (PENDING_TOKEN: none)."""
         if sequence.num_computed_tokens >= sequence.remember_at:
             self.prefixes.remember(sequence, sequence.num_computed_tokens)
-        if token == PENDING_TOKEN:
-            return
-        reason = ending(sequence, token)
+        if token != PENDING_TOKEN:
+            reason = ending(sequence, token)
+        else:  # only the prompt is wanted of some
+            is_over = sequence.num_computed_tokens >= sequence.max_tokens_total
+            reason = FinishReason.LENGTH if is_over else None
         if reason is not None:
             self._finish(sequence, reason)
             finished.append(sequence)

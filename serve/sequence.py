@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from serve.prompt_outputs import PromptOutputs, prompt_outputs
 from serve.request import FinishReason, Request
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Sequence:
     stop_token: int | None = None
     output: object = None  # pool 3's state; opaque here
     history: object = None  # the sampler's; opaque here
+    prompt_rows: PromptOutputs | None = None  # what is to be known of the prompt's own rows
     mask: SequenceMask | None = None  # of the tokens that may come next; None: all may
     error: str | None = None  # with finish_reason ERROR, if the sequence itself is the cause
 
@@ -75,6 +77,17 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """It ends with its prompt: no token is sampled for it."""
+        return self.max_tokens_total == self.num_prompt_tokens
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Rows of its prompt are still to be looked at, which the prefix cache does not have."""
+        rows = self.prompt_rows
+        return rows is not None and self.request.reads_prompt and not rows.is_complete
 
     @property
     def is_finished(self) -> bool:
@@ -91,6 +104,7 @@ def make_sequences(
     if not params.ignore_eos:
         stops |= eos_token_ids
     num_prompt = len(request.prompt_token_ids)
+    prompt_rows = prompt_outputs(request)
     return [
         Sequence(
             request=request,
@@ -103,6 +117,7 @@ def make_sequences(
             stop_ids=stops,
             num_expected_rows=num_prompt,
             page_keys=list(page_keys),
+            prompt_rows=prompt_rows,
         )
         for index in range(params.n)
     ]

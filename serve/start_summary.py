@@ -54,7 +54,9 @@ def server_lines(server: HttpServer) -> list[tuple[str, str]]:
     lines = [("API", f"{server.url}/v1")]
     if "/" in paths:
         lines.append(("page", f"{server.url}/"))
-    if "/metrics" in paths:
+    if server.metrics is not None:
+        lines.append(("metrics", server.metrics.url))
+    elif "/metrics" in paths:
         lines.append(("metrics", f"{server.url}/metrics"))
     lines.append(("keys", _keys(server)))
     return lines
@@ -84,7 +86,7 @@ def _memory(engine: Engine, kv: Books) -> str:
     stats = engine.stats()
     total = stats.pages_total * stats.kv_page_bytes
     length = min(USER_TOKENS, kv.max_model_len)
-    where = f" on {stats.memory_nodes} memory nodes" if stats.memory_nodes else ""
+    where = f" on memory nodes ({stats.memory_nodes})" if stats.memory_nodes else ""
     return (
         f"K/V {format_memory(total)}{where}: {total // stats.kv_bytes_per_token:,} tokens,"
         f" {stats.pages_total // kv.pages_for(length):,} users with {length:,} each"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from serve.output import RequestTimes, Sink
-from serve.request import SamplingParams
+from serve.prompt_outputs import PoolingParams
+from serve.request import RequestMetrics, SamplingParams
 from serve.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -19,6 +21,7 @@ class RequestState:
         "client",
         "is_aborted",
         "params",
+        "pooling",
         "prompt",
         "request_id",
         "sequences",
@@ -34,15 +37,27 @@ class RequestState:
         sink: Sink,
         now_s: float,
         client: str | None = None,
+        pooling: PoolingParams | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.client = client
         self.params = params
+        self.pooling = pooling
         self.sink = sink
         self.times = RequestTimes(now_s)
         self.sequences: list[Sequence] = []
         self.is_aborted = False
+
+    def metrics(self) -> RequestMetrics:
+        """From any thread: while it runs, the counts may be a step old."""
+        sequences = self.sequences
+        return replace(
+            self.times.metrics(),
+            num_prompt_tokens=sequences[0].num_prompt_tokens if sequences else 0,
+            num_output_tokens=sum(s.num_output_tokens for s in sequences),
+            finish_reasons=tuple(s.finish_reason.value for s in sequences if s.finish_reason),
+        )
 
     def tell(self, act: Callable[[], None]) -> None:
         """A consumer's own fault is logged and harms nobody else."""

@@ -28,10 +28,11 @@ def look_through(
     prefilling: list[Sequence] = []
     for sequence in [s for s in running if s.num_computed_tokens >= s.steady_until]:
         num_tokens, num_computed = len(sequence.token_ids), sequence.num_computed_tokens
-        if num_tokens - num_computed > 1:
+        num_missing = num_tokens - num_computed
+        if num_missing > 1 or (num_missing and sequence.is_prompt_only):
             prefilling.append(sequence)
         elif num_tokens == sequence.max_tokens_total:
-            continue  # its last token is in flight
+            continue  # its last token, or what there is of its prompt, is in flight
         elif grow(sequence, num_computed + 1):
             assert sequence.kv_range is not None, "it has just grown"
             steady = min(sequence.kv_range.capacity, sequence.max_tokens_total - 1)

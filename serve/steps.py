@@ -104,7 +104,9 @@ class Steps:
         self, plan: StepPlan, result: StepResult, finished: list[Sequence], now_s: float
     ) -> None:
         self.counts.add(plan, now_s)
-        if result.sampled:
+        for part in result.prompts:
+            part.take()
+        if result.sampled or finished:
             self._output.add(
                 StepRecord(result.sampled, result.tokens, result.logprobs, finished, now_s)
             )

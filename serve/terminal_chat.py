@@ -12,18 +12,21 @@ import uvloop
 from rich.console import Console
 
 from serve.chat_speakers import SETTABLE, Message, Speaker
+from serve.cli_reporting import shown
 from serve.errors import ConfigError, MergestepError, plain
 from serve.run_settings import nearest
 
 HELP = """\
 /reset             forget the conversation
 /system [TEXT]     show the system message, or begin anew with this one
-/set [NAME VALUE]  show or change how answers are drawn: temperature 0.7, max_tokens 200,
-                   top_p, top_k, min_p, seed; VALUE - leaves it to the model
+/set [NAME VALUE]  show or change how answers are drawn: temperature 0.7,
+                   max_tokens 200, top_p, top_k, min_p, seed;
+                   the value - leaves it to the model
 /help              this text
 /quit              leave (so does Ctrl-D)
 Ctrl-C             stop the answer that is being written
-\"\"\"                several lines, until the next \"\"\"; a \\ at a line's end also goes on"""
+\"\"\"                several lines, until the next \"\"\";
+                   a \\ at a line's end also goes on"""
 
 # What a model says must not move the cursor or retitle the window.
 _CONTROL_CHARACTERS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")})
@@ -82,13 +85,11 @@ class Conversation:
 
 
 def _rate(num_tokens: int | None, first_s: float, total_s: float) -> str:
-    """Tokens a second are counted from the first one on."""
     if not num_tokens:
-        return f"{total_s:.1f} s"
-    text = f"{num_tokens} tokens in {total_s:.1f} s, the first after {first_s:.2f} s"
-    if num_tokens > 1 and total_s > first_s:
-        text += f", then {(num_tokens - 1) / (total_s - first_s):.1f} tokens/s"
-    return text
+        return f"{total_s:.2f} s"
+    rate = num_tokens / total_s
+    text = f"{num_tokens} tokens in {total_s:.2f} s, {rate:.1f} tokens/s"
+    return f"{text}, the first after {first_s:.2f} s"
 
 
 def chat(speaker: Speaker, *, system: str | None, message: str | None) -> None:
@@ -203,7 +204,7 @@ def _one_turn(runner: asyncio.Runner, conversation: Conversation, text: str) -> 
         conversation.note("stopped")
     except MergestepError as exc:
         console.print("[red]error[/red]: ", end="")
-        console.print(plain(exc), markup=False, highlight=False)
+        console.print(shown(plain(exc)), markup=False, highlight=False)
 
 
 def _prompt(console: Console) -> str:

@@ -77,10 +77,14 @@ class FakeEngine:
     is_ready: bool = False
     has_memory: bool = True
     is_stopped: bool = False
+    stuck: str | None = None
 
     def __post_init__(self) -> None:
         self.running: set[FakeStream] = set()
         self.waiting: list[FakeStream] = []
+
+    def trouble(self) -> str | None:
+        return self.stuck
 
     async def start(self) -> None:
         await asyncio.sleep(self.load_s)
@@ -163,11 +167,14 @@ class FakeStream:
         self.is_done = False
         self.deltas_at_once = False
         self._stopped = False
-        self._iterator: AsyncIterator[TokenDelta] | None = None
-        self.metrics = RequestMetrics(time.monotonic())
+        self._error: Exception | None = None
+        self._arrived_s = time.monotonic()
+        self._first_s: float | None = None
+        self._num_output = 0
+        self._reasons: list[str] = []
 
     def arrived(self, at_s: float) -> None:
-        self.metrics = RequestMetrics(at_s)
+        self._arrived_s = at_s
 
     async def accepted(self) -> Request:
         if not self.tokens:
@@ -181,9 +188,26 @@ class FakeStream:
             raise ContextLengthError("too long for the context", param="prompt")
         return Request(self.request_id, None, tuple(self.tokens), self.params, 0.0)
 
+    @property
+    def metrics(self) -> RequestMetrics:
+        return RequestMetrics(
+            self._arrived_s,
+            first_token_s=self._first_s,
+            num_prompt_tokens=len(self.tokens),
+            num_output_tokens=self._num_output,
+            finish_reasons=tuple(self._reasons),
+        )
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+
+    def wake(self) -> None:
+        self.admitted.set()
+
     def abort(self) -> None:
         if not self.is_done:
             self.engine.aborted.append(self.request_id)
+            self._reasons.append("abort")
             self._release()
 
     def stop(self) -> None:
@@ -199,12 +223,25 @@ class FakeStream:
         self.engine.admit()
 
     def __aiter__(self) -> AsyncIterator[TokenDelta]:
-        return self._deltas()
+        return self._counted()
+
+    async def _counted(self) -> AsyncIterator[TokenDelta]:
+        async for delta in self._deltas():
+            if self._error is not None:
+                raise self._error
+            self._first_s = self._first_s or time.monotonic()
+            self._num_output += len(delta.token_ids)
+            if delta.finish_reason is not None:
+                self._reasons.append(delta.finish_reason.value)
+            yield delta
 
     async def _deltas(self) -> AsyncIterator[TokenDelta]:
         await self.admitted.wait()
+        if self._error is not None:
+            raise self._error
         text = self.engine.reply * self.engine.repeat
-        limit = len(text) if self.params.max_tokens is None else self.params.max_tokens
+        limits = (self.params.max_tokens, self.params.default_max_tokens, len(text))
+        limit = next(limit for limit in limits if limit is not None)
         reason = FinishReason.STOP if limit >= len(text) else FinishReason.LENGTH
         text = text[:limit]
         if self.deltas_at_once:
@@ -355,8 +392,9 @@ class Served:
 class ServerThread:
     """A server in a thread of its own, for clients that block. url is its root."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, settings: HttpSettings | None = None) -> None:
         self._engine = engine
+        self._settings = settings or HttpSettings(port=0)
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._failure: BaseException | None = None
@@ -380,7 +418,7 @@ class ServerThread:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         try:
-            async with HttpServer(self._engine, HttpSettings(port=0)) as server:
+            async with HttpServer(self._engine, self._settings) as server:
                 self.url = server.url
                 self._started.set()
                 await self._stop.wait()

@@ -9,7 +9,7 @@ from typing import Any, Self
 import pytest
 
 from serve.http.chat_run import ChatRequest, ChatStep
-from serve.http.parts import Part
+from serve.http.parts import Part, Reasoning
 from serve.request import TokenDelta, TokenLogprobs
 
 PROMPT_TOKENS = 20
@@ -28,6 +28,7 @@ class ScriptedRun:
         type(self).asked = asked
         self.prompt_tokens = PROMPT_TOKENS
         self.cached_tokens = CACHED_TOKENS
+        self.reasoning_tokens = 0
 
     def __enter__(self) -> Self:
         return self
@@ -48,6 +49,7 @@ class ScriptedRun:
         for position, parts in enumerate(self.script):
             if isinstance(parts, Exception):
                 raise parts
+            self.reasoning_tokens += any(isinstance(part, Reasoning) for part in parts)
             reason = self.finish_reason if position == last else None
             logprobs = None
             if self.asked.params.logprobs is not None:

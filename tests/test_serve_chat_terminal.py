@@ -102,7 +102,7 @@ def test_the_system_message() -> None:
 def test_thoughts_are_shown_and_not_said_again() -> None:
     talk = conversation(Piece("hm, ", is_thought=True), Piece("yes"), num_tokens=4)
     asyncio.run(talk.turn("one", show_rate=True))
-    assert printed(talk).startswith("hm, yes\n4 tokens in 0.0 s, the first after 0.00 s, then ")
+    assert printed(talk).startswith("hm, yes\n4 tokens in 0.00 s, ")
     assert talk.messages[-1] == {"role": "assistant", "content": "yes"}
 
 

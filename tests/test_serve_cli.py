@@ -78,6 +78,9 @@ NOWHERE = "http://127.0.0.1:9"
         (("run", "--backend", "gpu", "--port", "0"), "backend: unknown backend 'gpu'"),
         (("run", "--port", "99999"), "port must be between 0 and 65535, not 99999"),
         (("run", "--host", ""), "host must be"),
+        (("run", "--host", "127." + "x" * 300), "host is no name or address"),
+        (("run", "--kv-cache-bytes", "9" * 5000), "is not a size such as"),
+        (("run", "--seed", "9" * 5000), "--seed"),
         (("run", "--drain-s", "nan"), "drain_s must be a number of seconds"),
         (("run", "--max-num-seqs", "0"), "max_num_seqs must be a positive integer, not 0"),
         (("run", "--served-model-name", ""), "served_model_name must be a name"),
@@ -112,6 +115,7 @@ def test_what_cannot_be_asked_for(arguments: tuple[str, ...], said: str) -> None
     [
         (("run", "/nonexistent/model", "--port", "0"), "/nonexistent/model does not exist"),
         (("run", FILE, "--port", "0"), f"{FILE} is a file"),
+        (("run", "a\x1b[31m\0b", "--port", "0"), "model directory a?[31m?b does not exist"),
         (("bench", "--url", NOWHERE), f"cannot reach {NOWHERE}: Connection refused"),
         (("chat", "--url", NOWHERE, "-m", "hi"), f"cannot reach {NOWHERE}: Connection refused"),
         (("chat", "/nonexistent/model", "-m", "hi"), "/nonexistent/model does not exist"),

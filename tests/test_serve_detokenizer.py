@@ -9,6 +9,7 @@ import pytest
 from serve.detokenizer import (
     BytesDetokenizer,
     DetokenizerFactory,
+    ShownTokens,
     StopStrings,
     TailDetokenizer,
 )
@@ -64,6 +65,21 @@ def test_special_tokens_are_skipped_unless_asked_for(tokenizer):
     assert "".join(pieces_of(make_detokenizer(tokenizer), ids)) == "hi"
     shown = make_detokenizer(tokenizer, skip_special_tokens=False)
     assert "".join(pieces_of(shown, ids)) == "<s>hi"
+
+
+@pytest.mark.parametrize("kind", ["bytes", "tail"])
+def test_some_special_tokens_are_shown(tokenizer, kind):
+    """Also in the middle of a character, which they end."""
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    snow = tokenizer.encode("☃", add_special_tokens=False)
+    hi = tokenizer.encode("hi", add_special_tokens=False)
+    assert len(snow) > 1
+    ids = [bos, *hi, eos, *snow, eos, bos, *snow[:-1], eos, *hi]
+    shown = {eos: "</s>"}
+    inner = TailDetokenizer(tokenizer, True) if kind == "tail" else make_detokenizer(tokenizer)
+    assert "".join(pieces_of(ShownTokens(inner, shown), ids)) == "hi</s>☃</s>\ufffd</s>hi"
+    made = make_detokenizer(tokenizer, shown=("</s>", "<other>"))
+    assert "".join(pieces_of(made, ids)) == "hi</s>☃</s>\ufffd</s>hi"
 
 
 def test_ids_without_a_token_add_nothing(tokenizer):

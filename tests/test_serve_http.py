@@ -62,6 +62,7 @@ def test_chat_shape() -> None:
                 "message": {"role": "assistant", "content": "Hello", "refusal": None},
                 "logprobs": None,
                 "finish_reason": "length",
+                "stop_reason": None,
             }
         ]
         assert answer["usage"]["completion_tokens"] == 5
@@ -112,6 +113,7 @@ def test_streamed_chat() -> None:
             "delta": {},
             "logprobs": None,
             "finish_reason": "stop",
+            "stop_reason": None,
         }
         assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks[:-1])
 
@@ -292,16 +294,17 @@ def test_refused_requests(
     run_with_server(FakeEngine(), check)
 
 
-def test_overload_is_503_with_retry_after() -> None:
+def test_overload_is_429_with_retry_after() -> None:
     async def check(served: Served) -> None:
         tasks = [asyncio.create_task(served.post(CHAT, CHAT_BODY)) for _ in range(2)]
         await served.until(lambda: len(served.engine.waiting) == 1)
         async with served.session.post(CHAT, json={**CHAT_BODY, "stream": True}) as response:
-            assert response.status == 503
-            assert response.headers["Retry-After"] == "2"
-            assert (await response.json())["error"]["code"] == "overloaded"
+            assert response.status == 429
+            assert response.headers["Retry-After"] in ("2", "3")  # 1.5 s, and a bit at random
+            error = (await response.json())["error"]
+            assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
         body = {**COMPLETION_BODY, "prompt": ["a", "b", "c"]}
-        assert (await served.post(COMPLETIONS, body))[0] == 503
+        assert (await served.post(COMPLETIONS, body))[0] == 429
         assert [status for status, _ in await asyncio.gather(*tasks)] == [200, 200]
 
     run_with_server(FakeEngine(slots=1, max_waiting=1, step_s=0.02), check)

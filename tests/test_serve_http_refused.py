@@ -278,9 +278,18 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"messages": [{"role": "tool", "content": "x", "tool_call_id": "a"}]},
         "messages[0].tool_call_id",
-        "unknown_parameter",
+        "invalid_value",
     ),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "unsupported_parameter"),
+    (
+        {"messages": [{"role": "tool", "content": "x"}]},
+        "messages[0].tool_call_id",
+        "missing_required_parameter",
+    ),
+    (
+        {"messages": [{"role": "function", "content": "x"}]},
+        "messages[0].role",
+        "unsupported_parameter",
+    ),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
     (
         {"messages": [{"role": "user", "content": None}]},
@@ -307,8 +316,8 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
-        "messages[0].tool_calls",
-        "unsupported_parameter",
+        "messages[0].tool_calls[0].id",
+        "missing_required_parameter",
     ),
     ({"messages": [{**USER, "weight": 1}]}, "messages[0].weight", "unknown_parameter"),
     ({"messages": [{**USER, "name": ""}]}, "messages[0].name", "invalid_value"),

@@ -12,6 +12,7 @@ from openai.types.responses import Response
 from scripted_chat import CACHED_TOKENS, PROMPT_TOKENS, script_answers
 
 from serve import Engine
+from serve.chat_parser import choose_format
 from serve.errors import GenerationError
 from serve.http.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallStart
 
@@ -175,7 +176,32 @@ def test_reasoning_text_and_calls(fake: openai.OpenAI, monkeypatch: pytest.Monke
     function = {name: TOOLS[0][name] for name in ("name", "description", "parameters", "strict")}
     assert asked.tools == [{"type": "function", "function": function}]
     assert (asked.tool_choice, asked.parallel_tool_calls) == ("required", False)
-    assert asked.template_kwargs == {"enable_thinking": True}
+    assert asked.template_kwargs == {"reasoning_effort": "low"}
+
+
+def test_what_a_model_writes_is_read() -> None:
+    """Reasoning and calls in the model's own text, by its template's format."""
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
+    style = choose_format("tools <tool_call> </think>", "auto", "auto")
+    engine = FakeEngine(
+        reply=f"<think>Which city?</think>Let me look.{call}", model_name="m", chat_format=style
+    )
+    options: Any = {"model": "m", "input": "hello", "tools": TOOLS}
+    with ServerThread(engine) as server, client_of(server) as client:
+        whole = client.responses.create(**options)
+        with client.responses.stream(**options) as stream:
+            streamed = stream.get_final_response()
+    for response in (whole, streamed):
+        reasoning, _, used = response.output
+        assert reasoning.type == "reasoning"
+        assert reasoning.content is not None
+        assert reasoning.content[0].text == "Which city?"
+        assert response.output_text == "Let me look."
+        assert used.type == "function_call"
+        assert (used.name, used.arguments) == ("weather", '{"city": "Ulm"}')
+        assert response.usage is not None
+        assert response.usage.output_tokens_details.reasoning_tokens > len("Which city?")
+    assert engine.chats[-1]["tools"][0]["function"]["name"] == "weather"
 
 
 def test_the_conversation_goes_on(fake: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:

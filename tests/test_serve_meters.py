@@ -61,13 +61,14 @@ def _sequence(index: int) -> Any:
     params = SamplingParams(n=3, max_tokens=9)
     request: Any = SimpleNamespace(params=params, request_id="r")
     detokenizer = SimpleNamespace(push=lambda token: "x", finish=lambda: "")
-    factory: Any = SimpleNamespace(make=lambda skip_special_tokens: detokenizer)
+    factory: Any = SimpleNamespace(make=lambda **options: detokenizer)
     sink: Any = SimpleNamespace(push=lambda delta: None, wake=lambda: None)
     output = OutputState(request, index, factory, sink, RequestTimes(0.0))
     return SimpleNamespace(
         output=output,
         request=request,
         num_prompt_tokens=4,
+        is_prompt_only=False,
         first_scheduled_s=0.0,
         num_cached_tokens=0,
         num_preemptions=0,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import typer
+from settings_table import PAGE, with_table
 from typer.testing import CliRunner
 
 from serve.cli import app
@@ -22,6 +23,7 @@ from serve.units import format_size
 
 # A valid value that is not the default, where its kind alone does not give one.
 VALUES: dict[str, Any] = {
+    "cors_origins": ["https://a.example", "http://localhost:3000"],
     "host": "localhost",
     "kv_group": 32,
     "kv_page_bytes": 65536,
@@ -92,7 +94,8 @@ def test_every_field_is_a_flag_a_variable_and_a_key() -> None:
     for setting in PLAIN.values():
         parameter = parameters[setting.name]
         assert setting.flag in (*parameter.opts, "MODEL")
-        assert parameter.envvar[0] == setting.env == f"MERGESTEP_{setting.name.upper()}"
+        envs = [parameter.envvar] if isinstance(parameter.envvar, str) else parameter.envvar
+        assert envs[0] == setting.env == f"MERGESTEP_{setting.name.upper()}"
         assert setting.option.panel in PANELS
         assert (parameter.default or None) == (setting.default or None)
 
@@ -138,6 +141,12 @@ def _written(file: Path, values: dict[str, Any]) -> Path:
     texts["served_model_name"] = "'a \"b\" \\ c'"
     file.write_text("".join(f"{name} = {text}\n" for name, text in texts.items()))
     return file
+
+
+def test_a_file_with_a_line_in_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "a\nport = 1"
+    file.write_text("port = 5")
+    assert printed("--config", str(file))["port"] == 5
 
 
 def test_a_flag_undoes_what_a_file_says(tmp_path: Path) -> None:
@@ -227,6 +236,7 @@ def test_older_names_work() -> None:
     assert printed("--inter-token-slo", "50")["inter_token_slo_ms"] == 50
     key = {"MERGESTEP_NODE_KEY_FILE": "key"}
     assert printed(env=key)["memory_node_key_file"] == "key"
+    assert "# environment MERGESTEP_NODE_KEY_FILE" in invoke("--print-config", env=key).stdout
 
 
 @pytest.mark.parametrize("size", [1, 1000, 1024, 65536, 3 << 29, 1 << 40, 5 << 41])
@@ -239,3 +249,19 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
     for item in fields(EngineConfig):
         if item.name in values and item.name != "memory_nodes":
             assert values[item.name] == item.default
+
+
+def test_the_page_lists_every_setting() -> None:
+    """`python tests/settings_table.py` writes the table anew."""
+    page = PAGE.read_text()
+    assert with_table(page) == page
+    assert all(f"| `{name}` |" in page for name in SETTINGS)
+
+
+def test_the_example_of_the_page_works(tmp_path: Path) -> None:
+    example = PAGE.read_text().partition("```toml\n")[2].partition("```")[0]
+    file = tmp_path / "server.toml"
+    file.write_text(example)
+    values = printed("--config", str(file), "--port", "9001")
+    assert (values["port"], values["kv_cache_bytes"]) == (9001, "2GiB")
+    assert len(values["memory_nodes"]) == 2

@@ -56,8 +56,8 @@ def test_the_summary_of_the_embedded_model() -> None:
 
 
 def test_the_summary_follows_the_settings(tmp_path: Path) -> None:
-    lines, stats, _ = started(
-        HttpSettings(port=0, api_keys=(KEY,)),
+    lines, stats, url = started(
+        HttpSettings(port=0, api_keys=(KEY,), metrics_port=0),
         model=str(checkpoint("llama")),
         dtype="float32",
         max_model_len=50,
@@ -75,6 +75,8 @@ def test_the_summary_follows_the_settings(tmp_path: Path) -> None:
     assert "order fair, a token every 50 ms, the first within 2 s" in lines["scheduling"]
     assert lines["keys"] == "1, from the environment"
     assert KEY not in str(lines)
+    assert re.fullmatch(r"http://127\.0\.0\.1:[1-9]\d+/metrics", lines["metrics"])
+    assert lines["metrics"] != f"{url}/metrics"
 
 
 @pytest.mark.parametrize("is_quiet", [False, True])
@@ -177,3 +179,19 @@ def test_the_version_and_a_slip() -> None:
     slip = CliRunner().invoke(app, ["rnu"])
     assert slip.exit_code == 2
     assert "Did you mean 'run'?" in slip.output
+
+
+def test_the_shell_completes_values() -> None:
+    words = {"COMP_WORDS": "serve run --dtype i", "COMP_CWORD": "3"}
+    result = CliRunner().invoke(
+        app, prog_name="serve", env={"_SERVE_COMPLETE": "complete_bash", **words}
+    )
+    assert result.stdout.split() == ["int8", "int4"]
+
+
+def test_more_kv_memory_than_there_is_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("serve.kv_sizes.available_memory", lambda: 1 << 20)
+    started(HttpSettings(port=0), model=str(checkpoint("llama")), kv_cache_bytes=3 << 20)
+    assert "kv_cache_bytes 3 MiB is more than the 1 MiB that are free now" in caplog.text

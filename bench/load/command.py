@@ -29,6 +29,7 @@ from bench.load.targets import EngineTarget, ServerSettings, ServerTarget, Targe
 from serve.client_key import read_client_key
 from serve.config import DEFAULT_MODEL, EngineConfig
 from serve.errors import ConfigError
+from serve.model_files import find_model
 
 DEFAULT_CANCEL_CHUNKS = 3
 LOWEST_SHARE = 64  # a search begins at a rate, and goes no lower than this part of it
@@ -317,7 +318,8 @@ def _target(options: OnlineOptions) -> Target:
                 f"{options.model} is a name of `serve plan`: --simulate takes it; a load needs a"
                 " model's directory"
             )
-        return EngineTarget(Engine(options.model, **options.engine))
+        found = find_model(options.model)
+        return EngineTarget(Engine(found.model, served_model_name=found.name, **options.engine))
     headers = {}
     for number, line in enumerate(options.header or (), 1):
         name, colon, value = line.partition(":")

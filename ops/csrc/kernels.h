@@ -196,6 +196,8 @@ struct Kernels {
   void (*argmax)(const float* logits, size_t stride, int rows, int size, int32_t* out);
   // Adjusts the logits in place; false if a plan names a token beyond size.
   bool (*sample)(float* logits, size_t stride, int rows, int size, const Draw*, Drawn* out);
+  bool (*describe_tokens)(const float* logits, size_t stride, int rows, int size, const int32_t* tokens,
+                          int num_top, Drawn* out);
   void (*linear_int4)(const LinearInt4&, const Quantized&, int rows, void* out, size_t out_stride,
                       DType, bool add);
   void (*decode_plain)(const PlainSequence*, int count, const PlainLayer&, const void* q, size_t q_stride, DType q_type,

@@ -33,7 +33,7 @@ const Kernels* MS_KERNELS() {
                               MS_ISA::linear_int8, MS_ISA::rotate,  MS_ISA::append_kv,
                               MS_ISA::attend,  MS_ISA::read_bytes, MS_ISA::copy_bytes,
                               MS_ISA::multiply_i8, MS_ISA::multiply_bf16,
-                              MS_ISA::argmax,  MS_ISA::sample,  MS_ISA::linear_int4,
+                              MS_ISA::argmax,  MS_ISA::sample, MS_ISA::describe_tokens, MS_ISA::linear_int4,
                               MS_ISA::decode_plain, MS_ISA::prefill_plain, MS_ISA::linear_plain,
                               MS_ISA::merge_partials, MS_ISA::quantize_heads, MS_ISA::dequantize_heads};
   return &all;

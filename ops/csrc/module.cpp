@@ -158,6 +158,12 @@ NB_MODULE(_native, m) {
     nb::gil_scoped_release release;
     return kernels().sample(pointer<float>(logits), stride, rows, size, pointer<Draw>(draws), pointer<Drawn>(out));
   });
+  m.def("describe_tokens", [](uintptr_t logits, size_t stride, int rows, int size, uintptr_t tokens, int num_top,
+                              uintptr_t out) {
+    nb::gil_scoped_release release;
+    return kernels().describe_tokens(pointer<float>(logits), stride, rows, size, pointer<int32_t>(tokens), num_top,
+                                     pointer<Drawn>(out));
+  });
   bind_linear(m);
   bind_storage(m);
   nb::class_<StepPlan>(m, "StepPlan")

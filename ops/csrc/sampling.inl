@@ -585,5 +585,24 @@ bool sample(float* logits, size_t stride, int rows, int size, const Draw* plans,
   return true;
 }
 
+// Row i is described with tokens[i]. False, and nothing done, if one is not in the vocabulary.
+bool describe_tokens(const float* logits, size_t stride, int rows, int size, const int32_t* tokens, int num_top,
+                     Drawn* out) {
+  if (!are_tokens(tokens, rows, size)) return false;
+  for_rows(rows, size, SHARE / 8, [&](int row) {
+    static thread_local List<float> maxima;
+    static thread_local List<double> sums;
+    View view{logits + row * stride, size, 1.0f, true, true, nullptr, nullptr, nullptr};
+    maxima.resize(view.num_groups() + view.num_blocks());
+    sums.resize(view.num_blocks());
+    view.groups = maxima.data(), view.blocks = view.groups + view.num_groups(), view.sums = sums.data();
+    for (int share = 0; share < view.num_shares(); share++) scan(view, share);
+    for (int share = 0; share < view.num_shares(); share++) add_up(view, share);
+    out[row].token = tokens[row];
+    describe(view, num_top, out[row]);
+  });
+  return true;
+}
+
 }  // namespace
 }  // namespace MS_ISA

@@ -28,26 +28,39 @@ def describe_tools(
 ) -> list[dict[str, Any]]:
     """The conversation in plain messages of system, user and assistant. template: its text; some
     refuse a system message, and the first user message takes the description then."""
-    plain = _joined([_plain(message) for message in messages])
+    plain = _plain(messages)
     if not tools:
         return plain
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     text = _INTRODUCTION.format(tools=listed)
     role = "user" if _NO_SYSTEM_ROLE.search(template) else "system"
-    if plain and plain[0]["role"] == role:
+    if plain and plain[0].get("role") == role:
         first = plain[0]
         order = (text, first["content"]) if role == "user" else (first["content"], text)
         return [{**first, "content": "\n\n".join(order)}, *plain[1:]]
     return [{"role": role, "content": text}, *plain]
 
 
-def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Calls and results become text; other messages stay as they are."""
-    if message["role"] == "tool":
-        return {
-            "role": "user",
-            "content": f"<tool_response>\n{message['content']}\n</tool_response>",
-        }
+def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Calls and results as text. Results in a row are one message: templates want roles that
+    take turns."""
+    plain: list[dict[str, Any]] = []
+    was_result = False
+    for message in messages:
+        is_result = message.get("role") == "tool"
+        if is_result:
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if was_result:
+                plain[-1]["content"] += f"\n{text}"
+            else:
+                plain.append({"role": "user", "content": text})
+        else:
+            plain.append(_with_calls(message))
+        was_result = is_result
+    return plain
+
+
+def _with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if not calls:
         return dict(message)
@@ -60,19 +73,3 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
 def _call_text(function: Mapping[str, Any]) -> str:
     call = {"name": function["name"], "arguments": function["arguments"]}
     return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
-
-
-def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Several results in a row are one message: templates want roles that take turns."""
-    joined: list[dict[str, Any]] = []
-    for message in messages:
-        last = joined[-1] if joined else None
-        if (
-            last is not None
-            and last["role"] == message["role"] == "user"
-            and str(last["content"]).startswith("<tool_response>")
-        ):
-            joined[-1] = {**last, "content": f"{last['content']}\n{message['content']}"}
-        else:
-            joined.append(message)
-    return joined

@@ -77,7 +77,8 @@ class ChatFormat:
 
     tools: None: calls are not read. has_native_tools: the chat template renders tools; else they
     are described in the conversation. special_ids: the markers that are special tokens.
-    reasoning_end_id: the token that ends the reasoning, if it is one.
+    reasoning_end_id: the token that ends the reasoning, if it is one. opens_reasoning: prompts end
+    inside the reasoning, unless enable_thinking is false.
     """
 
     tools: ToolFormat | None = TOOL_FORMATS["hermes"]
@@ -85,6 +86,7 @@ class ChatFormat:
     has_native_tools: bool = False
     special_ids: Mapping[str, int] = field(default_factory=dict)
     reasoning_end_id: int | None = None
+    opens_reasoning: bool = False
 
 
 def choose_format(template: str, tool_parser: str, reasoning_parser: str) -> ChatFormat:
@@ -96,14 +98,21 @@ def choose_format(template: str, tool_parser: str, reasoning_parser: str) -> Cha
         name = _written(template) if has_tools else ""
         has_tools = bool(name)
         name = name or "hermes"
-    reasoning = reasoning_parser
     if reasoning_parser == "auto":
-        reasoning = "deepseek_r1" if "</think>" in template else "none"
+        reasoning_parser = "deepseek_r1" if "</think>" in template else "none"
+    reasoning = REASONING_FORMATS.get(reasoning_parser)
     return ChatFormat(
         tools=TOOL_FORMATS.get(name),
-        reasoning=REASONING_FORMATS.get(reasoning),
+        reasoning=reasoning,
         has_native_tools=has_tools,
+        opens_reasoning=reasoning is not None and _opens(template, reasoning),
     )
+
+
+def _opens(template: str, reasoning: ReasoningFormat) -> bool:
+    """Whether what a template writes last begins the reasoning, and does not always end it."""
+    last = template.rpartition("add_generation_prompt")[2]
+    return last.count(reasoning.begin) > last.count(reasoning.end)
 
 
 def _written(template: str) -> str:

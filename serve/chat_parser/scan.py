@@ -10,9 +10,11 @@ _INSIDE = re.compile(r'["\\]')
 
 def overlap(text: str, marker: str) -> int:
     """Length of the longest end of text that is a proper beginning of marker."""
-    for size in range(min(len(marker) - 1, len(text)), 0, -1):
-        if text.endswith(marker[:size]):
-            return size
+    at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    while at >= 0:
+        if marker.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(marker[0], at + 1)
     return 0
 
 

@@ -13,6 +13,7 @@ from serve.http.completion_answer import CompletionStream, Wording, check_size, 
 from serve.http.context import ApiContext, Call
 from serve.http.errors import json_response
 from serve.http.generation import COMPLETION, AnswerHead, AnswerKind, Generation
+from serve.http.renamed import parameters_named
 from serve.http.sse import EventStream
 
 if TYPE_CHECKING:
@@ -26,7 +27,11 @@ async def answer_completion(
     asked: schema.CompletionCall,
 ) -> web.StreamResponse:
     head = answer_head(context, call, COMPLETION)
-    with context.generating(), Generation(submit(), asked.params.n) as generation:
+    with (
+        parameters_named({"structured": asked.structured_name}),
+        context.generating(),
+        Generation(submit(), asked.params.n) as generation,
+    ):
         await generation.accepted()
         check_size(asked, generation)
         wording = Wording(asked, generation, context.engine.tokenizer)

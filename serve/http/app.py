@@ -7,31 +7,46 @@ handler, which aborts its sequences.
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from aiohttp import web
 
+from serve.http import limits
 from serve.http.access import HostCheck, authenticate
+from serve.http.access_log import CLIENT_REQUEST_ID, AccessLog
 from serve.http.body import check_framing
 from serve.http.call_engine import CallEngine
 from serve.http.context import ApiContext, Call, ErrorShape, Handler, Route, ServerState
+from serve.http.cors import Cors
+from serve.http.deadline import timeout_of
 from serve.http.endpoints import all_routes
-from serve.http.errors import ApiError, error_response, new_request_id, quoted, to_api_error
+from serve.http.errors import (
+    ApiError,
+    common_headers,
+    error_response,
+    generation_timeout,
+    new_request_id,
+    overloaded,
+    quoted,
+    to_api_error,
+)
 from serve.http.keys import ApiKey, KeyRing
 from serve.http.meter import CLIENT_LEFT
+from serve.http.quota import Quotas
 from serve.http.settings import HttpSettings
+from serve.http.tracing import make_tracer
 
 if TYPE_CHECKING:
     from serve.engine import Engine
 
 __all__ = ["HttpApp", "ServerState"]
 
-logger = logging.getLogger(__name__)
-
 LARGE_ANSWER = 32 << 10
+_REQUEST_ID = re.compile(rf"[A-Za-z0-9._-]{{1,{limits.CLIENT_REQUEST_ID_CHARS}}}")
 
 
 class HttpApp:
@@ -39,8 +54,12 @@ class HttpApp:
 
     def __init__(self, engine: Engine, settings: HttpSettings, keys: KeyRing | None = None) -> None:
         self.context = ApiContext(engine, settings)
+        self.quotas = Quotas()
         self._keys = KeyRing() if keys is None else keys
         self._check_host = HostCheck(settings)
+        self._cors = Cors(settings.cors_origins)
+        self._access_log = AccessLog(is_on=settings.access_log)
+        self._tracer = make_tracer(settings.otlp_endpoint)
         self.routes = routes = all_routes(self.context)
         self._exact = {route.path: route for route in routes if "{" not in route.path}
         # "/v1/models/{id}" by what is before and behind the braces, the longest first
@@ -59,38 +78,121 @@ class HttpApp:
     def num_running(self) -> int:
         return self.context.num_running
 
-    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        request_id, arrived_s = new_request_id(), time.monotonic()
-        meter, path, status = self.context.meter, "", CLIENT_LEFT
+    @property
+    def is_computing(self) -> bool:
+        """The engine has something to do for somebody."""
+        return any(engine.is_computing for engine in self.context.calls)
+
+    async def handle(
+        self, request: web.BaseRequest, refusal: ApiError | None = None
+    ) -> web.StreamResponse:
+        """refusal: what is answered whatever is asked, except by public routes."""
+        call = self._begin(request)
+        status = CLIENT_LEFT
+        try:
+            response = await self._answer(call, refusal)
+            status = response.status
+            return response
+        finally:
+            self._end(call, status)
+
+    async def close(self) -> None:
+        """Sends the spans that are left."""
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
+
+    def _begin(self, request: web.BaseRequest) -> Call:
+        headers = self._cors.headers(request)
+        client_id = request.headers.get("X-Request-Id")
+        if client_id is not None and _REQUEST_ID.fullmatch(client_id):
+            headers[CLIENT_REQUEST_ID] = client_id
+        return Call(request, new_request_id(), self._engine_of(None, 0.0), headers=headers)
+
+    def _end(self, call: Call, status: int) -> None:
+        path = "" if call.route is None else call.route.path
+        self.context.meter.answered(path, call.request.method, status)
+        self._access_log.answered(call, status)
+        if self._tracer is not None:
+            self._tracer.answered(call, status)
+
+    async def _answer(self, call: Call, refusal: ApiError | None) -> web.StreamResponse:
+        request = call.request
         shape: ErrorShape = error_response
+        response: web.StreamResponse
         try:
             check_framing(request)
             self._check_host(request)
-            route, argument = self._find(request)
-            if route is not None:
-                shape, path = route.error_shape, route.path
+            preflight = self._cors.preflight(request)
+            if preflight is not None:
+                preflight.headers.update(common_headers(call.request_id) | call.headers)
+                return preflight
+            call.route, call.argument = self._find(request)
+            if call.route is not None:
+                shape = call.route.error_shape
             # who has no key learns nothing about which paths there are
-            key = self._key_of(request, route)
-            handler = _handler(route, request)
-            call = self._call(request, request_id, argument, key, arrived_s)
-            response = await handler(call)
-            status = response.status
-            if not response.prepared:
-                response.headers.update(call.headers)
+            response = await self._ask(call, refusal)
         except ConnectionError:
             raise
         except Exception as exc:
             if request.writer.output_size:  # part of an answer is out; only closing is honest
                 raise ConnectionResetError("an answer broke off") from exc
-            error = to_api_error(exc, request_id)
-            meter.refuse(error.code)
-            response = shape(error, request_id)
-            status = response.status
-        finally:
-            meter.answered(path, request.method, status)
-        await self._send_whole(request, response)
-        logger.debug("%s %s %d", request_id, request.method, response.status)
+            error = to_api_error(exc, call.request_id)
+            call.error_code = error.code
+            self.context.meter.refuse(error.code)
+            response = shape(error, call.request_id)
+            response.headers.update(call.headers)
+        call.response = response
         return response
+
+    async def _ask(self, call: Call, refusal: ApiError | None) -> web.StreamResponse:
+        """Every route asks for a key and takes a place, unless it says that it is public."""
+        request, route = call.request, call.route
+        if route is not None and route.is_public:
+            return await self._run(_handler(route, request), call)
+        if refusal is not None:
+            raise refusal
+        key = authenticate(request, self._keys) if self._keys.num_keys else None
+        handler = _handler(route, request)
+        call.key = key
+        call.engine = self._engine_of(key, call.arrived_s)
+        with self._place(call):
+            return await self._run(handler, call)
+
+    async def _run(self, handler: Handler, call: Call) -> web.StreamResponse:
+        response = await handler(call)
+        if not response.prepared:
+            response.headers.update(call.headers)
+            await self._send_whole(call.request, response)
+        return response
+
+    def _engine_of(self, key: ApiKey | None, arrived_s: float) -> CallEngine:
+        context = self.context
+        share = context.settings.share_prefixes
+        return CallEngine(context.engine, key, share_prefixes=share, arrived_s=arrived_s)
+
+    @contextmanager
+    def _place(self, call: Call) -> Iterator[None]:
+        """Of the calls that are answered at once, and of those of its key; until its time is over.
+        ApiError 429."""
+        context, key, engine = self.context, call.key, call.engine
+        seconds = timeout_of(call.request, context.settings.request_timeout_s)
+        if len(context.calls) >= context.settings.max_calls:
+            raise overloaded("the server has too many requests")
+        is_counted = key is not None and call.request.method not in ("GET", "HEAD")
+        if key is not None and is_counted:
+            self.quotas.enter(key)
+        context.calls.add(engine)
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(seconds, engine.expire, generation_timeout(seconds))
+        try:
+            yield
+        finally:
+            timer.cancel()
+            context.calls.discard(engine)
+            if key is not None and is_counted:
+                usage = engine.usage()
+                tokens = sum(m.num_prompt_tokens + m.num_output_tokens for m in usage)
+                self.quotas.leave(key, tokens)
 
     async def _send_whole(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
         """Large answers are sent here, where a reader that stalls is given up."""
@@ -104,29 +206,6 @@ class HttpApp:
             if request.transport is not None:
                 request.transport.abort()
             raise ConnectionResetError("the reader of an answer made no progress") from None
-
-    def _key_of(self, request: web.BaseRequest, route: Route | None) -> ApiKey | None:
-        """Every route asks for a key, unless it says that it is public."""
-        if not self._keys.num_keys or (route is not None and route.is_public):
-            return None
-        return authenticate(request, self._keys)
-
-    def _call(
-        self,
-        request: web.BaseRequest,
-        request_id: str,
-        argument: str,
-        key: ApiKey | None,
-        arrived_s: float,
-    ) -> Call:
-        context = self.context
-        engine = CallEngine(
-            context.engine,
-            key,
-            share_prefixes=context.settings.share_prefixes,
-            arrived_s=arrived_s,
-        )
-        return Call(request, request_id, engine, argument, key)
 
     def _find(self, request: web.BaseRequest) -> tuple[Route | None, str]:
         """The route, and what stands for `{...}` in its path."""

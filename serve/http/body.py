@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 from aiohttp import hdrs, web
 from aiohttp.http_writer import HttpVersion10
 
+from serve.http import limits
 from serve.http.access import API_KEY_HEADER
-from serve.http.errors import TIMEOUT_ERROR, ApiError
+from serve.http.errors import TIMEOUT_ERROR, ApiError, overloaded
 from serve.http.json_body import parse_object
 from serve.http.settings import HttpSettings
 
@@ -40,19 +41,31 @@ def check_framing(request: web.BaseRequest) -> None:
             raise _bad_framing(f"the header {name} appears more than once")
 
 
+class Bodies:
+    """Bytes of the bodies that are being read and understood, of all requests together."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+
 async def read_call(
     request: web.BaseRequest,
     settings: HttpSettings,
+    bodies: Bodies,
     understand: Callable[[dict[str, Any]], T],
 ) -> T:
     """What `understand` makes of the JSON object of a request body; ApiError for anything else.
     A large body is looked at in a thread, so that nobody waits for it."""
     _check_content(request, settings.max_body_bytes)
     await _answer_expect(request)
-    body = await _read(request, settings)
-    if len(body) <= settings.parse_inline_bytes:
-        return understand(parse_object(body))
-    return await asyncio.to_thread(lambda: understand(parse_object(body)))
+    reading = _Reading(request, settings, bodies)
+    try:
+        body = await reading.whole()
+        if len(body) <= settings.parse_inline_bytes:
+            return understand(parse_object(body))
+        return await asyncio.to_thread(lambda: understand(parse_object(body)))
+    finally:
+        bodies.num_bytes -= reading.size
 
 
 def _bad_framing(message: str) -> ApiError:
@@ -84,29 +97,56 @@ async def _answer_expect(request: web.BaseRequest) -> None:
     request.writer.output_size = 0  # the answer proper has not begun
 
 
-async def _read(request: web.BaseRequest, settings: HttpSettings) -> bytes:
-    pieces: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(settings.body_timeout_s):
-            while piece := await request.content.readany():
-                size += len(piece)
-                if size > settings.max_body_bytes:
-                    raise _too_large(settings.max_body_bytes)
-                pieces.append(piece)
-    except TimeoutError:
-        raise ApiError(
-            408,
-            f"the request body did not arrive within {settings.body_timeout_s:g} s",
-            kind=TIMEOUT_ERROR,
-            code="request_timeout",
-            closes=True,
-        ) from None
-    except web.PayloadAccessError:
-        raise
-    except web.RequestPayloadError:
-        raise _bad_framing("the request body is malformed") from None
-    return b"".join(pieces)
+class _Reading:
+    """One body on its way. It must keep a minimum rate, and be whole by a deadline."""
+
+    def __init__(self, request: web.BaseRequest, settings: HttpSettings, bodies: Bodies) -> None:
+        self._request = request
+        self._settings = settings
+        self._bodies = bodies
+        self.size = 0
+
+    async def whole(self) -> bytes:
+        pieces: list[bytes] = []
+        began_s = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout_at(self._due_s(began_s)) as deadline:
+                while piece := await self._request.content.readany():
+                    self._take(len(piece))
+                    deadline.reschedule(self._due_s(began_s))
+                    pieces.append(piece)
+        except TimeoutError:
+            raise ApiError(
+                408,
+                "the request body did not arrive in time, or not fast enough",
+                kind=TIMEOUT_ERROR,
+                code="request_timeout",
+                closes=True,
+            ) from None
+        except web.PayloadAccessError:
+            raise
+        except web.RequestPayloadError:
+            raise _bad_framing("the request body is malformed") from None
+        return b"".join(pieces)
+
+    def _due_s(self, began_s: float) -> float:
+        """When the next bytes must be there."""
+        settings = self._settings
+        due_s = began_s + settings.body_timeout_s
+        if settings.body_min_rate:
+            slowest_s = limits.BODY_GRACE_S + self.size / settings.body_min_rate
+            due_s = min(due_s, began_s + slowest_s)
+        return due_s
+
+    def _take(self, num_bytes: int) -> None:
+        self.size += num_bytes
+        self._bodies.num_bytes += num_bytes
+        if self.size > self._settings.max_body_bytes:
+            raise _too_large(self._settings.max_body_bytes)
+        if self._bodies.num_bytes > self._settings.max_bodies_bytes:
+            error = overloaded("the server is reading too many requests")
+            error.closes = True
+            raise error
 
 
 def _too_large(max_bytes: int) -> ApiError:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from serve.errors import RequestError
 from serve.http.keys import ApiKey
-from serve.request import Prompt, SamplingParams
+from serve.prompt_outputs import PoolingParams
+from serve.request import Prompt, RequestMetrics, SamplingParams
 
 if TYPE_CHECKING:
     from serve.chat_parser import ChatFormat
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class CallEngine:
-    """Engine.submit and submit_chat for one call; `streams` are those it submitted. arrived_s:
+    """The engine's ways to submit, for one call; `streams` are those it submitted. arrived_s:
     when the call came, on the monotonic clock; its times begin there."""
 
     def __init__(
@@ -32,6 +33,8 @@ class CallEngine:
         self._key = key
         self._share_prefixes = share_prefixes
         self._arrived_s = arrived_s
+        self._expired: Exception | None = None
+        self._num_sequences = 0
         self.streams: list[RequestStream] = []
 
     @property
@@ -66,10 +69,11 @@ class CallEngine:
         request_id: str | None = None,
         client: str | None = None,
     ) -> RequestStream:
+        """As Engine.submit. RequestError: the key does not allow it."""
         stream = self._engine.submit(
             prompt, self._allowed(params), request_id=request_id, client=self._client(client)
         )
-        return self._submitted(stream)
+        return self._submitted(stream, params.n)
 
     def submit_chat(
         self,
@@ -80,6 +84,7 @@ class CallEngine:
         client: str | None = None,
         **options: Any,
     ) -> RequestStream:
+        """As Engine.submit_chat. RequestError: the key does not allow it."""
         stream = self._engine.submit_chat(
             messages,
             self._allowed(params),
@@ -87,9 +92,43 @@ class CallEngine:
             client=self._client(client),
             **options,
         )
-        return self._submitted(stream)
+        return self._submitted(stream, params.n)
 
-    def _submitted(self, stream: RequestStream) -> RequestStream:
+    def submit_embedding(
+        self,
+        prompt: Prompt,
+        params: PoolingParams,
+        *,
+        request_id: str | None = None,
+        client: str | None = None,
+    ) -> RequestStream:
+        allowed = self._allowed(params.sampling())
+        params = replace(params, cache_salt=allowed.cache_salt, priority=allowed.priority)
+        stream = self._engine.submit_embedding(
+            prompt, params, request_id=request_id, client=self._client(client)
+        )
+        return self._submitted(stream, 1)
+
+    def expire(self, error: Exception) -> None:
+        """The call's time is over: what it has submitted ends with the error, and so does what it
+        still submits."""
+        self._expired = error
+        for stream in self.streams:
+            stream.fail(error)
+            stream.abort()
+            stream.wake()
+
+    @property
+    def is_computing(self) -> bool:
+        """The engine has still something to do for the call."""
+        return any(len(m.finish_reasons) < self._num_sequences for m in self.usage())
+
+    def usage(self) -> list[RequestMetrics]:
+        """Of each stream, so far."""
+        return [stream.metrics for stream in self.streams]
+
+    def _submitted(self, stream: RequestStream, num_sequences: int) -> RequestStream:
+        self._num_sequences = num_sequences  # the same for all streams of a call
         stream.arrived(self._arrived_s)
         self.streams.append(stream)
         return stream
@@ -100,27 +139,30 @@ class CallEngine:
         return f"{self._key.name}/{name}" if name else self._key.name
 
     def _allowed(self, params: SamplingParams) -> SamplingParams:
+        if self._expired is not None:
+            raise self._expired
         key = self._key
         if key is None:
             return params
-        limits, changes = key.limits, dict[str, Any]()
+        changes: dict[str, Any] = {}
         if not self._share_prefixes:
             changes["cache_salt"] = salt_of(key.name, params.cache_salt)
-        if limits.max_tokens is not None:
-            changes["default_max_tokens"] = limits.max_tokens
-            for name in ("max_tokens", "min_tokens"):
-                if (getattr(params, name) or 0) > limits.max_tokens:
+        limit = key.limits.max_tokens
+        if limit is not None:
+            own = params.default_max_tokens
+            changes["default_max_tokens"] = limit if own is None else own
+            for name in ("max_tokens", "default_max_tokens", "min_tokens"):
+                if (getattr(params, name) or 0) > limit:
                     raise RequestError(
-                        f"{name} is above {limits.max_tokens}, the limit of this API key",
-                        param=name,
+                        f"{name} is above {limit}, the limit of this API key", param=name
                     )
-        if limits.min_priority is not None and params.priority < limits.min_priority:
+        lowest = key.limits.min_priority
+        if lowest is not None and params.priority < lowest:
             if params.priority:  # 0 asks for nothing
                 raise RequestError(
-                    f"priority is below {limits.min_priority}, the limit of this API key",
-                    param="priority",
+                    f"priority is below {lowest}, the limit of this API key", param="priority"
                 )
-            changes["priority"] = limits.min_priority
+            changes["priority"] = lowest
         return replace(params, **changes) if changes else params
 
 

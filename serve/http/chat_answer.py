@@ -13,12 +13,15 @@ from serve.http.sse import EventStream
 
 
 class Counts(Protocol):
-    """Tokens of a prompt; cached ones are known with the first step."""
+    """Tokens of a prompt; cached ones are known with the first step. And those of the answer, up
+    to now, that are reasoning."""
 
     @property
     def prompt_tokens(self) -> int: ...
     @property
     def cached_tokens(self) -> int: ...
+    @property
+    def reasoning_tokens(self) -> int: ...
 
 
 class AnswerWriter(Protocol):

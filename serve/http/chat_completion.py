@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
+import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from aiohttp import web
+import orjson
 
+from serve.errors import RequestError
 from serve.http import shapes
 from serve.http.chat_run import ChatRun, ChatStep
-from serve.http.errors import to_api_error
+from serve.http.completion_answer import INLINE_LOGPROBS, MAX_PROMPT_LOGPROBS
+from serve.http.errors import ApiError
 from serve.http.generation import AnswerHead
 from serve.http.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallStart
-from serve.http.sse import DONE, ChunkFormat, EventStream
+from serve.http.schema import ChatCall
+from serve.http.sse import DONE
 from serve.request import TokenLogprobs
 
 
@@ -24,10 +28,13 @@ class _Choice:
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[tuple[ToolCallStart, list[str]]] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
 
     def extend(self, step: ChatStep) -> None:
+        delta = step.delta
         for part in step.parts:
             match part:
                 case Text(text):
@@ -38,9 +45,11 @@ class _Choice:
                     self.calls.append((part, []))
                 case ToolCallArguments(number, text):
                     self.calls[number][1].append(text)
-        if step.delta.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + step.delta.logprobs
-        self.finish_reason = step.finish_reason or self.finish_reason
+        self.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + delta.logprobs
+        if step.finish_reason is not None:
+            self.finish_reason, self.stop_reason = step.finish_reason, delta.stop_reason
 
     def message(self) -> dict[str, Any]:
         """content is null where there is only something else."""
@@ -65,100 +74,173 @@ class _Choice:
         return message
 
 
-async def whole_answer(
-    run: ChatRun, head: AnswerHead, num_choices: int, tokenizer: shapes.TokenTexts
-) -> dict[str, Any]:
-    choices = [_Choice() for _ in range(num_choices)]
-    num_tokens = 0
-    async with aclosing(run.steps()) as steps:
-        async for step in steps:
-            choices[step.choice].extend(step)
-            num_tokens += len(step.delta.token_ids)
-    return {
-        "id": head.answer_id,
-        "object": head.kind.object_name,
-        "created": head.created,
-        "model": head.model,
-        "choices": [
-            {
-                "index": index,
-                "message": choice.message(),
-                "logprobs": shapes.chat_logprobs(choice.logprobs, tokenizer),
-                "finish_reason": choice.finish_reason,
-            }
-            for index, choice in enumerate(choices)
-        ],
-        "usage": _usage(run, num_tokens),
-    }
+def check_size(run: ChatRun, asked: ChatCall) -> None:
+    """RequestError: the prompt's log-probabilities are more than anyone can want."""
+    num_top = asked.params.prompt_logprobs
+    if num_top is not None and run.prompt_tokens * (1 + num_top) > MAX_PROMPT_LOGPROBS:
+        raise RequestError(
+            f"the prompt's log-probabilities are more than {MAX_PROMPT_LOGPROBS} numbers",
+            param="prompt_logprobs",
+        )
 
 
-class ChatChunks:
-    """The steps of one run as chunks."""
+class WholeChat:
+    """An AnswerWriter that sends nothing: the answer is there at its end."""
 
     def __init__(
-        self, run: ChatRun, head: AnswerHead, tokenizer: shapes.TokenTexts, *, include_usage: bool
+        self, run: ChatRun, head: AnswerHead, asked: ChatCall, tokenizer: shapes.TokenTexts
     ) -> None:
         self._run = run
         self._head = head
+        self._asked = asked
         self._tokenizer = tokenizer
-        self._include_usage = include_usage
-        self._format = ChunkFormat(
-            "chat", head.answer_id, head.created, head.model, usage=include_usage
+        self._choices = [_Choice() for _ in range(asked.params.n)]
+        self._prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+
+    def step(self, step: ChatStep) -> bytes:
+        self._choices[step.choice].extend(step)
+        self._prompt_logprobs = self._prompt_logprobs or step.delta.prompt_logprobs
+        return b""
+
+    def end(self) -> bytes:
+        return b""
+
+    def failed(self, error: ApiError) -> bytes:
+        raise error
+
+    async def body(self) -> dict[str, Any]:
+        head, asked = self._head, self._asked
+        body: dict[str, Any] = {
+            "id": head.answer_id,
+            "object": head.kind.object_name,
+            "created": head.created,
+            "model": head.model,
+            "system_fingerprint": head.fingerprint,
+            "choices": [self._choice(index) for index in range(len(self._choices))],
+            "usage": _usage(self._run, sum(len(item.token_ids) for item in self._choices)),
+        }
+        if asked.return_token_ids:
+            body["prompt_token_ids"] = self._run.generation.requests[0].prompt_token_ids
+        num_top, items = asked.params.prompt_logprobs, self._prompt_logprobs
+        if num_top is not None and items is not None:
+            described = (items, self._tokenizer, num_top)
+            if len(items) > INLINE_LOGPROBS:
+                body["prompt_logprobs"] = await asyncio.to_thread(
+                    shapes.prompt_logprobs, *described
+                )
+            else:
+                body["prompt_logprobs"] = shapes.prompt_logprobs(*described)
+        return body
+
+    def _choice(self, index: int) -> dict[str, Any]:
+        item = self._choices[index]
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": item.message(),
+            "logprobs": shapes.chat_logprobs(item.logprobs, self._tokenizer),
+            "finish_reason": item.finish_reason,
+            "stop_reason": item.stop_reason,
+        }
+        if self._asked.return_token_ids:
+            choice["token_ids"] = item.token_ids
+        return choice
+
+
+class ChatStream:
+    """An AnswerWriter of chunks. What is the same in every chunk is made once: a token of plain
+    text costs one call of orjson and one write."""
+
+    def __init__(
+        self, run: ChatRun, head: AnswerHead, asked: ChatCall, tokenizer: shapes.TokenTexts
+    ) -> None:
+        self._run = run
+        self._asked = asked
+        self._tokenizer = tokenizer
+        fields = {
+            "id": head.answer_id,
+            "object": "chat.completion.chunk",
+            "created": head.created,
+            "model": head.model,
+            "system_fingerprint": head.fingerprint,
+        }
+        self._fields = b"data: " + orjson.dumps(fields)[:-1]
+        self._head = self._fields + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if asked.include_usage else b"]}\n\n"
+        self._before_text = [
+            self._head + b'{"index":%d,"delta":{"content":' % index
+            for index in range(asked.params.n)
+        ]
+        self._after_text = b'},"logprobs":null,"finish_reason":null}' + self._tail
+        self._is_plain = not (
+            asked.params.logprobs is not None or asked.return_token_ids or asked.continuous_usage
         )
         self._opened: set[int] = set()
         self._num_tokens = 0
 
-    async def send(self, events: EventStream) -> web.StreamResponse:
-        """Until the head is sent an error raises; after that it is the last event."""
-        try:
-            async with aclosing(self._run.steps()) as steps:
-                async for step in steps:
-                    data = self._encode(step)
-                    if data:
-                        if events.response is None:
-                            await events.start()
-                        await events.send(data)
-            if events.response is None:
-                await events.start()
-            await events.send(self._ending())
-        except ConnectionError:
-            raise
-        except Exception as exc:
-            if events.response is None:
-                raise
-            await events.send_error(to_api_error(exc, self._head.request_id))
-        return await events.finish()
-
-    def _encode(self, step: ChatStep) -> bytes:
+    def step(self, step: ChatStep) -> bytes:
         choice, delta, parts, reason = step
         self._num_tokens += len(delta.token_ids)
-        logprobs = delta.logprobs
-        if not parts and not logprobs and reason is None:
-            return b""
         data = b""
-        if choice not in self._opened:
-            self._opened.add(choice)
-            data = self._format.role(choice)
-        if logprobs is not None:
-            # Once for each token, though its text may be held back or be part of a call.
-            text = "".join([part.text for part in parts if isinstance(part, Text)])
-            if logprobs or text:
-                shown = shapes.chat_logprobs(logprobs, self._tokenizer)
-                data += self._format.text_with_logprobs(choice, text, shown)
-            parts = [part for part in parts if not isinstance(part, Text)]
-        for part in parts:
-            if isinstance(part, Text):
-                data += self._format.text(choice, part.text)
-            else:
-                data += self._format.delta(choice, _delta(part))
+        if choice not in self._opened and (parts or reason or not self._is_plain):
+            data = self._opening(choice, parts)
+        if self._is_plain:
+            for part in parts:
+                if type(part) is Text:
+                    data += self._before_text[choice] + orjson.dumps(part.text) + self._after_text
+                else:
+                    data += self._chunk(choice, _delta(part))
+        else:
+            data += self._full(step)
         if reason is not None:
-            data += self._format.finish(choice, reason)
+            data += self._chunk(choice, {}, finish_reason=reason, stop_reason=delta.stop_reason)
         return data
 
-    def _ending(self) -> bytes:
-        if not self._include_usage:
+    def end(self) -> bytes:
+        if not self._asked.include_usage:
             return DONE
-        return self._format.usage(_usage(self._run, self._num_tokens)) + DONE
+        return self._head + b'],"usage":' + orjson.dumps(self._usage()) + b"}\n\n" + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return b"data: " + error.body() + b"\n\n"
+
+    def _opening(self, choice: int, parts: Sequence[Part]) -> bytes:
+        """The content is null where the answer begins with something else."""
+        is_text = not parts or isinstance(parts[0], Text)
+        data = self._chunk(choice, {"role": "assistant", "content": "" if is_text else None})
+        if self._asked.return_token_ids and not self._opened:
+            ids = self._run.generation.requests[0].prompt_token_ids
+            told = b',"prompt_token_ids":' + orjson.dumps(ids) + b',"choices":['
+            data = data.replace(self._head, self._fields + told, 1)
+        self._opened.add(choice)
+        return data
+
+    def _full(self, step: ChatStep) -> bytes:
+        """Log-probabilities and ids come once for each token, though its text may be held back or
+        be part of a call."""
+        delta = step.delta
+        deltas = [_delta(part) for part in step.parts]
+        told: dict[str, Any] = {}
+        if delta.logprobs:
+            told["logprobs"] = shapes.chat_logprobs(delta.logprobs, self._tokenizer)
+        if self._asked.return_token_ids and delta.token_ids:
+            told["token_ids"] = delta.token_ids
+        if told and not deltas:
+            deltas = [{"content": ""}]
+        data = b""
+        for item in deltas:
+            data += self._chunk(step.choice, item, **told)
+            told = {}
+        return data
+
+    def _chunk(self, choice: int, delta: dict[str, Any], **more: Any) -> bytes:
+        fields = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+        tail = self._tail
+        if self._asked.continuous_usage:
+            tail = b'],"usage":' + orjson.dumps(self._usage()) + b"}\n\n"
+        return self._head + orjson.dumps(fields) + tail
+
+    def _usage(self) -> dict[str, Any]:
+        return _usage(self._run, self._num_tokens)
 
 
 def _delta(part: Part) -> dict[str, Any]:
@@ -176,6 +258,6 @@ def _delta(part: Part) -> dict[str, Any]:
 
 
 def _usage(run: ChatRun, completion_tokens: int) -> dict[str, Any]:
-    counts = shapes.usage(run.prompt_tokens, completion_tokens, run.cached_tokens)
-    details = {"reasoning_tokens": run.reasoning_tokens}
-    return {**counts, "completion_tokens_details": details}
+    return shapes.usage(
+        run.prompt_tokens, completion_tokens, run.cached_tokens, run.reasoning_tokens
+    )

@@ -8,13 +8,22 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from serve.chat_parser import AnswerParser, Part, Reasoning, Text
+from serve.chat_parser import (
+    AnswerParser,
+    Part,
+    Reasoning,
+    Text,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from serve.chat_parser.calls import ToolCallParser
+from serve.chat_parser.grammar import calls_or_content, content_behind_reasoning, forced_calls
 from serve.chat_parser.reasoning import ReasoningParser
 from serve.errors import RequestError
 from serve.http.call_engine import CallEngine
 from serve.http.generation import Generation
 from serve.request import FinishReason, SamplingParams, TokenDelta
+from serve.structured_output import StructuredOutput
 
 _TAIL_TOKENS = 16  # of a prompt, to see whether it ends inside the reasoning
 
@@ -65,6 +74,12 @@ class ChatRun:
                 param="tools",
                 code="unsupported_parameter",
             )
+        structured = asked.params.structured
+        # A client's own grammar says all that comes; reasoning has no place in it.
+        self._reasons = self._format.reasoning is not None and (
+            structured is None or structured.kind != "grammar"
+        )
+        self._drops_parts = not (asked.include_reasoning and asked.parallel_tool_calls)
         self._stream = engine.submit_chat(
             asked.messages,
             self._params(),
@@ -93,8 +108,13 @@ class ChatRun:
 
     async def accepted(self) -> None:
         """Until the prompt is rendered, tokenized and checked; raises what was wrong with it."""
-        await self.generation.accepted()
-        if self._uses_tools or self._format.reasoning is not None:
+        try:
+            await self.generation.accepted()
+        except RequestError as error:
+            if error.param == "structured" and self._asked.params.structured is None:
+                raise RequestError(str(error), param="tools", code=error.code) from None
+            raise
+        if self._uses_tools or self._reasons:
             is_open = await self._is_reasoning_open()
             self._parsers = [self._parser(is_open) for _ in range(self._asked.params.n)]
 
@@ -119,18 +139,41 @@ class ChatRun:
                 yield ChatStep(choice, delta, parts, None if reason is None else reason.value)
 
     def _params(self) -> SamplingParams:
-        """Markers that are special tokens must come as text, to be read."""
+        """Markers that are special tokens must come as text, to be read; what the answer must
+        look like is the sampler's matter."""
         style, params = self._format, self._asked.params
-        markers = style.reasoning.markers if style.reasoning is not None else ()
+        structured = self._structured()
+        if structured is not params.structured:
+            params = replace(params, structured=structured)
+        markers = style.reasoning.markers if self._reasons and style.reasoning else ()
         if self._uses_tools and style.tools is not None:
             markers += style.tools.markers
         shown = tuple(marker for marker in markers if marker in style.special_ids)
         return replace(params, shown_special_tokens=shown) if shown else params
 
+    def _structured(self) -> StructuredOutput | None:
+        """A call that must come leaves no room for what else the answer should look like."""
+        asked, style = self._asked, self._format
+        content, tools, choice = asked.params.structured, asked.tools, asked.tool_choice
+        is_open = style.opens_reasoning and asked.template_kwargs.get("enable_thinking", True)
+        if not self._uses_tools:
+            if content is None or not self._reasons:
+                return content
+            return content_behind_reasoning(style, content, is_open=bool(is_open))
+        parallel = asked.parallel_tool_calls
+        if isinstance(choice, tuple):
+            tools = [tool for tool in tools if tool["function"]["name"] == choice[1]]
+            parallel = False
+        if choice != "auto":
+            return forced_calls(style, tools, parallel=parallel, is_open=bool(is_open))
+        if content is None and not any(tool["function"].get("strict") for tool in tools):
+            return None
+        return calls_or_content(style, tools, content, parallel=parallel, is_open=bool(is_open))
+
     def _parser(self, is_open: bool) -> AnswerParser:
         style = self._format
         reasoning = calls = None
-        if style.reasoning is not None:
+        if self._reasons and style.reasoning is not None:
             reasoning = ReasoningParser(style.reasoning, is_open=is_open)
         if self._uses_tools and style.tools is not None:
             names = frozenset(tool["function"]["name"] for tool in self._asked.tools)
@@ -140,7 +183,7 @@ class ChatRun:
     async def _is_reasoning_open(self) -> bool:
         """Whether the prompt ends behind the marker that begins the reasoning."""
         style = self._format.reasoning
-        if style is None:
+        if style is None or not self._reasons:
             return False
         if self._asked.continue_final_message:
             said = str(self._asked.messages[-1].get("content"))
@@ -154,15 +197,24 @@ class ChatRun:
         was_reasoning = parser.is_reasoning
         parts = parser.push(delta.text)
         reason = delta.finish_reason
-        self.reasoning_tokens += self._num_reasoning(delta, was_reasoning, parser, parts)
+        if self._reasons:
+            self.reasoning_tokens += self._num_reasoning(delta, was_reasoning, parser, parts)
         if reason is not None:
             parts += parser.finish()
-        if not self._asked.include_reasoning:
-            parts = [part for part in parts if not isinstance(part, Reasoning)]
+        if self._drops_parts:
+            parts = [part for part in parts if self._is_wanted(part)]
         if reason is None:
             return ChatStep(choice, delta, parts, None)
         is_call = parser.num_calls > 0 and reason is FinishReason.STOP
         return ChatStep(choice, delta, parts, "tool_calls" if is_call else reason.value)
+
+    def _is_wanted(self, part: Part) -> bool:
+        match part:
+            case Reasoning():
+                return self._asked.include_reasoning
+            case ToolCallStart(number) | ToolCallArguments(number):
+                return number == 0 or self._asked.parallel_tool_calls
+        return True
 
     def _num_reasoning(
         self, delta: TokenDelta, was_reasoning: bool, parser: AnswerParser, parts: list[Part]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aiohttp import web
 
 from serve import __version__
-from serve.http.body import read_call
+from serve.http.body import Bodies, read_call
 from serve.http.call_engine import CallEngine
 from serve.http.describe import Operation
 from serve.http.errors import (
@@ -54,8 +54,9 @@ class Call:
     """One HTTP request on its way.
 
     engine: whatever is submitted goes through it, since it keeps what the key allows. argument:
-    what stands for `{...}` in the route's path. key: None where none is asked for.
-    headers: of the answer, beside the common ones.
+    what stands for `{...}` in the route's path. key: None where none is asked for. headers: of
+    the answer, beside the common ones. arrived_s: when its head was there, on the monotonic clock.
+    error_code: of the error it was answered with.
     """
 
     request: web.BaseRequest
@@ -64,6 +65,10 @@ class Call:
     argument: str = ""
     key: ApiKey | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    arrived_s: float = field(default_factory=time.monotonic)
+    route: Route | None = None
+    response: web.StreamResponse | None = None
+    error_code: str | None = None
 
 
 Handler = Callable[[Call], Awaitable[web.StreamResponse]]
@@ -88,7 +93,8 @@ class Route:
 
 @dataclass(slots=True)
 class ApiContext:
-    """num_running: calls that generate now. logged_names: unknown parameters that the log has."""
+    """num_running: calls that generate now. calls: all that have a place. bodies: what is being
+    read. logged_names: unknown parameters that the log has."""
 
     engine: Engine
     settings: HttpSettings
@@ -96,6 +102,8 @@ class ApiContext:
     num_running: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
     meter: HttpMeter = field(default_factory=HttpMeter)
+    calls: set[CallEngine] = field(default_factory=set)
+    bodies: Bodies = field(default_factory=Bodies)
     logged_names: set[str] = field(default_factory=set)
     _fingerprint: str = ""
 
@@ -112,7 +120,9 @@ class ApiContext:
         """What `understand` makes of the call's JSON object; ApiError or RequestError otherwise.
         Names that it does not know are refused, or told in a header of the answer."""
         unknown = Unknown(refuse=self.settings.unknown_fields == "refuse")
-        value = await read_call(call.request, self.settings, lambda body: understand(body, unknown))
+        value = await read_call(
+            call.request, self.settings, self.bodies, lambda body: understand(body, unknown)
+        )
         if unknown.names:
             # the header must be ASCII, and short whatever the names are
             names = [json.dumps(name[:MAX_QUOTED]) for name in unknown.names[:MAX_LISTED]]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from serve.http.fields import Schema
 
@@ -31,6 +32,7 @@ class Operation:
     answer: JSON Schema of the body of a 200; None for text of answer_type. body: of the request's
     body, None where there is none. streams: the answer may be server-sent events. error: of the
     body of every other answer. statuses: errors beside those that every such route can answer.
+    query: the parameters in the URL, all of which may be left out.
     """
 
     summary: str
@@ -40,3 +42,4 @@ class Operation:
     streams: bool = False
     error: Schema | None = None
     statuses: tuple[int, ...] = ()
+    query: Mapping[str, Schema] = field(default_factory=dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -26,6 +27,7 @@ JSON_TYPE = "application/json"
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 TIMEOUT_ERROR = "timeout_error"
+RATE_LIMIT_ERROR = "rate_limit_error"
 MAX_QUOTED = 64
 
 
@@ -68,6 +70,34 @@ def quoted(value: object) -> str:
     if len(text) > MAX_QUOTED:
         text = text[:MAX_QUOTED] + "..."
     return orjson.dumps(text).decode()
+
+
+def retry_after(seconds: float) -> dict[str, str]:
+    """A header. Those who are refused together shall not come back together."""
+    return {"Retry-After": str(max(1, math.ceil(seconds * random.uniform(1.0, 1.5))))}
+
+
+def overloaded(message: str, *, code: str = "overloaded", retry_after_s: float = 1.0) -> ApiError:
+    return ApiError(
+        429,
+        message,
+        kind=RATE_LIMIT_ERROR,
+        code=code,
+        headers=retry_after(retry_after_s),
+    )
+
+
+def generation_timeout(seconds: float) -> ApiError:
+    return ApiError(
+        504,
+        f"the answer was not complete within {seconds:g} s",
+        kind=TIMEOUT_ERROR,
+        code="generation_timeout",
+    )
+
+
+def engine_stuck(trouble: str) -> ApiError:
+    return ApiError(503, trouble, kind=SERVER_ERROR, code="engine_stuck")
 
 
 def not_ready() -> ApiError:
@@ -125,13 +155,7 @@ def to_api_error(exc: Exception, request_id: str) -> ApiError:
     if isinstance(exc, RequestError):
         return ApiError(400, str(exc), param=exc.param, code=exc.code)
     if isinstance(exc, OverloadedError):
-        return ApiError(
-            503,
-            str(exc),
-            kind=SERVER_ERROR,
-            code="overloaded",
-            headers={"Retry-After": str(max(1, math.ceil(exc.retry_after_s)))},
-        )
+        return overloaded(str(exc), code=exc.code, retry_after_s=exc.retry_after_s)
     if isinstance(exc, EngineStoppedError):
         return draining()
     if isinstance(exc, MemoryLostError):
@@ -148,7 +172,12 @@ def new_request_id() -> str:
 
 
 def common_headers(request_id: str) -> dict[str, str]:
-    return {"Server": SERVER_NAME, "x-request-id": request_id}
+    return {
+        "Server": SERVER_NAME,
+        "x-request-id": request_id,
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-store",
+    }
 
 
 def error_response(error: ApiError, request_id: str) -> web.Response:

@@ -373,6 +373,14 @@ def check_length(value: list[Any] | dict[str, Any], where: str, max_items: int) 
 
 def nullable(schema: Schema) -> Schema:
     """What an optional field may be: null is absent."""
-    if schema.get("type") == "null":
+    kind = schema.get("type")
+    if kind == "null" or "null" in (kind if isinstance(kind, list) else ()):
         return schema
-    return {"anyOf": [schema, {"type": "null"}]}
+    if "anyOf" in schema:
+        return {**schema, "anyOf": [*schema["anyOf"], {"type": "null"}]}
+    if "enum" in schema:
+        types = {} if kind is None else {"type": [kind, "null"]}
+        return {**schema, **types, "enum": [*schema["enum"], None]}
+    if not isinstance(kind, str):
+        return {"anyOf": [schema, {"type": "null"}]}
+    return {**schema, "type": [kind, "null"]}

@@ -83,7 +83,7 @@ class Generation:
         """(choice, delta) in order of arrival. Raises for sequences that did not end well."""
         if len(self._streams) == 1:
             async for delta in self._streams[0]:
-                yield delta.index, _checked(delta)
+                yield delta.index, checked(delta)
             return
         queue: asyncio.Queue[tuple[int, TokenDelta] | Exception | None] = asyncio.Queue(
             CHOICES_IN_FLIGHT * len(self._streams)
@@ -101,7 +101,7 @@ class Generation:
                 elif isinstance(item, Exception):
                     raise item
                 else:
-                    yield item[0], _checked(item[1])
+                    yield item[0], checked(item[1])
         finally:
             for pump in pumps:
                 pump.cancel()
@@ -121,7 +121,7 @@ async def _pump(
         await queue.put(None)
 
 
-def _checked(delta: TokenDelta) -> TokenDelta:
+def checked(delta: TokenDelta) -> TokenDelta:
     """Only the server aborts a sequence whose client still listens."""
     if delta.finish_reason is FinishReason.ERROR:
         if delta.error in NO_MEMORY:

@@ -14,9 +14,9 @@ from typing import Any
 import orjson
 
 from serve.http.errors import ApiError, quoted
+from serve.http.limits import INTEGER_CHARS, JSON_DEPTH, JSON_VALUES
 
-MAX_DEPTH = 64
-MAX_INTEGER_CHARS = 20
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -24,6 +24,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """The JSON object in `body`; ApiError otherwise."""
     if not body:
         raise ApiError(400, "the request body is empty", code="invalid_json")
+    _check_size(body)
     try:
         value = _DECODER.decode(body.decode("utf-8"))
     except UnicodeDecodeError:
@@ -40,12 +41,20 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return value
 
 
+def _check_size(body: bytes) -> None:
+    """Before anything is made of it: a value costs up to a hundred bytes, and two of the body."""
+    if len(body) // 2 > JSON_VALUES and body.count(b",") + body.count(b":") > JSON_VALUES:
+        outside = _STRING.sub(b"", body)
+        if outside.count(b",") + outside.count(b":") > JSON_VALUES:
+            raise _invalid(f"the request body has more than {JSON_VALUES} values")
+
+
 def _invalid(message: str) -> ApiError:
     return ApiError(400, message, code="invalid_json")
 
 
 def _too_deep() -> ApiError:
-    return _invalid(f"the request body nests deeper than {MAX_DEPTH} levels")
+    return _invalid(f"the request body nests deeper than {JSON_DEPTH} levels")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -64,7 +73,7 @@ def _constant(name: str) -> float:
 
 
 def _integer(text: str) -> int:
-    if len(text) > MAX_INTEGER_CHARS:  # beyond 64 bits other parsers round silently
+    if len(text) > INTEGER_CHARS:  # beyond 64 bits other parsers round silently
         raise ValueError("an integer is out of range")
     return int(text)
 
@@ -85,13 +94,13 @@ _DECODER = json.JSONDecoder(
 
 
 def _check_depth(body: bytes, value: dict[str, Any]) -> None:
-    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+    if body.count(b"[") + body.count(b"{") <= JSON_DEPTH:
         return
     level: list[Any] = [value]
     depth = 0
     while level:
         depth += 1
-        if depth > MAX_DEPTH:
+        if depth > JSON_DEPTH:
             raise _too_deep()
         below: list[Any] = []
         for item in level:

@@ -21,6 +21,10 @@ class MetricsListener:
         self._runner: web.ServerRunner | None = None
         self.port = port
 
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}/metrics"
+
     async def start(self) -> None:
         """OSError names the port."""
         runner = web.ServerRunner(web.Server(self._handle, access_log=None), shutdown_timeout=0.5)

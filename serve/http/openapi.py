@@ -26,6 +26,7 @@ MEANINGS = {
     500: "A fault of the server; its log has the request id.",
     503: "Loading, overloaded or stopping; Retry-After says when to come again.",
     504: "The answer was not there in time.",
+    529: "Overloaded, as Anthropic's API says it; Retry-After says when to come again.",
 }
 EVERYWHERE = (400, 431, 500, 503)
 WITH_KEY = (401, 403, 429)
@@ -40,7 +41,8 @@ _HEADERS = {
 
 
 def document(routes: Iterable[Route], model: str) -> dict[str, Any]:
-    """model: the name that is served."""
+    """model: the name that is served. Routes that say nothing of themselves are no API: the
+    page's."""
     return {
         "openapi": "3.1.0",
         "info": {
@@ -48,7 +50,7 @@ def document(routes: Iterable[Route], model: str) -> dict[str, Any]:
             "version": __version__,
             "description": "OpenAI's and Anthropic's APIs over one model on this machine.",
         },
-        "paths": {route.path: _path(route, model) for route in routes},
+        "paths": {route.path: _path(route, model) for route in routes if route.describe},
         "components": {
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
@@ -92,6 +94,11 @@ def _operation(route: Route, method: str, model: str, has_argument: bool) -> dic
         | {str(status): _error(status, said.error or ERROR) for status in sorted(statuses)},
         "security": [] if route.is_public else [{}, {"bearer": []}, {"x-api-key": []}],
     }
+    if said.query:
+        operation["parameters"] = [
+            {"name": name, "in": "query", "required": False, "schema": schema}
+            for name, schema in said.query.items()
+        ]
     if said.body is not None:
         operation["requestBody"] = {
             "required": True,
@@ -122,7 +129,7 @@ def _answer(said: Operation) -> dict[str, Any]:
 
 def _error(status: int, schema: Schema) -> dict[str, Any]:
     return {
-        "description": MEANINGS[status],
+        "description": MEANINGS.get(status, "An error."),
         "content": {"application/json": {"schema": schema}},
         "headers": _HEADERS,
     }

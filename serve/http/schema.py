@@ -20,7 +20,7 @@ from serve.http.fields import (
     Unknown,
     Unsupported,
 )
-from serve.http.prompts import PROMPT
+from serve.http.prompts import MAX_PROMPTS, prompts_field, with_options
 from serve.http.sampling_fields import (
     COMMON_FIELDS,
     MAX_TOKENS,
@@ -28,6 +28,7 @@ from serve.http.sampling_fields import (
     sampling_params,
     stream_options,
 )
+from serve.http.structured_fields import structured_name
 from serve.request import MAX_LOGPROBS, Prompt, SamplingParams
 
 COMPLETION_MAX_TOKENS = 16
@@ -39,7 +40,7 @@ MAX_TOP_LOGPROBS = MAX_LOGPROBS
 COMPLETION = Record(
     {
         **COMMON_FIELDS,
-        "prompt": PROMPT,
+        "prompt": prompts_field(MAX_PROMPTS),
         "max_tokens": Integer(0, MAX_TOKENS),
         "logprobs": Integer(0, MAX_COMPLETION_LOGPROBS),
         "best_of": Integer(1, MAX_BEST_OF),
@@ -97,11 +98,13 @@ class CompletionCall:
     prompt_logprobs: int | None = None
     echo: bool = False
     return_token_ids: bool = False
+    structured_name: str = "structured"
 
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """A checked body of POST /v1/chat/completions."""
+    """A checked body of POST /v1/chat/completions. structured_name: where params.structured comes
+    from."""
 
     model: str
     chat: ChatRequest
@@ -109,6 +112,7 @@ class ChatCall:
     include_usage: bool
     continuous_usage: bool = False
     return_token_ids: bool = False
+    structured_name: str = "structured"
 
     @property
     def params(self) -> SamplingParams:
@@ -134,7 +138,7 @@ def parse_completion(
         logprobs=0 if logprobs is None and best_of > num_choices else logprobs,
         prompt_logprobs=_prompt_logprobs(values, logprobs if echo else None),
     )
-    prompts = [_prompt(prompt, values) for prompt in values["prompt"]]
+    prompts = [with_options(prompt, values) for prompt in values["prompt"]]
     if len(prompts) * best_of > MAX_SEQUENCES:
         raise RequestError(
             f"prompts times n is more than {MAX_SEQUENCES}",
@@ -154,6 +158,7 @@ def parse_completion(
         prompt_logprobs=values.get("prompt_logprobs"),
         echo=echo,
         return_token_ids=values.get("return_token_ids", False),
+        structured_name=structured_name(values),
     )
 
 
@@ -173,18 +178,8 @@ def parse_chat(
         include_usage,
         continuous_usage,
         values.get("return_token_ids", False),
+        structured_name(values),
     )
-
-
-def _prompt(prompt: Prompt, values: Mapping[str, Any]) -> Prompt:
-    """With what is said about its tokens."""
-    names = ("add_special_tokens", "truncate_prompt_tokens", "truncation_side")
-    options = {name: values[name] for name in names if name in values}
-    if not options:
-        return prompt
-    whole: Any = {"prompt": prompt} if isinstance(prompt, str) else prompt
-    cut: Prompt = whole | options
-    return cut
 
 
 def _best_of(values: Mapping[str, Any], num_choices: int, *, stream: bool) -> int:

@@ -7,26 +7,26 @@ import gc
 import logging
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import aiohttp.http_parser
 from aiohttp import web
-from aiohttp.http_exceptions import LineTooLong
 
 from serve.errors import ConfigError, reason
+from serve.http import limits
 from serve.http.app import HttpApp, ServerState
-from serve.http.errors import ApiError, error_response, internal_error, new_request_id
+from serve.http.connection import Connection, ConnectionServer
 from serve.http.keys import KeyRing, load_keys
 from serve.http.metrics_listener import MetricsListener
 from serve.http.settings import HttpSettings
+from serve.http.tls import tls_context
 
 if TYPE_CHECKING:
     from serve.engine import Engine
 
 logger = logging.getLogger(__name__)
 
-LINGER_S = 1.0
-FLUSH_S = 2.0
+FLUSH_S = 0.4  # twice, for handlers that are still there when the engine has stopped
 POLL_S = 0.05
 
 
@@ -41,7 +41,8 @@ class HttpServer:
         self._keys = KeyRing()
         self.app = HttpApp(engine, self.settings, self._keys)
         self._engine = engine
-        self._runner: web.ServerRunner | None = None
+        self._connections: ConnectionServer | None = None
+        self._listener: asyncio.Server | None = None
         self._port = self.settings.port
         port = self.settings.metrics_port
         self.metrics = None if port is None else MetricsListener(self.app.context, port)
@@ -49,7 +50,8 @@ class HttpServer:
     @property
     def url(self) -> str:
         host = self.settings.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
+        scheme = "http" if self.settings.tls_cert is None else "https"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self._port}"
 
     @property
     def num_keys(self) -> int:
@@ -59,37 +61,30 @@ class HttpServer:
     async def start(self) -> None:
         """Opens the listener. Until `load` is done, API calls get 503 model_not_ready.
 
-        OSError names host and port. ConfigError: the API keys cannot be had.
+        OSError names host and port. ConfigError: API keys or certificates cannot be had.
         """
         _check_parser()
         self.load_keys()
-        server = _Server(
-            self._handle,
-            handler_cancellation=True,
-            keepalive_timeout=self.settings.keepalive_s,
-            first_request_timeout_s=self.settings.first_request_timeout_s,
-            access_log=None,
-            auto_decompress=False,
-            lingering_time=LINGER_S,
-        )
-        runner = web.ServerRunner(server, shutdown_timeout=FLUSH_S)
-        await runner.setup()
-        self._runner = runner
-        site = web.TCPSite(
-            runner,
-            self.settings.host,
-            self.settings.port,
-            backlog=self.settings.backlog,
-            reuse_address=True,
-        )
+        context = tls_context(self.settings)
+        self._warn(is_encrypted=context is not None)
+        connections = ConnectionServer(self._handle, self.settings)
+        self._connections = connections
+        loop, where = asyncio.get_running_loop(), (self.settings.host, self.settings.port)
+        handshake_s = None if context is None else limits.TLS_HANDSHAKE_S
         try:
-            await site.start()
+            self._listener = await loop.create_server(
+                connections,
+                *where,
+                ssl=context,
+                ssl_handshake_timeout=handshake_s,
+                backlog=self.settings.backlog,
+                reuse_address=True,
+            )
         except OSError as error:
-            where = f"host {self.settings.host}, port {self.settings.port}"
-            text = f"cannot listen on {where}: {reason(error)}"
+            text = f"cannot listen on host {where[0]}, port {where[1]}: {reason(error)}"
             raise OSError(error.errno, text) from error
-        self._port = runner.addresses[0][1]
-        self.app.context.meter.start(lambda: len(server.connections))
+        self._port = self._listener.sockets[0].getsockname()[1]
+        self.app.context.meter.start(lambda: connections.num_connections)
         if self.metrics is not None:
             await self.metrics.start()
 
@@ -106,11 +101,21 @@ class HttpServer:
         else:
             logger.info("the API keys are read again: there are %d", self._keys.num_keys)
 
+    def _warn(self, *, is_encrypted: bool) -> None:
+        settings = self.settings
+        if not settings.is_loopback and not is_encrypted:
+            logger.warning(
+                "%s can be reached from other machines without encryption: set --tls-cert and"
+                " --tls-key, or have a proxy in front that speaks HTTPS",
+                settings.host,
+            )
+        if not settings.is_loopback and not self._keys.num_keys:
+            logger.warning("anybody who reaches port %d may use it: no API key", self._port)
+
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         connection = request.protocol
-        if isinstance(connection, _Connection):
-            connection.first_request_came()
-        return await self.app.handle(request)
+        assert isinstance(connection, Connection)
+        return await self.app.handle(request, connection.refusal)
 
     async def load(self) -> None:
         """Loads the model; then API calls are answered."""
@@ -121,11 +126,12 @@ class HttpServer:
             self.app.state = ServerState.READY
 
     async def drain(self, hurry: asyncio.Event | None = None) -> None:
-        """Refuses new requests; returns when none runs, drain_s is over or `hurry` is set."""
+        """Refuses new requests; returns when none is computed, drain_s is over or `hurry` is set.
+        Nobody waits for slow clients: what is left to say to them is said by `stop`."""
         self.app.state = ServerState.DRAINING
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.settings.drain_s
-        while self.app.num_running and loop.time() < deadline:
+        while self.app.is_computing and loop.time() < deadline:
             if hurry is not None and hurry.is_set():
                 return
             await asyncio.sleep(POLL_S)
@@ -137,9 +143,14 @@ class HttpServer:
         await self._engine.shutdown(drain_s=0.0)
         if self.metrics is not None:
             await self.metrics.stop()
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        if self._connections is not None:
+            self._connections.pre_shutdown()
+            await self._connections.shutdown(FLUSH_S)
+            self._connections = None
+        await self.app.close()
 
     async def __aenter__(self) -> HttpServer:
         await self.start()
@@ -200,62 +211,3 @@ async def _load_unless(server: HttpServer, stopping: asyncio.Event) -> bool:
 def _check_parser() -> None:
     if "Py" in aiohttp.http_parser.HttpRequestParser.__name__:
         logger.warning("aiohttp runs without its C parser: slower, and less strictly tested")
-
-
-class _Connection(web.RequestHandler):
-    """aiohttp's connection, with JSON errors and a deadline for the first request."""
-
-    def __init__(self, manager: _Server, *, first_request_timeout_s: float, **kwargs: Any) -> None:
-        super().__init__(manager, **kwargs)
-        self._first_request_timeout_s = first_request_timeout_s
-        self._first_request_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self._first_request_timer = asyncio.get_running_loop().call_later(
-            self._first_request_timeout_s, self.force_close
-        )
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        self.first_request_came()
-        super().connection_lost(exc)
-
-    def first_request_came(self) -> None:
-        if self._first_request_timer is not None:
-            self._first_request_timer.cancel()
-            self._first_request_timer = None
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """Called for bytes that are no HTTP request. The message quotes none of them."""
-        self.first_request_came()
-        if isinstance(exc, ConnectionError):
-            raise exc  # the client is gone: the caller closes, and nothing is to be said
-        if status >= 500:
-            logger.error("a connection failed", exc_info=exc)
-            error = internal_error()
-        elif isinstance(exc, LineTooLong) or "Too many headers" in str(exc):
-            error = ApiError(431, "the request head is too large", code="headers_too_large")
-        else:
-            error = ApiError(status, "the request is not valid HTTP", code="invalid_request")
-        error.closes = True
-        return error_response(error, new_request_id())
-
-
-class _Server(web.Server):
-    def __init__(self, handler: Any, *, first_request_timeout_s: float, **kwargs: Any) -> None:
-        super().__init__(handler, **kwargs)
-        self._first_request_timeout_s = first_request_timeout_s
-
-    def __call__(self) -> web.RequestHandler:
-        return _Connection(
-            self,
-            loop=self._loop,
-            first_request_timeout_s=self._first_request_timeout_s,
-            **self._kwargs,
-        )

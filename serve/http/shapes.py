@@ -61,15 +61,6 @@ def usage(
     }
 
 
-def chat_choice(index: int, output: Choice, tokenizer: TokenTexts) -> dict[str, Any]:
-    return {
-        "index": index,
-        "message": {"role": "assistant", "content": output.text, "refusal": None},
-        "logprobs": chat_logprobs(output.logprobs, tokenizer),
-        "finish_reason": output.finish_reason,
-    }
-
-
 def completion_logprobs(
     items: Sequence[TokenLogprobs | None],
     tokenizer: TokenTexts,

@@ -53,7 +53,6 @@ class EventStream:
             headers={
                 **common_headers(self._request_id),
                 "Content-Type": "text/event-stream; charset=utf-8",
-                "Cache-Control": "no-cache",
                 "X-Accel-Buffering": "no",
                 **self._headers,
             }
@@ -97,57 +96,3 @@ class EventStream:
         sock = transport.get_extra_info("socket") if transport is not None else None
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer_bytes)
-
-
-class ChunkFormat:
-    """Bytes of the chunks of one stream. `kind` is "chat" or "completion"."""
-
-    def __init__(self, kind: str, answer_id: str, created: int, model: str, *, usage: bool) -> None:
-        self._is_chat = kind == "chat"
-        head = {
-            "id": answer_id,
-            "object": "chat.completion.chunk" if self._is_chat else "text_completion",
-            "created": created,
-            "model": model,
-        }
-        self._head = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
-        self._tail = b'],"usage":null}\n\n' if usage else b"]}\n\n"
-        plain = b',"logprobs":null,"finish_reason":null}'
-        self._after_text = (b"}" if self._is_chat else b"") + plain + self._tail
-        self._before_text: dict[int, bytes] = {}
-
-    def role(self, index: int) -> bytes:
-        """The first chunk of a chat choice; nothing for completions."""
-        return self.delta(index, {"role": "assistant", "content": ""}) if self._is_chat else b""
-
-    def delta(self, index: int, delta: dict[str, Any]) -> bytes:
-        """Whatever a chat choice gained."""
-        return self._chunk(
-            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        )
-
-    def text(self, index: int, text: str) -> bytes:
-        before = self._before_text.get(index)
-        if before is None:
-            before = self._before_text[index] = self._prefix(index)
-        return before + orjson.dumps(text) + self._after_text
-
-    def text_with_logprobs(self, index: int, text: str, logprobs: Any) -> bytes:
-        choice: dict[str, Any] = {"index": index}
-        choice["delta" if self._is_chat else "text"] = {"content": text} if self._is_chat else text
-        return self._chunk({**choice, "logprobs": logprobs, "finish_reason": None})
-
-    def finish(self, index: int, reason: str) -> bytes:
-        choice: dict[str, Any] = {"index": index}
-        choice["delta" if self._is_chat else "text"] = {} if self._is_chat else ""
-        return self._chunk({**choice, "logprobs": None, "finish_reason": reason})
-
-    def usage(self, usage: dict[str, int]) -> bytes:
-        return self._head + b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
-
-    def _prefix(self, index: int) -> bytes:
-        field = b',"delta":{"content":' if self._is_chat else b',"text":'
-        return self._head + b'{"index":%d' % index + field
-
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
-        return self._head + orjson.dumps(choice) + self._tail

@@ -26,8 +26,8 @@ from serve.structured_output import StructuredOutput
 
 MAX_SCHEMA_BYTES = 64 << 10
 MAX_GRAMMAR_CHARS = 64 << 10
-MAX_REGEX_CHARS = 8 << 10
-MAX_CHOICES = 1024
+MAX_REGEX_CHARS = 4096
+MAX_CHOICES = 1000
 MAX_CHOICE_CHARS = 1024
 JSON_OBJECT = StructuredOutput("json_object")
 
@@ -188,6 +188,11 @@ def structured_output(values: Mapping[str, Any]) -> StructuredOutput | None:
             f"{given[0]} and {given[1]} both say what the answer must look like", param=given[1]
         )
     return values[given[0]] if given else None
+
+
+def structured_name(values: Mapping[str, Any]) -> str:
+    """The field that says it: the engine's messages must not speak of `structured`."""
+    return next((name for name in _SOURCES if values.get(name) is not None), "structured")
 
 
 def _bad_schema(message: str, where: str) -> RequestError:

@@ -1,4 +1,4 @@
-"""Objects whose `type` says what else they hold: content blocks, items, tools."""
+"""Objects of which one field says what else they hold: content blocks, items, tools."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from serve.http.fields import FieldType, Record, Schema, Unknown, check_length, 
 
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """kinds: by type. others: types of the API that are not spoken here. default: the type of an
-    object that names none. check: the fields of the kind, with `type`."""
+    """kinds: by what the field `by` says. others: kinds of the API that are not spoken here.
+    default: the kind of an object that names none. check: the fields of the kind, with `by`."""
 
     kinds: Mapping[str, Record]
     others: tuple[str, ...] = ()
     default: str | None = None
+    by: str = "type"
 
     def check(self, value: Any, where: str, unknown: Unknown) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise wrong_type(where, "an object")
-        kind = value.get("type")
+        kind = value.get(self.by)
         if kind is None:
             kind = self.default
-        place = f"{where}.type"
+        place = f"{where}.{self.by}"
         if kind is None:
             raise RequestError(
                 f"{place} is missing", param=place, code="missing_required_parameter"
@@ -43,8 +44,8 @@ class Tagged:
                 )
             names = ", ".join(self.kinds)
             raise RequestError(f"{place} must be one of {names}, not {quoted(kind)}", param=place)
-        rest = {name: item for name, item in value.items() if name != "type"}
-        return {"type": kind, **record.check(rest, where, unknown)}
+        rest = {name: item for name, item in value.items() if name != self.by}
+        return {self.by: kind, **record.check(rest, where, unknown)}
 
     def schema(self) -> Schema:
         return {"anyOf": [self._one(kind, record) for kind, record in self.kinds.items()]}
@@ -54,8 +55,8 @@ class Tagged:
         required = schema.get("required", [])
         return {
             **schema,
-            "properties": {"type": {"const": kind}, **schema["properties"]},
-            "required": required if kind == self.default else ["type", *required],
+            "properties": {self.by: {"const": kind}, **schema["properties"]},
+            "required": required if kind == self.default else [self.by, *required],
         }
 
 

@@ -44,7 +44,8 @@ class LayerWeights:
 class DecoderWeights:
     """embed: [vocab, embed_size] and positions: [rows, hidden] stay in the file's dtype.
 
-    The final norm is part of the first product after the blocks (project_out or head).
+    The final norm is part of the first product after the blocks (project_out or head);
+    final_norm is the head's, for who wants what the head reads.
     """
 
     embed: Tensor
@@ -53,6 +54,7 @@ class DecoderWeights:
     layers: list[LayerWeights]
     project_out: LinearOp | None
     head: LinearOp
+    final_norm: Norm | None = None
 
 
 Slices = Generator[None, None, Tensor]
@@ -129,6 +131,13 @@ class Decoder:
         if self.weights.project_out is not None:
             hidden = self.weights.project_out(hidden)
         return self.weights.head(hidden).float()
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """hidden: [R, hidden] as `forward` returns it -> [R, embed_size], what the head reads."""
+        if self.weights.project_out is not None:
+            return self.weights.project_out(hidden)
+        norm = self.weights.final_norm
+        return hidden if norm is None else apply_norm(self._backend, hidden, norm)
 
     def _embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         weights = self.weights

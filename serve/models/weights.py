@@ -285,6 +285,7 @@ class _Loader:
             if has_projections
             else None,
             head=self._head(None if has_projections else final_norm),
+            final_norm=None if has_projections else final_norm,
         )
 
     def _layer(self, at: str) -> LayerWeights:

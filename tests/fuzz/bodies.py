@@ -68,3 +68,67 @@ CHAT_BODIES = _packed(
         "max_completion_tokens": 5,
     },
 )
+
+_RESPONSE_CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+_RESULT = {"type": "function_call_output", "call_id": "c", "output": "5"}
+_REASONING = {"type": "reasoning", "id": "rs", "summary": [], "content": []}
+RESPONSE_BODIES = _packed(
+    {"model": "m", "input": "hi", "instructions": "s", "temperature": 0.5, "stream": True},
+    {
+        "model": "m",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "t"}]},
+            _REASONING,
+            _RESPONSE_CALL,
+            {**_RESULT, "output": [{"type": "input_text", "text": "5"}]},
+            {"type": "message", "role": "assistant", "content": "a", "status": "completed"},
+        ],
+        "tools": [{"type": "function", **_TOOL["function"]}],  # type: ignore[dict-item]
+        "tool_choice": {
+            "type": "allowed_tools",
+            "mode": "auto",
+            "tools": [{"type": "function", "name": "f"}],
+        },
+        "max_output_tokens": 5,
+        "store": False,
+    },
+    {
+        "model": "m",
+        "input": [{"role": "developer", "content": "s"}, _RESPONSE_CALL, _RESULT],
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 3,
+        "metadata": {"a": "b"},
+        "previous_response_id": None,
+    },
+)
+_USE = {"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}
+_USED = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "5"}]}
+_THOUGHT = {"type": "thinking", "thinking": "t", "signature": ""}
+_INPUT_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+MESSAGE_BODIES = _packed(
+    {
+        "model": "m",
+        "max_tokens": 5,
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I"}],
+        "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
+        "stop_sequences": ["x"],
+        "temperature": 0.5,
+        "top_k": 5,
+        "stream": True,
+    },
+    {
+        "model": "m",
+        "max_tokens": 2000,
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "t"}]},
+            {"role": "assistant", "content": [_THOUGHT, {"type": "text", "text": "a"}, _USE]},
+            {"role": "user", "content": [{**_USED, "is_error": True}]},
+        ],
+        "tools": [{"name": "f", "description": "d", "input_schema": _INPUT_SCHEMA}],
+        "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "metadata": {"user_id": "u"},
+    },
+)

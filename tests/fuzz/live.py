@@ -17,13 +17,21 @@ import aiohttp
 from serve import Engine
 from serve.http import HttpServer, HttpSettings
 from tests.checkpoints import checkpoint
-from tests.fuzz.bodies import CHAT_BODIES, COMPLETION_BODIES
+from tests.fuzz.bodies import (
+    CHAT_BODIES,
+    COMPLETION_BODIES,
+    MESSAGE_BODIES,
+    RESPONSE_BODIES,
+)
 from tests.fuzz.mutate import mutate
 
 MODEL = "m"
 SEEDS: dict[str, tuple[bytes, ...]] = {
     "/v1/completions": COMPLETION_BODIES,
     "/v1/chat/completions": CHAT_BODIES,
+    "/v1/responses": RESPONSE_BODIES,
+    "/v1/messages": MESSAGE_BODIES,
+    "/v1/messages/count_tokens": MESSAGE_BODIES,
 }
 REFERENCE = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0}
 NUM_CLIENTS = 16

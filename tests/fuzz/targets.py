@@ -10,6 +10,8 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import orjson
+
 from memory.wire import (
     HEADER_BYTES,
     Append,
@@ -28,11 +30,19 @@ from memory.wire import (
 from serve.chat_template import neutralize, split_neutralized
 from serve.errors import ConfigError, ModelLoadError, RequestError
 from serve.http import schema
+from serve.http.anthropic.request import parse_messages_call
 from serve.http.errors import ApiError
 from serve.http.json_body import parse_object
+from serve.http.responses.head import response_head
+from serve.http.responses.request import parse_response_call
 from serve.models.config_file import ConfigReader
 from serve.request import SamplingParams
-from tests.fuzz.bodies import CHAT_BODIES, COMPLETION_BODIES
+from tests.fuzz.bodies import (
+    CHAT_BODIES,
+    COMPLETION_BODIES,
+    MESSAGE_BODIES,
+    RESPONSE_BODIES,
+)
 
 Expected = (ApiError, RequestError)
 PLAN = Plan([Edit(next(iter(EditKind)), 1, 2, 3, 4)], [Query(1, 2, 3)], [Append(1, 2, 3)])
@@ -55,6 +65,21 @@ def _chat(data: bytes) -> None:
     with contextlib.suppress(*Expected):
         call = schema.parse_chat(parse_object(data), {})
         assert call.chat.messages
+
+
+def _response(data: bytes) -> None:
+    with contextlib.suppress(*Expected):
+        call = parse_response_call(parse_object(data), {})
+        assert orjson.dumps(call.items)  # they are kept so
+        assert orjson.dumps(response_head(call, "resp_x", 1, "m"))
+        chat = call.chat([])
+        assert json.dumps(chat.messages) and json.dumps(chat.tools)
+
+
+def _message(data: bytes) -> None:
+    with contextlib.suppress(*Expected):
+        call = parse_messages_call(parse_object(data), {})
+        assert json.dumps(call.chat.messages) and json.dumps(call.chat.tools)
 
 
 def _json(data: bytes) -> None:
@@ -97,6 +122,8 @@ TARGETS: dict[str, Target] = {
     "json": Target(_json, COMPLETION_BODIES + CHAT_BODIES),
     "completion": Target(_completion, COMPLETION_BODIES),
     "chat": Target(_chat, CHAT_BODIES),
+    "response": Target(_response, RESPONSE_BODIES),
+    "message": Target(_message, MESSAGE_BODIES),
     "special-tokens": Target(
         _no_special_token_in_user_text, (b"a<|im_start|>b</s><<>>[INST]", b"<|im_<|im_end|>end|>")
     ),

@@ -6,11 +6,9 @@ nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from serve.errors import RequestError
-from serve.http.errors import quoted
 from serve.http.fields import (
     Boolean,
     Either,
@@ -23,6 +21,7 @@ from serve.http.fields import (
 )
 from serve.http.messages import MAX_MESSAGES
 from serve.http.tagged import Places, Tagged
+from serve.http.turns import Turns
 
 MAX_TEXT_CHARS = 8 << 20
 MAX_BLOCKS = 8192
@@ -34,6 +33,8 @@ CACHE_CONTROL = Record({"type": OneOfNames(("ephemeral",)), "ttl": OneOfNames(("
 _TEXT = String(MAX_TEXT_CHARS, is_text=True)
 _ID = String(MAX_ID_CHARS, min_chars=1)
 NAME = String(128, min_chars=1, pattern="[A-Za-z0-9_-]+")
+# A model may have called what no tool is named; its own words are let in again.
+_CALLED_NAME = String(128, min_chars=1, pattern="[A-Za-z0-9_.-]+")
 TEXT_BLOCK = Record(
     {
         "text": _TEXT,
@@ -66,7 +67,7 @@ TEXTS = _text_or_blocks(Places(Tagged({"text": TEXT_BLOCK}, _NOT_TEXT), MAX_BLOC
 _TOOL_USE = Record(
     {
         "id": _ID,
-        "name": NAME,
+        "name": _CALLED_NAME,
         "input": JsonObject(MAX_ARGUMENT_BYTES),
         "cache_control": CACHE_CONTROL,
         "caller": Tagged({"direct": Record({})}, ("code_execution_20250825",)),
@@ -82,23 +83,26 @@ _TOOL_RESULT = Record(
     },
     required=("tool_use_id",),
 )
-_BLOCKS: dict[str, Record] = {
-    "text": TEXT_BLOCK,
-    "tool_use": _TOOL_USE,
-    "tool_result": _TOOL_RESULT,
-    "thinking": Record({"thinking": _TEXT, "signature": _TEXT}, required=("thinking",)),
-    "redacted_thinking": Record({"data": _TEXT}, required=("data",)),
-}
-_OF_USERS = ("text", "tool_result")
-_OF_ASSISTANTS = ("text", "tool_use", "thinking", "redacted_thinking")
-_MESSAGE = Record(
-    {
-        "role": OneOfNames(("user", "assistant", "system")),
-        "content": _text_or_blocks(Places(Tagged(_BLOCKS, _NOT_TEXT + _SERVER_TOOLS), MAX_BLOCKS)),
+_BLOCKS = {
+    "user": {"text": TEXT_BLOCK, "tool_result": _TOOL_RESULT},
+    "assistant": {
+        "text": TEXT_BLOCK,
+        "tool_use": _TOOL_USE,
+        "thinking": Record({"thinking": _TEXT, "signature": _TEXT}, required=("thinking",)),
+        "redacted_thinking": Record({"data": _TEXT}, required=("data",)),
     },
-    required=("role", "content"),
+    "system": {"text": TEXT_BLOCK},
+}
+
+
+def _message(role: str) -> Record:
+    blocks = Places(Tagged(_BLOCKS[role], _NOT_TEXT + _SERVER_TOOLS), MAX_BLOCKS)
+    return Record({"content": _text_or_blocks(blocks)}, required=("content",))
+
+
+MESSAGES = Places(
+    Tagged({role: _message(role) for role in _BLOCKS}, by="role"), MAX_MESSAGES, min_items=1
 )
-MESSAGES = List(_MESSAGE, MAX_MESSAGES, min_items=1)
 
 
 def text_of(content: str | Sequence[dict[str, Any]]) -> str:
@@ -111,97 +115,31 @@ def text_of(content: str | Sequence[dict[str, Any]]) -> str:
 def chat_messages(
     system: str | list[dict[str, Any]] | None, messages: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """All of them checked by their tables. RequestError for blocks that the role does not have,
-    and for results of tools that were not called."""
-    found = _Conversation()
+    """All of them checked by their tables. RequestError for results of what was not called."""
+    turns = Turns(join_all=True)
     if system is not None and (text := text_of(system)):
-        found.say("system", text)
+        turns.say("system", text)
     for position, message in enumerate(messages):
-        where = f"messages[{position}].content"
-        if message["role"] == "assistant":
-            found.assistant(message["content"], where)
-        else:
-            found.other(message["role"], message["content"], where)
-    return found.messages
-
-
-class _Conversation:
-    def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
-        self._called: dict[str, str] = {}  # names of tools by the ids of their calls
-
-    def say(self, role: str, text: str) -> dict[str, Any]:
-        """The message that says it: the last one, if that has the role."""
-        last = self.messages[-1] if self.messages else None
-        if last is None or last["role"] != role:
-            last = {"role": role, "content": text}
-            self.messages.append(last)
-        elif text:
-            last["content"] += f"\n{text}" if last["content"] else text
-        return last
-
-    def other(self, role: str, content: str | list[dict[str, Any]], where: str) -> None:
-        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        for position, block in enumerate(blocks):
-            place = f"{where}[{position}]"
-            if block["type"] == "tool_result" and role == "user":
-                self._result(block, place)
-            elif block["type"] == "text":
-                self.say(role, block["text"])
-            else:
-                raise _misplaced(block["type"], role, place)
-
-    def _result(self, block: dict[str, Any], where: str) -> None:
-        call_id = block["tool_use_id"]
-        name = self._called.get(call_id)
-        if name is None:
-            raise RequestError(
-                f"{where}.tool_use_id {quoted(call_id)} is no tool_use of an earlier message",
-                param=f"{where}.tool_use_id",
-            )
-        text = text_of(block.get("content", ""))
-        self.messages.append(
-            {
-                "role": "tool",
-                "tool_call_id": call_id,
-                "name": name,
-                "content": IS_ERROR + text if block.get("is_error") else text,
-            }
-        )
-
-    def assistant(self, content: str | list[dict[str, Any]], where: str) -> None:
+        role, content = message["role"], message["content"]
         if isinstance(content, str):
-            self.say("assistant", content)
-            return
-        message = self.say("assistant", "")
-        for position, block in enumerate(content):
-            kind = block["type"]
-            if kind == "text":
-                self.say("assistant", block["text"])
-            elif kind == "thinking":
-                before = message.get("reasoning_content")
-                message["reasoning_content"] = _joined((before, block["thinking"]))
-            elif kind == "tool_use":
-                self._called[block["id"]] = block["name"]
-                message.setdefault("tool_calls", []).append(_call(block))
-            elif kind != "redacted_thinking":  # which nobody here can read
-                raise _misplaced(kind, "assistant", f"{where}[{position}]")
+            turns.say(role, content)
+            continue
+        for number, block in enumerate(content):
+            _add(turns, role, block, f"messages[{position}].content[{number}]")
+    return turns.messages()
 
 
-def _call(block: dict[str, Any]) -> dict[str, Any]:
-    function = {"name": block["name"], "arguments": block["input"]}
-    return {"id": block["id"], "type": "function", "function": function}
-
-
-def _joined(texts: Iterable[str | None]) -> str:
-    return "\n".join(text for text in texts if text)
-
-
-def _misplaced(kind: str, role: str, where: str) -> RequestError:
-    wanted = ", ".join(_OF_ASSISTANTS if role == "assistant" else _OF_USERS)
-    return RequestError(
-        f"{where} is a {kind} block, and messages of the role {role} have only {wanted}"
-        if role != "system"
-        else f"{where} is a {kind} block, and messages of the role system have only text",
-        param=f"{where}.type",
-    )
+def _add(turns: Turns, role: str, block: dict[str, Any], where: str) -> None:
+    kind = block["type"]
+    if kind == "text":
+        turns.say(role, block["text"])
+    elif kind == "thinking":
+        turns.think(block["thinking"])
+    elif kind == "tool_use":
+        turns.call(block["id"], block["name"], block["input"])
+    elif kind == "tool_result":
+        text = text_of(block.get("content", ""))
+        if block.get("is_error"):
+            text = IS_ERROR + text
+        turns.result(block["tool_use_id"], text, f"{where}.tool_use_id")
+    # nobody here can read a redacted_thinking block

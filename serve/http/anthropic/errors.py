@@ -24,15 +24,15 @@ _KINDS = {
 
 def error_status(error: ApiError) -> int:
     """A full queue is 529, as Anthropic tells it; other errors keep their status."""
-    return OVERLOADED_STATUS if error.code == "overloaded" else error.status
+    return OVERLOADED_STATUS if error.code in ("overloaded", "queue_full") else error.status
 
 
 def error_object(error: ApiError, request_id: str) -> dict[str, Any]:
     status = error_status(error)
     kind = _KINDS.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
-    message = error.message
-    if error.param is not None and error.param not in message:  # there is no field for it
-        message = f"{error.param}: {message}"
+    message, param = error.message, error.param or ""
+    if (param.rpartition(".")[0] or param) not in message:  # there is no field for it
+        message = f"{param}: {message}"
     message = message.encode("utf-8", "replace").decode()
     return {
         "type": "error",

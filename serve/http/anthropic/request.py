@@ -15,6 +15,7 @@ from serve.http.anthropic.blocks import (
 )
 from serve.http.anthropic.tools import TOOL_CHOICE, TOOLS, chat_tools
 from serve.http.chat_run import ChatRequest
+from serve.http.conversation import effort_kwargs
 from serve.http.fields import (
     Boolean,
     FieldType,
@@ -124,7 +125,9 @@ def parse_messages_call(
     form = values.get("output_config", {}).get("format")
     params = SamplingParams(
         **{name: value for name, value in sampling.items() if value is not None},
-        max_tokens=max_tokens,
+        # the context may cut the answer short, without an error
+        max_tokens=None if max_tokens else 0,
+        default_max_tokens=max_tokens or None,
         stop=tuple(values.get("stop_sequences", ())),
         structured=None if form is None else form["schema"],
     )
@@ -171,7 +174,8 @@ def _chat(values: Mapping[str, Any], params: SamplingParams) -> ChatRequest:
 
 
 def _template_kwargs(values: Mapping[str, Any]) -> dict[str, Any]:
+    kwargs = effort_kwargs(values.get("output_config", {}).get("effort"))
     thinking = values.get("thinking")
-    if thinking is None:
-        return {}
-    return {"enable_thinking": thinking["type"] != "disabled"}
+    if thinking is not None:
+        kwargs["enable_thinking"] = thinking["type"] != "disabled"
+    return kwargs

@@ -17,10 +17,8 @@ from serve.http.fields import (
     Unsupported,
 )
 from serve.http.tagged import Places, Tagged
+from serve.http.tools import MAX_DESCRIPTION_CHARS, MAX_SCHEMA_BYTES, MAX_TOOLS, PARAMETERS
 
-MAX_TOOLS = 128
-MAX_DESCRIPTION_CHARS = 64 << 10
-MAX_SCHEMA_BYTES = 64 << 10
 _SERVER_TOOLS = (
     "bash_20250124",
     "code_execution_20250522",
@@ -37,7 +35,7 @@ _CUSTOM = Record(
     {
         "name": NAME,
         "description": String(MAX_DESCRIPTION_CHARS, is_text=True),
-        "input_schema": JsonObject(MAX_SCHEMA_BYTES),
+        "input_schema": PARAMETERS,
         "cache_control": CACHE_CONTROL,
         "strict": Boolean(),
         "eager_input_streaming": Boolean(),

@@ -54,7 +54,6 @@ class MessageWriter:
         self._pieces: list[str] = []  # what the open block has gained
         self._before_delta = b""
         self._output_tokens = 0
-        self._thinking_tokens = 0
         self._stop_reason: str | None = None
         self._stop_sequence: str | None = None
         self._has_begun = False
@@ -67,8 +66,6 @@ class MessageWriter:
             if self._streams:
                 self._events.append(_PING)
         self._output_tokens += len(step.delta.token_ids)
-        if any(isinstance(part, Reasoning) for part in step.parts):
-            self._thinking_tokens += len(step.delta.token_ids)
         for part in step.parts:
             self._add(part)
         if step.finish_reason is not None:
@@ -107,7 +104,7 @@ class MessageWriter:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": self._output_tokens,
-            "output_tokens_details": {"thinking_tokens": self._thinking_tokens},
+            "output_tokens_details": {"thinking_tokens": self._counts.reasoning_tokens},
         }
 
     def _add(self, part: Part) -> None:

@@ -6,10 +6,12 @@ from serve.http.context import ApiContext, Route
 from serve.http.endpoints import (
     chat,
     completions,
+    embeddings,
     health,
     messages,
     models,
     openapi,
+    page,
     responses,
     tokenize,
 )
@@ -21,7 +23,9 @@ ENDPOINTS = (
     chat.routes,
     responses.routes,
     messages.routes,
+    embeddings.routes,
     tokenize.routes,
+    page.routes,
 )
 
 

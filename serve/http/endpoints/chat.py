@@ -7,12 +7,14 @@ from aiohttp import web
 from serve.http import schema
 from serve.http.answer import answer_head, event_stream
 from serve.http.answer_schemas import CHAT_ANSWER
-from serve.http.chat_completion import ChatChunks, whole_answer
+from serve.http.chat_answer import write_stream, write_whole
+from serve.http.chat_completion import ChatStream, WholeChat, check_size
 from serve.http.chat_run import ChatRun
 from serve.http.context import ApiContext, Call, Route
 from serve.http.describe import Operation
 from serve.http.errors import json_response
 from serve.http.generation import CHAT
+from serve.http.renamed import parameters_named
 
 
 def routes(context: ApiContext) -> list[Route]:
@@ -33,12 +35,17 @@ def routes(context: ApiContext) -> list[Route]:
 
 
 async def _answer(context: ApiContext, call: Call, asked: schema.ChatCall) -> web.StreamResponse:
-    head = answer_head(context, call, CHAT)
-    with context.generating(), ChatRun(call.engine, asked.chat, call.request_id) as run:
+    with (
+        parameters_named({"structured": asked.structured_name}),
+        context.generating(),
+        ChatRun(call.engine, asked.chat, call.request_id) as run,
+    ):
         await run.accepted()
-        tokenizer = context.engine.tokenizer
-        if not asked.stream:
-            body = await whole_answer(run, head, asked.params.n, tokenizer)
-            return json_response(body, call.request_id)
-        chunks = ChatChunks(run, head, tokenizer, include_usage=asked.include_usage)
-        return await chunks.send(event_stream(context, call))
+        check_size(run, asked)
+        told = (run, answer_head(context, call, CHAT), asked, call.engine.tokenizer)
+        if asked.stream:
+            events = event_stream(context, call)
+            return await write_stream(run, ChatStream(*told), events, call.request_id)
+        whole = WholeChat(*told)
+        await write_whole(run, whole)
+        return json_response(await whole.body(), call.request_id)

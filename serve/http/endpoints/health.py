@@ -7,14 +7,20 @@ from aiohttp import web
 from serve.http.answer_schemas import STATUS_ANSWER
 from serve.http.context import ApiContext, Call, Route
 from serve.http.describe import Operation
-from serve.http.errors import common_headers, json_response, no_memory
+from serve.http.errors import common_headers, engine_stuck, json_response, no_memory
 from serve.http.metrics import CONTENT_TYPE, Exposition
+
+LIVE = ("/health", "/health/live", "/ping")
+READY = ("/ready", "/health/ready")
 
 
 def routes(context: ApiContext) -> list[Route]:
     exposition = Exposition(context)
 
     async def health(call: Call) -> web.Response:
+        trouble = context.engine.trouble()
+        if trouble is not None:
+            raise engine_stuck(trouble)
         return json_response({"status": "ok"}, call.request_id)
 
     async def ready(call: Call) -> web.Response:
@@ -34,8 +40,8 @@ def routes(context: ApiContext) -> list[Route]:
     serving = Operation("Whether requests are answered", STATUS_ANSWER)
     counters = Operation("Counters for Prometheus", answer_type="text/plain")
     found = [
-        Route("/health", {"GET": health}, is_public=True, describe={"GET": alive}),
-        Route("/ready", {"GET": ready}, is_public=True, describe={"GET": serving}),
+        *(Route(path, {"GET": health}, is_public=True, describe={"GET": alive}) for path in LIVE),
+        *(Route(path, {"GET": ready}, is_public=True, describe={"GET": serving}) for path in READY),
     ]
     if context.settings.metrics_port is None:  # else metrics_listener.py has it
         found.append(Route("/metrics", {"GET": figures}, describe={"GET": counters}))

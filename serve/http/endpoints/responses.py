@@ -99,8 +99,8 @@ class _Endpoints:
 
     async def fetch(self, call: Call) -> web.Response:
         stored = self._stored(call)
-        if call.request.query.get("stream", "false") == "true":
-            raise ApiError(400, "only background responses can be streamed again", param="stream")
+        if call.request.query.get("stream", "false") != "false":
+            raise RequestError("only background responses can be streamed again", param="stream")
         return json_response(orjson.loads(stored.body), call.request_id)
 
     async def delete(self, call: Call) -> web.Response:
@@ -115,7 +115,7 @@ class _Endpoints:
 
     async def cancel(self, call: Call) -> web.Response:
         self._stored(call)
-        raise ApiError(400, "a response that is not in the background cannot be cancelled")
+        raise RequestError("a response that is not in the background cannot be cancelled")
 
     async def _answer(
         self, call: Call, asked: ResponseCall, run: ChatRun, before: tuple[bytes, ...]
@@ -150,7 +150,7 @@ class _Endpoints:
             stored = self._store.get(asked.previous_id, _owner(call))
             if stored is None:
                 raise RequestError(
-                    f"there is no response {quoted(asked.previous_id)} to continue",
+                    f"previous_response_id {quoted(asked.previous_id)} is of no kept response",
                     param="previous_response_id",
                     code="previous_response_not_found",
                 )

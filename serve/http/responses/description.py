@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from serve.http.describe import Operation
 from serve.http.fields import Schema
+from serve.http.responses.listing import MAX_LIMIT
 from serve.http.responses.request import COUNT as COUNT_BODY
 from serve.http.responses.request import CREATE as CREATE_BODY
 
@@ -51,7 +52,12 @@ COUNT = Operation(
     },
     body=COUNT_BODY.schema(),
 )
-FETCH = Operation("A response that is kept", answer=_RESPONSE, statuses=(404,))
+FETCH = Operation(
+    "A response that is kept",
+    answer=_RESPONSE,
+    statuses=(404,),
+    query={"stream": {"enum": ["false"]}},
+)
 DELETE = Operation(
     "Forgets a response",
     answer={
@@ -79,5 +85,10 @@ INPUT_ITEMS = Operation(
         "required": ["object", "data", "first_id", "last_id", "has_more"],
     },
     statuses=(404,),
+    query={
+        "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT},
+        "order": {"enum": ["asc", "desc"]},
+        "after": {"type": "string"},
+    },
 )
 CANCEL = Operation("Refused: no response is in the background", answer=_RESPONSE, statuses=(404,))

@@ -9,28 +9,33 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from serve.errors import RequestError
-from serve.http.errors import quoted
 from serve.http.fields import (
     Either,
     FieldType,
     JsonObject,
     List,
     OneOfNames,
+    Parsed,
     Record,
     String,
+    Unknown,
     Unsupported,
 )
-from serve.http.messages import MAX_MESSAGES, ROLES
+from serve.http.messages import MAX_MESSAGES, parse_arguments
 from serve.http.tagged import Places, Tagged
+from serve.http.turns import Turns
 
 MAX_TEXT_CHARS = 8 << 20
 MAX_PARTS = 8192
 MAX_ID_CHARS = 128
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 _TEXT = String(MAX_TEXT_CHARS, is_text=True)
 _ID = String(MAX_ID_CHARS, min_chars=1)
 _STATUS = OneOfNames(("in_progress", "completed", "incomplete"))
 NAME = String(128, min_chars=1, pattern="[A-Za-z0-9_-]+")
+# A model may have called what no tool is named; its own words are let in again.
+_CALLED_NAME = String(128, min_chars=1, pattern="[A-Za-z0-9_.-]+")
 _ECHOED = List(JsonObject(64 << 10), 1 << 16)  # of our own answers, and not looked at
 _BREAKPOINT = Record({"mode": OneOfNames(("explicit",)), "ttl": OneOfNames(("30m", "12h"))})
 _INPUT_TEXT = Record({"text": _TEXT, "prompt_cache_breakpoint": _BREAKPOINT}, required=("text",))
@@ -42,6 +47,11 @@ _PARTS: dict[str, Record] = {
     ),
     "refusal": Record({"refusal": _TEXT}, required=("refusal",)),
 }
+
+
+def _argument_text(value: Any, where: str, unknown: Unknown) -> str:
+    parse_arguments(value, where, unknown)
+    return str(value)
 
 
 def _text_or_parts(parts: Mapping[str, Record]) -> Either:
@@ -71,8 +81,8 @@ _ITEMS: dict[str, Record] = {
             "id": _ID,
             "status": _STATUS,
             "call_id": _ID,
-            "name": NAME,
-            "arguments": _TEXT,
+            "name": _CALLED_NAME,
+            "arguments": Parsed(_argument_text, _TEXT.schema()),
             "caller": _CALLER,
             "namespace": Unsupported(),
             "async": Unsupported((False,)),
@@ -86,7 +96,7 @@ _ITEMS: dict[str, Record] = {
             "call_id": _ID,
             "output": _text_or_parts({"input_text": _INPUT_TEXT}),
             "caller": _CALLER,
-            "name": NAME,
+            "name": _CALLED_NAME,
             "namespace": Unsupported(),
         },
         required=("call_id", "output"),
@@ -157,64 +167,33 @@ def chat_messages(
 ) -> list[dict[str, Any]]:
     """items: complete ones. first: of them, the first that the request itself brought; mistakes
     are named by their place in its input. RequestError for outputs of unknown calls."""
-    found = _Conversation()
+    turns = Turns(join_all=False)
     if instructions:
-        found.messages.append({"role": "system", "content": instructions})
+        turns.say("system", instructions)
     for position, item in enumerate(items):
-        found.add(item, f"input[{position - first}]")
-    return found.messages
+        _add(turns, item, f"input[{position - first}]")
+    return turns.messages()
 
 
-class _Conversation:
-    def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
-        self._called: dict[str, str] = {}  # names of functions by the ids of their calls
+def _add(turns: Turns, item: Mapping[str, Any], where: str) -> None:
+    kind = item["type"]
+    if kind == "message":
+        turns.say(ROLES[item["role"]], _text(item["content"]))
+    elif kind == "function_call":
+        turns.call(item["call_id"], item["name"], _arguments(item["arguments"]))
+    elif kind == "function_call_output":
+        turns.result(item["call_id"], _text(item["output"]), f"{where}.call_id")
+    else:
+        for part in item.get("content") or item.get("summary") or ():
+            turns.think(part["text"])  # encrypted content is not for us
 
-    def add(self, item: Mapping[str, Any], where: str) -> None:
-        kind = item["type"]
-        if kind == "message":
-            self._message(item)
-        elif kind == "reasoning":
-            texts = item.get("content") or item.get("summary") or ()
-            text = "\n".join(part["text"] for part in texts)
-            if text:  # encrypted content is not for us
-                self._extend("reasoning_content", text)
-        elif kind == "function_call":
-            self._called[item["call_id"]] = item["name"]
-            function = {"name": item["name"], "arguments": item["arguments"]}
-            call = {"id": item["call_id"], "type": "function", "function": function}
-            self._assistant().setdefault("tool_calls", []).append(call)
-        else:
-            self._output(item, where)
 
-    def _message(self, item: Mapping[str, Any]) -> None:
-        text = _text(item["content"])
-        if item["role"] == "assistant":
-            self._extend("content", text)
-        else:
-            self.messages.append({"role": ROLES[item["role"]], "content": text})
-
-    def _output(self, item: Mapping[str, Any], where: str) -> None:
-        call_id = item["call_id"]
-        name = self._called.get(call_id)
-        if name is None:
-            raise RequestError(
-                f"{where}.call_id {quoted(call_id)} is of no function call before it",
-                param=f"{where}.call_id",
-            )
-        message = {"role": "tool", "tool_call_id": call_id, "name": name}
-        self.messages.append({**message, "content": _text(item["output"])})
-
-    def _assistant(self) -> dict[str, Any]:
-        """The message of the turn that goes on."""
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.messages.append({"role": "assistant", "content": ""})
-        return self.messages[-1]
-
-    def _extend(self, name: str, text: str) -> None:
-        message = self._assistant()
-        before = message.get(name)
-        message[name] = f"{before}\n{text}" if before else text
+def _arguments(text: str) -> dict[str, Any] | str:
+    """As templates want them, an object; a kept call that was cut off stays what it was."""
+    try:
+        return parse_arguments(text, "", Unknown())
+    except RequestError:
+        return text
 
 
 def _text(content: str | list[dict[str, Any]]) -> str:

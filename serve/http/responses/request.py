@@ -8,6 +8,7 @@ from typing import Any
 
 from serve.errors import RequestError
 from serve.http.chat_run import ChatRequest
+from serve.http.conversation import effort_kwargs
 from serve.http.errors import quoted
 from serve.http.fields import (
     Boolean,
@@ -35,11 +36,10 @@ from serve.http.sampling_fields import (
 )
 from serve.http.structured_fields import JSON_OBJECT, json_schema
 from serve.http.tagged import Places, Tagged
+from serve.http.tools import MAX_DESCRIPTION_CHARS, MAX_SCHEMA_BYTES, MAX_TOOLS, PARAMETERS
 from serve.request import MAX_LOGPROBS, SamplingParams
 from serve.structured_output import StructuredOutput
 
-MAX_TOOLS = 128
-MAX_SCHEMA_BYTES = 64 << 10
 MAX_INSTRUCTIONS_CHARS = 8 << 20
 LOGPROBS = "message.output_text.logprobs"
 # Each says what else to tell; of these there is nothing to tell but the log-probabilities.
@@ -73,8 +73,8 @@ _OTHER_TOOLS = (
 _FUNCTION = Record(
     {
         "name": NAME,
-        "description": String(64 << 10, is_text=True),
-        "parameters": JsonObject(MAX_SCHEMA_BYTES),
+        "description": String(MAX_DESCRIPTION_CHARS, is_text=True),
+        "parameters": PARAMETERS,
         "strict": Boolean(),
         "output_schema": JsonObject(MAX_SCHEMA_BYTES),
         "defer_loading": Unsupported((False,)),
@@ -208,7 +208,7 @@ class ResponseCall:
             tools=self.functions,
             tool_choice=self.tool_choice,
             parallel_tool_calls=values.get("parallel_tool_calls", True),
-            template_kwargs={} if effort is None else {"enable_thinking": effort != "none"},
+            template_kwargs=effort_kwargs(effort),
             client=client_name(values),
         )
 

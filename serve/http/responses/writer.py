@@ -55,7 +55,6 @@ class ResponseWriter:
         self._unplaced: list[TokenLogprobs] = []  # of tokens whose text has not come yet
         self._before_delta = b""
         self._output_tokens = 0
-        self._reasoning_tokens = 0
         self._is_cut = False  # by max_output_tokens
         self._sequence_number = 0
         self._events: list[bytes] = []
@@ -64,10 +63,7 @@ class ResponseWriter:
         if self._sequence_number == 0:
             self._emit("response.created", response=self._response("in_progress"))
             self._emit("response.in_progress", response=self._response("in_progress"))
-        num_tokens = len(step.delta.token_ids)
-        self._output_tokens += num_tokens
-        if any(isinstance(part, Reasoning) for part in step.parts):
-            self._reasoning_tokens += num_tokens
+        self._output_tokens += len(step.delta.token_ids)
         self._note_logprobs(step)
         for part in step.parts:
             self._add(part)
@@ -116,7 +112,7 @@ class ResponseWriter:
                 "cache_write_tokens": 0,
             },
             "output_tokens": self._output_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": counts.reasoning_tokens},
             "total_tokens": counts.prompt_tokens + self._output_tokens,
         }
 

@@ -1,0 +1,229 @@
+"""One connection: how many there may be, and how long the head of a request may take.
+
+aiohttp parses and answers; here is what it leaves open. Whoever is one too many still gets an
+answer that says so, and health checks are answered even then, until SPARE more are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import resource
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
+
+from serve.http import limits
+from serve.http.errors import (
+    TIMEOUT_ERROR,
+    ApiError,
+    error_response,
+    internal_error,
+    new_request_id,
+    overloaded,
+)
+from serve.http.log_limit import LimitedLog
+from serve.http.settings import HttpSettings
+
+logger = logging.getLogger(__name__)
+
+LINGER_S = 1.0
+SPARE = 16
+FILES_FOR_OTHERS = 32  # beside connections: checkpoints, spilled K/V, worker processes
+_warnings = LimitedLog(logger)
+
+
+class ConnectionServer(web.Server):
+    """Makes and counts the connections. num_refused: those that were one too many."""
+
+    def __init__(self, handler: Any, settings: HttpSettings) -> None:
+        super().__init__(
+            handler,
+            handler_cancellation=True,
+            keepalive_timeout=settings.keepalive_s,
+            access_log=None,
+            auto_decompress=False,
+            lingering_time=LINGER_S,
+            max_line_size=limits.LINE_BYTES,
+            max_field_size=limits.LINE_BYTES,
+            max_headers=limits.HEADERS,
+        )
+        self.settings = settings
+        self.max_connections = min(settings.max_connections, _files_left())
+        self.num_refused = 0
+        self._addresses: Counter[str] = Counter()
+
+    def __call__(self) -> web.RequestHandler:
+        return Connection(self, loop=self._loop, **self._kwargs)
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
+
+    def count(self, address: str | None) -> ApiError | None:
+        """A connection has come; what to tell it if it is one too many."""
+        num_connections = len(self._connections)
+        if num_connections > self.max_connections:
+            self.num_refused += 1
+            _warnings.warning("there are more than %d connections", self.max_connections)
+            return overloaded("the server has too many connections", code="too_many_connections")
+        if address is None:
+            return None
+        self._addresses[address] += 1
+        if self._addresses[address] <= self.settings.max_connections_per_address:
+            return None
+        self.num_refused += 1
+        return overloaded("this address has too many connections", code="too_many_connections")
+
+    def forget(self, address: str | None) -> None:
+        if address is not None:
+            self._addresses[address] -= 1
+            if self._addresses[address] <= 0:
+                del self._addresses[address]
+
+
+class Connection(web.RequestHandler):
+    """aiohttp's connection, with JSON errors and deadlines for the heads of requests.
+
+    refusal: what every request on it is told, except health checks; None: nothing.
+    """
+
+    def __init__(self, manager: ConnectionServer, **kwargs: Any) -> None:
+        super().__init__(manager, **kwargs)
+        self.refusal: ApiError | None = None
+        self._server = manager
+        self._address: str | None = None
+        self._is_counted = False
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._head_bytes = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        server = self._server
+        self._address = _foreign_address(transport.get_extra_info("peername"))
+        self.refusal = server.count(self._address)
+        self._is_counted = True
+        if self.refusal is not None:
+            self.refusal.closes = True
+            if server.num_connections > server.max_connections + SPARE:
+                self.force_close()
+                return
+        loop = asyncio.get_running_loop()
+        self._head_timer = loop.call_later(
+            server.settings.first_request_timeout_s, self._head_is_late
+        )
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._end_head()
+        if self._is_counted:
+            self._is_counted = False
+            self._server.forget(self._address)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._messages:
+            self._end_head()
+        elif data and (self._waiter is not None or not self._request_count):
+            self._head_goes_on(len(data))
+
+    def _head_goes_on(self, num_bytes: int) -> None:
+        """Bytes of a head that is not complete."""
+        if not self._head_bytes:
+            loop = asyncio.get_running_loop()
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+            self._head_timer = loop.call_later(
+                self._server.settings.head_timeout_s, self._head_is_late
+            )
+        self._head_bytes += num_bytes
+        if self._head_bytes > limits.HEAD_BYTES:
+            self._refuse_head(_head_too_large())
+
+    def _end_head(self) -> None:
+        self._head_bytes = 0
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        if not self._head_bytes:  # it never began: there is nothing to answer
+            self.force_close()
+            return
+        self._refuse_head(
+            ApiError(
+                408,
+                "the head of the request did not arrive in time",
+                kind=TIMEOUT_ERROR,
+                code="request_timeout",
+            )
+        )
+
+    def _refuse_head(self, error: ApiError) -> None:
+        """There is no request that could be answered in the usual way."""
+        self._end_head()
+        if self.transport is not None:
+            self.transport.write(_plain_answer(error))
+        self.force_close()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Called for bytes that are no HTTP request. The message quotes none of them."""
+        self._end_head()
+        if isinstance(exc, ConnectionError):
+            raise exc  # the client is gone: the caller closes, and nothing is to be said
+        if status >= 500:
+            logger.error("a connection failed", exc_info=exc)
+            error = internal_error()
+        elif isinstance(exc, LineTooLong) or "Too many headers" in str(exc):
+            error = _head_too_large()
+        else:
+            error = ApiError(status, "the request is not valid HTTP", code="invalid_request")
+        error.closes = True
+        return error_response(error, new_request_id())
+
+
+def _head_too_large() -> ApiError:
+    return ApiError(431, "the request head is too large", code="headers_too_large")
+
+
+def _plain_answer(error: ApiError) -> bytes:
+    response = error_response(error, new_request_id())
+    body = error.body()
+    headers = {**response.headers, "Content-Length": str(len(body)), "Connection": "close"}
+    lines = [f"HTTP/1.1 {response.status} {response.reason}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+
+def _foreign_address(peer: Any) -> str | None:
+    """None for this machine's own: a proxy here speaks for many."""
+    if not isinstance(peer, tuple) or not peer:
+        return None
+    address = str(peer[0])
+    try:
+        is_own = ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return None
+    return None if is_own else address
+
+
+def _files_left() -> int:
+    """Connections that the process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return 1 << 30
+    try:
+        num_open = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    except OSError:
+        num_open = 64
+    return max(1, soft - num_open - FILES_FOR_OTHERS - SPARE)

@@ -1,0 +1,30 @@
+"""/: the page, its files, and what its live view reads."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from serve.http.answer import event_stream
+from serve.http.context import ApiContext, Call, Handler, Route
+from serve.http.live import LiveFeed
+from serve.http.page_files import PageFile, read_page
+
+
+def routes(context: ApiContext) -> list[Route]:
+    feed = LiveFeed(context)
+
+    async def live(call: Call) -> web.StreamResponse:
+        context.check_ready()
+        return await feed.serve(call.request, event_stream(context, call))
+
+    files = [
+        Route(path, {"GET": _sender(file)}, is_public=True) for path, file in read_page().items()
+    ]
+    return [*files, Route("/live", {"GET": live})]
+
+
+def _sender(file: PageFile) -> Handler:
+    async def send(call: Call) -> web.StreamResponse:
+        return file.answer(call.request, call.request_id)
+
+    return send

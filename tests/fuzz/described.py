@@ -1,0 +1,91 @@
+"""Requests made from the server's own description, by schemathesis: valid ones and invalid ones.
+
+`python -m tests.fuzz.described --seconds N` runs it for long. No answer may be a 5xx or one that
+the description does not know, and whatever the description forbids is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+import hypothesis
+import schemathesis
+from schemathesis.generation import GenerationMode
+
+from serve import Engine
+from serve.http import HttpSettings
+from tests.checkpoints import checkpoint
+from tests.fakes_http import ServerThread
+
+KEY = "key-of-the-fuzzer"
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+    "negative_data_rejection",
+    "unsupported_method",
+    "allow_header_conformance",
+    "ignored_auth",
+)
+
+
+def described_server() -> ServerThread:
+    """A real one, which asks for a key, over a small engine."""
+    engine = Engine(str(checkpoint("llama")), served_model_name="m", max_model_len=64)
+    return ServerThread(engine, HttpSettings(port=0, api_keys=(KEY,)))
+
+
+def send_examples(url: str, *, valid: int, invalid: int) -> int:
+    """How many requests were sent, at most so many of every operation. Raises for the first
+    answer that is wrong."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json", headers=headers)
+    known = schemathesis.checks.CHECKS
+    checks = known.get_by_names(list(CHECKS))
+    count = 0
+    for found in schema.get_all_operations():
+        operation = found.ok()
+        for mode, most in ((GenerationMode.POSITIVE, valid), (GenerationMode.NEGATIVE, invalid)):
+            if mode is GenerationMode.NEGATIVE and not operation.body:
+                continue
+
+            @hypothesis.seed(1)
+            @hypothesis.settings(
+                max_examples=most,
+                deadline=None,
+                database=None,
+                phases=[hypothesis.Phase.generate],
+                suppress_health_check=list(hypothesis.HealthCheck),
+            )
+            @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+            def send(case: schemathesis.Case) -> None:
+                nonlocal count
+                count += 1
+                case.call_and_validate(checks=checks, headers=headers)
+
+            send()
+    return count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    with described_server() as server:
+        command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
+        options = [
+            *("--checks", ",".join(CHECKS), "--header", f"Authorization: Bearer {KEY}"),
+            *("--phases", "coverage,fuzzing", "--max-time", str(asked.seconds)),
+            *("--seed", str(asked.seed), "--suppress-health-check", "all", "--warnings", "off"),
+            "--continue-on-failure",
+        ]
+        sys.exit(subprocess.run([*command, *options], check=False).returncode)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,426 @@
+"""Bounds on how much: quotas of keys, connections, calls, bodies, time; who is told what."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes_http import FakeEngine, Served, run_with_server
+
+from serve.http.connection import _foreign_address
+from serve.http.errors import ApiError
+from serve.http.keys import ApiKey, KeyLimits
+from serve.http.quota import Quotas
+from tests.raw_requests import BODY, CHAT, RAW_BODY, request
+
+ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdefgh"
+GET_HEALTH = request(b"", first="GET /health HTTP/1.1", kind=None, length=None)
+GET_MODELS = request(b"", first="GET /v1/models HTTP/1.1", kind=None, length=None)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def key_file(tmp_path: Path, **limits: int) -> str:
+    """alice has the limits, bob has none."""
+    path = tmp_path / "keys.json"
+    keys = [{"name": "alice", "key": ALICE, **limits}, {"name": "bob", "key": BOB}]
+    path.write_text(json.dumps({"keys": keys}))
+    path.chmod(0o600)
+    return str(path)
+
+
+# ---- quotas
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def refused(quotas: Quotas, key: ApiKey) -> dict[str, str] | None:
+    try:
+        quotas.enter(key)
+    except ApiError as error:
+        refusal = error
+    else:
+        return None
+    assert (refusal.status, refusal.kind) == (429, "rate_limit_error")
+    assert refusal.code == "rate_limit_exceeded"
+    return refusal.headers
+
+
+def test_requests_come_back_at_a_steady_rate() -> None:
+    clock = Clock()
+    quotas = Quotas(clock)
+    key = ApiKey("a", b"", KeyLimits(requests_per_minute=30))
+    assert [refused(quotas, key) for _ in range(30)] == [None] * 30
+    headers = refused(quotas, key)
+    assert headers is not None and 2 <= int(headers["Retry-After"]) <= 3
+    clock.now_s += 1.9
+    assert refused(quotas, key)
+    clock.now_s += 0.2
+    assert refused(quotas, key) is None
+    assert refused(quotas, key)
+    clock.now_s += 3600  # no more than a minute's worth
+    assert [refused(quotas, key) for _ in range(31)].count(None) == 30
+    assert refused(quotas, ApiKey("b", b"", KeyLimits(requests_per_minute=30))) is None
+
+
+def test_tokens_are_paid_afterwards() -> None:
+    clock = Clock()
+    quotas = Quotas(clock)
+    key = ApiKey("a", b"", KeyLimits(tokens_per_minute=600))
+    assert refused(quotas, key) is None
+    quotas.leave(key, 1200)
+    headers = refused(quotas, key)
+    assert headers is not None and 60 <= int(headers["Retry-After"]) <= 91
+    clock.now_s += 60.2
+    assert refused(quotas, key) is None
+    assert quotas.clients["a"].num_tokens == 1200
+
+
+def test_keys_of_one_name_share_and_new_limits_hold_at_once() -> None:
+    quotas = Quotas(Clock())
+    first, second = (ApiKey("a", d, KeyLimits(max_concurrent=1)) for d in (b"1", b"2"))
+    assert refused(quotas, first) is None
+    assert refused(quotas, second)
+    assert refused(quotas, ApiKey("a", b"1", KeyLimits(max_concurrent=2))) is None
+    quotas.leave(first, 0)
+    quotas.leave(first, 0)
+    assert refused(quotas, second) is None
+
+
+def test_a_key_over_its_limit_does_not_disturb_others(tmp_path: Path) -> None:
+    async def check(served: Served) -> None:
+        async def ask(key: str) -> int:
+            return (await served.post(CHAT, BODY, headers=bearer(key)))[0]
+
+        assert [await ask(ALICE) for _ in range(3)] == [200, 200, 429]
+        for _ in range(20):
+            assert await ask(ALICE) == 429
+            assert await ask(BOB) == 200
+        async with served.session.get("/v1/models", headers=bearer(ALICE)) as response:
+            assert response.status == 200  # looking costs nothing
+        async with served.session.post(CHAT, json=BODY, headers=bearer(ALICE)) as response:
+            assert 1 <= int(response.headers["Retry-After"]) <= 45
+            error = (await response.json())["error"]
+        assert error == {
+            "message": "this API key has a limit of 2 requests per minute",
+            "type": "rate_limit_error",
+            "param": None,
+            "code": "rate_limit_exceeded",
+        }
+
+    path = key_file(tmp_path, requests_per_minute=2)
+    run_with_server(FakeEngine(), check, api_key_file=path)
+
+
+def test_calls_at_once_and_tokens(tmp_path: Path) -> None:
+    async def check(served: Served) -> None:
+        async def ask() -> int:
+            return (await served.post(CHAT, BODY, headers=bearer(ALICE)))[0]
+
+        first = asyncio.create_task(ask())
+        await served.until(lambda: len(served.engine.running) == 1)
+        assert await ask() == 429
+        assert await first == 200
+        assert await ask() == 200
+        assert await ask() == 429  # 2 prompt tokens and 11 more, twice
+        clients = served.server.app.quotas.clients
+        assert (clients["alice"].num_tokens, clients["alice"].num_running) == (26, 0)
+
+    path = key_file(tmp_path, max_concurrent=1, tokens_per_minute=26)
+    run_with_server(FakeEngine(step_s=0.02), check, api_key_file=path)
+
+
+def test_a_client_that_leaves_gives_its_place_back(tmp_path: Path) -> None:
+    async def check(served: Served) -> None:
+        for _ in range(5):
+            _, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            writer.write(request(RAW_BODY, f"x-api-key: {ALICE}"))
+            await served.until(lambda: len(served.engine.running) == 1)
+            writer.close()
+            await served.until(lambda: not served.engine.running)
+            await served.until(lambda: not served.server.app.context.calls)
+        assert served.server.app.quotas.clients["alice"].num_running == 0
+
+    path = key_file(tmp_path, max_concurrent=1)
+    run_with_server(FakeEngine(step_s=0.02, repeat=1000), check, api_key_file=path)
+
+
+# ---- overload
+
+
+def test_refusals_are_quick_and_nothing_is_queued() -> None:
+    """Ten times as many as fit: those that do not are told within 50 ms."""
+
+    async def check(served: Served) -> None:
+        holders = [await start(served) for _ in range(2)]
+        await served.until(lambda: len(served.engine.waiting) == 1)
+
+        async def ask() -> float:
+            began_s = time.monotonic()
+            answer = await served.raw(request())
+            assert answer.status == 429
+            assert answer.error()["code"] == "queue_full"
+            assert int(answer.headers["retry-after"]) >= 1
+            return time.monotonic() - began_s
+
+        for _ in range(5):
+            await asyncio.gather(*(ask() for _ in range(4)))
+        seconds = [await ask() for _ in range(40)]
+        assert statistics.quantiles(seconds, n=100)[98] < 0.05
+        assert len(served.engine.submitted) == 2
+        for writer in holders:
+            writer.close()
+
+    run_with_server(FakeEngine(slots=1, max_waiting=1, step_s=0.02, repeat=1000), check)
+
+
+def test_calls_in_flight_are_bounded() -> None:
+    async def check(served: Served) -> None:
+        writer = await start(served)
+        await served.until(lambda: len(served.engine.running) == 1)
+        status, answer = await served.post(CHAT, BODY)
+        assert (status, answer["error"]["code"]) == (429, "overloaded")
+        assert (await served.raw(GET_HEALTH)).status == 200
+        writer.close()
+        await served.until(lambda: not served.server.app.context.calls)
+        assert (await served.post(CHAT, {**BODY, "max_tokens": 1}))[0] == 200
+
+    run_with_server(FakeEngine(step_s=0.02, repeat=1000), check, max_calls=1)
+
+
+def test_bodies_in_memory_are_bounded() -> None:
+    async def check(served: Served) -> None:
+        half = request(RAW_BODY[:-1] + b" " * 2000, length="3000")
+        _, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(half)
+        bodies = served.server.app.context.bodies
+        await served.until(lambda: bodies.num_bytes > 2000)
+        answer = await served.raw(half)
+        assert (answer.status, answer.error()["code"]) == (429, "overloaded")
+        assert answer.is_closed
+        writer.close()
+        await served.until(lambda: bodies.num_bytes == 0)
+        assert (await served.post(CHAT, BODY))[0] == 200
+        assert bodies.num_bytes == 0
+
+    run_with_server(FakeEngine(), check, max_bodies_bytes=4000)
+
+
+async def start(served: Served) -> asyncio.StreamWriter:
+    _, writer = await asyncio.open_connection("127.0.0.1", served.port)
+    writer.write(request())
+    return writer
+
+
+# ---- connections
+
+
+def test_one_connection_too_many() -> None:
+    """It is told so, and closed; health is answered all the same, and far too many get nothing."""
+
+    async def check(served: Served) -> None:
+        idle = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(3)]
+        connections = served.server.app.context.meter.num_connections
+        await served.until(lambda: connections() == 3)
+        answer = await served.raw(GET_MODELS)
+        assert (answer.status, answer.error()["code"]) == (429, "too_many_connections")
+        assert answer.is_closed
+        assert answer.headers["retry-after"]
+        assert (await served.raw(GET_HEALTH)).status == 200
+        flood = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(60)]
+        await asyncio.sleep(0.05)
+        assert connections() <= 3 + 16 + 1
+        for _, writer in flood + idle:
+            writer.close()
+        await served.until(lambda: connections() <= 1)
+        assert (await served.post(CHAT, BODY))[0] == 200
+
+    run_with_server(FakeEngine(), check, max_connections=3)
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        (("127.0.0.1", 5), None),
+        (("::1", 5, 0, 0), None),
+        (("127.3.2.1", 5), None),
+        ("", None),
+        (None, None),
+        (("192.0.2.7", 5), "192.0.2.7"),
+        (("fe80::1%eth0", 5, 0, 0), "fe80::1%eth0"),
+    ],
+)
+def test_only_addresses_of_others_are_counted(peer: Any, address: str | None) -> None:
+    assert _foreign_address(peer) == address
+
+
+def test_connections_of_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers that a proxy would set change nothing."""
+    monkeypatch.setattr("serve.http.connection._foreign_address", lambda peer: "192.0.2.7")
+
+    async def check(served: Served) -> None:
+        idle = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(2)]
+        await asyncio.sleep(0.02)
+        for lines in ([], ["X-Forwarded-For: 192.0.2.9", "Forwarded: for=192.0.2.9"]):
+            answer = await served.raw(request(RAW_BODY, *lines))
+            assert (answer.status, answer.error()["code"]) == (429, "too_many_connections")
+        for _, writer in idle:
+            writer.close()
+        await asyncio.sleep(0.02)
+        assert (await served.raw(request())).status == 200
+
+    run_with_server(FakeEngine(), check, max_connections_per_address=2)
+
+
+# ---- time
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_deadline_before_the_first_token_is_504(stream: bool) -> None:
+    """Also for who waits; then nothing is left of the request."""
+
+    async def check(served: Served) -> None:
+        first = await start(served)
+        await served.until(lambda: len(served.engine.running) == 1)
+        body = json.dumps({**BODY, "stream": stream}).encode()
+        began_s = time.monotonic()
+        answer = await served.raw(request(body, "X-Request-Timeout: 0.2"))
+        assert 0.15 < time.monotonic() - began_s < 1
+        assert answer.status == 504
+        assert answer.error() == {
+            "message": "the answer was not complete within 0.2 s",
+            "type": "timeout_error",
+            "param": None,
+            "code": "generation_timeout",
+        }
+        assert not served.engine.waiting
+        first.close()
+
+    run_with_server(FakeEngine(slots=1, step_s=0.02, repeat=1000), check)
+
+
+def test_a_deadline_in_a_stream_is_its_last_event() -> None:
+    async def check(served: Served) -> None:
+        body = {**BODY, "stream": True}
+        async with served.session.post(
+            CHAT, json=body, headers={"X-Request-Timeout": "0.3"}
+        ) as response:
+            assert response.status == 200
+            text = await response.text()
+        assert '"code":"generation_timeout"' in text.rstrip().rpartition("\n\n")[2]
+        assert "[DONE]" not in text
+        assert len(served.engine.aborted) == 1
+        assert not served.engine.running
+
+    run_with_server(FakeEngine(step_s=0.02, repeat=1000), check)
+
+
+def test_a_whole_answer_and_the_setting() -> None:
+    async def check(served: Served) -> None:
+        for headers in ({}, {"X-Request-Timeout": "999999999"}):
+            status, answer = await served.post(CHAT, BODY, headers=headers)
+            assert (status, answer["error"]["code"]) == (504, "generation_timeout")
+        assert len(served.engine.aborted) == 2
+
+    run_with_server(FakeEngine(step_s=0.02, repeat=1000), check, request_timeout_s=0.2)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "0.0000", "1e3", "inf", "nan", "", "x", "1" * 20])
+def test_a_deadline_that_is_none(text: str) -> None:
+    async def check(served: Served) -> None:
+        answer = await served.raw(request(RAW_BODY, f"X-Request-Timeout: {text}"))
+        assert answer.status == 400
+        assert answer.error()["param"] == "X-Request-Timeout"
+        assert not served.engine.submitted
+
+    run_with_server(FakeEngine(), check)
+
+
+def test_health_of_a_stuck_engine() -> None:
+    async def check(served: Served) -> None:
+        for path in ("/health", "/health/live", "/ping"):
+            assert (await served.raw(get(path))).status == 200
+            served.engine.stuck = "a step has taken 99 s and goes on"
+            answer = await served.raw(get(path))
+            assert answer.status == 503
+            assert answer.error()["code"] == "engine_stuck"
+            assert "99 s" in answer.error()["message"]
+            served.engine.stuck = None
+        for path in ("/ready", "/health/ready"):
+            assert (await served.raw(get(path))).status == 200
+
+    run_with_server(FakeEngine(), check)
+
+
+def get(path: str) -> bytes:
+    return request(b"", first=f"GET {path} HTTP/1.1", kind=None, length=None)
+
+
+# ---- identity
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("a.B_c-9", "a.B_c-9"),
+        ("x" * 64, "x" * 64),
+        ("x" * 65, None),
+        ("10.0.0.1:5000", None),
+        ("a b", None),
+        ("\xe4", None),
+        ('"', None),
+    ],
+)
+def test_request_ids(given: str, told: str | None) -> None:
+    """Ours is always another one, and the engine knows ours alone."""
+
+    async def check(served: Served) -> None:
+        for path in (CHAT, "/nowhere"):
+            answer = await served.raw(
+                request(RAW_BODY, f"X-Request-Id: {given}", first=f"POST {path} HTTP/1.1")
+            )
+            assert answer.headers.get("x-client-request-id") == told
+            assert answer.headers["x-request-id"].startswith("req_")
+        assert len(served.engine.submitted) == 1
+
+    run_with_server(FakeEngine(), check)
+
+
+def test_the_same_client_id_twice_at_once() -> None:
+    async def check(served: Served) -> None:
+        answers = await asyncio.gather(
+            *(served.raw(request(RAW_BODY, "X-Request-Id: same")) for _ in range(2))
+        )
+        assert [answer.status for answer in answers] == [200, 200]
+        assert len({answer.headers["x-request-id"] for answer in answers}) == 2
+
+    run_with_server(FakeEngine(step_s=0.01), check)
+
+
+def test_every_answer_has_the_common_headers() -> None:
+    async def check(served: Served) -> None:
+        stream = json.dumps({**BODY, "stream": True}).encode()
+        for data in (request(), request(b""), GET_HEALTH, get("/nowhere"), b"nonsense\r\n\r\n"):
+            headers = (await served.raw(data)).headers
+            assert headers["x-content-type-options"] == "nosniff"
+            assert headers["cache-control"] == "no-store"
+            assert "access-control-allow-origin" not in headers
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(request(stream))
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        assert b"nosniff" in head and b"no-store" in head
+        writer.close()
+
+    run_with_server(FakeEngine(), check)

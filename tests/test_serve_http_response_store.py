@@ -1,0 +1,126 @@
+"""Kept responses: bounded in number and bytes, the least recently used go first, one owner each."""
+
+from __future__ import annotations
+
+import random
+
+import aiohttp
+import orjson
+import uvloop
+from fakes_http import FakeEngine, Served, run_with_server
+
+from serve.http import HttpServer, HttpSettings
+from serve.http.responses.store import ENTRY_BYTES, ResponseStore, StoredResponse
+
+
+def stored(owner: str = "", size: int = 100) -> StoredResponse:
+    return StoredResponse(owner, b'{"output":[]}', (b" " * (size - 15) + b"[]",))
+
+
+def test_the_least_recently_used_go_first() -> None:
+    store = ResponseStore(max_entries=2, max_bytes=1 << 20)
+    store.put("a", stored())
+    store.put("b", stored())
+    assert store.get("a", "") is not None
+    store.put("c", stored())
+    assert store.get("b", "") is None
+    assert store.get("a", "") is not None
+    assert len(store) == 2
+
+
+def test_what_is_too_large_is_not_kept() -> None:
+    store = ResponseStore(max_entries=9, max_bytes=2 * (ENTRY_BYTES + 200))
+    store.put("a", stored(size=200))
+    store.put("b", stored(size=5000))
+    assert store.get("b", "") is None
+    assert store.get("a", "") is not None
+    for settings in ((0, 1 << 20), (9, 0)):
+        none = ResponseStore(*settings)
+        none.put("a", stored())
+        assert (len(none), none.size_bytes) == (0, 0)
+
+
+def test_only_its_owner_sees_one() -> None:
+    store = ResponseStore(max_entries=9, max_bytes=1 << 20)
+    store.put("a", stored("alice"))
+    assert store.get("a", "bob") is None
+    assert store.get("a", "") is None
+    assert not store.delete("a", "bob")
+    assert store.delete("a", "alice")
+    assert store.size_bytes == 0
+
+
+def test_the_bounds_hold_whatever_happens() -> None:
+    rng = random.Random(3)
+    store = ResponseStore(max_entries=20, max_bytes=20_000)
+    sizes: dict[str, int] = {}
+    for step in range(2000):
+        name = f"r{rng.randrange(40)}"
+        action = rng.random()
+        if action < 0.5:
+            name = f"r{step}"
+            entry = stored(size=rng.choice((20, 300, 4000)))
+            sizes[name] = entry.size_bytes
+            store.put(name, entry)
+        elif action < 0.8:
+            store.get(name, "")
+        else:
+            store.delete(rng.choice(list(sizes) or [name]), "")
+        assert len(store) <= 20
+        assert store.size_bytes <= 20_000
+        held = [size for name, size in sizes.items() if store.get(name, "") is not None]
+        assert (len(held), sum(held)) == (len(store), store.size_bytes)
+
+
+def test_what_follows_shares_what_came_before() -> None:
+    first = StoredResponse("", orjson.dumps({"output": [{"a": 1}]}), (b"[0]",))
+    before = first.continued()
+    assert before == (b"[0]", b'[{"a":1}]')
+    assert before[0] is first.history[0]
+
+
+def test_the_settings_bound_what_is_kept() -> None:
+    async def check(served: Served) -> None:
+        names = []
+        for _ in range(3):
+            _, answer = await served.post("/v1/responses", {"model": "fake", "input": "hi"})
+            names.append(answer["id"])
+        statuses = []
+        for name in names:
+            async with served.session.get(f"/v1/responses/{name}") as response:
+                statuses.append(response.status)
+        assert statuses == [404, 200, 200]
+
+    run_with_server(FakeEngine(), check, max_responses=2)
+
+
+def test_a_key_sees_only_its_own() -> None:
+    keys = ("alice:" + "a" * 20, "bob:" + "b" * 20)
+
+    async def main() -> None:
+        settings = HttpSettings(port=0, api_keys=keys)
+        engine = FakeEngine()
+        async with (
+            HttpServer(engine, settings) as server,  # type: ignore[arg-type]
+            aiohttp.ClientSession(server.url) as session,
+        ):
+            alice, bob = ({"Authorization": f"Bearer {letter * 20}"} for letter in "ab")
+            body = {"model": "fake", "input": "hi"}
+            async with session.post("/v1/responses", json=body, headers=alice) as response:
+                name = (await response.json())["id"]
+            for method, path in (
+                ("GET", ""),
+                ("DELETE", ""),
+                ("GET", "/input_items"),
+                ("POST", "/cancel"),
+            ):
+                url = f"/v1/responses/{name}{path}"
+                async with session.request(method, url, headers=bob) as response:
+                    assert response.status == 404
+            more = {**body, "previous_response_id": name}
+            async with session.post("/v1/responses", json=more, headers=bob) as response:
+                assert response.status == 400
+            async with session.get(f"/v1/responses/{name}", headers=alice) as response:
+                assert response.status == 200
+
+    uvloop.run(main())
