@@ -13,7 +13,7 @@ import queue
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 
 from memory.node_set import NodeSet
 from memory.split_kv import Books
@@ -24,7 +24,6 @@ from serve.detokenizer import DetokenizerFactory
 from serve.errors import EngineStoppedError, GenerationError
 from serve.heartbeat import Heartbeat
 from serve.intake import Arrival, Encode, Intake
-from serve.mask_maker import MaskMaker
 from serve.meters import PoolMeter, RequestMeter
 from serve.output import OutputProcessor, OutputState, Sink, StepRecord
 from serve.output_thread import OutputThread
@@ -39,6 +38,7 @@ from serve.sequence import Sequence, SequenceStatus, make_sequences
 from serve.state import RequestState
 from serve.stats import EngineStats, engine_stats
 from serve.step_trace import StepTrace
+from serve.tokenize_pool import TokenizePool
 from serve.tokenizer import Tokenizer
 from serve.unfinished import Unfinished
 
@@ -84,8 +84,9 @@ class EngineCore:
         slo_s = limits.ttft_slo_s
         self._rejection = None if slo_s is None else EarlyRejection(scheduler, slo_s)
         self._recovery = None if nodes is None else self._make_recovery(nodes)
-        masks = MaskMaker(tokenizer, limits.vocab_size, eos_token_ids)
-        self._intake = Intake(tokenizer, limits, scheduler.prefixes, self._rejection, masks, seed)
+        self._intake = Intake(
+            tokenizer, limits, scheduler.prefixes, self._rejection, self._eos, seed
+        )
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._unfinished = Unfinished(limits)
         self._loop_job: Future[None] | None = None
@@ -104,9 +105,7 @@ class EngineCore:
             lost=None if self._recovery is None else self._recovery.lost,
             clock=clock,
         )
-        self._tokenize = tokenize or ThreadPoolExecutor(tokenize_threads, "mergestep-tokenize")
-        # Grammars that have to be compiled wait for each other, and nobody else for them.
-        self._compile = tokenize or ThreadPoolExecutor(1, "mergestep-compile")
+        self._tokenize = TokenizePool(tokenize_threads, tokenize)
         self._compute = compute
         self.view = CoreView(
             scheduler, self._steps, meter, self._tokenize_meter, self._inbox.qsize, self._output
@@ -189,10 +188,8 @@ class EngineCore:
         self.stop_accepting()
         for state in self._unfinished.states():
             self.abort(state)
-        # quick: what is aborted is neither tokenized nor compiled
-        self._tokenize.shutdown(wait=True)
-        self._compile.shutdown(wait=True)
-        self._intake.masks.close()
+        self._tokenize.shutdown()
+        self._intake.close()
         if self._loop_job is not None:
             self._inbox.put(None)
             self._wait_for_loop(self._loop_job)
@@ -228,8 +225,7 @@ class EngineCore:
 
     def _queue(self, state: RequestState, prompt: Prompt | Encode) -> None:
         self._tokenize_meter.queued()
-        pool = self._compile if self._intake.masks.is_slow(state.params) else self._tokenize
-        pool.submit(self._prepare, state, prompt)
+        self._tokenize.submit(self._intake.is_slow(state), self._prepare, state, prompt)
 
     def _prepare(self, state: RequestState, prompt: Prompt | Encode) -> None:
         """Pool 1's work: hand a request over to the loop, or tell the sink what is wrong."""
