@@ -13,6 +13,7 @@ from serve.config import EngineConfig
 from serve.engine import Engine
 from serve.http.server import HttpServer, serve_until_signal
 from serve.http.settings import HttpSettings
+from serve.log_format import use_format
 from serve.model_files import find_model
 from serve.run_settings import RunSettings
 from serve.start_summary import print_ready
@@ -34,6 +35,7 @@ def run(asked: RunSettings, *, is_quiet: bool) -> None:
 
 def serve(engine: Engine, settings: HttpSettings, *, is_quiet: bool = False) -> None:
     """The life of a server around an engine that has not started."""
+    use_format(settings.log_format)
     server = HttpServer(engine, settings)
     _raise_file_limit()
 

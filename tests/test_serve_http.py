@@ -233,7 +233,6 @@ def test_every_answer_has_an_own_request_id_and_a_plain_server() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "code", "allow"),
     [
-        ("GET", "/", 404, "unknown_url", None),
         ("GET", "/v1", 404, "unknown_url", None),
         ("GET", "/nowhere", 404, "unknown_url", None),
         ("GET", "//v1/models", 404, "unknown_url", None),

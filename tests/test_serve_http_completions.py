@@ -212,3 +212,50 @@ def test_echo_of_tokens_is_their_text(real: openai.OpenAI) -> None:
     of_ids = real.completions.create(prompt=ids, **options)
     assert of_ids.choices[0].text == of_text.choices[0].text
     assert of_text.choices[0].text.startswith(text)
+
+
+def test_prompts_that_are_echoed_are_scored(real: openai.OpenAI) -> None:
+    """Without generating: the sum over a text is what evaluations compare answers by."""
+    text = "the server merges every step"
+    options: Any = {"model": "m", "max_tokens": 0, "echo": True, "logprobs": 2}
+    (choice,) = real.completions.create(prompt=text, **options).choices
+    assert choice.text == text
+    logprobs = choice.logprobs
+    assert logprobs is not None and logprobs.tokens and logprobs.token_logprobs
+    assert logprobs.token_logprobs[0] is None
+    assert all(value < 0 for value in logprobs.token_logprobs[1:])
+    assert logprobs.text_offset is not None and logprobs.top_logprobs is not None
+    for token, offset in list(zip(logprobs.tokens, logprobs.text_offset, strict=True))[2:]:
+        assert text[offset : offset + len(token)] == token
+    for token, score, top in list(
+        zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True)
+    )[1:]:
+        assert top is not None and len(top) <= 2 and score <= max(top.values()) + 1e-6, token
+
+
+def test_echoed_scores_are_those_of_generation(real: openai.OpenAI) -> None:
+    options: Any = {"model": "m", "temperature": 0, "logprobs": 3}
+    made = real.completions.create(
+        prompt="a page is", max_tokens=6, **options, extra_body={"return_token_ids": True}
+    ).choices[0]
+    more: Any = made.model_extra
+    ids = [*more["prompt_token_ids"], *more["token_ids"]]
+    scored = real.completions.create(prompt=ids, max_tokens=0, echo=True, **options).choices[0]
+    assert made.logprobs is not None and scored.logprobs is not None
+    made_scores, scores = made.logprobs.token_logprobs, scored.logprobs.token_logprobs
+    assert made_scores and scores
+    assert scores[-len(made_scores) :] == pytest.approx(made_scores, abs=1e-3)
+
+
+def test_prompt_logprobs_of_a_real_model(real: openai.OpenAI) -> None:
+    answer = real.completions.create(
+        model="m", prompt="a page is", max_tokens=1, extra_body={"prompt_logprobs": 3}
+    )
+    extra: Any = answer.choices[0].model_extra
+    first, *rest = extra["prompt_logprobs"]
+    assert first is None and len(rest) + 1 == answer.usage.prompt_tokens  # type: ignore[union-attr]
+    for candidates in rest:
+        assert 3 <= len(candidates) <= 4
+        best = min(candidates.values(), key=lambda item: item["rank"])
+        assert best["rank"] == 1
+        assert all(item["logprob"] <= best["logprob"] for item in candidates.values())

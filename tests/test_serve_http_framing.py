@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import random
+import resource
+import time
 
 import pytest
 from fakes_http import FakeEngine, Served, run_with_server
@@ -15,6 +19,14 @@ pytestmark = pytest.mark.usefixtures("nothing_in_the_log")
 CHUNKED = {"length": None, "kind": JSON_TYPE}
 
 CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(RAW_BODY), RAW_BODY)
+
+
+def chunks(data: bytes) -> bytes:
+    """A chunked request whose chunks are this and the last one."""
+    return request(
+        data + b"\r\n0\r\n\r\n", "Transfer-Encoding: chunked", length=None, kind=JSON_TYPE
+    )
+
 
 # name -> (bytes, statuses allowed, must the connection close)
 FRAMING: dict[str, tuple[bytes, set[int], bool]] = {
@@ -35,6 +47,51 @@ FRAMING: dict[str, tuple[bytes, set[int], bool]] = {
         request(b"zz\r\nabc\r\n", "Transfer-Encoding: chunked", **CHUNKED),
         {400},
         True,
+    ),
+    "length twice, equal": (
+        request(RAW_BODY, f"Content-Length: {len(RAW_BODY)}"),
+        {400},
+        True,
+    ),
+    "empty length": (request(b"", "Content-Length:", length=None), {400}, True),
+    "chunked twice": (
+        request(CHUNKS, "Transfer-Encoding: chunked, chunked", **CHUNKED),
+        {400},
+        True,
+    ),
+    "two encodings": (
+        request(CHUNKS, "Transfer-Encoding: chunked", "Transfer-Encoding: chunked", **CHUNKED),
+        {400},
+        True,
+    ),
+    "underscore chunk": (chunks(b"1_0\r\n" + b" " * 16), {400}, True),
+    "Unicode chunk": (chunks("\u0661\r\n ".encode()), {400}, True),
+    "plus chunk": (chunks(b"+1\r\n "), {400}, True),
+    "2^70 chunk": (chunks(b"%x\r\n " % (1 << 70)), {400}, True),
+    "20 kB chunk extension": (chunks(b"1;" + b"y" * 20_000 + b"\r\n "), {400}, True),
+    "1 000 trailers": (
+        chunks(b"1\r\n \r\n0\r\n" + b"X-A: y\r\n" * 1000),
+        {400, 431},
+        True,
+    ),
+    "a length as a trailer": (chunks(b"1\r\n \r\n0\r\nContent-Length: 5\r\n"), {400}, True),
+    "CR in a header": (request(RAW_BODY, "X-A: a\rb"), {400}, True),
+    "bare line feeds": (request().replace(b"\r\n", b"\n"), {400}, True),
+    "100 000 headers": (request(RAW_BODY, *["X: y"] * 100_000), {431}, True),
+    "TRACE": (request(b"", first="TRACE /health HTTP/1.1", kind=None, length=None), {405}, False),
+    "PROPFIND": (request(b"", first=f"PROPFIND {CHAT} HTTP/1.1", length=None), {405}, False),
+    "CONNECT": (
+        request(b"", first="CONNECT a.example:443 HTTP/1.1", kind=None, length=None),
+        {400, 405},
+        False,
+    ),
+    "asterisk": (request(b"", first="OPTIONS * HTTP/1.1", kind=None, length=None), {400}, True),
+    "random bytes": (random.Random(1).randbytes(1024) + b"\r\n\r\n", {400}, True),
+    "zstd body": (request(RAW_BODY, "Content-Encoding: zstd"), {415}, False),
+    "a gzip bomb": (
+        request(gzip.compress(bytes(20 << 20)), "Content-Encoding: gzip"),
+        {415},
+        False,
     ),
     "negative chunk": (
         request(b"-1\r\nabc\r\n", "Transfer-Encoding: chunked", **CHUNKED),
@@ -101,6 +158,29 @@ FRAMING: dict[str, tuple[bytes, set[int], bool]] = {
 
 
 @pytest.mark.parametrize("name", FRAMING)
+@pytest.mark.row(
+    "F1",
+    "F2",
+    "F3",
+    "F4",
+    "F5",
+    "F6",
+    "F8",
+    "F9",
+    "F10",
+    "F13",
+    "F14",
+    "F15",
+    "F16",
+    "F17",
+    "F19",
+    "F22",
+    "F23",
+    "F24",
+    "F25",
+    "F26",
+    "F30",
+)
 def test_framing(name: str) -> None:
     """Each gets an error in OpenAI's shape that quotes nothing, and the server goes on."""
     data, statuses, closes = FRAMING[name]
@@ -136,6 +216,7 @@ def test_good_framing(name: str, data: bytes) -> None:
     run_with_server(FakeEngine(), check)
 
 
+@pytest.mark.row("F18")
 def test_expect_continue_only_for_what_will_be_read() -> None:
     async def check(served: Served) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
@@ -150,6 +231,7 @@ def test_expect_continue_only_for_what_will_be_read() -> None:
     run_with_server(FakeEngine(), check)
 
 
+@pytest.mark.row("F20")
 def test_pipelined_requests_are_answered_in_order() -> None:
     async def check(served: Served) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
@@ -165,6 +247,7 @@ def test_pipelined_requests_are_answered_in_order() -> None:
     run_with_server(FakeEngine(), check)
 
 
+@pytest.mark.row("F21")
 def test_a_refused_body_is_never_read_as_a_request() -> None:
     async def check(served: Served) -> None:
         inner = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -184,5 +267,147 @@ def test_a_body_in_single_bytes() -> None:
         chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in RAW_BODY) + b"0\r\n\r\n"
         answer = await served.raw(request(chunks, "Transfer-Encoding: chunked", **CHUNKED))
         assert answer.status == 200
+
+    run_with_server(FakeEngine(), check)
+
+
+@pytest.mark.parametrize("name", ["9 kB header", "9 kB target", "no host", "HTTP/3.7"])
+@pytest.mark.row("F11", "F12")
+def test_one_byte_at_a_time(name: str) -> None:
+    data, statuses, _ = FRAMING[name]
+
+    async def check(served: Served) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        for start in range(len(data)):
+            if writer.is_closing():
+                break
+            writer.write(data[start : start + 1])
+            if start % 64 == 0:
+                await asyncio.sleep(0)
+        async with asyncio.timeout(3):
+            assert int((await reader.readline()).split()[1]) in statuses
+        writer.close()
+
+    run_with_server(FakeEngine(), check)
+
+
+@pytest.mark.row("F16")
+def test_h2c_is_not_taken_up() -> None:
+    async def check(served: Served) -> None:
+        answer = await served.raw(
+            request(
+                b"",
+                "Connection: Upgrade, HTTP2-Settings",
+                "Upgrade: h2c",
+                "HTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA",
+                first="GET /health HTTP/1.1",
+                kind=None,
+                length=None,
+            )
+        )
+        assert answer.status == 200
+
+    run_with_server(FakeEngine(), check)
+
+
+@pytest.mark.row("F20")
+def test_a_flood_of_pipelined_requests() -> None:
+    """10,000 of them, in order, and reading pauses while they are answered."""
+
+    async def check(served: Served) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        get = b"GET /%s HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        writer.write(b"".join(get % name for name in [b"health", b"nowhere"] * 5000))
+        for expected in [200, 404] * 5000:
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert int(head.split()[1]) == expected
+            length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+            await reader.readexactly(length)
+        writer.close()
+
+    run_with_server(FakeEngine(), check)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.row("F27", "F28")
+def test_a_hundred_megabytes_are_refused_unread(chunked: bool) -> None:
+    """Within a second, the connection is closed, and memory stays."""
+
+    async def check(served: Served) -> None:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        began_s = time.monotonic()
+        piece = b" " * 65_536
+        if chunked:
+            writer.write(request(b"", "Transfer-Encoding: chunked", **CHUNKED))
+            piece = b"%x\r\n%s\r\n" % (len(piece), piece)
+        else:
+            writer.write(request(b"", length="100000000"))
+        answer = asyncio.create_task(reader.read())
+        num_sent = 0
+        while not answer.done() and num_sent < 100_000_000:
+            writer.write(piece)
+            num_sent += len(piece)
+            try:
+                await writer.drain()
+            except ConnectionError:
+                break
+        text = await answer
+        assert text.startswith(b"HTTP/1.1 413 ")
+        assert b'"code":"request_too_large"' in text
+        assert time.monotonic() - began_s < 2.5
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000
+        writer.close()
+
+    run_with_server(FakeEngine(), check, max_body_bytes=1 << 20)
+
+
+@pytest.mark.row("F28")
+def test_a_length_that_lies() -> None:
+    """What comes after the promised bytes is a request of its own, and none."""
+
+    async def check(served: Served) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(request(length="10"))
+        text = await reader.read()
+        writer.close()
+        assert text.split()[1] == b"400"
+        assert b" 200 " not in text
+        assert not served.engine.submitted
+
+    run_with_server(FakeEngine(), check)
+
+
+@pytest.mark.row("F7")
+def test_a_chunk_extension_without_end() -> None:
+    async def check(served: Served) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(request(b"1;", "Transfer-Encoding: chunked", **CHUNKED))
+        answer = asyncio.create_task(reader.read())
+        num_sent = 0
+        while not answer.done() and num_sent < 2 << 20:
+            writer.write(b"y" * 16_384)
+            num_sent += 16_384
+            await asyncio.sleep(0.005)
+        assert (await answer).split()[1] == b"400"
+        assert num_sent < 1 << 20
+        writer.close()
+
+    run_with_server(FakeEngine(), check)
+
+
+@pytest.mark.row("F29")
+def test_a_megabyte_in_chunks_of_a_byte() -> None:
+    """It costs less than a second of the processor, not minutes."""
+
+    async def check(served: Served) -> None:
+        body = RAW_BODY + b" " * (1_000_000 - len(RAW_BODY))
+        data = b"".join([b"1\r\n%c\r\n" % byte for byte in body]) + b"0\r\n\r\n"
+        began_s = time.process_time()
+        answer = await served.raw(
+            request(data, "Transfer-Encoding: chunked", **CHUNKED), timeout_s=15
+        )
+        assert answer.status == 200
+        assert time.process_time() - began_s < 4
 
     run_with_server(FakeEngine(), check)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import socket
 import time
 from typing import Any
 
@@ -17,11 +19,14 @@ from serve.http import HttpServer, HttpSettings
 from serve.http.app import ServerState
 from serve.http.server import serve_until_signal
 from serve.recovery import NO_MEMORY
+from tests.engine_rig import Rig
+from tests.raw_requests import RAW_BODY, request
 
 CHAT = "/v1/chat/completions"
 CHAT_BODY: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
 
 
+@pytest.mark.row("A14")
 def test_loading_then_ready() -> None:
     engine = FakeEngine(load_s=0.3)
 
@@ -87,6 +92,7 @@ def test_who_waited_for_memory_in_vain_is_told_to_try_again(error: str) -> None:
     run_with_server(FakeEngine(fail_at=0, fail_error=error), check)
 
 
+@pytest.mark.row("A14")
 def test_draining() -> None:
     async def check(served: Served) -> None:
         running = asyncio.create_task(served.post(CHAT, CHAT_BODY))
@@ -175,6 +181,85 @@ def test_a_signal_while_loading() -> None:
     assert not was_ready
     assert seconds < 1
     assert ends == []
+
+
+@pytest.mark.parametrize("attack", ["slow body", "slow head", "idle"])
+def test_attackers_do_not_delay_a_stop(attack: str) -> None:
+    """64 streams end well, and the process ends with the longest of them."""
+    ends: list[str] = []
+    seconds: list[float] = []
+
+    async def client(url: str) -> None:
+        async with (
+            aiohttp.ClientSession(url) as session,
+            session.post(CHAT, json={**CHAT_BODY, "stream": True, "max_tokens": 20}) as response,
+        ):
+            ends.append((await response.text()).rstrip().rpartition("\n\n")[2])
+
+    async def main() -> None:
+        engine = FakeEngine(step_s=0.03, repeat=100_000)
+        server = HttpServer(engine, HttpSettings(port=0))  # type: ignore[arg-type]
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        life = asyncio.create_task(serve_until_signal(server, on_ready=ready.set_result))
+        url = await ready
+        attackers = [await _attack(attack, int(url.rpartition(":")[2])) for _ in range(8)]
+        clients = [asyncio.create_task(client(url)) for _ in range(64)]
+        while len(engine.submitted) < 64:
+            await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.gather(*clients)
+        began_s = time.monotonic()
+        await life
+        seconds.append(time.monotonic() - began_s)
+        for writer in attackers:
+            writer.close()
+
+    uvloop.run(main())
+    assert ends == ["data: [DONE]"] * 64
+    assert seconds[0] < 1
+
+
+def test_a_stalled_reader_does_not_delay_a_stop() -> None:
+    """The engine is done with its request; what it does not read is nobody's concern."""
+
+    async def main() -> float:
+        rig = Rig()
+        server = HttpServer(rig.engine, HttpSettings(port=0))
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        life = asyncio.create_task(serve_until_signal(server, on_ready=ready.set_result))
+        port = int((await ready).rpartition(":")[2])
+        body = {"model": rig.engine.model_name, "prompt": [5, 6, 7], "max_tokens": 200}
+        body |= {"stream": True, "logprobs": 5, "n": 8, "ignore_eos": True}
+        stalled = socket.socket()
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stalled.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(stalled, ("127.0.0.1", port))
+        data = request(json.dumps(body).encode(), first="POST /v1/completions HTTP/1.1")
+        await loop.sock_sendall(stalled, data)
+        while rig.engine.stats().num_finished < 8:
+            await asyncio.sleep(0.01)
+        (call,) = server.app.context.calls
+        await asyncio.sleep(0.1)
+        assert call in server.app.context.calls  # it hangs in its answer
+        assert not call.is_computing
+        began_s = time.monotonic()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await life
+        stalled.close()
+        return time.monotonic() - began_s
+
+    assert uvloop.run(main()) < 1.5
+
+
+async def _attack(how: str, port: int) -> asyncio.StreamWriter:
+    _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+    if how == "slow body":
+        writer.write(request(RAW_BODY[:10], length=str(len(RAW_BODY))))
+    elif how == "slow head":
+        writer.write(b"POST / HTTP/1.1\r\n")
+    await asyncio.sleep(0.01)
+    return writer
 
 
 def _session(server: HttpServer) -> Any:

@@ -185,6 +185,7 @@ def test_vllm_names_can_be_left_out() -> None:
     with_server(check, vllm_metrics=False)
 
 
+@pytest.mark.row("A11")
 def test_a_port_of_its_own() -> None:
     async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
         async with session.get("/metrics") as response:

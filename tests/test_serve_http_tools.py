@@ -26,6 +26,8 @@ TOOLS: Any = [
 ARGUMENTS = '{"city": "Kölle </tool_call> \\"👍\\""}'
 WEATHER = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+NOW_CHOICE = {"type": "function", "function": {"name": "now"}}
+JSON_OBJECT: Any = {"type": "json_object"}
 THINKS = ChatFormat(reasoning=REASONING_FORMATS["deepseek_r1"])
 
 
@@ -312,3 +314,45 @@ def test_token_ids_and_running_usage(engine: FakeEngine, client: openai.OpenAI) 
     assert "".join(chr(token) for item in ids for token in item) == engine.reply
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert counts == sorted(counts) and counts[-1] == len(engine.reply)
+
+
+@pytest.mark.parametrize(
+    ("options", "named", "unnamed"),
+    [
+        ({"tool_choice": "required"}, ["weather", "now", "){0,15}"], []),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, ["weather"], ["{0,15}"]),
+        ({"tool_choice": NOW_CHOICE}, ["now"], ["weather", "{0,15}"]),
+        ({"tool_choice": NOW_CHOICE, "response_format": JSON_OBJECT}, ["now"], ["content"]),
+        ({"response_format": JSON_OBJECT}, ["weather", "now", "content"], []),
+    ],
+)
+def test_what_must_come_is_a_grammar(
+    engine: FakeEngine,
+    client: openai.OpenAI,
+    options: dict[str, Any],
+    named: list[str],
+    unnamed: list[str],
+) -> None:
+    engine.reply = NOW
+    client.chat.completions.create(model="m", messages=USER, tools=TOOLS, **options)
+    structured = engine.submitted[-1][1].structured
+    assert structured is not None and structured.kind == "grammar"
+    assert all(word in structured.source for word in named)
+    assert not any(word in structured.source for word in unnamed)
+
+
+def test_a_form_of_the_content_alone(engine: FakeEngine, client: openai.OpenAI) -> None:
+    """As asked for; behind the reasoning of a model that reasons; a grammar says all there is."""
+    options: Any = {"model": "m", "messages": USER}
+    client.chat.completions.create(**options, response_format=JSON_OBJECT)
+    assert engine.submitted[-1][1].structured.kind == "json_object"
+    engine.chat_format = THINKS
+    engine.reply = "<think>so</think>{}"
+    answer = client.chat.completions.create(**options, response_format=JSON_OBJECT)
+    assert "</think>" in engine.submitted[-1][1].structured.source
+    assert answer.choices[0].message.content == "{}"
+    answer = client.chat.completions.create(
+        **options, extra_body={"guided_grammar": "start: /(.|\\n)+/"}
+    )
+    assert answer.choices[0].message.content == engine.reply
+    assert not hasattr(answer.choices[0].message, "reasoning_content")

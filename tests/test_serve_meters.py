@@ -74,6 +74,7 @@ def _sequence(index: int) -> Any:
         num_preemptions=0,
         finish_reason=None,
         stop_token=None,
+        error=None,
     )
 
 

@@ -97,9 +97,8 @@ class HttpApp:
             self._end(call, status)
 
     async def close(self) -> None:
-        """Sends the spans that are left."""
         if self._tracer is not None:
-            await asyncio.to_thread(self._tracer.close)
+            await self._tracer.close()
 
     def _begin(self, request: web.BaseRequest) -> Call:
         headers = self._cors.headers(request)

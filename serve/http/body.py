@@ -11,6 +11,7 @@ from aiohttp.http_writer import HttpVersion10
 
 from serve.http import limits
 from serve.http.access import API_KEY_HEADER
+from serve.http.connection import Connection
 from serve.http.errors import TIMEOUT_ERROR, ApiError, overloaded
 from serve.http.json_body import parse_object
 from serve.http.settings import HttpSettings
@@ -127,6 +128,9 @@ class _Reading:
             raise
         except web.RequestPayloadError:
             raise _bad_framing("the request body is malformed") from None
+        connection = self._request.protocol
+        if isinstance(connection, Connection) and connection.is_padded(self._request):
+            raise _bad_framing("the chunks of the body bring too much beside it")
         return b"".join(pieces)
 
     def _due_s(self, began_s: float) -> float:

@@ -22,6 +22,7 @@ from serve.chat_parser.reasoning import ReasoningParser
 from serve.errors import RequestError
 from serve.http.call_engine import CallEngine
 from serve.http.generation import Generation
+from serve.http.renamed import parameters_named
 from serve.request import FinishReason, SamplingParams, TokenDelta
 from serve.structured_output import StructuredOutput
 
@@ -108,12 +109,9 @@ class ChatRun:
 
     async def accepted(self) -> None:
         """Until the prompt is rendered, tokenized and checked; raises what was wrong with it."""
-        try:
+        made_of_tools = self._asked.params.structured is None
+        with parameters_named({"structured": "tools"} if made_of_tools else {}):
             await self.generation.accepted()
-        except RequestError as error:
-            if error.param == "structured" and self._asked.params.structured is None:
-                raise RequestError(str(error), param="tools", code=error.code) from None
-            raise
         if self._uses_tools or self._reasons:
             is_open = await self._is_reasoning_open()
             self._parsers = [self._parser(is_open) for _ in range(self._asked.params.n)]

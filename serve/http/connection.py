@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.http_exceptions import LineTooLong
 
 from serve.http import limits
@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 LINGER_S = 1.0
 SPARE = 16
+CHUNK_OVERHEAD = 8
+CHUNK_PADDING_BYTES = 16 << 10
+UNPARSED_BYTES = 512 << 10
 FILES_FOR_OTHERS = 32  # beside connections: checkpoints, spilled K/V, worker processes
 _warnings = LimitedLog(logger)
 
@@ -100,6 +103,7 @@ class Connection(web.RequestHandler):
         self._is_counted = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
+        self._num_received = 0  # since the head of the last request
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -125,11 +129,34 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        request = self._current_request
+        if (
+            data
+            and request is not None
+            and not request.content.is_eof()
+            and self.is_padded(request, UNPARSED_BYTES)
+        ):
+            request.content.set_exception(web.RequestPayloadError("padding"))
+            request.content.feed_eof()
+            self.close()  # what still comes is not looked at
+            return
         super().data_received(data)
         if self._messages:
             self._end_head()
-        elif data and (self._waiter is not None or not self._request_count):
+            self._num_received = len(data) - data.find(b"\r\n\r\n") - 4
+            return
+        self._num_received += len(data)
+        if data and (self._waiter is not None or not self._request_count):
             self._head_goes_on(len(data))
+
+    def is_padded(self, request: web.BaseRequest, num_unparsed: int = 0) -> bool:
+        """Whether the chunks of a body have brought much beside it, such as long extensions, which
+        the parser drops. Chunks of one byte each are six times the body. num_unparsed: bytes that
+        may have come and were not looked at."""
+        if hdrs.TRANSFER_ENCODING not in request.headers:
+            return False
+        most = CHUNK_OVERHEAD * request.content.total_bytes + CHUNK_PADDING_BYTES
+        return self._num_received > most + num_unparsed
 
     def _head_goes_on(self, num_bytes: int) -> None:
         """Bytes of a head that is not complete."""

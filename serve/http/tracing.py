@@ -6,7 +6,9 @@ from a thread of the SDK's.
 
 from __future__ import annotations
 
+import asyncio
 import re
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,8 @@ from serve.http.access_log import access_fields
 if TYPE_CHECKING:
     from serve.http.context import Call
 
+CLOSE_S = 0.5
+POLL_S = 0.02
 _PARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
@@ -80,9 +84,15 @@ class RequestTracer:
             span.set_status(StatusCode.ERROR)
         span.end(now_ns)
 
-    def close(self) -> None:
-        """Sends what is left. Blocks for as long as the SDK's time limits say."""
-        self._provider.shutdown()
+    async def close(self) -> None:
+        """Sends what is left, if that does not take longer than CLOSE_S."""
+        # not to_thread, whose threads the end of the loop waits for
+        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing.start()
+        loop = asyncio.get_running_loop()
+        due_s = loop.time() + CLOSE_S
+        while closing.is_alive() and loop.time() < due_s:
+            await asyncio.sleep(POLL_S)
 
 
 def _attributes(call: Call, status: int) -> dict[str, Any]:
