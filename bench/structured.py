@@ -107,7 +107,7 @@ def step_times(rounds: int, num_tokens: int) -> dict[str, float]:
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     prompts = [[5 + i] * 8 for i in range(ROWS)]
-    with LLM(str(default_model_path()), max_num_seqs=ROWS, enable_prefix_caching=False) as llm:
+    with LLM(str(default_model_path()), max_num_seqs=ROWS, prefix_cache=False) as llm:
         for number in range(rounds + 1):
             for name, params in ways.items():
                 each = [params or ways["masked" if i == 0 else "free"] for i in range(ROWS)]

@@ -16,6 +16,7 @@ from serve.config import default_model_path
 from serve.errors import RequestError
 from serve.grammar import COMPILE_MEMORY_BYTES, GrammarCache, GrammarCompiler
 from serve.grammar_source import check_regex, grammar_of
+from serve.schema_ends import has_end
 from serve.structured_output import StructuredOutput
 from serve.tokenizer import Tokenizer
 
@@ -142,6 +143,30 @@ def test_a_schema_that_is_refused(compiler, monkeypatch, source, words):
 )
 def test_another_grammar_that_is_refused(compiler, kind, source, words):
     assert words in refused(compiler, StructuredOutput(kind, source))
+
+
+TREE = {"type": "object", "properties": {"left": {"$ref": "#"}, "right": {"$ref": "#"}}}
+LIST = {"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}}
+
+
+@pytest.mark.parametrize(
+    ("value", "ends"),
+    [
+        (TREE, True),
+        (TREE | {"required": ["left"]}, False),
+        (LIST, True),
+        ({**LIST, "$defs": {"a": {**LIST["$defs"]["a"], "minItems": 1}}}, False),
+        ({"anyOf": [{"type": "null"}, TREE | {"required": ["left"]}]}, True),
+        ({"allOf": [{"$ref": "#"}]}, False),
+        ({"$ref": "#/$defs/0", "$defs": [{"$ref": "#/$defs/1"}, {"type": "null"}]}, True),
+        ({"$ref": "#/a~1b", "a/b": {"$ref": "#/c"}, "c": {"$ref": "#/a~1b"}}, False),
+        ({"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, True),
+        ({"type": "object", "required": ["a"], "properties": {"b": {"$ref": "#"}}}, True),
+        ({"$ref": "#/nobody"}, True),
+    ],
+)
+def test_schemas_that_require_themselves(value, ends):
+    assert has_end(value) is ends
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "(a|a)*b", "([a-z]*)*x", "(.*)*", "^(\\w+\\s?)*$"])
