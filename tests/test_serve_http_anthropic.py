@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
+import pydantic
 import pytest
 from fakes_http import FakeEngine, ServerThread
 from scripted_chat import CACHED_TOKENS, PROMPT_TOKENS, script_answers
@@ -406,6 +407,46 @@ def test_a_real_prefilled_answer_goes_on(real: anthropic.Anthropic) -> None:
     assert f"{begun}{rest}" == text
     whole = real.messages.count_tokens(model="m", messages=USER).input_tokens
     assert real.messages.count_tokens(model="m", messages=prefilled).input_tokens > whole
+
+
+class City(pydantic.BaseModel):
+    name: Literal["Ulm", "Rom"]
+    is_large: bool
+
+
+def test_real_answers_have_the_form_that_was_asked_for(real: anthropic.Anthropic) -> None:
+    options: Any = {"model": "m", "max_tokens": 200, "messages": USER}
+    options["extra_body"] = {"temperature": 0}
+    parsed = real.messages.parse(output_format=City, **options)
+    assert isinstance(parsed.parsed_output, City)
+    with real.messages.stream(output_format=City, **options) as stream:
+        assert isinstance(stream.get_final_message().parsed_output, City)
+    broken: Any = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
+    form: Any = {"format": {"type": "json_schema", "schema": broken}}
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        real.messages.create(output_config=form, **options)
+    assert "output_config.format.schema" in str(caught.value.api_message)
+
+
+def test_a_real_call_that_must_come(real: anthropic.Anthropic) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Ulm", "Rom"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    options: Any = {"model": "m", "max_tokens": 200, "messages": USER}
+    options["extra_body"] = {"temperature": 0}
+    options["tools"] = [{"name": "weather", "input_schema": schema}]
+    options["tool_choice"] = {"type": "any", "disable_parallel_tool_use": True}
+    whole = real.messages.create(**options)
+    with real.messages.stream(**options) as stream:
+        streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        (used,) = (block for block in message.content if block.type == "tool_use")
+        assert used.name == "weather"
+        assert used.input["city"] in ("Ulm", "Rom")
+        assert message.stop_reason == "tool_use"
 
 
 def test_real_refusals_are_in_the_apis_words(real: anthropic.Anthropic) -> None:

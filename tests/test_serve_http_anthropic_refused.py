@@ -31,6 +31,8 @@ def thinking(**fields: Any) -> dict[str, Any]:
 TEXT = {"type": "text", "text": "hi"}
 # What changes in a good body, and the whole message.
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    (user(), "messages holds nothing to answer"),
+    (assistant({"type": "text", "text": ""}), "messages holds nothing to answer"),
     ({"foo": 1}, 'unknown parameter "foo"'),
     ({"model": None}, "model is missing"),
     ({"model": 1}, "model must be a string"),
@@ -57,6 +59,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"service_tier": "fast"}, 'service_tier must be one of auto, standard_only, not "fast"'),
     ({"container": "c"}, "container is not supported"),
     ({"speed": "fast"}, "speed is not supported"),
+    (
+        {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+        'context_management.edits[0].type "clear_tool_uses_20250919" is not supported',
+    ),
     ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
     (
         {"cache_control": {"type": "forever"}},

@@ -227,6 +227,10 @@ def test_reasoning_can_be_left_out(engine: FakeEngine, client: openai.OpenAI) ->
     assert (message.content, hasattr(message, "reasoning_content")) == ("Yes", False)
     (choice,) = streamed(client, **options)
     assert (choice["content"], choice["reasoning"]) == ("Yes", "")
+    engine.reply = f"<think>secret</think>{NOW}"
+    chunks = client.chat.completions.create(model="m", stream=True, tools=TOOLS, **options)
+    first = next(iter(chunks)).choices[0].delta
+    assert (first.role, first.content) == ("assistant", ""), "it begins before a call is known"
 
 
 def test_reasoning_alone_has_no_content(engine: FakeEngine, client: openai.OpenAI) -> None:

@@ -86,7 +86,10 @@ CLIENT_FIELDS: dict[str, FieldType] = {
 # Accepted because clients send them and ignoring them harms nobody.
 IGNORED_FIELDS: dict[str, FieldType] = {
     "metadata": Map(
-        String(512, is_text=True), MAX_METADATA, key=".{0,64}", keys="of at most 64 characters"
+        String(512, is_text=True),
+        MAX_METADATA,
+        key=r"[\s\S]{0,64}",
+        keys="of at most 64 characters",
     ),
     "store": Boolean(),
     "service_tier": String(64),

@@ -20,7 +20,12 @@ from serve.http.renamed import parameters_named
 from serve.request import SamplingParams
 
 # SamplingParams' and the engine's names, in this API's.
-NAMES = {"prompt": "messages", "stop": "stop_sequences", "default_max_tokens": "max_tokens"}
+NAMES = {
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "default_max_tokens": "max_tokens",
+    "structured": "output_config.format.schema",
+}
 
 
 def routes(context: ApiContext) -> list[Route]:
