@@ -24,7 +24,6 @@ from serve.detokenizer import DetokenizerFactory
 from serve.errors import EngineStoppedError, GenerationError
 from serve.heartbeat import Heartbeat
 from serve.intake import Arrival, Encode, Intake
-from serve.mask_maker import MaskMaker
 from serve.meters import RequestMeter
 from serve.output import OutputProcessor, OutputState, Sink, StepRecord
 from serve.output_thread import OutputThread
@@ -84,8 +83,9 @@ class EngineCore:
         slo_s = limits.ttft_slo_s
         self._rejection = None if slo_s is None else EarlyRejection(scheduler, slo_s)
         self._recovery = None if nodes is None else self._make_recovery(nodes)
-        masks = MaskMaker(tokenizer, limits.vocab_size, eos_token_ids)
-        self._intake = Intake(tokenizer, limits, scheduler.prefixes, self._rejection, masks, seed)
+        self._intake = Intake(
+            tokenizer, limits, scheduler.prefixes, self._rejection, self._eos, seed
+        )
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._unfinished = Unfinished(limits)
         self._loop_job: Future[None] | None = None
@@ -106,9 +106,14 @@ class EngineCore:
         )
         self._prompts = PromptPool(tokenize_threads, tokenize)
         self._compute = compute
-        waiting = self._inbox.qsize
         self.view = CoreView(
-            scheduler, self._steps, meter, self._prompts.meter, waiting, self._output, masks
+            scheduler,
+            self._steps,
+            meter,
+            self._prompts.meter,
+            self._inbox.qsize,
+            self._output,
+            self._intake.masks,
         )
 
     def _make_recovery(self, nodes: NodeSet) -> MemoryRecovery:

@@ -6,14 +6,14 @@ once, at the edge: everything behind it may trust the values. Nothing here knows
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, NotRequired, TypedDict
 
 from serve.errors import RequestError
+from serve.request_checks import as_tuple, check_float, check_int, check_length
 from serve.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-5
 MAX_LOGIT_BIAS = 1024
-MAX_ALLOWED_TOKEN_IDS = 1 << 17
+MAX_ALLOWED_TOKEN_IDS = 1 << 16
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_LENGTH = 256
 SEED_LIMIT = 1 << 63
@@ -114,35 +114,35 @@ class SamplingParams:
     def __post_init__(self) -> None:
         stop = self.stop
         stops = () if stop is None else (stop,) if isinstance(stop, str) else stop
-        object.__setattr__(self, "stop", _tuple("stop", stops))
+        object.__setattr__(self, "stop", as_tuple("stop", stops))
         object.__setattr__(
-            self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids or ())
+            self, "stop_token_ids", as_tuple("stop_token_ids", self.stop_token_ids or ())
         )
-        _check_int("n", self.n, 1, MAX_N)
+        check_int("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 0, SEED_LIMIT)
+            check_int("max_tokens", self.max_tokens, 0, SEED_LIMIT)
         if self.default_max_tokens is not None:
-            _check_int("default_max_tokens", self.default_max_tokens, 1, SEED_LIMIT)
-        _check_int("min_tokens", self.min_tokens, 0, SEED_LIMIT)
+            check_int("default_max_tokens", self.default_max_tokens, 1, SEED_LIMIT)
+        check_int("min_tokens", self.min_tokens, 0, SEED_LIMIT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
-        _check_float("temperature", self.temperature, 0.0, 2.0)
-        _check_float("top_p", self.top_p, 0.0, 1.0)
-        _check_int("top_k", self.top_k, -1, 1 << 31)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 1e-2, 100.0)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_float("temperature", self.temperature, 0.0, 2.0)
+        check_float("top_p", self.top_p, 0.0, 1.0)
+        check_int("top_k", self.top_k, -1, 1 << 31)
+        check_float("min_p", self.min_p, 0.0, 1.0)
+        check_float("repetition_penalty", self.repetition_penalty, 1e-2, 100.0)
+        check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
-            _check_int("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
+            check_int("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
         if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
-            _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        _check_int("priority", self.priority, -PRIORITY_LIMIT, PRIORITY_LIMIT - 1)
+            check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        check_int("priority", self.priority, -PRIORITY_LIMIT, PRIORITY_LIMIT - 1)
         self._check_stops()
         self._check_logit_bias()
         self._check_cache_salt()
@@ -171,7 +171,7 @@ class SamplingParams:
                 code="array_above_max_length",
             )
         for token in self.stop_ids:
-            _check_int("stop_token_ids", token, 0, 1 << 31)
+            check_int("stop_token_ids", token, 0, 1 << 31)
 
     def _check_logit_bias(self) -> None:
         if not self.logit_bias:
@@ -183,8 +183,8 @@ class SamplingParams:
                 code="array_above_max_length",
             )
         for token, value in self.logit_bias.items():
-            _check_int("logit_bias", token, 0, 1 << 31)
-            _check_float("logit_bias", value, -100.0, 100.0)
+            check_int("logit_bias", token, 0, 1 << 31)
+            check_float("logit_bias", value, -100.0, 100.0)
 
     def _check_cache_salt(self) -> None:
         salt = self.cache_salt
@@ -194,8 +194,8 @@ class SamplingParams:
             )
 
     def _check_masks(self) -> None:
-        object.__setattr__(self, "bad_words", _tuple("bad_words", self.bad_words or ()))
-        _check_length("bad_words", self.bad_words, MAX_BAD_WORDS)
+        object.__setattr__(self, "bad_words", as_tuple("bad_words", self.bad_words or ()))
+        check_length("bad_words", self.bad_words, MAX_BAD_WORDS)
         for word in self.bad_words:
             if not isinstance(word, str) or not word.strip():
                 raise RequestError("bad_words must hold words", param="bad_words")
@@ -213,7 +213,7 @@ class SamplingParams:
             )
         if self.allowed_token_ids is None:
             return
-        allowed = _tuple("allowed_token_ids", self.allowed_token_ids)
+        allowed = as_tuple("allowed_token_ids", self.allowed_token_ids)
         object.__setattr__(self, "allowed_token_ids", allowed)
         if not allowed:
             raise RequestError("allowed_token_ids is empty", param="allowed_token_ids")
@@ -222,9 +222,10 @@ class SamplingParams:
                 "allowed_token_ids cannot be used together with structured",
                 param="allowed_token_ids",
             )
-        _check_length("allowed_token_ids", allowed, MAX_ALLOWED_TOKEN_IDS)
-        for token in allowed:
-            _check_int("allowed_token_ids", token, 0, 1 << 31)
+        check_length("allowed_token_ids", allowed, MAX_ALLOWED_TOKEN_IDS)
+        if not all(type(token) is int and 0 <= token < 1 << 31 for token in allowed):
+            for token in allowed:  # which one, and what is wrong with it
+                check_int("allowed_token_ids", token, 0, 1 << 31)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -249,41 +250,6 @@ class SamplingParams:
 
     def with_max_tokens(self, max_tokens: int) -> SamplingParams:
         return replace(self, max_tokens=max_tokens)
-
-
-def _tuple(name: str, values: object) -> tuple[object, ...]:
-    if not isinstance(values, (list, tuple)):
-        raise RequestError(
-            f"{name} must be a list, not {type(values).__name__}", param=name, code="invalid_type"
-        )
-    return tuple(values)
-
-
-def _check_length(name: str, values: Sized, limit: int) -> None:
-    if len(values) > limit:
-        raise RequestError(
-            f"{name} has more than {limit} entries", param=name, code="array_above_max_length"
-        )
-
-
-def _check_int(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(
-            f"{name} must be an integer, not {type(value).__name__}",
-            param=name,
-            code="invalid_type",
-        )
-    if not low <= value <= high:
-        raise RequestError(f"{name} must be between {low} and {high}", param=name)
-
-
-def _check_float(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise RequestError(
-            f"{name} must be a number, not {type(value).__name__}", param=name, code="invalid_type"
-        )
-    if not math.isfinite(value) or not low <= value <= high:
-        raise RequestError(f"{name} must be between {low:g} and {high:g}", param=name)
 
 
 @dataclass(frozen=True, slots=True)

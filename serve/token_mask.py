@@ -93,8 +93,12 @@ class Matcher:
         return self._matcher.is_stopped()
 
     @property
-    def error(self) -> str:
-        return self._matcher.get_error() if self._matcher.is_error() else ""
+    def is_error(self) -> bool:
+        return self._matcher.is_error()
+
+    @property
+    def stop_reason(self) -> str:
+        return self._matcher.stop_reason()
 
     def fill(self, bits: Bits) -> None:
         """The tokens that may follow; ends among them where the text may end."""
@@ -180,26 +184,28 @@ class SequenceMask:
             logger.exception("a token mask failed")
             self.error = f"{type(error).__name__} in the token mask"
 
-    def _follow(self, matcher: Matcher, token_ids: Sequence[int]) -> int:
-        """Returns where the known tokens end."""
+    def _end(self, token_ids: Sequence[int]) -> int:
+        """Where the known tokens end: of the others only the device knows."""
         end = len(token_ids)
         while end > self._num_prompt and token_ids[end - 1] < 0:
-            end -= 1  # only the device knows it
-        matcher.follow(token_ids, self._num_prompt, end)
-        self._look_for_error(matcher)
+            end -= 1
         return end
 
+    def _follow(self, matcher: Matcher, token_ids: Sequence[int]) -> None:
+        matcher.follow(token_ids, self._num_prompt, self._end(token_ids))
+        self._look_for_error(matcher)
+
     def _look_for_error(self, matcher: Matcher) -> None:
-        if matcher.error:
-            logger.info("a grammar ended its sequence: %s", matcher.error)
+        if matcher.is_error:
+            logger.info("a grammar ended its sequence: %s", matcher.stop_reason)
             self.error = TOO_COMPLEX
 
     def _fill(self, token_ids: Sequence[int]) -> None:
-        end, bits, matcher = len(token_ids), self.bits, self._matcher
+        end, bits, matcher = self._end(token_ids), self.bits, self._matcher
         if matcher is None:
             bits[:] = self._allowed
         else:
-            end = self._follow(matcher, token_ids)
+            self._follow(matcher, token_ids)
             matcher.fill(self._buffer)
             self._look_for_error(matcher)
             bits &= self._allowed
