@@ -116,6 +116,7 @@ class _Reading:
                     self._take(len(piece))
                     deadline.reschedule(self._due_s(began_s))
                     pieces.append(piece)
+                self._check_padding()
         except TimeoutError:
             raise ApiError(
                 408,
@@ -128,10 +129,14 @@ class _Reading:
             raise
         except web.RequestPayloadError:
             raise _bad_framing("the request body is malformed") from None
-        connection = self._request.protocol
-        if isinstance(connection, Connection) and connection.is_padded(self._request):
-            raise _bad_framing("the chunks of the body bring too much beside it")
         return b"".join(pieces)
+
+    def _check_padding(self) -> None:
+        connection = self._request.protocol
+        if isinstance(connection, Connection):
+            error = connection.padding_error()
+            if error is not None:
+                raise error
 
     def _due_s(self, began_s: float) -> float:
         """When the next bytes must be there."""
