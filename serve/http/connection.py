@@ -95,6 +95,18 @@ class Connection(web.RequestHandler):
     refusal: what every request on it is told, except health checks; None: nothing.
     """
 
+    __slots__ = (
+        "_address",
+        "_head_bytes",
+        "_head_timer",
+        "_is_counted",
+        "_num_heads",
+        "_num_received",
+        "_payload",
+        "_server",
+        "refusal",
+    )
+
     def __init__(self, manager: ConnectionServer, **kwargs: Any) -> None:
         super().__init__(manager, **kwargs)
         self.refusal: ApiError | None = None
