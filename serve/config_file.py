@@ -38,13 +38,21 @@ def read_config_file(path: str) -> ConfigFile:
 
 
 def toml_value(value: Any) -> str:
-    """A string, number, boolean or list of these as TOML writes it."""
+    """A string, number, boolean or list of these as TOML writes it. What a terminal would obey is
+    escaped."""
     if isinstance(value, str | Path):
-        if not str(value).isprintable():
-            raise ConfigError(f"{str(value)!r} cannot be written to a file of settings")
-        return json.dumps(str(value), ensure_ascii=False)  # its escapes are TOML's
+        return "".join(map(_escaped, json.dumps(str(value), ensure_ascii=False)))
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(toml_value, value))}]"
     return repr(value)
+
+
+def _escaped(char: str) -> str:
+    """JSON's escapes are TOML's; it leaves more characters as they are."""
+    if char.isprintable():
+        return char
+    if "\ud800" <= char <= "\udfff":  # of a name that is no UTF-8
+        raise ConfigError("a value that is no text cannot be written to a file of settings")
+    return f"\\U{ord(char):08x}"

@@ -13,7 +13,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from serve.errors import RequestError
-from serve.structured_output import StructuredOutput
+from serve.structured_output import JSON_OPTIONS, StructuredOutput
 
 MAX_SOURCE_BYTES = 128 << 10
 MAX_DEPTH = 64  # of JSON: an object in an object is two
@@ -27,9 +27,6 @@ MAX_REGEX_SIZE = 4096  # characters, repetitions multiplied: what a step of the 
 MAX_GROUPS = 32
 
 PARAM = "structured"
-# One optional space after a comma or a colon, as models write it; no other space, or some would
-# write nothing else.
-JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 _COUNTS = {
     "minLength": MAX_REPEATS,
@@ -260,7 +257,7 @@ def _check_inner_schema(source: str, at: int) -> int:
         raise invalid("has a %json that is not JSON that can be read") from None
     if not isinstance(schema, dict):
         raise invalid("has a %json that is not an object")
-    if "x-guidance" in schema:
+    if schema.get("x-guidance", JSON_OPTIONS) != JSON_OPTIONS:
         raise invalid("has x-guidance in %json, which is not supported")
     check_schema(schema)
     return end

@@ -81,6 +81,7 @@ class OutputState:
         "_min_output",
         "_prompt_rows",
         "_push_token",
+        "_stop_ids",
         "_stops",
         "_wants_logprobs",
         "first_token_s",
@@ -108,6 +109,7 @@ class OutputState:
         )
         self._push_token = self._detokenizer.push
         self._include_stop = params.include_stop_str_in_output
+        self._stop_ids = params.stop_ids
         stops = params.stop_strings
         self._stops = StopStrings(stops, include=self._include_stop) if stops else None
         self._min_output = params.min_tokens
@@ -158,7 +160,9 @@ class OutputState:
         Returns why it ended: a stop string may come with the last token."""
         self.is_done = True
         self.num_output += token is not None
-        text, stop_reason = "", stop_token
+        text = ""
+        # the model's own end is no reason that the client gave
+        stop_reason = stop_token if stop_token in self._stop_ids else None
         token_ids = [] if token is None else [token]
         found: str | None = None
         if token is not None and (stop_token is None or self._include_stop):

@@ -332,7 +332,7 @@ class TokenDelta(NamedTuple):
 
     index: which of the request's n sequences. text never ends inside a character, and never
     holds the beginning of a possible stop string. The last delta of a sequence carries
-    finish_reason; stop_reason is the stop string or stop token id that ended it, if any;
+    finish_reason; stop_reason is the stop string or id of stop_token_ids that ended it, if any;
     error describes finish_reason "error". prompt_logprobs (None for the prompt's first token) and
     embedding: in the first delta of a sequence, where they were asked for.
     """

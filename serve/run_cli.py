@@ -25,6 +25,7 @@ def run(asked: RunSettings, *, is_quiet: bool) -> None:
     """Until a signal. ConfigError, ModelLoadError, OSError where the port cannot be had."""
     asked.make(EngineConfig)  # says where a wrong value came from
     http: HttpSettings = asked.make(HttpSettings)
+    use_format(http.log_format)
     values = asked.of(EngineConfig)
     if "model" in values:
         found = find_model(values["model"])

@@ -26,6 +26,7 @@ CONFIG_ENV = "MERGESTEP_CONFIG"
 IN_PYTHON_ONLY = frozenset({"length_predictor"})
 # Variables of the environment that other parts read.
 _OTHER_ENVS = frozenset({CONFIG_ENV, "MERGESTEP_API_KEY"})
+_MAX_INTEGER = (1 << 63) - 1
 _KINDS: dict[type, str] = {bool: "boolean", int: "integer", float: "number", str: "text"}
 
 
@@ -152,6 +153,8 @@ def resolve(
             values[name] = Value(in_file[name], f"file {file.path}")
         else:
             values[name] = Value(setting.default)
+        if type(values[name].value) is int and abs(values[name].value) > _MAX_INTEGER:
+            raise ConfigError(f"{name} is too large a number ({values[name].origin})")
     return RunSettings(values)
 
 
@@ -202,7 +205,10 @@ def _checked(setting: Setting, value: Any, path: str) -> Any:
     }[kind]
     if type(value) not in expected:
         raise _wrong_type(setting, name, path)
-    return value
+    try:
+        return float(value) if kind == "number" else value
+    except OverflowError as error:
+        raise _wrong_type(setting, "a smaller number", path) from error
 
 
 def _size(setting: Setting, text: str, path: str) -> int:

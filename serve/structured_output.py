@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+# llguidance's: one optional space after a comma or a colon, as models write it; no other space, or
+# some would write nothing else.
+JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 
 

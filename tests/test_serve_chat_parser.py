@@ -258,6 +258,9 @@ def test_settings_choose_the_format() -> None:
     style: Any = choose_format("{{ tools }}<tool_call></think>", "mistral", "none")
     assert (style.tools.name, style.has_native_tools, style.reasoning) == ("mistral", True, None)
     assert choose_format("", "none", "deepseek_r1").tools is None
+    described = choose_format("", "mistral", "auto")
+    assert described.tools is TOOL_FORMATS["hermes"], "as they are described"
+    assert not described.has_native_tools
 
 
 def test_ids_of_calls() -> None:

@@ -27,6 +27,7 @@ def test_a_large_body_is_parsed_off_the_loop() -> None:
     run_with_server(FakeEngine(), check, parse_inline_bytes=64)
 
 
+@pytest.mark.row("C3")
 def test_a_slow_body_is_408() -> None:
     async def check(served: Served) -> None:
         answer = await served.raw(request(RAW_BODY[:10], length=str(len(RAW_BODY))))
@@ -37,6 +38,7 @@ def test_a_slow_body_is_408() -> None:
     run_with_server(FakeEngine(), check, body_timeout_s=0.2)
 
 
+@pytest.mark.row("C1")
 def test_a_silent_connection_is_closed() -> None:
     async def check(served: Served) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
@@ -48,6 +50,7 @@ def test_a_silent_connection_is_closed() -> None:
 
 
 @pytest.mark.parametrize("after_one", [False, True])
+@pytest.mark.row("C2")
 def test_a_slow_head_is_408(after_one: bool) -> None:
     """A line now and then does not help, be it of the first request or of a later one."""
 
@@ -106,6 +109,7 @@ def test_idle_connections_are_closed_and_busy_ones_are_not() -> None:
     run_with_server(FakeEngine(), check, keepalive_s=0.3, head_timeout_s=0.1)
 
 
+@pytest.mark.row("C3")
 def test_a_body_must_keep_a_minimum_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trickle is refused long before the body's deadline; one that is fast enough is not."""
     monkeypatch.setattr("serve.http.limits.BODY_GRACE_S", 0.2)
@@ -131,6 +135,7 @@ def test_a_body_must_keep_a_minimum_rate(monkeypatch: pytest.MonkeyPatch) -> Non
     run_with_server(FakeEngine(), check, body_min_rate=100)
 
 
+@pytest.mark.row("C4")
 def test_half_a_body_and_goodbye() -> None:
     """No answer, nothing submitted."""
 
@@ -147,6 +152,7 @@ def test_half_a_body_and_goodbye() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("how", ["close", "reset", "half-close"])
+@pytest.mark.row("C5", "C6")
 def test_leaving_while_generating_aborts(stream: bool, how: str) -> None:
     async def check(served: Served) -> None:
         writer = await _start(served, stream)
@@ -162,6 +168,7 @@ def test_leaving_while_generating_aborts(stream: bool, how: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.row("C7")
 def test_leaving_while_queued_is_seen_at_once(stream: bool) -> None:
     async def check(served: Served) -> None:
         first = await _start(served, True)
@@ -191,6 +198,7 @@ def test_leaving_ends_all_prompts_of_a_call() -> None:
     run_with_server(FakeEngine(step_s=0.01, repeat=1000), check)
 
 
+@pytest.mark.row("C8")
 def test_a_stalled_reader_is_aborted_and_disturbs_nobody() -> None:
     async def check(served: Served) -> None:
         stalled = socket.socket()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -90,3 +91,11 @@ def _is_taken(table: Record, field: str, value: Any) -> bool:
     except RequestError:
         return False
     return True
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_field_is_in_the_docs(name: str) -> None:
+    docs = Path(__file__).parent.parent / "docs"
+    text = "".join((docs / page).read_text() for page in ("http-api.md", "tools.md"))
+    missing = [field for field in TABLES[name].fields if f"`{field}`" not in text]
+    assert not missing

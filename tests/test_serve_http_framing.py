@@ -159,6 +159,29 @@ FRAMING: dict[str, tuple[bytes, set[int], bool]] = {
 
 
 @pytest.mark.parametrize("name", FRAMING)
+@pytest.mark.row(
+    "F1",
+    "F2",
+    "F3",
+    "F4",
+    "F5",
+    "F6",
+    "F8",
+    "F9",
+    "F10",
+    "F13",
+    "F14",
+    "F15",
+    "F16",
+    "F17",
+    "F19",
+    "F22",
+    "F23",
+    "F24",
+    "F25",
+    "F26",
+    "F30",
+)
 def test_framing(name: str) -> None:
     """Each gets an error in OpenAI's shape that quotes nothing, and the server goes on."""
     data, statuses, closes = FRAMING[name]
@@ -194,6 +217,7 @@ def test_good_framing(name: str, data: bytes) -> None:
     run_with_server(FakeEngine(), check)
 
 
+@pytest.mark.row("F18")
 def test_expect_continue_only_for_what_will_be_read() -> None:
     async def check(served: Served) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
@@ -208,6 +232,7 @@ def test_expect_continue_only_for_what_will_be_read() -> None:
     run_with_server(FakeEngine(), check)
 
 
+@pytest.mark.row("F20")
 def test_pipelined_requests_are_answered_in_order() -> None:
     async def check(served: Served) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
@@ -223,6 +248,7 @@ def test_pipelined_requests_are_answered_in_order() -> None:
     run_with_server(FakeEngine(), check)
 
 
+@pytest.mark.row("F21")
 def test_a_refused_body_is_never_read_as_a_request() -> None:
     async def check(served: Served) -> None:
         inner = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -247,6 +273,7 @@ def test_a_body_in_single_bytes() -> None:
 
 
 @pytest.mark.parametrize("name", ["9 kB header", "9 kB target", "no host", "HTTP/3.7"])
+@pytest.mark.row("F11", "F12")
 def test_one_byte_at_a_time(name: str) -> None:
     data, statuses, _ = FRAMING[name]
 
@@ -265,6 +292,7 @@ def test_one_byte_at_a_time(name: str) -> None:
     run_with_server(FakeEngine(), check)
 
 
+@pytest.mark.row("F16")
 def test_h2c_is_not_taken_up() -> None:
     async def check(served: Served) -> None:
         answer = await served.raw(
@@ -283,6 +311,7 @@ def test_h2c_is_not_taken_up() -> None:
     run_with_server(FakeEngine(), check)
 
 
+@pytest.mark.row("F20")
 def test_a_flood_of_pipelined_requests() -> None:
     """10,000 of them, in order, and reading pauses while they are answered."""
 
@@ -301,6 +330,7 @@ def test_a_flood_of_pipelined_requests() -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.row("F27", "F28")
 def test_a_hundred_megabytes_are_refused_unread(chunked: bool) -> None:
     """Within a second, the connection is closed, and memory stays."""
 
@@ -333,6 +363,7 @@ def test_a_hundred_megabytes_are_refused_unread(chunked: bool) -> None:
     run_with_server(FakeEngine(), check, max_body_bytes=1 << 20)
 
 
+@pytest.mark.row("F28")
 def test_a_length_that_lies() -> None:
     """What comes after the promised bytes is a request of its own, and none."""
 
@@ -348,6 +379,7 @@ def test_a_length_that_lies() -> None:
     run_with_server(FakeEngine(), check)
 
 
+@pytest.mark.row("F7")
 def test_a_chunk_extension_without_end() -> None:
     async def check(served: Served) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
@@ -365,6 +397,7 @@ def test_a_chunk_extension_without_end() -> None:
     run_with_server(FakeEngine(), check)
 
 
+@pytest.mark.row("F29")
 def test_a_megabyte_in_chunks_of_a_byte() -> None:
     """It is given up as too slow, before it costs much."""
 

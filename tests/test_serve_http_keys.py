@@ -125,6 +125,7 @@ def test_a_file_that_others_can_read(
     assert ALICE not in caplog.text
 
 
+@pytest.mark.row("A2")
 def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """No early exit: the time is that of all keys, whichever is right."""
     compared: list[bytes] = []
@@ -166,6 +167,7 @@ REFUSED: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.row("A1")
 def test_refused(name: str) -> None:
     async def check(served: Served) -> None:
         for path in (CHAT, "/nowhere"):
@@ -197,6 +199,7 @@ def test_let_in(line: str) -> None:
     run_with_server(FakeEngine(), check, api_keys=KEYS)
 
 
+@pytest.mark.row("A6")
 def test_a_key_in_the_query_is_none_and_two_are_one_too_many() -> None:
     async def check(served: Served) -> None:
         for name in ("key", "api_key", "api-key", "access_token"):
@@ -209,6 +212,7 @@ def test_a_key_in_the_query_is_none_and_two_are_one_too_many() -> None:
     run_with_server(FakeEngine(), check, api_keys=KEYS)
 
 
+@pytest.mark.row("A3")
 def test_every_route_asks_for_a_key() -> None:
     """The list of public routes is here; a new one must be entered."""
 
@@ -250,6 +254,7 @@ ODD_PATHS = (
 
 
 @pytest.mark.parametrize("path", ODD_PATHS)
+@pytest.mark.row("A4", "A5")
 def test_odd_paths(path: str) -> None:
     async def check(served: Served) -> None:
         data = request(b"", first=f"GET {path} HTTP/1.1", kind=None, length=None)
@@ -264,6 +269,7 @@ def test_odd_paths(path: str) -> None:
     run_with_server(FakeEngine(), check, api_keys=KEYS)
 
 
+@pytest.mark.row("F18")
 def test_a_bad_key_gets_no_100_continue() -> None:
     async def check(served: Served) -> None:
         for length in ("10", "100000000"):
@@ -288,6 +294,7 @@ def test_health_needs_no_key_and_loading_is_not_told_without_one() -> None:
 # ---- what a key may do
 
 
+@pytest.mark.row("A15")
 def test_each_key_has_its_own_prefixes() -> None:
     """The salt of a key is its own, whatever salt the client adds; without keys it is the
     client's alone."""
@@ -404,8 +411,10 @@ def test_keys_are_read_again_on_sighup(tmp_path: Path, caplog: pytest.LogCapture
 
     async def after_hangup(url: str, text: str) -> tuple[int, int]:
         write(path, text)
+        number = len(caplog.records)
         os.kill(os.getpid(), signal.SIGHUP)
-        await asyncio.sleep(0.05)
+        while len(caplog.records) == number:
+            await asyncio.sleep(0.01)
         return await status(url, ALICE), await status(url, BOB)
 
     async def main() -> None:
@@ -445,6 +454,7 @@ def test_keys_are_read_again_on_sighup(tmp_path: Path, caplog: pytest.LogCapture
         ({"host": "0.0.0.0", "allow_no_key": True, "allowed_hosts": ("a",)}, "evil.example", 400),
     ],
 )
+@pytest.mark.row("A10")
 def test_hosts(settings: dict[str, Any], host: str, status: int) -> None:
     async def main() -> None:
         server = HttpServer(FakeEngine(), HttpSettings(port=0, **settings))  # type: ignore[arg-type]

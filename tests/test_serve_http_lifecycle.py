@@ -26,6 +26,7 @@ CHAT = "/v1/chat/completions"
 CHAT_BODY: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
 
 
+@pytest.mark.row("A14")
 def test_loading_then_ready() -> None:
     engine = FakeEngine(load_s=0.3)
 
@@ -91,6 +92,7 @@ def test_who_waited_for_memory_in_vain_is_told_to_try_again(error: str) -> None:
     run_with_server(FakeEngine(fail_at=0, fail_error=error), check)
 
 
+@pytest.mark.row("A14")
 def test_draining() -> None:
     async def check(served: Served) -> None:
         running = asyncio.create_task(served.post(CHAT, CHAT_BODY))
@@ -150,8 +152,11 @@ def _signals(
         life = asyncio.create_task(serve_until_signal(server, on_ready=on_ready))
         first_s = 0.0
         for delay_s in delays_s:
+            while not engine.load_s and not engine.submitted:
+                await asyncio.sleep(0.01)
             await asyncio.sleep(delay_s)
             first_s = first_s or time.monotonic()
+            assert not life.done()  # nobody else would catch the signal
             os.kill(os.getpid(), signal.SIGTERM)
         was_ready = await life
         await asyncio.gather(*clients)

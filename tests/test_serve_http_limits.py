@@ -99,6 +99,7 @@ def test_keys_of_one_name_share_and_new_limits_hold_at_once() -> None:
     assert refused(quotas, second) is None
 
 
+@pytest.mark.row("A12")
 def test_a_key_over_its_limit_does_not_disturb_others(tmp_path: Path) -> None:
     async def check(served: Served) -> None:
         async def ask(key: str) -> int:
@@ -160,6 +161,7 @@ def test_a_client_that_leaves_gives_its_place_back(tmp_path: Path) -> None:
 # ---- overload
 
 
+@pytest.mark.row("A13")
 def test_refusals_are_quick_and_nothing_is_queued() -> None:
     """Ten times as many as fit: those that do not are told within 50 ms."""
 
@@ -262,10 +264,12 @@ def test_one_connection_too_many() -> None:
         (("fe80::1%eth0", 5, 0, 0), "fe80::1%eth0"),
     ],
 )
+@pytest.mark.row("A8")
 def test_only_addresses_of_others_are_counted(peer: Any, address: str | None) -> None:
     assert _foreign_address(peer) == address
 
 
+@pytest.mark.row("C14")
 def test_connections_of_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """Headers that a proxy would set change nothing."""
     monkeypatch.setattr("serve.http.connection._foreign_address", lambda peer: "192.0.2.7")
@@ -338,6 +342,7 @@ def test_a_whole_answer_and_the_setting() -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "0.0000", "1e3", "inf", "nan", "", "x", "1" * 20])
+@pytest.mark.row("P28")
 def test_a_deadline_that_is_none(text: str) -> None:
     async def check(served: Served) -> None:
         answer = await served.raw(request(RAW_BODY, f"X-Request-Timeout: {text}"))
@@ -383,6 +388,7 @@ def get(path: str) -> bytes:
         ('"', None),
     ],
 )
+@pytest.mark.row("A7")
 def test_request_ids(given: str, told: str | None) -> None:
     """Ours is always another one, and the engine knows ours alone."""
 
@@ -398,6 +404,7 @@ def test_request_ids(given: str, told: str | None) -> None:
     run_with_server(FakeEngine(), check)
 
 
+@pytest.mark.row("A7")
 def test_the_same_client_id_twice_at_once() -> None:
     async def check(served: Served) -> None:
         answers = await asyncio.gather(

@@ -125,6 +125,7 @@ def test_access_lines_can_be_left_out(lines: io.StringIO) -> None:
 
 
 @pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()])
+@pytest.mark.row("A16")
 def test_nothing_that_a_client_says_is_logged(
     lines: io.StringIO, formatter: logging.Formatter, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,6 +170,7 @@ def test_nothing_that_a_client_says_is_logged(
     assert KEY not in text
 
 
+@pytest.mark.row("A16")
 def test_one_record_is_one_line() -> None:
     nasty = "a\nb\r\x1b[31mred\x00\u2028\u202eend"
     record = logging.LogRecord("n", logging.INFO, "f", 1, "%s", (nasty,), None)

@@ -119,6 +119,7 @@ def test_every_pair_is_there() -> None:
         ("/v1/chat/completions", OF_CHAT, CHAT),
     ],
 )
+@pytest.mark.row("P29")
 def test_pairs_of_extremes(path: str, values: dict[str, list[Any]], table: Any) -> None:
     assert set(values) <= set(table.fields)
     rng = random.Random(3)
@@ -156,4 +157,4 @@ def test_pairs_of_extremes(path: str, values: dict[str, list[Any]], table: Any) 
             statuses[response.status] += 1
 
     uvloop.run(main())
-    assert statuses[200] > len(bodies) // 6, statuses
+    assert statuses[200] > len(bodies) // 4, statuses

@@ -13,8 +13,10 @@ from serve.http import HttpServer, HttpSettings
 from serve.http.responses.store import ENTRY_BYTES, ResponseStore, StoredResponse
 
 
-def stored(owner: str = "", size: int = 100) -> StoredResponse:
-    return StoredResponse(owner, b'{"output":[]}', (b" " * (size - 15) + b"[]",))
+def stored(owner: str = "", size: int = 100, item_id: str = "") -> StoredResponse:
+    body = orjson.dumps({"output": [{"id": item_id}] if item_id else []})
+    item_ids = (item_id,) if item_id else ()
+    return StoredResponse(owner, body, (b" " * (size - 15) + b"[]",), item_ids)
 
 
 def test_the_least_recently_used_go_first() -> None:
@@ -48,6 +50,18 @@ def test_only_its_owner_sees_one() -> None:
     assert not store.delete("a", "bob")
     assert store.delete("a", "alice")
     assert store.size_bytes == 0
+
+
+def test_items_are_found_while_their_response_is_kept() -> None:
+    store = ResponseStore(max_entries=2, max_bytes=1 << 20)
+    for name in "abc":
+        store.put(name, stored("alice", item_id=f"msg_{name}"))
+    assert store.item("msg_a", "alice") is None
+    assert store.item("msg_b", "alice") == {"id": "msg_b"}
+    assert store.item("msg_b", "bob") is None
+    assert store.item("msg_x", "alice") is None
+    store.delete("b", "alice")
+    assert store.item("msg_b", "alice") is None
 
 
 def test_the_bounds_hold_whatever_happens() -> None:

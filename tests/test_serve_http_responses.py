@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 from fakes_http import FakeEngine, ServerThread
 from openai.types.responses import Response
@@ -234,6 +236,10 @@ def test_the_conversation_goes_on(fake: openai.OpenAI, monkeypatch: pytest.Monke
     assert [call["id"] for call in said["tool_calls"]] == ["call_1", "call_2"]
     assert (rain["tool_call_id"], rain["name"], rain["content"]) == ("call_1", "weather", "rain")
     assert failed["content"] == "no city"
+    named: Any = [{"type": "item_reference", "id": item.id} for item in first.output]
+    hello: Any = {"role": "user", "content": "hello"}
+    fake.responses.create(input=[hello, *named, *outputs], **options)
+    assert run.asked.messages == by_id
     third = fake.responses.create(input="more", previous_response_id=second.id, **options)
     assert len(run.asked.messages) == 7
     items = fake.responses.input_items.list(third.id, order="asc").data
@@ -416,6 +422,47 @@ def test_real_answers(real: openai.OpenAI) -> None:
         model="m", messages=[{"role": "user", "content": "hello"}], max_tokens=24, temperature=0
     )
     assert chat.choices[0].message.content == whole.output_text
+
+
+class City(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=8)
+    is_large: bool
+
+
+def test_real_answers_have_the_form_that_was_asked_for(real: openai.OpenAI) -> None:
+    options: Any = {"model": "m", "input": "hello", "max_output_tokens": 200, "temperature": 0}
+    parsed = real.responses.parse(text_format=City, **options)
+    assert isinstance(parsed.output_parsed, City)
+    with real.responses.stream(text_format=City, **options) as stream:
+        assert isinstance(stream.get_final_response().output_parsed, City)
+    json_object: Any = {"format": {"type": "json_object"}}
+    whole = real.responses.create(text=json_object, **options)
+    if whole.status == "completed":
+        assert isinstance(json.loads(whole.output_text), dict)
+    broken: Any = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
+    form: Any = {"format": {"type": "json_schema", "name": "n", "schema": broken}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        real.responses.create(text=form, **options)
+    assert (caught.value.param, caught.value.code) == ("text.format.schema", "invalid_schema")
+
+
+def test_a_real_call_that_must_come(real: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Ulm", "Rom"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    tools: Any = [{"type": "function", "name": "weather", "parameters": schema, "strict": True}]
+    options: Any = {"model": "m", "input": "hello", "max_output_tokens": 200, "tools": tools}
+    options |= {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 0}
+    whole = real.responses.create(**options)
+    with real.responses.stream(**options) as stream:
+        streamed = stream.get_final_response()
+    for response in (whole, streamed):
+        (used,) = (item for item in response.output if item.type == "function_call")
+        assert used.name == "weather"
+        assert json.loads(used.arguments)["city"] in ("Ulm", "Rom")
 
 
 def test_real_conversations_go_on(real: openai.OpenAI) -> None:

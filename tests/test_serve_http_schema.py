@@ -138,6 +138,7 @@ def test_harmless_fields_are_accepted() -> None:
 
 
 @pytest.mark.parametrize("name", sorted({*COMPLETION_BODY.fields, *CHAT_BODY.fields} - {"model"}))
+@pytest.mark.row("J21")
 def test_null_means_absent(name: str) -> None:
     if name != "prompt":
         assert parse_completion({**COMPLETION, name: None}, {}) == parse_completion(COMPLETION, {})

@@ -186,6 +186,7 @@ async def preflight(served: Served, origin: str) -> tuple[int, dict[str, str]]:
     return answer.status, answer.headers
 
 
+@pytest.mark.row("A9")
 def test_no_origin_is_let_in_unless_it_is_listed() -> None:
     async def check(served: Served) -> None:
         for origin in (GOOD, BAD, "null"):
@@ -229,6 +230,7 @@ def test_listed_origins() -> None:
 @pytest.mark.parametrize(
     "origin", ["*", "https://*", "https://*.a.example", "a.example", "https://a/b", "null", ""]
 )
+@pytest.mark.row("A9")
 def test_origins_are_exact(origin: str) -> None:
     with pytest.raises(ConfigError, match="cors_origins"):
         HttpSettings(cors_origins=(origin,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +27,13 @@ TOOLS: Any = [
 ARGUMENTS = '{"city": "Kölle </tool_call> \\"👍\\""}'
 WEATHER = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+NOW_CHOICE = {"type": "function", "function": {"name": "now"}}
+JSON_OBJECT: Any = {"type": "json_object"}
 THINKS = ChatFormat(reasoning=REASONING_FORMATS["deepseek_r1"])
+
+
+def said(text: str) -> Any:
+    return {"role": "assistant", "content": text}
 
 
 @pytest.fixture(scope="module")
@@ -225,6 +232,10 @@ def test_reasoning_can_be_left_out(engine: FakeEngine, client: openai.OpenAI) ->
     assert (message.content, hasattr(message, "reasoning_content")) == ("Yes", False)
     (choice,) = streamed(client, **options)
     assert (choice["content"], choice["reasoning"]) == ("Yes", "")
+    engine.reply = f"<think>secret</think>{NOW}"
+    chunks = client.chat.completions.create(model="m", stream=True, tools=TOOLS, **options)
+    first = next(iter(chunks)).choices[0].delta
+    assert (first.role, first.content) == ("assistant", ""), "it begins before a call is known"
 
 
 def test_reasoning_alone_has_no_content(engine: FakeEngine, client: openai.OpenAI) -> None:
@@ -312,3 +323,73 @@ def test_token_ids_and_running_usage(engine: FakeEngine, client: openai.OpenAI) 
     assert "".join(chr(token) for item in ids for token in item) == engine.reply
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert counts == sorted(counts) and counts[-1] == len(engine.reply)
+
+
+@pytest.mark.parametrize(
+    ("options", "named", "unnamed"),
+    [
+        ({"tool_choice": "required"}, ["weather", "now", "){0,15}"], []),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, ["weather"], ["{0,15}"]),
+        ({"tool_choice": NOW_CHOICE}, ["now"], ["weather", "{0,15}"]),
+        ({"tool_choice": NOW_CHOICE, "response_format": JSON_OBJECT}, ["now"], ["content"]),
+        ({"response_format": JSON_OBJECT}, ["weather", "now", "content"], []),
+    ],
+)
+def test_what_must_come_is_a_grammar(
+    engine: FakeEngine,
+    client: openai.OpenAI,
+    options: dict[str, Any],
+    named: list[str],
+    unnamed: list[str],
+) -> None:
+    engine.reply = NOW
+    client.chat.completions.create(model="m", messages=USER, tools=TOOLS, **options)
+    structured = engine.submitted[-1][1].structured
+    assert structured is not None and structured.kind == "grammar"
+    assert all(word in structured.source for word in named)
+    assert not any(word in structured.source for word in unnamed)
+
+
+def test_a_form_of_the_content_alone(engine: FakeEngine, client: openai.OpenAI) -> None:
+    """As asked for; behind the reasoning of a model that reasons; a grammar says all there is."""
+    options: Any = {"model": "m", "messages": USER}
+    client.chat.completions.create(**options, response_format=JSON_OBJECT)
+    assert engine.submitted[-1][1].structured.kind == "json_object"
+    engine.chat_format = THINKS
+    engine.reply = "<think>so</think>{}"
+    answer = client.chat.completions.create(**options, response_format=JSON_OBJECT)
+    assert "</think>" in engine.submitted[-1][1].structured.source
+    assert answer.choices[0].message.content == "{}"
+    answer = client.chat.completions.create(
+        **options, extra_body={"guided_grammar": "start: /(.|\\n)+/"}
+    )
+    assert answer.choices[0].message.content == engine.reply
+    assert not hasattr(answer.choices[0].message, "reasoning_content")
+
+
+@pytest.mark.parametrize(
+    ("change", "is_open"),
+    [
+        ({}, True),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, False),
+        ({"reasoning_effort": "none"}, False),
+        ({"add_generation_prompt": False}, False),
+        ({"continue_final_message": True, "messages": [*USER, said("I")]}, False),
+        ({"continue_final_message": True, "messages": [*USER, said("<think>I")]}, True),
+    ],
+)
+def test_where_a_prompt_ends_decides_what_may_come(
+    engine: FakeEngine, client: openai.OpenAI, change: dict[str, Any], is_open: bool
+) -> None:
+    engine.chat_format = dataclasses.replace(THINKS, opens_reasoning=True)
+    engine.reply = f"so</think>{NOW}"
+    body = {"messages": USER, **change}
+    client.chat.completions.create(
+        model="m",
+        messages=body.pop("messages"),
+        tools=TOOLS,
+        tool_choice="required",
+        extra_body=body,
+    )
+    start = engine.submitted[-1][1].structured.source.splitlines()[0]
+    assert start.startswith("start: thought gap" if is_open else 'start: ("<think>" thought gap)?')

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import random
+import re
+import warnings
 from typing import Any
 
 import pytest
 from fakes_http import FakeEngine, Served, run_with_server
 
-from serve.http.tools import MAX_SCHEMA_BYTES
+from serve.http.fields import Unknown
+from serve.http.tools import MAX_SCHEMA_BYTES, parse_parameters
 
 USER = {"role": "user", "content": "hi"}
 F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -277,3 +281,21 @@ def test_accepted(change: dict[str, Any]) -> None:
         assert status == 200, answer
 
     run_with_server(FakeEngine(), check)
+
+
+def test_no_pattern_is_refused_that_python_takes() -> None:
+    """It is looked at without compiling it."""
+    rng = random.Random(1)
+    parts = ["a", "(", ")", "[", "]", "*", "+", "?", "|", "\\", "^", "(?:", "-", "{1,2}", "(?<=a)"]
+    taken = 0
+    with warnings.catch_warnings(action="ignore"):
+        for _ in range(5000):
+            pattern = "".join(rng.choices(parts, k=rng.randint(1, 8)))
+            try:
+                re.compile(pattern)
+            except re.error:
+                continue
+            taken += 1
+            schema = {"type": "object", "properties": {"a": {"pattern": pattern}}}
+            assert parse_parameters(schema, "parameters", Unknown()) == schema
+    assert taken > 500

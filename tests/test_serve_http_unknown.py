@@ -61,6 +61,7 @@ def test_known_mistakes_are_refused_all_the_same() -> None:
     run_with_server(FakeEngine(), check, unknown_fields="warn")
 
 
+@pytest.mark.row("J18")
 def test_unknown_names_are_refused_by_default() -> None:
     async def check(served: Served) -> None:
         for strange in ({"zap": 1}, {"stream": True, "stream_options": {"zap": 1}}):

@@ -10,15 +10,20 @@ from typing import Any
 
 import pytest
 import typer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from settings_table import PAGE, with_table
 from typer.testing import CliRunner
 
 from serve.cli import app
 from serve.cli_values import parse_size
 from serve.config import EngineConfig
+from serve.config_file import ConfigFile, toml_value
+from serve.config_print import config_lines
+from serve.errors import ConfigError
 from serve.run_command import run_signed
 from serve.run_options import PANELS
-from serve.run_settings import IN_PYTHON_ONLY, OWNERS, SETTINGS, Setting
+from serve.run_settings import IN_PYTHON_ONLY, OWNERS, SETTINGS, Setting, resolve
 from serve.units import format_size
 
 # A valid value that is not the default, where its kind alone does not give one.
@@ -186,6 +191,32 @@ def test_a_wrong_file_is_one_line(text: str, said: str, tmp_path: Path) -> None:
     assert said in " ".join(result.stderr.replace("│", "").split())
     assert str(file) in result.stderr or "log level" in said
     assert "Traceback" not in result.output
+
+
+VALUES_OF_TOML = st.one_of(
+    st.booleans(),
+    st.integers(-(10**400), 10**400),
+    st.floats(),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
+    st.sampled_from(["auto", "default", "4GiB", "1e9", ""]),
+    st.lists(st.text("ab:/,1", max_size=6), max_size=3),
+)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(st.dictionaries(st.sampled_from([*SETTINGS, "modell", "a b"]), VALUES_OF_TOML, max_size=4))
+def test_any_file_is_settings_or_an_error(values: dict[str, Any]) -> None:
+    """Nothing but ConfigError comes of what somebody writes into a file."""
+    lines = [f"{toml_value(key)} = {toml_value(value)}" for key, value in values.items()]
+    file = ConfigFile("x.toml", tomllib.loads("\n".join(lines)))
+    try:
+        asked = resolve({}, lambda name: "DEFAULT", file, {})
+        for owner, _ in OWNERS:
+            asked.make(owner)
+    except ConfigError:
+        return
+    again = tomllib.loads("\n".join(config_lines(asked)))
+    assert set(values) <= set(again)
 
 
 @pytest.mark.parametrize(

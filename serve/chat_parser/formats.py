@@ -95,9 +95,10 @@ def choose_format(template: str, tool_parser: str, reasoning_parser: str) -> Cha
     has_tools = _TOOLS_VARIABLE.search(template) is not None
     name = tool_parser
     if tool_parser == "auto":
-        name = _written(template) if has_tools else ""
-        has_tools = bool(name)
-        name = name or "hermes"
+        name = _written(template)
+        has_tools = has_tools and bool(name)
+    if not has_tools and tool_parser != "none":
+        name = "hermes"  # as they are described
     if reasoning_parser == "auto":
         reasoning_parser = "deepseek_r1" if "</think>" in template else "none"
     reasoning = REASONING_FORMATS.get(reasoning_parser)

@@ -11,11 +11,9 @@ from typing import Any
 
 from serve.chat_parser.formats import ChatFormat, ToolFormat
 from serve.errors import RequestError
-from serve.structured_output import StructuredOutput
+from serve.structured_output import JSON_OPTIONS, StructuredOutput
 
 MAX_CALLS = 16  # of one answer that must call
-# As models write JSON; with free white space some would write nothing else.
-JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 _REGEX_PART = re.compile(r"\\.|/|\n", re.DOTALL)
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _NO_PARAMETERS: dict[str, Any] = {
@@ -92,11 +90,12 @@ def _call_rules(
     all_strict: bool,
 ) -> list[str]:
     """Rules `calls`, and for what stands behind a begin marker `rest` (of one call) or `list`."""
-    more = f"{{0,{MAX_CALLS - 1}}}" if parallel else "{0}"
+    more = f"{{0,{MAX_CALLS - 1}}}"
     end = f' "\\n" {_literal(chat, style.end)}' if style.end else ""
     space = '"\\n" ' if style.end else ""
     again = json.dumps(f"{style.separator} " if style.separator else "\n")
-    following = f" ({again} call){more}" if parallel else ""
+    # the templates of Llama refuse a message with two calls when it comes back
+    following = f" ({again} call){more}" if parallel and not style.is_bare else ""
     begin = "" if style.is_bare else f"{_literal(chat, style.begin)} "
     rules = [f"rest: {space}object{end}"]
     if style.is_list:

@@ -174,6 +174,8 @@ class ChatStream:
         self._is_plain = not (
             asked.params.logprobs is not None or asked.return_token_ids or asked.continuous_usage
         )
+        # a client that is not shown the reasoning sees at least that an answer has begun
+        self._opens_at_once = not (self._is_plain and asked.chat.include_reasoning)
         self._opened: set[int] = set()
         self._num_tokens = 0
 
@@ -181,7 +183,7 @@ class ChatStream:
         choice, delta, parts, reason = step
         self._num_tokens += len(delta.token_ids)
         data = b""
-        if choice not in self._opened and (parts or reason or not self._is_plain):
+        if choice not in self._opened and (parts or reason or self._opens_at_once):
             data = self._opening(choice, parts)
         if self._is_plain:
             for part in parts:

@@ -268,7 +268,7 @@ class Map:
             raise wrong_type(where, "an object")
         check_length(value, where, self.max_entries)
         for key in value:
-            if not re.fullmatch(self.key, key, re.DOTALL):
+            if not re.fullmatch(self.key, key):
                 raise RequestError(
                     f"{where} has the key {quoted(key)}, which is not {self.keys}", param=where
                 )

@@ -13,6 +13,7 @@ from serve.http.fields import Schema, nullable
 
 MEANINGS = {
     200: "The answer.",
+    304: "It is what the client has.",
     400: "Something is wrong with the request; `param` names what.",
     401: "A valid API key is needed.",
     403: "The API key does not allow this.",
@@ -128,6 +129,8 @@ def _answer(said: Operation) -> dict[str, Any]:
 
 
 def _error(status: int, schema: Schema) -> dict[str, Any]:
+    if status == 304:
+        return {"description": MEANINGS[304], "headers": _HEADERS}
     return {
         "description": MEANINGS.get(status, "An error."),
         "content": {"application/json": {"schema": schema}},

@@ -22,6 +22,9 @@ from serve.http.fields import (
 )
 from serve.http.structured_fields import STRUCTURED_FIELDS, structured_output
 from serve.request import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_N,
@@ -34,9 +37,6 @@ from serve.request import (
 )
 
 MAX_TOKENS = (1 << 31) - 1
-MAX_ALLOWED_TOKEN_IDS = 1 << 18
-MAX_BAD_WORDS = 256
-MAX_BAD_WORD_CHARS = 256
 MAX_CLIENT_CHARS = 512
 MAX_METADATA = 16
 
@@ -66,7 +66,7 @@ SAMPLING_FIELDS: dict[str, FieldType] = {
     "cache_salt": String(128, min_chars=1, pattern="[A-Za-z0-9_-]+"),
     "priority": Integer(-PRIORITY_LIMIT, PRIORITY_LIMIT - 1),
     "allowed_token_ids": TokenIds(MAX_ALLOWED_TOKEN_IDS, min_items=1),
-    "bad_words": List(String(MAX_BAD_WORD_CHARS, min_chars=1), MAX_BAD_WORDS),
+    "bad_words": List(String(MAX_BAD_WORD_LENGTH, min_chars=1), MAX_BAD_WORDS),
     "prompt_logprobs": Integer(0, MAX_LOGPROBS),
 }
 STREAM_FIELDS: dict[str, FieldType] = {
@@ -86,7 +86,10 @@ CLIENT_FIELDS: dict[str, FieldType] = {
 # Accepted because clients send them and ignoring them harms nobody.
 IGNORED_FIELDS: dict[str, FieldType] = {
     "metadata": Map(
-        String(512, is_text=True), MAX_METADATA, key=".{0,64}", keys="of at most 64 characters"
+        String(512, is_text=True),
+        MAX_METADATA,
+        key=r"[\s\S]{0,64}",
+        keys="of at most 64 characters",
     ),
     "store": Boolean(),
     "service_tier": String(64),

@@ -122,8 +122,7 @@ class HttpServer:
     async def load(self) -> None:
         """Loads the model; then API calls are answered."""
         await self._engine.start()
-        gc.collect()
-        gc.freeze()
+        _freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         if self.app.state is ServerState.LOADING:
             self.app.state = ServerState.READY
@@ -209,6 +208,14 @@ async def _load_unless(server: HttpServer, stopping: asyncio.Event) -> bool:
         return False
     loading.result()
     return True
+
+
+def _freeze() -> None:
+    """Whoever looks for cycles need not pass through what is there by now. Once a process: cycles
+    that are frozen never go, and with them a server that has stopped."""
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
 
 
 def _check_parser() -> None:

@@ -25,6 +25,7 @@ _POSITIVE = (
     "write_timeout_s",
     "request_timeout_s",
 )
+_MAX_INT = (1 << 31) - 1  # the system's int; as seconds 68 years
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +122,9 @@ class HttpSettings:
             raise ConfigError(f"drain_s must be a number of seconds from 0 on, not {self.drain_s}")
         for name in _POSITIVE:
             value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise ConfigError(f"{name} must be positive, not {value}")
+            largest = math.inf if name == "max_bodies_bytes" else _MAX_INT
+            if not 0 < value <= largest or value == math.inf:
+                raise ConfigError(f"{name} must be positive, at most {largest:g}, not {value}")
         if self.body_min_rate < 0:
             raise ConfigError(f"body_min_rate must not be negative, not {self.body_min_rate}")
         _check_choice("unknown_fields", self.unknown_fields, UNKNOWN_FIELDS)

@@ -132,3 +132,12 @@ MESSAGE_BODIES = _packed(
         "metadata": {"user_id": "u"},
     },
 )
+TOKENIZE_BODIES = _packed(
+    {"model": "m", "prompt": "hi", "add_special_tokens": False, "return_token_strs": True},
+    {"model": "m", "messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": True},
+)
+DETOKENIZE_BODIES = _packed({"model": "m", "tokens": [5, 6]})
+EMBEDDING_BODIES = _packed(
+    {"model": "m", "input": "hi", "encoding_format": "base64"},
+    {"model": "m", "input": [[1, 2], [3]], "dimensions": 8, "user": "u"},
+)

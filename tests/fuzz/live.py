@@ -20,8 +20,11 @@ from tests.checkpoints import checkpoint
 from tests.fuzz.bodies import (
     CHAT_BODIES,
     COMPLETION_BODIES,
+    DETOKENIZE_BODIES,
+    EMBEDDING_BODIES,
     MESSAGE_BODIES,
     RESPONSE_BODIES,
+    TOKENIZE_BODIES,
 )
 from tests.fuzz.mutate import mutate
 
@@ -29,6 +32,9 @@ MODEL = "m"
 SEEDS: dict[str, tuple[bytes, ...]] = {
     "/v1/completions": COMPLETION_BODIES,
     "/v1/chat/completions": CHAT_BODIES,
+    "/v1/embeddings": EMBEDDING_BODIES,
+    "/tokenize": TOKENIZE_BODIES,
+    "/detokenize": DETOKENIZE_BODIES,
     "/v1/responses": RESPONSE_BODIES,
     "/v1/messages": MESSAGE_BODIES,
     "/v1/messages/count_tokens": MESSAGE_BODIES,

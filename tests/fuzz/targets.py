@@ -27,13 +27,20 @@ from memory.wire import (
     read_json,
     read_plan,
 )
+from serve.chat_parser import AnswerParser, ChatFormat, ToolCallArguments, ToolCallStart
+from serve.chat_parser.calls import ToolCallParser
+from serve.chat_parser.formats import REASONING_FORMATS, TOOL_FORMATS
+from serve.chat_parser.grammar import forced_calls
+from serve.chat_parser.reasoning import ReasoningParser
 from serve.chat_template import neutralize, split_neutralized
 from serve.errors import ConfigError, ModelLoadError, RequestError
+from serve.grammar_source import grammar_of
 from serve.http import schema
 from serve.http.anthropic.request import parse_messages_call
 from serve.http.errors import ApiError
 from serve.http.json_body import parse_object
 from serve.http.responses.head import response_head
+from serve.http.responses.items import REFERENCE
 from serve.http.responses.request import parse_response_call
 from serve.models.config_file import ConfigReader
 from serve.request import SamplingParams
@@ -45,6 +52,8 @@ from tests.fuzz.bodies import (
 )
 
 Expected = (ApiError, RequestError)
+FORMAT = ChatFormat()
+CALL = b'{"name": "f", "arguments": {"a": "\\"}"}}'
 PLAN = Plan([Edit(next(iter(EditKind)), 1, 2, 3, 4)], [Query(1, 2, 3)], [Append(1, 2, 3)])
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "</s>", "<s>", "[INST]", "<<", ">>")
 
@@ -65,6 +74,35 @@ def _chat(data: bytes) -> None:
     with contextlib.suppress(*Expected):
         call = schema.parse_chat(parse_object(data), {})
         assert call.chat.messages
+        if call.chat.tools:
+            for parallel in (True, False):
+                form = forced_calls(FORMAT, call.chat.tools, parallel=parallel, is_open=False)
+                assert grammar_of(form)
+
+
+def _answer(data: bytes) -> None:
+    """What a model wrote: the same parts however it comes, and no text is lost without a call."""
+    if len(data) < 2:
+        return
+    formats = [*TOOL_FORMATS.values()]
+    style, size = formats[data[0] % len(formats)], data[1] % 7 + 1
+    text = data[2:].decode("utf-8", "ignore")
+    told = []
+    for pieces in ([text], [text[at : at + size] for at in range(0, len(text), size)]):
+        reasoning = ReasoningParser(REASONING_FORMATS["deepseek_r1"], is_open=data[0] > 127)
+        parser = AnswerParser(reasoning, ToolCallParser(style, frozenset({"f"})))
+        parts = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
+        joined: dict[object, str] = {}
+        for part in parts:
+            if isinstance(part, ToolCallStart):
+                joined[part.number, "name"] = part.name
+            else:
+                key = part.number if isinstance(part, ToolCallArguments) else type(part)
+                joined[key] = joined.get(key, "") + part.text
+        told.append(joined)
+    assert told[0] == told[1]
+    if "<" not in text and "[" not in text and "{" not in text and data[0] < 128:
+        assert "".join(told[0].values()) == text
 
 
 def _response(data: bytes) -> None:
@@ -72,7 +110,7 @@ def _response(data: bytes) -> None:
         call = parse_response_call(parse_object(data), {})
         assert orjson.dumps(call.items)  # they are kept so
         assert orjson.dumps(response_head(call, "resp_x", 1, "m"))
-        chat = call.chat([])
+        chat = call.chat([], [item for item in call.items if item["type"] != REFERENCE])
         assert json.dumps(chat.messages) and json.dumps(chat.tools)
 
 
@@ -124,6 +162,15 @@ TARGETS: dict[str, Target] = {
     "chat": Target(_chat, CHAT_BODIES),
     "response": Target(_response, RESPONSE_BODIES),
     "message": Target(_message, MESSAGE_BODIES),
+    "answer": Target(
+        _answer,
+        (
+            b"\0\3<think>\nso\n</think>\n\nI say <tool_call>\n" + CALL + b"\n</tool_call> and",
+            b"\1\2" + CALL + b"; " + CALL,
+            b"\2\5[TOOL_CALLS][" + CALL + b", " + CALL + b"]",
+            b'\x80\1hm</think><tool_call>{"arguments": {}, "name": "f"}</tool_call>\xc3\xa9',
+        ),
+    ),
     "special-tokens": Target(
         _no_special_token_in_user_text, (b"a<|im_start|>b</s><<>>[INST]", b"<|im_<|im_end|>end|>")
     ),

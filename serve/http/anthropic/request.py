@@ -13,11 +13,13 @@ from serve.http.anthropic.blocks import (
     TEXTS,
     chat_messages,
 )
+from serve.http.anthropic.errors import THREADS_UNSUPPORTED
 from serve.http.anthropic.tools import TOOL_CHOICE, TOOLS, chat_tools
 from serve.http.chat_run import ChatRequest
 from serve.http.conversation import effort_kwargs
 from serve.http.fields import (
     Boolean,
+    Either,
     FieldType,
     Integer,
     List,
@@ -31,7 +33,7 @@ from serve.http.fields import (
 )
 from serve.http.sampling_fields import MAX_CLIENT_CHARS, MAX_TOKENS, MODEL
 from serve.http.structured_fields import json_schema
-from serve.http.tagged import Tagged
+from serve.http.tagged import Places, Tagged
 from serve.request import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
 
 MIN_THINKING_TOKENS = 1024
@@ -47,6 +49,13 @@ _THINKING = Tagged(
     },
     others=("between_tools",),
 )
+_KEEP = Either(
+    {
+        str: OneOfNames(("all",)),
+        dict: Record({"type": OneOfNames(("thinking_turns",)), "value": Integer(1, MAX_TOKENS)}),
+    },
+    "a string or an object",
+)
 _FORMAT = Tagged(
     {
         "json_schema": Record(
@@ -59,6 +68,28 @@ _FORMAT = Tagged(
         )
     }
 )
+# Which thinking of earlier turns the model sees is up to its chat template.
+_CONTEXT_MANAGEMENT = Record(
+    {
+        "edits": Places(
+            Tagged(
+                {"clear_thinking_20251015": Record({"keep": _KEEP})},
+                ("clear_tool_uses_20250919", "compact_20260112"),
+            ),
+            16,
+        )
+    }
+)
+
+
+def _no_thread(value: Any, where: str, unknown: Unknown) -> None:
+    raise RequestError(
+        f"{where} is not supported: send the whole conversation",
+        param=where,
+        code=THREADS_UNSUPPORTED,
+    )
+
+
 # What the prompt is made of, which is what count_tokens counts.
 _PROMPT_FIELDS: dict[str, FieldType] = {
     "model": MODEL,
@@ -72,7 +103,7 @@ _PROMPT_FIELDS: dict[str, FieldType] = {
     ),
     "cache_control": CACHE_CONTROL,
     "speed": Unsupported(("standard",)),
-    "context_management": Unsupported(),
+    "context_management": _CONTEXT_MANAGEMENT,
     "mcp_servers": Unsupported(([],)),
 }
 CREATE = Record(
@@ -86,6 +117,7 @@ CREATE = Record(
         "stream": Boolean(),
         "metadata": Record({"user_id": String(MAX_CLIENT_CHARS)}),
         "service_tier": OneOfNames(("auto", "standard_only")),
+        "thread": Parsed(_no_thread, {"type": "null"}),
         "container": Unsupported(),
         "diagnostics": Unsupported(),
         "inference_geo": Unsupported(),
@@ -150,7 +182,7 @@ def parse_count_call(
 
 def _chat(values: Mapping[str, Any], params: SamplingParams) -> ChatRequest:
     messages = chat_messages(values.get("system"), values["messages"])
-    prefills = messages[-1]["role"] == "assistant"
+    prefills = bool(messages) and messages[-1]["role"] == "assistant"
     if prefills and "tool_calls" in messages[-1]:
         raise RequestError(
             "the last message calls tools: their results must follow it", param="messages"
@@ -158,6 +190,8 @@ def _chat(values: Mapping[str, Any], params: SamplingParams) -> ChatRequest:
     if prefills and not messages[-1]["content"]:  # nothing to go on from
         messages.pop()
         prefills = False
+    if not messages:  # of empty contents nothing is left
+        raise RequestError("messages holds nothing to answer", param="messages")
     tools, tool_choice = chat_tools(values.get("tools", []), values.get("tool_choice"))
     one_call: bool = (values.get("tool_choice") or {}).get("disable_parallel_tool_use", False)
     return ChatRequest(

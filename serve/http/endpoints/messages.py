@@ -20,7 +20,12 @@ from serve.http.renamed import parameters_named
 from serve.request import SamplingParams
 
 # SamplingParams' and the engine's names, in this API's.
-NAMES = {"prompt": "messages", "stop": "stop_sequences", "default_max_tokens": "max_tokens"}
+NAMES = {
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "default_max_tokens": "max_tokens",
+    "structured": "output_config.format.schema",
+}
 
 
 def routes(context: ApiContext) -> list[Route]:
@@ -77,6 +82,6 @@ async def _answer(context: ApiContext, call: Call, asked: MessagesCall) -> web.S
             shows_thinking=asked.shows_thinking,
         )
         if asked.stream:
-            return await write_stream(run, writer, event_stream(context, call), call.request_id)
+            return await write_stream(run, writer, event_stream(context, call))
         await write_whole(run, writer)
         return json_response(writer.message(), call.request_id)

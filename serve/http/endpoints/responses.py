@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from aiohttp import web
@@ -19,14 +19,20 @@ from serve.http.errors import ApiError, json_response, quoted
 from serve.http.renamed import parameters_named
 from serve.http.responses import description
 from serve.http.responses.head import response_head
-from serve.http.responses.listing import item_list
+from serve.http.responses.items import REFERENCE
+from serve.http.responses.listing import item_list, named_items
 from serve.http.responses.request import ResponseCall, parse_count_call, parse_response_call
 from serve.http.responses.store import ResponseStore, StoredResponse
 from serve.http.responses.writer import ResponseWriter
 from serve.request import SamplingParams
 
 # SamplingParams' and the engine's names, in this API's.
-NAMES = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
+NAMES = {
+    "prompt": "input",
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "structured": "text.format.schema",
+}
 
 
 def routes(context: ApiContext) -> list[Route]:
@@ -60,6 +66,14 @@ def routes(context: ApiContext) -> list[Route]:
     ]
 
 
+class _Conversation(NamedTuple):
+    """before: lists of items as JSON, of what a request continues. items: its own."""
+
+    before: tuple[bytes, ...]
+    items: list[dict[str, Any]]
+    chat: ChatRequest
+
+
 class _Endpoints:
     def __init__(self, context: ApiContext) -> None:
         self._context = context
@@ -74,13 +88,13 @@ class _Endpoints:
         context.check_model(asked.model)
         context.check_ready()
         with parameters_named(NAMES):
-            before, chat = self._conversation(call, asked)
+            conversation = self._conversation(call, asked)
             with (
                 context.generating(),
-                ChatRun(call.engine, chat, call.request_id) as run,
+                ChatRun(call.engine, conversation.chat, call.request_id) as run,
             ):
                 await run.accepted()
-                return await self._answer(call, asked, run, before)
+                return await self._answer(call, asked, run, conversation)
 
     async def input_tokens(self, call: Call) -> web.Response:
         context = self._context
@@ -89,9 +103,9 @@ class _Endpoints:
         context.check_model(asked.model)
         context.check_ready()
         with parameters_named(NAMES):
-            _, chat = self._conversation(call, asked)
             # rendered, never scheduled
-            chat = replace(chat, params=SamplingParams(max_tokens=0))
+            none = SamplingParams(max_tokens=0)
+            chat = replace(self._conversation(call, asked).chat, params=none)
             with ChatRun(call.engine, chat, call.request_id) as run:
                 await run.accepted()
                 counts = {"object": "response.input_tokens", "input_tokens": run.prompt_tokens}
@@ -118,7 +132,7 @@ class _Endpoints:
         raise RequestError("a response that is not in the background cannot be cancelled")
 
     async def _answer(
-        self, call: Call, asked: ResponseCall, run: ChatRun, before: tuple[bytes, ...]
+        self, call: Call, asked: ResponseCall, run: ChatRun, conversation: _Conversation
     ) -> web.StreamResponse:
         engine = call.engine
         response_id = "resp_" + call.request_id.removeprefix("req_")
@@ -126,28 +140,25 @@ class _Endpoints:
 
         def keep(response: dict[str, Any]) -> None:
             if head["store"]:
-                named = [
-                    {"id": f"in_{response_id.removeprefix('resp_')}{position:02x}", **item}
-                    for position, item in enumerate(asked.items)
-                ]
-                history = (*before, orjson.dumps(named))
-                stored = StoredResponse(_owner(call), orjson.dumps(response), history)
+                own = orjson.dumps(named_items(conversation.items, response_id))
+                history = (*conversation.before, own)
+                item_ids = tuple(item["id"] for item in response["output"])
+                body = orjson.dumps(response)
+                stored = StoredResponse(_owner(call), body, history, item_ids)
                 self._store.put(response_id, stored)
 
         writer = ResponseWriter(run, head, engine.tokenizer, streams=asked.stream, on_end=keep)
         if asked.stream:
             events = event_stream(self._context, call)
-            return await write_stream(run, writer, events, call.request_id)
+            return await write_stream(run, writer, events)
         await write_whole(run, writer)
         return json_response(writer.response(), call.request_id)
 
-    def _conversation(
-        self, call: Call, asked: ResponseCall
-    ) -> tuple[tuple[bytes, ...], ChatRequest]:
-        """Lists of items as JSON, of what the request continues, and all of it."""
+    def _conversation(self, call: Call, asked: ResponseCall) -> _Conversation:
+        owner = _owner(call)
         before: tuple[bytes, ...] = ()
         if asked.previous_id is not None:
-            stored = self._store.get(asked.previous_id, _owner(call))
+            stored = self._store.get(asked.previous_id, owner)
             if stored is None:
                 raise RequestError(
                     f"previous_response_id {quoted(asked.previous_id)} is of no kept response",
@@ -155,7 +166,20 @@ class _Endpoints:
                     code="previous_response_not_found",
                 )
             before = stored.continued()
-        return before, asked.chat([item for items in before for item in orjson.loads(items)])
+        items = [
+            self._referred(item["id"], owner, f"input[{position}].id")
+            if item["type"] == REFERENCE
+            else item
+            for position, item in enumerate(asked.items)
+        ]
+        earlier = [item for listed in before for item in orjson.loads(listed)]
+        return _Conversation(before, items, asked.chat(earlier, items))
+
+    def _referred(self, item_id: str, owner: str, where: str) -> dict[str, Any]:
+        item = self._store.item(item_id, owner)
+        if item is None:
+            raise RequestError(f"{where} {quoted(item_id)} is of no kept item", param=where)
+        return item
 
     def _stored(self, call: Call) -> StoredResponse:
         self._context.check_ready()

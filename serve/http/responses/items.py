@@ -25,6 +25,7 @@ from serve.http.messages import MAX_MESSAGES, parse_arguments
 from serve.http.tagged import Places, Tagged
 from serve.http.turns import Turns
 
+REFERENCE = "item_reference"
 MAX_TEXT_CHARS = 8 << 20
 MAX_PARTS = 8192
 MAX_ID_CHARS = 128
@@ -101,6 +102,7 @@ _ITEMS: dict[str, Record] = {
         },
         required=("call_id", "output"),
     ),
+    REFERENCE: Record({"id": _ID}, required=("id",)),
     "reasoning": Record(
         {
             "id": _ID,
@@ -124,7 +126,6 @@ _OTHERS = (
     "custom_tool_call_output",
     "file_search_call",
     "image_generation_call",
-    "item_reference",
     "local_shell_call",
     "local_shell_call_output",
     "mcp_approval_request",
@@ -144,7 +145,7 @@ INPUT = Either({str: _TEXT, list: _ITEM_LIST}, "a string or a list of items")
 
 
 def input_items(value: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """value: checked. Items with what was left out, but their ids."""
+    """value: checked. Items with what was left out, but their ids; references stay."""
     items = (
         [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
     )
@@ -159,7 +160,7 @@ def _complete(item: dict[str, Any]) -> dict[str, Any]:
         if is_answer:
             part["annotations"] = []
         item = {**item, "content": [part]}
-    return {"status": "completed", **item}
+    return item if item["type"] == REFERENCE else {"status": "completed", **item}
 
 
 def chat_messages(

@@ -1,4 +1,4 @@
-"""Pages of a stored response's input items."""
+"""A stored response's input items: their ids, and pages of them."""
 
 from __future__ import annotations
 
@@ -33,6 +33,12 @@ def item_list(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str
         "last_id": page[-1]["id"] if page else None,
         "has_more": len(listed) > len(page),
     }
+
+
+def named_items(items: list[dict[str, Any]], response_id: str) -> list[dict[str, Any]]:
+    """An id for each that has none."""
+    name = response_id.removeprefix("resp_")
+    return [{"id": f"in_{name}{position:02x}", **item} for position, item in enumerate(items)]
 
 
 def _limit(text: str) -> int:

@@ -176,8 +176,9 @@ COUNT = Record({**_PROMPT_FIELDS, "personality": Unsupported()}, required=("mode
 
 @dataclass(frozen=True, slots=True)
 class ResponseCall:
-    """A checked body. values: its fields as checked. items: its input, complete. tools: as the
-    body has them. The messages are not known before the conversation that it continues."""
+    """A checked body. values: its fields as checked. items: its input, complete, perhaps with
+    references. functions, tool_choice: ChatRequest's. The messages are not known before the
+    conversation that it continues."""
 
     values: dict[str, Any]
     items: list[dict[str, Any]]
@@ -197,13 +198,14 @@ class ResponseCall:
     def previous_id(self) -> str | None:
         return self.values.get("previous_response_id")
 
-    def chat(self, before: list[dict[str, Any]]) -> ChatRequest:
-        """before: the items of the conversation that this one continues."""
+    def chat(self, before: list[dict[str, Any]], items: list[dict[str, Any]]) -> ChatRequest:
+        """before: the items of the conversation that this one continues. items: its own, without
+        references."""
         values = self.values
         instructions = values.get("instructions")
         effort = values.get("reasoning", {}).get("effort")
         return ChatRequest(
-            chat_messages(instructions, [*before, *self.items], first=len(before)),
+            chat_messages(instructions, [*before, *items], first=len(before)),
             self.params,
             tools=self.functions,
             tool_choice=self.tool_choice,

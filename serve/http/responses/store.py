@@ -9,28 +9,35 @@ from typing import Any
 import orjson
 
 ENTRY_BYTES = 1024  # beside the texts: ids, objects, the place in the table
+ITEM_BYTES = 256  # an id, and its place in a table
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
     """owner: who made it, and alone may see it. body: the response, as JSON. history: lists of
     items as JSON, in order: all that the model was given, without the instructions. Continued
-    conversations share the lists of their beginning."""
+    conversations share the lists of their beginning. item_ids: of the output."""
 
     owner: str
     body: bytes
     history: tuple[bytes, ...]
+    item_ids: tuple[str, ...] = ()
 
     @property
     def size_bytes(self) -> int:
-        return len(self.body) + sum(map(len, self.history)) + ENTRY_BYTES
+        items = ITEM_BYTES * len(self.item_ids)
+        return len(self.body) + sum(map(len, self.history)) + items + ENTRY_BYTES
+
+    def output(self) -> list[dict[str, Any]]:
+        items: list[dict[str, Any]] = orjson.loads(self.body)["output"]
+        return items
 
     def input_items(self) -> list[dict[str, Any]]:
         return [item for items in self.history for item in orjson.loads(items)]
 
     def continued(self) -> tuple[bytes, ...]:
         """What comes before the input of a response that follows this one."""
-        return (*self.history, orjson.dumps(orjson.loads(self.body)["output"]))
+        return (*self.history, orjson.dumps(self.output()))
 
 
 class ResponseStore:
@@ -40,6 +47,7 @@ class ResponseStore:
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._entries: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._responses: dict[str, str] = {}  # their ids, by the ids of their items
         self.size_bytes = 0
 
     def __len__(self) -> int:
@@ -50,10 +58,10 @@ class ResponseStore:
         if stored.size_bytes > self._max_bytes:
             return
         self._entries[response_id] = stored
+        self._responses.update(dict.fromkeys(stored.item_ids, response_id))
         self.size_bytes += stored.size_bytes
         while self.size_bytes > self._max_bytes or len(self._entries) > self._max_entries:
-            _, dropped = self._entries.popitem(last=False)
-            self.size_bytes -= dropped.size_bytes
+            self._drop(next(iter(self._entries)))
 
     def get(self, response_id: str, owner: str) -> StoredResponse | None:
         stored = self._entries.get(response_id)
@@ -62,10 +70,21 @@ class ResponseStore:
         self._entries.move_to_end(response_id)
         return stored
 
-    def delete(self, response_id: str, owner: str) -> bool:
-        stored = self.get(response_id, owner)
+    def item(self, item_id: str, owner: str) -> dict[str, Any] | None:
+        """One of a response's output."""
+        stored = self.get(self._responses.get(item_id, ""), owner)
         if stored is None:
+            return None
+        return next((item for item in stored.output() if item["id"] == item_id), None)
+
+    def delete(self, response_id: str, owner: str) -> bool:
+        if self.get(response_id, owner) is None:
             return False
-        del self._entries[response_id]
-        self.size_bytes -= stored.size_bytes
+        self._drop(response_id)
         return True
+
+    def _drop(self, response_id: str) -> None:
+        stored = self._entries.pop(response_id)
+        self.size_bytes -= stored.size_bytes
+        for item_id in stored.item_ids:
+            del self._responses[item_id]
