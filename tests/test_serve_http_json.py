@@ -93,8 +93,8 @@ def test_many_small_objects_take_linear_time() -> None:
     ("body", "told"),
     [
         (b'{"a":[' + b"1," * 1_000_001 + b"1]}", "more than 1000000 values"),
-        (b'{"a":[' + b"{}," * 65_536 + b"{}]}", "more than 65536 objects and lists"),
-        (b"[" * 100_000, "more than 65536 objects and lists"),
+        (b'{"a":[' + b"{}," * 131_072 + b"{}]}", "more than 131072 objects and lists"),
+        (b"[" * 140_000, "more than 131072 objects and lists"),
         (b'{"a":"' + b'\\"' * 100_000 + b"[" * 100_000, "valid JSON"),  # a string without an end
     ],
 )
