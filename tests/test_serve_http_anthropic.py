@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import anthropic
@@ -14,6 +16,7 @@ from scripted_chat import CACHED_TOKENS, PROMPT_TOKENS, script_answers
 from serve import Engine
 from serve.chat_parser import choose_format
 from serve.errors import GenerationError
+from serve.http import HttpSettings
 from serve.http.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallStart
 
 TEXT = "naïve\n\nevent: 👍🏽 done"
@@ -217,6 +220,28 @@ def test_what_a_model_writes_is_read() -> None:
     assert engine.chats[-1]["tools"][0]["function"]["name"] == "weather"
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_clients_own_loop_over_tools(stream: bool) -> None:
+    """It tries a conversation that the server keeps, and goes on without."""
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
+    engine = FakeEngine(reply=call, model_name="m")
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """The weather of a city."""
+        engine.reply = f"It rains in {city}."
+        return "rain"
+
+    with ServerThread(engine) as server, client_of(server) as client:
+        runner: Any = client.beta.messages.tool_runner(
+            model="m", max_tokens=200, messages=USER, tools=[weather], stream=stream
+        )
+        assert runner.until_done().content[0].text == "It rains in Ulm."
+    messages = engine.submitted[-1][0]
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
+    assert messages[2]["content"] == "rain"
+
+
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
@@ -361,6 +386,44 @@ def test_a_full_queue_is_overloaded() -> None:
         client.messages.create(model="m", max_tokens=9, messages=USER)
     assert caught.value.type == "overloaded_error"
     assert caught.value.response.headers["retry-after"] in ("2", "3")
+
+
+def test_keys_and_their_limits(tmp_path: Path) -> None:
+    good, path = "k" * 20, tmp_path / "keys.json"
+    keys = [{"name": "alice", "key": good, "requests_per_minute": 2, "max_tokens": 500}]
+    path.write_text(json.dumps({"keys": keys}))
+    path.chmod(0o600)
+    options: Any = {"model": "m", "max_tokens": 99, "messages": USER}
+    settings = HttpSettings(port=0, api_key_file=str(path))
+    with ServerThread(FakeEngine(model_name="m"), settings) as server:
+        with client_of(server) as client, pytest.raises(anthropic.AuthenticationError) as denied:
+            client.messages.create(**options)
+        assert denied.value.type == "authentication_error"
+        assert denied.value.request_id is not None
+        with client_of(server).with_options(api_key=good) as client:
+            with pytest.raises(anthropic.BadRequestError, match="max_tokens is above 500"):
+                client.messages.create(**{**options, "max_tokens": 501})
+            assert client.messages.create(**options).stop_reason == "end_turn"
+            with pytest.raises(anthropic.RateLimitError) as limited:
+                client.messages.create(**options)
+    assert limited.value.type == "rate_limit_error"
+    assert int(limited.value.response.headers["retry-after"]) >= 1
+
+
+def test_the_time_is_over() -> None:
+    engine = FakeEngine(model_name="m", step_s=0.02, repeat=100)
+    options: Any = {"model": "m", "max_tokens": 999, "messages": USER}
+    options["extra_headers"] = {"X-Request-Timeout": "0.2"}
+    with ServerThread(engine) as server, client_of(server) as client:
+        with pytest.raises(anthropic.APIStatusError) as late:
+            client.messages.create(**options)
+        assert (late.value.status_code, late.value.type) == (504, "timeout_error")
+        with (
+            pytest.raises(anthropic.APIStatusError) as broken,
+            client.messages.stream(**options) as stream,
+        ):
+            stream.until_done()
+        assert (broken.value.status_code, broken.value.type) == (200, "timeout_error")
 
 
 @pytest.mark.parametrize("is_early", [True, False])

@@ -150,7 +150,7 @@ class _Endpoints:
         writer = ResponseWriter(run, head, engine.tokenizer, streams=asked.stream, on_end=keep)
         if asked.stream:
             events = event_stream(self._context, call)
-            return await write_stream(run, writer, events, call.request_id)
+            return await write_stream(run, writer, events)
         await write_whole(run, writer)
         return json_response(writer.response(), call.request_id)
 
