@@ -44,6 +44,14 @@ def bits_of(token_ids: Iterable[int], vocab_size: int) -> Bits:
     return bits
 
 
+def all_bits(vocab_size: int) -> Bits:
+    """[words] with the bits of the vocabulary set, and none beyond."""
+    bits = np.full(num_words(vocab_size), 0xFFFFFFFF, dtype=np.uint32)
+    if vocab_size % 32:
+        bits[-1] = (1 << vocab_size % 32) - 1
+    return bits
+
+
 class Matcher:
     """A grammar's matcher that follows a sequence's output.
 
@@ -168,7 +176,7 @@ class SequenceMask:
         self._stops = bits_of(stop_ids, vocab_size)
         self._ends = bits_of(stop_ids | eos_ids, vocab_size)
         self._min_output = min_output
-        self._whole = bits_of(range(vocab_size), vocab_size)
+        self._whole = all_bits(vocab_size)
         self._allowed = self._whole if allowed is None else allowed
         # one more than there are logits: a matcher may have an end that no token stands for
         self._buffer = np.zeros(num_words(vocab_size + 1), dtype=np.uint32)

@@ -15,7 +15,7 @@ from serve.grammar import GrammarCompiler
 from serve.request import FinishReason
 from serve.sequence import PENDING_TOKEN
 from serve.structured_output import StructuredOutput
-from serve.token_mask import NOTHING_ALLOWED, BadWords, Matcher, SequenceMask, bits_of
+from serve.token_mask import NOTHING_ALLOWED, BadWords, Matcher, SequenceMask, all_bits, bits_of
 from serve.tokenizer import Tokenizer
 
 PROMPT = [1, 2, 3]
@@ -52,6 +52,7 @@ def grammar_mask(compiler, tokenizer, kind, source, **kwargs):
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 100])
 def test_bits(size):
     ids = [i for i in (0, 5, 31, 32, 99) if i < size]
+    assert all_bits(size).tolist() == bits_of(range(size), size).tolist()
     mask = SequenceMask(size, num_prompt=3, allowed=bits_of([*ids, size, 10**6], size))
     assert allowed(mask, []) == ids
     assert allowed(mask, [5, 5]) == ids
