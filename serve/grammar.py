@@ -38,7 +38,7 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = sorted(token for token in eos_token_ids if token < vocab_size)
-        self._cache = GrammarCache()
+        self.cache = GrammarCache()
         self._making = threading.Lock()  # one at a time: several would only wait for the child
         self._ll_tokenizer: LLTokenizer | None = None
         self._worker = BoundedWorker(
@@ -51,15 +51,16 @@ class GrammarCompiler:
 
     def knows(self, structured: StructuredOutput) -> bool:
         """Whether compile() answers at once."""
-        return self._cache.get(structured) is not None
+        return self.cache.get(structured) is not None
 
     def compile(self, structured: StructuredOutput) -> LLMatcher:
         """A matcher at the beginning of the text, the caller's own. RequestError, code
         "invalid_schema"."""
-        found = self._cache.get(structured)
+        found = self.cache.get(structured)
+        self.cache.count(is_hit=found is not None)
         if found is None:
             with self._making:
-                found = self._cache.get(structured) or self._make(structured)
+                found = self.cache.get(structured) or self._make(structured)
         if isinstance(found, str):
             raise invalid(found)
         return found.deep_copy()
@@ -91,7 +92,7 @@ class GrammarCompiler:
         else:
             problem = f"cannot be used: {problem}" if problem else None
         found: LLMatcher | str = problem or self._matcher(grammar)
-        self._cache.put(structured, found)
+        self.cache.put(structured, found)
         return found
 
     def _matcher(self, grammar: str) -> LLMatcher | str:
@@ -136,6 +137,7 @@ class GrammarCache:
         self._lock = threading.Lock()
         self._entries: OrderedDict[bytes, tuple[LLMatcher | str, int]] = OrderedDict()
         self.num_bytes = 0
+        self.num_hits = self.num_misses = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -148,6 +150,12 @@ class GrammarCache:
                 return None
             self._entries.move_to_end(key)
             return entry[0]
+
+    def count(self, *, is_hit: bool) -> None:
+        """A request asked for one, and it was there, or has to be made."""
+        with self._lock:
+            self.num_hits += is_hit
+            self.num_misses += not is_hit
 
     def put(self, structured: StructuredOutput, found: LLMatcher | str) -> None:
         size = len(found) if isinstance(found, str) else _BYTES_PER_CHAR * len(structured.source)

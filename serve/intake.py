@@ -63,7 +63,7 @@ class Intake:
         self._limits = limits
         self._prefixes = prefixes
         self._rejection = rejection
-        self._masks = MaskMaker(tokenizer, limits.vocab_size, eos_token_ids)
+        self.masks = MaskMaker(tokenizer, limits.vocab_size, eos_token_ids)
         self._seed = seed
         self._counter = itertools.count()
 
@@ -86,14 +86,6 @@ class Intake:
             params = replace(params, seed=(self._seed + number * _SEED_STEP) & _SEED_MASK)
         name = request_id or f"req-{number}"
         return RequestState(name, text, params, sink, now_s, client, pooling)
-
-    def is_slow(self, state: RequestState) -> bool:
-        """Whether taking it in means to compile something."""
-        return self._masks.is_slow(state.params)
-
-    def close(self) -> None:
-        """Ends the child that compiles."""
-        self._masks.close()
 
     def take_in(self, state: RequestState, prompt: Prompt | Encode) -> tuple[Request, Arrival]:
         """MergestepError: what is wrong with it, or OverloadedError: it would come too late."""
@@ -123,7 +115,7 @@ class Intake:
         )
 
     def _arrival(self, request: Request) -> Arrival:
-        masks = self._masks.make(request) if request.prompt_token_ids else None
+        masks = self.masks.make(request) if request.prompt_token_ids else None
         keys = self._prefixes.page_keys(request)
         num_rows = self._prefixes.num_missing_rows(request, keys)
         seconds = 0.0 if self._rejection is None else self._rejection.admit(request, num_rows)

@@ -11,7 +11,7 @@ from serve.token_mask import BadWords, Matcher, SequenceMask, bits_of
 from serve.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from serve.grammar import GrammarCompiler
+    from serve.grammar import GrammarCache, GrammarCompiler
 
 
 class MaskMaker:
@@ -42,6 +42,11 @@ class MaskMaker:
 
                 self._compiler = GrammarCompiler(self._tokenizer, self._vocab_size, self._eos_ids)
             return self._compiler
+
+    @property
+    def grammars(self) -> GrammarCache | None:
+        """None: nobody has asked for one yet."""
+        return None if self._compiler is None else self._compiler.cache
 
     def make(self, request: Request) -> list[SequenceMask] | None:
         """One for each of its n sequences; None if all tokens may come. RequestError."""
