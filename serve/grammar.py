@@ -65,6 +65,13 @@ class GrammarCompiler:
             raise invalid(found)
         return found.deep_copy()
 
+    def renewed(self, structured: StructuredOutput) -> LLMatcher:
+        """Of a grammar that has been compiled: one that shares nothing with those before, and
+        nor will those that come."""
+        self._cache.drop(structured)
+        assert self._ll_tokenizer is not None
+        return make_matcher(self._ll_tokenizer, grammar_of(structured))
+
     def close(self) -> None:
         """Ends the child. Idempotent."""
         self._worker.close()
@@ -160,6 +167,11 @@ class GrammarCache:
             self._entries[key] = found, size
             while len(self._entries) > self._max_entries or self.num_bytes > self._max_bytes:
                 self.num_bytes -= self._entries.popitem(last=False)[1][1]
+
+    def drop(self, structured: StructuredOutput) -> None:
+        with self._lock:
+            entry = self._entries.pop(_key(structured), None)
+            self.num_bytes -= entry[1] if entry else 0
 
 
 def _key(structured: StructuredOutput) -> bytes:
