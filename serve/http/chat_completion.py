@@ -47,7 +47,8 @@ class _Choice:
                     self.calls[number][1].append(text)
         self.token_ids += delta.token_ids
         if delta.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + delta.logprobs
+            self.logprobs = self.logprobs or []
+            self.logprobs += delta.logprobs
         if step.finish_reason is not None:
             self.finish_reason, self.stop_reason = step.finish_reason, delta.stop_reason
 

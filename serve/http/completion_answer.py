@@ -60,7 +60,8 @@ class _Candidate:
         self.texts.append(delta.text)
         self.token_ids += delta.token_ids
         if delta.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + delta.logprobs
+            self.logprobs = self.logprobs or []
+            self.logprobs += delta.logprobs
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason.value
