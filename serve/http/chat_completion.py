@@ -117,7 +117,7 @@ class WholeChat:
             "created": head.created,
             "model": head.model,
             "system_fingerprint": head.fingerprint,
-            "choices": [self._choice(index) for index in range(len(self._choices))],
+            "choices": await asyncio.to_thread(self._told) if self._is_long else self._told(),
             "usage": _usage(self._run, sum(len(item.token_ids) for item in self._choices)),
         }
         if asked.return_token_ids:
@@ -132,6 +132,16 @@ class WholeChat:
             else:
                 body["prompt_logprobs"] = shapes.prompt_logprobs(*described)
         return body
+
+    @property
+    def _is_long(self) -> bool:
+        """Its log-probabilities would keep the event loop."""
+        num_top = self._asked.params.logprobs
+        num_tokens = sum(len(item.logprobs or ()) for item in self._choices)
+        return num_top is not None and num_tokens * (1 + num_top) > INLINE_LOGPROBS
+
+    def _told(self) -> list[dict[str, Any]]:
+        return [self._choice(index) for index in range(len(self._choices))]
 
     def _choice(self, index: int) -> dict[str, Any]:
         item = self._choices[index]

@@ -155,7 +155,9 @@ async def whole_answer(
         return made
 
     scores = asked.params.prompt_logprobs is not None
-    is_long = scores and generation.prompt_tokens > INLINE_LOGPROBS
+    num_described = sum(len(output.logprobs or ()) for output in outputs)
+    num_described += generation.prompt_tokens if scores else 0
+    is_long = num_described > INLINE_LOGPROBS
     return {
         "id": head.answer_id,
         "object": head.kind.object_name,
