@@ -68,7 +68,7 @@ class GrammarCompiler:
     def renewed(self, structured: StructuredOutput) -> LLMatcher:
         """Of a grammar that has been compiled: one that shares nothing with those before, and
         nor will those that come."""
-        self._cache.drop(structured)
+        self.cache.drop(structured)
         assert self._ll_tokenizer is not None
         return make_matcher(self._ll_tokenizer, grammar_of(structured))
 

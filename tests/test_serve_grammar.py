@@ -259,7 +259,7 @@ def test_many_schemas_do_not_fill_the_memory(compiler):
     compile_some(1000)
     compile_some(2000)
     assert resident() - before < 16 << 20
-    assert len(compiler._cache) <= grammar_module.MAX_GRAMMARS
+    assert len(compiler.cache) <= grammar_module.MAX_GRAMMARS
 
 
 def test_a_tokenizer_without_bytes(monkeypatch):
