@@ -56,14 +56,14 @@ class Intake:
         limits: RequestLimits,
         prefixes: PrefixUse,
         rejection: EarlyRejection | None,
-        masks: MaskMaker,
+        eos_token_ids: frozenset[int],
         seed: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
         self._prefixes = prefixes
         self._rejection = rejection
-        self.masks = masks
+        self.masks = MaskMaker(tokenizer, limits.vocab_size, eos_token_ids)
         self._seed = seed
         self._counter = itertools.count()
 

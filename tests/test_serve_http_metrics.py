@@ -180,6 +180,20 @@ def test_refusals_and_aborts_are_counted() -> None:
     with_server(check)
 
 
+def test_grammars_are_compiled_once() -> None:
+    async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
+        for words in (["fox", "owl"], ["fox", "owl"], ["bee"], ["fox", "owl"]):
+            answer = await complete(session, guided_choice=words, ignore_eos=False, max_tokens=50)
+            assert answer["choices"][0]["text"] in words
+        seen = await figures(session)
+        assert seen["mergestep:structured_output_requests_total", "miss"] == 2
+        assert seen["mergestep:structured_output_requests_total", "hit"] == 2
+        assert seen["mergestep:structured_output_cached_grammars",] == 2
+        assert seen["mergestep:structured_output_cache_bytes",] > 1000
+
+    with_server(check)
+
+
 def test_vllm_names_can_be_left_out() -> None:
     async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
         text = await text_of(session)
