@@ -32,7 +32,7 @@ from serve.http.settings import HttpSettings
 logger = logging.getLogger(__name__)
 
 LINGER_S = 1.0
-SPARE = 16
+SPARE, SPARE_S = 16, 1.0
 PIECE_BYTES = 16 << 10  # parsed at once
 CHUNK_OVERHEAD, SLOW_OVERHEAD = 8, 3
 CHUNK_PADDING_BYTES = 8 << 10
@@ -131,9 +131,10 @@ class Connection(web.RequestHandler):
                 self.force_close()
                 return
         loop = asyncio.get_running_loop()
-        self._head_timer = loop.call_later(
-            server.settings.first_request_timeout_s, self._head_is_late
-        )
+        timeout_s = server.settings.first_request_timeout_s
+        if self.refusal is not None:
+            timeout_s = min(timeout_s, SPARE_S)  # the next one may be a health check
+        self._head_timer = loop.call_later(timeout_s, self._head_is_late)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._end_head()
