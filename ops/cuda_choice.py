@@ -80,9 +80,11 @@ def _edits(biases: Mapping[int, float], forbidden: Collection[int]) -> Edits:
 
 class Row(NamedTuple):
     """One row of a step. token_ids: of its sequence, prompt first; where the last one is negative,
-    only the device knows it, as last_tokens[slot]. is_held: forbid the forbidden."""
+    only the device knows it, as last_tokens[slot]. is_held: forbid the forbidden. mask: words with
+    a bit for each token that may come, read when the plan is uploaded; None: all may."""
 
     choice: DeviceChoice
     slot: int
     token_ids: Sequence[int]
     is_held: bool = False
+    mask: npt.NDArray[np.uint32] | None = None

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ops import triton_draw, triton_logprobs, triton_sampling
+from ops import triton_draw, triton_logprobs, triton_mask, triton_sampling
 from ops.cuda_choice import (
     FIELDS,
     MAX_EDITS,
@@ -95,6 +95,7 @@ class DeviceSampler:
         self._edit_values = self._zeros(max_rows * MAX_EDITS, dtype=torch.float32)
         self.token_counts = self._zeros(1, 1)
         self.has_counts = False
+        self._masks: tuple[Tensor, Tensor] | None = None  # of this step: rows, words
         num_chunks = -(-vocab_size // self.config.chunk)
         self._maxima = self._zeros(max_rows, num_chunks, dtype=torch.float32)
         self._indices = self._zeros(max_rows, num_chunks)
@@ -211,6 +212,17 @@ class DeviceSampler:
             self._edit_tokens[:size].copy_(plan.edits[0], non_blocking=True)
             self._edit_values[:size].view(torch.int32).copy_(plan.edits[1], non_blocking=True)
         self.records.copy_(plan.records, non_blocking=True)
+        masks = {i: row.mask for i, row in enumerate(plan.rows) if row.mask is not None}
+        self._masks = self._upload_masks(masks) if masks else None
+
+    def _upload_masks(self, masks: dict[int, npt.NDArray[np.uint32]]) -> tuple[Tensor, Tensor]:
+        num_words = (self.vocab_size + 31) // 32
+        rows = self._host(len(masks), torch.int32)
+        rows.numpy()[:] = list(masks)
+        words = self._host(len(masks) * num_words, torch.int32).view(len(masks), num_words)
+        words.numpy()[:] = np.stack(list(masks.values())).view(np.int32)
+        copies = [each.to(self.device, non_blocking=True) for each in (rows, words)]
+        return copies[0], copies[1]
 
     def run(self, logits: Tensor, kind: Kind) -> Tensor:
         """logits: [R, V] fp32, adjusted in place -> tokens [R] int32, also in last_tokens.
@@ -221,6 +233,8 @@ class DeviceSampler:
         assert logits.shape[1] == self.vocab_size and logits.stride(1) == 1, f"{logits.shape}"
         assert logits.dtype == torch.float32 and rows <= self.max_rows, f"{logits.dtype} {rows}"
         raw = logits.clone() if kind is Kind.DESCRIBED else None
+        if self._masks is not None:  # no adjustment of minus infinity changes it
+            triton_mask.apply_masks(logits, *self._masks, self.config)
         if kind is Kind.GREEDY:
             self._best(logits)
         else:
@@ -228,6 +242,11 @@ class DeviceSampler:
         if raw is not None:
             self._describe(raw)
         return self.tokens[:rows]
+
+    def warm_up_masks(self, logits: Tensor) -> None:
+        """So that no kernel is compiled for the first step with a mask. logits: [1, V]."""
+        row, words = self._zeros(1), self._zeros(1, (self.vocab_size + 31) // 32)
+        triton_mask.apply_masks(logits, row, words, self.config)
 
     def _shared(self, logits: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
         """(grid over all chunks of all rows, arguments that most kernels take)."""

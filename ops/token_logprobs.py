@@ -61,7 +61,8 @@ def describe_with_torch(
 ) -> Scores:
     """describe() for any device and element type."""
     logits = logits.float()
-    given = torch.from_numpy(tokens.astype(np.int64)).to(logits.device)[:, None]
+    # a copy that need not be waited for: CUDA reads pageable memory before it returns
+    given = torch.from_numpy(tokens.astype(np.int64)).to(logits.device, non_blocking=True)[:, None]
     total = logits.logsumexp(-1, keepdim=True)
     chosen = logits.gather(1, given)
     ranks = (logits > chosen).sum(-1) + 1

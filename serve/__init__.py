@@ -15,25 +15,24 @@ if TYPE_CHECKING:
     from serve.llm import LLM
     from serve.prompt_outputs import PoolingParams
     from serve.request import (
-        CompletionOutput,
         FinishReason,
-        RequestOutput,
         SamplingParams,
         TokenDelta,
     )
+    from serve.request_output import CompletionOutput, RequestOutput
     from serve.request_stream import RequestStream
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "LLM": "serve.llm",
-    "CompletionOutput": "serve.request",
+    "CompletionOutput": "serve.request_output",
     "EmbeddingOutput": "serve.embedding",
     "Engine": "serve.engine",
     "EngineConfig": "serve.config",
     "FinishReason": "serve.request",
     "PoolingParams": "serve.prompt_outputs",
-    "RequestOutput": "serve.request",
+    "RequestOutput": "serve.request_output",
     "RequestStream": "serve.request_stream",
     "SamplingParams": "serve.request",
     "TokenDelta": "serve.request",

@@ -13,7 +13,7 @@ import queue
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 
 from memory.node_set import NodeSet
 from memory.split_kv import Books
@@ -24,13 +24,13 @@ from serve.detokenizer import DetokenizerFactory
 from serve.errors import EngineStoppedError, GenerationError
 from serve.heartbeat import Heartbeat
 from serve.intake import Arrival, Encode, Intake
-from serve.mask_maker import MaskMaker
-from serve.meters import PoolMeter, RequestMeter
+from serve.meters import RequestMeter
 from serve.output import OutputProcessor, OutputState, Sink, StepRecord
 from serve.output_thread import OutputThread
 from serve.overload import EarlyRejection
 from serve.pipeline import make_steps
 from serve.prompt_outputs import PoolingParams
+from serve.prompt_pool import PromptPool
 from serve.recovery import MemoryRecovery
 from serve.request import FinishReason, Prompt, Request, SamplingParams
 from serve.runner import Runner
@@ -38,7 +38,6 @@ from serve.scheduler import Scheduler
 from serve.sequence import Sequence, SequenceStatus, make_sequences
 from serve.state import RequestState
 from serve.stats import EngineStats, engine_stats
-from serve.step_trace import StepTrace
 from serve.tokenizer import Tokenizer
 from serve.unfinished import Unfinished
 
@@ -84,13 +83,14 @@ class EngineCore:
         slo_s = limits.ttft_slo_s
         self._rejection = None if slo_s is None else EarlyRejection(scheduler, slo_s)
         self._recovery = None if nodes is None else self._make_recovery(nodes)
-        masks = MaskMaker(tokenizer, limits.vocab_size, eos_token_ids)
-        self._intake = Intake(tokenizer, limits, scheduler.prefixes, self._rejection, masks, seed)
+        self._intake = Intake(
+            tokenizer, limits, scheduler.prefixes, self._rejection, self._eos, seed
+        )
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._unfinished = Unfinished(limits)
         self._loop_job: Future[None] | None = None
         self._failure: BaseException | None = None
-        meter, self._tokenize_meter = RequestMeter(), PoolMeter()
+        meter = RequestMeter()
         self._output = make_output(
             OutputProcessor(lambda s, why: self._inbox.put(lambda: self._end(s, why)), meter)
         )
@@ -104,12 +104,16 @@ class EngineCore:
             lost=None if self._recovery is None else self._recovery.lost,
             clock=clock,
         )
-        self._tokenize = tokenize or ThreadPoolExecutor(tokenize_threads, "mergestep-tokenize")
-        # Grammars that have to be compiled wait for each other, and nobody else for them.
-        self._compile = tokenize or ThreadPoolExecutor(1, "mergestep-compile")
+        self._prompts = PromptPool(tokenize_threads, tokenize)
         self._compute = compute
         self.view = CoreView(
-            scheduler, self._steps, meter, self._tokenize_meter, self._inbox.qsize, self._output
+            scheduler,
+            self._steps,
+            meter,
+            self._prompts.meter,
+            self._inbox.qsize,
+            self._output,
+            self._intake.masks,
         )
 
     def _make_recovery(self, nodes: NodeSet) -> MemoryRecovery:
@@ -177,10 +181,6 @@ class EngineCore:
             clock=self._clock,
         )
 
-    def trace_steps(self, max_steps: int) -> StepTrace:
-        """From now on, the last max_steps of them; replaces an earlier trace. 0: no more."""
-        return self._steps.traces.measure(max_steps)
-
     def stop_accepting(self) -> None:
         self._unfinished.close()
 
@@ -189,9 +189,7 @@ class EngineCore:
         self.stop_accepting()
         for state in self._unfinished.states():
             self.abort(state)
-        # quick: what is aborted is neither tokenized nor compiled
-        self._tokenize.shutdown(wait=True)
-        self._compile.shutdown(wait=True)
+        self._prompts.shutdown()  # quick: what is aborted is neither tokenized nor compiled
         self._intake.masks.close()
         if self._loop_job is not None:
             self._inbox.put(None)
@@ -227,15 +225,13 @@ class EngineCore:
         state.tell(lambda: state.sink.fail(error))
 
     def _queue(self, state: RequestState, prompt: Prompt | Encode) -> None:
-        self._tokenize_meter.queued()
-        pool = self._compile if self._intake.masks.is_slow(state.params) else self._tokenize
-        pool.submit(self._prepare, state, prompt)
+        compiles = self._intake.masks.is_slow(state.params)
+        self._prompts.submit(lambda: self._prepare(state, prompt), compiles=compiles)
 
     def _prepare(self, state: RequestState, prompt: Prompt | Encode) -> None:
         """Pool 1's work: hand a request over to the loop, or tell the sink what is wrong."""
         try:
-            with self._tokenize_meter.working():
-                request, arrival = self._intake.take_in(state, prompt)
+            request, arrival = self._intake.take_in(state, prompt)
         except Exception as error:
             self._refuse(state, error)
         else:

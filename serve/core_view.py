@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+from serve.mask_maker import MaskMaker
 from serve.meters import PoolMeter, RequestMeter
 from serve.output_thread import OutputThread
 from serve.scheduler import Scheduler
 from serve.sequence import Sequence
 from serve.steps import Steps
+
+if TYPE_CHECKING:
+    from serve.grammar import GrammarCache
 
 
 class CoreView:
@@ -22,6 +27,7 @@ class CoreView:
         tokenize: PoolMeter,
         num_messages: Callable[[], int],
         output: OutputThread,
+        masks: MaskMaker,
     ) -> None:
         self.requests = requests
         self.steps = steps.counts
@@ -30,10 +36,16 @@ class CoreView:
         self._tokenize = tokenize
         self._num_messages = num_messages
         self._output = output
+        self._masks = masks
 
     def sequences(self) -> list[Sequence]:
         """Those that run."""
         return list(self._scheduler.running)
+
+    @property
+    def grammars(self) -> GrammarCache | None:
+        """Of structured output; None before the first request that asks for it."""
+        return self._masks.grammars
 
     def pools(self) -> dict[str, tuple[int, float]]:
         """What waits for each pool, and for how many seconds it has worked. Tokenizing and

@@ -26,6 +26,7 @@ from ops.cuda_attention import Prompt
 from ops.cuda_sampling import DeviceSampler, Fetched, Kind, Plan
 from serve.cuda_shapes import StepShape, StepShapes
 from serve.device_sampler import rows_of, sampled
+from serve.mask_filling import FillingMasks, MaskFiller, has_masks
 from serve.models import Decoder
 from serve.plan import StepPlan
 from serve.prompt_rows import Reading, Wanted, wanted_rows
@@ -110,6 +111,7 @@ class CudaRunner:
         self._graphs: dict[StepShape, Work] = {}
         self._flying: deque[_Step] = deque(maxlen=_NUM_SLOTS)
         self._num_steps = 0
+        self._masks = MaskFiller()
 
     # -- before the first step
 
@@ -126,6 +128,7 @@ class CudaRunner:
             self._body(shape)
             can_capture = can_capture and self._capture(shape)
         nothing = self._sampler.plan([])
+        self._sampler.warm_up_masks(self._model.logits(self._chosen[:1]))
         for count in self._shapes.sampled:
             for kind in Kind:
                 self._sampler.upload(nothing)
@@ -162,8 +165,8 @@ class CudaRunner:
         return self.launch(plan, launched).wait()
 
     def needs_tokens(self, plan: StepPlan) -> bool:
-        """Never: the device has what it samples."""
-        return False
+        """Where a mask follows the tokens: they are the host's matter."""
+        return has_masks(plan)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, launched: Callable[[], None]) -> _Step:
@@ -187,7 +190,13 @@ class CudaRunner:
         slots = [s.kv_range.index for s in chosen if s.kv_range is not None]
         sampling = self._sampler.plan(rows_of(chosen, slots))
         step = _Step(chosen, sampling, targets, wanted_rows(plan))
-        step.mark = slot.mark = self._submit(lambda: self._compute(step, slot, shape, chunks))
+        masks = self._masks.begin(plan)
+        try:
+            step.mark = slot.mark = self._submit(
+                lambda: self._compute(step, slot, shape, chunks, masks)
+            )
+        finally:
+            masks.wait()
         self._flying.append(step)
         self._slots.rotate(-1)
         self._grow_early(plan)
@@ -240,9 +249,14 @@ class CudaRunner:
 
     @torch.inference_mode()
     def _compute(
-        self, step: _Step, slot: _Slot, shape: StepShape, chunks: Sequence[Prompt]
+        self,
+        step: _Step,
+        slot: _Slot,
+        shape: StepShape,
+        chunks: Sequence[Prompt],
+        masks: FillingMasks,
     ) -> None:
-        """What the device does, in its order."""
+        """What the device does, in its order. The masks are made while it runs the model."""
         self._upload(slot, shape)
         graph = self._graphs.get(shape)
         if step.wanted:  # graphs share their memory: what one computed is gone with the next
@@ -255,6 +269,7 @@ class CudaRunner:
         num_sampled = len(step.sampled)
         if not num_sampled:
             return
+        masks.wait()
         self._sampler.upload(step.sampling)
         logits = self._model.logits(self._chosen[:num_sampled])
         self._sampler.run(logits, step.sampling.kind)
@@ -287,6 +302,7 @@ class CudaRunner:
         return hidden
 
     def close(self) -> None:
+        self._masks.close()
         try:
             self._device.wait()
         except Exception:

@@ -16,13 +16,15 @@ from serve.sequence import Sequence
 
 
 def rows_of(sequences: SequenceOf[Sequence], slots: SequenceOf[int]) -> list[Row]:
-    """slots[i]: where the device keeps the last token of sequences[i]."""
+    """slots[i]: where the device keeps the last token of sequences[i]. A mask is read when the plan
+    is uploaded."""
     return [
         Row(
             _choice(s),
             slot,
             s.token_ids,
-            bool(s.stop_ids) and len(s.token_ids) < s.min_tokens_total,
+            s.mask is None and bool(s.stop_ids) and len(s.token_ids) < s.min_tokens_total,
+            None if s.mask is None else s.mask.bits,
         )
         for s, slot in zip(sequences, slots, strict=True)
     ]

@@ -22,13 +22,11 @@ from serve.loader import LoadedEngine, load_engine
 from serve.models import ModelSpec
 from serve.prompt_outputs import PoolingParams
 from serve.request import (
-    CompletionOutput,
     Prompt,
-    RequestOutput,
     SamplingParams,
     TokenDelta,
-    spelled_prompt,
 )
+from serve.request_output import CompletionOutput, RequestOutput, spelled_prompt
 from serve.request_stream import Hub
 from serve.request_stream import RequestStream as RequestStream
 from serve.stats import EngineStats
@@ -155,7 +153,7 @@ class Engine:
 
     def trace_steps(self, max_steps: int = 1 << 20) -> StepTrace:
         """What every step from now on computes; the last max_steps are kept. 0: ends the trace."""
-        return self.loaded.core.trace_steps(max_steps)
+        return self.loaded.core.view.traces.measure(max_steps)
 
     def submit(
         self,

@@ -7,7 +7,9 @@ not the loop's and not the compute thread.
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection
 
@@ -22,6 +24,8 @@ from serve.tokenizer import Tokenizer
 
 COMPILE_TIMEOUT_S = 2.0
 COMPILE_MEMORY_BYTES = 256 << 20
+# A child that did not answer may have had too little of a busy machine: asked again after this.
+UNSURE_S = 60.0
 MAX_GRAMMARS = 256
 MAX_CACHE_BYTES = 64 << 20
 # What a compiled grammar takes: measured, about 45 times its text, and the matcher itself.
@@ -38,7 +42,7 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = sorted(token for token in eos_token_ids if token < vocab_size)
-        self._cache = GrammarCache()
+        self.cache = GrammarCache()
         self._making = threading.Lock()  # one at a time: several would only wait for the child
         self._ll_tokenizer: LLTokenizer | None = None
         self._worker = BoundedWorker(
@@ -51,18 +55,26 @@ class GrammarCompiler:
 
     def knows(self, structured: StructuredOutput) -> bool:
         """Whether compile() answers at once."""
-        return self._cache.get(structured) is not None
+        return self.cache.get(structured) is not None
 
     def compile(self, structured: StructuredOutput) -> LLMatcher:
         """A matcher at the beginning of the text, the caller's own. RequestError, code
         "invalid_schema"."""
-        found = self._cache.get(structured)
+        found = self.cache.get(structured)
+        self.cache.count(is_hit=found is not None)
         if found is None:
             with self._making:
-                found = self._cache.get(structured) or self._make(structured)
+                found = self.cache.get(structured) or self._make(structured)
         if isinstance(found, str):
             raise invalid(found)
         return found.deep_copy()
+
+    def renewed(self, structured: StructuredOutput) -> LLMatcher:
+        """Of a grammar that has been compiled: one that shares nothing with those before, and
+        nor will those that come."""
+        self.cache.drop(structured)
+        assert self._ll_tokenizer is not None
+        return make_matcher(self._ll_tokenizer, grammar_of(structured))
 
     def close(self) -> None:
         """Ends the child. Idempotent."""
@@ -80,11 +92,11 @@ class GrammarCompiler:
         try:
             problem = self._worker.ask({"grammar": grammar}).get("error")
         except WorkerError as error:
-            problem = f"is too complex: {error}"
-        else:
-            problem = f"cannot be used: {problem}" if problem else None
-        found: LLMatcher | str = problem or self._matcher(grammar)
-        self._cache.put(structured, found)
+            found: LLMatcher | str = f"is too complex: {error}"
+            self.cache.put(structured, found, UNSURE_S)
+            return found
+        found = f"cannot be used: {problem}" if problem else self._matcher(grammar)
+        self.cache.put(structured, found)
         return found
 
     def _matcher(self, grammar: str) -> LLMatcher | str:
@@ -127,8 +139,9 @@ class GrammarCache:
     def __init__(self, max_entries: int = MAX_GRAMMARS, max_bytes: int = MAX_CACHE_BYTES) -> None:
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._lock = threading.Lock()
-        self._entries: OrderedDict[bytes, tuple[LLMatcher | str, int]] = OrderedDict()
+        self._entries: OrderedDict[bytes, tuple[LLMatcher | str, int, float]] = OrderedDict()
         self.num_bytes = 0
+        self.num_hits = self.num_misses = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -137,21 +150,34 @@ class GrammarCache:
         key = _key(structured)
         with self._lock:
             entry = self._entries.get(key)
-            if entry is None:
+            if entry is None or time.monotonic() > entry[2]:
                 return None
             self._entries.move_to_end(key)
             return entry[0]
 
-    def put(self, structured: StructuredOutput, found: LLMatcher | str) -> None:
+    def count(self, *, is_hit: bool) -> None:
+        """A request asked for one, and it was there, or has to be made."""
+        with self._lock:
+            self.num_hits += is_hit
+            self.num_misses += not is_hit
+
+    def put(
+        self, structured: StructuredOutput, found: LLMatcher | str, keep_s: float = math.inf
+    ) -> None:
         size = len(found) if isinstance(found, str) else _BYTES_PER_CHAR * len(structured.source)
         size += _BYTES_EACH
         key = _key(structured)
         with self._lock:
             before = self._entries.pop(key, None)
             self.num_bytes += size - (before[1] if before else 0)
-            self._entries[key] = found, size
+            self._entries[key] = found, size, time.monotonic() + keep_s
             while len(self._entries) > self._max_entries or self.num_bytes > self._max_bytes:
                 self.num_bytes -= self._entries.popitem(last=False)[1][1]
+
+    def drop(self, structured: StructuredOutput) -> None:
+        with self._lock:
+            entry = self._entries.pop(_key(structured), None)
+            self.num_bytes -= entry[1] if entry else 0
 
 
 def _key(structured: StructuredOutput) -> bytes:

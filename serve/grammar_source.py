@@ -13,6 +13,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from serve.errors import RequestError
+from serve.schema_ends import has_end
 from serve.structured_output import JSON_OPTIONS, StructuredOutput
 
 MAX_SOURCE_BYTES = 128 << 10
@@ -79,13 +80,20 @@ def invalid(problem: str) -> RequestError:
 
 
 def _json_grammar(schema: dict[str, Any]) -> str:
-    return LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": JSON_OPTIONS}))
+    try:
+        return LLMatcher.grammar_from_json_schema(
+            json.dumps({**schema, "x-guidance": JSON_OPTIONS}, allow_nan=False)
+        )
+    except ValueError:
+        raise invalid("has a number that is none in JSON") from None
 
 
 def _parsed(source: str) -> Any:
     try:
         return json.loads(source)
-    except (ValueError, RecursionError):
+    except RecursionError:
+        raise invalid(f"is nested deeper than {MAX_DEPTH}") from None
+    except ValueError:
         raise invalid("is not JSON that can be read") from None
 
 
@@ -135,6 +143,8 @@ def check_schema(schema: dict[str, Any]) -> None:
             left += [(value, depth + 1) for value in node.values()]
         elif isinstance(node, list):
             left += [(value, depth + 1) for value in node]
+    if not has_end(schema):
+        raise invalid("is a schema that requires itself: no text that ends fulfils it")
 
 
 def _check_node(node: dict[str, Any]) -> None:

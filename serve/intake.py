@@ -25,6 +25,8 @@ from serve.state import RequestState
 from serve.token_mask import SequenceMask
 from serve.tokenizer import Tokenizer
 
+MAX_TRUNCATED = (1 << 31) - 1
+
 logger = logging.getLogger(__name__)
 
 # Requests without a seed get distinct ones: multiples of 2^64 / golden ratio.
@@ -54,14 +56,14 @@ class Intake:
         limits: RequestLimits,
         prefixes: PrefixUse,
         rejection: EarlyRejection | None,
-        masks: MaskMaker,
+        eos_token_ids: frozenset[int],
         seed: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
         self._prefixes = prefixes
         self._rejection = rejection
-        self.masks = masks
+        self.masks = MaskMaker(tokenizer, limits.vocab_size, eos_token_ids)
         self._seed = seed
         self._counter = itertools.count()
 
@@ -139,7 +141,14 @@ class Intake:
 
 
 def _truncated(token_ids: SequenceOf[int], given: dict[str, Any]) -> SequenceOf[int]:
-    size = given.get("truncate_prompt_tokens")
+    size, side = given.get("truncate_prompt_tokens"), given.get("truncation_side", "left")
     if size is None or not isinstance(token_ids, list):
         return token_ids
-    return token_ids[:size] if given.get("truncation_side") == "right" else token_ids[-size:]
+    if type(size) is not int or not 1 <= size <= MAX_TRUNCATED:
+        raise RequestError(
+            f"truncate_prompt_tokens must be between 1 and {MAX_TRUNCATED}",
+            param="truncate_prompt_tokens",
+        )
+    if side not in ("left", "right"):
+        raise RequestError('truncation_side must be "left" or "right"', param="truncation_side")
+    return token_ids[:size] if side == "right" else token_ids[-size:]

@@ -25,17 +25,15 @@ from serve.errors import RequestError
 from serve.loader import LoadedEngine, load_engine
 from serve.prompt_outputs import PoolingParams
 from serve.request import (
-    CompletionOutput,
     FinishReason,
     Prompt,
     Request,
     RequestMetrics,
-    RequestOutput,
     SamplingParams,
     TokenDelta,
     TokenLogprobs,
-    spelled_prompt,
 )
+from serve.request_output import CompletionOutput, RequestOutput, spelled_prompt
 from serve.state import RequestState
 from serve.stats import EngineStats
 from serve.tokenizer import Tokenizer

@@ -13,6 +13,12 @@ from serve.sequence import Sequence
 _MAX_THREADS = 4
 
 
+def has_masks(plan: StepPlan) -> bool:
+    """Whether a sequence with a mask gets a token."""
+    pairs = zip(plan.sequences, plan.samples, strict=True)
+    return any(s.mask is not None and samples for s, samples in pairs)
+
+
 class FillingMasks:
     """Of one step. The matchers belong to it until wait() has returned."""
 

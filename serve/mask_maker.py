@@ -11,7 +11,7 @@ from serve.token_mask import BadWords, Matcher, SequenceMask, bits_of
 from serve.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from serve.grammar import GrammarCompiler
+    from serve.grammar import GrammarCache, GrammarCompiler
 
 
 class MaskMaker:
@@ -43,6 +43,11 @@ class MaskMaker:
                 self._compiler = GrammarCompiler(self._tokenizer, self._vocab_size, self._eos_ids)
             return self._compiler
 
+    @property
+    def grammars(self) -> GrammarCache | None:
+        """None: nobody has asked for one yet."""
+        return None if self._compiler is None else self._compiler.cache
+
     def make(self, request: Request) -> list[SequenceMask] | None:
         """One for each of its n sequences; None if all tokens may come. RequestError."""
         params = request.params
@@ -51,8 +56,10 @@ class MaskMaker:
             return None
         size = self._vocab_size
         matcher = None
-        if params.structured is not None:
-            matcher = Matcher(self.compiler.compile(params.structured))
+        structured = params.structured
+        if structured is not None:
+            compiler = self.compiler
+            matcher = Matcher(compiler.compile(structured), lambda: compiler.renewed(structured))
         bits = None if allowed is None else bits_of(allowed, size)
         bad_words = BadWords(self._spellings(words), size) if words else None
         stops = frozenset(params.stop_ids)

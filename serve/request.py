@@ -6,14 +6,14 @@ once, at the edge: everything behind it may trust the values. Nothing here knows
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterable, Sequence, Sized
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, NotRequired, TypedDict
 
 from serve.errors import RequestError
+from serve.request_checks import as_tuple, check_float, check_int, check_length
 from serve.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-5
 MAX_LOGIT_BIAS = 1024
-MAX_ALLOWED_TOKEN_IDS = 1 << 17
+MAX_ALLOWED_TOKEN_IDS = 1 << 16
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_LENGTH = 256
 SEED_LIMIT = 1 << 63
@@ -114,35 +114,35 @@ class SamplingParams:
     def __post_init__(self) -> None:
         stop = self.stop
         stops = () if stop is None else (stop,) if isinstance(stop, str) else stop
-        object.__setattr__(self, "stop", _tuple("stop", stops))
+        object.__setattr__(self, "stop", as_tuple("stop", stops))
         object.__setattr__(
-            self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids or ())
+            self, "stop_token_ids", as_tuple("stop_token_ids", self.stop_token_ids or ())
         )
-        _check_int("n", self.n, 1, MAX_N)
+        check_int("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 0, SEED_LIMIT)
+            check_int("max_tokens", self.max_tokens, 0, SEED_LIMIT)
         if self.default_max_tokens is not None:
-            _check_int("default_max_tokens", self.default_max_tokens, 1, SEED_LIMIT)
-        _check_int("min_tokens", self.min_tokens, 0, SEED_LIMIT)
+            check_int("default_max_tokens", self.default_max_tokens, 1, SEED_LIMIT)
+        check_int("min_tokens", self.min_tokens, 0, SEED_LIMIT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
-        _check_float("temperature", self.temperature, 0.0, 2.0)
-        _check_float("top_p", self.top_p, 0.0, 1.0)
-        _check_int("top_k", self.top_k, -1, 1 << 31)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 1e-2, 100.0)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_float("temperature", self.temperature, 0.0, 2.0)
+        check_float("top_p", self.top_p, 0.0, 1.0)
+        check_int("top_k", self.top_k, -1, 1 << 31)
+        check_float("min_p", self.min_p, 0.0, 1.0)
+        check_float("repetition_penalty", self.repetition_penalty, 1e-2, 100.0)
+        check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
-            _check_int("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
+            check_int("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
         if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
-            _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        _check_int("priority", self.priority, -PRIORITY_LIMIT, PRIORITY_LIMIT - 1)
+            check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        check_int("priority", self.priority, -PRIORITY_LIMIT, PRIORITY_LIMIT - 1)
         self._check_stops()
         self._check_logit_bias()
         self._check_cache_salt()
@@ -171,7 +171,7 @@ class SamplingParams:
                 code="array_above_max_length",
             )
         for token in self.stop_ids:
-            _check_int("stop_token_ids", token, 0, 1 << 31)
+            check_int("stop_token_ids", token, 0, 1 << 31)
 
     def _check_logit_bias(self) -> None:
         if not self.logit_bias:
@@ -183,8 +183,8 @@ class SamplingParams:
                 code="array_above_max_length",
             )
         for token, value in self.logit_bias.items():
-            _check_int("logit_bias", token, 0, 1 << 31)
-            _check_float("logit_bias", value, -100.0, 100.0)
+            check_int("logit_bias", token, 0, 1 << 31)
+            check_float("logit_bias", value, -100.0, 100.0)
 
     def _check_cache_salt(self) -> None:
         salt = self.cache_salt
@@ -194,8 +194,8 @@ class SamplingParams:
             )
 
     def _check_masks(self) -> None:
-        object.__setattr__(self, "bad_words", _tuple("bad_words", self.bad_words or ()))
-        _check_length("bad_words", self.bad_words, MAX_BAD_WORDS)
+        object.__setattr__(self, "bad_words", as_tuple("bad_words", self.bad_words or ()))
+        check_length("bad_words", self.bad_words, MAX_BAD_WORDS)
         for word in self.bad_words:
             if not isinstance(word, str) or not word.strip():
                 raise RequestError("bad_words must hold words", param="bad_words")
@@ -213,7 +213,7 @@ class SamplingParams:
             )
         if self.allowed_token_ids is None:
             return
-        allowed = _tuple("allowed_token_ids", self.allowed_token_ids)
+        allowed = as_tuple("allowed_token_ids", self.allowed_token_ids)
         object.__setattr__(self, "allowed_token_ids", allowed)
         if not allowed:
             raise RequestError("allowed_token_ids is empty", param="allowed_token_ids")
@@ -222,9 +222,10 @@ class SamplingParams:
                 "allowed_token_ids cannot be used together with structured",
                 param="allowed_token_ids",
             )
-        _check_length("allowed_token_ids", allowed, MAX_ALLOWED_TOKEN_IDS)
-        for token in allowed:
-            _check_int("allowed_token_ids", token, 0, 1 << 31)
+        check_length("allowed_token_ids", allowed, MAX_ALLOWED_TOKEN_IDS)
+        if not all(type(token) is int and 0 <= token < 1 << 31 for token in allowed):
+            for token in allowed:  # which one, and what is wrong with it
+                check_int("allowed_token_ids", token, 0, 1 << 31)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -249,41 +250,6 @@ class SamplingParams:
 
     def with_max_tokens(self, max_tokens: int) -> SamplingParams:
         return replace(self, max_tokens=max_tokens)
-
-
-def _tuple(name: str, values: object) -> tuple[object, ...]:
-    if not isinstance(values, (list, tuple)):
-        raise RequestError(
-            f"{name} must be a list, not {type(values).__name__}", param=name, code="invalid_type"
-        )
-    return tuple(values)
-
-
-def _check_length(name: str, values: Sized, limit: int) -> None:
-    if len(values) > limit:
-        raise RequestError(
-            f"{name} has more than {limit} entries", param=name, code="array_above_max_length"
-        )
-
-
-def _check_int(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(
-            f"{name} must be an integer, not {type(value).__name__}",
-            param=name,
-            code="invalid_type",
-        )
-    if not low <= value <= high:
-        raise RequestError(f"{name} must be between {low} and {high}", param=name)
-
-
-def _check_float(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise RequestError(
-            f"{name} must be a number, not {type(value).__name__}", param=name, code="invalid_type"
-        )
-    if not math.isfinite(value) or not low <= value <= high:
-        raise RequestError(f"{name} must be between {low:g} and {high:g}", param=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,66 +329,3 @@ class RequestMetrics:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     finish_reasons: tuple[str, ...] = ()
-
-
-class Logprob(NamedTuple):
-    """One candidate at one output position. rank: 1 is the most likely token."""
-
-    logprob: float
-    rank: int
-    decoded_token: str
-
-
-@dataclass(slots=True)
-class CompletionOutput:
-    """One finished sequence of a request. logprobs: per position, token id -> Logprob."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    error: str | None = None
-
-    def extend(self, delta: TokenDelta, token_text: Callable[[int], str]) -> None:
-        """Append a delta of this sequence; token_text spells a single token."""
-        self.text += delta.text
-        self.token_ids.extend(delta.token_ids)
-        for item in delta.logprobs or ():
-            self.logprobs = [] if self.logprobs is None else self.logprobs
-            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + item.logprob
-            self.logprobs.append(_spelled(item, token_text))
-        if delta.finish_reason is not None:
-            self.finish_reason = delta.finish_reason.value
-            self.stop_reason = delta.stop_reason
-            self.error = delta.error
-
-
-def spelled_prompt(
-    logprobs: Iterable[TokenLogprobs | None], token_text: Callable[[int], str]
-) -> list[dict[int, Logprob] | None]:
-    """As CompletionOutput.logprobs, for TokenDelta.prompt_logprobs."""
-    return [None if item is None else _spelled(item, token_text) for item in logprobs]
-
-
-def _spelled(item: TokenLogprobs, token_text: Callable[[int], str]) -> dict[int, Logprob]:
-    entry = {item.token_id: Logprob(item.logprob, item.rank, token_text(item.token_id))}
-    for rank, (token, logprob) in enumerate(item.top, start=1):
-        entry.setdefault(token, Logprob(logprob, rank, token_text(token)))
-    return entry
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """A finished request: the prompt and its n completions. prompt_logprobs: per token of the
-    prompt, token id -> Logprob; None for the first one."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool
-    metrics: RequestMetrics | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

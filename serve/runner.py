@@ -160,16 +160,15 @@ class ModelRunner:
                 computed = self._whole(plan, launched)
             else:
                 computed = self._staggered(self._stagger, plan, launched)
+            hidden, sampled, sample_rows, rows_at = computed
+            wanted = wanted_rows(plan, rows_at)
+            prompts = Reading(self._model, hidden, wanted).parts() if wanted else ()
+            if not sampled:
+                return StepResult([], [], None, prompts)
+            logits = self._model.logits(hidden if sample_rows is None else hidden[sample_rows])
         finally:
             masks.wait()  # a step that fails is computed again, and its masks with it
-        hidden, sampled, sample_rows, rows_at = computed
-        wanted = wanted_rows(plan, rows_at)
-        prompts = Reading(self._model, hidden, wanted).parts() if wanted else ()
-        if not sampled:
-            return StepResult([], [], None, prompts)
-        if sample_rows is not None:
-            hidden = hidden[sample_rows]
-        result = sample(self._model.logits(hidden), sampled)
+        result = sample(logits, sampled)
         return StepResult(sampled, result.token_ids, result.logprobs, prompts)
 
     def _staggered(

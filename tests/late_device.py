@@ -14,11 +14,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from memory.kv_manager import KVManager
 from memory.kv_range import Range
+from ops.sampling import DRAWN
 from serve.plan import StepPlan
-from serve.request import TokenLogprobs
+from serve.prompt_outputs import Pooled, PromptPart, PromptScores
+from serve.prompt_rows import Wanted, wanted_rows
+from serve.request import TokenDelta, TokenLogprobs
 from serve.runner import StepResult
 from serve.sequence import PENDING_TOKEN, Sequence
 from tests.fakes import FakeMemory
@@ -232,9 +238,11 @@ class LateRunner:
         books = [self._tables(rows.target) for rows in step] if self.memory is None else None
         is_bad = any(self.fails_wait(rows.sequence) for rows in step)
         faults: list[str] = []
-        job = self.device.submit(lambda: self._compute(step, books, is_bad, faults))
+        seen: list[int] = []
+        job = self.device.submit(lambda: self._compute(step, books, is_bad, faults, seen))
         sampled = [rows.sequence for rows in step if rows.samples]
-        late = Late(self, job, sampled, faults, self.in_flight[-1] if self.in_flight else None)
+        behind = self.in_flight[-1] if self.in_flight else None
+        late = Late(self, job, sampled, faults, behind, (wanted_rows(plan), seen))
         self.in_flight.append(late)
         launched()
         return late
@@ -258,7 +266,9 @@ class LateRunner:
         books: list[list[list[int]]] | None,
         is_bad: bool,
         faults: list[str],
+        seen: list[int],
     ) -> list[int]:
+        """seen: what each row would be followed by."""
         sampled: list[int] = []
         for number, rows in enumerate(step):
             tables = self._mapped(rows.target) if books is None else books[number]
@@ -272,10 +282,13 @@ class LateRunner:
                 continue
             ends = range(rows.first, rows.first + len(rows.tokens))
             recent = [self._read(rows, tables, end, faults) for end in ends]
+            seen += [
+                next_token(end, tokens, self.num_tokens)
+                for end, tokens in zip(ends, recent, strict=True)
+            ]
             if rows.samples:
-                token = next_token(rows.first + len(rows.tokens) - 1, recent[-1], self.num_tokens)
-                self.last[rows.target.start] = token
-                sampled.append(token)
+                self.last[rows.target.start] = seen[-1]
+                sampled.append(seen[-1])
         if is_bad:
             raise ZeroDivisionError("scripted failure of a step")
         return sampled
@@ -344,12 +357,15 @@ class Late:
         sampled: list[Sequence],
         faults: list[str],
         behind: Late | None,
+        read: tuple[list[Wanted], list[int]],
     ) -> None:
+        """read: the rows that are wanted of prompts, and what all rows are followed by."""
         self._runner = runner
         self._job = job
         self._sampled = sampled
         self._faults = faults
         self._behind = behind
+        self._wanted, self._seen = read
 
     def wait(self) -> StepResult:
         assert self._runner.in_flight.pop(0) is self, "in order"
@@ -360,4 +376,37 @@ class Late:
             self._runner.device.faults += [] if is_void else self._faults
             self._behind = None
         logprobs = [TokenLogprobs(token, 0.0, (), 1) for token in tokens]
-        return StepResult(self._sampled, tokens, [*logprobs])
+        return StepResult(self._sampled, tokens, [*logprobs], [*map(self._part, self._wanted)])
+
+    def _part(self, wanted: Wanted) -> PromptPart:
+        """Log-probabilities with what was seen as their rank; or its sum."""
+        outputs, first, end, row = wanted
+        values = self._seen[row : row + end - first]
+        found: Any = np.array([sum(values)], dtype=np.float64)
+        if isinstance(outputs, PromptScores):
+            found = np.zeros(end - first, dtype=DRAWN)
+            found["token"], found["rank"] = outputs.token_ids[first + 1 : end + 1], values
+        return PromptPart(outputs, first, end, found)
+
+
+def check_prompt_rows(sequence: Sequence, num_tokens: int = 23) -> None:
+    """All that was asked of its prompt is there, each row once."""
+    prompt = sequence.request.prompt_token_ids
+    right = [
+        next_token(i, prompt[max(0, i + 1 - WINDOW) : i + 1], num_tokens)
+        for i in range(len(prompt))
+    ]
+    outputs = sequence.prompt_rows
+    assert outputs is not None and outputs.is_complete, f"{sequence.request.request_id}"
+    delta = TokenDelta(0, "", [])
+    if isinstance(outputs, PromptScores):
+        told = outputs.add_to(delta).prompt_logprobs
+        assert told is not None and told[0] is None
+        assert [(each.token_id, each.rank) for each in told if each is not None] == [
+            *zip(prompt[1:], right, strict=False)
+        ]
+        return
+    assert isinstance(outputs, Pooled)
+    rows = right if outputs.params.kind == "mean" else right[-1:]
+    vector = outputs.add_to(delta).embedding
+    assert vector is not None and vector.tolist() == [np.float32(sum(rows) / len(rows))]

@@ -143,3 +143,9 @@ def test_memory_nodes_quick(tmp_path):
     assert all(ms > 0 for case in found["overlap"].values() for ms in case.values())
     assert set(found["layer"]) == {"inproc", "shm", "tcp"}
     assert all(0 < copies < path < layer for path, copies, _, layer in found["layer"].values())
+
+
+def test_structured(tmp_path):
+    result = run_script("bench.structured", tmp_path)
+    assert result["4096 compile a known one"] < result["4096 compile a new schema"]
+    assert set(result) >= {"4096 mask person", "step free", "step masked"}

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 # what the embedded model says to greedy questions in them
 DOCUMENTS = {"README.md": "fox", "docs/library.md": "The opposite of hot is cold."}
+DOCUMENTS["docs/structured-output.md"] = '{"opposite":'
 IN_PROCESS = ("offline", "streaming", "remote_memory")
 OVER_HTTP = ("openai_client", "chat_http")
 ELSEWHERE = ("train_default_model",)  # takes a long time; has its own test

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from ops import triton_draw, triton_logprobs, triton_sampling
+from ops import triton_draw, triton_logprobs, triton_mask, triton_sampling
 from ops.triton_sampling import EDGES, Config
 from tests.triton_compile import SHARED_LIMITS, Case, compile_module
 
@@ -24,7 +24,9 @@ TYPES = {
     "masses": "*i64",
     "given": "*i64",
     "slots": "*i64",
-    **dict.fromkeys(["stride", "size", "num_chunks", "counts_stride", "num_top"], "i32"),
+    **dict.fromkeys(
+        ["stride", "size", "num_chunks", "counts_stride", "num_top", "num_words"], "i32"
+    ),
 }
 CONSTANTS = {
     "CHUNK": CONFIG.chunk,
@@ -37,6 +39,7 @@ CONSTANTS = {
 }
 KERNELS = [
     ("max", triton_sampling.chunk_max_kernel, CONFIG.warps),
+    ("mask", triton_mask.mask_kernel, CONFIG.warps),
     ("best", triton_sampling.best_kernel, 1),
     ("adjust", triton_sampling.adjust_kernel, CONFIG.warps),
     ("sums", triton_sampling.chunk_sums_kernel, CONFIG.warps),

@@ -7,7 +7,6 @@ import json
 import random
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,21 +52,28 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.load(checkpoint("llama"))
 
 
-@contextmanager
-def made(source: str, tokenizer: Tokenizer) -> Iterator[ChatTemplate]:
-    template = ChatTemplate(source, special_tokens=tokenizer.named_tokens)
-    try:
-        yield template
-    finally:
+_TEMPLATES: dict[str, ChatTemplate] = {}  # each is a process
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ended_templates() -> Iterator[None]:
+    yield
+    for template in _TEMPLATES.values():
         template.close()
+
+
+def made(source: str, tokenizer: Tokenizer) -> ChatTemplate:
+    if source not in _TEMPLATES:
+        _TEMPLATES[source] = ChatTemplate(source, special_tokens=tokenizer.named_tokens)
+    return _TEMPLATES[source]
 
 
 def rendered(
     source: str, messages: list[dict[str, Any]], tokenizer: Tokenizer, **options: Any
 ) -> str:
     style = choose_format(source, "auto", "auto")
-    with made(source, tokenizer) as template:
-        ids = encode_chat(template, tokenizer, messages, LIMITS, style=style, **options)
+    template = made(source, tokenizer)
+    ids = encode_chat(template, tokenizer, messages, LIMITS, style=style, **options)
     return tokenizer.decode(ids, skip_special_tokens=False)
 
 
@@ -103,11 +109,11 @@ def test_no_special_id_comes_from_a_client(source: str, seed: int, tokenizer: To
     hostile = "".join(rng.choices(pieces, k=30))
     style = choose_format(source, "auto", "auto")
     counts = []
-    with made(source, tokenizer) as template:
-        for text in ("harmless", hostile):
-            messages, options = conversation(text)
-            ids = encode_chat(template, tokenizer, messages, LIMITS, style=style, **options)
-            counts.append([token for token in ids if token in tokenizer.special_ids])
+    template = made(source, tokenizer)
+    for text in ("harmless", hostile):
+        messages, options = conversation(text)
+        ids = encode_chat(template, tokenizer, messages, LIMITS, style=style, **options)
+        counts.append([token for token in ids if token in tokenizer.special_ids])
     assert counts[0]
     assert counts[0] == counts[1]
 
@@ -222,7 +228,7 @@ def test_markers_that_are_special_tokens_are_known(tmp_path: Path) -> None:
 
 def test_no_format_no_change(tokenizer: Tokenizer) -> None:
     """Whoever renders messages alone gets what the template makes of them."""
-    with made(NATIVE, tokenizer) as template:
-        plain = encode_chat(template, tokenizer, [USER], LIMITS)
-        same = encode_chat(template, tokenizer, [USER], LIMITS, style=ChatFormat())
+    template = made(NATIVE, tokenizer)
+    plain = encode_chat(template, tokenizer, [USER], LIMITS)
+    same = encode_chat(template, tokenizer, [USER], LIMITS, style=ChatFormat())
     assert plain == same

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import random
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from serve import LLM, SamplingParams, cuda_runtime
 from serve.cuda_shapes import StepShapes
 from serve.errors import ConfigError, EngineStoppedError
 from serve.step_device import HostStepDevice
+from serve.structured_output import StructuredOutput
 from tests.checkpoints import checkpoint, reference_greedy
 from tests.late_step_device import LateStepDevice
 
@@ -86,6 +88,31 @@ def test_a_late_stop_token_shows_nowhere(device):
         output = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
         assert llm.stats().pages_in_use == 0
     assert output.token_ids == whole[: end + 1] and len(output.logprobs) == end + 1
+
+
+def test_a_mask_waits_for_its_tokens_and_others_do_not_change(device):
+    """A step with a masked sequence is launched when its tokens are known."""
+    prompts = prompts_of(7, 9, 4, 6)
+    choice = StructuredOutput("regex", "[ab]c")
+    masked = [greedy(8, structured=choice), greedy(8, structured=choice, temperature=1.0, seed=3)]
+    with late_llm() as llm:
+        device.before = _fail_once(2)
+        outputs = llm.generate(prompts, [*masked, greedy(3)], use_tqdm=False)
+        assert llm.stats().pages_in_use == 0
+    for output in outputs[:2]:
+        assert re.fullmatch("[ab]c", output.outputs[0].text)
+        assert output.outputs[0].finish_reason == "stop"
+    assert outputs[2].outputs[0].token_ids == expected(tuple(prompts[2]), 3)
+
+
+def _fail_once(step: int) -> Callable[[int], None]:
+    failures = iter([False] * step + [True])
+
+    def before(number: int) -> None:
+        if next(failures, False):
+            raise RuntimeError("a device error")
+
+    return before
 
 
 def test_a_device_that_fails_once_costs_nobody_anything(device):

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from serve.device_sampler import rows_of, sampled
 from serve.sampler import sample
 from serve.sequence import PENDING_TOKEN
+from serve.token_mask import SequenceMask, bits_of
 from tests.device_sampling import make_sampler, step
 from tests.fakes import make_seq
 
@@ -60,6 +61,31 @@ def test_chooses_as_on_the_cpu(is_late):
                 on_device[i].token_ids[-1] = late[i]
             on_device[i].token_ids.append(PENDING_TOKEN if is_late else token)
         late = tokens if is_late else []
+
+
+def test_masks_are_the_sequences():
+    def masked():
+        found = sequences()
+        for i, sequence in enumerate(found):
+            if i % 2:
+                sequence.mask = SequenceMask(
+                    SIZE,
+                    num_prompt=3,
+                    allowed=bits_of(range(i, SIZE, 11), SIZE),
+                    stop_ids=sequence.stop_ids,
+                    min_output=sequence.request.params.min_tokens,
+                )
+                sequence.mask.fill(sequence.token_ids)
+        return found
+
+    logits = torch.randn(len(KINDS), SIZE, generator=torch.Generator().manual_seed(5)) * 2
+    expected = sample(logits.clone(), masked())
+    sampler = make_sampler(SIZE)
+    plan, tokens = step(sampler, logits, rows_of(masked(), range(len(KINDS))))
+    assert tokens == expected.token_ids
+    assert all((token - i) % 11 == 0 for i, token in enumerate(tokens) if i % 2)
+    got = sampled(plan, sampler.fetch(plan.kind, len(KINDS)))
+    assert_same_logprobs(got.logprobs, expected.logprobs)
 
 
 def assert_same_logprobs(got, expected):

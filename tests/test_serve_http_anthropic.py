@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import anthropic
-import pydantic
 import pytest
 from fakes_http import FakeEngine, ServerThread
+from official_clients import anthropic_client
 from scripted_chat import CACHED_TOKENS, PROMPT_TOKENS, script_answers
 
-from serve import Engine
 from serve.chat_parser import choose_format
-from serve.errors import GenerationError
 from serve.http.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallStart
 
 TEXT = "naïve\n\nevent: 👍🏽 done"
@@ -49,19 +47,8 @@ def fake_engine() -> FakeEngine:
 
 @pytest.fixture(scope="module")
 def fake(fake_engine: FakeEngine) -> Iterator[anthropic.Anthropic]:
-    with ServerThread(fake_engine) as server, client_of(server) as client:
+    with ServerThread(fake_engine) as server, anthropic_client(server) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def real() -> Iterator[anthropic.Anthropic]:
-    engine = Engine(None, served_model_name="m", max_num_seqs=8)
-    with ServerThread(engine) as server, client_of(server) as client:
-        yield client
-
-
-def client_of(server: ServerThread) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60)
 
 
 def test_a_message(fake: anthropic.Anthropic, fake_engine: FakeEngine) -> None:
@@ -205,7 +192,7 @@ def test_what_a_model_writes_is_read() -> None:
         reply=f"<think>Which city?</think>Let me look.{call}", model_name="m", chat_format=style
     )
     options: Any = {"model": "m", "max_tokens": 999, "messages": USER, "tools": TOOLS}
-    with ServerThread(engine) as server, client_of(server) as client:
+    with ServerThread(engine) as server, anthropic_client(server) as client:
         whole = client.messages.create(**options)
         with client.messages.stream(**options) as stream:
             streamed = stream.get_final_message()
@@ -215,6 +202,28 @@ def test_what_a_model_writes_is_read() -> None:
         assert (use["name"], use["input"]) == ("weather", {"city": "Ulm"})
         assert message.stop_reason == "tool_use"
     assert engine.chats[-1]["tools"][0]["function"]["name"] == "weather"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_clients_own_loop_over_tools(stream: bool) -> None:
+    """It tries a conversation that the server keeps, and goes on without."""
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
+    engine = FakeEngine(reply=call, model_name="m")
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """The weather of a city."""
+        engine.reply = f"It rains in {city}."
+        return "rain"
+
+    with ServerThread(engine) as server, anthropic_client(server) as client:
+        runner: Any = client.beta.messages.tool_runner(
+            model="m", max_tokens=200, messages=USER, tools=[weather], stream=stream
+        )
+        assert runner.until_done().content[0].text == "It rains in Ulm."
+    messages = engine.submitted[-1][0]
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
+    assert messages[2]["content"] == "rain"
 
 
 @pytest.mark.parametrize(
@@ -329,130 +338,3 @@ def test_tokens_are_counted_and_nothing_runs(
     count = fake.messages.count_tokens(model="m", system="abc", messages=USER)
     assert count.input_tokens == len("abc" + "hello")
     assert fake_engine.submitted[-1][1].max_tokens == 0
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "kind", "status"),
-    [
-        ({"model": "x"}, anthropic.NotFoundError, "not_found_error", 404),
-        ({"max_tokens": -1}, anthropic.BadRequestError, "invalid_request_error", 400),
-    ],
-)
-def test_errors_raise_the_clients_classes(
-    fake: anthropic.Anthropic,
-    change: dict[str, Any],
-    error: type[anthropic.APIStatusError],
-    kind: str,
-    status: int,
-) -> None:
-    with pytest.raises(error) as caught:
-        fake.messages.create(**{"model": "m", "max_tokens": 9, "messages": USER, **change})
-    assert (caught.value.type, caught.value.status_code) == (kind, status)
-    assert caught.value.request_id is not None
-
-
-def test_a_full_queue_is_overloaded() -> None:
-    engine = FakeEngine(model_name="m", max_waiting=0)
-    with (
-        ServerThread(engine) as server,
-        client_of(server) as client,
-        pytest.raises(anthropic._exceptions.OverloadedError) as caught,
-    ):
-        client.messages.create(model="m", max_tokens=9, messages=USER)
-    assert caught.value.type == "overloaded_error"
-    assert caught.value.response.headers["retry-after"] in ("2", "3")
-
-
-@pytest.mark.parametrize("is_early", [True, False])
-def test_an_error_of_the_engine(
-    fake: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch, is_early: bool
-) -> None:
-    """Before the first token it is the answer; after it, the last event."""
-    begun: list[list[Part] | Exception] = [] if is_early else [[Text("o")]]
-    script_answers(monkeypatch, [*begun, GenerationError("a bad step")])
-    texts: list[str] = []
-    with (
-        pytest.raises(anthropic.APIStatusError) as caught,
-        fake.messages.stream(model="m", max_tokens=9, messages=USER) as stream,
-    ):
-        texts.extend(stream.text_stream)
-    assert texts == ([] if is_early else ["o"])
-    assert caught.value.type == "api_error"
-    assert caught.value.status_code == (500 if is_early else 200)
-    assert "bad step" not in str(caught.value)
-
-
-def test_real_answers(real: anthropic.Anthropic) -> None:
-    options: Any = {"model": "m", "max_tokens": 24, "messages": USER}
-    options["extra_body"] = {"temperature": 0}
-    whole = real.messages.create(**options)
-    with real.messages.stream(**options) as stream:
-        streamed = stream.get_final_message()
-    assert [block.to_dict() for block in whole.content] == [
-        {"type": "text", "text": streamed.content[0].to_dict()["text"]}
-    ]
-    assert 0 < whole.usage.output_tokens <= 24
-    count = real.messages.count_tokens(model="m", messages=USER)
-    told = whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
-    assert count.input_tokens == told > 3
-
-
-def test_a_real_prefilled_answer_goes_on(real: anthropic.Anthropic) -> None:
-    """With its own first words before it, the model says the others."""
-    options: Any = {"model": "m", "max_tokens": 24, "extra_body": {"temperature": 0}}
-    text = real.messages.create(messages=USER, **options).content[0].to_dict()["text"]
-    begun = " ".join(str(text).split(" ")[:3])
-    prefilled: Any = [*USER, {"role": "assistant", "content": begun}]
-    rest = real.messages.create(messages=prefilled, **options).content[0].to_dict()["text"]
-    assert f"{begun}{rest}" == text
-    whole = real.messages.count_tokens(model="m", messages=USER).input_tokens
-    assert real.messages.count_tokens(model="m", messages=prefilled).input_tokens > whole
-
-
-class City(pydantic.BaseModel):
-    name: Literal["Ulm", "Rom"]
-    is_large: bool
-
-
-def test_real_answers_have_the_form_that_was_asked_for(real: anthropic.Anthropic) -> None:
-    options: Any = {"model": "m", "max_tokens": 200, "messages": USER}
-    options["extra_body"] = {"temperature": 0}
-    parsed = real.messages.parse(output_format=City, **options)
-    assert isinstance(parsed.parsed_output, City)
-    with real.messages.stream(output_format=City, **options) as stream:
-        assert isinstance(stream.get_final_message().parsed_output, City)
-    broken: Any = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
-    form: Any = {"format": {"type": "json_schema", "schema": broken}}
-    with pytest.raises(anthropic.BadRequestError) as caught:
-        real.messages.create(output_config=form, **options)
-    assert "output_config.format.schema" in str(caught.value.api_message)
-
-
-def test_a_real_call_that_must_come(real: anthropic.Anthropic) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"city": {"enum": ["Ulm", "Rom"]}},
-        "required": ["city"],
-        "additionalProperties": False,
-    }
-    options: Any = {"model": "m", "max_tokens": 200, "messages": USER}
-    options["extra_body"] = {"temperature": 0}
-    options["tools"] = [{"name": "weather", "input_schema": schema}]
-    options["tool_choice"] = {"type": "any", "disable_parallel_tool_use": True}
-    whole = real.messages.create(**options)
-    with real.messages.stream(**options) as stream:
-        streamed = stream.get_final_message()
-    for message in (whole, streamed):
-        (used,) = (block for block in message.content if block.type == "tool_use")
-        assert used.name == "weather"
-        assert used.input["city"] in ("Ulm", "Rom")
-        assert message.stop_reason == "tool_use"
-
-
-def test_real_refusals_are_in_the_apis_words(real: anthropic.Anthropic) -> None:
-    messages: Any = [{"role": "user", "content": "word " * 50_000}]
-    with pytest.raises(anthropic.BadRequestError) as caught:
-        real.messages.create(model="m", max_tokens=9, messages=messages)
-    assert "messages: the context is 1024 tokens" in str(caught.value.api_message)
-    with pytest.raises(anthropic.BadRequestError):
-        real.messages.count_tokens(model="m", messages=messages)

@@ -110,7 +110,7 @@ def test_prompt_logprobs_in_vllms_shape() -> None:
     run_with_server(FakeEngine(), check)
 
 
-def test_prompt_logprobs_have_a_bound() -> None:
+def test_what_comes_back_of_prompts_has_a_bound() -> None:
     async def check(served: Served) -> None:
         body = {**BODY, "prompt": ["x" * 1900] * 40, "prompt_logprobs": 20}
         status, answer = await served.post(COMPLETIONS, body)
@@ -118,6 +118,10 @@ def test_prompt_logprobs_have_a_bound() -> None:
         body = {**BODY, "prompt": "x" * 1900, "n": 128, "echo": True, "logprobs": 5}
         status, answer = await served.post(COMPLETIONS, body)
         assert (status, answer["error"]["param"]) == (400, "logprobs")
+        body = {**BODY, "prompt": ["x" * 1900] * 8, "n": 128}
+        for name in ("echo", "return_token_ids"):
+            status, answer = await served.post(COMPLETIONS, {**body, name: True})
+            assert (status, answer["error"]["param"]) == (400, name)
         assert not served.engine.running
 
     run_with_server(FakeEngine(), check)
@@ -259,3 +263,61 @@ def test_prompt_logprobs_of_a_real_model(real: openai.OpenAI) -> None:
         best = min(candidates.values(), key=lambda item: item["rank"])
         assert best["rank"] == 1
         assert all(item["logprob"] <= best["logprob"] for item in candidates.values())
+
+
+EVERYTHING: dict[str, Any] = {
+    "best_of": 2,
+    "echo": True,
+    "frequency_penalty": 0.5,
+    "logit_bias": {"5": -10},
+    "logprobs": 2,
+    "max_tokens": 6,
+    "n": 2,
+    "presence_penalty": 0.5,
+    "seed": 1,
+    "stop": ["zzz", "qqq"],
+    "suffix": "",
+    "temperature": 0.8,
+    "top_p": 0.9,
+    "user": "ann",
+}
+OF_VLLM: dict[str, Any] = {
+    "top_k": 50,
+    "min_p": 0.01,
+    "repetition_penalty": 1.1,
+    "stop_token_ids": [3],
+    "include_stop_str_in_output": True,
+    "ignore_eos": True,
+    "min_tokens": 2,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": True,
+    "allowed_token_ids": list(range(4, 300)),
+    "bad_words": ["fox"],
+    "add_special_tokens": True,
+    "truncate_prompt_tokens": 100,
+    "cache_salt": "s",
+    "priority": 3,
+    "return_token_ids": True,
+    "use_beam_search": False,
+    "guided_decoding_backend": "auto",
+}
+
+
+@pytest.mark.parametrize("prompt", ["the lazy dog", ["a page", "my box"], [5, 6, 7], [[5], [6, 7]]])
+def test_every_parameter_at_once(real: openai.OpenAI, prompt: Any) -> None:
+    """The official client's, and vLLM's beside them; a stream of them says the same."""
+    options: Any = {"model": "m", "prompt": prompt, **EVERYTHING, "extra_body": OF_VLLM}
+    whole = real.completions.create(**options)
+    num_prompts = 1 if isinstance(prompt[0], int) or isinstance(prompt, str) else len(prompt)
+    assert [choice.index for choice in whole.choices] == list(range(2 * num_prompts))
+    texts = dict.fromkeys(range(2 * num_prompts), "")
+    usage = None
+    stream = real.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    for chunk in stream:
+        usage = chunk.usage or usage
+        assert chunk.system_fingerprint == whole.system_fingerprint
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == {choice.index: choice.text for choice in whole.choices}
+    assert usage is not None and whole.usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens

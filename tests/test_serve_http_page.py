@@ -184,6 +184,16 @@ def test_a_key_is_asked_for() -> None:
     with_live(check, api_keys=(f"a:{KEY}",))
 
 
+def test_a_head_of_the_view_is_only_that() -> None:
+    async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
+        for _ in "ab":  # on one connection
+            async with session.head("/live") as response:
+                assert response.status == 200 and response.content_type == "text/event-stream"
+        assert server.app.context.meter.num_watchers == 0
+
+    with_live(check)
+
+
 def test_watchers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "MAX_WATCHERS", 2)
 

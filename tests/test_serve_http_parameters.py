@@ -25,6 +25,7 @@ VALUE, TYPE, MISSING = "invalid_value", "invalid_type", "missing_required_parame
 LONG, MANY = "string_above_max_length", "array_above_max_length"
 UNSUPPORTED = "unsupported_parameter"
 NO_MODEL = "model_not_found"
+SCHEMA = "invalid_schema"
 CONTEXT = "context_length_exceeded"
 BIG_BIAS = {"logit_bias": dict.fromkeys(map(str, range(100_000)), 1)}
 BAD_USAGE = {"stream": True, "stream_options": {"include_usage": 5}}
@@ -36,6 +37,8 @@ STRICT = {"response_format": {"type": "json_schema", "json_schema": KEYWORD}}
 WORDLESS = {"role": "assistant"}
 ODD_PART = {"role": "user", "content": [{"type": "x"}]}
 PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/"}}]}
+BAD_SCHEMA = {"name": "a", "schema": {"type": "strnig"}}
+NO_TYPE = {"response_format": {"type": "json_schema", "json_schema": BAD_SCHEMA}}
 BIG_METADATA = {"metadata": dict.fromkeys(map(str, range(17)), "x")}
 
 # row of the catalogue, which endpoints, change, status, param, code
@@ -145,6 +148,12 @@ ROWS: list[tuple[str, Any, dict[str, Any], int, str, str]] = [
     ("T1", (COMPLETION,), {"prompt": []}, 400, "prompt", "invalid_prompt"),
     ("T3", (COMPLETION,), {"prompt": [VOCAB]}, 400, "prompt", VALUE),
     ("T3", (COMPLETION,), {"prompt": [VOCAB - 1, 2**63]}, 400, "prompt", VALUE),
+    ("G1", (COMPLETION, CHAT), NO_TYPE, 400, "response_format", SCHEMA),
+    ("G1", (COMPLETION, CHAT), {"guided_json": {"type": ["x", 5]}}, 400, "guided_json", SCHEMA),
+    ("G5", (COMPLETION, CHAT), {"guided_regex": "(a"}, 400, "guided_regex", SCHEMA),
+    ("G5", (COMPLETION, CHAT), {"guided_regex": "(?<=a)b"}, 400, "guided_regex", SCHEMA),
+    ("G2", (COMPLETION, CHAT), {"guided_grammar": "start: ("}, 400, "guided_grammar", SCHEMA),
+    ("G5", (CHAT,), {"structured_outputs": {"regex": "["}}, 400, "structured_outputs", SCHEMA),
     ("J18", (COMPLETION, CHAT), {"foo": 1}, 400, "foo", "unknown_parameter"),
     ("J19", (COMPLETION, CHAT), {"__proto__": {}}, 400, "__proto__", "unknown_parameter"),
     ("J19", (COMPLETION, CHAT), {"constructor": {}}, 400, "constructor", "unknown_parameter"),
@@ -157,6 +166,10 @@ TAKEN: list[tuple[str, Any, dict[str, Any]]] = [
     ("P23", (COMPLETION, CHAT), {"ignore_eos": True, "max_tokens": None}),
     ("P26", (COMPLETION,), {"echo": True, "logprobs": 1, "max_tokens": 0}),
     ("P26", (COMPLETION, CHAT), {"suffix": None}),
+    ("P21", (COMPLETION, CHAT), {"response_format": {"type": "json_object"}}),
+    ("P21", (COMPLETION, CHAT), {"guided_choice": ["a", "b"]}),
+    ("P21", (COMPLETION, CHAT), {"structured_outputs": {"regex": "[a-z]+"}}),
+    ("P15", (COMPLETION, CHAT), {"allowed_token_ids": [VOCAB - 1], "bad_words": ["x"]}),
     ("P27", (COMPLETION, CHAT), {"functions": None, "function_call": None}),
     ("T1", (COMPLETION,), {"prompt": ""}),  # this model has a BOS
     ("P7", (COMPLETION, CHAT), {"top_k": 10**9}),  # more than there are: it cuts off nothing
@@ -188,7 +201,7 @@ def url() -> Iterator[str]:
 @pytest.mark.parametrize(("path", "body", "status", "param", "code"), _cases(ROWS))
 @pytest.mark.row("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8", "P9", "P10", "P11", "P12", "P13")
 @pytest.mark.row("P14", "P15", "P16", "P17", "P18", "P21", "P22", "P23", "P24", "P25", "P26", "P27")
-@pytest.mark.row("T1", "T3", "J18", "J19", "J20")
+@pytest.mark.row("T1", "T3", "J18", "J19", "J20", "G1", "G2", "G5")
 def test_refused(url: str, path: str, body: Any, status: int, param: str, code: str) -> None:
     answer = requests.post(url + path, json=body, timeout=20)
     error = answer.json()["error"]
@@ -199,7 +212,7 @@ def test_refused(url: str, path: str, body: Any, status: int, param: str, code: 
 
 
 @pytest.mark.parametrize(("path", "body"), _cases(TAKEN))
-@pytest.mark.row("P7", "P10", "P12", "P15", "P17", "P23", "P26", "P27", "T1", "T3")
+@pytest.mark.row("P7", "P10", "P12", "P15", "P17", "P21", "P23", "P26", "P27", "T1", "T3")
 def test_taken(url: str, path: str, body: Any) -> None:
     answer = requests.post(url + path, json=body, timeout=20)
     assert answer.status_code == 200, answer.text

@@ -223,3 +223,19 @@ def test_paths_and_queries() -> None:
             assert await answer.json() == kept
 
     run_with_server(FakeEngine(), check)
+
+
+def test_large_inputs_are_looked_at_beside_the_loop() -> None:
+    """The same answers and refusals as for small ones."""
+
+    async def check(served: Served) -> None:
+        body: dict[str, Any] = {"model": "fake", "input": "hi"}
+        status, first = await served.post("/v1/responses", body)
+        more = {**body, "previous_response_id": first["id"]}
+        status, answer = await served.post("/v1/responses", more)
+        assert status == 200
+        assert answer["usage"]["input_tokens"] == len("hi" + "Hello there" + "hi")
+        status, answer = await served.post("/v1/responses", {**body, "input": [OUTPUT]})
+        assert (status, answer["error"]["param"]) == (400, "input[0].call_id")
+
+    run_with_server(FakeEngine(), check, parse_inline_bytes=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -29,6 +30,10 @@ NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 NOW_CHOICE = {"type": "function", "function": {"name": "now"}}
 JSON_OBJECT: Any = {"type": "json_object"}
 THINKS = ChatFormat(reasoning=REASONING_FORMATS["deepseek_r1"])
+
+
+def said(text: str) -> Any:
+    return {"role": "assistant", "content": text}
 
 
 @pytest.fixture(scope="module")
@@ -360,3 +365,31 @@ def test_a_form_of_the_content_alone(engine: FakeEngine, client: openai.OpenAI) 
     )
     assert answer.choices[0].message.content == engine.reply
     assert not hasattr(answer.choices[0].message, "reasoning_content")
+
+
+@pytest.mark.parametrize(
+    ("change", "is_open"),
+    [
+        ({}, True),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, False),
+        ({"reasoning_effort": "none"}, False),
+        ({"add_generation_prompt": False}, False),
+        ({"continue_final_message": True, "messages": [*USER, said("I")]}, False),
+        ({"continue_final_message": True, "messages": [*USER, said("<think>I")]}, True),
+    ],
+)
+def test_where_a_prompt_ends_decides_what_may_come(
+    engine: FakeEngine, client: openai.OpenAI, change: dict[str, Any], is_open: bool
+) -> None:
+    engine.chat_format = dataclasses.replace(THINKS, opens_reasoning=True)
+    engine.reply = f"so</think>{NOW}"
+    body = {"messages": USER, **change}
+    client.chat.completions.create(
+        model="m",
+        messages=body.pop("messages"),
+        tools=TOOLS,
+        tool_choice="required",
+        extra_body=body,
+    )
+    start = engine.submitted[-1][1].structured.source.splitlines()[0]
+    assert start.startswith("start: thought gap" if is_open else 'start: ("<think>" thought gap)?')

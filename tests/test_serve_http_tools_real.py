@@ -30,7 +30,9 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "now"}},
 ]
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
-MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")  # ids 4092 to 4095
+NO_THOUGHT = {"4094": -100}
+A_THOUGHT = {"4094": 100, "4095": 100}
 
 
 TURNS = (
@@ -79,7 +81,8 @@ def plain() -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def marked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    with served(model=str(marked_model(tmp_path_factory.mktemp("marked") / "model"))) as client:
+    model = str(marked_model(tmp_path_factory.mktemp("marked") / "model"))
+    with served(model=model, reasoning_parser="deepseek_r1") as client:
         yield client
 
 
@@ -102,7 +105,14 @@ def check(calls: Any) -> None:
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_calls_that_must_come(client: openai.OpenAI, choice: Any) -> None:
     answer = client.chat.completions.create(
-        model="m", messages=USER, tools=TOOLS, tool_choice=choice, n=4, seed=1, max_tokens=400
+        model="m",
+        messages=USER,
+        tools=TOOLS,
+        tool_choice=choice,
+        n=4,
+        seed=1,
+        max_tokens=400,
+        logit_bias=NO_THOUGHT,
     )
     for item in answer.choices:
         assert (item.finish_reason, item.message.content) == ("tool_calls", None)
@@ -114,6 +124,7 @@ def test_calls_that_must_come(client: openai.OpenAI, choice: Any) -> None:
 def test_streamed_calls_are_the_same(client: openai.OpenAI) -> None:
     options: Any = {"messages": USER, "tools": TOOLS, "tool_choice": "required"}
     options |= {"temperature": 0, "max_tokens": 400, "parallel_tool_calls": False}
+    options["logit_bias"] = NO_THOUGHT
     whole = client.chat.completions.create(model="m", **options).choices[0].message.tool_calls
     text = ""
     for chunk in client.chat.completions.create(model="m", stream=True, **options):
@@ -126,7 +137,12 @@ def test_streamed_calls_are_the_same(client: openai.OpenAI) -> None:
 
 def test_a_result_is_answered(client: openai.OpenAI) -> None:
     first = client.chat.completions.create(
-        model="m", messages=USER, tools=TOOLS, tool_choice=NAMED, max_tokens=400
+        model="m",
+        messages=USER,
+        tools=TOOLS,
+        tool_choice=NAMED,
+        max_tokens=400,
+        logit_bias=NO_THOUGHT,
     )
     message = first.choices[0].message
     assert message.tool_calls is not None
@@ -150,6 +166,7 @@ def test_strict_tools_leave_the_choice_to_the_model(client: openai.OpenAI) -> No
         tools=strict,
         response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": WEATHER}},
         max_tokens=200,
+        logit_bias=NO_THOUGHT,
     )
     content = forced.choices[0].message.content
     if content is None:
@@ -166,6 +183,23 @@ def test_a_schema_that_cannot_be_compiled(client: openai.OpenAI) -> None:
             model="m", messages=USER, tools=tools, tool_choice="required"
         )
     assert (caught.value.param, caught.value.code) == ("tools", "invalid_schema")
+
+
+def test_a_thought_before_a_call(marked: openai.OpenAI) -> None:
+    """The markers are special tokens; the grammar lets them through and the parser sees them."""
+    answer = marked.chat.completions.create(
+        model="m",
+        messages=USER,
+        tools=TOOLS,
+        tool_choice=NAMED,
+        max_tokens=400,
+        logit_bias=A_THOUGHT,
+    )
+    message = answer.choices[0].message
+    check(message.tool_calls)
+    assert message.content is None
+    assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 2
 
 
 @pytest.mark.row("T10")

@@ -41,6 +41,25 @@ def test_llm_prompts_params_and_errors(capfd):
         assert llm.stats().num_unfinished == 0
 
 
+def test_prompts_that_are_cut():
+    with LLM(str(checkpoint("llama")), dtype="float32") as llm:
+
+        def ids(**prompt):
+            return llm.generate(prompt, params(max_tokens=1), use_tqdm=False)[0].prompt_token_ids
+
+        whole = ids(prompt="the quick brown fox")
+        assert ids(prompt="the quick brown fox", truncate_prompt_tokens=3) == whole[-3:]
+        assert (
+            ids(prompt_token_ids=whole, truncate_prompt_tokens=3, truncation_side="right")
+            == whole[:3]
+        )
+        for bad in ({"truncate_prompt_tokens": 0}, {"truncate_prompt_tokens": True}):
+            with pytest.raises(RequestError, match="truncate_prompt_tokens"):
+                ids(prompt="a", **bad)
+        with pytest.raises(RequestError, match="truncation_side"):
+            ids(prompt="a", truncate_prompt_tokens=1, truncation_side="middle")
+
+
 def test_llm_seeded_requests_repeat_in_any_batch():
     sampled = SamplingParams(temperature=1.0, seed=11, max_tokens=20, top_p=0.95)
     with LLM(str(checkpoint("llama")), dtype="float32", max_num_seqs=8) as llm:

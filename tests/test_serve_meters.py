@@ -13,7 +13,8 @@ from serve import Engine, SamplingParams
 from serve.http.meter import LAG_POLL_S, MAX_REASONS, HttpMeter
 from serve.meters import Histogram, PoolMeter, RequestMeter
 from serve.output import OutputProcessor, OutputState, RequestTimes, StepRecord
-from serve.request import FinishReason
+from serve.request import FinishReason, Request
+from serve.sequence import Sequence, make_sequences
 from serve.stats import StepCounts
 from serve.step_trace import StepTraces
 
@@ -42,7 +43,7 @@ def test_tokens_are_timed_from_one_to_the_next() -> None:
     """Two that go on together, one that pauses, one that comes later."""
     meter = RequestMeter()
     processor = OutputProcessor(lambda sequence, reason: None, meter)
-    a, b, c = (_sequence(index) for index in range(3))
+    a, b, c = _sequences()
     steps = [(0.0, [a, b]), (1.0, [a, b]), (3.0, [a]), (4.0, [a, b, c]), (6.0, [a, b, c])]
     for now_s, sequences in steps:
         processor.process(StepRecord(sequences, [7] * len(sequences), None, [], now_s))
@@ -57,25 +58,18 @@ def test_tokens_are_timed_from_one_to_the_next() -> None:
     assert meter.num_ended[FinishReason.STOP] == 3
 
 
-def _sequence(index: int) -> Any:
-    params = SamplingParams(n=3, max_tokens=9)
-    request: Any = SimpleNamespace(params=params, request_id="r")
+def _sequences() -> list[Sequence]:
+    """The three of one request that came at 0."""
+    params = SamplingParams(n=3, max_tokens=9, seed=1)
+    request = Request("r", None, (5, 6, 7, 8), params, 0.0)
     detokenizer = SimpleNamespace(push=lambda token: "x", finish=lambda: "")
     factory: Any = SimpleNamespace(make=lambda **options: detokenizer)
     sink: Any = SimpleNamespace(push=lambda delta: None, wake=lambda: None)
-    output = OutputState(request, index, factory, sink, RequestTimes(0.0))
-    return SimpleNamespace(
-        output=output,
-        request=request,
-        num_prompt_tokens=4,
-        is_prompt_only=False,
-        first_scheduled_s=0.0,
-        num_cached_tokens=0,
-        num_preemptions=0,
-        finish_reason=None,
-        stop_token=None,
-        error=None,
-    )
+    times = RequestTimes(0.0)
+    sequences = make_sequences(request, frozenset())
+    for sequence in sequences:
+        sequence.output = OutputState(request, sequence.index, factory, sink, times)
+    return sequences
 
 
 def test_a_pool_counts_jobs_that_fail_too() -> None:

@@ -13,10 +13,11 @@ from serve.memory_policy import POLICIES
 from serve.orders import ORDERS
 from serve.pipeline import Pipeline
 from serve.plan import SchedulerLimits
+from serve.prompt_outputs import PoolingParams
 from serve.request import FinishReason
 from serve.sequence import PENDING_TOKEN, make_sequences
 from tests.fakes import check_mapping, make_request
-from tests.late_device import EOS, expected_tokens
+from tests.late_device import EOS, check_prompt_rows, expected_tokens
 from tests.overlap_rig import Bench
 
 MAX_LEN = 96
@@ -29,9 +30,10 @@ GROUPS = [
 
 
 class Walk(Bench):
-    """bad: sequences whose steps fail, at the launch or later, when they have so many tokens."""
+    """bad: sequences whose steps fail, at the launch or later, when they have so many tokens.
+    reads: some want what their prompts' own rows say."""
 
-    def __init__(self, seed, order="fcfs", fails=None, groups=None):
+    def __init__(self, seed, order="fcfs", fails=None, groups=None, reads=False):
         self.rng = rng = random.Random(seed)
         budget = rng.choice([2, 7, 16, 64])
         limits = SchedulerLimits(rng.choice([1, 3, 8]), budget, rng.choice([1, 5, budget]))
@@ -39,6 +41,7 @@ class Walk(Bench):
         self.policy = rng.choice(POLICIES)
         self.bad = {}
         self.fails = fails
+        self.reads = reads
         needy = rng.random() < 0.3
         super().__init__(
             limits,
@@ -77,12 +80,28 @@ class Walk(Bench):
             seed=number,
         )
         request = replace(request, arrival_s=self.device.now_s, client=rng.choice(["x", "y", None]))
+        if self.reads:
+            request = self.reading(request)
         for sequence in make_sequences(request, frozenset({EOS})):
             if self.fails and rng.random() < 0.1:
                 self.bad[sequence] = length + rng.randrange(6)
             self.scheduler.add(sequence)
             self.all.append(sequence)
             self.alive.append(sequence)
+
+    def reading(self, request):
+        """Some ask for their prompts' rows, too, or for nothing else."""
+        rng, params = self.rng, request.params
+        kind = rng.choice(["none", "scores", "only scores", "mean", "last"])
+        if kind in ("scores", "only scores"):
+            params = replace(params, prompt_logprobs=2)
+        if kind in ("only scores", "mean", "last"):
+            params = replace(params, max_tokens=0, min_tokens=0)
+        pooling = None
+        if kind in ("mean", "last"):
+            pooling = PoolingParams(kind=kind, normalize=False)
+            params = replace(params, n=1)
+        return replace(request, params=params, pooling=pooling)
 
     def step(self):
         rng = self.rng
@@ -140,10 +159,13 @@ class Walk(Bench):
             assert tokens == expected[: len(tokens)], sequence.request.request_id
             assert sequence in self.records.tokens or not sequence.num_output_tokens
             assert (sequence in by_step) != (sequence in self.ended)
+            has_answer = len(tokens) > sequence.num_prompt_tokens
+            if sequence.prompt_rows is not None and (has_answer or sequence in by_step):
+                check_prompt_rows(sequence)
             if sequence in by_step:
                 assert len(tokens) == len(expected)
                 is_stop = tokens[-1] in sequence.stop_ids and (
-                    len(tokens) > sequence.min_tokens_total
+                    has_answer and len(tokens) > sequence.min_tokens_total
                 )
                 assert sequence.finish_reason is (
                     FinishReason.STOP if is_stop else FinishReason.LENGTH
@@ -175,3 +197,11 @@ def test_who_fails_ends_alone(fails, seed):
         # who was not stopped before its time has failed, and before it got one token more
         assert sequence in failed or len(sequence.token_ids) <= walk.bad[sequence]
         assert len(sequence.token_ids) <= max(walk.bad[sequence], sequence.num_prompt_tokens)
+
+
+@pytest.mark.parametrize("fails", [None, "launch", "wait"])
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_of_prompts_are_taken_once_and_in_order(fails, seed):
+    """Whoever is preempted, fails, shares its prompt with others or is found in the cache."""
+    walk = Walk(200 + seed, ORDERS[seed % len(ORDERS)], fails, reads=True).walk(40)
+    walk.check_end()

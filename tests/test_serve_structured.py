@@ -10,9 +10,13 @@ import pytest
 
 from serve import LLM, SamplingParams
 from serve.config import default_model_path
-from serve.errors import RequestError
+from serve.errors import GenerationError, RequestError
+from serve.http.generation import checked
+from serve.request import FinishReason, TokenDelta
 from serve.structured_output import StructuredOutput
+from serve.token_mask import REQUEST_FAULTS
 from tests.checkpoints import checkpoint
+from tests.child import output_of
 
 SCHEMA = {
     "type": "object",
@@ -89,6 +93,26 @@ def test_any_object(llm):
     bias = dict.fromkeys(llm.tokenizer.encode_plain("}")[-1:], 30.0)
     for output in answers(llm, structured("json_object", logit_bias=bias, temperature=0.0)):
         assert isinstance(json.loads(output.text), dict)
+
+
+def test_its_faults_are_no_server_errors():
+    """RELIABILITY: no 5xx for what a client has sent."""
+    for fault in REQUEST_FAULTS:
+        delta = TokenDelta(0, "", [], None, FinishReason.ERROR, None, fault)
+        with pytest.raises(RequestError) as caught:
+            checked(delta)
+        assert caught.value.code == "invalid_schema"
+    with pytest.raises(GenerationError):
+        checked(TokenDelta(0, "", [], None, FinishReason.ERROR, None, "ValueError in the engine"))
+
+
+def test_nobody_pays_who_does_not_ask():
+    code = (
+        "import sys; from serve import LLM, SamplingParams; llm = LLM(); "
+        "llm.generate('a', SamplingParams(max_tokens=2, bad_words=['x'])); "
+        "print('llguidance' in sys.modules)"
+    )
+    assert output_of("-c", code).split()[-1] == "False"
 
 
 def test_what_cannot_be_is_refused(llm):

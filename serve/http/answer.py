@@ -48,7 +48,6 @@ def answer_head(context: ApiContext, call: Call, kind: AnswerKind) -> AnswerHead
         answer_id=kind.id_prefix + call.request_id.removeprefix("req_"),
         created=int(time.time()),
         model=context.engine.model_name,
-        request_id=call.request_id,
         fingerprint=context.fingerprint,
     )
 

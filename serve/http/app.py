@@ -97,6 +97,7 @@ class HttpApp:
             self._end(call, status)
 
     async def close(self) -> None:
+        self.context.bodies.close()
         if self._tracer is not None:
             await self._tracer.close()
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Protocol
 
 from aiohttp import web
 
 from serve.http.chat_run import ChatRun, ChatStep
-from serve.http.errors import ApiError, to_api_error
+from serve.http.errors import ApiError
 from serve.http.sse import EventStream
 
 
@@ -40,24 +41,14 @@ async def write_whole(run: ChatRun, writer: AnswerWriter) -> None:
 
 
 async def write_stream(
-    run: ChatRun, writer: AnswerWriter, events: EventStream, request_id: str
+    run: ChatRun, writer: AnswerWriter, events: EventStream
 ) -> web.StreamResponse:
     """Until the head is sent an error raises; after that it is the last event."""
-    try:
+
+    async def parts() -> AsyncGenerator[bytes, None]:
         async with aclosing(run.steps()) as steps:
             async for step in steps:
-                data = writer.step(step)
-                if data:
-                    if events.response is None:
-                        await events.start()
-                    await events.send(data)
-        if events.response is None:
-            await events.start()
-        await events.send(writer.end())
-    except ConnectionError:
-        raise
-    except Exception as exc:
-        if events.response is None:
-            raise
-        await events.send_last(writer.failed(to_api_error(exc, request_id)))
-    return await events.finish()
+                yield writer.step(step)
+        yield writer.end()
+
+    return await events.send_all(parts(), writer.failed)

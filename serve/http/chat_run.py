@@ -153,20 +153,20 @@ class ChatRun:
         """A call that must come leaves no room for what else the answer should look like."""
         asked, style = self._asked, self._format
         content, tools, choice = asked.params.structured, asked.tools, asked.tool_choice
-        is_open = style.opens_reasoning and asked.template_kwargs.get("enable_thinking", True)
+        is_open = self._will_be_open()
         if not self._uses_tools:
             if content is None or not self._reasons:
                 return content
-            return content_behind_reasoning(style, content, is_open=bool(is_open))
+            return content_behind_reasoning(style, content, is_open=is_open)
         parallel = asked.parallel_tool_calls
         if isinstance(choice, tuple):
             tools = [tool for tool in tools if tool["function"]["name"] == choice[1]]
             parallel = False
         if choice != "auto":
-            return forced_calls(style, tools, parallel=parallel, is_open=bool(is_open))
+            return forced_calls(style, tools, parallel=parallel, is_open=is_open)
         if content is None and not any(tool["function"].get("strict") for tool in tools):
             return None
-        return calls_or_content(style, tools, content, parallel=parallel, is_open=bool(is_open))
+        return calls_or_content(style, tools, content, parallel=parallel, is_open=is_open)
 
     def _parser(self, is_open: bool) -> AnswerParser:
         style = self._format
@@ -178,14 +178,26 @@ class ChatRun:
             calls = ToolCallParser(style.tools, names)
         return AnswerParser(reasoning, calls)
 
+    def _will_be_open(self) -> bool:
+        """Whether the prompt is expected to end inside the reasoning."""
+        asked, style = self._asked, self._format
+        if asked.continue_final_message:
+            return self._is_continued_inside()
+        thinks = bool(asked.template_kwargs.get("enable_thinking", True))
+        return style.opens_reasoning and thinks and asked.add_generation_prompt
+
+    def _is_continued_inside(self) -> bool:
+        style = self._format.reasoning
+        said = str(self._asked.messages[-1].get("content"))
+        return style is not None and said.rfind(style.begin) > said.rfind(style.end)
+
     async def _is_reasoning_open(self) -> bool:
         """Whether the prompt ends behind the marker that begins the reasoning."""
         style = self._format.reasoning
         if style is None or not self._reasons:
             return False
         if self._asked.continue_final_message:
-            said = str(self._asked.messages[-1].get("content"))
-            return said.rfind(style.begin) > said.rfind(style.end)
+            return self._is_continued_inside()
         request = await self._stream.accepted()
         tail = list(request.prompt_token_ids[-_TAIL_TOKENS:])
         text = self._engine.tokenizer.decode(tail, skip_special_tokens=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,18 +13,26 @@ from aiohttp import web
 
 from serve.errors import RequestError
 from serve.http import shapes
-from serve.http.errors import to_api_error
 from serve.http.generation import AnswerHead, Generation
 from serve.http.schema import CompletionCall
 from serve.http.sse import DONE, EventStream
 from serve.request import TokenDelta, TokenLogprobs
 
-MAX_PROMPT_LOGPROBS = 1 << 20
+MAX_PROMPT_LOGPROBS = 1 << 18  # each is some hundred bytes while an answer is made
+MAX_REPEATED_TOKENS = 1 << 20
 INLINE_LOGPROBS = 2048  # more are put into words off the event loop
 
 
 def check_size(asked: CompletionCall, generation: Generation) -> None:
-    """RequestError: the prompts' log-probabilities are more than anyone can want."""
+    """RequestError: more is to come back of the prompts than anyone can want."""
+    repeats = "echo" if asked.echo else "return_token_ids" if asked.return_token_ids else None
+    num_tokens = generation.prompt_tokens * asked.num_choices
+    if repeats is not None and num_tokens > MAX_REPEATED_TOKENS:
+        raise RequestError(
+            f"{repeats} repeats {num_tokens} tokens of the prompts; at most "
+            f"{MAX_REPEATED_TOKENS} can be asked for",
+            param=repeats,
+        )
     if asked.params.prompt_logprobs is None:
         return
     size = generation.prompt_tokens * (1 + asked.params.prompt_logprobs)
@@ -38,18 +46,24 @@ def check_size(asked: CompletionCall, generation: Generation) -> None:
 
 
 @dataclass(slots=True)
-class _Candidate(shapes.Choice):
-    """With what only completions have."""
+class _Candidate:
+    """One sequence, gathered from its deltas."""
 
+    texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
 
     def extend(self, delta: TokenDelta) -> None:
-        shapes.Choice.extend(self, delta)
+        self.texts.append(delta.text)
         self.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + delta.logprobs
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
         if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason.value
             self.stop_reason = delta.stop_reason
 
     @property
@@ -104,7 +118,7 @@ class Wording:
         echoed = output.prompt_logprobs if asked.echo else None
         choice: dict[str, Any] = {
             "index": index,
-            "text": (self.prompt_text(position) if asked.echo else "") + output.text,
+            "text": (self.prompt_text(position) if asked.echo else "") + "".join(output.texts),
             "logprobs": self.logprobs(echoed, output.logprobs, position)[0],
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
@@ -150,7 +164,7 @@ async def whole_answer(
         "choices": await asyncio.to_thread(choices) if is_long else choices(),
         "usage": shapes.usage(
             generation.prompt_tokens,
-            sum(output.num_tokens for output in outputs),
+            sum(len(output.token_ids) for output in outputs),
             generation.cached_tokens,
         ),
     }
@@ -162,7 +176,6 @@ class CompletionStream:
 
     def __init__(self, generation: Generation, head: AnswerHead, wording: Wording) -> None:
         self._generation = generation
-        self._request_id = head.request_id
         self._wording = wording
         asked = self._asked = wording.asked
         fields = {
@@ -187,24 +200,13 @@ class CompletionStream:
 
     async def run(self, events: EventStream) -> web.StreamResponse:
         """Until the head is sent an error raises; after that it is the last event."""
-        try:
-            async with aclosing(self._generation.deltas()) as deltas:
-                async for choice, delta in deltas:
-                    data = await self._encode(choice, delta)
-                    if data:
-                        if events.response is None:
-                            await events.start()
-                        await events.send(data)
-            if events.response is None:
-                await events.start()
-            await events.send(self._ending())
-        except ConnectionError:
-            raise
-        except Exception as exc:
-            if events.response is None:
-                raise
-            await events.send_error(to_api_error(exc, self._request_id))
-        return await events.finish()
+        return await events.send_all(self._parts(), lambda e: b"data: " + e.body() + b"\n\n")
+
+    async def _parts(self) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self._generation.deltas()) as deltas:
+            async for choice, delta in deltas:
+                yield await self._encode(choice, delta)
+        yield self._ending()
 
     async def _encode(self, choice: int, delta: TokenDelta) -> bytes:
         self._num_tokens += len(delta.token_ids)

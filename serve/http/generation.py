@@ -23,13 +23,12 @@ CHOICES_IN_FLIGHT = 4
 class AnswerKind:
     """What differs between chat and plain completions."""
 
-    name: str
     id_prefix: str
     object_name: str
 
 
-CHAT = AnswerKind("chat", "chatcmpl-", "chat.completion")
-COMPLETION = AnswerKind("completion", "cmpl-", "text_completion")
+CHAT = AnswerKind("chatcmpl-", "chat.completion")
+COMPLETION = AnswerKind("cmpl-", "text_completion")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +39,7 @@ class AnswerHead:
     answer_id: str
     created: int
     model: str
-    request_id: str
-    fingerprint: str | None = None
+    fingerprint: str
 
 
 class Generation:

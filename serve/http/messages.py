@@ -60,7 +60,10 @@ def _message(value: Any, where: str, unknown: Unknown, call_ids: set[str]) -> di
     """call_ids: of the calls up to here; those of the message are added."""
     if not isinstance(value, dict):
         raise wrong_type(where, "an object")
-    role = _role(value.get("role"), f"{where}.role")
+    role, content = value.get("role"), value.get("content")
+    if len(value) == 2 and isinstance(content, str) and role in ("user", "assistant", "system"):
+        return {"role": role, "content": content}  # most are so, and there may be thousands
+    role = _role(role, f"{where}.role")
     given = _RECORDS[role].check(value, where, unknown)
     message: dict[str, Any] = {"role": role, "content": given.get("content")}
     calls = given.get("tool_calls")
@@ -151,7 +154,7 @@ def parse_arguments(value: Any, where: str, unknown: Unknown) -> dict[str, Any]:
     if not value:
         return {}
     try:
-        arguments = json.loads(value, parse_constant=_no_number, parse_float=_finite)
+        arguments = _DECODER.decode(value)
     except (ValueError, RecursionError):
         raise RequestError(f"{where} is not valid JSON", param=where) from None
     if not isinstance(arguments, dict):
@@ -170,6 +173,9 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(text)
     return number
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
 
 
 def is_deeper(value: Any, levels: int) -> bool:

@@ -64,6 +64,11 @@ def _reasons(reading: Reading) -> Sampled:
     return [((reason.value,), count) for reason, count in ended.items()]
 
 
+def _grammar_requests(reading: Reading) -> Sampled:
+    cache = reading.view.grammars
+    return [] if cache is None else _by({"hit": cache.num_hits, "miss": cache.num_misses})
+
+
 def _coverage(reading: Reading) -> Sampled:
     found = (("0.5", reading.stats.coverage_p50), ("0.9", reading.stats.coverage_p90))
     return [((level,), share) for level, share in found if share is not None]
@@ -196,6 +201,15 @@ SERVER = (
            ("pool",)),
 )  # fmt: skip
 
+STRUCTURED = (
+    Figure("counter", "structured_output_requests", "Requests with a grammar, by whether it was"
+           " compiled already.", _grammar_requests, ("cache",)),
+    Figure("gauge", "structured_output_cached_grammars", "Compiled grammars that are kept.",
+           lambda r: len(r.view.grammars or ())),
+    Figure("gauge", "structured_output_cache_bytes", "Bytes of them, estimated.",
+           lambda r: r.view.grammars.num_bytes if r.view.grammars else 0),
+)  # fmt: skip
+
 CACHE_INFO = Figure(
     "gauge", "cache_config_info", "How K/V memory is set up.", lambda r: 1.0, (),
     "vllm:cache_config_info",
@@ -206,5 +220,6 @@ SECTIONS = {
     "Steps": STEPS,
     "Memory": MEMORY,
     "Disk and memory nodes": ELSEWHERE,
+    "Structured output": STRUCTURED,
     "Server": SERVER,
 }

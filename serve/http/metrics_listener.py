@@ -5,9 +5,18 @@ from __future__ import annotations
 from aiohttp import web
 
 from serve.errors import reason
+from serve.http.access import HostCheck
 from serve.http.context import ApiContext, ServerState
-from serve.http.errors import ApiError, common_headers, error_response, new_request_id, not_ready
+from serve.http.errors import (
+    ApiError,
+    common_headers,
+    error_response,
+    new_request_id,
+    not_ready,
+    to_api_error,
+)
 from serve.http.metrics import CONTENT_TYPE, Exposition
+from serve.http.settings import HttpSettings
 
 HOST = "127.0.0.1"
 
@@ -18,6 +27,7 @@ class MetricsListener:
     def __init__(self, context: ApiContext, port: int) -> None:
         self._context = context
         self._exposition = Exposition(context)
+        self._check_host = HostCheck(HttpSettings(host=HOST))
         self._runner: web.ServerRunner | None = None
         self.port = port
 
@@ -46,6 +56,7 @@ class MetricsListener:
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         request_id = new_request_id()
         try:
+            self._check_host(request)
             if request.raw_path.partition("?")[0] != "/metrics":
                 raise ApiError(404, "there is only /metrics here", code="unknown_url")
             if request.method not in ("GET", "HEAD"):
@@ -53,8 +64,8 @@ class MetricsListener:
             if self._context.state is ServerState.LOADING:
                 raise not_ready()
             body = await self._exposition.read()
-        except ApiError as error:
-            return error_response(error, request_id)
+        except Exception as exc:
+            return error_response(to_api_error(exc, request_id), request_id)
         return web.Response(
             body=body, headers={"Content-Type": CONTENT_TYPE, **common_headers(request_id)}
         )

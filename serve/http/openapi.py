@@ -42,8 +42,7 @@ _HEADERS = {
 
 
 def document(routes: Iterable[Route], model: str) -> dict[str, Any]:
-    """model: the name that is served. Routes that say nothing of themselves are no API: the
-    page's."""
+    """model: the name that is served."""
     return {
         "openapi": "3.1.0",
         "info": {
@@ -51,7 +50,7 @@ def document(routes: Iterable[Route], model: str) -> dict[str, Any]:
             "version": __version__,
             "description": "OpenAI's and Anthropic's APIs over one model on this machine.",
         },
-        "paths": {route.path: _path(route, model) for route in routes if route.describe},
+        "paths": {route.path: _path(route, model) for route in routes},
         "components": {
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 FLUSH_S = 0.4  # twice, for handlers that are still there when the engine has stopped
 POLL_S = 0.05
+# A large body is many objects; to look at all of them time and again stops every thread.
+GC_THRESHOLDS = (50_000, 20, 50)
 
 
 class HttpServer:
@@ -123,6 +125,7 @@ class HttpServer:
         """Loads the model; then API calls are answered."""
         await self._engine.start()
         _freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
         if self.app.state is ServerState.LOADING:
             self.app.state = ServerState.READY
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from serve.request import TokenDelta, TokenLogprobs
+from serve.request import TokenLogprobs
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses this value too
 
@@ -25,28 +24,6 @@ class TokenTexts(Protocol):
 
     def token_text(self, token_id: int) -> str: ...
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
-
-
-@dataclass(slots=True)
-class Choice:
-    """One finished sequence, gathered from its deltas."""
-
-    texts: list[str] = field(default_factory=list)
-    num_tokens: int = 0
-    logprobs: list[TokenLogprobs] | None = None
-    finish_reason: str | None = None
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-    def extend(self, delta: TokenDelta) -> None:
-        self.texts.append(delta.text)
-        self.num_tokens += len(delta.token_ids)
-        if delta.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + delta.logprobs
-        if delta.finish_reason is not None:
-            self.finish_reason = delta.finish_reason.value
 
 
 def usage(

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
 from typing import Any, cast
 
 import orjson
 from aiohttp import web
 from aiohttp.http_writer import StreamWriter
 
-from serve.http.errors import ApiError, common_headers
+from serve.http.errors import ApiError, common_headers, to_api_error
 
 DONE = b"data: [DONE]\n\n"
 
@@ -66,9 +67,25 @@ class EventStream:
         if self._protocol.writing_paused:
             await self._wait_for_reader()
 
-    async def send_error(self, error: ApiError) -> None:
-        """The last event of a stream that cannot go on; no [DONE] follows."""
-        await self.send_last(b"data: " + error.body() + b"\n\n")
+    async def send_all(
+        self, parts: AsyncGenerator[bytes, None], failed: Callable[[ApiError], bytes]
+    ) -> web.StreamResponse:
+        """Sends what is made, beginning with the first that is not empty. Until then an error
+        raises; after that it is the last event, as `failed` words it."""
+        try:
+            async with aclosing(parts):
+                async for data in parts:
+                    if data:
+                        if self.response is None:
+                            await self.start()
+                        await self.send(data)
+        except ConnectionError:
+            raise
+        except Exception as exc:
+            if self.response is None:
+                raise
+            await self.send_last(failed(to_api_error(exc, self._request_id)))
+        return await self.finish()
 
     async def send_last(self, data: bytes) -> None:
         """What ends a stream that cannot go on; the connection closes behind it."""

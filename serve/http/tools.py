@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 _NAME = String(MAX_NAME_CHARS, min_chars=1, pattern="[A-Za-z0-9_-]+")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains")
+_SCHEMAS = ("additionalProperties", "not", "if", "then", "else", "contains")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _PATTERN_PART = re.compile(
@@ -60,72 +60,114 @@ class ToolOptions:
 def parse_parameters(value: Any, where: str, unknown: Unknown) -> dict[str, Any]:
     """A JSON schema of an object. RequestError invalid_schema."""
     schema = _JSON.check(value, where, unknown)
-    _check_schema(schema, where, MAX_SCHEMA_DEPTH)
+    _check_schema(schema, where)
     if schema.get("type", "object") != "object":
         raise _bad(f"{where} must describe an object", where)
     return schema
 
 
-def _check_schema(schema: Any, where: str, levels: int) -> None:
+def _check_schema(schema: dict[str, Any], where: str) -> None:
     """What is wrong in any dialect of JSON Schema; the rest is for who compiles it."""
-    if isinstance(schema, bool):
-        return
-    if not isinstance(schema, dict):
-        raise _bad(f"{where} has a schema that is no object", where)
-    if levels == 0:
-        raise _bad(f"{where} nests deeper than {MAX_SCHEMA_DEPTH} schemas", where)
-    _check_keywords(schema, where)
-    inner: list[Any] = []
-    for name in _MAPS:
-        members = schema.get(name, {})
-        if not isinstance(members, dict):
-            raise _bad(f"{where} has a {name} that is no object", where)
-        inner += members.values()
-    for name in _LISTS:
-        if name in schema:
-            items = schema[name]
-            if not isinstance(items, list) or not items:
-                raise _bad(f"{where} has an {name} that is no list of schemas", where)
-            inner += items
-    for name in _SCHEMAS:
-        value = schema.get(name, True)
-        inner += value if name == "items" and isinstance(value, list) else [value]
-    for item in inner:
-        _check_schema(item, where, levels - 1)
+    left: list[tuple[Any, int]] = [(schema, 1)]
+    while left:
+        node, depth = left.pop()
+        if isinstance(node, bool):
+            continue
+        if not isinstance(node, dict):
+            raise _bad(f"{where} has a schema that is no object", where)
+        if depth > MAX_SCHEMA_DEPTH:
+            raise _bad(f"{where} nests deeper than {MAX_SCHEMA_DEPTH} schemas", where)
+        for name, value in node.items():
+            inner = _KEYWORDS.get(name)
+            if inner is not None:
+                try:
+                    left += [(item, depth + 1) for item in inner(value)]
+                except ValueError as error:
+                    raise _bad(f"{where} has {error} in {name}", where) from None
 
 
-def _check_keywords(schema: dict[str, Any], where: str) -> None:
-    kinds = schema.get("type", [])
-    for kind in kinds if isinstance(kinds, list) else [kinds]:
+# Of a keyword's value: the schemas in it. ValueError: what is wrong with it.
+
+
+def _named(value: Any) -> Iterable[Any]:
+    if not isinstance(value, dict):
+        raise ValueError("no object")
+    return value.values()
+
+
+def _listed(value: Any) -> Iterable[Any]:
+    if not isinstance(value, list) or not value:
+        raise ValueError("no list of schemas")
+    return value
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, list) else (value,)
+
+
+def _one(value: Any) -> Iterable[Any]:
+    return (value,)
+
+
+def _type(value: Any) -> Iterable[Any]:
+    for kind in value if isinstance(value, list) else [value]:
         if kind not in _TYPES:
-            raise _bad(f"{where} has the type {quoted(kind)}", where)
-    required = schema.get("required", [])
-    if not isinstance(required, list) or not all(isinstance(item, str) for item in required):
-        raise _bad(f"{where} has a required that is no list of names", where)
-    if not isinstance(schema.get("enum", []), list):
-        raise _bad(f"{where} has an enum that is no list", where)
-    reference = schema.get("$ref", "#")
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        raise _bad(f"{where} has a $ref that leads out of the schema", where)
-    for name in _COUNTS:
-        count = schema.get(name, 0)
-        if isinstance(count, bool) or not isinstance(count, int | float) or count < 0:
-            raise _bad(f"{where} has a {name} that is no count", where)
-    for name in _BOUNDS:
-        bound = schema.get(name, 0)
-        if isinstance(bound, bool) or not isinstance(bound, int | float):
-            raise _bad(f"{where} has a {name} that is no number", where)
-    _check_pattern(schema.get("pattern", ""), where)
+            raise ValueError(f"{quoted(kind)}, which is no type,")
+    return ()
 
 
-def _check_pattern(pattern: Any, where: str) -> None:
-    if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN_CHARS:
-        raise _bad(
-            f"{where} has a pattern that is no text of at most {MAX_PATTERN_CHARS} characters",
-            where,
-        )
-    if _is_malformed(pattern):
-        raise _bad(f"{where} has a malformed pattern", where)
+def _names(value: Any) -> Iterable[Any]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ValueError("no list of names")
+    return ()
+
+
+def _values(value: Any) -> Iterable[Any]:
+    if not isinstance(value, list):
+        raise ValueError("no list")
+    return ()
+
+
+def _reference(value: Any) -> Iterable[Any]:
+    if not isinstance(value, str) or not value.startswith("#"):
+        raise ValueError("what leads out of the schema")
+    return ()
+
+
+def _number(value: Any) -> Iterable[Any]:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("no number")
+    return ()
+
+
+def _count(value: Any) -> Iterable[Any]:
+    _number(value)
+    if value < 0:
+        raise ValueError("a number below 0")
+    return ()
+
+
+def _pattern(value: Any) -> Iterable[Any]:
+    if not isinstance(value, str) or len(value) > MAX_PATTERN_CHARS:
+        raise ValueError(f"no text of at most {MAX_PATTERN_CHARS} characters")
+    if _is_malformed(value):
+        raise ValueError("a malformed expression")
+    return ()
+
+
+_KEYWORDS: dict[str, Callable[[Any], Iterable[Any]]] = {
+    **dict.fromkeys(_MAPS, _named),
+    **dict.fromkeys(_LISTS, _listed),
+    **dict.fromkeys(_SCHEMAS, _one),
+    **dict.fromkeys(_COUNTS, _count),
+    **dict.fromkeys(_BOUNDS, _number),
+    "items": _items,
+    "type": _type,
+    "required": _names,
+    "enum": _values,
+    "$ref": _reference,
+    "pattern": _pattern,
+}
 
 
 def _is_malformed(pattern: str) -> bool:

@@ -10,6 +10,8 @@ from aiohttp import web
 from serve.http.errors import JSON_TYPE, ApiError, common_headers
 
 OVERLOADED_STATUS = 529
+# Clients that try conversations kept by the server go on without them at this code.
+THREADS_UNSUPPORTED = "thread_unsupported_request"
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -34,11 +36,10 @@ def error_object(error: ApiError, request_id: str) -> dict[str, Any]:
     if (param.rpartition(".")[0] or param) not in message:  # there is no field for it
         message = f"{param}: {message}"
     message = message.encode("utf-8", "replace").decode()
-    return {
-        "type": "error",
-        "error": {"type": kind, "message": message},
-        "request_id": request_id,
-    }
+    told: dict[str, Any] = {"type": kind, "message": message}
+    if error.code == THREADS_UNSUPPORTED:
+        told["details"] = {"error_code": error.code}
+    return {"type": "error", "error": told, "request_id": request_id}
 
 
 def anthropic_error(error: ApiError, request_id: str) -> web.Response:

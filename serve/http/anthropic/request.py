@@ -13,6 +13,7 @@ from serve.http.anthropic.blocks import (
     TEXTS,
     chat_messages,
 )
+from serve.http.anthropic.errors import THREADS_UNSUPPORTED
 from serve.http.anthropic.tools import TOOL_CHOICE, TOOLS, chat_tools
 from serve.http.chat_run import ChatRequest
 from serve.http.conversation import effort_kwargs
@@ -79,6 +80,16 @@ _CONTEXT_MANAGEMENT = Record(
         )
     }
 )
+
+
+def _no_thread(value: Any, where: str, unknown: Unknown) -> None:
+    raise RequestError(
+        f"{where} is not supported: send the whole conversation",
+        param=where,
+        code=THREADS_UNSUPPORTED,
+    )
+
+
 # What the prompt is made of, which is what count_tokens counts.
 _PROMPT_FIELDS: dict[str, FieldType] = {
     "model": MODEL,
@@ -106,6 +117,7 @@ CREATE = Record(
         "stream": Boolean(),
         "metadata": Record({"user_id": String(MAX_CLIENT_CHARS)}),
         "service_tier": OneOfNames(("auto", "standard_only")),
+        "thread": Parsed(_no_thread, {"type": "null"}),
         "container": Unsupported(),
         "diagnostics": Unsupported(),
         "inference_geo": Unsupported(),

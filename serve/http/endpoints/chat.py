@@ -45,7 +45,7 @@ async def _answer(context: ApiContext, call: Call, asked: schema.ChatCall) -> we
         told = (run, answer_head(context, call, CHAT), asked, call.engine.tokenizer)
         if asked.stream:
             events = event_stream(context, call)
-            return await write_stream(run, ChatStream(*told), events, call.request_id)
+            return await write_stream(run, ChatStream(*told), events)
         whole = WholeChat(*told)
         await write_whole(run, whole)
         return json_response(await whole.body(), call.request_id)

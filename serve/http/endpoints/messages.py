@@ -82,6 +82,6 @@ async def _answer(context: ApiContext, call: Call, asked: MessagesCall) -> web.S
             shows_thinking=asked.shows_thinking,
         )
         if asked.stream:
-            return await write_stream(run, writer, event_stream(context, call), call.request_id)
+            return await write_stream(run, writer, event_stream(context, call))
         await write_whole(run, writer)
         return json_response(writer.message(), call.request_id)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from serve.http.answer import event_stream
 from serve.http.context import ApiContext, Call, Handler, Route
 from serve.http.describe import Operation
+from serve.http.errors import common_headers
 from serve.http.live import LiveFeed
 from serve.http.page_files import PageFile, read_page
+
+EVENTS_TYPE = "text/event-stream; charset=utf-8"
 
 
 def routes(context: ApiContext) -> list[Route]:
@@ -16,6 +19,9 @@ def routes(context: ApiContext) -> list[Route]:
 
     async def live(call: Call) -> web.StreamResponse:
         context.check_ready()
+        if call.request.method == "HEAD":
+            headers = {hdrs.CONTENT_TYPE: EVENTS_TYPE, **common_headers(call.request_id)}
+            return web.Response(headers=headers)
         return await feed.serve(call.request, event_stream(context, call))
 
     files = [

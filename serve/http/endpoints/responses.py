@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import replace
 from functools import partial
@@ -88,7 +89,7 @@ class _Endpoints:
         context.check_model(asked.model)
         context.check_ready()
         with parameters_named(NAMES):
-            conversation = self._conversation(call, asked)
+            conversation = await self._conversation(call, asked)
             with (
                 context.generating(),
                 ChatRun(call.engine, conversation.chat, call.request_id) as run,
@@ -105,7 +106,7 @@ class _Endpoints:
         with parameters_named(NAMES):
             # rendered, never scheduled
             none = SamplingParams(max_tokens=0)
-            chat = replace(self._conversation(call, asked).chat, params=none)
+            chat = replace((await self._conversation(call, asked)).chat, params=none)
             with ChatRun(call.engine, chat, call.request_id) as run:
                 await run.accepted()
                 counts = {"object": "response.input_tokens", "input_tokens": run.prompt_tokens}
@@ -150,11 +151,11 @@ class _Endpoints:
         writer = ResponseWriter(run, head, engine.tokenizer, streams=asked.stream, on_end=keep)
         if asked.stream:
             events = event_stream(self._context, call)
-            return await write_stream(run, writer, events, call.request_id)
+            return await write_stream(run, writer, events)
         await write_whole(run, writer)
         return json_response(writer.response(), call.request_id)
 
-    def _conversation(self, call: Call, asked: ResponseCall) -> _Conversation:
+    async def _conversation(self, call: Call, asked: ResponseCall) -> _Conversation:
         owner = _owner(call)
         before: tuple[bytes, ...] = ()
         if asked.previous_id is not None:
@@ -172,8 +173,16 @@ class _Endpoints:
             else item
             for position, item in enumerate(asked.items)
         ]
-        earlier = [item for listed in before for item in orjson.loads(listed)]
-        return _Conversation(before, items, asked.chat(earlier, items))
+
+        def chat() -> ChatRequest:
+            earlier = [item for listed in before for item in orjson.loads(listed)]
+            return asked.chat(earlier, items)
+
+        inline_bytes = self._context.settings.parse_inline_bytes
+        own_bytes = call.request.content_length
+        if own_bytes is None or own_bytes + sum(map(len, before)) > inline_bytes:
+            return _Conversation(before, items, await asyncio.to_thread(chat))
+        return _Conversation(before, items, chat())
 
     def _referred(self, item_id: str, owner: str, where: str) -> dict[str, Any]:
         item = self._store.item(item_id, owner)

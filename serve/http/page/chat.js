@@ -10,11 +10,12 @@ const prompt = $("prompt");
 
 /**
  * askKey: () -> promise of whether a key was given. findModel: () -> promise of the model's name.
- * onStats: told the figures of every answer.
+ * forgetModel: it is another one now. onStats: told the figures of every answer.
  */
 export class Chat {
-  constructor({ askKey, findModel, onStats }) {
+  constructor({ askKey, findModel, forgetModel, onStats }) {
     this.askKey = askKey;
+    this.forgetModel = forgetModel;
     this.findModel = findModel;
     this.onStats = onStats;
     this.turns = []; // {role, content, node}
@@ -62,7 +63,7 @@ export class Chat {
 
   add(role, content) {
     $("welcome").hidden = true;
-    const turn = { role, content, body: el("div", { class: "body" }) };
+    const turn = { role, content, thoughts: "", body: el("div", { class: "body" }) };
     turn.actions = el("div", { class: "actions" });
     turn.node = el(
       "article",
@@ -173,11 +174,13 @@ export class Chat {
       if (event.usage) timing.usage = event.usage;
       const choice = event.choices?.[0];
       if (choice?.finish_reason) timing.reason = choice.finish_reason;
-      const text = choice?.delta?.content;
-      if (!text) continue;
+      const text = choice?.delta?.content ?? "";
+      const thought = choice?.delta?.reasoning_content ?? "";
+      if (!text && !thought) continue;
       timing.lastAt = performance.now();
       timing.firstAt ||= timing.lastAt;
       turn.content += text;
+      turn.thoughts += thought;
       turn.node.classList.remove("waiting");
       this.draw(turn);
     }
@@ -188,7 +191,7 @@ export class Chat {
   draw(turn) {
     turn.frame ||= requestAnimationFrame(() => {
       turn.frame = 0;
-      turn.shown.update(turn.content);
+      show(turn);
       this.follow(false);
     });
   }
@@ -198,8 +201,8 @@ export class Chat {
     turn.node.classList.remove("waiting");
     turn.node.removeAttribute("aria-busy");
     if (!this.turns.includes(turn)) return;
-    turn.shown.update(turn.content);
-    if (!turn.content && (failure || wasStopped)) {
+    show(turn);
+    if (!turn.content && !turn.thoughts && (failure || wasStopped)) {
       this.cut(this.turns.indexOf(turn));
     } else {
       const again = el("button", { type: "button", class: "quiet" }, "Regenerate");
@@ -237,6 +240,7 @@ export class Chat {
 
   /** What went wrong, under the conversation, with a way to try again. */
   async fail(error) {
+    if (error.code === "model_not_found") this.forgetModel();
     if (error.status === 401 && (await this.askKey())) {
       this.answer();
       return;
@@ -255,6 +259,16 @@ export class Chat {
     if (error.retryAfter) countDown(retry, error.retryAfter);
     this.follow(true);
   }
+}
+
+/** An answer so far: what the model thought, folded away, and what it says. */
+function show(turn) {
+  if (turn.thoughts && !turn.folded) {
+    turn.folded = el("details", { class: "thoughts" }, el("summary", {}, "Thoughts"), el("div"));
+    turn.body.before(turn.folded);
+  }
+  if (turn.folded) turn.folded.lastElementChild.textContent = turn.thoughts;
+  turn.shown.update(turn.content);
 }
 
 function titleOf(error) {

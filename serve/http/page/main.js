@@ -15,7 +15,14 @@ const IDEAS = [
 ];
 const prompt = $("prompt");
 const live = new LiveView();
-const chat = new Chat({ askKey, findModel, onStats: (stats) => live.showChat(stats) });
+const chat = new Chat({
+  askKey,
+  findModel,
+  forgetModel: () => {
+    model = "";
+  },
+  onStats: (stats) => live.showChat(stats),
+});
 
 // ---- the key
 

@@ -1,0 +1,43 @@
+"""Values that a caller gives: types and ranges. RequestError names the parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sized
+
+from serve.errors import RequestError
+
+
+def as_tuple(name: str, values: object) -> tuple[object, ...]:
+    if not isinstance(values, (list, tuple)):
+        raise RequestError(
+            f"{name} must be a list, not {type(values).__name__}", param=name, code="invalid_type"
+        )
+    return tuple(values)
+
+
+def check_length(name: str, values: Sized, limit: int) -> None:
+    if len(values) > limit:
+        raise RequestError(
+            f"{name} has more than {limit} entries", param=name, code="array_above_max_length"
+        )
+
+
+def check_int(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(
+            f"{name} must be an integer, not {type(value).__name__}",
+            param=name,
+            code="invalid_type",
+        )
+    if not low <= value <= high:
+        raise RequestError(f"{name} must be between {low} and {high}", param=name)
+
+
+def check_float(name: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise RequestError(
+            f"{name} must be a number, not {type(value).__name__}", param=name, code="invalid_type"
+        )
+    if not math.isfinite(value) or not low <= value <= high:
+        raise RequestError(f"{name} must be between {low:g} and {high:g}", param=name)

@@ -1,0 +1,72 @@
+"""What the library gives for a finished request, in the shapes that vLLM's users know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from serve.request import RequestMetrics, TokenDelta, TokenLogprobs
+
+
+class Logprob(NamedTuple):
+    """One candidate at one output position. rank: 1 is the most likely token."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One finished sequence of a request. logprobs: per position, token id -> Logprob."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+    def extend(self, delta: TokenDelta, token_text: Callable[[int], str]) -> None:
+        """Append a delta of this sequence; token_text spells a single token."""
+        self.text += delta.text
+        self.token_ids.extend(delta.token_ids)
+        for item in delta.logprobs or ():
+            self.logprobs = [] if self.logprobs is None else self.logprobs
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + item.logprob
+            self.logprobs.append(_spelled(item, token_text))
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason.value
+            self.stop_reason = delta.stop_reason
+            self.error = delta.error
+
+
+def spelled_prompt(
+    logprobs: Iterable[TokenLogprobs | None], token_text: Callable[[int], str]
+) -> list[dict[int, Logprob] | None]:
+    """As CompletionOutput.logprobs, for TokenDelta.prompt_logprobs."""
+    return [None if item is None else _spelled(item, token_text) for item in logprobs]
+
+
+def _spelled(item: TokenLogprobs, token_text: Callable[[int], str]) -> dict[int, Logprob]:
+    entry = {item.token_id: Logprob(item.logprob, item.rank, token_text(item.token_id))}
+    for rank, (token, logprob) in enumerate(item.top, start=1):
+        entry.setdefault(token, Logprob(logprob, rank, token_text(token)))
+    return entry
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A finished request: the prompt and its n completions. prompt_logprobs: per token of the
+    prompt, token id -> Logprob; None for the first one."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
