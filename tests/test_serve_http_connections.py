@@ -284,6 +284,7 @@ async def _status_of(served: Served, data: bytes) -> int | None:
         writer.close()
 
 
+@pytest.mark.row("C8")
 def test_a_large_answer_to_a_stalled_reader_is_given_up() -> None:
     async def check(served: Served) -> None:
         body = {"model": "fake", "prompt": ["a"] * 64, "n": 16, "max_tokens": 4000}

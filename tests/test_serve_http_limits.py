@@ -232,6 +232,7 @@ async def start(served: Served) -> asyncio.StreamWriter:
 # ---- connections
 
 
+@pytest.mark.row("C13")
 def test_one_connection_too_many() -> None:
     """It is told so, and closed; health is answered all the same, and far too many get nothing."""
 
