@@ -117,7 +117,7 @@ class WholeChat:
             "created": head.created,
             "model": head.model,
             "system_fingerprint": head.fingerprint,
-            "choices": await asyncio.to_thread(self._told) if self._is_long else self._told(),
+            "choices": await asyncio.to_thread(self._worded) if self._is_long else self._told(),
             "usage": _usage(self._run, sum(len(item.token_ids) for item in self._choices)),
         }
         if asked.return_token_ids:
@@ -142,6 +142,11 @@ class WholeChat:
 
     def _told(self) -> list[dict[str, Any]]:
         return [self._choice(index) for index in range(len(self._choices))]
+
+    def _worded(self) -> list[orjson.Fragment]:
+        """As JSON, one by one: to make it of all at once would hold up every thread."""
+        count = len(self._choices)
+        return [orjson.Fragment(orjson.dumps(self._choice(index))) for index in range(count)]
 
     def _choice(self, index: int) -> dict[str, Any]:
         item = self._choices[index]
