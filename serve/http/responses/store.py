@@ -1,5 +1,5 @@
-"""Responses that can be fetched and continued, in memory. Where there is no room, the least recently
-used one goes, of the owner who has the most."""
+"""Responses that can be fetched and continued, in memory. Where there is no room, the least
+recently used one goes, of the owner who has the most."""
 
 from __future__ import annotations
 
