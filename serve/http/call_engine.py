@@ -163,7 +163,7 @@ class CallEngine:
                     f"priority is below {lowest}, the limit of this API key", param="priority"
                 )
             changes["priority"] = lowest
-        return replace(params, **changes) if changes else params
+        return params.changed(**changes) if changes else params
 
 
 def salt_of(name: str, salt: str | None) -> str:

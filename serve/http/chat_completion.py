@@ -47,7 +47,8 @@ class _Choice:
                     self.calls[number][1].append(text)
         self.token_ids += delta.token_ids
         if delta.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + delta.logprobs
+            self.logprobs = self.logprobs or []
+            self.logprobs += delta.logprobs
         if step.finish_reason is not None:
             self.finish_reason, self.stop_reason = step.finish_reason, delta.stop_reason
 
@@ -116,7 +117,7 @@ class WholeChat:
             "created": head.created,
             "model": head.model,
             "system_fingerprint": head.fingerprint,
-            "choices": [self._choice(index) for index in range(len(self._choices))],
+            "choices": await asyncio.to_thread(self._worded) if self._is_long else self._told(),
             "usage": _usage(self._run, sum(len(item.token_ids) for item in self._choices)),
         }
         if asked.return_token_ids:
@@ -131,6 +132,21 @@ class WholeChat:
             else:
                 body["prompt_logprobs"] = shapes.prompt_logprobs(*described)
         return body
+
+    @property
+    def _is_long(self) -> bool:
+        """Its log-probabilities would keep the event loop."""
+        num_top = self._asked.params.logprobs
+        num_tokens = sum(len(item.logprobs or ()) for item in self._choices)
+        return num_top is not None and num_tokens * (1 + num_top) > INLINE_LOGPROBS
+
+    def _told(self) -> list[dict[str, Any]]:
+        return [self._choice(index) for index in range(len(self._choices))]
+
+    def _worded(self) -> list[orjson.Fragment]:
+        """As JSON, one by one: to make it of all at once would hold up every thread."""
+        count = len(self._choices)
+        return [orjson.Fragment(orjson.dumps(self._choice(index))) for index in range(count)]
 
     def _choice(self, index: int) -> dict[str, Any]:
         item = self._choices[index]

@@ -60,7 +60,8 @@ class _Candidate:
         self.texts.append(delta.text)
         self.token_ids += delta.token_ids
         if delta.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + delta.logprobs
+            self.logprobs = self.logprobs or []
+            self.logprobs += delta.logprobs
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason.value
@@ -154,7 +155,9 @@ async def whole_answer(
         return made
 
     scores = asked.params.prompt_logprobs is not None
-    is_long = scores and generation.prompt_tokens > INLINE_LOGPROBS
+    num_described = sum(len(output.logprobs or ()) for output in outputs)
+    num_described += generation.prompt_tokens if scores else 0
+    is_long = num_described > INLINE_LOGPROBS
     return {
         "id": head.answer_id,
         "object": head.kind.object_name,
