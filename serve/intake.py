@@ -93,7 +93,7 @@ class Intake:
             return request, self._arrival(request)
         except MergestepError:
             raise
-        except Exception as error:
+        except BaseException as error:  # a library's panic, too: nobody else would answer
             logger.exception("tokenizing %s failed", state.request_id)
             message = f"the prompt could not be tokenized: {type(error).__name__}"
             raise RequestError(message, param="prompt", code="invalid_prompt") from error

@@ -112,6 +112,14 @@ CONNECTIONS = (
         "write_timeout_s",
     ),
     Limit(
+        "peer that acknowledges nothing",
+        _LIMITS + "WRITE_S",
+        SECONDS,
+        "closed by the kernel",
+        "write_timeout_s",
+    ),
+    Limit("silence of a connection too many", HTTP + "connection:SPARE_S", SECONDS, "closed"),
+    Limit(
         "kernel's buffer of a stream",
         _LIMITS + "SEND_BUFFER_BYTES",
         SIZE,
