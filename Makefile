@@ -16,8 +16,8 @@ serve: $(VENV)/.serve
 	$(BIN)/serve run --port $(PORT)
 
 test: check
-	$(BIN)/python -m pytest -m 'not triton'
-	$(BIN)/python -m pytest -m triton -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -m 'not triton and not parallel'
+	$(BIN)/python -m pytest -m 'triton or parallel' -n 2 --dist loadgroup
 
 # The tests that need an RDMA device, over real verbs, in a virtual machine.
 test-rdma: $(VENV)/.dev

@@ -7,7 +7,9 @@ not the loop's and not the compute thread.
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection
 
@@ -22,6 +24,8 @@ from serve.tokenizer import Tokenizer
 
 COMPILE_TIMEOUT_S = 2.0
 COMPILE_MEMORY_BYTES = 256 << 20
+# A child that did not answer may have had too little of a busy machine: asked again after this.
+UNSURE_S = 60.0
 MAX_GRAMMARS = 256
 MAX_CACHE_BYTES = 64 << 20
 # What a compiled grammar takes: measured, about 45 times its text, and the matcher itself.
@@ -65,6 +69,13 @@ class GrammarCompiler:
             raise invalid(found)
         return found.deep_copy()
 
+    def renewed(self, structured: StructuredOutput) -> LLMatcher:
+        """Of a grammar that has been compiled: one that shares nothing with those before, and
+        nor will those that come."""
+        self.cache.drop(structured)
+        assert self._ll_tokenizer is not None
+        return make_matcher(self._ll_tokenizer, grammar_of(structured))
+
     def close(self) -> None:
         """Ends the child. Idempotent."""
         self._worker.close()
@@ -81,10 +92,10 @@ class GrammarCompiler:
         try:
             problem = self._worker.ask({"grammar": grammar}).get("error")
         except WorkerError as error:
-            problem = f"is too complex: {error}"
-        else:
-            problem = f"cannot be used: {problem}" if problem else None
-        found: LLMatcher | str = problem or self._matcher(grammar)
+            found: LLMatcher | str = f"is too complex: {error}"
+            self.cache.put(structured, found, UNSURE_S)
+            return found
+        found = f"cannot be used: {problem}" if problem else self._matcher(grammar)
         self.cache.put(structured, found)
         return found
 
@@ -128,7 +139,7 @@ class GrammarCache:
     def __init__(self, max_entries: int = MAX_GRAMMARS, max_bytes: int = MAX_CACHE_BYTES) -> None:
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._lock = threading.Lock()
-        self._entries: OrderedDict[bytes, tuple[LLMatcher | str, int]] = OrderedDict()
+        self._entries: OrderedDict[bytes, tuple[LLMatcher | str, int, float]] = OrderedDict()
         self.num_bytes = 0
         self.num_hits = self.num_misses = 0
 
@@ -139,7 +150,7 @@ class GrammarCache:
         key = _key(structured)
         with self._lock:
             entry = self._entries.get(key)
-            if entry is None:
+            if entry is None or time.monotonic() > entry[2]:
                 return None
             self._entries.move_to_end(key)
             return entry[0]
@@ -150,16 +161,23 @@ class GrammarCache:
             self.num_hits += is_hit
             self.num_misses += not is_hit
 
-    def put(self, structured: StructuredOutput, found: LLMatcher | str) -> None:
+    def put(
+        self, structured: StructuredOutput, found: LLMatcher | str, keep_s: float = math.inf
+    ) -> None:
         size = len(found) if isinstance(found, str) else _BYTES_PER_CHAR * len(structured.source)
         size += _BYTES_EACH
         key = _key(structured)
         with self._lock:
             before = self._entries.pop(key, None)
             self.num_bytes += size - (before[1] if before else 0)
-            self._entries[key] = found, size
+            self._entries[key] = found, size, time.monotonic() + keep_s
             while len(self._entries) > self._max_entries or self.num_bytes > self._max_bytes:
                 self.num_bytes -= self._entries.popitem(last=False)[1][1]
+
+    def drop(self, structured: StructuredOutput) -> None:
+        with self._lock:
+            entry = self._entries.pop(_key(structured), None)
+            self.num_bytes -= entry[1] if entry else 0
 
 
 def _key(structured: StructuredOutput) -> bytes:

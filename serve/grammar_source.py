@@ -80,7 +80,12 @@ def invalid(problem: str) -> RequestError:
 
 
 def _json_grammar(schema: dict[str, Any]) -> str:
-    return LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": JSON_OPTIONS}))
+    try:
+        return LLMatcher.grammar_from_json_schema(
+            json.dumps({**schema, "x-guidance": JSON_OPTIONS}, allow_nan=False)
+        )
+    except ValueError:
+        raise invalid("has a number that is none in JSON") from None
 
 
 def _parsed(source: str) -> Any:

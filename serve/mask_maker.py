@@ -56,8 +56,10 @@ class MaskMaker:
             return None
         size = self._vocab_size
         matcher = None
-        if params.structured is not None:
-            matcher = Matcher(self.compiler.compile(params.structured))
+        structured = params.structured
+        if structured is not None:
+            compiler = self.compiler
+            matcher = Matcher(compiler.compile(structured), lambda: compiler.renewed(structured))
         bits = None if allowed is None else bits_of(allowed, size)
         bad_words = BadWords(self._spellings(words), size) if words else None
         stops = frozenset(params.stop_ids)

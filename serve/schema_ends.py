@@ -58,8 +58,8 @@ class _Ends:
 
     def _type_ends(self, node: dict[str, Any]) -> bool:
         kind = node.get("type")
-        kinds = {kind} if isinstance(kind, str) else set(map(str, kind or ["null"]))
-        if not kinds <= _BOTTOMLESS:
+        kinds = {str(each) for each in kind} if isinstance(kind, list) else {str(kind)}
+        if not kinds or not kinds <= _BOTTOMLESS:
             return True
         results = []
         if "object" in kinds:
@@ -69,7 +69,7 @@ class _Ends:
             results.append(all(self._ends(known.get(str(name))) for name in names))
         if "array" in kinds:
             count, items = node.get("minItems"), node.get("prefixItems")
-            count = int(count) if isinstance(count, (int, float)) else 0
+            count = int(count) if isinstance(count, (int, float)) and count > 0 else 0
             first = items[:count] if isinstance(items, list) else []
             rest = [node.get("items")] if count > len(first) else []
             results.append(all(self._ends(item) for item in (*first, *rest)))

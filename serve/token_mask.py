@@ -44,19 +44,33 @@ def bits_of(token_ids: Iterable[int], vocab_size: int) -> Bits:
     return bits
 
 
-class Matcher:
-    """A grammar's matcher that follows a sequence's output."""
+def all_bits(vocab_size: int) -> Bits:
+    """[words] with the bits of the vocabulary set, and none beyond."""
+    bits = np.full(num_words(vocab_size), 0xFFFFFFFF, dtype=np.uint32)
+    if vocab_size % 32:
+        bits[-1] = (1 << vocab_size % 32) - 1
+    return bits
 
-    def __init__(self, start: LLMatcher) -> None:
-        """start: at the beginning of the text; it stays there."""
+
+class Matcher:
+    """A grammar's matcher that follows a sequence's output.
+
+    Copies of a matcher share a lexer, and with it the limit of its states: a sequence that
+    meets the limit begins again with a lexer of its own, for others may have used it up.
+    """
+
+    def __init__(self, start: LLMatcher, renew: Callable[[], LLMatcher] | None = None) -> None:
+        """start: at the beginning of the text; it stays there. renew: makes another one that
+        shares nothing; None: start is such a one."""
         self._start = start
+        self._renew = renew
         self._matcher = start.deep_copy()
         self._seen: list[int] = []  # of them the matcher has the first _num_taken
         self._num_taken = 0
 
     def copy(self) -> Matcher:
         """At the beginning of the text."""
-        return Matcher(self._start)
+        return Matcher(self._start, self._renew)
 
     def follow(self, token_ids: Sequence[int], begin: int, end: int) -> None:
         """The output is token_ids[begin:end]."""
@@ -64,6 +78,11 @@ class Matcher:
         if keep < self._num_taken:
             self._go_back(keep)
         self._seen[keep:] = token_ids[begin + keep : end]
+        self._take()
+        if self._begins_again():
+            self._take()
+
+    def _take(self) -> None:
         while self._num_taken < len(self._seen) and not self._matcher.is_stopped():
             self._matcher.consume_token(self._seen[self._num_taken])
             self._num_taken += 1
@@ -81,6 +100,14 @@ class Matcher:
             self._num_taken = keep
         else:
             self._matcher, self._num_taken = self._start.deep_copy(), 0
+
+    def _begins_again(self) -> bool:
+        """After an error that may have been others' fault."""
+        if self._renew is None or not self._matcher.is_error():
+            return False
+        self._start, self._renew = self._renew(), None
+        self._matcher, self._num_taken = self._start.deep_copy(), 0
+        return True
 
     @property
     def is_accepting(self) -> bool:
@@ -103,6 +130,9 @@ class Matcher:
     def fill(self, bits: Bits) -> None:
         """The tokens that may follow; ends among them where the text may end."""
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if self._begins_again():
+            self._take()
+            self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
 
 
 class BadWords:
@@ -146,7 +176,7 @@ class SequenceMask:
         self._stops = bits_of(stop_ids, vocab_size)
         self._ends = bits_of(stop_ids | eos_ids, vocab_size)
         self._min_output = min_output
-        self._whole = bits_of(range(vocab_size), vocab_size)
+        self._whole = all_bits(vocab_size)
         self._allowed = self._whole if allowed is None else allowed
         # one more than there are logits: a matcher may have an end that no token stands for
         self._buffer = np.zeros(num_words(vocab_size + 1), dtype=np.uint32)

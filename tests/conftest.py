@@ -22,6 +22,45 @@ from memory.node import MemoryNode
 from ops import get_backend, native
 from tests.raw_engine import NODE_BYTES
 
+# Files whose tests neither measure time nor compute with all cores, so that two can run at once.
+PARALLEL_FILES = (
+    "test_bench_load_report",
+    "test_bench_load_datasets",
+    "test_bench_load_traces",
+    "test_bench_plan.",
+    "test_bench_plan_serving",
+    "test_bench_simulate",
+    "test_memory_kv_manager",
+    "test_memory_layer_groups",
+    "test_memory_placement",
+    "test_memory_prefix",
+    "test_memory_wire",
+    "test_quant",
+    "test_serve_chat",
+    "test_serve_cli",
+    "test_serve_http_anthropic",
+    "test_serve_http_fields",
+    "test_serve_http_json",
+    "test_serve_http_keys",
+    "test_serve_http_messages",
+    "test_serve_http_openai",
+    "test_serve_http_openapi",
+    "test_serve_http_pairs",
+    "test_serve_http_parameters",
+    "test_serve_http_refused",
+    "test_serve_http_responses",
+    "test_serve_http_schema",
+    "test_serve_http_tokenize",
+    "test_serve_http_tools",
+    "test_serve_http_unknown",
+    "test_serve_models_refused",
+    "test_serve_order",
+    "test_serve_scheduler",
+    "test_serve_settings",
+    "test_serve_start",
+    "test_serve_tokenizer",
+    "test_transport_windows",
+)
 TRITON_FILES = ("test_ops_triton", "test_ops_cuda", "test_serve_cuda", "test_bench_gpu")
 
 
@@ -39,6 +78,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if has_gpu and item.get_closest_marker("small_pages"):
             item.add_marker(pytest.mark.skip(reason="a CUDA device maps 2 MiB at a time"))
+        if item.path.name.startswith(PARALLEL_FILES):
+            item.add_marker(pytest.mark.parallel)
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
         if item.path.name.startswith(TRITON_FILES):
             item.add_marker(pytest.mark.triton)
             if item.path.stem.endswith("_compiled"):

@@ -22,7 +22,7 @@ CUTS = [
 ]
 
 
-@pytest.mark.parametrize("size", [5, 32, 300, 1000])
+@pytest.mark.parametrize("size", [5, 32, 300, 600])
 def test_only_what_the_mask_has(size):
     generator = torch.Generator().manual_seed(size)
     logits = torch.randn(len(CUTS) * 2, size, generator=generator) * 2

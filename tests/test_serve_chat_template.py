@@ -260,6 +260,7 @@ TEXTS = st.lists(PIECES, max_size=12).map("".join)
 
 @settings(deadline=None)
 @given(TEXTS)
+@pytest.mark.row("T6")
 def test_no_segment_holds_a_special_token(text: str) -> None:
     """Over overlapping and nested tokens, and nothing of the text is lost."""
     (message,) = neutralize([{"role": "user", "content": text}], TOKENS)

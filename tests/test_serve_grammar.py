@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from serve import grammar as grammar_module
 from serve.config import default_model_path
@@ -210,6 +212,11 @@ def test_a_compile_bomb_ends_with_its_child(monkeypatch):
         began = time.monotonic()
         refused(compiler, StructuredOutput("regex", "b"))
         assert time.monotonic() - began < 0.1
+        # but not for ever: the machine may have been busy
+        later = time.monotonic() + grammar_module.UNSURE_S
+        monkeypatch.setattr(grammar_module.time, "monotonic", lambda: later)
+        assert not compiler.knows(StructuredOutput("regex", "b"))
+        assert compiler.knows(StructuredOutput("regex", "c"))
     finally:
         compiler.close()
 
@@ -257,7 +264,7 @@ def test_many_schemas_do_not_fill_the_memory(compiler):
     compile_some(1000)
     compile_some(2000)
     assert resident() - before < 16 << 20
-    assert len(compiler._cache) <= grammar_module.MAX_GRAMMARS
+    assert len(compiler.cache) <= grammar_module.MAX_GRAMMARS
 
 
 def test_a_tokenizer_without_bytes(monkeypatch):
@@ -268,3 +275,56 @@ def test_a_tokenizer_without_bytes(monkeypatch):
         compiler.compile(StructuredOutput("regex", "a"))
     assert caught.value.code == "unsupported_parameter"
     compiler.close()
+
+
+KEYWORDS = st.sampled_from(
+    [
+        *("type", "properties", "required", "items", "minItems", "maxLength", "enum", "const"),
+        *("anyOf", "allOf", "$ref", "$defs", "pattern", "patternProperties", "minimum", "x"),
+    ]
+)
+ATOMS = (
+    st.sampled_from(["object", "array", "string", "#", "#/$defs/x", "", "(a", "a{3}", "http://x"])
+    | st.none()
+    | st.booleans()
+    | st.integers(-5, 5)
+    | st.sampled_from([10**30, 1e300, float("inf"), -float("inf"), float("nan")])
+    | st.text(max_size=4)
+)
+VALUES = st.recursive(
+    ATOMS, lambda each: st.lists(each, max_size=4) | st.dictionaries(KEYWORDS, each, max_size=4)
+)
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.dictionaries(KEYWORDS, VALUES, max_size=5))
+def test_any_schema_is_a_grammar_or_refused(compiler, value):
+    """Whatever is in it: compiled, or refused with its reason; the child lives."""
+    error = None
+    try:
+        compiler.compile(schema(value))
+    except RequestError as caught:
+        error = caught
+    if error is not None:
+        assert (error.code, error.param) == ("invalid_schema", "structured")
+        assert "process ended" not in str(error)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(["regex", "grammar", "choice", "json_schema"]),
+    st.lists(
+        st.sampled_from([*"()[]{}|*+?.^$\\\"'/ab1,:\n ", "start: ", "\\d", "{3,9}", "%json ", "é"])
+        | st.characters(),
+        max_size=25,
+    ).map("".join),
+)
+def test_any_text_is_a_grammar_or_refused(compiler, kind, source):
+    error = None
+    try:
+        compiler.compile(StructuredOutput(kind, source))
+    except RequestError as caught:
+        error = caught
+    if error is not None:
+        assert (error.code, error.param) == ("invalid_schema", "structured")
+        assert "process ended" not in str(error)

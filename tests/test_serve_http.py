@@ -293,6 +293,7 @@ def test_refused_requests(
     run_with_server(FakeEngine(), check)
 
 
+@pytest.mark.row("A13")
 def test_overload_is_429_with_retry_after() -> None:
     async def check(served: Served) -> None:
         tasks = [asyncio.create_task(served.post(CHAT, CHAT_BODY)) for _ in range(2)]

@@ -217,6 +217,28 @@ def test_a_stalled_reader_is_aborted_and_disturbs_nobody() -> None:
     run_with_server(FakeEngine(repeat=100_000), check, write_timeout_s=0.3)
 
 
+def test_a_reader_that_takes_a_few_bytes_now_and_then_is_aborted() -> None:
+    """Taking something is not enough: what is buffered must go."""
+
+    async def check(served: Served) -> None:
+        loop = asyncio.get_running_loop()
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.setblocking(False)
+        await loop.sock_connect(slow, ("127.0.0.1", served.port))
+        await loop.sock_sendall(slow, request(json.dumps({**BODY, "stream": True}).encode()))
+        began_s = time.monotonic()
+        while not served.engine.aborted:
+            with contextlib.suppress(ConnectionResetError, BlockingIOError):
+                slow.recv(10)
+            await asyncio.sleep(0.01)
+            assert time.monotonic() - began_s < 5
+        assert not served.engine.running
+        slow.close()
+
+    run_with_server(FakeEngine(repeat=100_000), check, write_timeout_s=0.3)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_damaged_requests_never_cause_a_500(seed: int) -> None:
     """Bytes flipped, cut, doubled and inserted: a 4xx, a 200 or a closed connection."""
@@ -262,6 +284,7 @@ async def _status_of(served: Served, data: bytes) -> int | None:
         writer.close()
 
 
+@pytest.mark.row("C8")
 def test_a_large_answer_to_a_stalled_reader_is_given_up() -> None:
     async def check(served: Served) -> None:
         body = {"model": "fake", "prompt": ["a"] * 64, "n": 16, "max_tokens": 4000}

@@ -411,8 +411,10 @@ def test_keys_are_read_again_on_sighup(tmp_path: Path, caplog: pytest.LogCapture
 
     async def after_hangup(url: str, text: str) -> tuple[int, int]:
         write(path, text)
+        number = len(caplog.records)
         os.kill(os.getpid(), signal.SIGHUP)
-        await asyncio.sleep(0.05)
+        while len(caplog.records) == number:
+            await asyncio.sleep(0.01)
         return await status(url, ALICE), await status(url, BOB)
 
     async def main() -> None:

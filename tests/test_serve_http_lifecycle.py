@@ -152,8 +152,11 @@ def _signals(
         life = asyncio.create_task(serve_until_signal(server, on_ready=on_ready))
         first_s = 0.0
         for delay_s in delays_s:
+            while not engine.load_s and not engine.submitted:
+                await asyncio.sleep(0.01)
             await asyncio.sleep(delay_s)
             first_s = first_s or time.monotonic()
+            assert not life.done()  # nobody else would catch the signal
             os.kill(os.getpid(), signal.SIGTERM)
         was_ready = await life
         await asyncio.gather(*clients)

@@ -6,15 +6,16 @@ import random
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 
-from serve import LLM, SamplingParams
+from serve import LLM, SamplingParams, grammar_worker
 from serve.config import default_model_path
 from serve.errors import RequestError
 from serve.grammar import GrammarCompiler
 from serve.request import FinishReason
 from serve.sequence import PENDING_TOKEN
 from serve.structured_output import StructuredOutput
-from serve.token_mask import NOTHING_ALLOWED, BadWords, Matcher, SequenceMask, bits_of
+from serve.token_mask import NOTHING_ALLOWED, BadWords, Matcher, SequenceMask, all_bits, bits_of
 from serve.tokenizer import Tokenizer
 
 PROMPT = [1, 2, 3]
@@ -51,6 +52,7 @@ def grammar_mask(compiler, tokenizer, kind, source, **kwargs):
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 100])
 def test_bits(size):
     ids = [i for i in (0, 5, 31, 32, 99) if i < size]
+    assert all_bits(size).tolist() == bits_of(range(size), size).tolist()
     mask = SequenceMask(size, num_prompt=3, allowed=bits_of([*ids, size, 10**6], size))
     assert allowed(mask, []) == ids
     assert allowed(mask, [5, 5]) == ids
@@ -148,6 +150,30 @@ def test_a_token_that_the_grammar_does_not_allow(compiler, tokenizer):
     mask = grammar_mask(compiler, tokenizer, "regex", "a+b")
     assert mask.ending([*PROMPT, tokenizer.pieces.index(b"z")]) is FinishReason.ERROR
     assert mask.error
+
+
+def test_nobody_pays_for_the_states_of_others(compiler, tokenizer, monkeypatch):
+    """Sequences of one grammar share a lexer: where it is full, each has one of its own."""
+    limits = LLParserLimits(max_lexer_states=3000, verbose_errors=False)
+    monkeypatch.setattr(grammar_worker, "_LIMITS", limits)
+    structured = StructuredOutput("regex", "(.*[a-m].{6}){3}")
+    shared = Matcher(compiler.compile(structured))
+    renewing = Matcher(compiler.compile(structured), lambda: compiler.renewed(structured))
+
+    def errors(start, rng):
+        count = 0
+        for _ in range(20):
+            mask = SequenceMask(tokenizer.vocab_size + 70, num_prompt=3, matcher=start.copy())
+            output: list[int] = []
+            while len(output) < 6 and mask.error is None:
+                output.append(rng.choice(allowed(mask, output)))
+                mask.ending([*PROMPT, *output])
+            count += mask.error is not None
+        return count
+
+    assert errors(shared, random.Random(1)) > 10
+    assert errors(renewing, random.Random(1)) == 0
+    assert not compiler.knows(structured)  # the next one gets an empty lexer, too
 
 
 def test_a_model_without_an_end(tokenizer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from aiohttp import hdrs, web
@@ -43,10 +44,19 @@ def check_framing(request: web.BaseRequest) -> None:
 
 
 class Bodies:
-    """Bytes of the bodies that are being read and understood, of all requests together."""
+    """Bytes of the bodies that are being read and understood, of all requests together; and the
+    thread that looks at large ones. One: several would only take the interpreter from each other
+    and from the event loop."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
+        self._thread = ThreadPoolExecutor(1, "mergestep-parse")
+
+    async def beside_the_loop(self, job: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, job)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 async def read_call(
@@ -64,7 +74,7 @@ async def read_call(
         body = await reading.whole()
         if len(body) <= settings.parse_inline_bytes:
             return understand(parse_object(body))
-        return await asyncio.to_thread(lambda: understand(parse_object(body)))
+        return await bodies.beside_the_loop(lambda: understand(parse_object(body)))
     finally:
         bodies.num_bytes -= reading.size
 
@@ -116,6 +126,7 @@ class _Reading:
                     self._take(len(piece))
                     deadline.reschedule(self._due_s(began_s))
                     pieces.append(piece)
+                self._check_padding()
         except TimeoutError:
             raise ApiError(
                 408,
@@ -128,10 +139,14 @@ class _Reading:
             raise
         except web.RequestPayloadError:
             raise _bad_framing("the request body is malformed") from None
-        connection = self._request.protocol
-        if isinstance(connection, Connection) and connection.is_padded(self._request):
-            raise _bad_framing("the chunks of the body bring too much beside it")
         return b"".join(pieces)
+
+    def _check_padding(self) -> None:
+        connection = self._request.protocol
+        if isinstance(connection, Connection):
+            error = connection.padding_error()
+            if error is not None:
+                raise error
 
     def _due_s(self, began_s: float) -> float:
         """When the next bytes must be there."""

@@ -10,11 +10,12 @@ import asyncio
 import ipaddress
 import logging
 import resource
+import socket
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from aiohttp import hdrs, web
+from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
 from serve.http import limits
@@ -33,9 +34,11 @@ logger = logging.getLogger(__name__)
 
 LINGER_S = 1.0
 SPARE = 16
-CHUNK_OVERHEAD = 8
-CHUNK_PADDING_BYTES = 16 << 10
-UNPARSED_BYTES = 512 << 10
+SPARE_S = 1.0  # for a health check to begin; the next one needs the place
+PIECE_BYTES = 16 << 10  # parsed at once
+CHUNK_OVERHEAD, SLOW_OVERHEAD = 8, 3
+CHUNK_PADDING_BYTES = 8 << 10
+PROBE_AFTER_S, PROBE_EVERY_S = 10, 5  # of silence
 FILES_FOR_OTHERS = 32  # beside connections: checkpoints, spilled K/V, worker processes
 _warnings = LimitedLog(logger)
 
@@ -95,6 +98,18 @@ class Connection(web.RequestHandler):
     refusal: what every request on it is told, except health checks; None: nothing.
     """
 
+    __slots__ = (
+        "_address",
+        "_head_bytes",
+        "_head_timer",
+        "_is_counted",
+        "_num_heads",
+        "_num_received",
+        "_payload",
+        "_server",
+        "refusal",
+    )
+
     def __init__(self, manager: ConnectionServer, **kwargs: Any) -> None:
         super().__init__(manager, **kwargs)
         self.refusal: ApiError | None = None
@@ -103,6 +118,8 @@ class Connection(web.RequestHandler):
         self._is_counted = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
+        self._num_heads = 0
+        self._payload: Any = None  # of the last request, if it comes in chunks
         self._num_received = 0  # since the head of the last request
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -116,10 +133,11 @@ class Connection(web.RequestHandler):
             if server.num_connections > server.max_connections + SPARE:
                 self.force_close()
                 return
+        patience_s = server.settings.first_request_timeout_s
+        if self.refusal is not None:
+            patience_s = min(SPARE_S, patience_s)
         loop = asyncio.get_running_loop()
-        self._head_timer = loop.call_later(
-            server.settings.first_request_timeout_s, self._head_is_late
-        )
+        self._head_timer = loop.call_later(patience_s, self._head_is_late)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._end_head()
@@ -129,34 +147,44 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        request = self._current_request
-        if (
-            data
-            and request is not None
-            and not request.content.is_eof()
-            and self.is_padded(request, UNPARSED_BYTES)
-        ):
-            request.content.set_exception(web.RequestPayloadError("padding"))
-            request.content.feed_eof()
-            self.close()  # what still comes is not looked at
+        if len(data) <= PIECE_BYTES:
+            self._take(data)
             return
+        for start in range(0, len(data), PIECE_BYTES):
+            self._take(data[start : start + PIECE_BYTES])
+
+    def _take(self, data: bytes) -> None:
+        payload = self._payload
+        if data and payload is not None and not payload.is_eof():
+            error = self.padding_error()
+            if error is not None:
+                payload.set_exception(error)
+                payload.feed_eof()
+                self.close()  # what still comes is not looked at
+                return
         super().data_received(data)
-        if self._messages:
+        if self._request_count != self._num_heads:
+            self._num_heads = self._request_count
             self._end_head()
             self._num_received = len(data) - data.find(b"\r\n\r\n") - 4
+            message, body = self._messages[-1] if self._messages else (None, None)
+            self._payload = body if getattr(message, "chunked", False) else None
             return
         self._num_received += len(data)
-        if data and (self._waiter is not None or not self._request_count):
+        is_idle = self._waiter is not None or not self._request_count
+        if data and is_idle and not self._messages:
             self._head_goes_on(len(data))
 
-    def is_padded(self, request: web.BaseRequest, num_unparsed: int = 0) -> bool:
-        """Whether the chunks of a body have brought much beside it, such as long extensions, which
-        the parser drops. Chunks of one byte each are six times the body. num_unparsed: bytes that
-        may have come and were not looked at."""
-        if hdrs.TRANSFER_ENCODING not in request.headers:
-            return False
-        most = CHUNK_OVERHEAD * request.content.total_bytes + CHUNK_PADDING_BYTES
-        return self._num_received > most + num_unparsed
+    def padding_error(self) -> Exception | None:
+        """When the chunks of the last body have brought much beside it. Chunks of one byte each are
+        six times the body, and slow; long extensions, which the parser drops, are no body at all.
+        The parser may not have seen all that came, but then it has seen a body that is larger."""
+        if self._payload is None:
+            return None
+        beside = self._num_received - CHUNK_PADDING_BYTES
+        if beside > CHUNK_OVERHEAD * self._payload.total_bytes:
+            return web.RequestPayloadError("padding")
+        return TimeoutError() if beside > SLOW_OVERHEAD * self._payload.total_bytes else None
 
     def _head_goes_on(self, num_bytes: int) -> None:
         """Bytes of a head that is not complete."""
@@ -164,9 +192,10 @@ class Connection(web.RequestHandler):
             loop = asyncio.get_running_loop()
             if self._head_timer is not None:
                 self._head_timer.cancel()
-            self._head_timer = loop.call_later(
-                self._server.settings.head_timeout_s, self._head_is_late
-            )
+            patience_s = self._server.settings.head_timeout_s
+            if self.refusal is not None:
+                patience_s = min(SPARE_S, patience_s)
+            self._head_timer = loop.call_later(patience_s, self._head_is_late)
         self._head_bytes += num_bytes
         if self._head_bytes > limits.HEAD_BYTES:
             self._refuse_head(_head_too_large())
@@ -217,6 +246,22 @@ class Connection(web.RequestHandler):
             error = ApiError(status, "the request is not valid HTTP", code="invalid_request")
         error.closes = True
         return error_response(error, new_request_id())
+
+
+def notice_dead_peers(listening: socket.socket, patience_s: float) -> None:
+    """Whose link is cut says nothing, and what is sent to it waits in the kernel: the connection
+    ends when nothing is acknowledged for patience_s. All that are accepted inherit this."""
+    if listening.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):  # pragma: no cover, elsewhere than on Linux
+        return
+    for option, value in (
+        (socket.TCP_KEEPIDLE, PROBE_AFTER_S),
+        (socket.TCP_KEEPINTVL, PROBE_EVERY_S),
+        (socket.TCP_USER_TIMEOUT, min(int(patience_s * 1000), (1 << 31) - 1)),
+    ):
+        listening.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _head_too_large() -> ApiError:

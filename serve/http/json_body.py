@@ -14,9 +14,11 @@ from typing import Any
 import orjson
 
 from serve.http.errors import ApiError, quoted
-from serve.http.limits import INTEGER_CHARS, JSON_DEPTH, JSON_VALUES
+from serve.http.limits import INTEGER_CHARS, JSON_CONTAINERS, JSON_DEPTH, JSON_VALUES
 
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
+# the end is optional, so that one without an end is looked at once
+_STRING_OR_MARK = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[,:{\[]', re.DOTALL)
+_OPENING, _BETWEEN = b"{[", b",:"
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -42,11 +44,24 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def _check_size(body: bytes) -> None:
-    """Before anything is made of it: a value costs up to a hundred bytes, and two of the body."""
-    if len(body) // 2 > JSON_VALUES and body.count(b",") + body.count(b":") > JSON_VALUES:
-        outside = _STRING.sub(b"", body)
-        if outside.count(b",") + outside.count(b":") > JSON_VALUES:
-            raise _invalid(f"the request body has more than {JSON_VALUES} values")
+    """Before anything is made of it: `{}` is two bytes, and many more in memory."""
+    num_values = body.count(b",") + body.count(b":")
+    num_containers = body.count(b"{") + body.count(b"[")
+    if num_values <= JSON_VALUES and num_containers <= JSON_CONTAINERS:
+        return
+    num_values = num_containers = 0
+    for match in _STRING_OR_MARK.finditer(body):  # a step at a time: other threads go on
+        mark = body[match.start()]
+        if mark in _OPENING:
+            num_containers += 1
+            if num_containers > JSON_CONTAINERS:
+                raise _invalid(
+                    f"the request body has more than {JSON_CONTAINERS} objects and lists"
+                )
+        elif mark in _BETWEEN:
+            num_values += 1
+            if num_values > JSON_VALUES:
+                raise _invalid(f"the request body has more than {JSON_VALUES} values")
 
 
 def _invalid(message: str) -> ApiError:

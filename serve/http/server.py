@@ -15,7 +15,7 @@ from aiohttp import web
 from serve.errors import ConfigError, reason
 from serve.http import limits
 from serve.http.app import HttpApp, ServerState
-from serve.http.connection import Connection, ConnectionServer
+from serve.http.connection import Connection, ConnectionServer, notice_dead_peers
 from serve.http.keys import KeyRing, load_keys
 from serve.http.metrics_listener import MetricsListener
 from serve.http.settings import HttpSettings
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 FLUSH_S = 0.4  # twice, for handlers that are still there when the engine has stopped
 POLL_S = 0.05
+# A large body is many objects; to look at all of them time and again stops every thread.
+GC_THRESHOLDS = (50_000, 20, 50)
 
 
 class HttpServer:
@@ -83,6 +85,8 @@ class HttpServer:
         except OSError as error:
             text = f"cannot listen on host {where[0]}, port {where[1]}: {reason(error)}"
             raise OSError(error.errno, text) from error
+        for listening in self._listener.sockets:
+            notice_dead_peers(listening, self.settings.write_timeout_s)
         self._port = self._listener.sockets[0].getsockname()[1]
         self.app.context.meter.start(lambda: connections.num_connections)
         if self.metrics is not None:
@@ -121,6 +125,7 @@ class HttpServer:
         """Loads the model; then API calls are answered."""
         await self._engine.start()
         _freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
         if self.app.state is ServerState.LOADING:
             self.app.state = ServerState.READY
 

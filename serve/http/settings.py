@@ -87,7 +87,7 @@ class HttpSettings:
     max_connections: int = limits.CONNECTIONS
     max_connections_per_address: int = limits.CONNECTIONS_PER_ADDRESS
     max_calls: int = limits.CALLS
-    parse_inline_bytes: int = 256 << 10
+    parse_inline_bytes: int = limits.PARSE_INLINE_BYTES
     vllm_metrics: bool = True
     metrics_port: int | None = None
     unknown_fields: str = "refuse"
