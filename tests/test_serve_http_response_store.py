@@ -72,12 +72,14 @@ def test_items_are_found_while_their_response_is_kept() -> None:
     store = ResponseStore(max_entries=2, max_bytes=1 << 20)
     for name in "abc":
         store.put(name, stored("alice", item_id=f"msg_{name}"))
-    assert store.item("msg_a", "alice") is None
-    assert store.item("msg_b", "alice") == {"id": "msg_b"}
-    assert store.item("msg_b", "bob") is None
-    assert store.item("msg_x", "alice") is None
+    found = store.of_item("msg_b", "alice")
+    assert found is not None
+    assert found.output() == [{"id": "msg_b"}]
+    assert store.of_item("msg_a", "alice") is None
+    assert store.of_item("msg_b", "bob") is None
+    assert store.of_item("msg_x", "alice") is None
     store.delete("b", "alice")
-    assert store.item("msg_b", "alice") is None
+    assert store.of_item("msg_b", "alice") is None
 
 
 def test_the_bounds_hold_whatever_happens() -> None:

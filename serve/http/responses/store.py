@@ -9,6 +9,8 @@ from typing import Any
 
 import orjson
 
+from serve.http.responses.listing import kept_items
+
 ENTRY_BYTES = 1024  # beside the texts: ids, objects, the place in the table
 ITEM_BYTES = 256  # an id, and its place in a table
 
@@ -38,7 +40,7 @@ class StoredResponse:
 
     def continued(self) -> tuple[bytes, ...]:
         """What comes before the input of a response that follows this one."""
-        return (*self.history, orjson.dumps(self.output()))
+        return (*self.history, orjson.dumps(list(kept_items(self.output()))))
 
 
 @dataclass(slots=True)
@@ -84,12 +86,9 @@ class ResponseStore:
         self._shares[owner].ids.move_to_end(response_id)
         return stored
 
-    def item(self, item_id: str, owner: str) -> dict[str, Any] | None:
-        """One of a response's output."""
-        stored = self.get(self._responses.get(item_id, ""), owner)
-        if stored is None:
-            return None
-        return next((item for item in stored.output() if item["id"] == item_id), None)
+    def of_item(self, item_id: str, owner: str) -> StoredResponse | None:
+        """The response in whose output it is."""
+        return self.get(self._responses.get(item_id, ""), owner)
 
     def delete(self, response_id: str, owner: str) -> bool:
         if self.get(response_id, owner) is None:
