@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from time import thread_time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +29,10 @@ NOTHING_ALLOWED = "structured, allowed_token_ids and bad_words leave no token"
 REQUEST_FAULTS = frozenset({TOO_COMPLEX, NOTHING_ALLOWED})
 """Errors of a sequence that are its request's fault, not the engine's."""
 
+# Of a request, and more with each token: usual grammars take 0.02 to 0.1 ms for one.
+BUDGET_S = 0.2
+TOKEN_BUDGET_S = 0.0003
+
 # Tokens that may have been replaced since they were seen: those of two steps in flight, and more.
 _LOOK_BACK = 16
 
@@ -39,7 +44,8 @@ def num_words(vocab_size: int) -> int:
 def bits_of(token_ids: Iterable[int], vocab_size: int) -> Bits:
     """[words] with these bits set; ids beyond the vocabulary are left out."""
     bits = np.zeros(num_words(vocab_size), dtype=np.uint32)
-    ids = np.array([t for t in token_ids if 0 <= t < vocab_size], dtype=np.int64)
+    ids = np.fromiter(token_ids, dtype=np.int64)
+    ids = ids[(ids >= 0) & (ids < vocab_size)]
     np.bitwise_or.at(bits, ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))
     return bits
 
@@ -50,6 +56,22 @@ def all_bits(vocab_size: int) -> Bits:
     if vocab_size % 32:
         bits[-1] = (1 << vocab_size % 32) - 1
     return bits
+
+
+class Budget:
+    """Processor time that the matchers of one request may take: a step waits for its masks, and
+    with it everybody's tokens. Threads that fill masks at once may lose a little of it."""
+
+    def __init__(self) -> None:
+        self._left_s = BUDGET_S
+
+    @property
+    def is_spent(self) -> bool:
+        return self._left_s <= 0
+
+    def spend(self, began_s: float) -> None:
+        """On one token. began_s: of this thread's processor time."""
+        self._left_s += TOKEN_BUDGET_S - (thread_time() - began_s)
 
 
 class Matcher:
@@ -161,17 +183,20 @@ class SequenceMask:
         *,
         num_prompt: int,
         matcher: Matcher | None = None,
+        budget: Budget | None = None,
         allowed: Bits | None = None,
         bad_words: BadWords | None = None,
         eos_ids: frozenset[int] = frozenset(),
         stop_ids: frozenset[int] = frozenset(),
         min_output: int = 0,
     ) -> None:
-        """allowed: no other token comes. stop_ids: tokens that end the sequence once it has
-        min_output tokens, eos_ids among them unless they are ignored."""
+        """budget: the matcher's, perhaps others' too. allowed: no other token comes. stop_ids:
+        tokens that end the sequence once it has min_output tokens, eos_ids among them unless they
+        are ignored."""
         self.error: str | None = None
         self._num_prompt = num_prompt
         self._matcher = matcher
+        self._budget = budget or Budget()
         self._bad_words = bad_words
         self._stops = bits_of(stop_ids, vocab_size)
         self._ends = bits_of(stop_ids | eos_ids, vocab_size)
@@ -185,8 +210,12 @@ class SequenceMask:
 
     def fill(self, token_ids: Sequence[int]) -> None:
         """For the token after these, prompt first. Never raises: see error."""
+        if self.error is None and self._matcher is not None and self._budget.is_spent:
+            self.error = TOO_COMPLEX
         if self.error is None:
+            began_s = thread_time()
             self._guarded(lambda: self._fill(token_ids))
+            self._budget.spend(began_s)
         if self.error is not None:
             self.bits[:] = self._whole  # what comes is not shown to anybody
 

@@ -194,6 +194,7 @@ def test_output_that_is_too_long(make: Any, source: str) -> None:
         make(source, max_output_chars=1000).render([])
 
 
+@pytest.mark.row("X8")
 def test_a_template_that_eats_memory(make: Any) -> None:
     template = make("{% if messages %}{{ ('a' * 3000000000)|length }}{% endif %}fine")
     with pytest.raises(RequestError):

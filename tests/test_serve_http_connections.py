@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fakes_http import FakeEngine, Served, run_with_server
 
+from serve.http import HttpSettings
 from tests.raw_requests import BODY, CHAT, RAW_BODY, request
 
 pytestmark = pytest.mark.usefixtures("nothing_in_the_log")
@@ -25,6 +26,14 @@ def test_a_large_body_is_parsed_off_the_loop() -> None:
         assert (await served.post(CHAT, {**BODY, "foo": [{}] * 50_000}))[0] == 400
 
     run_with_server(FakeEngine(), check, parse_inline_bytes=64)
+
+
+@pytest.mark.row("C1", "C2", "C3", "C8")
+def test_deadlines_are_short_without_any_setting() -> None:
+    settings = HttpSettings()
+    assert (settings.first_request_timeout_s, settings.head_timeout_s) == (15, 10)
+    assert (settings.body_timeout_s, settings.body_min_rate) == (30, 1024)
+    assert (settings.write_timeout_s, settings.send_buffer_bytes) == (30, 128 << 10)
 
 
 @pytest.mark.row("C3")

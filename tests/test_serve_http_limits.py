@@ -273,7 +273,7 @@ def test_only_addresses_of_others_are_counted(peer: Any, address: str | None) ->
     assert _foreign_address(peer) == address
 
 
-@pytest.mark.row("C14")
+@pytest.mark.row("C14", "A8")
 def test_connections_of_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """Headers that a proxy would set change nothing."""
     monkeypatch.setattr("serve.http.connection._foreign_address", lambda peer: "192.0.2.7")

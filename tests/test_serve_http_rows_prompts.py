@@ -247,6 +247,32 @@ def test_time_to_tokenize_is_linear(tokenizer: Tokenizer, unit: str) -> None:
     assert long < 2.0
 
 
+@pytest.mark.row("T12", "X7")
+def test_a_text_that_the_tokenizer_gives_up_on(tmp_path: Path) -> None:
+    """Its library panics, which is no Exception: every endpoint answers, and goes on."""
+    path = tmp_path / "model"
+    shutil.copytree(checkpoint("llama"), path)
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
+    edit_json(
+        path / "tokenizer.json",
+        lambda values: values.update(pre_tokenizer=split | {"invert": False}),
+    )
+    text = "a" * 50 + "b"
+    bodies: dict[str, dict[str, Any]] = {
+        COMPLETIONS: {"prompt": text, "max_tokens": 1},
+        CHAT: {"messages": [{"role": "user", "content": text}], "max_tokens": 1},
+        "/v1/embeddings": {"input": text},
+        "/tokenize": {"prompt": text},
+    }
+    engine = Engine(str(path), served_model_name="m", max_num_seqs=2, max_model_len=256)
+    with ServerThread(engine) as server:
+        for endpoint, body in bodies.items():
+            answer = requests.post(server.url + endpoint, json={"model": "m", **body}, timeout=20)
+            assert refused(answer)[1] == "invalid_prompt", endpoint
+        assert complete(server.url, "fox").status_code == 200
+        assert engine.stats().num_unfinished == 0
+
+
 @pytest.mark.row("T6")
 def test_no_special_token_comes_from_a_text(tokenizer: Tokenizer) -> None:
     """Of no kind of tokenizer, whatever stands around it."""

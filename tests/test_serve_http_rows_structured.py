@@ -223,7 +223,7 @@ def test_many_schemas_one_after_the_other() -> None:
         for number in range(MAX_GRAMMARS + 50):
             schema = {"type": "object", "properties": {f"p{number}": {"type": "integer"}}}
             made.compile(StructuredOutput("json_schema", json.dumps(schema)))
-        assert len(made._cache) == MAX_GRAMMARS
+        assert len(made.cache) == MAX_GRAMMARS
     finally:
         made.close()
 

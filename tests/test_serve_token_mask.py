@@ -8,14 +8,22 @@ import numpy as np
 import pytest
 from llguidance import LLParserLimits
 
-from serve import LLM, SamplingParams, grammar_worker
+from serve import LLM, SamplingParams, grammar_worker, token_mask
 from serve.config import default_model_path
 from serve.errors import RequestError
 from serve.grammar import GrammarCompiler
 from serve.request import FinishReason
 from serve.sequence import PENDING_TOKEN
 from serve.structured_output import StructuredOutput
-from serve.token_mask import NOTHING_ALLOWED, BadWords, Matcher, SequenceMask, all_bits, bits_of
+from serve.token_mask import (
+    NOTHING_ALLOWED,
+    TOO_COMPLEX,
+    BadWords,
+    Matcher,
+    SequenceMask,
+    all_bits,
+    bits_of,
+)
 from serve.tokenizer import Tokenizer
 
 PROMPT = [1, 2, 3]
@@ -234,3 +242,18 @@ def test_in_the_engine():
             run(allowed_token_ids=[5, 10**6])
         assert caught.value.param == "allowed_token_ids"
         assert run().token_ids == free.token_ids
+
+
+def test_masks_of_one_request_have_one_budget(compiler, tokenizer, monkeypatch):
+    """What one sequence has spent is gone for the others; without a grammar there is no bound."""
+    monkeypatch.setattr(token_mask, "BUDGET_S", 1e-9)
+    monkeypatch.setattr(token_mask, "TOKEN_BUDGET_S", 0.0)
+    budget = token_mask.Budget()
+    given = compiler, tokenizer, "json_object", ""
+    first, second = (grammar_mask(*given, budget=budget) for _ in range(2))
+    assert allowed(first, []) and first.error is None
+    second.fill(PROMPT)
+    assert second.error == TOO_COMPLEX
+    plain = SequenceMask(tokenizer.vocab_size, num_prompt=3, budget=budget)
+    plain.fill(PROMPT)
+    assert plain.error is None

@@ -35,6 +35,7 @@ class CallEngine:
         self._arrived_s = arrived_s
         self._expired: Exception | None = None
         self._num_sequences = 0
+        self._last_allowed: tuple[SamplingParams, SamplingParams] | None = None
         self.streams: list[RequestStream] = []
 
     @property
@@ -139,11 +140,16 @@ class CallEngine:
         return f"{self._key.name}/{name}" if name else self._key.name
 
     def _allowed(self, params: SamplingParams) -> SamplingParams:
+        """What becomes of it under the key; the prompts of a call share one."""
         if self._expired is not None:
             raise self._expired
-        key = self._key
-        if key is None:
+        if self._key is None:
             return params
+        if self._last_allowed is None or self._last_allowed[0] is not params:
+            self._last_allowed = params, self._under_key(params, self._key)
+        return self._last_allowed[1]
+
+    def _under_key(self, params: SamplingParams, key: ApiKey) -> SamplingParams:
         changes: dict[str, Any] = {}
         if not self._share_prefixes:
             changes["cache_salt"] = salt_of(key.name, params.cache_salt)
@@ -163,7 +169,7 @@ class CallEngine:
                     f"priority is below {lowest}, the limit of this API key", param="priority"
                 )
             changes["priority"] = lowest
-        return replace(params, **changes) if changes else params
+        return params.changed(**changes) if changes else params
 
 
 def salt_of(name: str, salt: str | None) -> str:
