@@ -136,10 +136,12 @@ class EngineCore:
         sink: Sink,
         request_id: str | None = None,
         client: str | None = None,
+        arrived_s: float | None = None,
     ) -> RequestState:
         """Queue a request; its fate is told to the sink. `prompt` may be a function to run in
         pool 1 that returns token ids. Raises OverloadedError or EngineStoppedError."""
-        state = self._intake.register(prompt, params, sink, self._clock(), request_id, client)
+        began_s = self._clock() if arrived_s is None else arrived_s
+        state = self._intake.register(prompt, params, sink, began_s, request_id, client)
         compiles = self._intake.masks.is_slow(state.params)
         if compiles:
             self._prompts.check_room()

@@ -170,7 +170,7 @@ def test_leaving_while_generating_aborts(stream: bool, how: str) -> None:
         _leave(writer, how)
         assert await served.until(lambda: not served.engine.running) < 0.2
         assert len(served.engine.aborted) == 1
-        await served.until(lambda: served.server.app.num_running == 0)
+        await served.until(lambda: served.server.app.num_calls == 0)
         writer.close()
 
     run_with_server(FakeEngine(step_s=0.01, repeat=1000), check)
@@ -261,7 +261,7 @@ def test_damaged_requests_never_cause_a_500(seed: int) -> None:
             status = await _status_of(served, bytes(data))
             assert status is None or status == 200 or 400 <= status < 500, bytes(data)
         assert (await served.post(CHAT, BODY))[0] == 200
-        await served.until(lambda: served.server.app.num_running == 0)
+        await served.until(lambda: served.server.app.num_calls == 0)
 
     run_with_server(FakeEngine(), check, body_timeout_s=0.05, first_request_timeout_s=0.05)
 

@@ -271,6 +271,6 @@ def test_a_full_buffer_that_nobody_empties_ends_its_stream() -> None:
             await served.until(lambda: len(served.engine.running) == 1)
             assert await served.until(lambda: not served.engine.running, timeout_s=10) > 0.3
             assert len(served.engine.aborted) == 1
-            await served.until(lambda: served.server.app.num_running == 0)
+            await served.until(lambda: served.server.app.num_calls == 0)
 
     run_with_server(FakeEngine(repeat=100_000), check, write_timeout_s=0.4)

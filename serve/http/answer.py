@@ -28,7 +28,6 @@ async def answer_completion(
     head = answer_head(context, call, COMPLETION)
     with (
         parameters_named({"structured": asked.structured_name}),
-        context.generating(),
         Generation(await submit(), asked.params.n) as generation,
     ):
         await generation.accepted()

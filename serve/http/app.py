@@ -75,8 +75,9 @@ class HttpApp:
         self.context.state = state
 
     @property
-    def num_running(self) -> int:
-        return self.context.num_running
+    def num_calls(self) -> int:
+        """That are being answered."""
+        return len(self.context.calls)
 
     @property
     def is_computing(self) -> bool:

@@ -72,7 +72,11 @@ class CallEngine:
     ) -> RequestStream:
         """As Engine.submit. RequestError: the key does not allow it."""
         stream = self._engine.submit(
-            prompt, self._allowed(params), request_id=request_id, client=self._client(client)
+            prompt,
+            self._allowed(params),
+            request_id=request_id,
+            client=self._client(client),
+            arrived_s=self._arrived_s,
         )
         return self._submitted(stream, params.n)
 
@@ -91,6 +95,7 @@ class CallEngine:
             self._allowed(params),
             request_id=request_id,
             client=self._client(client),
+            arrived_s=self._arrived_s,
             **options,
         )
         return self._submitted(stream, params.n)
@@ -106,7 +111,11 @@ class CallEngine:
         allowed = self._allowed(params.sampling())
         params = replace(params, cache_salt=allowed.cache_salt, priority=allowed.priority)
         stream = self._engine.submit_embedding(
-            prompt, params, request_id=request_id, client=self._client(client)
+            prompt,
+            params,
+            request_id=request_id,
+            client=self._client(client),
+            arrived_s=self._arrived_s,
         )
         return self._submitted(stream, 1)
 
@@ -130,7 +139,6 @@ class CallEngine:
 
     def _submitted(self, stream: RequestStream, num_sequences: int) -> RequestStream:
         self._num_sequences = num_sequences  # the same for all streams of a call
-        stream.arrived(self._arrived_s)
         self.streams.append(stream)
         return stream
 

@@ -36,8 +36,7 @@ def routes(context: ApiContext) -> list[Route]:
 
 async def _answer(context: ApiContext, call: Call, asked: schema.ChatCall) -> web.StreamResponse:
     with (
-        parameters_named({"structured": asked.structured_name}),
-        context.generating(),
+        parameters_named({"structured": asked.structured_name, "prompt": "messages"}),
         ChatRun(call.engine, asked.chat, call.request_id) as run,
     ):
         await run.accepted()

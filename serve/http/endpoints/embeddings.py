@@ -92,7 +92,7 @@ def routes(context: ApiContext) -> list[Route]:
         asked = await context.read(call, parse_embeddings)
         context.check_model(asked.model)
         context.check_ready()
-        with context.generating(), parameters_named({"prompt": "input"}):
+        with parameters_named({"prompt": "input"}):
             outputs = await _embed(call, asked)
         size = sum(len(output.embedding) for output in outputs)
         parts = (outputs, asked.model, asked.is_base64)

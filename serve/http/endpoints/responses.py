@@ -94,7 +94,6 @@ class _Endpoints:
         with parameters_named(NAMES):
             conversation = await self._conversation(call, asked)
             with (
-                context.generating(),
                 ChatRun(call.engine, conversation.chat, call.request_id) as run,
             ):
                 await run.accepted()
