@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from serve.request import Request, SamplingParams
-from serve.token_mask import BadWords, Matcher, SequenceMask, bits_of
+from serve.token_mask import BadWords, Effort, Matcher, SequenceMask, bits_of
 from serve.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class MaskMaker:
         bits = None if allowed is None else bits_of(allowed, size)
         bad_words = BadWords(self._spellings(words), size) if words else None
         stops = frozenset(params.stop_ids)
+        effort = Effort(size)
         return [
             SequenceMask(
                 size,
@@ -73,6 +74,7 @@ class MaskMaker:
                 eos_ids=self._eos_ids,
                 stop_ids=stops if params.ignore_eos else stops | self._eos_ids,
                 min_output=params.min_tokens,
+                effort=effort,
             )
             for _ in range(params.n)
         ]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import random
 import re
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -16,8 +18,10 @@ import torch
 from serve import LLM, SamplingParams, cuda_runtime
 from serve.cuda_shapes import StepShapes
 from serve.errors import ConfigError, EngineStoppedError
+from serve.mask_filling import MaskFiller
 from serve.step_device import HostStepDevice
 from serve.structured_output import StructuredOutput
+from serve.token_mask import Matcher
 from tests.checkpoints import checkpoint, reference_greedy
 from tests.late_step_device import LateStepDevice
 
@@ -90,8 +94,22 @@ def test_a_late_stop_token_shows_nowhere(device):
     assert output.token_ids == whole[: end + 1] and len(output.logprobs) == end + 1
 
 
-def test_a_mask_waits_for_its_tokens_and_others_do_not_change(device):
-    """A step with a masked sequence is launched when its tokens are known."""
+def test_a_mask_waits_for_its_tokens_and_others_do_not_change(device, monkeypatch):
+    """A step with a masked sequence is launched when its tokens are known, and goes without the
+    masks that are late."""
+    original, numbers, late = Matcher.fill, itertools.count(), []
+    end = MaskFiller.end
+
+    def slow(self, bits):
+        time.sleep(1.0 if next(numbers) == 2 else 0.0)
+        original(self, bits)
+
+    def noting(self, *args, **kwargs):
+        late.append(end(self, *args, **kwargs))
+        return late[-1]
+
+    monkeypatch.setattr(Matcher, "fill", slow)
+    monkeypatch.setattr(MaskFiller, "end", noting)
     prompts = prompts_of(7, 9, 4, 6)
     choice = StructuredOutput("regex", "[ab]c")
     masked = [greedy(8, structured=choice), greedy(8, structured=choice, temperature=1.0, seed=3)]
@@ -102,6 +120,7 @@ def test_a_mask_waits_for_its_tokens_and_others_do_not_change(device):
     for output in outputs[:2]:
         assert re.fullmatch("[ab]c", output.outputs[0].text)
         assert output.outputs[0].finish_reason == "stop"
+    assert any(late)
     assert outputs[2].outputs[0].token_ids == expected(tuple(prompts[2]), 3)
 
 
