@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import errno
 import functools
-import itertools
 import random
 import re
-import time
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -97,19 +96,28 @@ def test_a_late_stop_token_shows_nowhere(device):
 def test_a_mask_waits_for_its_tokens_and_others_do_not_change(device, monkeypatch):
     """A step with a masked sequence is launched when its tokens are known, and goes without the
     masks that are late."""
-    original, numbers, late = Matcher.fill, itertools.count(), []
-    end = MaskFiller.end
+    original, begin, end = Matcher.fill, MaskFiller.begin, MaskFiller.end
+    is_mixed, is_late = threading.Event(), threading.Event()
 
     def slow(self, bits):
-        time.sleep(1.0 if next(numbers) == 2 else 0.0)
+        if is_mixed.is_set():
+            is_late.wait(30)
         original(self, bits)
 
-    def noting(self, *args, **kwargs):
-        late.append(end(self, *args, **kwargs))
-        return late[-1]
+    def beginning(self, plan):
+        if any(sequence.mask is None for sequence in plan.sequences):
+            is_mixed.set()
+        return begin(self, plan)
+
+    def ending(self, *args, **kwargs):
+        late = end(self, *args, **kwargs)
+        if late:
+            is_late.set()
+        return late
 
     monkeypatch.setattr(Matcher, "fill", slow)
-    monkeypatch.setattr(MaskFiller, "end", noting)
+    monkeypatch.setattr(MaskFiller, "begin", beginning)
+    monkeypatch.setattr(MaskFiller, "end", ending)
     prompts = prompts_of(7, 9, 4, 6)
     choice = StructuredOutput("regex", "[ab]c")
     masked = [greedy(8, structured=choice), greedy(8, structured=choice, temperature=1.0, seed=3)]
@@ -120,7 +128,7 @@ def test_a_mask_waits_for_its_tokens_and_others_do_not_change(device, monkeypatc
     for output in outputs[:2]:
         assert re.fullmatch("[ab]c", output.outputs[0].text)
         assert output.outputs[0].finish_reason == "stop"
-    assert any(late)
+    assert is_late.is_set()
     assert outputs[2].outputs[0].token_ids == expected(tuple(prompts[2]), 3)
 
 
