@@ -28,7 +28,8 @@ def grammars() -> dict[str, StructuredOutput | None]:
     }
     branches = [{"$ref": f"#/$defs/a{i}"} for i in range(64)]
     nested = {"$defs": {"a": {"anyOf": branches}, **each}, "$ref": "#/$defs/a"}
-    unclear = "start: a+\na: b c | c b | b b | /[a-z]/\nb: a a | /[a-z ]/ | a b a\nc: b a | /[a-z]+/ | c c"
+    unclear = "start: a+\na: b c | c b | b b | /[a-z]/\nb: a a | /[a-z ]/ | a b a\n"
+    unclear += "c: b a | /[a-z]+/ | c c"
     return {
         "no grammar": None,
         "any object": StructuredOutput("json_object", ""),

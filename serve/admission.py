@@ -58,7 +58,7 @@ def check_request(
         raise RequestError(f"token ids must be integers from 0 to {vocab_size - 1}", param="prompt")
     if params.max_tokens is None:
         most = params.default_max_tokens
-        params = params.with_max_tokens(room if most is None else min(room, most))
+        params = params.changed(max_tokens=room if most is None else min(room, most))
     return Request(request_id, prompt, tuple(token_ids), params, arrival_s, client, pooling)
 
 
@@ -78,7 +78,7 @@ def _is_token(token: object, vocab_size: int) -> bool:
 
 
 def _check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    if any(token >= vocab_size for token in token_ids):
+    if max(token_ids, default=-1) >= vocab_size:
         raise RequestError(f"{name} holds a token id above {vocab_size - 1}", param=name)
 
 

@@ -61,6 +61,7 @@ def encode_chat(
 ) -> list[int]:
     """Token ids of a conversation. Special tokens come from the template only, never from what
     a client wrote. RequestError for a conversation that the template refuses."""
+    _check_size(messages, tokenizer, limits)
     if style is not None and not style.has_native_tools:
         flat = [{**item, "content": flatten_content(item.get("content"))} for item in messages]
         messages, tools = describe_tools(flat, tools, template.source), None
@@ -81,6 +82,14 @@ def encode_chat(
     for part in split_neutralized(text):
         token_ids.extend(tokenizer.encode(part, add_special_tokens=False))
     return token_ids
+
+
+def _check_size(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, limits: RequestLimits
+) -> None:
+    """Before the one process that renders is kept busy with what cannot fit."""
+    texts = [text for item in messages if isinstance(text := item.get("content"), str)]
+    check_text(max(texts, key=len, default=""), tokenizer, limits)
 
 
 def _continued(text: str) -> str:

@@ -136,12 +136,20 @@ class EngineCore:
         sink: Sink,
         request_id: str | None = None,
         client: str | None = None,
+        arrived_s: float | None = None,
     ) -> RequestState:
         """Queue a request; its fate is told to the sink. `prompt` may be a function to run in
         pool 1 that returns token ids. Raises OverloadedError or EngineStoppedError."""
-        state = self._intake.register(prompt, params, sink, self._clock(), request_id, client)
-        # under the table's lock: a shutdown that begins now finds it queued
-        self._unfinished.add(state, lambda: self._queue(state, prompt))
+        began_s = self._clock() if arrived_s is None else arrived_s
+        state = self._intake.register(prompt, params, sink, began_s, request_id, client)
+        compiles = self._intake.masks.is_slow(state.params)
+        if compiles:
+            self._prompts.check_room()
+
+        def queue() -> None:
+            self._prompts.submit(lambda: self._prepare(state, prompt), compiles=compiles)
+
+        self._unfinished.add(state, queue)  # before a shutdown that begins now looks there
         return state
 
     def abort(self, state: RequestState) -> None:
@@ -223,10 +231,6 @@ class EngineCore:
     def _refuse(self, state: RequestState, error: Exception) -> None:
         self._unfinished.remove(state)
         state.tell(lambda: state.sink.fail(error))
-
-    def _queue(self, state: RequestState, prompt: Prompt | Encode) -> None:
-        compiles = self._intake.masks.is_slow(state.params)
-        self._prompts.submit(lambda: self._prepare(state, prompt), compiles=compiles)
 
     def _prepare(self, state: RequestState, prompt: Prompt | Encode) -> None:
         """Pool 1's work: hand a request over to the loop, or tell the sink what is wrong."""

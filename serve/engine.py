@@ -162,11 +162,13 @@ class Engine:
         *,
         request_id: str | None = None,
         client: str | None = None,
+        arrived_s: float | None = None,
     ) -> RequestStream:
         """Queue a prompt. Raises OverloadedError or EngineStoppedError at once; what is wrong
         with the prompt itself is raised by the stream. client: any name of who or which
-        application asks; lengths of answers are predicted per client."""
-        return self._submit(prompt, params, request_id, client)
+        application asks; lengths of answers are predicted per client. arrived_s: on the
+        monotonic clock, if it was before now."""
+        return self._submit(prompt, params, request_id, client, arrived_s)
 
     def submit_chat(
         self,
@@ -175,6 +177,7 @@ class Engine:
         *,
         request_id: str | None = None,
         client: str | None = None,
+        arrived_s: float | None = None,
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
@@ -200,7 +203,7 @@ class Engine:
                 continue_final_message=continue_final_message,
             )
 
-        return self._submit(encode, params, request_id, client)
+        return self._submit(encode, params, request_id, client, arrived_s)
 
     def _submit(
         self,
@@ -208,13 +211,16 @@ class Engine:
         params: SamplingParams | PoolingParams,
         request_id: str | None,
         client: str | None,
+        arrived_s: float | None,
     ) -> RequestStream:
         loaded, hub = self.loaded, self._hub
         assert hub is not None
         if self._is_draining:
             raise EngineStoppedError("the engine is shutting down")
         stream = RequestStream(hub, params.n)
-        stream.attach(loaded.core, loaded.core.submit(prompt, params, stream, request_id, client))
+        core = loaded.core
+        state = core.submit(prompt, params, stream, request_id, client, arrived_s)
+        stream.attach(core, state)
         return stream
 
     async def stream(self, prompt: Prompt, params: SamplingParams) -> AsyncIterator[TokenDelta]:
@@ -257,9 +263,10 @@ class Engine:
         *,
         request_id: str | None = None,
         client: str | None = None,
+        arrived_s: float | None = None,
     ) -> RequestStream:
         """Queue a prompt as `submit` does; its one delta has the embedding."""
-        return self._submit(prompt, params or PoolingParams(), request_id, client)
+        return self._submit(prompt, params or PoolingParams(), request_id, client, arrived_s)
 
     async def collect(self, stream: RequestStream) -> RequestOutput:
         """Everything a stream has to give; cancelling aborts the request."""

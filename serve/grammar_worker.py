@@ -6,6 +6,7 @@ has found good is made the same way in the server.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,10 +77,15 @@ def make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     return LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
 
 
+_LONG_QUOTE = re.compile(r'"([^"]{64})[^"]+"')
+
+
 def problem_of(matcher: LLMatcher) -> str:
-    """In the library's words, without the state that it adds."""
+    """In the library's words, without the state and the lines of the grammar that it adds."""
     words = matcher.get_error().split("<non-verbose/>")[0].split("<state>")[0]
-    problem = " ".join(words.split())
+    # lines that show the grammar are indented, or numbered before a bar
+    lines = [line for line in words.splitlines() if line[:1].strip() and " | " not in line]
+    problem = _LONG_QUOTE.sub(r'"\1..."', " ".join(" ".join(lines).split()))
     if problem in ("", "NoExtension", "NoExtensionBias"):
         return "no text fulfils it"
     return problem.encode("ascii", "backslashreplace").decode()[:MAX_MESSAGE_CHARS]

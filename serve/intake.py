@@ -10,7 +10,6 @@ import itertools
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from serve.admission import RequestLimits, check_request, check_text
@@ -83,7 +82,7 @@ class Intake:
         if isinstance(params, PoolingParams):
             pooling, params = params, params.sampling()
         if params.seed is None:
-            params = replace(params, seed=(self._seed + number * _SEED_STEP) & _SEED_MASK)
+            params = params.changed(seed=(self._seed + number * _SEED_STEP) & _SEED_MASK)
         name = request_id or f"req-{number}"
         return RequestState(name, text, params, sink, now_s, client, pooling)
 
@@ -94,14 +93,14 @@ class Intake:
             return request, self._arrival(request)
         except MergestepError:
             raise
-        except Exception as error:
+        except BaseException as error:  # a library's panic, too: nobody else would answer
             logger.exception("tokenizing %s failed", state.request_id)
             message = f"the prompt could not be tokenized: {type(error).__name__}"
             raise RequestError(message, param="prompt", code="invalid_prompt") from error
 
     def _request(self, state: RequestState, prompt: Prompt | Encode) -> Request:
         if state.is_aborted:
-            params = replace(state.params, max_tokens=0, min_tokens=0)
+            params = state.params.changed(max_tokens=0, min_tokens=0)
             return Request(state.request_id, None, (), params, state.times.arrival_s)
         return check_request(
             state.request_id,

@@ -7,11 +7,14 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from serve.request import Request, SamplingParams
-from serve.token_mask import BadWords, Effort, Matcher, SequenceMask, bits_of
+from serve.token_mask import BadWords, Bits, Effort, Matcher, SequenceMask, bits_of
 from serve.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from serve.grammar import GrammarCache, GrammarCompiler
+
+
+_Lists = tuple[Collection[int] | None, Collection[str], tuple[Bits | None, BadWords | None]]
 
 
 class MaskMaker:
@@ -25,6 +28,7 @@ class MaskMaker:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_token_ids)
+        self._last: _Lists | None = None
 
     def is_slow(self, params: SamplingParams) -> bool:
         """Whether make() has to compile something."""
@@ -60,8 +64,7 @@ class MaskMaker:
         if structured is not None:
             compiler = self.compiler
             matcher = Matcher(compiler.compile(structured), lambda: compiler.renewed(structured))
-        bits = None if allowed is None else bits_of(allowed, size)
-        bad_words = BadWords(self._spellings(words), size) if words else None
+        bits, bad_words = self._lists(allowed, words)
         stops = frozenset(params.stop_ids)
         effort = Effort(size)
         return [
@@ -78,6 +81,20 @@ class MaskMaker:
             )
             for _ in range(params.n)
         ]
+
+    def _lists(
+        self, allowed: Collection[int] | None, words: Collection[str]
+    ) -> tuple[Bits | None, BadWords | None]:
+        """The prompts of one call have the same lists: they are looked at once."""
+        last = self._last
+        if last is not None and last[0] is allowed and last[1] is words:
+            return last[2]
+        found = (
+            None if allowed is None else bits_of(allowed, self._vocab_size),
+            BadWords(self._spellings(words), self._vocab_size) if words else None,
+        )
+        self._last = allowed, words, found
+        return found
 
     def _spellings(self, words: Iterable[str]) -> set[tuple[int, ...]]:
         """The tokens of each word at the beginning of a text and behind a space."""

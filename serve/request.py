@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, NotRequired, TypedDict
 
@@ -248,8 +248,17 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
         )
 
-    def with_max_tokens(self, max_tokens: int) -> SamplingParams:
-        return replace(self, max_tokens=max_tokens)
+    def changed(self, **changes: object) -> SamplingParams:
+        """A copy with other values, which are right already: nothing is checked again, since the
+        lists may be long and a call may have a thousand prompts."""
+        copy = object.__new__(SamplingParams)
+        for name in _PARAMETERS:
+            value = changes[name] if name in changes else getattr(self, name)
+            object.__setattr__(copy, name, value)
+        return copy
+
+
+_PARAMETERS = tuple(item.name for item in fields(SamplingParams))
 
 
 @dataclass(frozen=True, slots=True)

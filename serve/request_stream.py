@@ -57,11 +57,6 @@ class RequestStream:
         assert self._state is not None
         return self._state.metrics()
 
-    def arrived(self, at_s: float) -> None:
-        """When its client's call came, on the monotonic clock, if that was before submit."""
-        if self._state is not None:
-            self._state.times.arrival_s = at_s
-
     async def accepted(self) -> Request:
         """The tokenized request. Raises what it was refused with."""
         while self._request is None:

@@ -177,8 +177,9 @@ def _from_file(file: ConfigFile) -> dict[str, Any]:
         if setting is None:
             raise ConfigError(f"{file.path}: there is no setting {key!r}{nearest(key, SETTINGS)}")
         if setting.option.is_secret:
+            env = setting.option.envs[0] if setting.option.envs else setting.env
             raise ConfigError(
-                f"{file.path}: {key} is secret; the environment's {setting.env} holds it, or a file"
+                f"{file.path}: {key} is secret; the environment's {env} holds it, or a file"
                 " that another setting names"
             )
         values[key] = _checked(setting, value, file.path)

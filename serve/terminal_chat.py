@@ -20,7 +20,8 @@ HELP = """\
 /reset             forget the conversation
 /system [TEXT]     show the system message, or begin anew with this one
 /set [NAME VALUE]  show or change how answers are drawn: temperature 0.7,
-                   max_tokens 200, top_p, top_k, min_p, seed;
+                   max_tokens 200, top_p, top_k, min_p, seed, the
+                   penalties (presence_penalty, ...);
                    the value - leaves it to the model
 /help              this text
 /quit              leave (so does Ctrl-D)

@@ -74,7 +74,8 @@ def num_words(vocab_size: int) -> int:
 def bits_of(token_ids: Iterable[int], vocab_size: int) -> Bits:
     """[words] with these bits set; ids beyond the vocabulary are left out."""
     bits = np.zeros(num_words(vocab_size), dtype=np.uint32)
-    ids = np.array([t for t in token_ids if 0 <= t < vocab_size], dtype=np.int64)
+    ids = np.fromiter(token_ids, dtype=np.int64)
+    ids = ids[(ids >= 0) & (ids < vocab_size)]
     np.bitwise_or.at(bits, ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))
     return bits
 
@@ -232,7 +233,7 @@ class SequenceMask:
 
     def fill(self, token_ids: Sequence[int]) -> None:
         """For the token after these, prompt first. Never raises: see error."""
-        if self.error is None and self._effort.is_spent:
+        if self.error is None and self._matcher is not None and self._effort.is_spent:
             self._give_up("its masks took too long")
         if self.error is None:
             self.cost_s = self._guarded(lambda: self._fill(token_ids))

@@ -176,7 +176,8 @@ class _FastCodec:
         items = declared.items() if isinstance(declared, dict) else ()
         for index, item in sorted((int(index), item) for index, item in items):
             token = item["content"]
-            if token in known or (self._fast.token_to_id(token) or self._next_id()) != index:
+            ours = self._fast.token_to_id(token) or self._fast.get_vocab_size()
+            if token in known or ours != index:
                 continue
             flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
             options = {flag: item[flag] for flag in flags if flag in item}
@@ -187,16 +188,8 @@ class _FastCodec:
             if name and name not in known and self._fast.token_to_id(name) is not None:
                 self._fast.add_special_tokens([AddedToken(name, special=True, normalized=False)])
 
-    def _next_id(self) -> int:
-        return int(self._fast.get_vocab_size(with_added_tokens=True))
-
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if len(text) < LONG_TEXT:
-            ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
-            return ids
-        # only the batch call releases the interpreter while it works
-        batch = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
-        return list(batch[0].ids)
+        return _fast_ids(self._fast, text, add_special_tokens)
 
     def encode_plain(self, text: str) -> list[int]:
         with self._plain_lock:
@@ -205,8 +198,7 @@ class _FastCodec:
                 plain = FastTokenizer.from_str(self._fast.to_str())
                 plain.encode_special_tokens = True
                 self._plain = plain
-        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
-        return ids
+        return _fast_ids(self._plain, text, False)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         text: str = self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -215,6 +207,20 @@ class _FastCodec:
     def token_to_id(self, token: str) -> int | None:
         index: int | None = self._fast.token_to_id(token)
         return index
+
+
+def _fast_ids(fast: FastTokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """RequestError for what the checkpoint's own expressions cannot split: the library panics."""
+    try:
+        if len(text) < LONG_TEXT:
+            return list(fast.encode(text, add_special_tokens=add_special_tokens).ids)
+        # only the batch call releases the interpreter while it works
+        return list(fast.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
+    except BaseException as error:  # a panic is no Exception, and its class has no other name
+        if type(error).__name__ != "PanicException":
+            raise
+        text = "the tokenizer gave up on the text"
+        raise RequestError(text, param="prompt", code="invalid_prompt") from None
 
 
 class _SentencePieceCodec:

@@ -102,12 +102,13 @@ class FakeEngine:
         *,
         request_id: str | None = None,
         client: str | None = None,
+        arrived_s: float | None = None,
     ) -> FakeStream:
         inner: Any = prompt
         if isinstance(prompt, dict):
             inner = prompt.get("prompt_token_ids", prompt.get("prompt"))
         tokens = [ord(char) for char in inner] if isinstance(inner, str) else list(inner)
-        return self._submit(prompt, tokens, params, request_id)
+        return self._submit(prompt, tokens, params, request_id, arrived_s)
 
     def submit_chat(
         self,
@@ -116,6 +117,7 @@ class FakeEngine:
         *,
         request_id: str | None = None,
         client: str | None = None,
+        arrived_s: float | None = None,
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
@@ -133,17 +135,22 @@ class FakeEngine:
         )
         text = "".join(str(message["content"]) for message in messages) + self.prompt_end
         tokens = [ord(char) for char in text]
-        return self._submit(messages, tokens, params, request_id)
+        return self._submit(messages, tokens, params, request_id, arrived_s)
 
     def _submit(
-        self, prompt: Any, tokens: list[int], params: SamplingParams, request_id: str | None
+        self,
+        prompt: Any,
+        tokens: list[int],
+        params: SamplingParams,
+        request_id: str | None,
+        arrived_s: float | None,
     ) -> FakeStream:
         if self.is_stopped:
             raise EngineStoppedError("stopped")
         if len(self.waiting) >= self.max_waiting:
             raise OverloadedError("the queue is full", retry_after_s=1.5)
         self.submitted.append((prompt, params))
-        stream = FakeStream(self, tokens, params, request_id or "")
+        stream = FakeStream(self, tokens, params, request_id or "", arrived_s)
         self.waiting.append(stream)
         self.admit()
         return stream
@@ -157,7 +164,12 @@ class FakeEngine:
 
 class FakeStream:
     def __init__(
-        self, engine: FakeEngine, tokens: list[int], params: SamplingParams, request_id: str
+        self,
+        engine: FakeEngine,
+        tokens: list[int],
+        params: SamplingParams,
+        request_id: str,
+        arrived_s: float | None,
     ) -> None:
         self.engine = engine
         self.tokens = tokens
@@ -168,13 +180,10 @@ class FakeStream:
         self.deltas_at_once = False
         self._stopped = False
         self._error: Exception | None = None
-        self._arrived_s = time.monotonic()
+        self._arrived_s = time.monotonic() if arrived_s is None else arrived_s
         self._first_s: float | None = None
         self._num_output = 0
         self._reasons: list[str] = []
-
-    def arrived(self, at_s: float) -> None:
-        self._arrived_s = at_s
 
     async def accepted(self) -> Request:
         if not self.tokens:

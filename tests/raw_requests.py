@@ -16,6 +16,8 @@ RAW_BODY = json.dumps(BODY).encode()
 
 JSON_TYPE = "Content-Type: application/json"
 
+CHUNKED: dict[str, Any] = {"length": None, "kind": JSON_TYPE}
+
 
 def request(
     body: bytes = RAW_BODY,

@@ -9,6 +9,7 @@ from typing import Any, Self
 import pytest
 
 from serve.http.chat_run import ChatRequest, ChatStep
+from serve.http.generation import Generation
 from serve.http.parts import Part, Reasoning
 from serve.request import TokenDelta, TokenLogprobs
 
@@ -26,6 +27,7 @@ class ScriptedRun:
 
     def __init__(self, engine: Any, asked: ChatRequest, request_id: str) -> None:
         type(self).asked = asked
+        self.generation = Generation([], asked.params.n)
         self.prompt_tokens = PROMPT_TOKENS
         self.cached_tokens = CACHED_TOKENS
         self.reasoning_tokens = 0

@@ -80,6 +80,14 @@ def test_ops_without_a_bf16_product(name):
 
 
 @pytest.mark.slow
+def test_connections():
+    """Small numbers: that they are cheap is shown by the large ones."""
+    result = last_json(output_of("-m", "bench.connections", "--smoke", "idle", "storm", "readers"))
+    assert result["idle_growth_mb"] < 60
+    assert result["storm_connected_s"] < 1
+    assert result["readers_beside_p99_ms"] > 0
+
+
 def test_http_overhead(tmp_path):
     result = run_script("bench.http_overhead", tmp_path, "--model", "random:tiny")
     assert result["ratio"] > 0

@@ -117,6 +117,7 @@ def test_files_of_no_use_are_begun_anew(tmp_path, pages, how, caplog):
 
 
 @pytest.mark.parametrize("other", [{"identity": b"another"}, {"page": 2 * PAGE}])
+@pytest.mark.row("X9")
 def test_another_model_finds_nothing(tmp_path, pages, other, caplog):
     store = open_store(tmp_path, persistent=True)
     put(store, pages, b"a")
@@ -126,6 +127,7 @@ def test_another_model_finds_nothing(tmp_path, pages, other, caplog):
     store.close()
 
 
+@pytest.mark.row("X9")
 def test_damaged_records_and_pages(tmp_path, pages, caplog):
     """A record whose bit flipped, a torn last one, a page whose bit flipped, a page cut off."""
     keys = [b"key %d" % i for i in range(6)]

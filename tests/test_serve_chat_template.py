@@ -194,6 +194,7 @@ def test_output_that_is_too_long(make: Any, source: str) -> None:
         make(source, max_output_chars=1000).render([])
 
 
+@pytest.mark.row("X8")
 def test_a_template_that_eats_memory(make: Any) -> None:
     template = make("{% if messages %}{{ ('a' * 3000000000)|length }}{% endif %}fine")
     with pytest.raises(RequestError):
@@ -260,6 +261,7 @@ TEXTS = st.lists(PIECES, max_size=12).map("".join)
 
 @settings(deadline=None)
 @given(TEXTS)
+@pytest.mark.row("T6")
 def test_no_segment_holds_a_special_token(text: str) -> None:
     """Over overlapping and nested tokens, and nothing of the text is lost."""
     (message,) = neutralize([{"role": "user", "content": text}], TOKENS)

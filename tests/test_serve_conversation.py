@@ -186,6 +186,7 @@ def test_a_template_that_hides_the_last_message(tokenizer: Tokenizer) -> None:
     assert caught.value.param == "continue_final_message"
 
 
+@pytest.mark.row("T10")
 def test_what_a_template_refuses_is_the_clients_mistake(tokenizer: Tokenizer) -> None:
     source = "{{ tools }}<tool_call>{{ raise_exception('roles must take turns') }}"
     with pytest.raises(RequestError) as caught:

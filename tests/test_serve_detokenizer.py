@@ -40,6 +40,7 @@ def pieces_of(detokenizer, token_ids):
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("kind", ["bytes", "tail"])
+@pytest.mark.row("T14")
 def test_streamed_text_is_the_text(tokenizer, text, kind):
     ids = tokenizer.encode(text, add_special_tokens=False)
     if kind == "bytes":
@@ -53,6 +54,7 @@ def test_streamed_text_is_the_text(tokenizer, text, kind):
 
 
 @pytest.mark.parametrize("seed", range(20))
+@pytest.mark.row("T14")
 def test_random_tokens_decode_as_at_once(tokenizer, seed):
     """Random ids are mostly broken UTF-8; both ways replace the same bytes."""
     rng = random.Random(seed)
@@ -114,6 +116,7 @@ def run(stops, chunks, include=False):
         (["a"], ["a"], "", "a"),
     ],
 )
+@pytest.mark.row("P16")
 def test_stop_strings(stops, chunks, shown, found):
     assert run(stops, chunks) == (shown, found)
     text = "".join(chunks)
@@ -123,6 +126,7 @@ def test_stop_strings(stops, chunks, shown, found):
 
 
 @pytest.mark.parametrize("seed", range(200))
+@pytest.mark.row("P16")
 def test_stop_strings_do_not_depend_on_the_chunks(seed):
     rng = random.Random(seed)
     text = "".join(rng.choice("ab") for _ in range(30))

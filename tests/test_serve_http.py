@@ -270,7 +270,7 @@ def test_routing_errors(method: str, path: str, status: int, code: str, allow: s
         (CHAT, {**CHAT_BODY, "foo": 1}, 400, "foo", "unknown_parameter"),
         (CHAT, {**CHAT_BODY, "model": "gpt"}, 404, "model", "model_not_found"),
         (CHAT, {**CHAT_BODY, "model": "../../etc/passwd"}, 404, "model", "model_not_found"),
-        (CHAT, {**CHAT_BODY, "max_tokens": 10**9}, 400, "prompt", "context_length_exceeded"),
+        (CHAT, {**CHAT_BODY, "max_tokens": 10**9}, 400, "messages", "context_length_exceeded"),
         (CHAT, {**CHAT_BODY, "logit_bias": {"999": 1}}, 400, "logit_bias", "invalid_value"),
         (COMPLETIONS, {**COMPLETION_BODY, "prompt": ""}, 400, "prompt", "invalid_prompt"),
         (COMPLETIONS, {**COMPLETION_BODY, "prompt": ["a", ""]}, 400, "prompt", "invalid_prompt"),
@@ -293,6 +293,7 @@ def test_refused_requests(
     run_with_server(FakeEngine(), check)
 
 
+@pytest.mark.row("A13")
 def test_overload_is_429_with_retry_after() -> None:
     async def check(served: Served) -> None:
         tasks = [asyncio.create_task(served.post(CHAT, CHAT_BODY)) for _ in range(2)]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from fakes_http import FakeEngine, Served, run_with_server
 
+from serve.http import HttpSettings
 from tests.raw_requests import BODY, CHAT, RAW_BODY, request
 
 pytestmark = pytest.mark.usefixtures("nothing_in_the_log")
@@ -26,6 +27,14 @@ def test_a_large_body_is_parsed_off_the_loop() -> None:
         assert (await served.post(CHAT, {**BODY, "foo": [{}] * 50_000}))[0] == 400
 
     run_with_server(FakeEngine(), check, parse_inline_bytes=64)
+
+
+@pytest.mark.row("C1", "C2", "C3", "C8")
+def test_deadlines_are_short_without_any_setting() -> None:
+    settings = HttpSettings()
+    assert (settings.first_request_timeout_s, settings.head_timeout_s) == (15, 10)
+    assert (settings.body_timeout_s, settings.body_min_rate) == (30, 1024)
+    assert (settings.write_timeout_s, settings.send_buffer_bytes) == (30, 128 << 10)
 
 
 @pytest.mark.row("C3")
@@ -162,7 +171,7 @@ def test_leaving_while_generating_aborts(stream: bool, how: str) -> None:
         _leave(writer, how)
         assert await served.until(lambda: not served.engine.running) < 0.2
         assert len(served.engine.aborted) == 1
-        await served.until(lambda: served.server.app.num_running == 0)
+        await served.until(lambda: served.server.app.num_calls == 0)
         writer.close()
 
     run_with_server(FakeEngine(step_s=0.01, repeat=1000), check)
@@ -218,6 +227,28 @@ def test_a_stalled_reader_is_aborted_and_disturbs_nobody() -> None:
     run_with_server(FakeEngine(repeat=100_000), check, write_timeout_s=0.3)
 
 
+def test_a_reader_that_takes_a_few_bytes_now_and_then_is_aborted() -> None:
+    """Taking something is not enough: what is buffered must go."""
+
+    async def check(served: Served) -> None:
+        loop = asyncio.get_running_loop()
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.setblocking(False)
+        await loop.sock_connect(slow, ("127.0.0.1", served.port))
+        await loop.sock_sendall(slow, request(json.dumps({**BODY, "stream": True}).encode()))
+        began_s = time.monotonic()
+        while not served.engine.aborted:
+            with contextlib.suppress(ConnectionResetError, BlockingIOError):
+                slow.recv(10)
+            await asyncio.sleep(0.01)
+            assert time.monotonic() - began_s < 5
+        assert not served.engine.running
+        slow.close()
+
+    run_with_server(FakeEngine(repeat=100_000), check, write_timeout_s=0.3)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_damaged_requests_never_cause_a_500(seed: int) -> None:
     """Bytes flipped, cut, doubled and inserted: a 4xx, a 200 or a closed connection."""
@@ -231,7 +262,7 @@ def test_damaged_requests_never_cause_a_500(seed: int) -> None:
             status = await _status_of(served, bytes(data))
             assert status is None or status == 200 or 400 <= status < 500, bytes(data)
         assert (await served.post(CHAT, BODY))[0] == 200
-        await served.until(lambda: served.server.app.num_running == 0)
+        await served.until(lambda: served.server.app.num_calls == 0)
 
     run_with_server(FakeEngine(), check, body_timeout_s=0.05, first_request_timeout_s=0.05)
 
@@ -263,6 +294,7 @@ async def _status_of(served: Served, data: bytes) -> int | None:
         writer.close()
 
 
+@pytest.mark.row("C8")
 def test_a_large_answer_to_a_stalled_reader_is_given_up() -> None:
     async def check(served: Served) -> None:
         body = {"model": "fake", "prompt": ["a"] * 64, "n": 16, "max_tokens": 4000}

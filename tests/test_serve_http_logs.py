@@ -51,6 +51,7 @@ def access_lines(lines: io.StringIO) -> list[dict[str, Any]]:
     return [line for line in found if line["logger"] == "serve.access"]
 
 
+@pytest.mark.row("A6")
 def test_a_line_for_each_request(lines: io.StringIO) -> None:
     formatted(lines, JsonFormatter())
 
@@ -92,6 +93,7 @@ def test_a_line_for_each_request(lines: io.StringIO) -> None:
     assert "secret" not in lines.getvalue()
 
 
+@pytest.mark.row("C4")
 def test_a_client_that_leaves_is_told_as_499(lines: io.StringIO) -> None:
     formatted(lines, JsonFormatter())
 

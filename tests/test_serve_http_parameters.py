@@ -31,6 +31,12 @@ BIG_BIAS = {"logit_bias": dict.fromkeys(map(str, range(100_000)), 1)}
 BAD_USAGE = {"stream": True, "stream_options": {"include_usage": 5}}
 NO_FORMAT = {"response_format": {"type": "x"}}
 NO_SCHEMA = {"response_format": {"type": "json_schema"}}
+NO_INNER = {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}
+KEYWORD = {"name": "a", "strict": True, "schema": {"type": "object", "not": {}}}
+STRICT = {"response_format": {"type": "json_schema", "json_schema": KEYWORD}}
+WORDLESS = {"role": "assistant"}
+ODD_PART = {"role": "user", "content": [{"type": "x"}]}
+PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/"}}]}
 BAD_SCHEMA = {"name": "a", "schema": {"type": "strnig"}}
 NO_TYPE = {"response_format": {"type": "json_schema", "json_schema": BAD_SCHEMA}}
 BIG_METADATA = {"metadata": dict.fromkeys(map(str, range(17)), "x")}
@@ -55,6 +61,9 @@ ROWS: list[tuple[str, Any, dict[str, Any], int, str, str]] = [
     ("P4", (CHAT,), {"messages": [{"content": "x"}]}, 400, "messages[0].role", MISSING),
     ("P4", (CHAT,), {"messages": [{"role": "user"}]}, 400, "messages[0].content", MISSING),
     ("P4", (CHAT,), {"messages": [{**USER, "content": 5}]}, 400, "messages[0].content", TYPE),
+    ("P4", (CHAT,), {"messages": [USER, WORDLESS]}, 400, "messages[1].content", MISSING),
+    ("P4", (CHAT,), {"messages": [ODD_PART]}, 400, "messages[0].content[0].type", VALUE),
+    ("P5", (CHAT,), {"messages": [PICTURE]}, 400, "messages[0].content[0].type", UNSUPPORTED),
     ("P6", (COMPLETION, CHAT), {"temperature": -0.1}, 400, "temperature", VALUE),
     ("P6", (COMPLETION, CHAT), {"temperature": 2.0001}, 400, "temperature", VALUE),
     ("P6", (COMPLETION, CHAT), {"temperature": "hot"}, 400, "temperature", TYPE),
@@ -63,6 +72,7 @@ ROWS: list[tuple[str, Any, dict[str, Any], int, str, str]] = [
     ("P7", (COMPLETION, CHAT), {"top_p": -1}, 400, "top_p", VALUE),
     ("P7", (COMPLETION, CHAT), {"top_p": 1.1}, 400, "top_p", VALUE),
     ("P7", (COMPLETION, CHAT), {"min_p": 1.1}, 400, "min_p", VALUE),
+    ("P7", (COMPLETION, CHAT), {"min_p": -0.1}, 400, "min_p", VALUE),
     ("P7", (COMPLETION, CHAT), {"top_k": -5}, 400, "top_k", VALUE),
     ("P7", (COMPLETION, CHAT), {"top_k": 1e9}, 400, "top_k", TYPE),
     ("P7", (COMPLETION, CHAT), {"top_k": 1.5}, 400, "top_k", TYPE),
@@ -75,6 +85,8 @@ ROWS: list[tuple[str, Any, dict[str, Any], int, str, str]] = [
     ("P9", (COMPLETION, CHAT), {"max_tokens": 1.5}, 400, "max_tokens", TYPE),
     ("P9", (COMPLETION, CHAT), {"max_tokens": 10**9}, 400, "max_tokens", CONTEXT),
     ("P9", (COMPLETION, CHAT), {"max_tokens": 2**63}, 400, "max_tokens", VALUE),
+    ("P9", (COMPLETION, CHAT), {"max_tokens": 64}, 400, "max_tokens", CONTEXT),
+    ("P9", (CHAT,), {"max_completion_tokens": -1}, 400, "max_completion_tokens", VALUE),
     ("P9", (CHAT,), {"max_completion_tokens": 3}, 400, "max_completion_tokens", VALUE),
     ("P10", (CHAT,), {"max_tokens": 0}, 400, "max_tokens", VALUE),
     ("P11", (COMPLETION, CHAT), {"n": 0}, 400, "n", VALUE),
@@ -118,6 +130,8 @@ ROWS: list[tuple[str, Any, dict[str, Any], int, str, str]] = [
     ("P18", (COMPLETION, CHAT), BAD_USAGE, 400, "stream_options.include_usage", TYPE),
     ("P21", (COMPLETION, CHAT), NO_FORMAT, 400, "response_format.type", VALUE),
     ("P21", (COMPLETION, CHAT), NO_SCHEMA, 400, "response_format.json_schema", MISSING),
+    ("P21", (COMPLETION, CHAT), NO_INNER, 400, "response_format.json_schema.schema", MISSING),
+    ("P21", (COMPLETION, CHAT), STRICT, 400, "response_format", "invalid_schema"),
     ("P22", (COMPLETION, CHAT), BIG_METADATA, 400, "metadata", MANY),
     ("P22", (COMPLETION, CHAT), {"metadata": {"k" * 65: "v"}}, 400, "metadata", VALUE),
     ("P22", (COMPLETION, CHAT), {"metadata": {"k": "v" * 513}}, 400, "metadata", LONG),
@@ -158,6 +172,8 @@ TAKEN: list[tuple[str, Any, dict[str, Any]]] = [
     ("P15", (COMPLETION, CHAT), {"allowed_token_ids": [VOCAB - 1], "bad_words": ["x"]}),
     ("P27", (COMPLETION, CHAT), {"functions": None, "function_call": None}),
     ("T1", (COMPLETION,), {"prompt": ""}),  # this model has a BOS
+    ("P7", (COMPLETION, CHAT), {"top_k": 10**9}),  # more than there are: it cuts off nothing
+    ("P15", (COMPLETION, CHAT), {"stop_token_ids": [], "bad_words": []}),  # none, not a mistake
     ("T3", (COMPLETION,), {"prompt": [VOCAB - 1]}),
 ]
 
@@ -183,6 +199,9 @@ def url() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("path", "body", "status", "param", "code"), _cases(ROWS))
+@pytest.mark.row("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8", "P9", "P10", "P11", "P12", "P13")
+@pytest.mark.row("P14", "P15", "P16", "P17", "P18", "P21", "P22", "P23", "P24", "P25", "P26", "P27")
+@pytest.mark.row("T1", "T3", "J18", "J19", "J20", "G1", "G2", "G5")
 def test_refused(url: str, path: str, body: Any, status: int, param: str, code: str) -> None:
     answer = requests.post(url + path, json=body, timeout=20)
     error = answer.json()["error"]
@@ -193,12 +212,20 @@ def test_refused(url: str, path: str, body: Any, status: int, param: str, code: 
 
 
 @pytest.mark.parametrize(("path", "body"), _cases(TAKEN))
+@pytest.mark.row("P7", "P10", "P12", "P15", "P17", "P21", "P23", "P26", "P27", "T1", "T3")
 def test_taken(url: str, path: str, body: Any) -> None:
     answer = requests.post(url + path, json=body, timeout=20)
     assert answer.status_code == 200, answer.text
     assert '"error"' not in answer.text
 
 
+@pytest.mark.parametrize(("test", "rows"), [(test_refused, ROWS), (test_taken, TAKEN)])
+def test_the_marks_are_those_of_the_tables(test: Any, rows: list[Any]) -> None:
+    marked = [name for mark in test.pytestmark if mark.name == "row" for name in mark.args]
+    assert sorted(marked) == sorted({row for row, *_ in rows})
+
+
+@pytest.mark.row("J21")
 def test_every_optional_field_may_be_null(url: str) -> None:
     """J21, by the description's own list of fields."""
     paths = requests.get(f"{url}/openapi.json", timeout=20).json()["paths"]

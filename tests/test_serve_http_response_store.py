@@ -52,16 +52,34 @@ def test_only_its_owner_sees_one() -> None:
     assert store.size_bytes == 0
 
 
+def test_who_keeps_much_pushes_out_nobody_else() -> None:
+    """By number, and by bytes."""
+    store = ResponseStore(max_entries=4, max_bytes=1 << 20)
+    store.put("mine", stored("alice"))
+    for name in "abcdefgh":
+        store.put(name, stored("bob"))
+    assert store.get("mine", "alice") is not None
+    assert [name for name in "abcdefgh" if store.get(name, "bob")] == ["f", "g", "h"]
+    store = ResponseStore(max_entries=99, max_bytes=10 * (ENTRY_BYTES + 100))
+    store.put("mine", stored("alice"))
+    for number in range(20):
+        store.put(f"large-{number}", stored("bob", size=3000))
+    assert store.get("mine", "alice") is not None
+    assert store.size_bytes <= 10 * (ENTRY_BYTES + 100)
+
+
 def test_items_are_found_while_their_response_is_kept() -> None:
     store = ResponseStore(max_entries=2, max_bytes=1 << 20)
     for name in "abc":
         store.put(name, stored("alice", item_id=f"msg_{name}"))
-    assert store.item("msg_a", "alice") is None
-    assert store.item("msg_b", "alice") == {"id": "msg_b"}
-    assert store.item("msg_b", "bob") is None
-    assert store.item("msg_x", "alice") is None
+    found = store.of_item("msg_b", "alice")
+    assert found is not None
+    assert found.output() == [{"id": "msg_b"}]
+    assert store.of_item("msg_a", "alice") is None
+    assert store.of_item("msg_b", "bob") is None
+    assert store.of_item("msg_x", "alice") is None
     store.delete("b", "alice")
-    assert store.item("msg_b", "alice") is None
+    assert store.of_item("msg_b", "alice") is None
 
 
 def test_the_bounds_hold_whatever_happens() -> None:

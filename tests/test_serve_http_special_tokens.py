@@ -16,6 +16,7 @@ LIMITS = RequestLimits(max_model_len=4096, vocab_size=320, max_num_waiting=1, ma
 
 
 @pytest.mark.parametrize("seed", range(5))
+@pytest.mark.row("T6")
 def test_no_special_id_comes_from_what_a_user_writes(seed: int) -> None:
     """Every special token, whole, cut and nested, in a tokenizer as checkpoints have them."""
     tokenizer = Tokenizer.load(checkpoint("llama"))

@@ -175,6 +175,7 @@ def test_strict_tools_leave_the_choice_to_the_model(client: openai.OpenAI) -> No
         jsonschema.validate(json.loads(content), WEATHER)
 
 
+@pytest.mark.row("G9")
 def test_a_schema_that_cannot_be_compiled(client: openai.OpenAI) -> None:
     bad = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?<=a)b"}}}
     tools: Any = [{"type": "function", "function": {"name": "f", "parameters": bad}}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import pytest
 
 from serve import Engine, SamplingParams
+from serve.errors import OverloadedError
 from serve.http.meter import LAG_POLL_S, MAX_REASONS, HttpMeter
 from serve.meters import Histogram, PoolMeter, RequestMeter
 from serve.output import OutputProcessor, OutputState, RequestTimes, StepRecord
+from serve.prompt_pool import MAX_COMPILING, PromptPool
 from serve.request import FinishReason, Request
 from serve.sequence import Sequence, make_sequences
 from serve.stats import StepCounts
@@ -162,3 +165,18 @@ def _cost_s(num_sequences: int, repeats: int = 200) -> float:
         meter.num_generation_tokens += num_usual
         meter.inter_token_s.observe(0.003, num_usual)
     return (time.perf_counter() - began) / repeats
+
+
+def test_few_wait_for_the_thread_that_compiles() -> None:
+    """Whoever comes then is refused, and those who only tokenize are not."""
+    pool, go_on, done = PromptPool(1), threading.Event(), threading.Event()
+    for _ in range(MAX_COMPILING):
+        pool.check_room()
+        pool.submit(go_on.wait, compiles=True)
+    with pytest.raises(OverloadedError, match=f"{MAX_COMPILING} requests wait for grammars"):
+        pool.check_room()
+    pool.submit(done.set, compiles=False)
+    assert done.wait(5)
+    go_on.set()
+    pool.shutdown()
+    pool.check_room()

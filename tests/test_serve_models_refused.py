@@ -87,6 +87,7 @@ def test_bad_config(family: str, change: Json, message: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"a": ' * 100_000, "\udcff"])
+@pytest.mark.row("X6")
 def test_config_that_is_not_an_object(text: str, tmp_path: Path) -> None:
     path = copy_of(checkpoint("llama"), tmp_path)
     (path / "config.json").write_bytes(text.encode("utf-8", errors="surrogateescape"))
@@ -213,6 +214,7 @@ def test_bad_index(weight_map: object, message: str, tmp_path: Path) -> None:
     assert message in refused(path)
 
 
+@pytest.mark.row("X3")
 def test_missing_shard_and_shard_twice(tmp_path: Path) -> None:
     path = copy_of(checkpoint("llama", "sharded"), tmp_path)
     first, second, *_ = sorted(path.glob("*.safetensors"))

@@ -115,6 +115,7 @@ def test_nobody_pays_who_does_not_ask():
     assert output_of("-c", code).split()[-1] == "False"
 
 
+@pytest.mark.row("G1")
 def test_what_cannot_be_is_refused(llm):
     for kind, source, word in [
         ("json_schema", {"type": "strnig"}, "strnig"),

@@ -8,14 +8,22 @@ import numpy as np
 import pytest
 from llguidance import LLParserLimits
 
-from serve import LLM, SamplingParams, grammar_worker
+from serve import LLM, SamplingParams, grammar_worker, token_mask
 from serve.config import default_model_path
 from serve.errors import RequestError
 from serve.grammar import GrammarCompiler
 from serve.request import FinishReason
 from serve.sequence import PENDING_TOKEN
 from serve.structured_output import StructuredOutput
-from serve.token_mask import NOTHING_ALLOWED, BadWords, Matcher, SequenceMask, all_bits, bits_of
+from serve.token_mask import (
+    NOTHING_ALLOWED,
+    TOO_COMPLEX,
+    BadWords,
+    Matcher,
+    SequenceMask,
+    all_bits,
+    bits_of,
+)
 from serve.tokenizer import Tokenizer
 
 PROMPT = [1, 2, 3]
@@ -234,3 +242,22 @@ def test_in_the_engine():
             run(allowed_token_ids=[5, 10**6])
         assert caught.value.param == "allowed_token_ids"
         assert run().token_ids == free.token_ids
+
+
+def test_masks_of_one_request_have_one_effort(compiler, tokenizer, monkeypatch):
+    """What one sequence has spent is gone for the others; without a grammar there is no bound."""
+    for name, seconds in {
+        "_MASKS_S": 1e-9,
+        "_USUAL_MASK_S": 0,
+        "_USUAL_MASK_S_PER_TOKEN": 0,
+    }.items():
+        monkeypatch.setattr(token_mask, name, seconds)
+    effort = token_mask.Effort(tokenizer.vocab_size)
+    given = compiler, tokenizer, "json_object", ""
+    first, second = (grammar_mask(*given, effort=effort) for _ in range(2))
+    assert allowed(first, []) and first.error is None
+    second.fill(PROMPT)
+    assert second.error == TOO_COMPLEX
+    plain = SequenceMask(tokenizer.vocab_size, num_prompt=3, effort=effort)
+    plain.fill(PROMPT)
+    assert plain.error is None

@@ -107,6 +107,7 @@ def test_encode_equals_sentencepiece(tmp_path: Path) -> None:
     assert (alone.bos_token_id, alone.eos_token_id, alone.encode("fox")) == (1, 2, [1, *fox])
 
 
+@pytest.mark.row("T6")
 def test_plain_text_never_gives_special_tokens(tokenizer: Tokenizer) -> None:
     for text in (EOS, f"a{BOS}b", f"{EOS}{EOS} {BOS}", "<unk>"):
         ids = tokenizer.encode_plain(text)
@@ -146,6 +147,7 @@ def test_encode_from_many_threads(tokenizer: Tokenizer) -> None:
     assert pairs == expected
 
 
+@pytest.mark.row("T12")
 def test_long_text_is_encoded_in_linear_time(tokenizer: Tokenizer) -> None:
     """A megabyte of one letter, of spaces, of marks: bounded, not quadratic."""
     for unit in ("a", " ", "\n", "e\u0301", "日"):

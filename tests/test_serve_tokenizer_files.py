@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from serve.errors import ModelLoadError
+from serve.errors import ModelLoadError, RequestError
 from serve.tokenizer import Tokenizer
 from tests.checkpoints import BOS, CHAT_TEMPLATE, Json, checkpoint, edit_json
 from tests.tokenizer_files import sentencepiece_model
@@ -122,6 +122,7 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
         Tokenizer.load(path)
 
 
+@pytest.mark.row("X7")
 def test_broken_files(tmp_path: Path) -> None:
     path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
     data = (path / "tokenizer.json").read_bytes()
@@ -140,3 +141,37 @@ def test_broken_files(tmp_path: Path) -> None:
     (path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": "evil.T"}}')
     with pytest.raises(ModelLoadError, match="auto_map"):
         Tokenizer.load(path)
+
+
+@pytest.mark.row("X7")
+def test_an_expression_that_never_ends_costs_only_its_text(tmp_path: Path) -> None:
+    """The library stops looking after ten million steps, with a panic: a RequestError of ours."""
+    path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
+    edit_json(
+        path / "tokenizer.json", lambda state: state.update(pre_tokenizer=split | {"invert": False})
+    )
+    tokenizer = Tokenizer.load(path)
+    for encode in (tokenizer.encode, tokenizer.encode_plain):
+        for text in ("a" * 60 + "b", "a" * 6000 + "b"):
+            with pytest.raises(RequestError, match="gave up") as caught:
+                encode(text)
+            assert (caught.value.param, caught.value.code) == ("prompt", "invalid_prompt")
+        assert tokenizer.decode(encode("fox"))
+
+
+@pytest.mark.row("X7")
+def test_two_tokens_of_one_id_and_ids_beyond_the_model(tmp_path: Path) -> None:
+    """One of the two is what the id says; an id that the model has no row for is refused as any."""
+    path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
+
+    def change(state: Json) -> None:
+        vocab = state["model"]["vocab"]
+        vocab["qq"] = vocab["a"]
+        vocab["zz"] = 5000
+
+    edit_json(path / "tokenizer.json", change)
+    tokenizer = Tokenizer.load(path)
+    assert tokenizer.vocab_size == 5001
+    assert tokenizer.decode(tokenizer.encode_plain("the fox")) == "the fox"
+    assert tokenizer.decode([4000]) == ""

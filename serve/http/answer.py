@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -11,7 +11,6 @@ from aiohttp import web
 from serve.http import schema
 from serve.http.completion_answer import CompletionStream, Wording, check_size, whole_answer
 from serve.http.context import ApiContext, Call
-from serve.http.errors import json_response
 from serve.http.generation import COMPLETION, AnswerHead, AnswerKind, Generation
 from serve.http.renamed import parameters_named
 from serve.http.sse import EventStream
@@ -23,14 +22,13 @@ if TYPE_CHECKING:
 async def answer_completion(
     context: ApiContext,
     call: Call,
-    submit: Callable[[], list[RequestStream]],
+    submit: Callable[[], Awaitable[list[RequestStream]]],
     asked: schema.CompletionCall,
 ) -> web.StreamResponse:
     head = answer_head(context, call, COMPLETION)
     with (
         parameters_named({"structured": asked.structured_name}),
-        context.generating(),
-        Generation(submit(), asked.params.n) as generation,
+        Generation(await submit(), asked.params.n) as generation,
     ):
         await generation.accepted()
         check_size(asked, generation)
@@ -39,7 +37,7 @@ async def answer_completion(
             return await CompletionStream(generation, head, wording).run(
                 event_stream(context, call)
             )
-        return json_response(await whole_answer(generation, head, wording), call.request_id)
+        return await whole_answer(generation, head, wording, call.request_id)
 
 
 def answer_head(context: ApiContext, call: Call, kind: AnswerKind) -> AnswerHead:

@@ -76,8 +76,9 @@ class HttpApp:
         self.context.state = state
 
     @property
-    def num_running(self) -> int:
-        return self.context.num_running
+    def num_calls(self) -> int:
+        """That are being answered."""
+        return len(self.context.calls)
 
     @property
     def is_computing(self) -> bool:
@@ -138,6 +139,7 @@ class HttpApp:
             if request.writer.output_size:  # part of an answer is out; only closing is honest
                 raise ConnectionResetError("an answer broke off") from exc
             error = to_api_error(exc, call.request_id)
+            error.closes |= refusal is not None
             call.error_code = error.code
             self.context.meter.refuse(error.code)
             response = shape(error, call.request_id)
@@ -149,7 +151,7 @@ class HttpApp:
         """Every route asks for a key and takes a place, unless it says that it is public."""
         request, route = call.request, call.route
         if route is not None and route.is_public:
-            return await self._run(_handler(route, request), call)
+            return await self._run(_handler(route, request), call, closes=refusal is not None)
         if refusal is not None:
             raise refusal
         key = authenticate(request, self._keys) if self._keys.num_keys else None
@@ -159,8 +161,13 @@ class HttpApp:
         with self._place(call):
             return await self._run(handler, call)
 
-    async def _run(self, handler: Handler, call: Call) -> web.StreamResponse:
+    async def _run(
+        self, handler: Handler, call: Call, *, closes: bool = False
+    ) -> web.StreamResponse:
+        """closes: the connection is one too many, and is not kept for another request."""
         response = await handler(call)
+        if closes:
+            response.force_close()
         if not response.prepared:
             response.headers.update(call.headers)
             await self._send_whole(call.request, response)

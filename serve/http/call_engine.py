@@ -35,6 +35,7 @@ class CallEngine:
         self._arrived_s = arrived_s
         self._expired: Exception | None = None
         self._num_sequences = 0
+        self._last_allowed: tuple[SamplingParams, SamplingParams] | None = None
         self.streams: list[RequestStream] = []
 
     @property
@@ -71,7 +72,11 @@ class CallEngine:
     ) -> RequestStream:
         """As Engine.submit. RequestError: the key does not allow it."""
         stream = self._engine.submit(
-            prompt, self._allowed(params), request_id=request_id, client=self._client(client)
+            prompt,
+            self._allowed(params),
+            request_id=request_id,
+            client=self._client(client),
+            arrived_s=self._arrived_s,
         )
         return self._submitted(stream, params.n)
 
@@ -90,6 +95,7 @@ class CallEngine:
             self._allowed(params),
             request_id=request_id,
             client=self._client(client),
+            arrived_s=self._arrived_s,
             **options,
         )
         return self._submitted(stream, params.n)
@@ -105,7 +111,11 @@ class CallEngine:
         allowed = self._allowed(params.sampling())
         params = replace(params, cache_salt=allowed.cache_salt, priority=allowed.priority)
         stream = self._engine.submit_embedding(
-            prompt, params, request_id=request_id, client=self._client(client)
+            prompt,
+            params,
+            request_id=request_id,
+            client=self._client(client),
+            arrived_s=self._arrived_s,
         )
         return self._submitted(stream, 1)
 
@@ -129,7 +139,6 @@ class CallEngine:
 
     def _submitted(self, stream: RequestStream, num_sequences: int) -> RequestStream:
         self._num_sequences = num_sequences  # the same for all streams of a call
-        stream.arrived(self._arrived_s)
         self.streams.append(stream)
         return stream
 
@@ -139,11 +148,16 @@ class CallEngine:
         return f"{self._key.name}/{name}" if name else self._key.name
 
     def _allowed(self, params: SamplingParams) -> SamplingParams:
+        """What becomes of it under the key; the prompts of a call share one."""
         if self._expired is not None:
             raise self._expired
-        key = self._key
-        if key is None:
+        if self._key is None:
             return params
+        if self._last_allowed is None or self._last_allowed[0] is not params:
+            self._last_allowed = params, self._under_key(params, self._key)
+        return self._last_allowed[1]
+
+    def _under_key(self, params: SamplingParams, key: ApiKey) -> SamplingParams:
         changes: dict[str, Any] = {}
         if not self._share_prefixes:
             changes["cache_salt"] = salt_of(key.name, params.cache_salt)
@@ -163,7 +177,7 @@ class CallEngine:
                     f"priority is below {lowest}, the limit of this API key", param="priority"
                 )
             changes["priority"] = lowest
-        return replace(params, **changes) if changes else params
+        return params.changed(**changes) if changes else params
 
 
 def salt_of(name: str, salt: str | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +11,10 @@ import orjson
 from serve.errors import RequestError
 from serve.http import shapes
 from serve.http.chat_run import ChatRun, ChatStep
-from serve.http.completion_answer import INLINE_LOGPROBS, MAX_PROMPT_LOGPROBS
+from serve.http.completion_answer import FIELDS, MAX_PROMPT_LOGPROBS
 from serve.http.errors import ApiError
 from serve.http.generation import AnswerHead
+from serve.http.large_json import CHARS_PER_VALUE, drained, json_list
 from serve.http.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallStart
 from serve.http.schema import ChatCall
 from serve.http.sse import DONE
@@ -47,7 +47,8 @@ class _Choice:
                     self.calls[number][1].append(text)
         self.token_ids += delta.token_ids
         if delta.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + delta.logprobs
+            self.logprobs = self.logprobs or []
+            self.logprobs += delta.logprobs
         if step.finish_reason is not None:
             self.finish_reason, self.stop_reason = step.finish_reason, delta.stop_reason
 
@@ -75,7 +76,9 @@ class _Choice:
 
 
 def check_size(run: ChatRun, asked: ChatCall) -> None:
-    """RequestError: the prompt's log-probabilities are more than anyone can want."""
+    """RequestError: more log-probabilities than anyone can want."""
+    if not asked.stream:
+        run.generation.check_logprobs("top_logprobs")
     num_top = asked.params.prompt_logprobs
     if num_top is not None and run.prompt_tokens * (1 + num_top) > MAX_PROMPT_LOGPROBS:
         raise RequestError(
@@ -108,7 +111,23 @@ class WholeChat:
     def failed(self, error: ApiError) -> bytes:
         raise error
 
-    async def body(self) -> dict[str, Any]:
+    @property
+    def num_values(self) -> int:
+        """Of the body, about."""
+        params, prompt_tokens = self._asked.params, self._run.prompt_tokens
+        num_tokens = sum(len(item.token_ids) for item in self._choices)
+        texts = [text for item in self._choices for text in (*item.texts, *item.reasoning)]
+        size = FIELDS * len(self._choices) + sum(map(len, texts)) // CHARS_PER_VALUE
+        if params.logprobs is not None:
+            size += num_tokens * (1 + params.logprobs)
+        if params.prompt_logprobs is not None:
+            size += prompt_tokens * (1 + params.prompt_logprobs)
+        if self._asked.return_token_ids:
+            size += num_tokens + prompt_tokens
+        return size
+
+    def body(self) -> dict[str, Any]:
+        """Once only: what it was made of is let go. Any thread."""
         head, asked = self._head, self._asked
         body: dict[str, Any] = {
             "id": head.answer_id,
@@ -116,28 +135,23 @@ class WholeChat:
             "created": head.created,
             "model": head.model,
             "system_fingerprint": head.fingerprint,
-            "choices": [self._choice(index) for index in range(len(self._choices))],
+            "choices": json_list(map(self._choice, range(len(self._choices))), 1),
             "usage": _usage(self._run, sum(len(item.token_ids) for item in self._choices)),
         }
         if asked.return_token_ids:
             body["prompt_token_ids"] = self._run.generation.requests[0].prompt_token_ids
         num_top, items = asked.params.prompt_logprobs, self._prompt_logprobs
         if num_top is not None and items is not None:
-            described = (items, self._tokenizer, num_top)
-            if len(items) > INLINE_LOGPROBS:
-                body["prompt_logprobs"] = await asyncio.to_thread(
-                    shapes.prompt_logprobs, *described
-                )
-            else:
-                body["prompt_logprobs"] = shapes.prompt_logprobs(*described)
+            body["prompt_logprobs"] = shapes.prompt_logprobs(items, self._tokenizer, num_top)
         return body
 
     def _choice(self, index: int) -> dict[str, Any]:
         item = self._choices[index]
+        scores = None if item.logprobs is None else drained(item.logprobs)
         choice: dict[str, Any] = {
             "index": index,
             "message": item.message(),
-            "logprobs": shapes.chat_logprobs(item.logprobs, self._tokenizer),
+            "logprobs": shapes.chat_logprobs(scores, self._tokenizer),
             "finish_reason": item.finish_reason,
             "stop_reason": item.stop_reason,
         }

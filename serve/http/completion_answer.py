@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,13 +14,14 @@ from aiohttp import web
 from serve.errors import RequestError
 from serve.http import shapes
 from serve.http.generation import AnswerHead, Generation
+from serve.http.large_json import CHARS_PER_VALUE, INLINE_VALUES, drained, json_list, large_response
 from serve.http.schema import CompletionCall
 from serve.http.sse import DONE, EventStream
 from serve.request import TokenDelta, TokenLogprobs
 
 MAX_PROMPT_LOGPROBS = 1 << 18  # each is some hundred bytes while an answer is made
 MAX_REPEATED_TOKENS = 1 << 20
-INLINE_LOGPROBS = 2048  # more are put into words off the event loop
+FIELDS = 8  # of a choice
 
 
 def check_size(asked: CompletionCall, generation: Generation) -> None:
@@ -33,6 +34,8 @@ def check_size(asked: CompletionCall, generation: Generation) -> None:
             f"{MAX_REPEATED_TOKENS} can be asked for",
             param=repeats,
         )
+    if not asked.stream:
+        generation.check_logprobs("best_of" if asked.logprobs is None else "logprobs")
     if asked.params.prompt_logprobs is None:
         return
     size = generation.prompt_tokens * (1 + asked.params.prompt_logprobs)
@@ -60,7 +63,8 @@ class _Candidate:
         self.texts.append(delta.text)
         self.token_ids += delta.token_ids
         if delta.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + delta.logprobs
+            self.logprobs = self.logprobs or []
+            self.logprobs += delta.logprobs
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason.value
@@ -127,6 +131,8 @@ class Wording:
             choice["prompt_logprobs"] = shapes.prompt_logprobs(
                 output.prompt_logprobs, self.tokenizer, asked.prompt_logprobs
             )
+        for _ in drained(output.logprobs or []):
+            pass  # nobody needs them again
         if asked.return_token_ids:
             choice["token_ids"] = output.token_ids
             choice["prompt_token_ids"] = self.generation.requests[position].prompt_token_ids
@@ -134,8 +140,8 @@ class Wording:
 
 
 async def whole_answer(
-    generation: Generation, head: AnswerHead, wording: Wording
-) -> dict[str, Any]:
+    generation: Generation, head: AnswerHead, wording: Wording, request_id: str
+) -> web.Response:
     """The answer at once: of each prompt, the best choices."""
     asked = wording.asked
     outputs = [_Candidate() for _ in range(generation.num_choices)]
@@ -143,31 +149,44 @@ async def whole_answer(
         async for choice, delta in deltas:
             outputs[choice].extend(delta)
 
-    def choices() -> list[dict[str, Any]]:
-        made = []
+    def choices() -> Iterator[dict[str, Any]]:
         for position in range(len(asked.prompts)):
             of_prompt = outputs[position * asked.params.n : (position + 1) * asked.params.n]
             if len(of_prompt) > asked.num_choices:
                 of_prompt.sort(key=lambda output: -output.mean_logprob)
             for number, output in enumerate(of_prompt[: asked.num_choices]):
-                made.append(wording.choice(position * asked.num_choices + number, position, output))
-        return made
+                yield wording.choice(position * asked.num_choices + number, position, output)
 
-    scores = asked.params.prompt_logprobs is not None
-    is_long = scores and generation.prompt_tokens > INLINE_LOGPROBS
-    return {
-        "id": head.answer_id,
-        "object": head.kind.object_name,
-        "created": head.created,
-        "model": head.model,
-        "system_fingerprint": head.fingerprint,
-        "choices": await asyncio.to_thread(choices) if is_long else choices(),
-        "usage": shapes.usage(
-            generation.prompt_tokens,
-            sum(len(output.token_ids) for output in outputs),
-            generation.cached_tokens,
-        ),
-    }
+    num_tokens = sum(len(output.token_ids) for output in outputs)
+    usage = shapes.usage(generation.prompt_tokens, num_tokens, generation.cached_tokens)
+
+    def answer() -> dict[str, Any]:
+        return {
+            "id": head.answer_id,
+            "object": head.kind.object_name,
+            "created": head.created,
+            "model": head.model,
+            "system_fingerprint": head.fingerprint,
+            "choices": json_list(choices(), 1),
+            "usage": usage,
+        }
+
+    size = _num_values(asked, generation.prompt_tokens, outputs)
+    return await large_response(answer, size, request_id)
+
+
+def _num_values(asked: CompletionCall, prompt_tokens: int, outputs: list[_Candidate]) -> int:
+    """Of the answer, about."""
+    num_tokens = sum(len(output.token_ids) for output in outputs)
+    num_chars = sum(len(text) for output in outputs for text in output.texts)
+    size = FIELDS * len(outputs) + num_chars // CHARS_PER_VALUE
+    if asked.params.logprobs is not None:
+        size += num_tokens * (1 + asked.params.logprobs)
+    if asked.params.prompt_logprobs is not None:
+        size += prompt_tokens * (1 + asked.params.prompt_logprobs)
+    if asked.return_token_ids or asked.echo:
+        size += num_tokens + prompt_tokens * asked.num_choices
+    return size
 
 
 class CompletionStream:
@@ -244,13 +263,15 @@ class CompletionStream:
         }
         if asked.echo:
             scores = delta.prompt_logprobs
-            is_long = scores is not None and len(scores) > INLINE_LOGPROBS
+            size = len(self._generation.requests[position].prompt_token_ids)
+            if scores is not None:
+                size *= 1 + (asked.logprobs or 0)
 
             def fill() -> None:
                 opening["text"] = self._wording.prompt_text(position)
                 opening["logprobs"] = self._logprobs(choice, scores, None)
 
-            await asyncio.to_thread(fill) if is_long else fill()
+            await asyncio.to_thread(fill) if size > INLINE_VALUES else fill()
         if asked.return_token_ids:
             opening["prompt_token_ids"] = self._generation.requests[position].prompt_token_ids
         return self._chunk(opening)

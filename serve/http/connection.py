@@ -10,6 +10,7 @@ import asyncio
 import ipaddress
 import logging
 import resource
+import socket
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,11 @@ logger = logging.getLogger(__name__)
 
 LINGER_S = 1.0
 SPARE = 16
+SPARE_S = 1.0  # for a health check to begin; the next one needs the place
 PIECE_BYTES = 16 << 10  # parsed at once
 CHUNK_OVERHEAD, SLOW_OVERHEAD = 8, 3
 CHUNK_PADDING_BYTES = 8 << 10
+PROBE_AFTER_S, PROBE_EVERY_S = 10, 5  # of silence
 FILES_FOR_OTHERS = 32  # beside connections: checkpoints, spilled K/V, worker processes
 _warnings = LimitedLog(logger)
 
@@ -130,10 +133,11 @@ class Connection(web.RequestHandler):
             if server.num_connections > server.max_connections + SPARE:
                 self.force_close()
                 return
+        patience_s = server.settings.first_request_timeout_s
+        if self.refusal is not None:
+            patience_s = min(SPARE_S, patience_s)
         loop = asyncio.get_running_loop()
-        self._head_timer = loop.call_later(
-            server.settings.first_request_timeout_s, self._head_is_late
-        )
+        self._head_timer = loop.call_later(patience_s, self._head_is_late)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._end_head()
@@ -188,9 +192,10 @@ class Connection(web.RequestHandler):
             loop = asyncio.get_running_loop()
             if self._head_timer is not None:
                 self._head_timer.cancel()
-            self._head_timer = loop.call_later(
-                self._server.settings.head_timeout_s, self._head_is_late
-            )
+            patience_s = self._server.settings.head_timeout_s
+            if self.refusal is not None:
+                patience_s = min(SPARE_S, patience_s)
+            self._head_timer = loop.call_later(patience_s, self._head_is_late)
         self._head_bytes += num_bytes
         if self._head_bytes > limits.HEAD_BYTES:
             self._refuse_head(_head_too_large())
@@ -241,6 +246,22 @@ class Connection(web.RequestHandler):
             error = ApiError(status, "the request is not valid HTTP", code="invalid_request")
         error.closes = True
         return error_response(error, new_request_id())
+
+
+def notice_dead_peers(listening: socket.socket, patience_s: float) -> None:
+    """Whose link is cut says nothing, and what is sent to it waits in the kernel: the connection
+    ends when nothing is acknowledged for patience_s. All that are accepted inherit this."""
+    if listening.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):  # pragma: no cover, elsewhere than on Linux
+        return
+    for option, value in (
+        (socket.TCP_KEEPIDLE, PROBE_AFTER_S),
+        (socket.TCP_KEEPINTVL, PROBE_EVERY_S),
+        (socket.TCP_USER_TIMEOUT, min(int(patience_s * 1000), (1 << 31) - 1)),
+    ):
+        listening.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _head_too_large() -> ApiError:

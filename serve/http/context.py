@@ -6,8 +6,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -93,13 +92,12 @@ class Route:
 
 @dataclass(slots=True)
 class ApiContext:
-    """num_running: calls that generate now. calls: all that have a place. bodies: what is being
-    read. logged_names: unknown parameters that the log has."""
+    """calls: all that have a place. bodies: what is being read. logged_names: unknown parameters
+    that the log has."""
 
     engine: Engine
     settings: HttpSettings
     state: ServerState = ServerState.LOADING
-    num_running: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
     meter: HttpMeter = field(default_factory=HttpMeter)
     calls: set[CallEngine] = field(default_factory=set)
@@ -155,12 +153,3 @@ class ApiContext:
                 param="model",
                 code="model_not_found",
             )
-
-    @contextmanager
-    def generating(self) -> Iterator[None]:
-        """A stop waits for what happens inside."""
-        self.num_running += 1
-        try:
-            yield
-        finally:
-            self.num_running -= 1

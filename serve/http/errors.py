@@ -193,9 +193,12 @@ def error_response(error: ApiError, request_id: str) -> web.Response:
 
 
 def json_response(value: Any, request_id: str) -> web.Response:
-    return web.Response(
-        body=orjson.dumps(value), content_type=JSON_TYPE, headers=common_headers(request_id)
-    )
+    return body_response(orjson.dumps(value), request_id)
+
+
+def body_response(body: bytes, request_id: str) -> web.Response:
+    """body: JSON."""
+    return web.Response(body=body, content_type=JSON_TYPE, headers=common_headers(request_id))
 
 
 def _encodable(text: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from serve.errors import GenerationError, MemoryLostError, RequestError
+from serve.http import limits
 from serve.http.errors import draining
 from serve.recovery import NO_MEMORY
 from serve.request import FinishReason, Request, TokenDelta
@@ -76,6 +77,21 @@ class Generation:
             request = await stream.accepted()
             self.requests.append(request)
             self.prompt_tokens += len(request.prompt_token_ids)
+
+    def check_logprobs(self, param: str) -> None:
+        """RequestError: the answer may have more log-probabilities than anyone can want. Only
+        what the requests were accepted with says how many tokens may come."""
+        size = sum(
+            (request.params.max_tokens or 0) * request.params.n * (1 + request.params.logprobs)
+            for request in self.requests
+            if request.params.logprobs is not None
+        )
+        if size > limits.LOGPROBS:
+            raise RequestError(
+                f"the answer may have {size} log-probabilities; at most {limits.LOGPROBS} can be "
+                "asked for at once: ask for fewer tokens, or for a stream",
+                param=param,
+            )
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TokenDelta], None]:
         """(choice, delta) in order of arrival. Raises for sequences that did not end well."""

@@ -112,6 +112,14 @@ CONNECTIONS = (
         "write_timeout_s",
     ),
     Limit(
+        "peer that acknowledges nothing",
+        _LIMITS + "WRITE_S",
+        SECONDS,
+        "closed by the kernel",
+        "write_timeout_s",
+    ),
+    Limit("silence of a connection too many", HTTP + "connection:SPARE_S", SECONDS, "closed"),
+    Limit(
         "kernel's buffer of a stream",
         _LIMITS + "SEND_BUFFER_BYTES",
         SIZE,
@@ -130,10 +138,12 @@ SAMPLING = (
     Limit("stop_token_ids", _REQUEST + "MAX_STOP_TOKEN_IDS", COUNT, _MANY),
     Limit("logit_bias", _REQUEST + "MAX_LOGIT_BIAS", COUNT, _MANY),
     Limit("allowed_token_ids", HTTP + "sampling_fields:MAX_ALLOWED_TOKEN_IDS", COUNT, _MANY),
+    Limit("prompts times allowed_token_ids", _LIMITS + "ALLOWED_IDS", COUNT, _MANY),
     Limit("bad_words", _REQUEST + "MAX_BAD_WORDS", COUNT, _MANY),
     Limit("one bad word", _REQUEST + "MAX_BAD_WORD_LENGTH", CHARS, _LONG),
     Limit("logprobs", HTTP + "schema:MAX_COMPLETION_LOGPROBS", COUNT, _VALUE),
     Limit("top_logprobs", HTTP + "schema:MAX_TOP_LOGPROBS", COUNT, _VALUE),
+    Limit("n x max_tokens x (1 + top_logprobs), in all", _LIMITS + "LOGPROBS", COUNT, _VALUE),
     Limit("prompt_logprobs, in all", HTTP + "completion_answer:MAX_PROMPT_LOGPROBS", COUNT, _VALUE),
     Limit(
         "prompt tokens that are repeated, in all",
@@ -167,6 +177,7 @@ PROMPTS = (
     Limit("Anthropic: input of a tool", HTTP + "anthropic.blocks:MAX_ARGUMENT_BYTES", SIZE, _LONG),
     Limit("Anthropic: ids", HTTP + "anthropic.blocks:MAX_ID_CHARS", CHARS, _LONG),
     Limit("Responses: text", HTTP + "responses.items:MAX_TEXT_CHARS", CHARS, _LONG),
+    Limit("Responses: items, with those before", HTTP + "messages:MAX_MESSAGES", COUNT, _MANY),
     Limit("Responses: parts of an item", HTTP + "responses.items:MAX_PARTS", COUNT, _MANY),
     Limit(
         "Responses: instructions",
@@ -222,4 +233,4 @@ def _spelled(limit: Limit) -> str:
         return f"{value / (1 << 20):g} MiB" if value % (1 << 20) == 0 else f"{value / 1024:g} KiB"
     if limit.unit == COUNT:
         return f"{value:,}"
-    return f"{value:,} bytes" if limit.unit == SIZE else f"{value:,g} {limit.unit}"
+    return f"{value:,.15g} {'bytes' if limit.unit == SIZE else limit.unit}"

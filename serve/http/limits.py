@@ -25,6 +25,7 @@ JSON_DEPTH = 64
 JSON_VALUES = 1_000_000
 JSON_CONTAINERS = 131_072
 INTEGER_CHARS = 20
+ALLOWED_IDS = 1 << 20  # of all prompts
 
 # connections and answers
 CONNECTIONS = 20_000
@@ -38,3 +39,4 @@ PARSE_INLINE_BYTES = 16 * KIB
 WRITE_S = 30.0
 REQUEST_S = 21_600.0
 CLIENT_REQUEST_ID_CHARS = 64
+LOGPROBS = 1 << 21  # numbers in one answer; each is some hundred bytes until it is sent

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve.errors import RequestError
+from serve.http import limits
 from serve.http.chat_run import ChatRequest
 from serve.http.conversation import CONVERSATION_FIELDS, conversation
 from serve.http.fields import (
@@ -145,6 +146,7 @@ def parse_completion(
             param="n" if best_of == num_choices else "best_of",
             code="array_above_max_length",
         )
+    _check_allowed_ids(len(prompts), params)
     return CompletionCall(
         values["model"],
         prompts,
@@ -189,6 +191,16 @@ def _best_of(values: Mapping[str, Any], num_choices: int, *, stream: bool) -> in
     if stream and best_of > num_choices:
         raise RequestError("best_of above n cannot be streamed", param="best_of")
     return best_of
+
+
+def _check_allowed_ids(num_prompts: int, params: SamplingParams) -> None:
+    """Each prompt's are looked at, and become a mask."""
+    if num_prompts * len(params.allowed_token_ids or ()) > limits.ALLOWED_IDS:
+        raise RequestError(
+            f"prompts times allowed_token_ids is more than {limits.ALLOWED_IDS}",
+            param="allowed_token_ids",
+            code="array_above_max_length",
+        )
 
 
 def _prompt_logprobs(values: Mapping[str, Any], for_echo: int | None) -> int | None:

@@ -15,7 +15,7 @@ from aiohttp import web
 from serve.errors import ConfigError, reason
 from serve.http import limits
 from serve.http.app import HttpApp, ServerState
-from serve.http.connection import Connection, ConnectionServer
+from serve.http.connection import Connection, ConnectionServer, notice_dead_peers
 from serve.http.keys import KeyRing, load_keys
 from serve.http.metrics_listener import MetricsListener
 from serve.http.settings import HttpSettings
@@ -85,6 +85,8 @@ class HttpServer:
         except OSError as error:
             text = f"cannot listen on host {where[0]}, port {where[1]}: {reason(error)}"
             raise OSError(error.errno, text) from error
+        for listening in self._listener.sockets:
+            notice_dead_peers(listening, self.settings.write_timeout_s)
         self._port = self._listener.sockets[0].getsockname()[1]
         self.app.context.meter.start(lambda: connections.num_connections)
         if self.metrics is not None:

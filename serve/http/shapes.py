@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+import orjson
+
+from serve.http.large_json import json_list
 from serve.request import TokenLogprobs
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses this value too
@@ -65,12 +68,12 @@ def completion_logprobs(
     answer = {
         "tokens": tokens,
         "token_logprobs": [None if item is None else _finite(item.logprob) for item in items],
-        "top_logprobs": [
+        "top_logprobs": json_list(
             None
             if item is None
             else {tokenizer.token_text(token): _finite(p) for token, p in item.top[:num_top]}
             for item in items
-        ],
+        ),
         "text_offset": offsets,
     }
     return answer, text_offset
@@ -78,9 +81,11 @@ def completion_logprobs(
 
 def prompt_logprobs(
     items: Iterable[TokenLogprobs | None], tokenizer: TokenTexts, num_top: int
-) -> list[dict[str, Any] | None]:
+) -> orjson.Fragment:
     """In vLLM's shape: of each token, the candidates by id."""
-    return [None if item is None else _candidates(item, tokenizer, num_top) for item in items]
+    return json_list(
+        None if item is None else _candidates(item, tokenizer, num_top) for item in items
+    )
 
 
 def _candidates(item: TokenLogprobs, tokenizer: TokenTexts, num_top: int) -> dict[str, Any]:
@@ -96,18 +101,19 @@ def _candidates(item: TokenLogprobs, tokenizer: TokenTexts, num_top: int) -> dic
 
 
 def chat_logprobs(
-    items: Sequence[TokenLogprobs] | None, tokenizer: TokenTexts
+    items: Iterable[TokenLogprobs] | None, tokenizer: TokenTexts
 ) -> dict[str, Any] | None:
     if items is None:
         return None
-    content = [
-        {
+    return {"content": json_list(chat_tokens(items, tokenizer)), "refusal": None}
+
+
+def chat_tokens(items: Iterable[TokenLogprobs], tokenizer: TokenTexts) -> Iterator[dict[str, Any]]:
+    for item in items:
+        yield {
             **_chat_token(item.token_id, item.logprob, tokenizer),
             "top_logprobs": [_chat_token(token, value, tokenizer) for token, value in item.top],
         }
-        for item in items
-    ]
-    return {"content": content, "refusal": None}
 
 
 def _chat_token(token_id: int, logprob: float, tokenizer: TokenTexts) -> dict[str, Any]:

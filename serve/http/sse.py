@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, cast
 
@@ -65,7 +65,7 @@ class EventStream:
         """ConnectionError when the client is gone or reads nothing for the write timeout."""
         await self._writer.write(data, drain=False)
         if self._protocol.writing_paused:
-            await self._wait_for_reader()
+            await self._wait_for_reader(self._writer.drain())
 
     async def send_all(
         self, parts: AsyncGenerator[bytes, None], failed: Callable[[ApiError], bytes]
@@ -95,13 +95,13 @@ class EventStream:
 
     async def finish(self) -> web.StreamResponse:
         assert self.response is not None, "start() comes first"
-        await self.response.write_eof()
+        await self._wait_for_reader(self.response.write_eof())
         return self.response
 
-    async def _wait_for_reader(self) -> None:
+    async def _wait_for_reader(self, writing: Awaitable[None]) -> None:
         try:
             async with asyncio.timeout(self._write_timeout_s):
-                await self._writer.drain()
+                await writing
         except TimeoutError:
             transport = self._request.transport
             if transport is not None:

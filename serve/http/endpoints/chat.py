@@ -12,8 +12,8 @@ from serve.http.chat_completion import ChatStream, WholeChat, check_size
 from serve.http.chat_run import ChatRun
 from serve.http.context import ApiContext, Call, Route
 from serve.http.describe import Operation
-from serve.http.errors import json_response
 from serve.http.generation import CHAT
+from serve.http.large_json import large_response
 from serve.http.renamed import parameters_named
 
 
@@ -36,8 +36,7 @@ def routes(context: ApiContext) -> list[Route]:
 
 async def _answer(context: ApiContext, call: Call, asked: schema.ChatCall) -> web.StreamResponse:
     with (
-        parameters_named({"structured": asked.structured_name}),
-        context.generating(),
+        parameters_named({"structured": asked.structured_name, "prompt": "messages"}),
         ChatRun(call.engine, asked.chat, call.request_id) as run,
     ):
         await run.accepted()
@@ -48,4 +47,4 @@ async def _answer(context: ApiContext, call: Call, asked: schema.ChatCall) -> we
             return await write_stream(run, ChatStream(*told), events)
         whole = WholeChat(*told)
         await write_whole(run, whole)
-        return json_response(await whole.body(), call.request_id)
+        return await large_response(whole.body, whole.num_values, call.request_id)

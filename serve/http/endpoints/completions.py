@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -11,6 +12,8 @@ from serve.http.answer import answer_completion
 from serve.http.answer_schemas import COMPLETION_ANSWER
 from serve.http.context import ApiContext, Call, Route
 from serve.http.describe import Operation
+from serve.http.submitting import submit_each
+from serve.request import Prompt
 
 if TYPE_CHECKING:
     from serve.engine import RequestStream
@@ -25,7 +28,14 @@ def routes(context: ApiContext) -> list[Route]:
         )
         context.check_model(asked.model)
         context.check_ready()
-        return await answer_completion(context, call, lambda: _submit(call, asked), asked)
+
+        def submit(prompt: Prompt, name: str) -> RequestStream:
+            return call.engine.submit(prompt, asked.params, request_id=name, client=asked.client)
+
+        def submit_all() -> Awaitable[list[RequestStream]]:
+            return submit_each(asked.prompts, call.request_id, submit)
+
+        return await answer_completion(context, call, submit_all, asked)
 
     described = Operation(
         "The continuation of one or many prompts",
@@ -34,19 +44,3 @@ def routes(context: ApiContext) -> list[Route]:
         streams=True,
     )
     return [Route("/v1/completions", {"POST": completions}, describe={"POST": described})]
-
-
-def _submit(call: Call, asked: schema.CompletionCall) -> list[RequestStream]:
-    """One engine request for each prompt; all or none."""
-    streams: list[RequestStream] = []
-    try:
-        for position, prompt in enumerate(asked.prompts):
-            name = call.request_id if position == 0 else f"{call.request_id}-{position}"
-            streams.append(
-                call.engine.submit(prompt, asked.params, request_id=name, client=asked.client)
-            )
-    except Exception:
-        for stream in streams:
-            stream.abort()
-        raise
-    return streams

@@ -18,6 +18,7 @@ from serve.http.describe import Operation
 from serve.http.errors import JSON_TYPE, common_headers
 from serve.http.fields import Boolean, Integer, OneOfNames, Record, Unknown
 from serve.http.generation import checked
+from serve.http.large_json import json_list
 from serve.http.prompts import prompts_field, with_options
 from serve.http.renamed import parameters_named
 from serve.http.sampling_fields import (
@@ -28,6 +29,7 @@ from serve.http.sampling_fields import (
     SAMPLING_FIELDS,
     client_name,
 )
+from serve.http.submitting import submit_each
 from serve.prompt_outputs import MAX_DIMENSIONS, POOLING_KINDS, PoolingParams
 from serve.request import Prompt
 
@@ -90,7 +92,7 @@ def routes(context: ApiContext) -> list[Route]:
         asked = await context.read(call, parse_embeddings)
         context.check_model(asked.model)
         context.check_ready()
-        with context.generating(), parameters_named({"prompt": "input"}):
+        with parameters_named({"prompt": "input"}):
             outputs = await _embed(call, asked)
         size = sum(len(output.embedding) for output in outputs)
         parts = (outputs, asked.model, asked.is_base64)
@@ -106,15 +108,14 @@ def routes(context: ApiContext) -> list[Route]:
 
 async def _embed(call: Call, asked: EmbeddingCall) -> list[EmbeddingOutput]:
     """All or none. Whatever goes wrong, nothing goes on behind."""
-    streams: list[RequestStream] = []
+
+    def submit(prompt: Prompt, name: str) -> RequestStream:
+        return call.engine.submit_embedding(
+            prompt, asked.params, request_id=name, client=asked.client
+        )
+
+    streams = await submit_each(asked.prompts, call.request_id, submit)
     try:
-        for position, prompt in enumerate(asked.prompts):
-            name = call.request_id if position == 0 else f"{call.request_id}-{position}"
-            streams.append(
-                call.engine.submit_embedding(
-                    prompt, asked.params, request_id=name, client=asked.client
-                )
-            )
         for stream in streams:
             await stream.accepted()
         return [await _output(stream) for stream in streams]
@@ -136,16 +137,19 @@ def _body(outputs: list[EmbeddingOutput], model: str, is_base64: bool) -> bytes:
     answer = {
         "object": "list",
         "model": model,
-        "data": [
-            {
-                "object": "embedding",
-                "index": index,
-                "embedding": base64.b64encode(output.embedding.astype("<f4").tobytes()).decode()
-                if is_base64
-                else output.embedding,
-            }
-            for index, output in enumerate(outputs)
-        ],
+        "data": json_list(
+            (
+                {
+                    "object": "embedding",
+                    "index": index,
+                    "embedding": base64.b64encode(output.embedding.astype("<f4").tobytes()).decode()
+                    if is_base64
+                    else output.embedding,
+                }
+                for index, output in enumerate(outputs)
+            ),
+            piece=1,
+        ),
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
-    return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
+    return orjson.dumps(answer)

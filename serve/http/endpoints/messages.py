@@ -68,7 +68,6 @@ def routes(context: ApiContext) -> list[Route]:
 async def _answer(context: ApiContext, call: Call, asked: MessagesCall) -> web.StreamResponse:
     with (
         parameters_named(NAMES),
-        context.generating(),
         ChatRun(call.engine, asked.chat, call.request_id) as run,
     ):
         await run.accepted()

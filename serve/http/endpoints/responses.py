@@ -16,12 +16,14 @@ from serve.http.answer import event_stream
 from serve.http.chat_answer import write_stream, write_whole
 from serve.http.chat_run import ChatRequest, ChatRun
 from serve.http.context import ApiContext, Call, Route
-from serve.http.errors import ApiError, json_response, quoted
+from serve.http.errors import ApiError, body_response, json_response, quoted
+from serve.http.large_json import CHARS_PER_VALUE, json_bytes, large_response
+from serve.http.messages import MAX_MESSAGES
 from serve.http.renamed import parameters_named
 from serve.http.responses import description
 from serve.http.responses.head import response_head
 from serve.http.responses.items import REFERENCE
-from serve.http.responses.listing import item_list, named_items
+from serve.http.responses.listing import item_list, kept_items, named_items
 from serve.http.responses.request import ResponseCall, parse_count_call, parse_response_call
 from serve.http.responses.store import ResponseStore, StoredResponse
 from serve.http.responses.writer import ResponseWriter
@@ -68,11 +70,12 @@ def routes(context: ApiContext) -> list[Route]:
 
 
 class _Conversation(NamedTuple):
-    """before: lists of items as JSON, of what a request continues. items: its own."""
+    """history: lists of items as JSON, of what a request continues and its own, to be kept.
+    head: see response_head."""
 
-    before: tuple[bytes, ...]
-    items: list[dict[str, Any]]
+    history: tuple[bytes, ...]
     chat: ChatRequest
+    head: dict[str, Any]
 
 
 class _Endpoints:
@@ -91,10 +94,10 @@ class _Endpoints:
         with parameters_named(NAMES):
             conversation = await self._conversation(call, asked)
             with (
-                context.generating(),
                 ChatRun(call.engine, conversation.chat, call.request_id) as run,
             ):
                 await run.accepted()
+                run.generation.check_logprobs("top_logprobs")
                 return await self._answer(call, asked, run, conversation)
 
     async def input_tokens(self, call: Call) -> web.Response:
@@ -116,7 +119,7 @@ class _Endpoints:
         stored = self._stored(call)
         if call.request.query.get("stream", "false") != "false":
             raise RequestError("only background responses can be streamed again", param="stream")
-        return json_response(orjson.loads(stored.body), call.request_id)
+        return body_response(stored.body, call.request_id)
 
     async def delete(self, call: Call) -> web.Response:
         if not self._store.delete(call.argument, _owner(call)):
@@ -125,8 +128,13 @@ class _Endpoints:
         return json_response(gone, call.request_id)
 
     async def input_items(self, call: Call) -> web.Response:
-        items = self._stored(call).input_items()
-        return json_response(item_list(items, call.request.query), call.request_id)
+        stored, query = self._stored(call), call.request.query
+        num_values = sum(map(len, stored.history)) // CHARS_PER_VALUE
+
+        def listed() -> dict[str, Any]:
+            return item_list(stored.input_items(), query)
+
+        return await large_response(listed, num_values, call.request_id)
 
     async def cancel(self, call: Call) -> web.Response:
         self._stored(call)
@@ -135,20 +143,16 @@ class _Endpoints:
     async def _answer(
         self, call: Call, asked: ResponseCall, run: ChatRun, conversation: _Conversation
     ) -> web.StreamResponse:
-        engine = call.engine
-        response_id = "resp_" + call.request_id.removeprefix("req_")
-        head = response_head(asked, response_id, int(time.time()), engine.model_name)
+        history, head = conversation.history, conversation.head
 
         def keep(response: dict[str, Any]) -> None:
             if head["store"]:
-                own = orjson.dumps(named_items(conversation.items, response_id))
-                history = (*conversation.before, own)
                 item_ids = tuple(item["id"] for item in response["output"])
                 body = orjson.dumps(response)
-                stored = StoredResponse(_owner(call), body, history, item_ids)
-                self._store.put(response_id, stored)
+                self._store.put(head["id"], StoredResponse(_owner(call), body, history, item_ids))
 
-        writer = ResponseWriter(run, head, engine.tokenizer, streams=asked.stream, on_end=keep)
+        tokenizer = call.engine.tokenizer
+        writer = ResponseWriter(run, head, tokenizer, streams=asked.stream, on_end=keep)
         if asked.stream:
             events = event_stream(self._context, call)
             return await write_stream(run, writer, events)
@@ -157,38 +161,63 @@ class _Endpoints:
 
     async def _conversation(self, call: Call, asked: ResponseCall) -> _Conversation:
         owner = _owner(call)
-        before: tuple[bytes, ...] = ()
-        if asked.previous_id is not None:
-            stored = self._store.get(asked.previous_id, owner)
-            if stored is None:
-                raise RequestError(
-                    f"previous_response_id {quoted(asked.previous_id)} is of no kept response",
-                    param="previous_response_id",
-                    code="previous_response_not_found",
-                )
-            before = stored.continued()
-        items = [
-            self._referred(item["id"], owner, f"input[{position}].id")
-            if item["type"] == REFERENCE
-            else item
-            for position, item in enumerate(asked.items)
-        ]
+        previous = self._previous(asked.previous_id, owner)
+        referred = self._referred(asked.items, owner)
+        response_id = "resp_" + call.request_id.removeprefix("req_")
 
-        def chat() -> ChatRequest:
+        def gather() -> _Conversation:
+            before = () if previous is None else previous.continued()
             earlier = [item for listed in before for item in orjson.loads(listed)]
-            return asked.chat(earlier, items)
+            items = _resolved(asked.items, referred)
+            if len(earlier) + len(items) > MAX_MESSAGES:
+                raise RequestError(
+                    f"the conversation has more than {MAX_MESSAGES} items",
+                    param="input",
+                    code="array_above_max_length",
+                )
+            head = response_head(asked, response_id, int(time.time()), call.engine.model_name)
+            chat = asked.chat(earlier, items)
+            if not head["store"]:
+                return _Conversation((), chat, head)
+            own = json_bytes(kept_items(named_items(items, response_id)))
+            return _Conversation((*before, own), chat, head)
 
-        inline_bytes = self._context.settings.parse_inline_bytes
+        num_bytes = sum(stored.size_bytes for stored in (previous, *referred) if stored)
         own_bytes = call.request.content_length
-        if own_bytes is None or own_bytes + sum(map(len, before)) > inline_bytes:
-            return _Conversation(before, items, await asyncio.to_thread(chat))
-        return _Conversation(before, items, chat())
+        inline_bytes = self._context.settings.parse_inline_bytes
+        if own_bytes is None or own_bytes + num_bytes > inline_bytes:
+            return await asyncio.to_thread(gather)
+        return gather()
 
-    def _referred(self, item_id: str, owner: str, where: str) -> dict[str, Any]:
-        item = self._store.item(item_id, owner)
-        if item is None:
-            raise RequestError(f"{where} {quoted(item_id)} is of no kept item", param=where)
-        return item
+    def _previous(self, response_id: str | None, owner: str) -> StoredResponse | None:
+        """What is continued."""
+        if response_id is None:
+            return None
+        stored = self._store.get(response_id, owner)
+        if stored is None:
+            raise RequestError(
+                f"previous_response_id {quoted(response_id)} is of no kept response",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        return stored
+
+    def _referred(self, items: list[dict[str, Any]], owner: str) -> list[StoredResponse]:
+        """Those that have the items that `items` refer to, each once."""
+        found: dict[int, StoredResponse] = {}
+        names: set[str] = set()
+        for position, item in enumerate(items):
+            if item["type"] != REFERENCE:
+                continue
+            where, name = f"input[{position}].id", item["id"]
+            stored = self._store.of_item(name, owner)
+            if stored is None:
+                raise RequestError(f"{where} {quoted(name)} is of no kept item", param=where)
+            if name in names:  # a few bytes would ask for as many megabytes as one likes
+                raise RequestError(f"{where} {quoted(name)} is there twice", param=where)
+            names.add(name)
+            found[id(stored)] = stored
+        return list(found.values())
 
     def _stored(self, call: Call) -> StoredResponse:
         self._context.check_ready()
@@ -196,6 +225,12 @@ class _Endpoints:
         if stored is None:
             raise _not_found(call.argument)
         return stored
+
+
+def _resolved(items: list[dict[str, Any]], referred: list[StoredResponse]) -> list[dict[str, Any]]:
+    """With the items that references stand for."""
+    kept = {item["id"]: item for stored in referred for item in stored.output()}
+    return [kept[item["id"]] if item["type"] == REFERENCE else item for item in items]
 
 
 def _owner(call: Call) -> str:

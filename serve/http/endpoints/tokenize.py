@@ -14,14 +14,13 @@ from serve.http.chat_run import ChatRequest, ChatRun
 from serve.http.context import ApiContext, Call, Route
 from serve.http.conversation import CONVERSATION_FIELDS, conversation
 from serve.http.describe import Operation
-from serve.http.errors import json_response
 from serve.http.fields import Boolean, FieldType, Record, String, TokenIds, Unknown, Unsupported
+from serve.http.large_json import large_response
 from serve.request import SamplingParams
 
 MAX_TEXT_CHARS = 1 << 20
 MAX_TOKENS = 1 << 18
 INLINE_CHARS = 4096  # longer texts do not keep the event loop
-INLINE_TOKENS = 1024
 
 _COMMON: dict[str, FieldType] = {
     "model": String(512, min_chars=1),
@@ -100,15 +99,15 @@ def routes(context: ApiContext) -> list[Route]:
                 return None
             return [engine.tokenizer.token_text(token) for token in tokens]
 
-        answer = {
-            "count": len(tokens),
-            "max_model_len": engine.max_model_len,
-            "tokens": tokens,
-            "token_strs": strings()
-            if len(tokens) <= INLINE_TOKENS
-            else await asyncio.to_thread(strings),
-        }
-        return json_response(answer, call.request_id)
+        def answer() -> dict[str, Any]:
+            return {
+                "count": len(tokens),
+                "max_model_len": engine.max_model_len,
+                "tokens": tokens,
+                "token_strs": strings(),
+            }
+
+        return await large_response(answer, len(tokens), call.request_id)
 
     async def detokenize(call: Call) -> web.Response:
         context.check_ready()
@@ -120,12 +119,10 @@ def routes(context: ApiContext) -> list[Route]:
         if any(token >= size for token in tokens):
             raise RequestError(f"tokens holds a token id above {size - 1}", param="tokens")
 
-        def decode() -> str:
-            return call.engine.tokenizer.decode(tokens, skip_special_tokens=False)
+        def answer() -> dict[str, Any]:
+            return {"prompt": call.engine.tokenizer.decode(tokens, skip_special_tokens=False)}
 
-        is_short = len(tokens) <= INLINE_TOKENS
-        text = decode() if is_short else await asyncio.to_thread(decode)
-        return json_response({"prompt": text}, call.request_id)
+        return await large_response(answer, len(tokens), call.request_id)
 
     body = {"anyOf": [TEXT.schema(), CHAT.schema()]}
     tokens = Operation("Token ids of a text or of a conversation", TOKENIZE_ANSWER, body)

@@ -10,7 +10,6 @@ from serve.http.responses.request import ResponseCall
 
 # Fields that the answer repeats as they came.
 _REPEATED = (
-    "instructions",
     "max_output_tokens",
     "max_tool_calls",
     "previous_response_id",
@@ -38,6 +37,7 @@ def response_head(
         "output": [],
         "usage": None,
         **{name: values.get(name) for name in _REPEATED},
+        "instructions": _as_json(values.get("instructions")),
         "metadata": values.get("metadata", {}),
         "parallel_tool_calls": values.get("parallel_tool_calls", True),
         "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
@@ -45,12 +45,17 @@ def response_head(
         "store": values.get("store", True),
         "temperature": params.temperature,
         "top_p": params.top_p,
-        "text": _text(values.get("text", {})),
+        "text": _as_json(_text(values.get("text", {}))),
         "tool_choice": values.get("tool_choice", "auto"),
-        "tools": [_tool(tool) for tool in values.get("tools", [])],
+        "tools": _as_json([_tool(tool) for tool in values.get("tools", [])]),
         "top_logprobs": values.get("top_logprobs", 0),
         "truncation": "disabled",
     }
+
+
+def _as_json(value: object) -> orjson.Fragment:
+    """Once, for the up to five times that it is told: it may be megabytes."""
+    return orjson.Fragment(orjson.dumps(value))
 
 
 def _text(text: dict[str, Any]) -> dict[str, Any]:

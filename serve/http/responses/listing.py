@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from serve.errors import RequestError
@@ -35,10 +35,35 @@ def item_list(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str
     }
 
 
-def named_items(items: list[dict[str, Any]], response_id: str) -> list[dict[str, Any]]:
+def named_items(items: Iterable[dict[str, Any]], response_id: str) -> Iterator[dict[str, Any]]:
     """An id for each that has none."""
     name = response_id.removeprefix("resp_")
-    return [{"id": f"in_{name}{position:02x}", **item} for position, item in enumerate(items)]
+    for position, item in enumerate(items):
+        yield {"id": f"in_{name}{position:02x}", **item}
+
+
+def kept_items(items: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Without what no prompt is made of: a prompt's length is bounded, and so is then what is
+    kept. An empty part of a message is a line, but a thought is nothing."""
+    for item in items:
+        kept = {name: value for name, value in item.items() if name != "encrypted_content"}
+        is_thought = kept.get("type") == "reasoning"
+        parts = kept.get("content")
+        if isinstance(parts, list):
+            kept["content"] = _thoughts(parts) if is_thought else [_plain(part) for part in parts]
+        if is_thought:  # read where there is no content
+            kept["summary"] = [] if parts else _thoughts(kept.get("summary", []))
+        yield kept
+
+
+def _thoughts(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [part for part in parts if part["text"]]
+
+
+def _plain(part: dict[str, Any]) -> dict[str, Any]:
+    if part["type"] != "output_text":
+        return part
+    return {"type": "output_text", "text": part["text"], "annotations": []}
 
 
 def _limit(text: str) -> int:

@@ -12,11 +12,13 @@ from serve.http import shapes
 from serve.http.chat_answer import Counts
 from serve.http.chat_run import ChatStep
 from serve.http.errors import ApiError
+from serve.http.large_json import json_bytes
 from serve.http.parts import Part, Reasoning, Text, ToolCallStart
 from serve.http.sse import named_event
 from serve.request import TokenLogprobs
 
 MESSAGE, REASONING, CALL = "message", "reasoning", "function_call"
+_NO_LOGPROBS = orjson.Fragment(b"[]")
 _ID_PREFIXES = {MESSAGE: "msg", REASONING: "rs", CALL: "fc"}
 # By kind of item: what its events are called, and the type of the part that it has.
 _EVENTS = {
@@ -51,7 +53,7 @@ class ResponseWriter:
         self._output: list[dict[str, Any]] = []
         self._kind: str | None = None  # of the item that is open, the last of _output
         self._pieces: list[str] = []  # what the open item has gained
-        self._logprobs: list[dict[str, Any]] = []  # of the open item
+        self._logprobs: list[bytes] = []  # of the open item, in JSON
         self._unplaced: list[TokenLogprobs] = []  # of tokens whose text has not come yet
         self._before_delta = b""
         self._output_tokens = 0
@@ -125,11 +127,14 @@ class ResponseWriter:
         else:
             self._unplaced = []
 
-    def _place_logprobs(self) -> list[dict[str, Any]]:
-        placed = shapes.chat_logprobs(self._unplaced, self._tokenizer)
+    def _place_logprobs(self) -> bytes:
+        """A list in JSON. Words are found for each token once, since an answer tells them up to
+        five times."""
+        if not self._unplaced:
+            return b"[]"
+        items = json_bytes(shapes.chat_tokens(self._unplaced, self._tokenizer))
         self._unplaced = []
-        items: list[dict[str, Any]] = placed["content"] if placed is not None else []
-        self._logprobs += items
+        self._logprobs.append(items[1:-1])
         return items
 
     def _add(self, part: Part) -> None:
@@ -150,9 +155,9 @@ class ResponseWriter:
         if not text:
             return
         self._pieces.append(text)
-        logprobs = self._place_logprobs() if kind == MESSAGE and self._unplaced else []
+        logprobs = self._place_logprobs() if kind == MESSAGE else b""
         if self._streams:
-            more = b',"logprobs":%s' % orjson.dumps(logprobs) if kind == MESSAGE else b""
+            more = b',"logprobs":' + logprobs if kind == MESSAGE else b""
             number = self._next_number()
             self._events.append(
                 b'%s%s%s,"sequence_number":%d}\n\n'
@@ -171,7 +176,8 @@ class ResponseWriter:
         place: dict[str, Any] = {"item_id": item_id, "output_index": index}
         if part_type:
             place["content_index"] = 0
-            self._emit("response.content_part.added", **place, part=_part(part_type, "", []))
+            part = _part(part_type, "", _NO_LOGPROBS)
+            self._emit("response.content_part.added", **place, part=part)
         head = {"type": f"{event_name}.delta", **place}
         self._before_delta = (
             f"event: {event_name}.delta\ndata: ".encode() + orjson.dumps(head)[:-1] + b',"delta":'
@@ -188,12 +194,13 @@ class ResponseWriter:
             item["arguments"] = text
             self._emit(f"{event_name}.done", **place, name=item["name"], arguments=text)
         else:
-            more = {}
+            more, logprobs = {}, _NO_LOGPROBS
             if kind == MESSAGE:
                 self._place_logprobs()
-                more = {"logprobs": self._logprobs}
+                logprobs = orjson.Fragment(b"[" + b",".join(self._logprobs) + b"]")
+                more = {"logprobs": logprobs}
             place["content_index"] = 0
-            part = _part(part_type, text, self._logprobs)
+            part = _part(part_type, text, logprobs)
             self._emit(f"{event_name}.done", **place, text=text, **more)
             self._emit("response.content_part.done", **place, part=part)
             item["content"] = [part]
@@ -219,7 +226,7 @@ class ResponseWriter:
         return data
 
 
-def _part(part_type: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+def _part(part_type: str, text: str, logprobs: orjson.Fragment) -> dict[str, Any]:
     if part_type == "reasoning_text":
         return {"type": part_type, "text": text}
     return {"type": part_type, "text": text, "annotations": [], "logprobs": logprobs}
