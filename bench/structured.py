@@ -1,7 +1,8 @@
 """What structured output costs: `python -m bench.structured`.
 
 Compiling a grammar (in the child process and again in the server; known already), the mask of one
-token, and a decode step of 16 masked rows beside one of 16 that are free, by turns in one run.
+token, and a decode step of 16 masked rows beside one of 16 that are free, by turns in one run;
+then what others notice of grammars made to be slow (bench/structured_hostile.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
+from bench.structured_hostile import gaps_beside
 from serve import LLM, SamplingParams
 from serve.config import default_model_path
 from serve.grammar import GrammarCompiler
@@ -145,6 +147,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, took in step_times(args.rounds, 16 if args.smoke else 96).items():
         print(f"step of {ROWS} rows, {name:20} {took:7.3f} ms")
         results[f"step {name}"] = round(took, 3)
+    gaps = gaps_beside(*((1, 8) if args.smoke else (5, 200)))
+    for name, ms in gaps.items():
+        print(f"a stream beside {name:24} " + ", ".join(f"{k} {v:.2f} ms" for k, v in ms.items()))
+    results["gaps"] = gaps
     print(json.dumps(results))
 
 

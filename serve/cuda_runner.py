@@ -26,7 +26,7 @@ from ops.cuda_attention import Prompt
 from ops.cuda_sampling import DeviceSampler, Fetched, Kind, Plan
 from serve.cuda_shapes import StepShape, StepShapes
 from serve.device_sampler import rows_of, sampled
-from serve.mask_filling import FillingMasks, MaskFiller, has_masks
+from serve.mask_filling import NOBODY, FillingMasks, MaskFiller, has_masks
 from serve.models import Decoder
 from serve.plan import StepPlan
 from serve.prompt_rows import Reading, Wanted, wanted_rows
@@ -62,6 +62,7 @@ class _Step:
     mark: Mark | None = None
     fetched: Fetched | None = None
     reading: Reading | None = None
+    late: frozenset[Output] = NOBODY
 
     def wait(self) -> StepResult:
         assert self.mark is not None
@@ -71,7 +72,8 @@ class _Step:
             return StepResult([], [], None, prompts)
         assert self.fetched is not None
         found = sampled(self.sampling, self.fetched)
-        return StepResult(self.sampled, found.token_ids, found.logprobs, prompts)
+        result = StepResult(self.sampled, found.token_ids, found.logprobs, prompts)
+        return result.without(self.late) if self.late else result
 
 
 class CudaRunner:
@@ -196,7 +198,7 @@ class CudaRunner:
                 lambda: self._compute(step, slot, shape, chunks, masks)
             )
         finally:
-            masks.wait()
+            step.late = masks.wait()
         self._flying.append(step)
         self._slots.rotate(-1)
         self._grow_early(plan)

@@ -75,5 +75,8 @@ def plain(error: Exception) -> str:
 
 def reason(error: OSError) -> str:
     """The system's words for its number; an event loop adds addresses in Python's notation."""
+    untrusted = getattr(error, "verify_message", None)  # TLS: its errno is not the system's
+    if untrusted:
+        return f"its certificate is not trusted: {untrusted}"
     number = error.errno or 0
     return os.strerror(number) if number > 0 else error.strerror or str(error)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from serve.request import Request, SamplingParams
-from serve.token_mask import BadWords, Bits, Budget, Matcher, SequenceMask, bits_of
+from serve.token_mask import BadWords, Bits, Effort, Matcher, SequenceMask, bits_of
 from serve.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -65,18 +65,19 @@ class MaskMaker:
             compiler = self.compiler
             matcher = Matcher(compiler.compile(structured), lambda: compiler.renewed(structured))
         bits, bad_words = self._lists(allowed, words)
-        stops, budget = frozenset(params.stop_ids), Budget()
+        stops = frozenset(params.stop_ids)
+        effort = Effort(size)
         return [
             SequenceMask(
                 size,
                 num_prompt=len(request.prompt_token_ids),
                 matcher=None if matcher is None else matcher.copy(),
-                budget=budget,
                 allowed=bits,
                 bad_words=bad_words,
                 eos_ids=self._eos_ids,
                 stop_ids=stops if params.ignore_eos else stops | self._eos_ids,
                 min_output=params.min_tokens,
+                effort=effort,
             )
             for _ in range(params.n)
         ]

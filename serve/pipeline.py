@@ -22,7 +22,7 @@ from serve.plan import StepPlan
 from serve.runner import OverlappingRunner, PendingStep, Runner, StepResult
 from serve.scheduler import Scheduler
 from serve.sequence import Sequence
-from serve.stagger import part_of
+from serve.stagger import on_time, part_of
 from serve.steps import End, Steps
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,8 @@ class Pipeline(Steps):
         except Exception as error:
             self._launch_failed(plan, error)
             return
+        if pending.late:
+            plan = on_time(plan, pending.late)
         before, self._flight = self._flight, Flight(plan, pending, now_s)
         advance(self._scheduler, plan)
         if before is not None:
@@ -138,14 +140,8 @@ def _without_wasted(plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepR
     places = unfinished_places(plan)
     if len(places) == len(plan.sequences):
         return plan, result
-    kept = [i for i, sequence in enumerate(result.sampled) if not sequence.is_finished]
-    logprobs = result.logprobs
-    return part_of(plan, places), StepResult(
-        [result.sampled[i] for i in kept],
-        [result.tokens[i] for i in kept],
-        None if logprobs is None else [logprobs[i] for i in kept],
-        result.prompts,  # others may have a part in them
-    )
+    finished = {sequence for sequence in result.sampled if sequence.is_finished}
+    return part_of(plan, places), result.without(finished)
 
 
 def make_steps(

@@ -7,7 +7,7 @@ rows run, the KV manager which pages are mapped.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -17,7 +17,7 @@ from memory.attention import PlannedAttention
 from memory.kv_range import Range
 from memory.split_kv import Books
 from serve.batch import make_batch
-from serve.mask_filling import MaskFiller
+from serve.mask_filling import NOBODY, MaskFiller
 from serve.models import Decoder, take_turns
 from serve.plan import StepPlan
 from serve.prompt_outputs import PromptPart
@@ -45,12 +45,24 @@ class Computed(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """tokens[i] for sampled[i], in the plan's order. prompts: what was asked of prompts' rows."""
+    """tokens[i] for sampled[i], in the plan's order. prompts: what was asked of prompts' rows.
+    late: of the plan's, those that get no token because their mask is not made yet."""
 
     sampled: list[Sequence]
     tokens: list[int]
     logprobs: list[TokenLogprobs | None] | None
     prompts: SequenceOf[PromptPart] = ()
+    late: frozenset[Sequence] = NOBODY
+
+    def without(self, others: Collection[Sequence]) -> StepResult:
+        """Of prompts all is left: several outputs may have a part in them."""
+        kept = [i for i, sequence in enumerate(self.sampled) if sequence not in others]
+        logprobs = self.logprobs
+        return self._replace(
+            sampled=[self.sampled[i] for i in kept],
+            tokens=[self.tokens[i] for i in kept],
+            logprobs=None if logprobs is None else [logprobs[i] for i in kept],
+        )
 
 
 def next_needs(plan: StepPlan) -> list[tuple[Range, int]]:
@@ -86,7 +98,9 @@ class Runner(Protocol):
 
 
 class PendingStep(Protocol):
-    """A step that has been launched."""
+    """A step that has been launched. late: those that get no token, as in its result."""
+
+    late: frozenset[Sequence]
 
     def wait(self) -> StepResult:
         """Block until its tokens are on the host, without the interpreter's lock. Raises what the
@@ -167,9 +181,14 @@ class ModelRunner:
                 return StepResult([], [], None, prompts)
             logits = self._model.logits(hidden if sample_rows is None else hidden[sample_rows])
         finally:
-            masks.wait()  # a step that fails is computed again, and its masks with it
+            late = masks.wait()  # a step that fails is computed again, and its masks with it
+        if late:
+            kept = [i for i, sequence in enumerate(sampled) if sequence not in late]
+            if not kept:
+                return StepResult([], [], None, prompts, late)
+            sampled, logits = [sampled[i] for i in kept], logits[kept]
         result = sample(logits, sampled)
-        return StepResult(sampled, result.token_ids, result.logprobs, prompts)
+        return StepResult(sampled, result.token_ids, result.logprobs, prompts, late)
 
     def _staggered(
         self, stagger: Stagger, plan: StepPlan, launched: Callable[[], None]

@@ -8,12 +8,14 @@ both ways are timed, and the faster one is kept.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Protocol
 
 from serve.plan import StepPlan
+from serve.sequence import Sequence
 
 _TRIAL = 5  # steps of each way that are compared
 _PERIOD = 32  # steps from a trial to the next one; twice as many after each that changed nothing
@@ -57,6 +59,23 @@ def part_of(plan: StepPlan, places: SequenceOf[int]) -> StepPlan:
         num_total_rows=sum(num_rows),
         contexts=None if plan.contexts is None else [plan.contexts[place] for place in places],
     )
+
+
+def on_time(plan: StepPlan, late: Collection[Sequence]) -> StepPlan:
+    """What counts of a plan whose step was over before the masks of these were made: nothing of
+    who decodes, who is computed again, and of a prompt all but its last row."""
+    places = [
+        place
+        for place, sequence in enumerate(plan.sequences)
+        if place >= plan.num_decodes or sequence not in late
+    ]
+    part = part_of(plan, places)
+    for place in range(part.num_decodes, len(places)):
+        if part.sequences[place] in late:
+            part.num_rows[place] -= 1
+            part.samples[place] = False
+            part.num_total_rows -= 1
+    return part
 
 
 class Stagger(Protocol):

@@ -15,7 +15,7 @@ from serve.request import FinishReason
 from serve.runner import Runner, StepResult
 from serve.scheduler import Scheduler
 from serve.sequence import Sequence
-from serve.stagger import part_of
+from serve.stagger import on_time, part_of
 from serve.stats import StepCounts
 from serve.step_trace import StepTraces
 
@@ -87,6 +87,8 @@ class Steps:
             self._isolate(plan, error)
             return
         now_s = self._ended(plan, began_s)
+        if result.late:
+            plan = on_time(plan, result.late)
         self._hand_over(plan, result, self._scheduler.update(plan, result.tokens), now_s)
 
     def _ended(self, plan: StepPlan, began_s: float | None) -> float:

@@ -8,8 +8,8 @@ sequence. Knows no device and no engine.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
-from time import thread_time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,12 +29,42 @@ NOTHING_ALLOWED = "structured, allowed_token_ids and bad_words leave no token"
 REQUEST_FAULTS = frozenset({TOO_COMPLEX, NOTHING_ALLOWED})
 """Errors of a sequence that are its request's fault, not the engine's."""
 
-# Of a request, and more with each token: usual grammars take 0.02 to 0.1 ms for one.
-BUDGET_S = 0.2
-TOKEN_BUDGET_S = 0.0003
-
 # Tokens that may have been replaced since they were seen: those of two steps in flight, and more.
 _LOOK_BACK = 16
+
+
+# Seconds of the processor that a request may use up before it has saved them: its masks, and taking
+# in tokens between two steps, while everybody waits. It saves what a mask (more with a larger
+# vocabulary) or a token took less than these.
+_MASKS_S, _USUAL_MASK_S, _USUAL_MASK_S_PER_TOKEN = 1.0, 0.5e-3, 20e-9
+_TAKES_S, _USUAL_TAKE_S = 5e-3, 0.1e-3
+
+
+class Effort:
+    """What the masks of one request may still cost everybody else. Any thread: two at once may
+    make it forget what one of them took."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._usual_mask_s = _USUAL_MASK_S + _USUAL_MASK_S_PER_TOKEN * vocab_size
+        self._masks_s, self._takes_s = _MASKS_S, _TAKES_S
+
+    @property
+    def is_spent(self) -> bool:
+        """It has had more than its share."""
+        return self._masks_s <= 0
+
+    @property
+    def may_take(self) -> bool:
+        """Whether a token may be taken in between two steps, or only when the next mask is made."""
+        return self._takes_s > 0
+
+    def made(self, seconds: float) -> None:
+        """A mask took so long."""
+        self._masks_s = min(_MASKS_S, self._masks_s + self._usual_mask_s - seconds)
+
+    def took(self, seconds: float) -> None:
+        """A token did, between two steps."""
+        self._takes_s = min(_TAKES_S, self._takes_s + _USUAL_TAKE_S - seconds)
 
 
 def num_words(vocab_size: int) -> int:
@@ -58,22 +88,6 @@ def all_bits(vocab_size: int) -> Bits:
     return bits
 
 
-class Budget:
-    """Processor time that the matchers of one request may take: a step waits for its masks, and
-    with it everybody's tokens. Threads that fill masks at once may lose a little of it."""
-
-    def __init__(self) -> None:
-        self._left_s = BUDGET_S
-
-    @property
-    def is_spent(self) -> bool:
-        return self._left_s <= 0
-
-    def spend(self, began_s: float) -> None:
-        """On one token. began_s: of this thread's processor time."""
-        self._left_s += TOKEN_BUDGET_S - (thread_time() - began_s)
-
-
 class Matcher:
     """A grammar's matcher that follows a sequence's output.
 
@@ -86,13 +100,16 @@ class Matcher:
         shares nothing; None: start is such a one."""
         self._start = start
         self._renew = renew
+        self._first: list[Bits] = []  # the mask of an empty text, made once for all copies
         self._matcher = start.deep_copy()
         self._seen: list[int] = []  # of them the matcher has the first _num_taken
         self._num_taken = 0
 
     def copy(self) -> Matcher:
         """At the beginning of the text."""
-        return Matcher(self._start, self._renew)
+        other = Matcher(self._start, self._renew)
+        other._first = self._first
+        return other
 
     def follow(self, token_ids: Sequence[int], begin: int, end: int) -> None:
         """The output is token_ids[begin:end]."""
@@ -151,10 +168,15 @@ class Matcher:
 
     def fill(self, bits: Bits) -> None:
         """The tokens that may follow; ends among them where the text may end."""
+        if not self._seen and self._first:
+            bits[:] = self._first[0]
+            return
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if self._begins_again():
             self._take()
             self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if not self._seen and not self._matcher.is_error():
+            self._first.append(bits.copy())
 
 
 class BadWords:
@@ -183,20 +205,21 @@ class SequenceMask:
         *,
         num_prompt: int,
         matcher: Matcher | None = None,
-        budget: Budget | None = None,
         allowed: Bits | None = None,
         bad_words: BadWords | None = None,
         eos_ids: frozenset[int] = frozenset(),
         stop_ids: frozenset[int] = frozenset(),
         min_output: int = 0,
+        effort: Effort | None = None,
     ) -> None:
-        """budget: the matcher's, perhaps others' too. allowed: no other token comes. stop_ids:
-        tokens that end the sequence once it has min_output tokens, eos_ids among them unless they
-        are ignored."""
+        """allowed: no other token comes. stop_ids: tokens that end the sequence once it has
+        min_output tokens, eos_ids among them unless they are ignored. effort: its request's."""
         self.error: str | None = None
+        self.cost_s = 0.0  # of the last fill()
+        self.job: object = None  # of who makes it, when the step before was over first; opaque here
+        self._effort = Effort(vocab_size) if effort is None else effort
         self._num_prompt = num_prompt
         self._matcher = matcher
-        self._budget = budget or Budget()
         self._bad_words = bad_words
         self._stops = bits_of(stop_ids, vocab_size)
         self._ends = bits_of(stop_ids | eos_ids, vocab_size)
@@ -210,12 +233,11 @@ class SequenceMask:
 
     def fill(self, token_ids: Sequence[int]) -> None:
         """For the token after these, prompt first. Never raises: see error."""
-        if self.error is None and self._matcher is not None and self._budget.is_spent:
-            self.error = TOO_COMPLEX
+        if self.error is None and self._matcher is not None and self._effort.is_spent:
+            self._give_up("its masks took too long")
         if self.error is None:
-            began_s = thread_time()
-            self._guarded(lambda: self._fill(token_ids))
-            self._budget.spend(began_s)
+            self.cost_s = self._guarded(lambda: self._fill(token_ids))
+            self._effort.made(self.cost_s)
         if self.error is not None:
             self.bits[:] = self._whole  # what comes is not shown to anybody
 
@@ -224,7 +246,11 @@ class SequenceMask:
         something is wrong (see error)."""
         matcher = self._matcher
         if matcher is not None and self.error is None:
-            self._guarded(lambda: self._follow(matcher, token_ids))
+            seconds = 0.0
+            # else its end is seen a step later, when the mask lets nothing but an end follow
+            if self._effort.may_take or not self._ends.any():
+                seconds = self._guarded(lambda: self._follow(matcher, token_ids))
+            self._effort.took(seconds)
         if self.error is not None:
             return FinishReason.ERROR
         return FinishReason.STOP if matcher is not None and matcher.is_over else None
@@ -233,7 +259,9 @@ class SequenceMask:
         """Whether it is one of those that stand for no text but for its end."""
         return bool(self._ends[token >> 5] >> (token & 31) & 1)
 
-    def _guarded(self, work: Callable[[], object]) -> None:
+    def _guarded(self, work: Callable[[], object]) -> float:
+        """Seconds of this thread: what others do meanwhile is not its fault."""
+        began_s = time.thread_time()
         try:
             work()
         except BaseException as error:
@@ -242,6 +270,7 @@ class SequenceMask:
                 raise
             logger.exception("a token mask failed")
             self.error = f"{type(error).__name__} in the token mask"
+        return time.thread_time() - began_s
 
     def _end(self, token_ids: Sequence[int]) -> int:
         """Where the known tokens end: of the others only the device knows."""
@@ -256,8 +285,11 @@ class SequenceMask:
 
     def _look_for_error(self, matcher: Matcher) -> None:
         if matcher.is_error:
-            logger.info("a grammar ended its sequence: %s", matcher.stop_reason)
-            self.error = TOO_COMPLEX
+            self._give_up(matcher.stop_reason)  # a name of the library's, nothing of the client's
+
+    def _give_up(self, why: str) -> None:
+        logger.info("a grammar ended its sequence: %s", why)
+        self.error = TOO_COMPLEX
 
     def _fill(self, token_ids: Sequence[int]) -> None:
         end, bits, matcher = self._end(token_ids), self.bits, self._matcher

@@ -32,7 +32,9 @@ class Unfinished:
                 raise EngineStoppedError("the engine has stopped")
             limit = self._limits.max_num_waiting + self._limits.max_num_seqs
             if self._num_sequences and self._num_sequences + num_sequences > limit:
-                raise OverloadedError(f"{self._num_sequences} sequences are running or waiting")
+                raise OverloadedError(
+                    f"the queue is full: {self._num_sequences} sequences are running or waiting"
+                )
             if state.request_id in self._states:
                 raise RequestError("a request with this id is running", param="request_id")
             self._states[state.request_id] = state

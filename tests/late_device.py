@@ -366,6 +366,7 @@ class Late:
         self._faults = faults
         self._behind = behind
         self._wanted, self._seen = read
+        self.late: frozenset[Sequence] = frozenset()
 
     def wait(self) -> StepResult:
         assert self._runner.in_flight.pop(0) is self, "in order"

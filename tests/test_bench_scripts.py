@@ -157,3 +157,4 @@ def test_structured(tmp_path):
     result = run_script("bench.structured", tmp_path)
     assert result["4096 compile a known one"] < result["4096 compile a new schema"]
     assert set(result) >= {"4096 mask person", "step free", "step masked"}
+    assert all(0 < gaps["p50"] <= gaps["max"] for gaps in result["gaps"].values())

@@ -6,6 +6,7 @@ import errno
 import functools
 import random
 import re
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -16,8 +17,10 @@ import torch
 from serve import LLM, SamplingParams, cuda_runtime
 from serve.cuda_shapes import StepShapes
 from serve.errors import ConfigError, EngineStoppedError
+from serve.mask_filling import MaskFiller
 from serve.step_device import HostStepDevice
 from serve.structured_output import StructuredOutput
+from serve.token_mask import Matcher
 from tests.checkpoints import checkpoint, reference_greedy
 from tests.late_step_device import LateStepDevice
 
@@ -90,8 +93,31 @@ def test_a_late_stop_token_shows_nowhere(device):
     assert output.token_ids == whole[: end + 1] and len(output.logprobs) == end + 1
 
 
-def test_a_mask_waits_for_its_tokens_and_others_do_not_change(device):
-    """A step with a masked sequence is launched when its tokens are known."""
+def test_a_mask_waits_for_its_tokens_and_others_do_not_change(device, monkeypatch):
+    """A step with a masked sequence is launched when its tokens are known, and goes without the
+    masks that are late."""
+    original, begin, end = Matcher.fill, MaskFiller.begin, MaskFiller.end
+    is_mixed, is_late = threading.Event(), threading.Event()
+
+    def slow(self, bits):
+        if is_mixed.is_set():
+            is_late.wait(30)
+        original(self, bits)
+
+    def beginning(self, plan):
+        if any(sequence.mask is None for sequence in plan.sequences):
+            is_mixed.set()
+        return begin(self, plan)
+
+    def ending(self, *args, **kwargs):
+        late = end(self, *args, **kwargs)
+        if late:
+            is_late.set()
+        return late
+
+    monkeypatch.setattr(Matcher, "fill", slow)
+    monkeypatch.setattr(MaskFiller, "begin", beginning)
+    monkeypatch.setattr(MaskFiller, "end", ending)
     prompts = prompts_of(7, 9, 4, 6)
     choice = StructuredOutput("regex", "[ab]c")
     masked = [greedy(8, structured=choice), greedy(8, structured=choice, temperature=1.0, seed=3)]
@@ -102,6 +128,7 @@ def test_a_mask_waits_for_its_tokens_and_others_do_not_change(device):
     for output in outputs[:2]:
         assert re.fullmatch("[ab]c", output.outputs[0].text)
         assert output.outputs[0].finish_reason == "stop"
+    assert is_late.is_set()
     assert outputs[2].outputs[0].token_ids == expected(tuple(prompts[2]), 3)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 import socket
 import time
 from typing import Any
@@ -318,6 +319,41 @@ def test_a_large_answer_to_a_stalled_reader_is_given_up() -> None:
 
     reply = "x" * 4000
     run_with_server(_WholeReply(reply=reply, max_model_len=9999), check, write_timeout_s=0.2)
+
+
+def test_a_large_answer_to_a_slow_reader_arrives() -> None:
+    """It takes longer than a reader may make no progress, but it does make some."""
+    bytes_per_s = 8 << 20
+
+    async def check(served: Served) -> None:
+        body = {"model": "fake", "prompt": ["a"] * 64, "n": 16, "max_tokens": 16_000}
+        data = request(json.dumps(body).encode(), first="POST /v1/completions HTTP/1.1")
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        slow.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(slow, ("127.0.0.1", served.port))
+        await loop.sock_sendall(slow, data)
+        got = b""
+        while b"\r\n\r\n" not in got:
+            got += await loop.sock_recv(slow, 1 << 16)
+        head, _, rest = got.partition(b"\r\n\r\n")
+        found = re.search(rb"(?i)content-length: (\d+)", head)
+        assert found is not None
+        size = int(found[1])
+        num_left, began_s = size - len(rest), loop.time()
+        while num_left:
+            if size - num_left > (loop.time() - began_s) * bytes_per_s:
+                await asyncio.sleep(0.005)
+                continue
+            piece = await loop.sock_recv(slow, 1 << 16)
+            assert piece, "the answer was cut"
+            num_left -= len(piece)
+        assert loop.time() - began_s > 1.5
+        slow.close()
+
+    reply = "x" * 16_000
+    run_with_server(_WholeReply(reply=reply, max_model_len=20_000), check, write_timeout_s=0.7)
 
 
 class _WholeReply(FakeEngine):

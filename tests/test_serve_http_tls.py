@@ -17,6 +17,7 @@ from fakes_http import FakeEngine, Served, run_with_server
 
 from serve.errors import ConfigError
 from serve.http import HttpServer, HttpSettings
+from serve.http.client import ApiCallError, ApiClient
 from tests.raw_requests import BODY, CHAT, RAW_BODY, request
 
 Files = dict[str, str]
@@ -62,6 +63,15 @@ def test_https(authority: trustme.CA, files: Files) -> None:
                     assert ("[DONE]" in text) == stream
             with pytest.raises(aiohttp.ClientConnectorCertificateError):
                 await session.get("/health")
+
+    with_tls(check, **files)
+
+
+def test_our_own_client_says_that_a_certificate_is_not_trusted(files: Files) -> None:
+    async def check(url: str, port: int) -> None:
+        async with ApiClient(url) as client:
+            with pytest.raises(ApiCallError, match="its certificate is not trusted"):
+                await client.models()
 
     with_tls(check, **files)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 
 import jsonschema
 import pytest
 from llguidance import LLParserLimits
 
-from serve import LLM, SamplingParams, grammar_worker
+from serve import LLM, SamplingParams, grammar_worker, mask_filling
 from serve.structured_output import StructuredOutput
 from serve.token_mask import NOTHING_ALLOWED, REQUEST_FAULTS, TOO_COMPLEX, Matcher
 from tests.checkpoints import checkpoint
@@ -125,6 +126,34 @@ def test_steps_that_fail_are_run_again(alone, when):
         assert next(numbers) > 20
     assert tokens(outputs[:4]) == alone[0]
     assert tokens(outputs[4:]) == alone[1]
+
+
+def test_masks_that_come_late_change_nobodys_tokens(alone, monkeypatch):
+    """Whoever's mask is slow is left out of steps, at the end of its prompt and later."""
+    original = Matcher.fill
+    numbers = itertools.count()
+    late = []
+    wait = mask_filling.FillingMasks.wait
+
+    def slow(self, bits):
+        if next(numbers) % 3 == 0:
+            time.sleep(0.003)
+        original(self, bits)
+
+    def noting(self):
+        found = wait(self)
+        late.extend(found)
+        return found
+
+    monkeypatch.setattr(Matcher, "fill", slow)
+    monkeypatch.setattr(mask_filling, "STEP_WAIT_S", 0.001)
+    monkeypatch.setattr(mask_filling.FillingMasks, "wait", noting)
+    with make_llm() as llm:
+        outputs = generate(llm, *mixed_prompts())
+        assert llm.stats().pages_in_use == 0
+    assert tokens(outputs[:4]) == alone[0]
+    assert tokens(outputs[4:]) == alone[1]
+    assert len(late) > 20
 
 
 class _Panic(BaseException):

@@ -244,16 +244,20 @@ def test_in_the_engine():
         assert run().token_ids == free.token_ids
 
 
-def test_masks_of_one_request_have_one_budget(compiler, tokenizer, monkeypatch):
+def test_masks_of_one_request_have_one_effort(compiler, tokenizer, monkeypatch):
     """What one sequence has spent is gone for the others; without a grammar there is no bound."""
-    monkeypatch.setattr(token_mask, "BUDGET_S", 1e-9)
-    monkeypatch.setattr(token_mask, "TOKEN_BUDGET_S", 0.0)
-    budget = token_mask.Budget()
+    for name, seconds in {
+        "_MASKS_S": 1e-9,
+        "_USUAL_MASK_S": 0,
+        "_USUAL_MASK_S_PER_TOKEN": 0,
+    }.items():
+        monkeypatch.setattr(token_mask, name, seconds)
+    effort = token_mask.Effort(tokenizer.vocab_size)
     given = compiler, tokenizer, "json_object", ""
-    first, second = (grammar_mask(*given, budget=budget) for _ in range(2))
+    first, second = (grammar_mask(*given, effort=effort) for _ in range(2))
     assert allowed(first, []) and first.error is None
     second.fill(PROMPT)
     assert second.error == TOO_COMPLEX
-    plain = SequenceMask(tokenizer.vocab_size, num_prompt=3, budget=budget)
+    plain = SequenceMask(tokenizer.vocab_size, num_prompt=3, effort=effort)
     plain.fill(PROMPT)
     assert plain.error is None

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["HttpApp", "ServerState"]
 
 LARGE_ANSWER = 32 << 10
+_PIECE_BYTES = 32 << 10
 _REQUEST_ID = re.compile(rf"[A-Za-z0-9._-]{{1,{limits.CLIENT_REQUEST_ID_CHARS}}}")
 
 
@@ -95,6 +96,8 @@ class HttpApp:
             status = response.status
             return response
         finally:
+            if status == CLIENT_LEFT and call.route is not None and call.route.is_endless:
+                status = 200  # what else could its end be
             self._end(call, status)
 
     async def close(self) -> None:
@@ -205,10 +208,16 @@ class HttpApp:
         """Large answers are sent here, where a reader that stalls is given up."""
         if not isinstance(response, web.Response) or (response.content_length or 0) < LARGE_ANSWER:
             return
-        await response.prepare(request)
+        writer = await response.prepare(request)
+        assert writer is not None
+        body = b"" if request.method == "HEAD" else response.body
+        assert isinstance(body, bytes)
         try:
-            async with asyncio.timeout(self.context.settings.write_timeout_s):
-                await response.write_eof()
+            for at in range(0, len(body), _PIECE_BYTES):
+                async with asyncio.timeout(self.context.settings.write_timeout_s):
+                    await writer.write(body[at : at + _PIECE_BYTES])
+                    await writer.drain()
+            await web.StreamResponse.write_eof(response)  # without the body once more
         except TimeoutError:
             if request.transport is not None:
                 request.transport.abort()

@@ -225,10 +225,13 @@ class Record:
         if not isinstance(value, dict):
             raise wrong_type(where, "an object")
         given = {name: item for name, item in value.items() if item is not None}
+        prefix = f"{where}." if where else ""
+        if isinstance(self.fields.get("type"), OneOfNames) and "type" in given:
+            # Of another type, it rightly lacks what this one requires, and has more.
+            self.fields["type"].check(given["type"], prefix + "type", unknown)
         strange = [name for name in given if name not in self.fields]
         if strange:
             unknown.note(where, strange)
-        prefix = f"{where}." if where else ""
         for name in self.required:
             if name not in given:
                 raise RequestError(

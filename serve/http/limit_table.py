@@ -233,4 +233,4 @@ def _spelled(limit: Limit) -> str:
         return f"{value / (1 << 20):g} MiB" if value % (1 << 20) == 0 else f"{value / 1024:g} KiB"
     if limit.unit == COUNT:
         return f"{value:,}"
-    return f"{value:,} bytes" if limit.unit == SIZE else f"{value:,g} {limit.unit}"
+    return f"{value:,.15g} {'bytes' if limit.unit == SIZE else limit.unit}"
