@@ -140,7 +140,8 @@ class ChatRun:
         """Markers that are special tokens must come as text, to be read; what the answer must
         look like is the sampler's matter."""
         style, params = self._format, self._asked.params
-        structured = self._structured()
+        is_counted = params.max_tokens == 0  # nothing comes that could look like anything
+        structured = None if is_counted else self._structured()
         if structured is not params.structured:
             params = replace(params, structured=structured)
         markers = style.reasoning.markers if self._reasons and style.reasoning else ()
