@@ -219,7 +219,7 @@ class Engine:
             raise EngineStoppedError("the engine is shutting down")
         stream = RequestStream(hub, params.n)
         core = loaded.core
-        state = core.submit(prompt, params, stream, request_id, client, arrived_s)
+        state = core.submit(prompt, params, stream.sink, request_id, client, arrived_s)
         stream.attach(core, state)
         return stream
 

@@ -12,6 +12,43 @@ from serve.request import Request, RequestMetrics, TokenDelta
 from serve.state import RequestState
 
 
+class Mailbox:
+    """A Sink: what the core's threads leave for a stream. They know this and not the stream, so
+    that there is no circle: to look for those of a thousand requests stops every thread."""
+
+    def __init__(self, hub: Hub) -> None:
+        self.pending: deque[TokenDelta] = deque()  # filled by pool 3, emptied in the loop
+        self.request: Request | None = None
+        self.error: Exception | None = None
+        self._hub = hub
+        self._waiter: asyncio.Future[None] | None = None
+        # Sink.push, called from pool 3 for every token: a deque's append needs no lock.
+        self.push: Callable[[TokenDelta], None] = self.pending.append
+
+    def accept(self, request: Request) -> None:
+        self.request = request
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+
+    def wake(self) -> None:
+        self._hub.notify(self)
+
+    # ---- in the event loop
+
+    async def news(self) -> None:
+        """Until wake() is called."""
+        self._waiter = self._hub.loop.create_future()
+        await self._waiter
+
+    def resolve_waiter(self) -> None:
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():  # its consumer may have been cancelled
+                waiter.set_result(None)
+
+
 class RequestStream:
     """One request's deltas, as an async iterator that ends when all n sequences have.
 
@@ -19,33 +56,20 @@ class RequestStream:
     """
 
     def __init__(self, hub: Hub, num_sequences: int) -> None:
-        self._hub = hub
-        self._pending: deque[TokenDelta] = deque()  # filled by pool 3, emptied in the loop
-        self._waiter: asyncio.Future[None] | None = None
+        self.sink = Mailbox(hub)
         self._num_left = num_sequences
-        self._request: Request | None = None
-        self._error: Exception | None = None
         self._core: EngineCore | None = None
         self._state: RequestState | None = None
         self._is_over = False
-        # Sink.push, called from pool 3 for every token: a deque's append needs no lock.
-        self.push: Callable[[TokenDelta], None] = self._pending.append
 
     def attach(self, core: EngineCore, state: RequestState) -> None:
         self._core, self._state = core, state
 
-    # ---- Sink: called from the core's threads
-
-    def accept(self, request: Request) -> None:
-        self._request = request
-
     def fail(self, error: Exception) -> None:
-        self._error = error
+        self.sink.fail(error)
 
     def wake(self) -> None:
-        self._hub.notify(self)
-
-    # ---- the consumer, in the event loop
+        self.sink.wake()
 
     @property
     def request_id(self) -> str:
@@ -59,13 +83,13 @@ class RequestStream:
 
     async def accepted(self) -> Request:
         """The tokenized request. Raises what it was refused with."""
-        while self._request is None:
-            if self._error is not None:
+        sink = self.sink
+        while sink.request is None:
+            if sink.error is not None:
                 self._is_over = True
-                raise self._error
-            self._waiter = self._hub.loop.create_future()
-            await self._waiter
-        return self._request
+                raise sink.error
+            await sink.news()
+        return sink.request
 
     def abort(self) -> None:
         """End the request now; a consumer still gets finish_reason "abort"."""
@@ -76,14 +100,14 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> TokenDelta:
-        while self._error is not None or not self._pending:
+        sink = self.sink
+        while sink.error is not None or not sink.pending:
             if self._num_left == 0 or self._is_over:
                 raise StopAsyncIteration
-            if self._error is not None:
+            if sink.error is not None:
                 self._is_over = True
-                raise self._error
-            self._waiter = self._hub.loop.create_future()
-            await self._waiter
+                raise sink.error
+            await sink.news()
         delta = self._take()
         if delta.finish_reason is not None:
             self._num_left -= 1
@@ -91,7 +115,7 @@ class RequestStream:
 
     def _take(self) -> TokenDelta:
         """The next delta; what follows for the same sequence is joined to it."""
-        pending = self._pending
+        pending = self.sink.pending
         first = pending.popleft()
         if not pending or pending[0].index != first.index or first.finish_reason is not None:
             return first
@@ -101,13 +125,6 @@ class RequestStream:
             if joined[-1].finish_reason is not None:
                 break
         return _join(joined)
-
-    def resolve_waiter(self) -> None:
-        waiter = self._waiter
-        if waiter is not None:
-            self._waiter = None
-            if not waiter.done():  # its consumer may have been cancelled
-                waiter.set_result(None)
 
 
 def _join(deltas: Sequence[TokenDelta]) -> TokenDelta:
@@ -127,11 +144,11 @@ class Hub:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._woken: deque[RequestStream] = deque()
+        self._woken: deque[Mailbox] = deque()
         self._is_scheduled = False
 
-    def notify(self, stream: RequestStream) -> None:
-        self._woken.append(stream)
+    def notify(self, mailbox: Mailbox) -> None:
+        self._woken.append(mailbox)
         if not self._is_scheduled:
             self._is_scheduled = True
             # A loop that has been closed has no consumers left to wake.

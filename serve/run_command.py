@@ -14,6 +14,7 @@ from serve.cli_options import completion
 from serve.cli_reporting import reported, set_up_logging, warn
 from serve.cli_values import parse_size
 from serve.config_file import read_config_file
+from serve.run_options import Option
 from serve.run_settings import (
     CONFIG_ENV,
     SETTINGS,
@@ -60,11 +61,18 @@ def _print_config(settings: RunSettings) -> None:
     typer.echo("\n".join(config_lines(settings)))
 
 
+def _help(option: Option) -> str:
+    """With the values there are, where its words do not name them."""
+    if all(choice in option.help for choice in option.choices):
+        return option.help
+    return f"{option.help} One of {', '.join(option.choices)}."
+
+
 def _parameter(setting: Setting) -> inspect.Parameter:
     """What typer makes its option of."""
     option, default = setting.option, setting.default
     more: dict[str, Any] = {
-        "help": option.help,
+        "help": _help(option),
         "envvar": [setting.env, *option.envs] if option.envs else setting.env,
         "rich_help_panel": option.panel,
     }

@@ -158,7 +158,9 @@ HTTP_OPTIONS: dict[str, Option] = {
         is_secret=True,
     ),
     "api_key_file": Option(
-        SECURITY, "Keys that clients must send, with their limits.", metavar="FILE"
+        SECURITY,
+        "Keys that clients must send, with their limits. Keys without: MERGESTEP_API_KEY.",
+        metavar="FILE",
     ),
     "allow_no_key": Option(SECURITY, "Listen on other addresses than this machine's without keys."),
     "share_prefixes": Option(SECURITY, "Keys share cached prompts, and may tell it from the time."),

@@ -175,7 +175,9 @@ def _from_file(file: ConfigFile) -> dict[str, Any]:
     for key, value in file.values.items():
         setting = SETTINGS.get(key)
         if setting is None:
-            raise ConfigError(f"{file.path}: there is no setting {key!r}{nearest(key, SETTINGS)}")
+            known = ": settings stand in no table" if isinstance(value, dict) else None
+            problem = f"there is no setting {key!r}{known or nearest(key, SETTINGS)}"
+            raise ConfigError(f"{file.path}: {problem}")
         if setting.option.is_secret:
             env = setting.option.envs[0] if setting.option.envs else setting.env
             raise ConfigError(

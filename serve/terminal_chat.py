@@ -7,13 +7,15 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from typing import Any
 
 import uvloop
 from rich.console import Console
 
 from serve.chat_speakers import SETTABLE, Message, Speaker
 from serve.cli_reporting import shown
-from serve.errors import ConfigError, MergestepError, plain
+from serve.errors import ConfigError, MergestepError, RequestError, plain
+from serve.request import SamplingParams
 from serve.run_settings import nearest
 
 HELP = """\
@@ -188,11 +190,17 @@ def _set(conversation: Conversation, words: list[str]) -> None:
             options.pop(name, None)
         else:
             try:
-                options[name] = kind(value)
+                number = kind(value)
+                changes: dict[str, Any] = {name: number}
+                SamplingParams(**changes)
             except ValueError:
-                number = "a whole number" if kind is int else "a number"
-                conversation.note(f"/set {name} needs {number}, or - for the model's own")
+                wanted = "a whole number" if kind is int else "a number"
+                conversation.note(f"/set {name} needs {wanted}, or - for the model's own")
                 return
+            except RequestError as error:
+                conversation.note(str(error))
+                return
+            options[name] = number
     shown = ", ".join(f"{name} {value}" for name, value in options.items())
     conversation.note(shown or "all is left to the model")
 

@@ -77,12 +77,14 @@ def test_settings_of_answers() -> None:
         "/set top_p 1",
         "/set top_p -",
         "/set seed x",
+        "/set temperature 9",
         "/set temprature 1",
         "/set",
     ):
         command(talk, text)
     assert talk.speaker.options == {"temperature": 0.5, "max_tokens": 7}
     assert "/set seed needs a whole number" in printed(talk)
+    assert "temperature must be between 0 and 2" in printed(talk)
     assert "temprature cannot be set; did you mean temperature?" in printed(talk)
     assert printed(talk).endswith("temperature 0.5, max_tokens 7\n")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
 
 import pytest
 
@@ -296,3 +298,22 @@ def test_a_trace_has_the_last_steps_and_an_end():
             assert (list(trace.steps), trace.num_lost) == before
 
     go(main())
+
+
+def test_a_stream_that_is_over_is_freed_without_the_collector():
+    """A thousand requests in circles are a pause of all threads."""
+
+    async def check():
+        async with Rig() as rig:
+            stream = rig.engine.submit(PROMPT, params())
+            deltas = [delta async for delta in stream]
+            assert deltas[-1].finish_reason is not None
+            gone = weakref.ref(stream)
+            del stream
+            assert gone() is None
+
+    gc.disable()
+    try:
+        go(check())
+    finally:
+        gc.enable()

@@ -87,9 +87,9 @@ def test_a_line_for_each_request(lines: io.StringIO) -> None:
     assert (stream["status"], stream["completion_tokens"]) == (200, 11)
     assert stream["bytes"] > 1000
     assert (bad["status"], bad["error"], bad["key"]) == (400, "invalid_json", "alice")
-    assert (without["status"], without["error"], without["key"]) == (401, "invalid_api_key", "-")
-    assert told[4]["route"] == "-"
-    assert (health["route"], health["status"], health["key"]) == ("/health", 200, "-")
+    assert (without["status"], without["error"], without["key"]) == (401, "invalid_api_key", None)
+    assert told[4]["route"] is None
+    assert (health["route"], health["status"], health["key"]) == ("/health", 200, None)
     assert "secret" not in lines.getvalue()
 
 

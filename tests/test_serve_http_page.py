@@ -269,3 +269,15 @@ def test_a_snapshot_takes_less_than_two_milliseconds() -> None:
     took_s, found = asyncio.run(main())
     assert took_s < 2e-3, f"{1e3 * took_s:.2f} ms"
     assert len(found["sequences"]) == live.MAX_SEQUENCES and found["running"] == 200
+
+
+def test_whoever_looks_and_leaves_has_made_no_mistake() -> None:
+    async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
+        async with aiohttp.ClientSession(server.url) as visitor:
+            await snapshots(visitor, 1)
+        meter = server.app.context.meter
+        while not meter.answers:
+            await asyncio.sleep(0.01)
+        assert dict(meter.answers) == {("/live", "GET", "2xx"): 1}
+
+    with_live(check)

@@ -247,7 +247,7 @@ def test_a_stream_brings_them_first_also_when_its_reader_is_slow():
     async def main():
         async with Engine(str(checkpoint("llama")), dtype="float32") as engine:
             stream = engine.submit(prompt, asking(1, n=2, max_tokens=6))
-            while len(stream._pending) < 12:
+            while len(stream.sink.pending) < 12:
                 await asyncio.sleep(0.005)
             return [delta async for delta in stream]
 

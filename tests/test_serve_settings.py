@@ -164,6 +164,7 @@ def test_a_flag_undoes_what_a_file_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("[server]\nport = 5", "no setting 'server': settings stand in no table"),
         ("max_model_length = 3", "no setting 'max_model_length'; did you mean max_model_len?"),
         ("[engine]\nport = 1", "no setting 'engine'"),
         ("port = 'x'", "port must be a whole number"),

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("serve.access")
 
 CLIENT_REQUEST_ID = "x-client-request-id"
-NO_ROUTE = "-"
 FIELDS = "fields"  # the name under which a log record carries them
 
 
@@ -28,7 +27,8 @@ class AccessLog:
         """Also of a client that has left: 499."""
         if self._is_on and logger.isEnabledFor(logging.INFO):
             fields = access_fields(call, status)
-            text = " ".join(f"{name}={value}" for name, value in fields.items())
+            shown = {name: "-" if value is None else value for name, value in fields.items()}
+            text = " ".join(f"{name}={value}" for name, value in shown.items())
             logger.info("%s", text, extra={FIELDS: fields})
 
 
@@ -38,9 +38,9 @@ def access_fields(call: Call, status: int) -> dict[str, Any]:
     request, route = call.request, call.route
     fields: dict[str, Any] = {
         "id": call.request_id,
-        "key": "-" if call.key is None else call.key.name,
+        "key": None if call.key is None else call.key.name,
         "method": request.method if request.method in METHODS else "other",
-        "route": NO_ROUTE if route is None else route.path,
+        "route": None if route is None else route.path,
         "status": status,
         "bytes": num_sent(request, call.response),
         "seconds": round(time.monotonic() - call.arrived_s, 4),
@@ -57,7 +57,7 @@ def access_fields(call: Call, status: int) -> dict[str, Any]:
         fields["prompt_tokens"] = sum(m.num_prompt_tokens for m in usage)
         fields["completion_tokens"] = sum(m.num_output_tokens for m in usage)
         reasons = {reason for m in usage for reason in m.finish_reasons}
-        fields["finish"] = "+".join(sorted(reasons)) or "-"
+        fields["finish"] = "+".join(sorted(reasons)) or None
     return fields
 
 

@@ -96,6 +96,8 @@ class HttpApp:
             status = response.status
             return response
         finally:
+            if status == CLIENT_LEFT and call.route is not None and call.route.is_endless:
+                status = 200  # what else could its end be
             self._end(call, status)
 
     async def close(self) -> None:

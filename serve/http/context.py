@@ -78,7 +78,8 @@ ErrorShape = Callable[[ApiError, str], web.Response]
 class Route:
     """path: as it is on the wire; one `{...}` in it stands for anything that is not empty.
 
-    handlers: by method. is_public: answered without a key. error_shape: (error, request id) ->
+    handlers: by method. is_public: answered without a key. is_endless: its answer ends when its
+    reader leaves. error_shape: (error, request id) ->
     the answer, in the words of the API that the route belongs to. describe: by method, for
     /openapi.json.
     """
@@ -86,6 +87,7 @@ class Route:
     path: str
     handlers: Mapping[str, Handler]
     is_public: bool = False
+    is_endless: bool = False
     error_shape: ErrorShape = error_response
     describe: Mapping[str, Operation] = field(default_factory=dict)
 

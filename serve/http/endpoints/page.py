@@ -29,7 +29,7 @@ def routes(context: ApiContext) -> list[Route]:
         for path, file in read_page().items()
     ]
     stream = Operation("What the engine does, without end", answer_type="text/event-stream")
-    return [*files, Route("/live", {"GET": live}, describe={"GET": stream})]
+    return [*files, Route("/live", {"GET": live}, is_endless=True, describe={"GET": stream})]
 
 
 def _described(file: PageFile) -> Operation:
