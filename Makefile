@@ -30,10 +30,11 @@ test-faults: $(VENV)/.dev
 	$(BIN)/python -m bench.node_faults --count 200
 
 # Mutated inputs for what reads them, parsers and a whole server: about 25 minutes, and FUZZ_SECONDS
-# for each target makes it longer.
+# for each target makes it longer. FUZZ_ARGS=--atheris lets coverage guide (it needs the extra fuzz).
 FUZZ_SECONDS ?= 150
+FUZZ_ARGS ?=
 fuzz: $(VENV)/.dev
-	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
+	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) $(FUZZ_ARGS)
 	$(BIN)/python -m tests.fuzz.described --seconds $(FUZZ_SECONDS)
 
 check: $(VENV)/.dev

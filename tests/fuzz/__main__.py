@@ -11,17 +11,14 @@ import random
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import uvloop
 
 from tests.fuzz.live import fuzz_server
-from tests.fuzz.mutate import mutate
+from tests.fuzz.mutate import MAX_INPUT, mutate
 from tests.fuzz.targets import TARGETS, Target
 
-CORPUS = Path("build/fuzz")
 LIVE = "live"
-MAX_INPUT = 1 << 16
 MAX_KNOWN = 500
 
 
@@ -46,35 +43,18 @@ def run_cases(
     return count
 
 
-def _guided(name: str, seconds: float) -> None:
-    """By libFuzzer, in this process, which it ends."""
-    import atheris
-
-    folder = CORPUS / name
-    folder.mkdir(parents=True, exist_ok=True)
-    for number, data in enumerate(TARGETS[name].seeds):
-        (folder / f"seed-{number}").write_bytes(data)
-    atheris.instrument_all()
-    options = [f"-max_total_time={int(seconds)}", f"-max_len={MAX_INPUT}", "-rss_limit_mb=4096"]
-    atheris.Setup([sys.argv[0], *options, "-print_final_stats=1", str(folder)], TARGETS[name].run)
-    atheris.Fuzz()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("targets", nargs="*", choices=[*TARGETS, LIVE, []], help="all by default")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each target")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--atheris", action="store_true", help="let coverage guide")
-    parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     names = [name for name in asked.targets if name != LIVE] or list(TARGETS)
-    if asked.in_process:
-        _guided(names[0], asked.seconds)
     for name in [] if asked.targets == [LIVE] else names:
         if asked.atheris:
-            again = [sys.executable, "-m", "tests.fuzz", name, "--in-process"]
-            subprocess.run([*again, "--seconds", str(asked.seconds)], check=True)
+            guided = [sys.executable, "-m", "tests.fuzz.guided", name, str(asked.seconds)]
+            subprocess.run(guided, check=True)
             continue
         count = run_cases(name, TARGETS[name], asked.seed, seconds=asked.seconds)
         print(f"{name:>16}: {count:>9,} cases, none but the documented errors", flush=True)

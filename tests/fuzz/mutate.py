@@ -6,6 +6,7 @@ import json
 import random
 from typing import Any
 
+MAX_INPUT = 1 << 16
 # Values on the edge of something.
 EDGES: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2**31, 2**53, 2**63 - 1, 2**63, -(2**63), 0.0, -0.0, 1.5, 1e308,
