@@ -25,7 +25,7 @@ MEANINGS = {
     429: "Too many requests; Retry-After says when to come again.",
     431: "The request's head is too large.",
     500: "A fault of the server; its log has the request id.",
-    503: "Loading, overloaded or stopping; Retry-After says when to come again.",
+    503: "Loading, stopping or without memory; Retry-After says when to come again.",
     504: "The answer was not there in time.",
     529: "Overloaded, as Anthropic's API says it; Retry-After says when to come again.",
 }
