@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,26 @@ def test_figures_follow_the_engine() -> None:
             assert after[f"{prefix}:request_params_max_tokens_sum",] == 9
             assert after[f"{prefix}:iteration_tokens_total_sum",] == 11
         assert after["http_requests_total", "/v1/completions", "POST", "2xx"] == 1
+
+    with_server(check)
+
+
+def test_who_runs_and_who_waits() -> None:
+    """There are places for four."""
+
+    async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
+        core, go_on = server.app.context.engine.loaded.core, threading.Event()
+        calls = [asyncio.create_task(complete(session, max_tokens=200)) for _ in range(7)]
+        while core.stats().num_waiting != 3:
+            await asyncio.sleep(0)
+        core.post(go_on.wait)  # between two steps
+        try:
+            now = await figures(session)
+        finally:
+            go_on.set()
+        found = now["vllm:num_requests_running",], now["vllm:num_requests_waiting",]
+        assert found == (4, 3)
+        await asyncio.gather(*calls)
 
     with_server(check)
 
