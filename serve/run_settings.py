@@ -167,7 +167,11 @@ def _take_secret(setting: Setting, environment: MutableMapping[str, str]) -> Val
 
 
 def _parsed(setting: Setting, value: Any) -> Any:
-    return split_list(value) if setting.kind == "list" and isinstance(value, str) else value
+    if setting.kind != "list" or not isinstance(value, str):
+        return value
+    items = split_list(value)
+    # Nodes that were asked for and then left out would be a server without them.
+    return items if items or setting.name != "memory_nodes" else value
 
 
 def _from_file(file: ConfigFile) -> dict[str, Any]:
