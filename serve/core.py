@@ -94,7 +94,7 @@ class EngineCore:
         self._output = make_output(
             OutputProcessor(lambda s, why: self._inbox.put(lambda: self._end(s, why)), meter)
         )
-        self.heartbeat = Heartbeat(clock, self._output.is_alive)
+        self.heartbeat = Heartbeat(time.monotonic, self._output.is_alive)
         self._steps = make_steps(
             runner,
             scheduler,
@@ -143,14 +143,17 @@ class EngineCore:
         began_s = self._clock() if arrived_s is None else arrived_s
         state = self._intake.register(prompt, params, sink, began_s, request_id, client)
         compiles = self._intake.masks.is_slow(state.params)
-        if compiles:
-            self._prompts.check_room()
 
         def queue() -> None:
             self._prompts.submit(lambda: self._prepare(state, prompt), compiles=compiles)
 
         self._unfinished.add(state, queue)  # before a shutdown that begins now looks there
         return state
+
+    def check_room(self, params: SamplingParams) -> None:
+        """OverloadedError: too many wait for their grammars. For who is better told than waits."""
+        if self._intake.masks.is_slow(params):
+            self._prompts.check_room()
 
     def abort(self, state: RequestState) -> None:
         """End the request; its memory is free at the next step. Does nothing when it has ended."""

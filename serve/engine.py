@@ -155,6 +155,10 @@ class Engine:
         """What every step from now on computes; the last max_steps are kept. 0: ends the trace."""
         return self.loaded.core.view.traces.measure(max_steps)
 
+    def check_room(self, params: SamplingParams) -> None:
+        """OverloadedError: too many requests wait for their grammars to be compiled."""
+        self.loaded.core.check_room(params)
+
     def submit(
         self,
         prompt: Prompt,

@@ -95,6 +95,9 @@ class FakeEngine:
         for stream in [*self.running, *self.waiting]:
             stream.stop()
 
+    def check_room(self, params: SamplingParams) -> None:
+        """There is always some."""
+
     def submit(
         self,
         prompt: Prompt,

@@ -175,7 +175,7 @@ def test_a_thousand_clients_that_leave_hold_nothing(capsys: pytest.CaptureFixtur
                 await until(lambda: watched.is_free)
             stats = engine.stats()
             assert (stats.num_running, stats.num_waiting, stats.pages_in_use) == (0, 0, 0)
-            return watched, server.app.num_running
+            return watched, server.app.num_calls
 
     watched, num_running = uvloop.run(main())
     assert num_running == 0

@@ -308,7 +308,7 @@ class Bench:
             kv=kv,
             tokenizer=Tokenizer.load(checkpoint("llama")),
             eos_token_ids=frozenset(),
-            limits=SimpleNamespace(ttft_slo_s=None),
+            limits=SimpleNamespace(ttft_slo_s=None, vocab_size=320),
             compute=self.compute,
             clock=functools.partial(next, self.now_s),
         )

@@ -165,4 +165,4 @@ def test_numbers_that_are_written_down_twice_agree():
     library = native.library()
     assert library.TILE == TILE_TOKENS
     assert library.MAX_HEAD_DIM == MAX_HEAD_DIM
-    assert library.MAX_TOP == sampling._TOP == MAX_LOGPROBS == MAX_TOP_LOGPROBS
+    assert library.MAX_TOP == sampling.MAX_TOP == MAX_LOGPROBS == MAX_TOP_LOGPROBS

@@ -218,7 +218,7 @@ class Cranked:
             kv=self.bench.kv,
             tokenizer=Tokenizer.load(checkpoint("llama")),
             eos_token_ids=frozenset(),
-            limits=SimpleNamespace(ttft_slo_s=None),
+            limits=SimpleNamespace(ttft_slo_s=None, vocab_size=320),
             compute=ComputeThread(),
             clock=time.monotonic,
         )

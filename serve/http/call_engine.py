@@ -151,6 +151,8 @@ class CallEngine:
         """What becomes of it under the key; the prompts of a call share one."""
         if self._expired is not None:
             raise self._expired
+        if params.structured is not None and not self.streams:  # a call's prompts share a grammar
+            self._engine.check_room(params)
         if self._key is None:
             return params
         if self._last_allowed is None or self._last_allowed[0] is not params:
