@@ -145,6 +145,7 @@ class _FastCodec:
 
     def __init__(self, file: Path, config: dict[str, Any], named: dict[str, str]) -> None:
         description = read_json(file, max_bytes=MAX_FILE_BYTES)
+        _check_ids(description, file)
         try:
             self._fast = FastTokenizer.from_file(str(file))
             self._fast.no_truncation()
@@ -221,6 +222,14 @@ def _fast_ids(fast: FastTokenizer, text: str, add_special_tokens: bool) -> list[
             raise
         text = "the tokenizer gave up on the text"
         raise RequestError(text, param="prompt", code="invalid_prompt") from None
+
+
+def _check_ids(description: dict[str, Any], file: Path) -> None:
+    """Two tokens of one id: the library takes now the one and now the other."""
+    model = description.get("model")
+    ids = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(ids, dict) and len(set(map(repr, ids.values()))) < len(ids):
+        raise ModelLoadError(f"{file}: two tokens of its vocabulary have the same id")
 
 
 class _SentencePieceCodec:
