@@ -185,13 +185,17 @@ def test_refusals_and_aborts_are_counted() -> None:
                 assert response.status == 404
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(complete(session, max_tokens=200, n=4), 0.03)
-        while (seen := await figures(session))["vllm:request_success_total", "abort"] == 0:
+        while True:  # a reading may fall between the end of one sequence and the next
+            seen = await figures(session)
+            ended = seen["vllm:request_success_total", "abort"]
+            if ended and not seen["vllm:num_requests_running",]:
+                break
             await asyncio.sleep(0.01)
         assert seen["mergestep:requests_refused_total", "model_not_found"] == 1
         assert seen["mergestep:requests_refused_total", "unknown_url"] == 1
         assert seen["http_requests_total", "/v1/completions", "POST", "4xx"] == 2
         assert seen["http_requests_total", "", "POST", "4xx"] == 1
-        assert seen["vllm:num_requests_running",] == seen["mergestep:kv_pages", "in_use"] == 0
+        assert seen["mergestep:kv_pages", "in_use"] == 0
         assert seen["mergestep:pool_queue_length", "tokenize"] == 0
         for pool in ("tokenize", "compute", "output"):
             assert 0 < seen["mergestep:pool_busy_seconds_total", pool] < 10
