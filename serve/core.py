@@ -23,9 +23,9 @@ from serve.core_view import CoreView
 from serve.detokenizer import DetokenizerFactory
 from serve.errors import EngineStoppedError, GenerationError
 from serve.heartbeat import Heartbeat
-from serve.intake import Arrival, Encode, Intake
+from serve.intake import Arrival, Encode, Intake, sequences_of
 from serve.meters import RequestMeter
-from serve.output import OutputProcessor, OutputState, Sink, StepRecord
+from serve.output import OutputProcessor, Sink, StepRecord
 from serve.output_thread import OutputThread
 from serve.overload import EarlyRejection
 from serve.pipeline import make_steps
@@ -35,7 +35,7 @@ from serve.recovery import MemoryRecovery
 from serve.request import FinishReason, Prompt, Request, SamplingParams
 from serve.runner import Runner
 from serve.scheduler import Scheduler
-from serve.sequence import Sequence, SequenceStatus, make_sequences
+from serve.sequence import Sequence, SequenceStatus
 from serve.state import RequestState
 from serve.stats import EngineStats, engine_stats
 from serve.tokenizer import Tokenizer
@@ -363,20 +363,10 @@ class EngineCore:
     def _enqueue(self, state: RequestState, request: Request, arrival: Arrival) -> None:
         if self._rejection is not None:
             self._rejection.queued(arrival.seconds)
-        sequences = make_sequences(request, self._eos, arrival.page_keys)
-        for sequence in sequences:  # before any of them is known to the scheduler
-            # of several that begin alike the first one computes
-            is_alone = sequence.index == 0 or not self._scheduler.prefixes.is_on
-            sequence.num_expected_rows = arrival.num_rows if is_alone else 1
-            sequence.mask = None if arrival.masks is None else arrival.masks[sequence.index]
-            sequence.output = OutputState(
-                request,
-                sequence.index,
-                self._detokenizers,
-                state.sink,
-                state.times,
-                sequence.prompt_rows,
-            )
+        is_shared = self._scheduler.prefixes.is_on
+        sequences = sequences_of(
+            state, request, arrival, self._eos, self._detokenizers, is_shared=is_shared
+        )
         state.sequences = sequences
         has_work = request.params.max_tokens != 0 or sequences[0].prompt_rows is not None
         if state.is_aborted or not has_work:

@@ -13,13 +13,15 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
 from serve.admission import RequestLimits, check_request, check_text
+from serve.detokenizer import DetokenizerFactory
 from serve.errors import MergestepError, RequestError
 from serve.mask_maker import MaskMaker
-from serve.output import Sink
+from serve.output import OutputState, Sink
 from serve.overload import EarlyRejection
 from serve.prefix_use import PrefixUse
 from serve.prompt_outputs import PoolingParams
 from serve.request import Prompt, Request, SamplingParams
+from serve.sequence import Sequence, make_sequences
 from serve.state import RequestState
 from serve.token_mask import SequenceMask
 from serve.tokenizer import Tokenizer
@@ -151,3 +153,26 @@ def _truncated(token_ids: SequenceOf[int], given: dict[str, Any]) -> SequenceOf[
     if side not in ("left", "right"):
         raise RequestError('truncation_side must be "left" or "right"', param="truncation_side")
     return token_ids[:size] if side == "right" else token_ids[-size:]
+
+
+def sequences_of(
+    state: RequestState,
+    request: Request,
+    arrival: Arrival,
+    eos_token_ids: frozenset[int],
+    detokenizers: DetokenizerFactory,
+    *,
+    is_shared: bool,
+) -> list[Sequence]:
+    """Its n sequences, with masks and what pool 3 needs. is_shared: of several that begin alike
+    the first one computes."""
+    sequences = make_sequences(request, eos_token_ids, arrival.page_keys)
+    for sequence in sequences:
+        is_alone = sequence.index == 0 or not is_shared
+        sequence.num_expected_rows = arrival.num_rows if is_alone else 1
+        sequence.mask = None if arrival.masks is None else arrival.masks[sequence.index]
+        rows = sequence.prompt_rows
+        sequence.output = OutputState(
+            request, sequence.index, detokenizers, state.sink, state.times, rows
+        )
+    return sequences

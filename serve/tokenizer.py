@@ -20,12 +20,17 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from serve.errors import ModelLoadError, RequestError
 from serve.models.config_file import read_json
+from serve.tokenizer_config import (
+    chat_template_of,
+    listed,
+    named_tokens_of,
+    optional_json,
+    token_string,
+)
 
 MAX_FILE_BYTES = 256 << 20
-MAX_TEMPLATE_BYTES = 4 << 20
 MAX_VOCAB = 1 << 24
 LONG_TEXT = 4096
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 EXTRA_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 SPACE = "\u2581"  # sentencepiece's visible space
 # Appended to a serialized model: protobuf merges it as normalizer_spec.add_dummy_prefix = false.
@@ -77,13 +82,13 @@ class Tokenizer:
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
         """From a Hugging Face directory; ModelLoadError names what cannot be used."""
-        config = _optional_json(path / "tokenizer_config.json")
+        config = optional_json(path / "tokenizer_config.json")
         if config.get("auto_map") is not None:
             raise ModelLoadError(
                 f"{path / 'tokenizer_config.json'}: auto_map asks for code from the checkpoint, "
                 "which is never run"
             )
-        named = _named_tokens(_optional_json(path / "special_tokens_map.json")) | _named_tokens(
+        named = named_tokens_of(optional_json(path / "special_tokens_map.json")) | named_tokens_of(
             config
         )
         codec: _Codec
@@ -93,9 +98,9 @@ class Tokenizer:
             codec = _SentencePieceCodec(path / "tokenizer.model", config, named)
         else:
             raise ModelLoadError(f"{path} has neither tokenizer.json nor tokenizer.model")
-        min_size = _optional_json(path / "config.json").get("vocab_size")
+        min_size = optional_json(path / "config.json").get("vocab_size")
         return cls(
-            codec, named, _chat_template(path, config), min_size if type(min_size) is int else 0
+            codec, named, chat_template_of(path, config), min_size if type(min_size) is int else 0
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -184,7 +189,7 @@ class _FastCodec:
             options = {flag: item[flag] for flag in flags if flag in item}
             self._fast.add_tokens([AddedToken(token, **options)])
             known.add(token)
-        extra = [_token_string(item) for key in EXTRA_TOKENS for item in _listed(config, key)]
+        extra = [token_string(item) for key in EXTRA_TOKENS for item in listed(config, key)]
         for name in (*named.values(), *extra):
             if name and name not in known and self._fast.token_to_id(name) is not None:
                 self._fast.add_special_tokens([AddedToken(name, special=True, normalized=False)])
@@ -369,41 +374,3 @@ def _decoder_steps(decoder: object) -> list[dict[str, Any]]:
     if decoder.get("type") == "Sequence" and isinstance(inner, list):
         return [step for step in inner if isinstance(step, dict)]
     return [decoder]
-
-
-def _optional_json(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.is_file() else {}
-
-
-def _token_string(value: object) -> str | None:
-    """tokenizer_config.json writes a token as a string or as an object with `content`."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) and value else None
-
-
-def _listed(config: dict[str, Any], key: str) -> list[object]:
-    value = config.get(key)
-    return value if isinstance(value, list) else []
-
-
-def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
-    tokens = {name: _token_string(config.get(name)) for name in NAMED_TOKENS}
-    return {name: token for name, token in tokens.items() if token is not None}
-
-
-def _chat_template(path: Path, config: dict[str, Any]) -> str | None:
-    """chat_template.jinja, else the one in tokenizer_config.json (the default of several)."""
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        try:
-            if file.stat().st_size > MAX_TEMPLATE_BYTES:
-                raise ModelLoadError(f"{file} is larger than {MAX_TEMPLATE_BYTES} bytes")
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelLoadError(f"cannot read {file}: {error}") from error
-    template = config.get("chat_template")
-    for item in template if isinstance(template, list) else ():
-        if isinstance(item, dict) and item.get("name") == "default":
-            template = item.get("template")
-    return template if isinstance(template, str) else None

@@ -10,7 +10,7 @@ import pytest
 
 from serve.http.chat_run import ChatRequest, ChatStep
 from serve.http.generation import Generation
-from serve.http.parts import Part, Reasoning
+from serve.http.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallStart
 from serve.request import TokenDelta, TokenLogprobs
 
 PROMPT_TOKENS = 20
@@ -72,3 +72,15 @@ def script_answers(
     for endpoint in ("messages", "responses"):
         monkeypatch.setattr(f"serve.http.endpoints.{endpoint}.ChatRun", run)
     return run
+
+
+# Thought, text, and two calls of tools, in pieces.
+SCRIPT: list[list[Part] | Exception] = [
+    [Reasoning("Which ")],
+    [Reasoning("city?")],
+    [Text("Let me ")],
+    [Text("look.")],
+    [ToolCallStart(0, "call_1", "weather"), ToolCallArguments(0, '{"city":')],
+    [ToolCallArguments(0, ' "Ulm"}')],
+    [ToolCallStart(1, "call_2", "weather"), ToolCallArguments(1, "{}")],
+]

@@ -9,7 +9,7 @@ import anthropic
 import pytest
 from fakes_http import FakeEngine, ServerThread
 from official_clients import anthropic_client
-from scripted_chat import CACHED_TOKENS, PROMPT_TOKENS, script_answers
+from scripted_chat import CACHED_TOKENS, PROMPT_TOKENS, SCRIPT, script_answers
 
 from serve.chat_parser import choose_format
 from serve.http.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallStart
@@ -22,15 +22,6 @@ TOOLS: Any = [
         "description": "of a place",
         "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
     }
-]
-SCRIPT: list[list[Part] | Exception] = [
-    [Reasoning("Which ")],
-    [Reasoning("city?")],
-    [Text("Let me ")],
-    [Text("look.")],
-    [ToolCallStart(0, "call_1", "weather"), ToolCallArguments(0, '{"city":')],
-    [ToolCallArguments(0, ' "Ulm"}')],
-    [ToolCallStart(1, "call_2", "weather"), ToolCallArguments(1, "{}")],
 ]
 BLOCKS = [
     {"type": "thinking", "thinking": "Which city?", "signature": ""},

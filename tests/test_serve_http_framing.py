@@ -245,22 +245,6 @@ def test_expect_continue_only_for_what_will_be_read() -> None:
     run_with_server(FakeEngine(), check)
 
 
-@pytest.mark.row("F20")
-def test_pipelined_requests_are_answered_in_order() -> None:
-    async def check(served: Served) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        get = b"GET /%s HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        writer.write(b"".join(get % name for name in [b"health", b"nowhere"] * 50))
-        for expected in [200, 404] * 50:
-            head = await reader.readuntil(b"\r\n\r\n")
-            assert int(head.split()[1]) == expected
-            length = int(head.lower().partition(b"content-length: ")[2].split()[0])
-            await reader.readexactly(length)
-        writer.close()
-
-    run_with_server(FakeEngine(), check)
-
-
 @pytest.mark.row("F21")
 def test_a_refused_body_is_never_read_as_a_request() -> None:
     async def check(served: Served) -> None:

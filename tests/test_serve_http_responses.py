@@ -10,11 +10,11 @@ import pytest
 from fakes_http import FakeEngine, ServerThread
 from official_clients import openai_client
 from openai.types.responses import Response
-from scripted_chat import CACHED_TOKENS, PROMPT_TOKENS, script_answers
+from scripted_chat import CACHED_TOKENS, PROMPT_TOKENS, SCRIPT, script_answers
 
 from serve.chat_parser import choose_format
 from serve.errors import GenerationError
-from serve.http.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallStart
+from serve.http.parts import Part, Reasoning, Text
 
 TEXT = "naïve\n\nevent: 👍🏽 done"
 TOOLS: Any = [
@@ -25,15 +25,6 @@ TOOLS: Any = [
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
         "strict": False,
     }
-]
-SCRIPT: list[list[Part] | Exception] = [
-    [Reasoning("Which ")],
-    [Reasoning("city?")],
-    [Text("Let me ")],
-    [Text("look.")],
-    [ToolCallStart(0, "call_1", "weather"), ToolCallArguments(0, '{"city":')],
-    [ToolCallArguments(0, ' "Ulm"}')],
-    [ToolCallStart(1, "call_2", "weather"), ToolCallArguments(1, "{}")],
 ]
 
 

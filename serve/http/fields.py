@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import orjson
 
@@ -168,8 +168,9 @@ class List:
             raise wrong_type(where, "a list")
         check_length(value, where, self.max_items)
         if len(value) < self.min_items:
-            raise RequestError(f"{where} must hold at least {self.min_items}", param=where)
-        if isinstance(self.item, Record):
+            wanted = f"must hold at least {self.min_items}" if value else "is empty"
+            raise RequestError(f"{where} {wanted}", param=where)
+        if getattr(self.item, "is_object", False):
             return [
                 self.item.check(item, f"{where}[{position}]", unknown)
                 for position, item in enumerate(value)
@@ -218,6 +219,7 @@ MAX_TOKEN_ID = 1 << 31
 class Record:
     """An object with these fields. check: the fields that are there, without nulls."""
 
+    is_object: ClassVar[bool] = True
     fields: Mapping[str, FieldType]
     required: tuple[str, ...] = ()
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from serve.errors import RequestError
 from serve.http.errors import quoted
-from serve.http.fields import FieldType, Record, Schema, Unknown, check_length, wrong_type
+from serve.http.fields import Record, Schema, Unknown, wrong_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +16,7 @@ class Tagged:
     """kinds: by what the field `by` says. others: kinds of the API that are not spoken here.
     default: the kind of an object that names none. check: the fields of the kind, with `by`."""
 
+    is_object: ClassVar[bool] = True
     kinds: Mapping[str, Record]
     others: tuple[str, ...] = ()
     default: str | None = None
@@ -58,31 +59,3 @@ class Tagged:
             "properties": {self.by: {"const": kind}, **schema["properties"]},
             "required": required if kind == self.default else [self.by, *required],
         }
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """A list whose items are each named by their place."""
-
-    item: FieldType
-    max_items: int
-    min_items: int = 0
-
-    def check(self, value: Any, where: str, unknown: Unknown) -> list[Any]:
-        if not isinstance(value, list):
-            raise wrong_type(where, "a list")
-        check_length(value, where, self.max_items)
-        if len(value) < self.min_items:
-            raise RequestError(f"{where} is empty", param=where)
-        return [
-            self.item.check(item, f"{where}[{position}]", unknown)
-            for position, item in enumerate(value)
-        ]
-
-    def schema(self) -> Schema:
-        schema: Schema = {
-            "type": "array",
-            "items": self.item.schema(),
-            "maxItems": self.max_items,
-        }
-        return {**schema, "minItems": self.min_items} if self.min_items else schema

@@ -20,7 +20,7 @@ from serve.http.fields import (
     String,
 )
 from serve.http.messages import MAX_MESSAGES
-from serve.http.tagged import Places, Tagged
+from serve.http.tagged import Tagged
 from serve.http.turns import Turns
 
 MAX_TEXT_CHARS = 8 << 20
@@ -63,7 +63,7 @@ def _text_or_blocks(blocks: FieldType) -> Either:
     return Either({str: _TEXT, list: blocks}, "a string or a list of blocks")
 
 
-TEXTS = _text_or_blocks(Places(Tagged({"text": TEXT_BLOCK}, _NOT_TEXT), MAX_BLOCKS))
+TEXTS = _text_or_blocks(List(Tagged({"text": TEXT_BLOCK}, _NOT_TEXT), MAX_BLOCKS))
 _TOOL_USE = Record(
     {
         "id": _ID,
@@ -96,11 +96,11 @@ _BLOCKS = {
 
 
 def _message(role: str) -> Record:
-    blocks = Places(Tagged(_BLOCKS[role], _NOT_TEXT + _SERVER_TOOLS), MAX_BLOCKS)
+    blocks = List(Tagged(_BLOCKS[role], _NOT_TEXT + _SERVER_TOOLS), MAX_BLOCKS)
     return Record({"content": _text_or_blocks(blocks)}, required=("content",))
 
 
-MESSAGES = Places(
+MESSAGES = List(
     Tagged({role: _message(role) for role in _BLOCKS}, by="role"), MAX_MESSAGES, min_items=1
 )
 

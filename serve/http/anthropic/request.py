@@ -33,7 +33,7 @@ from serve.http.fields import (
 )
 from serve.http.sampling_fields import MAX_CLIENT_CHARS, MAX_TOKENS, MODEL
 from serve.http.structured_fields import json_schema
-from serve.http.tagged import Places, Tagged
+from serve.http.tagged import Tagged
 from serve.request import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
 
 MIN_THINKING_TOKENS = 1024
@@ -71,7 +71,7 @@ _FORMAT = Tagged(
 # Which thinking of earlier turns the model sees is up to its chat template.
 _CONTEXT_MANAGEMENT = Record(
     {
-        "edits": Places(
+        "edits": List(
             Tagged(
                 {"clear_thinking_20251015": Record({"keep": _KEEP})},
                 ("clear_tool_uses_20250919", "compact_20260112"),

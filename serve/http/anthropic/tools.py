@@ -16,7 +16,7 @@ from serve.http.fields import (
     String,
     Unsupported,
 )
-from serve.http.tagged import Places, Tagged
+from serve.http.tagged import Tagged
 from serve.http.tools import MAX_DESCRIPTION_CHARS, MAX_SCHEMA_BYTES, MAX_TOOLS, PARAMETERS
 
 _SERVER_TOOLS = (
@@ -45,7 +45,7 @@ _CUSTOM = Record(
     },
     required=("name", "input_schema"),
 )
-TOOLS = Places(Tagged({"custom": _CUSTOM}, _SERVER_TOOLS, default="custom"), MAX_TOOLS)
+TOOLS = List(Tagged({"custom": _CUSTOM}, _SERVER_TOOLS, default="custom"), MAX_TOOLS)
 _ONE_CALL = {"disable_parallel_tool_use": Boolean()}
 TOOL_CHOICE = Tagged(
     {

@@ -22,7 +22,7 @@ from serve.http.fields import (
     Unsupported,
 )
 from serve.http.messages import MAX_MESSAGES, parse_arguments
-from serve.http.tagged import Places, Tagged
+from serve.http.tagged import Tagged
 from serve.http.turns import Turns
 
 REFERENCE = "item_reference"
@@ -56,13 +56,13 @@ def _argument_text(value: Any, where: str, unknown: Unknown) -> str:
 
 
 def _text_or_parts(parts: Mapping[str, Record]) -> Either:
-    listed = Places(Tagged(parts, _NOT_TEXT), MAX_PARTS, min_items=1)
+    listed = List(Tagged(parts, _NOT_TEXT), MAX_PARTS, min_items=1)
     return Either({str: _TEXT, list: listed}, "a string or a list of parts")
 
 
 def _texts(kind: str) -> FieldType:
     record = Record({"text": _TEXT}, required=("text",))
-    return Places(Tagged({kind: record}), MAX_PARTS)
+    return List(Tagged({kind: record}), MAX_PARTS)
 
 
 _CALLER = Tagged({"direct": Record({})}, ("program",))
@@ -140,7 +140,7 @@ _OTHERS = (
     "tool_search_output",
     "web_search_call",
 )
-_ITEM_LIST = Places(Tagged(_ITEMS, _OTHERS, default="message"), MAX_MESSAGES, min_items=1)
+_ITEM_LIST = List(Tagged(_ITEMS, _OTHERS, default="message"), MAX_MESSAGES, min_items=1)
 INPUT = Either({str: _TEXT, list: _ITEM_LIST}, "a string or a list of items")
 
 

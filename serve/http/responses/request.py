@@ -35,7 +35,7 @@ from serve.http.sampling_fields import (
     sampling_params,
 )
 from serve.http.structured_fields import JSON_OBJECT, json_schema
-from serve.http.tagged import Places, Tagged
+from serve.http.tagged import Tagged
 from serve.http.tools import MAX_DESCRIPTION_CHARS, MAX_SCHEMA_BYTES, MAX_TOOLS, PARAMETERS
 from serve.request import MAX_LOGPROBS, SamplingParams
 from serve.structured_output import StructuredOutput
@@ -93,7 +93,7 @@ _TOOL_CHOICE = Either(
                 "allowed_tools": Record(
                     {
                         "mode": OneOfNames(("auto", "required")),
-                        "tools": Places(
+                        "tools": List(
                             Tagged({"function": _NAMED}, _OTHER_TOOLS), MAX_TOOLS, min_items=1
                         ),
                     },
@@ -140,7 +140,7 @@ _PROMPT_FIELDS: dict[str, FieldType] = {
     "input": INPUT,
     "instructions": String(MAX_INSTRUCTIONS_CHARS, is_text=True),
     "previous_response_id": String(128, min_chars=1),
-    "tools": Places(Tagged({"function": _FUNCTION}, _OTHER_TOOLS), MAX_TOOLS),
+    "tools": List(Tagged({"function": _FUNCTION}, _OTHER_TOOLS), MAX_TOOLS),
     "tool_choice": _TOOL_CHOICE,
     "parallel_tool_calls": Boolean(),
     "text": Record({"format": _FORMAT, "verbosity": OneOfNames(("low", "medium", "high"))}),
