@@ -6,13 +6,13 @@ no token, and is in the next step again. A mask that is being made is made on me
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from enum import Enum
 
+from serve.machine import usable_processors
 from serve.plan import StepPlan
 from serve.sequence import Sequence
 
@@ -95,7 +95,7 @@ class MaskFiller:
     """Its threads start with the first mask. One step at a time."""
 
     def __init__(self) -> None:
-        self._num_threads = max(1, min(_MAX_THREADS, (os.cpu_count() or 2) // 2))
+        self._num_threads = max(1, min(_MAX_THREADS, usable_processors() // 2))
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._queue: deque[_Job] = deque()
