@@ -166,6 +166,10 @@ class FakeEngine:
 
 
 class FakeStream:
+    """deltas_at_once: all that is said comes in one."""
+
+    deltas_at_once = False
+
     def __init__(
         self,
         engine: FakeEngine,
@@ -180,7 +184,6 @@ class FakeStream:
         self.request_id = request_id
         self.admitted = asyncio.Event()
         self.is_done = False
-        self.deltas_at_once = False
         self._stopped = False
         self._error: Exception | None = None
         self._arrived_s = time.monotonic() if arrived_s is None else arrived_s

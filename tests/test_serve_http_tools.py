@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from fakes_http import FakeEngine, ServerThread
+from fakes_http import FakeEngine, FakeStream, ServerThread
 
 from serve.chat_parser import ChatFormat
 from serve.chat_parser.formats import REASONING_FORMATS, TOOL_FORMATS
@@ -222,6 +222,19 @@ def test_reasoning(engine: FakeEngine, client: openai.OpenAI, is_open: bool) -> 
     (choice,) = streamed(client, messages=USER, tools=TOOLS)
     assert (choice["reasoning"], choice["content"]) == ("well", "Yes")
     assert [call[1:] for call in choice["calls"]] == [["now", "{}"]]
+
+
+def test_reasoning_that_comes_at_once(
+    engine: FakeEngine, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tokens in one delta, as when the event loop was busy: the counts are the same."""
+    monkeypatch.setattr(FakeStream, "deltas_at_once", True)
+    engine.chat_format = THINKS
+    for thought in ("<think>\nwell\n</think>", "<think></think>", ""):
+        engine.reply = f"{thought}\nYes {NOW}"
+        answer = client.chat.completions.create(model="m", messages=USER, tools=TOOLS)
+        assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+        assert answer.usage.completion_tokens_details.reasoning_tokens == len(thought)
 
 
 def test_reasoning_can_be_left_out(engine: FakeEngine, client: openai.OpenAI) -> None:

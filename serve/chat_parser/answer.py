@@ -21,6 +21,11 @@ class AnswerParser:
         return self._reasoning is not None and self._reasoning.is_open
 
     @property
+    def has_reasoned(self) -> bool:
+        """The reasoning is over; False if there was none."""
+        return self._reasoning is not None and self._reasoning.is_over
+
+    @property
     def num_calls(self) -> int:
         return 0 if self._calls is None else self._calls.num_calls
 

@@ -20,17 +20,23 @@ class ReasoningParser:
     a marker later is text.
     """
 
-    __slots__ = ("_format", "_is_first", "_state", "_text")
+    __slots__ = ("_format", "_has_begun", "_is_first", "_state", "_text")
 
     def __init__(self, style: ReasoningFormat, *, is_open: bool) -> None:
         self._format = style
         self._text = ""
         self._state = "inside" if is_open else "start"
+        self._has_begun = is_open
         self._is_first = True
 
     @property
     def is_open(self) -> bool:
         return self._state == "inside"
+
+    @property
+    def is_over(self) -> bool:
+        """There was some, even if it was empty."""
+        return self._has_begun and self._state != "inside"
 
     def push(self, text: str) -> Split:
         if self._state == "done":
@@ -60,6 +66,7 @@ class ReasoningParser:
         if text.startswith(begin):
             self._text = text[len(begin) :]
             self._state = "inside"
+            self._has_begun = True
         elif not begin.startswith(text):
             self._state = "done"
 

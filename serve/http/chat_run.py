@@ -205,11 +205,11 @@ class ChatRun:
         return text.rstrip().endswith(style.begin)
 
     def _parsed(self, choice: int, delta: TokenDelta, parser: AnswerParser) -> ChatStep:
-        was_reasoning = parser.is_reasoning
+        had_reasoned = parser.has_reasoned
         parts = parser.push(delta.text)
         reason = delta.finish_reason
-        if self._reasons:
-            self.reasoning_tokens += self._num_reasoning(delta, was_reasoning, parser, parts)
+        if self._reasons and not had_reasoned:
+            self.reasoning_tokens += self._num_reasoning(delta, parser, parts)
         if reason is not None:
             parts += parser.finish()
         if self._drops_parts:
@@ -227,18 +227,19 @@ class ChatRun:
                 return number == 0 or self._asked.parallel_tool_calls
         return True
 
-    def _num_reasoning(
-        self, delta: TokenDelta, was_reasoning: bool, parser: AnswerParser, parts: list[Part]
-    ) -> int:
-        """Tokens of the delta that are reasoning, its markers included."""
+    def _num_reasoning(self, delta: TokenDelta, parser: AnswerParser, parts: list[Part]) -> int:
+        """Tokens of the delta that are reasoning, its markers included; it was not over before."""
         ids = delta.token_ids
         if parser.is_reasoning:
             return len(ids)
-        thought = sum(len(part.text) for part in parts if isinstance(part, Reasoning))
-        if not was_reasoning and not thought:
+        if not parser.has_reasoned:
             return 0
-        end_id = self._format.reasoning_end_id
-        if end_id is not None and end_id in ids:
-            return ids.index(end_id) + 1
+        style, text = self._format, delta.text
+        assert style.reasoning is not None
+        if style.reasoning_end_id is not None and style.reasoning_end_id in ids:
+            return ids.index(style.reasoning_end_id) + 1
         # several tokens end it, somewhere in the delta
-        return round(len(ids) * thought / len(delta.text)) if thought else len(ids)
+        before, end, _ = text.partition(style.reasoning.end)
+        thought = sum(len(part.text) for part in parts if isinstance(part, Reasoning))
+        size = len(before + end) if end else thought or len(text)
+        return round(len(ids) * size / len(text))
