@@ -91,9 +91,11 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.serve: $(SOURCES) | $(VENV)/bin/python
+	@echo "Installing into $(VENV) and compiling the kernels: a few minutes, the first time."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e .
 	touch $@
 
 $(VENV)/.dev: $(SOURCES) | $(VENV)/bin/python
+	@echo "Installing into $(VENV), with what tests need, and compiling the kernels: a few minutes."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[dev]'
 	touch $@ $(VENV)/.serve

@@ -77,6 +77,8 @@ def test_files_and_the_environment(tmp_path: Path) -> None:
     [
         ("k.toml", "keys = 3", "must hold one list"),
         ("k.toml", "secret-text-of-a-key = ", "not valid toml"),
+        ("k.toml", '[[keys]]\nname = "a"\nkey = secret-text\nx = 3', "not valid toml (line 3)"),
+        ("k.json", '{"keys":\n ["secret-text-of-a-key",]}', "not valid json (line 2)"),
         ("k.json", '{"keys": ["secret-text-of-a-key"]}', "key 1 must be a table"),
         ("k.json", "[" * 100_000, "not valid json"),
         ("k.json", '{"keys": []}', "holds no key"),

@@ -8,7 +8,7 @@ from math import floor, log10
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from bench.plan.capacity import kv_bytes, max_sequences, max_tokens
 from bench.plan.cost import MachineCost
@@ -147,7 +147,8 @@ def print_ranking(choices: Sequence[Choice], load: Load, top: int, console: Cons
     """The first `top` that serve, and in a line each why the others do not."""
     served = [choice for choice in choices if choice.serving is not None]
     table = Table(
-        *("machine", "USD/h", "at once", "tokens/s", "requests/s", "ms/token", "longest"),
+        _names("machine"),
+        *("USD/h", "at once", "tokens/s", "requests/s", "ms/token", "longest"),
         *("first token", "USD/M", "waits for", "more:"),
         title=f"{load.prompt} + {load.output} tokens a request, the cheapest answers first",
         caption="longest: a step with prompt rows. USD/M: for a million tokens of answers. "
@@ -180,7 +181,8 @@ def print_ranking(choices: Sequence[Choice], load: Load, top: int, console: Cons
 
 def print_splits(choices: Sequence[SplitChoice], top: int, console: Console) -> None:
     table = Table(
-        *("compute, memory", "USD/h", "at once", "in flight", "tokens/s", "ms/token", "USD/M"),
+        _names("compute, memory"),
+        *("USD/h", "at once", "in flight", "tokens/s", "ms/token", "USD/M"),
         *("GB/s used", "there", "asked"),
         title="Attention on memory devices, decoding alone: the best (a, b) of each pair",
         caption="GB/s: of all links together; all times are with those there. asked: with which "
@@ -202,6 +204,11 @@ def print_splits(choices: Sequence[SplitChoice], top: int, console: Console) -> 
             f"{(figures.asked_bytes_per_s or 0.0) / 1e9:,.0f}",
         )
     console.print(table if choices else "[red]no pair of devices serves this[/red]")
+
+
+def _names(header: str) -> Column:
+    """On a narrow terminal they take several lines, whole."""
+    return Column(header, overflow="fold", min_width=10)
 
 
 def _gb(num_bytes: float) -> str:

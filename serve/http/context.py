@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from aiohttp import web
 
@@ -37,7 +37,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED_NAMES = 256
-T = TypeVar("T")
+
+
+class Understood(Protocol):
+    """What a body asks for."""
+
+    @property
+    def model(self) -> str | None:
+        """Named in it; None: the served one."""
+
+
+T = TypeVar("T", bound=Understood)
 
 
 class ServerState(Enum):
@@ -117,8 +127,10 @@ class ApiContext:
         return self._fingerprint
 
     async def read(self, call: Call, understand: Callable[[dict[str, Any], Unknown], T]) -> T:
-        """What `understand` makes of the call's JSON object; ApiError or RequestError otherwise.
-        Names that it does not know are refused, or told in a header of the answer."""
+        """What `understand` makes of the call's JSON object; ApiError or RequestError otherwise,
+        and where it cannot be answered now, or by this model. Names that it does not know are
+        refused, or told in a header of the answer."""
+        self.check_ready()
         unknown = Unknown(refuse=self.settings.unknown_fields == "refuse")
         value = await read_call(
             call.request, self.settings, self.bodies, lambda body: understand(body, unknown)
@@ -128,6 +140,9 @@ class ApiContext:
             names = [json.dumps(name[:MAX_QUOTED]) for name in unknown.names[:MAX_LISTED]]
             call.headers["x-mergestep-warning"] = f"unknown parameters: {', '.join(names)}"
             self._log_unknown(unknown.names)
+        if value.model is not None:
+            self.check_model(value.model)
+        self.check_ready()  # still: a body may take its time
         return value
 
     def _log_unknown(self, names: list[str]) -> None:

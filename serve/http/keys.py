@@ -27,6 +27,7 @@ MAX_FILE_BYTES = 1 << 20
 MAX_KEYS = 10_000
 _KEY = re.compile(r"[A-Za-z0-9._~+/=-]{16,256}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_LINE = re.compile(r"\bline (\d{1,7})\b[^\n]*\Z")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -113,12 +114,18 @@ def _from_file(path: Path) -> list[ApiKey]:
             return _from_table(tomllib.loads(text), path)
         if path.suffix == ".json":
             return _from_table(json.loads(text), path)
-    except (ValueError, RecursionError):  # their messages may quote a key
+    except (ValueError, RecursionError) as exc:
         kind = path.suffix[1:] or "text"
-        raise ConfigError(f"the API key file {path} is not valid {kind}") from None
+        raise ConfigError(f"the API key file {path} is not valid {kind}{_line_of(exc)}") from None
     lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
     keys = [_from_line(s, f"{path}, line {n}") for n, s in lines if s and not s.startswith("#")]
     return _some(keys, path)
+
+
+def _line_of(error: Exception) -> str:
+    """Where a parser stopped. Its whole message may quote a key."""
+    found = _LINE.search(str(error))
+    return f" (line {found[1]})" if found else ""
 
 
 def _from_line(text: str, where: str) -> ApiKey:

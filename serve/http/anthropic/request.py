@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from serve.errors import RequestError
 from serve.http.anthropic.blocks import (
@@ -138,6 +138,13 @@ class MessagesCall:
     shows_thinking: bool = True
 
 
+class CountCall(NamedTuple):
+    """chat: what to count the tokens of."""
+
+    model: str
+    chat: ChatRequest
+
+
 def parse_messages_call(
     body: Mapping[str, Any], defaults: Mapping[str, Any], unknown: Unknown | None = None
 ) -> MessagesCall:
@@ -172,12 +179,9 @@ def parse_messages_call(
     )
 
 
-def parse_count_call(
-    body: Mapping[str, Any], unknown: Unknown | None = None
-) -> tuple[str, ChatRequest]:
-    """The model, and what to count the tokens of."""
+def parse_count_call(body: Mapping[str, Any], unknown: Unknown | None = None) -> CountCall:
     values = COUNT.check(body, "", unknown or Unknown())
-    return values["model"], _chat(values, SamplingParams())
+    return CountCall(values["model"], _chat(values, SamplingParams()))
 
 
 def _chat(values: Mapping[str, Any], params: SamplingParams) -> ChatRequest:

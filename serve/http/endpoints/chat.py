@@ -19,13 +19,10 @@ from serve.http.renamed import parameters_named
 
 def routes(context: ApiContext) -> list[Route]:
     async def chat(call: Call) -> web.StreamResponse:
-        context.check_ready()
         defaults = context.engine.generation_defaults
         asked = await context.read(
             call, lambda body, unknown: schema.parse_chat(body, defaults, unknown)
         )
-        context.check_model(asked.model)
-        context.check_ready()
         return await _answer(context, call, asked)
 
     described = Operation(

@@ -21,13 +21,10 @@ if TYPE_CHECKING:
 
 def routes(context: ApiContext) -> list[Route]:
     async def completions(call: Call) -> web.StreamResponse:
-        context.check_ready()
         defaults = context.engine.generation_defaults
         asked = await context.read(
             call, lambda body, unknown: schema.parse_completion(body, defaults, unknown)
         )
-        context.check_model(asked.model)
-        context.check_ready()
 
         def submit(prompt: Prompt, name: str) -> RequestStream:
             return call.engine.submit(prompt, asked.params, request_id=name, client=asked.client)

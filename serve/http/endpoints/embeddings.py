@@ -88,10 +88,7 @@ def parse_embeddings(body: Mapping[str, Any], unknown: Unknown) -> EmbeddingCall
 
 def routes(context: ApiContext) -> list[Route]:
     async def embeddings(call: Call) -> web.Response:
-        context.check_ready()
         asked = await context.read(call, parse_embeddings)
-        context.check_model(asked.model)
-        context.check_ready()
         with parameters_named({"prompt": "input"}):
             outputs = await _embed(call, asked)
         size = sum(len(output.embedding) for output in outputs)

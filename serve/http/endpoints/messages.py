@@ -31,20 +31,14 @@ NAMES = {
 def routes(context: ApiContext) -> list[Route]:
     async def create(call: Call) -> web.StreamResponse:
         call.headers["request-id"] = call.request_id
-        context.check_ready()
         parse = partial(parse_messages_call, defaults=call.engine.generation_defaults)
         asked = await context.read(call, lambda body, unknown: parse(body, unknown=unknown))
-        context.check_model(asked.model)
-        context.check_ready()
         return await _answer(context, call, asked)
 
     async def count_tokens(call: Call) -> web.Response:
         call.headers["request-id"] = call.request_id
-        context.check_ready()
-        model, chat = await context.read(call, parse_count_call)
-        context.check_model(model)
-        context.check_ready()
-        chat = replace(chat, params=SamplingParams(max_tokens=0))  # rendered, never scheduled
+        asked = await context.read(call, parse_count_call)
+        chat = replace(asked.chat, params=SamplingParams(max_tokens=0))  # rendered, never scheduled
         with parameters_named(NAMES), ChatRun(call.engine, chat, call.request_id) as run:
             await run.accepted()
             return json_response({"input_tokens": run.prompt_tokens}, call.request_id)

@@ -85,12 +85,8 @@ class _Endpoints:
         self._store = ResponseStore(settings.max_responses, settings.max_responses_bytes)
 
     async def create(self, call: Call) -> web.StreamResponse:
-        context = self._context
-        context.check_ready()
         parse = partial(parse_response_call, defaults=call.engine.generation_defaults)
-        asked = await context.read(call, lambda body, unknown: parse(body, unknown=unknown))
-        context.check_model(asked.model)
-        context.check_ready()
+        asked = await self._context.read(call, lambda body, unknown: parse(body, unknown=unknown))
         with parameters_named(NAMES):
             conversation = await self._conversation(call, asked)
             with (
@@ -101,11 +97,7 @@ class _Endpoints:
                 return await self._answer(call, asked, run, conversation)
 
     async def input_tokens(self, call: Call) -> web.Response:
-        context = self._context
-        context.check_ready()
-        asked = await context.read(call, parse_count_call)
-        context.check_model(asked.model)
-        context.check_ready()
+        asked = await self._context.read(call, parse_count_call)
         with parameters_named(NAMES):
             # rendered, never scheduled
             none = SamplingParams(max_tokens=0)

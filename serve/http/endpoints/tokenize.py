@@ -59,6 +59,11 @@ class TokenizeCall(NamedTuple):
     return_strings: bool
 
 
+class DetokenizeCall(NamedTuple):
+    model: str | None
+    tokens: list[int]
+
+
 def parse_tokenize(body: Mapping[str, Any], unknown: Unknown) -> TokenizeCall:
     if body.get("messages") is not None:
         if body.get("prompt") is not None:
@@ -79,18 +84,14 @@ def parse_tokenize(body: Mapping[str, Any], unknown: Unknown) -> TokenizeCall:
     )
 
 
-def parse_detokenize(body: Mapping[str, Any], unknown: Unknown) -> tuple[str | None, list[int]]:
+def parse_detokenize(body: Mapping[str, Any], unknown: Unknown) -> DetokenizeCall:
     values = TOKENS.check(body, "", unknown)
-    return values.get("model"), values["tokens"]
+    return DetokenizeCall(values.get("model"), values["tokens"])
 
 
 def routes(context: ApiContext) -> list[Route]:
     async def tokenize(call: Call) -> web.Response:
-        context.check_ready()
         asked = await context.read(call, parse_tokenize)
-        if asked.model is not None:
-            context.check_model(asked.model)
-        context.check_ready()
         tokens = await _tokens(call, asked)
         engine = call.engine
 
@@ -110,11 +111,7 @@ def routes(context: ApiContext) -> list[Route]:
         return await large_response(answer, len(tokens), call.request_id)
 
     async def detokenize(call: Call) -> web.Response:
-        context.check_ready()
-        model, tokens = await context.read(call, parse_detokenize)
-        if model is not None:
-            context.check_model(model)
-        context.check_ready()
+        tokens = (await context.read(call, parse_detokenize)).tokens
         size = call.engine.spec.vocab_size
         if any(token >= size for token in tokens):
             raise RequestError(f"tokens holds a token id above {size - 1}", param="tokens")
