@@ -154,6 +154,15 @@ def test_ends_and_the_grammar(compiler, tokenizer):
     assert empty.is_end(eos)
 
 
+def test_a_stop_token_that_is_text_waits_until_the_text_is_whole(compiler, tokenizer):
+    a, b, c = (tokenizer.pieces.index(piece) for piece in (b"a", b"b", b"c"))
+    stop = frozenset({tokenizer.eos_token_id, a})
+    mask = grammar_mask(compiler, tokenizer, "regex", "b[ac]{2}", stop_ids=stop)
+    now = allowed(mask, [b])
+    assert c in now and a not in now
+    assert a in allowed(mask, [b, c, c])
+
+
 def test_a_token_that_the_grammar_does_not_allow(compiler, tokenizer):
     mask = grammar_mask(compiler, tokenizer, "regex", "a+b")
     assert mask.ending([*PROMPT, tokenizer.pieces.index(b"z")]) is FinishReason.ERROR
