@@ -208,7 +208,14 @@ def test_leaving_ends_all_prompts_of_a_call() -> None:
     run_with_server(FakeEngine(step_s=0.01, repeat=1000), check)
 
 
+@pytest.fixture
+def no_help_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It, too, ends connections whose reader has stalled; here only the server does."""
+    monkeypatch.setattr("serve.http.server.notice_dead_peers", lambda *_: None)
+
+
 @pytest.mark.row("C8")
+@pytest.mark.usefixtures("no_help_of_the_kernel")
 def test_a_stalled_reader_is_aborted_and_disturbs_nobody() -> None:
     async def check(served: Served) -> None:
         stalled = socket.socket()
@@ -227,6 +234,7 @@ def test_a_stalled_reader_is_aborted_and_disturbs_nobody() -> None:
     run_with_server(FakeEngine(repeat=100_000), check, write_timeout_s=0.3)
 
 
+@pytest.mark.usefixtures("no_help_of_the_kernel")
 def test_a_reader_that_takes_a_few_bytes_now_and_then_is_aborted() -> None:
     """Taking something is not enough: what is buffered must go."""
 
@@ -295,6 +303,7 @@ async def _status_of(served: Served, data: bytes) -> int | None:
 
 
 @pytest.mark.row("C8")
+@pytest.mark.usefixtures("no_help_of_the_kernel")
 def test_a_large_answer_to_a_stalled_reader_is_given_up() -> None:
     async def check(served: Served) -> None:
         body = {"model": "fake", "prompt": ["a"] * 64, "n": 16, "max_tokens": 4000}

@@ -32,6 +32,7 @@ TOOLS: Any = [
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")  # ids 4092 to 4095
 NO_THOUGHT = {"4094": -100}
+A_CALL = {"4092": 100}
 A_THOUGHT = {"4094": 100, "4095": 100}
 
 
@@ -173,6 +174,23 @@ def test_strict_tools_leave_the_choice_to_the_model(client: openai.OpenAI) -> No
         check(forced.choices[0].message.tool_calls)
     else:
         jsonschema.validate(json.loads(content), WEATHER)
+
+
+def test_arguments_of_strict_tools_fit(marked: openai.OpenAI) -> None:
+    """Nothing but a bias makes the model call; then it can write nothing else."""
+    strict: Any = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    answer = marked.chat.completions.create(
+        model="m",
+        messages=USER,
+        tools=strict,
+        n=4,
+        max_tokens=400,
+        logit_bias=A_CALL,
+        parallel_tool_calls=False,
+    )
+    for choice in answer.choices:
+        assert choice.finish_reason == "tool_calls"
+        check(choice.message.tool_calls)
 
 
 @pytest.mark.row("G9")
