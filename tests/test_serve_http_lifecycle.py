@@ -247,8 +247,10 @@ def test_a_stalled_reader_does_not_delay_a_stop() -> None:
         assert call in server.app.context.calls  # it hangs in its answer
         assert not call.is_computing
         began_s = time.monotonic()
+        connections = server._connections
         os.kill(os.getpid(), signal.SIGTERM)
         await life
+        assert connections is not None and not connections.closing
         stalled.close()
         return time.monotonic() - began_s
 

@@ -33,6 +33,7 @@ from serve.http.settings import HttpSettings
 logger = logging.getLogger(__name__)
 
 LINGER_S = 1.0
+REST_S = 0.2  # for what is still to be sent when the server stops
 SPARE = 16
 SPARE_S = 1.0  # for a health check to begin; the next one needs the place
 PIECE_BYTES = 16 << 10  # parsed at once
@@ -44,7 +45,8 @@ _warnings = LimitedLog(logger)
 
 
 class ConnectionServer(web.Server):
-    """Makes and counts the connections. num_refused: those that were one too many."""
+    """Makes and counts the connections. num_refused: those that were one too many. closing: those
+    that the end of the server has closed, and that have not yet sent what they hold."""
 
     def __init__(self, handler: Any, settings: HttpSettings) -> None:
         super().__init__(
@@ -61,6 +63,7 @@ class ConnectionServer(web.Server):
         self.settings = settings
         self.max_connections = min(settings.max_connections, _files_left())
         self.num_refused = 0
+        self.closing: dict[web.RequestHandler, asyncio.Transport] = {}
         self._addresses: Counter[str] = Counter()
 
     def __call__(self) -> web.RequestHandler:
@@ -69,6 +72,19 @@ class ConnectionServer(web.Server):
     @property
     def num_connections(self) -> int:
         return len(self._connections)
+
+    async def shutdown(self, timeout: float | None = None) -> None:
+        """As aiohttp's; then nothing is open any more, whether it has been read or not."""
+        self.closing = dict(self._connections)
+        await super().shutdown(timeout)
+        loop = asyncio.get_running_loop()
+        due_s = loop.time() + REST_S
+        while self.closing and loop.time() < due_s:
+            await asyncio.sleep(REST_S / 20)
+        for transport in self.closing.values():
+            transport.abort()
+        while self.closing and loop.time() < due_s + REST_S:
+            await asyncio.sleep(0)
 
     def count(self, address: str | None) -> ApiError | None:
         """A connection has come; what to tell it if it is one too many."""
@@ -141,6 +157,7 @@ class Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._end_head()
+        self._server.closing.pop(self, None)
         if self._is_counted:
             self._is_counted = False
             self._server.forget(self._address)
