@@ -10,6 +10,12 @@ from collections.abc import Iterator
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Nothing is ever downloaded.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Where several tests run at once each has a core: threads that wait for each other on shared ones
+# take ten times as long. Before torch and our own kernels count them.
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
+if WORKER.startswith("gw"):
+    CORES = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {CORES[int(WORKER[2:]) % len(CORES)]})
 
 import pytest
 import torch
@@ -24,27 +30,43 @@ from tests.raw_engine import NODE_BYTES
 
 # Files whose tests neither measure time nor compute with all cores, so that two can run at once.
 PARALLEL_FILES = (
-    "test_bench_load_report",
+    "test_bench_ablation",
+    "test_bench_cli",
+    "test_bench_corpus",
     "test_bench_load_datasets",
+    "test_bench_load_report",
     "test_bench_load_traces",
+    "test_bench_offline",
     "test_bench_plan.",
     "test_bench_plan_serving",
+    "test_bench_scripts",
     "test_bench_simulate",
+    "test_examples",
+    "test_memory_cuda_kv",
+    "test_memory_fault_schedules",
     "test_memory_kv_manager",
     "test_memory_layer_groups",
     "test_memory_placement",
     "test_memory_prefix",
+    "test_memory_spill_restart",
     "test_memory_wire",
     "test_quant",
     "test_serve_chat",
     "test_serve_cli",
+    "test_serve_device_sampler",
+    "test_serve_equality",
+    "test_serve_http.",
     "test_serve_http_anthropic",
+    "test_serve_http_completions",
     "test_serve_http_fields",
+    "test_serve_http_framing",
     "test_serve_http_json",
     "test_serve_http_keys",
+    "test_serve_http_large",
     "test_serve_http_messages",
     "test_serve_http_openai",
     "test_serve_http_openapi",
+    "test_serve_http_page",
     "test_serve_http_pairs",
     "test_serve_http_parameters",
     "test_serve_http_refused",
@@ -53,11 +75,19 @@ PARALLEL_FILES = (
     "test_serve_http_tokenize",
     "test_serve_http_tools",
     "test_serve_http_unknown",
-    "test_serve_models_refused",
+    "test_serve_int8",
+    "test_serve_kv_store",
+    "test_serve_layer_groups",
+    "test_serve_models",
     "test_serve_order",
+    "test_serve_overlap_walk",
+    "test_serve_remote.",
+    "test_serve_remote_refused",
+    "test_serve_sampler",
     "test_serve_scheduler",
     "test_serve_settings",
     "test_serve_start",
+    "test_serve_structured.",
     "test_serve_tokenizer",
     "test_transport_windows",
 )
