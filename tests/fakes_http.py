@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import aiohttp
 import uvloop
@@ -367,7 +368,12 @@ def run_with_server(
         async with server, aiohttp.ClientSession(server.url) as session, asyncio.timeout(20):
             await check(Served(server, engine, session))
 
-    uvloop.run(main())
+    # what hangs when a test is over says nothing any more
+    with (
+        mock.patch("serve.http.server.FLUSH_S", 0.02),
+        mock.patch("serve.http.connection.REST_S", 0.02),
+    ):
+        uvloop.run(main())
 
 
 @dataclass
