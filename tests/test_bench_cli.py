@@ -107,6 +107,15 @@ def test_plan_that_nothing_keeps(limit: tuple[str, str], tmp_path: Path) -> None
     assert [file.exists() for file in files] == [False, True]
 
 
+def test_tables_of_machines_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = invoke("plan").output.splitlines()
+    rows = [line for line in lines if line.startswith("│")]
+    assert all(line.endswith("│") for line in rows), "the last column is cut"
+    assert "2xrtx-3090" in "".join(rows)
+    assert "…" not in "".join(lines)
+
+
 def test_plan(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     result = invoke("plan", "llama-3.1-8b", "--tpot", "50", "--json", str(file))

@@ -148,7 +148,7 @@ def print_ranking(choices: Sequence[Choice], load: Load, top: int, console: Cons
     served = [choice for choice in choices if choice.serving is not None]
     table = Table(
         _names("machine"),
-        *("USD/h", "at once", "tokens/s", "requests/s", "ms/token", "longest"),
+        *("USD/h", "at once", "tokens/s", "req/s", "ms/token", "longest"),
         *("first token", "USD/M", "waits for", "more:"),
         title=f"{load.prompt} + {load.output} tokens a request, the cheapest answers first",
         caption="longest: a step with prompt rows. USD/M: for a million tokens of answers. "
@@ -207,8 +207,8 @@ def print_splits(choices: Sequence[SplitChoice], top: int, console: Console) -> 
 
 
 def _names(header: str) -> Column:
-    """On a narrow terminal they take several lines, whole."""
-    return Column(header, overflow="fold", min_width=10)
+    """Whole, since they are what is asked for next: other columns give way."""
+    return Column(header, no_wrap=True)
 
 
 def _gb(num_bytes: float) -> str:
