@@ -26,8 +26,8 @@ test-rdma: $(VENV)/.dev
 # Memory nodes that fail: 1,000 schedules in virtual time (about 4 minutes), then real ones (about
 # 20 minutes; as root, with network namespaces).
 test-faults: $(VENV)/.dev
-	$(BIN)/python -m tests.sim_faults --count 1000
-	$(BIN)/python -m bench.node_faults --count 200
+	$(BIN)/python -m tests.support.nodes.sim_faults --count 1000
+	$(BIN)/python -m bench.nodes.node_faults --count 200
 
 # Mutated inputs for what reads them, parsers and a whole server: about 25 minutes, and FUZZ_SECONDS
 # for each target makes it longer. FUZZ_ARGS=--atheris lets coverage guide (it needs the extra fuzz).
@@ -64,14 +64,14 @@ bench: $(VENV)/.dev
 
 # Everything that a GPU can tell, in less than nine minutes: bench/results/DEVICE.json and .md. With
 # the first Python here whose torch sees the GPU; GPU_PYTHON names another one. It needs what
-# pip install -e '.[dev,cuda]' installs. GPU_ARGS: see python -m bench.gpu_report --help.
+# pip install -e '.[dev,cuda]' installs. GPU_ARGS: see python -m bench.gpu.report --help.
 SEES_GPU := -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 GPU_PYTHON ?= $(shell for python in $(BIN)/python $(PYTHON); do \
 	$$python $(SEES_GPU) 2>/dev/null && echo $$python && break; done)
 GPU_ARGS ?=
 gpu:
 	$(if $(GPU_PYTHON),,$(error no Python here has a torch that sees a GPU; GPU_PYTHON=... names one))
-	PYTHONPATH=. $(GPU_PYTHON) -m bench.gpu_report $(GPU_ARGS)
+	PYTHONPATH=. $(GPU_PYTHON) -m bench.gpu.report $(GPU_ARGS)
 
 # Compiles the library for aarch64 where a cross compiler is installed (Debian:
 # g++-aarch64-linux-gnu; CROSS_FLAGS for another one), with the headers of this Python.

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from memory.address_space import AddressSpace
-from memory.kv_range import PrefixHit, Range
-from memory.layer_groups import PageLayout
+from memory.pages.address_space import AddressSpace
+from memory.pages.kv_range import PrefixHit, Range
+from memory.pages.layer_groups import PageLayout
 
 
 class IdleRanges:

@@ -21,16 +21,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from memory.address_space import AddressSpace
-from memory.allocator import PageAllocator
 from memory.idle_ranges import IdleRanges
-from memory.kv_range import HOLE, PrefixHit, Range, RangePart, check_ranges
-from memory.layer_groups import LayerGroup, PageLayout
-from memory.prefix_cache import PrefixCache
-from memory.prefix_finder import PrefixFinder
+from memory.pages.address_space import AddressSpace
+from memory.pages.allocator import PageAllocator
+from memory.pages.kv_range import HOLE, PrefixHit, Range, RangePart, check_ranges
+from memory.pages.layer_groups import LayerGroup, PageLayout
+from memory.pages.runs import runs_of
+from memory.pages.vmm import VirtualMemory
+from memory.prefix.cache import PrefixCache
+from memory.prefix.finder import PrefixFinder
 from memory.range_mapper import RangeMapper
-from memory.runs import runs_of
-from memory.vmm import VirtualMemory
 
 logger = logging.getLogger(__name__)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from memory.address_space import AddressSpace
 from memory.idle_ranges import IdleRanges
-from memory.kv_range import PrefixHit, Range, RangePart
-from memory.vmm import VirtualMemory
+from memory.pages.address_space import AddressSpace
+from memory.pages.kv_range import PrefixHit, Range, RangePart
+from memory.pages.vmm import VirtualMemory
 
 _UNMAP_PLACES = 64  # behind a window, in one call
 

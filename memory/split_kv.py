@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from memory.kv_manager import KVManager
-from memory.kv_range import PrefixHit, Range
-from memory.page_store import PrefixStats
-from memory.spill_health import SpillStats
+from memory.pages.kv_range import PrefixHit, Range
+from memory.prefix.page_store import PrefixStats
+from memory.tiers.disk_health import SpillStats
 
 
 @dataclass(frozen=True, slots=True)

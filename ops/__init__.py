@@ -27,8 +27,8 @@ from ops.backend import (
 logger = logging.getLogger(__name__)
 
 BACKENDS = {
-    "cpu": "ops.cpu:CpuBackend",
-    "cuda": "ops.cuda:CudaBackend",
+    "cpu": "ops.cpu.backend:CpuBackend",
+    "cuda": "ops.cuda.backend:CudaBackend",
     "reference": "ops.reference:ReferenceBackend",
 }
 

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ops import native
 from ops.backend import PLAIN, Edges, LinearOp, QuantizedLinears
-from ops.native_linears import NATIVE
+from ops.cpu import native
+from ops.cpu.native_linears import NATIVE
 from quant.int4 import Int4Weight
 
 Config = Mapping[str, Any]

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from ops import native
 from ops.backend import PLAIN, Edges, LinearOp, QuantizedLinears
-from ops.native_linears import NATIVE
+from ops.cpu import native
+from ops.cpu.native_linears import NATIVE
 
 GROUP = 64
 

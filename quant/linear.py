@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ops.backend import PLAIN, Edges, LinearOp, QuantizedLinears
-from ops.native_linears import NATIVE
+from ops.cpu.native_linears import NATIVE
 
 
 def int8_linear(

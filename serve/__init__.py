@@ -10,30 +10,30 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from serve.config import EngineConfig
-    from serve.embedding import EmbeddingOutput
-    from serve.engine import Engine
-    from serve.llm import LLM
-    from serve.prompt_outputs import PoolingParams
+    from serve.engine.embedding import EmbeddingOutput
+    from serve.engine.engine import Engine
+    from serve.engine.llm import LLM
+    from serve.engine.outputs import CompletionOutput, RequestOutput
+    from serve.engine.request_stream import RequestStream
     from serve.request import (
         FinishReason,
         SamplingParams,
         TokenDelta,
     )
-    from serve.request_output import CompletionOutput, RequestOutput
-    from serve.request_stream import RequestStream
+    from serve.scheduler.prompt_outputs import PoolingParams
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "LLM": "serve.llm",
-    "CompletionOutput": "serve.request_output",
-    "EmbeddingOutput": "serve.embedding",
-    "Engine": "serve.engine",
+    "LLM": "serve.engine.llm",
+    "CompletionOutput": "serve.engine.outputs",
+    "EmbeddingOutput": "serve.engine.embedding",
+    "Engine": "serve.engine.engine",
     "EngineConfig": "serve.config",
     "FinishReason": "serve.request",
-    "PoolingParams": "serve.prompt_outputs",
-    "RequestOutput": "serve.request_output",
-    "RequestStream": "serve.request_stream",
+    "PoolingParams": "serve.scheduler.prompt_outputs",
+    "RequestOutput": "serve.engine.outputs",
+    "RequestStream": "serve.engine.request_stream",
     "SamplingParams": "serve.request",
     "TokenDelta": "serve.request",
 }

@@ -11,15 +11,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from quant.kv import GROUPS as KV_GROUPS
-from serve.chat_parser import REASONING_PARSERS, TOOL_PARSERS
 from serve.errors import ConfigError
-from serve.length_predictor import LengthPredictor
+from serve.scheduler.length_predictor import LengthPredictor
+from serve.text.chat_parser import REASONING_PARSERS, TOOL_PARSERS
 
 DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "nf4", "fp8")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
-PARTITIONS = ("auto", "head", "request", "sequence")  # of memory.placement, which needs torch
-MEMORY_POLICIES = ("predicted", "worst_case", "prompt_only")  # of serve.memory_policy
-ORDERS = ("fcfs", "priority", "mlfq", "fair")  # of serve.orders
+PARTITIONS = ("auto", "head", "request", "sequence")  # of memory.nodes.placement, which needs torch
+MEMORY_POLICIES = ("predicted", "worst_case", "prompt_only")  # of serve.scheduler.admission
+ORDERS = ("fcfs", "priority", "mlfq", "fair")  # of serve.scheduler.orders
 MEMORY_PREFILLS = ("local", "remote")
 LOAD_FORMATS = ("safetensors", "random")
 MEMORY_WIRES = ("auto", "float32", "bfloat16", "int8")
@@ -69,7 +69,8 @@ class EngineConfig:
         (max_tokens of everyone fits: no preemption, few sequences) or "prompt_only" (grow
         greedily).
     length_predictor: an object that predicts answers' lengths for "predicted" (the methods of
-        serve.length_predictor.LengthPredictor), in Python only; None learns from past answers.
+        serve.scheduler.length_predictor.LengthPredictor), in Python only; None learns from past
+        answers.
     order: who is next and who gives way: "fcfs" (first come, first served), "priority" (the
         request's, a lower one first), "mlfq" (short requests do not wait for long ones) or
         "fair" (every client gets its share).

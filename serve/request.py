@@ -13,11 +13,11 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, NotRequired, TypedDict
 
 from serve.errors import RequestError
-from serve.request_checks import as_tuple, check_float, check_int, check_length
+from serve.parameter_checks import as_tuple, check_float, check_int, check_length
 from serve.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
-    from serve.prompt_outputs import PoolingParams, Vector
+    from serve.scheduler.prompt_outputs import PoolingParams, Vector
 
 MAX_N = 128
 MAX_STOP_STRINGS = 16

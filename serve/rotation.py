@@ -3,7 +3,7 @@
 A forward pass is a row of slices: products on a replica for t_model seconds, then attention on
 the memory devices, which together take t_attention. n batches rotate over n - 1 replicas that are
 staggered by t_model / (n - 1). If t_attention is just that, replicas and memory devices are never
-idle. n = 2 is one replica with two batches in turn, as serve/runner.py does it.
+idle. n = 2 is one replica with two batches in turn, as serve/runner/runner.py does it.
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from serve.core import EngineCore
-from serve.output import OutputProcessor
-from serve.output_thread import OutputThread
-from serve.plan import StepPlan
-from serve.scheduler import Scheduler
-from serve.sequence import Sequence
-from serve.stagger import part_of
+from serve.engine.core import EngineCore
+from serve.engine.output_processor import OutputProcessor
+from serve.engine.output_thread import OutputThread
+from serve.scheduler.microbatches import part_of
+from serve.scheduler.scheduler import Scheduler
+from serve.scheduler.sequence import Sequence
+from serve.scheduler.step_plan import StepPlan
 
 
 class InLoop(Executor):

@@ -1,8 +1,8 @@
 """Pipelined pools where they are meant for: beside a device that computes by itself.
 
 On a processor that computes the model as well, tokenizing and detokenizing take its time in any
-thread. Here the device takes a fixed time a step, none of it the processor's (bench/instant.py),
-and only the pools differ.
+thread. Here the device takes a fixed time a step, none of it the processor's
+(bench/common/instant.py), and only the pools differ.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from functools import partial
 from typing import NamedTuple
 
 from bench.ablation.parts import serial_core
-from bench.instant import InstantRunner, load_instant
+from bench.common.instant import InstantRunner, load_instant
 from memory.kv_manager import KVManager
 from serve import Engine, RequestStream, SamplingParams
-from serve.loader import Parts
+from serve.engine.loader import Parts
 
 _DEVICE_S = 5e-3
 _NUM_SEQS, _NUM_TOKENS = 256, 80

@@ -15,8 +15,8 @@ from rich.table import Table
 from bench.ablation.pools import OnDevice
 from bench.ablation.run import Found
 from bench.ablation.variants import OURS, SHORT, Variant
-from bench.load.metrics import percentile
-from bench.offline import page
+from bench.common import tables as page
+from bench.load.results.metrics import percentile
 from serve.errors import ConfigError
 
 

@@ -15,11 +15,11 @@ from functools import partial
 from typing import Any
 
 from bench.ablation.variants import OURS, Variant
-from bench.load.arrivals import arrival_times
-from bench.load.work import Schedule, Work
+from bench.load.workload.arrivals import arrival_times
+from bench.load.workload.work import Schedule, Work
 from bench.offline.saturated import Asking, Saturated, offer, saturate
 from serve import Engine
-from serve.loader import load_engine
+from serve.engine.loader import load_engine
 
 RATE_SHARE = 0.6  # of what "ours" answers when saturated
 _WARM_UP = 16  # requests

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.ablation.parts import PrefillFirst, StaticBatches, serial_core
+from serve.engine.loader import Parts
 from serve.errors import ConfigError
-from serve.loader import Parts
 
 OURS, SHORT = "ours", "short memory"
 

@@ -17,9 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from bench.load.metrics import percentile
-from bench.load.work import Work
-from bench.offline.bound import (
+from bench.common.ceilings import (
     MAX_DRIFT,
     Ceiling,
     Measured,
@@ -28,9 +26,11 @@ from bench.offline.bound import (
     probe_for,
     steady,
 )
+from bench.load.results.metrics import percentile
+from bench.load.workload.work import Work
 from bench.offline.peers import run_peer
 from serve import Engine, RequestStream, SamplingParams
-from serve.step_trace import TracedStep
+from serve.engine.step_trace import TracedStep
 
 MIXED = "mixed_16"
 _PEER_BATCH = 32  # what the runners in bench/peers set their engines up for

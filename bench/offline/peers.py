@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench.load.work import Work
+from bench.load.workload.work import Work
 from serve.errors import ConfigError, MergestepError
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import random
 
-from bench.load.datasets import DatasetSettings, load_calls
-from bench.load.prompts import make_works
-from bench.load.work import Work
+from bench.load.workload.datasets import DatasetSettings, load_calls
+from bench.load.workload.prompts import make_works
+from bench.load.workload.work import Work
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.models import read_spec
@@ -43,7 +43,8 @@ def fixed_requests(
     output_len: int | None = None,
     dataset: str | None = None,
 ) -> list[Work]:
-    """dataset: as bench.load.datasets names them. Without one: with input_len exact lengths (128
+    """dataset: as bench.load.workload.datasets names them. Without one: with input_len exact
+    lengths (128
     tokens to answer by default); else the embedded model's own mixture, or mixed lengths for
     another model, output_len at most. ConfigError."""
     if count < 1:

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from bench.load import run as load
-from bench.load.options import LoadOptions
-from bench.load.record import Outcome, Record
-from bench.load.targets import EngineTarget, OnChunk, TakeSteps
-from bench.load.work import Schedule, Work
+from bench.load.client import run as load
+from bench.load.client.record import Outcome, Record
+from bench.load.client.targets import EngineTarget, OnChunk, TakeSteps
+from bench.load.workload.options import LoadOptions
+from bench.load.workload.work import Schedule, Work
 from serve import Engine, FinishReason
+from serve.engine.step_trace import TracedStep
 from serve.errors import GenerationError
-from serve.step_trace import TracedStep
 
 
 class Asking(EngineTarget):

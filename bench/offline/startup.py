@@ -167,7 +167,7 @@ def _is_in_memory(path: Path) -> bool:
 def import_seconds(most: int = 8) -> dict[str, float]:
     """Of `serve run`'s imports by package, the longest first, the rest together; read with
     -X importtime, which itself takes some time."""
-    code = "import serve.cli, serve.run_cli"
+    code = "import serve.cli.main, serve.cli.server_process"
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True
     )

@@ -18,10 +18,10 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from bench.checkpoints import model_directory
-from bench.load.work import Work
-from bench.offline import page
-from bench.offline.bound import Ceiling, ModelCost, probe_for
+from bench.common import tables as page
+from bench.common.ceilings import Ceiling, ModelCost, probe_for
+from bench.common.checkpoints import model_directory
+from bench.load.workload.work import Work
 from bench.offline.requests import fixed_requests
 from bench.offline.saturated import Asking, Saturated, saturate
 from bench.offline.transformers_peer import WAYS, Load, TransformersPeer, require_transformers

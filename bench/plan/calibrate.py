@@ -1,4 +1,4 @@
-"""A step's cost fitted to the steps that a real engine ran (serve/step_trace.py).
+"""A step's cost fitted to the steps that a real engine ran (serve/engine/step_trace.py).
 
     seconds = fixed + row x rows + bent x rows beyond a bend + context x tokens before decode rows
             + pair x pairs + chunk x chunks + sequence x sequences + sample, if any is sampled
@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from serve.engine.step_trace import TracedStep
 from serve.errors import ConfigError
-from serve.step_time import StepWork
-from serve.step_trace import TracedStep
+from serve.scheduler.step_time import StepWork
 
 BENDS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
 TERMS = ("fixed", "row", "bent", "context", "pair", "chunk", "sequence", "sample")

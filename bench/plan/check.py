@@ -24,14 +24,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench.checkpoints import random_checkpoint
-from bench.offline.bound import MAX_DRIFT, Ceiling
+from bench.common.ceilings import MAX_DRIFT, Ceiling
+from bench.common.checkpoints import random_checkpoint
 from bench.plan.cost import Machine, MachineCost
 from bench.plan.efficiency import BOUND, expected
 from bench.plan.here import READ_BYTES, device_of
 from bench.plan.rig import StepRig, rig_config
 from bench.plan.shapes import Precision, Shape, load_shape
-from serve.step_time import StepWork
+from serve.scheduler.step_time import StepWork
 
 LIMIT = 0.75
 TOLERANCE = 0.25

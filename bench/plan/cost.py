@@ -21,7 +21,7 @@ from bench.plan.efficiency import Efficiency
 from bench.plan.hardware import Device, Link
 from bench.plan.shapes import Precision, Shape
 from serve.errors import ConfigError
-from serve.step_time import StepWork
+from serve.scheduler.step_time import StepWork
 
 RESOURCES = ("memory", "compute", "network", "overheads")
 _ATTENTION_FACTORS = {"float32": (), "bfloat16": ("bf16",), "int8": ("bf16",)}

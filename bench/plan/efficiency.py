@@ -80,7 +80,7 @@ _CPU_PRODUCTS: dict[str, Curve] = {
 }
 _CPU_WEIGHTS = {"int4": 0.85, "nf4": 0.85}
 _CPU_DECODE = {"int8": 1.0, "bfloat16": 0.05, "float32": 0.08}  # by the type of K/V
-# Assumed, as in the model of memory devices (bench/node_cost.py).
+# Assumed, as in the model of memory devices (bench/nodes/node_cost.py).
 _GPU = Efficiency(
     weights=0.8,
     kv=0.8,

@@ -6,9 +6,9 @@ import os
 
 import torch
 
-from bench.offline.bound import Ceiling
+from bench.common.ceilings import Ceiling
 from bench.plan.hardware import Device
-from ops import native
+from ops.cpu import native
 from serve.errors import ConfigError
 from serve.machine import available_memory
 

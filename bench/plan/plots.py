@@ -7,7 +7,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.load.plots import (
+from bench.load.report.plots import (
     BLUE,
     GREEN,
     MUTED,

@@ -13,11 +13,11 @@ from types import TracebackType
 from typing import Self
 
 from serve.config import EngineConfig
-from serve.plan import StepPlan, plan_of
+from serve.loading.runtime import Runtime, load_runtime
 from serve.request import Request, SamplingParams
-from serve.runner import ModelRunner
-from serve.runtime import Runtime, load_runtime
-from serve.sequence import Sequence, SequenceStatus, make_sequences
+from serve.runner.runner import ModelRunner
+from serve.scheduler.sequence import Sequence, SequenceStatus, make_sequences
+from serve.scheduler.step_plan import StepPlan, plan_of
 
 _PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
 

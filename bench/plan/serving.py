@@ -22,7 +22,7 @@ from typing import Any
 
 from bench.plan.capacity import max_sequences
 from bench.plan.cost import MachineCost, StepCost
-from serve.step_time import StepWork
+from serve.scheduler.step_time import StepWork
 
 GRANULARITY = 16
 MAX_ROWS = {"cpu": 512, "gpu": 8192}  # of prompts in a step: more gain nothing

@@ -26,22 +26,22 @@ from dataclasses import asdict, dataclass
 
 import uvloop
 
-from bench.load.calls import Call
-from bench.load.datasets import DatasetSettings
-from bench.load.options import LoadOptions
-from bench.load.record import Record, RunResult, StepRow
-from bench.load.run import offer
-from bench.load.schedule import ArrivalSettings, make_schedule
-from bench.load.targets import EngineTarget
-from bench.load.work import Work
+from bench.load.client.record import Record, RunResult, StepRow
+from bench.load.client.run import offer
+from bench.load.client.targets import EngineTarget
+from bench.load.workload.calls import Call
+from bench.load.workload.datasets import DatasetSettings
+from bench.load.workload.options import LoadOptions
+from bench.load.workload.schedule import ArrivalSettings, make_schedule
+from bench.load.workload.work import Work
 from bench.plan.calibrate import FittedCost, fit_times
 from bench.simulate.load import simulate
 from bench.simulate.resampled import ResampledCost
 from bench.simulate.settings import PoolDelays, SimulationSettings
 from serve import Engine
 from serve.config import EngineConfig
-from serve.conversation import encode_chat, make_chat_template
-from serve.step_time import StepWork
+from serve.engine.chat_prompt import encode_chat, make_chat_template
+from serve.scheduler.step_time import StepWork
 
 TOLERANCE = 0.15
 SHARES = (0.2, 0.4, 0.6)

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from bench.load.calls import Call
-from bench.load.live import LiveView
-from bench.load.record import RunResult
-from bench.load.schedule import ArrivalSettings, make_calls
+from bench.load.client.record import RunResult
+from bench.load.report.live import LiveView
+from bench.load.workload.calls import Call
+from bench.load.workload.schedule import ArrivalSettings, make_calls
 from bench.simulate.load import OnProgress, simulate
 from bench.simulate.machine import SimulatedMachine, simulated_machine
 from serve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from bench.load.command import OfferOnce, OnlineOptions
+    from bench.cli.load import OfferOnce, OnlineOptions
 
 ASSUMED_OUTPUT = 128
 _NOT_SIMULATED = (

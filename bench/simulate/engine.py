@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bench.plan.cost import StepCost
-from serve.plan import StepPlan
 from serve.request import Request
-from serve.scheduler import Scheduler
-from serve.sequence import Sequence, make_sequences
-from serve.steady import begin_alike, end_alike, num_alike
-from serve.step_time import StepWork
+from serve.scheduler.scheduler import Scheduler
+from serve.scheduler.sequence import Sequence, make_sequences
+from serve.scheduler.steady_decode import begin_alike, end_alike, num_alike
+from serve.scheduler.step_plan import StepPlan
+from serve.scheduler.step_time import StepWork
 
 EOS, OTHER = 1, 7
 _STOPS = frozenset({EOS})

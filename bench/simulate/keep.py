@@ -6,11 +6,11 @@ import math
 from array import array
 from collections import Counter
 
-from bench.load.record import Outcome, Record, ServerSample, StepRow
+from bench.load.client.record import Outcome, Record, ServerSample, StepRow
 from bench.simulate.engine import Step
 from serve.request import FinishReason
-from serve.scheduler import Scheduler
-from serve.sequence import Sequence
+from serve.scheduler.scheduler import Scheduler
+from serve.scheduler.sequence import Sequence
 
 MOST_CHUNKS = 2_000_000  # whose times are all kept
 MOST_STEPS = 20_000

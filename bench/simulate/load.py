@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 
-from bench.load.calls import Call
-from bench.load.record import Outcome, Progress, Record, RunResult
+from bench.load.client.record import Outcome, Progress, Record, RunResult
+from bench.load.workload.calls import Call
 from bench.plan.cost import StepCost
 from bench.simulate.engine import OTHER, SimulatedEngine, make_sequence
 from bench.simulate.keep import MOST_CHUNKS, Keeper
 from bench.simulate.settings import SimulationSettings
+from serve.engine.early_rejection import EarlyRejection
 from serve.errors import OverloadedError
-from serve.overload import EarlyRejection
 from serve.request import Request, SamplingParams
 
 _REPORT_STEPS = 4096  # from one word about the progress to the next
@@ -60,7 +60,7 @@ def _without_collections() -> Iterator[None]:
 
 
 class LoadSimulation:
-    """One run, as serve/core.py does it: arrivals are messages between two steps."""
+    """One run, as serve/engine/core.py does it: arrivals are messages between two steps."""
 
     def __init__(
         self,
@@ -138,7 +138,8 @@ class LoadSimulation:
     # ---- requests
 
     def _take_in(self, number: int) -> None:
-        """Checked as serve/intake.py and serve/admission.py do, and queued."""
+        """Checked as serve/engine/preprocessor.py and serve/engine/request_limits.py do, and
+        queued."""
         call, engine = self._calls[number], self._settings.engine
         longest = self._settings.max_model_len
         room = longest - call.num_prompt

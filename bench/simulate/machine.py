@@ -15,7 +15,7 @@ from bench.plan.hardware import load_devices
 from bench.plan.run import find_machine, find_precision, require_divisible
 from bench.plan.shapes import Precision, Shape, load_shape
 from bench.simulate.settings import SimulationSettings
-from memory.layer_groups import LayerGroup
+from memory.pages.layer_groups import LayerGroup
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 
@@ -69,7 +69,7 @@ def simulated_machine(
 def _sized(
     config: EngineConfig, shape: Shape, precision: Precision, kind: str, room: int | None
 ) -> EngineConfig:
-    """With the sizes that the engine would have found at its start (serve/kv_sizes.py)."""
+    """With the sizes that the engine would have found at its start (serve/loading/kv_sizing.py)."""
     token_bytes = int(shape.kv_token_bytes(precision))
     longest = config.max_model_len or shape.max_model_len
     if longest > shape.max_model_len:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memory.address_space import MappingStats
 from memory.kv_manager import KVManager
-from memory.layer_groups import LayerGroup
+from memory.pages.address_space import MappingStats
+from memory.pages.layer_groups import LayerGroup
 
 
 class NoMemory:

@@ -16,13 +16,13 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 
-from bench.load.datasets import DatasetSettings
-from bench.load.record import Outcome
-from bench.load.schedule import ArrivalSettings, make_calls
+from bench.load.client.record import Outcome
+from bench.load.workload.datasets import DatasetSettings
+from bench.load.workload.schedule import ArrivalSettings, make_calls
 from bench.simulate.load import LoadSimulation
 from bench.simulate.machine import DEFAULT_MACHINE, simulated_machine
-from serve.memory_policy import POLICIES
-from serve.orders import ORDERS
+from serve.scheduler.admission import POLICIES
+from serve.scheduler.orders import ORDERS
 
 MODEL, DATASET, MAX_MODEL_LEN = "llama-3.1-8b", "azure-conv", 16_384
 CASES = [*((policy, "fcfs") for policy in POLICIES), *(("predicted", name) for name in ORDERS[1:])]

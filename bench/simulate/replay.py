@@ -15,9 +15,9 @@ import statistics
 import time
 from dataclasses import asdict, dataclass
 
-from bench.load.datasets import DatasetSettings
-from bench.load.record import Outcome, RunResult
-from bench.load.schedule import ArrivalSettings, make_calls
+from bench.load.client.record import Outcome, RunResult
+from bench.load.workload.datasets import DatasetSettings
+from bench.load.workload.schedule import ArrivalSettings, make_calls
 from bench.simulate.command import simulate_load
 from bench.simulate.machine import DEFAULT_MACHINE, simulated_machine
 

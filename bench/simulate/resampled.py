@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.plan.cost import StepCost
-from serve.step_time import StepWork
+from serve.scheduler.step_time import StepWork
 
 NEAREST = 24
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 from bench.simulate.memory import make_books
 from memory.kv_manager import KVManager
-from memory.layer_groups import LayerGroup
-from memory.prefix_index import PrefixHasher
+from memory.pages.layer_groups import LayerGroup
+from memory.prefix.index import PrefixHasher
 from serve.config import EngineConfig
 from serve.errors import ConfigError
-from serve.memory_policy import make_policy
-from serve.orders import make_order
-from serve.plan import SchedulerLimits
-from serve.scheduler import Scheduler
+from serve.scheduler.admission import make_policy
+from serve.scheduler.orders import make_order
+from serve.scheduler.scheduler import Scheduler
+from serve.scheduler.step_plan import SchedulerLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ class PoolDelays:
 @dataclass(frozen=True, slots=True)
 class SimulationSettings:
     """engine: as EngineConfig has them; max_model_len, kv_cache_bytes and kv_page_bytes must be
-    given. groups: K/V of the layers (memory.layer_groups). map_call_s: a system call that maps
+    given. groups: K/V of the layers (memory.pages.layer_groups). map_call_s: a system call that
+    maps
     pages, which hits of the prefix cache are weighed against. Where calls share nothing (no runs),
     the prefix cache is left out."""
 
@@ -74,7 +75,7 @@ class SimulationSettings:
         return kv
 
     def make_scheduler(self, *, has_prefixes: bool) -> Scheduler:
-        """As serve/loader.py makes it."""
+        """As serve/engine/loader.py makes it."""
         engine, kv = self.engine, self.make_books()
         limits = SchedulerLimits(
             engine.max_num_seqs,

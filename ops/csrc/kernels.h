@@ -154,7 +154,7 @@ struct Rotation {
   int half;
 };
 
-// How a row's token is chosen, after SamplingParams; ops/sampling.py packs it.
+// How a row's token is chosen, after SamplingParams; ops/cpu/sampling.py packs it.
 struct Draw {
   uint64_t seed, position;
   double top_p;

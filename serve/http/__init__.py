@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from serve.http.settings import HttpSettings
+from serve.http.edge.settings import HttpSettings
 
 if TYPE_CHECKING:
     from serve.http.server import HttpServer

@@ -15,16 +15,14 @@ from urllib.parse import unquote
 
 from aiohttp import web
 
-from serve.http import limits
-from serve.http.access import HostCheck, authenticate
-from serve.http.access_log import CLIENT_REQUEST_ID, AccessLog
-from serve.http.body import check_framing
-from serve.http.call_engine import CallEngine
-from serve.http.context import ApiContext, Call, ErrorShape, Handler, Route, ServerState
-from serve.http.cors import Cors
-from serve.http.deadline import timeout_of
-from serve.http.endpoints import all_routes
-from serve.http.errors import (
+from serve.http.calls.call_engine import CallEngine
+from serve.http.calls.context import ApiContext, Call, ErrorShape, Handler, Route, ServerState
+from serve.http.edge import limits
+from serve.http.edge.access import HostCheck, authenticate
+from serve.http.edge.body import check_framing
+from serve.http.edge.cors import Cors
+from serve.http.edge.deadline import timeout_of
+from serve.http.edge.errors import (
     ApiError,
     common_headers,
     error_response,
@@ -34,14 +32,16 @@ from serve.http.errors import (
     quoted,
     to_api_error,
 )
-from serve.http.keys import ApiKey, KeyRing
-from serve.http.meter import CLIENT_LEFT
-from serve.http.quota import Quotas
-from serve.http.settings import HttpSettings
-from serve.http.tracing import make_tracer
+from serve.http.edge.keys import ApiKey, KeyRing
+from serve.http.edge.meter import CLIENT_LEFT
+from serve.http.edge.quota import Quotas
+from serve.http.edge.settings import HttpSettings
+from serve.http.monitoring.access_log import CLIENT_REQUEST_ID, AccessLog
+from serve.http.monitoring.tracing import make_tracer
+from serve.http.routes import all_routes
 
 if TYPE_CHECKING:
-    from serve.engine import Engine
+    from serve.engine.engine import Engine
 
 __all__ = ["HttpApp", "ServerState"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from aiohttp import web
 
 from serve.errors import reason
-from serve.http.access import HostCheck
-from serve.http.context import ApiContext, ServerState
-from serve.http.errors import (
+from serve.http.calls.context import ApiContext, ServerState
+from serve.http.edge.access import HostCheck
+from serve.http.edge.errors import (
     ApiError,
     common_headers,
     error_response,
@@ -15,8 +15,8 @@ from serve.http.errors import (
     not_ready,
     to_api_error,
 )
-from serve.http.metrics import CONTENT_TYPE, Exposition
-from serve.http.settings import HttpSettings
+from serve.http.edge.settings import HttpSettings
+from serve.http.monitoring.metrics import CONTENT_TYPE, Exposition
 
 HOST = "127.0.0.1"
 

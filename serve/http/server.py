@@ -13,16 +13,16 @@ import aiohttp.http_parser
 from aiohttp import web
 
 from serve.errors import ConfigError, reason
-from serve.http import limits
 from serve.http.app import HttpApp, ServerState
-from serve.http.connection import Connection, ConnectionServer, notice_dead_peers
-from serve.http.keys import KeyRing, load_keys
+from serve.http.edge import limits
+from serve.http.edge.connection import Connection, ConnectionServer, notice_dead_peers
+from serve.http.edge.keys import KeyRing, load_keys
+from serve.http.edge.settings import HttpSettings
+from serve.http.edge.tls import tls_context
 from serve.http.metrics_listener import MetricsListener
-from serve.http.settings import HttpSettings
-from serve.http.tls import tls_context
 
 if TYPE_CHECKING:
-    from serve.engine import Engine
+    from serve.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from memory.attention import Attention, AttentionLayer, Pending, Rotation
+from memory.attention.seam import Attention, AttentionLayer, Pending, Rotation
 from ops.backend import Backend, LinearOp, Norm
 from ops.linear import apply_norm
 from serve.models.rope import RotaryTable

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memory.attention import AttentionLayer
+from memory.attention.seam import AttentionLayer
 from quant.checkpoint_formats import CheckpointFormat, read_format
 from serve.errors import ModelLoadError
 from serve.models.config_file import ConfigReader, read_json

@@ -17,8 +17,8 @@ from schemathesis.generation import GenerationMode
 
 from serve import Engine
 from serve.http import HttpSettings
-from tests.checkpoints import checkpoint
-from tests.fakes_http import ServerThread
+from tests.support.engine.checkpoints import checkpoint
+from tests.support.http.fakes_http import ServerThread
 
 CONFIG = Path(__file__).with_name("schemathesis.toml")
 KEY = "key-of-the-fuzzer"

@@ -16,7 +16,6 @@ import aiohttp
 
 from serve import Engine
 from serve.http import HttpServer, HttpSettings
-from tests.checkpoints import checkpoint
 from tests.fuzz.bodies import (
     CHAT_BODIES,
     COMPLETION_BODIES,
@@ -27,6 +26,7 @@ from tests.fuzz.bodies import (
     TOKENIZE_BODIES,
 )
 from tests.fuzz.mutate import mutate
+from tests.support.engine.checkpoints import checkpoint
 
 MODEL = "m"
 SEEDS: dict[str, tuple[bytes, ...]] = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import orjson
 
-from memory.wire import (
+from memory.nodes.wire import (
     HEADER_BYTES,
     Append,
     Edit,
@@ -27,23 +27,23 @@ from memory.wire import (
     read_json,
     read_plan,
 )
-from serve.chat_parser import AnswerParser, ChatFormat, ToolCallArguments, ToolCallStart
-from serve.chat_parser.calls import ToolCallParser
-from serve.chat_parser.formats import REASONING_FORMATS, TOOL_FORMATS
-from serve.chat_parser.grammar import forced_calls
-from serve.chat_parser.reasoning import ReasoningParser
-from serve.chat_template import neutralize, split_neutralized
 from serve.errors import ConfigError, ModelLoadError, RequestError
-from serve.grammar_source import grammar_of
-from serve.http import schema
 from serve.http.anthropic.request import parse_messages_call
-from serve.http.errors import ApiError
-from serve.http.json_body import parse_object
+from serve.http.edge.errors import ApiError
+from serve.http.edge.json_body import parse_object
+from serve.http.openai import requests as schema
 from serve.http.responses.head import response_head
 from serve.http.responses.items import REFERENCE
 from serve.http.responses.request import parse_response_call
 from serve.models.config_file import ConfigReader
 from serve.request import SamplingParams
+from serve.structured.grammar_source import grammar_of
+from serve.text.chat_parser import AnswerParser, ChatFormat, ToolCallArguments, ToolCallStart
+from serve.text.chat_parser.calls import ToolCallParser
+from serve.text.chat_parser.formats import REASONING_FORMATS, TOOL_FORMATS
+from serve.text.chat_parser.grammar import forced_calls
+from serve.text.chat_parser.reasoning import ReasoningParser
+from serve.text.chat_template import neutralize, split_neutralized
 from tests.fuzz.bodies import (
     CHAT_BODIES,
     COMPLETION_BODIES,

@@ -15,8 +15,8 @@ fi
 pytest="$(printf %q "$python") -m pytest -p no:cacheprovider"
 # TRANSPORT: the suite that all transports pass runs on these, and a missing device is a failure.
 # The first files do without what conftest.py imports, which takes the guest a while.
-first="tests/test_transport.py tests/test_transport_peers.py tests/test_transport_rdma.py"
+first="tests/transport/test_transport.py tests/transport/test_peers.py tests/transport/test_rdma.py"
 command="export TRANSPORT=rdma,rdma-polled; $pytest --noconftest $first"
-rest=$(grep -l 'mark\.rdma' tests/test_*.py | grep -v test_transport_rdma.py || true)
+rest=$(grep -rl 'mark\.rdma' tests --include='test_*.py' | grep -v tests/transport/test_rdma.py || true)
 [ -z "$rest" ] || command+=" && $pytest -m rdma $(echo $rest)"
 exec tests/guest/run.sh -t 400 "$dir" "$command"

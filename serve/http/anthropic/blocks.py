@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from serve.http.fields import (
+from serve.http.calls.messages import MAX_MESSAGES
+from serve.http.calls.turns import Turns
+from serve.http.schema.fields import (
     Boolean,
     Either,
     FieldType,
@@ -19,9 +21,7 @@ from serve.http.fields import (
     Record,
     String,
 )
-from serve.http.messages import MAX_MESSAGES
-from serve.http.tagged import Tagged
-from serve.http.turns import Turns
+from serve.http.schema.tagged import Tagged
 
 MAX_TEXT_CHARS = 8 << 20
 MAX_BLOCKS = 8192

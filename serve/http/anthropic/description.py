@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from serve.http.anthropic.request import COUNT as COUNT_BODY
 from serve.http.anthropic.request import CREATE as CREATE_BODY
-from serve.http.describe import Operation
-from serve.http.fields import Schema
+from serve.http.schema.describe import Operation
+from serve.http.schema.fields import Schema
 
 _ERROR: Schema = {
     "type": "object",

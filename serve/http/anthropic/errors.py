@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from serve.http.errors import JSON_TYPE, ApiError, common_headers
+from serve.http.edge.errors import JSON_TYPE, ApiError, common_headers
 
 OVERLOADED_STATUS = 529
 # Clients that try conversations kept by the server go on without them at this code.

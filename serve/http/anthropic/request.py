@@ -15,9 +15,11 @@ from serve.http.anthropic.blocks import (
 )
 from serve.http.anthropic.errors import THREADS_UNSUPPORTED
 from serve.http.anthropic.tools import TOOL_CHOICE, TOOLS, chat_tools
-from serve.http.chat_run import ChatRequest
-from serve.http.conversation import effort_kwargs
-from serve.http.fields import (
+from serve.http.calls.chat_run import ChatRequest
+from serve.http.calls.conversation import effort_kwargs
+from serve.http.calls.sampling_fields import MAX_CLIENT_CHARS, MAX_TOKENS, MODEL
+from serve.http.calls.structured_fields import json_schema
+from serve.http.schema.fields import (
     Boolean,
     Either,
     FieldType,
@@ -31,9 +33,7 @@ from serve.http.fields import (
     Unknown,
     Unsupported,
 )
-from serve.http.sampling_fields import MAX_CLIENT_CHARS, MAX_TOKENS, MODEL
-from serve.http.structured_fields import json_schema
-from serve.http.tagged import Tagged
+from serve.http.schema.tagged import Tagged
 from serve.request import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
 
 MIN_THINKING_TOKENS = 1024

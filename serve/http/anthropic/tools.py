@@ -7,8 +7,9 @@ from typing import Any
 
 from serve.errors import RequestError
 from serve.http.anthropic.blocks import CACHE_CONTROL, NAME
-from serve.http.errors import quoted
-from serve.http.fields import (
+from serve.http.calls.tools import MAX_DESCRIPTION_CHARS, MAX_SCHEMA_BYTES, MAX_TOOLS, PARAMETERS
+from serve.http.edge.errors import quoted
+from serve.http.schema.fields import (
     Boolean,
     JsonObject,
     List,
@@ -16,8 +17,7 @@ from serve.http.fields import (
     String,
     Unsupported,
 )
-from serve.http.tagged import Tagged
-from serve.http.tools import MAX_DESCRIPTION_CHARS, MAX_SCHEMA_BYTES, MAX_TOOLS, PARAMETERS
+from serve.http.schema.tagged import Tagged
 
 _SERVER_TOOLS = (
     "bash_20250124",

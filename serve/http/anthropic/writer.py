@@ -8,11 +8,11 @@ from typing import Any
 import orjson
 
 from serve.http.anthropic.errors import error_object
-from serve.http.chat_answer import Counts
-from serve.http.chat_run import ChatStep
-from serve.http.errors import ApiError
+from serve.http.calls.chat_answer import Counts
+from serve.http.calls.chat_run import ChatStep
+from serve.http.edge.errors import ApiError
+from serve.http.edge.sse import named_event
 from serve.http.parts import Part, Reasoning, Text, ToolCallStart
-from serve.http.sse import named_event
 
 TEXT, THINKING, TOOL_USE = "text", "thinking", "tool_use"
 # By kind of block: the type of its deltas, and the field that grows.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from serve.http.describe import Operation
-from serve.http.fields import Schema
 from serve.http.responses.listing import MAX_LIMIT
 from serve.http.responses.request import COUNT as COUNT_BODY
 from serve.http.responses.request import CREATE as CREATE_BODY
+from serve.http.schema.describe import Operation
+from serve.http.schema.fields import Schema
 
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _TEXT: Schema = {"type": "string"}

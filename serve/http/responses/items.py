@@ -9,7 +9,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from serve.errors import RequestError
-from serve.http.fields import (
+from serve.http.calls.messages import MAX_MESSAGES, parse_arguments
+from serve.http.calls.turns import Turns
+from serve.http.schema.fields import (
     Either,
     FieldType,
     JsonObject,
@@ -21,9 +23,7 @@ from serve.http.fields import (
     Unknown,
     Unsupported,
 )
-from serve.http.messages import MAX_MESSAGES, parse_arguments
-from serve.http.tagged import Tagged
-from serve.http.turns import Turns
+from serve.http.schema.tagged import Tagged
 
 REFERENCE = "item_reference"
 MAX_TEXT_CHARS = 8 << 20

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from serve.errors import RequestError
-from serve.http.errors import quoted
+from serve.http.edge.errors import quoted
 
 MAX_LIMIT = 100
 DEFAULT_LIMIT = 20

@@ -7,10 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve.errors import RequestError
-from serve.http.chat_run import ChatRequest
-from serve.http.conversation import effort_kwargs
-from serve.http.errors import quoted
-from serve.http.fields import (
+from serve.http.calls.chat_run import ChatRequest
+from serve.http.calls.conversation import effort_kwargs
+from serve.http.calls.sampling_fields import (
+    CLIENT_FIELDS,
+    IGNORED_FIELDS,
+    MAX_TOKENS,
+    MODEL,
+    SAMPLING_FIELDS,
+    client_name,
+    sampling_params,
+)
+from serve.http.calls.structured_fields import JSON_OBJECT, json_schema
+from serve.http.calls.tools import MAX_DESCRIPTION_CHARS, MAX_SCHEMA_BYTES, MAX_TOOLS, PARAMETERS
+from serve.http.edge.errors import quoted
+from serve.http.responses.items import INPUT, NAME, chat_messages, input_items
+from serve.http.schema.fields import (
     Boolean,
     Either,
     FieldType,
@@ -24,19 +36,7 @@ from serve.http.fields import (
     Unknown,
     Unsupported,
 )
-from serve.http.responses.items import INPUT, NAME, chat_messages, input_items
-from serve.http.sampling_fields import (
-    CLIENT_FIELDS,
-    IGNORED_FIELDS,
-    MAX_TOKENS,
-    MODEL,
-    SAMPLING_FIELDS,
-    client_name,
-    sampling_params,
-)
-from serve.http.structured_fields import JSON_OBJECT, json_schema
-from serve.http.tagged import Tagged
-from serve.http.tools import MAX_DESCRIPTION_CHARS, MAX_SCHEMA_BYTES, MAX_TOOLS, PARAMETERS
+from serve.http.schema.tagged import Tagged
 from serve.request import MAX_LOGPROBS, SamplingParams
 from serve.structured_output import StructuredOutput
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import orjson
 
-from serve.http import shapes
-from serve.http.chat_answer import Counts
-from serve.http.chat_run import ChatStep
-from serve.http.errors import ApiError
-from serve.http.large_json import json_bytes
+from serve.http.calls.chat_answer import Counts
+from serve.http.calls.chat_run import ChatStep
+from serve.http.edge.errors import ApiError
+from serve.http.edge.large_json import json_bytes
+from serve.http.edge.sse import named_event
+from serve.http.openai import shapes
 from serve.http.parts import Part, Reasoning, Text, ToolCallStart
-from serve.http.sse import named_event
 from serve.request import TokenLogprobs
 
 MESSAGE, REASONING, CALL = "message", "reasoning", "function_call"

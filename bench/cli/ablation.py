@@ -1,0 +1,156 @@
+"""`serve bench ablation`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from bench.ablation import report
+from bench.ablation.parts import serial_core
+from bench.ablation.pools import measure_pools
+from bench.ablation.run import Plan, measure
+from bench.ablation.variants import Variant, all_variants, chosen
+from bench.common import tables as page
+from bench.common.checkpoints import model_directory
+from bench.load.workload.work import Work
+from bench.offline.requests import fixed_requests
+from serve.config import EngineConfig
+from serve.errors import ConfigError
+from serve.loading.precision import choose_backend, resolve_precision
+from serve.machine import available_memory
+from serve.models import read_spec
+
+_QUICK_REQUESTS, _QUICK_ROUNDS = 32, 2
+
+
+def ablation(
+    model: str | None = None,
+    *,
+    dataset: str | None = None,
+    requests: int | None = None,
+    input_len: int | None = None,
+    output_len: int | None = None,
+    rounds: int | None = None,
+    max_num_seqs: int = 64,
+    qps: float | None = None,
+    at_rate: bool = True,
+    kv_cache_bytes: int | None = None,
+    variants: list[str] | None = None,
+    dtype: str = "auto",
+    compute_threads: int | None = None,
+    seed: int = 0,
+    json_file: Path | None = None,
+    png_file: Path | None = None,
+    quick: bool = False,
+) -> dict[str, Any]:
+    """Each optimisation off in turn, on the same requests; prints a table.
+
+    model: a directory, "random:SHAPE", None for the embedded one.
+    dataset, requests, input_len, output_len: as bench.offline.requests.fixed_requests has them.
+    qps: of the latencies; None: 60 % of what is reached; at_rate=False leaves them out.
+    kv_cache_bytes: K/V memory that is short; None: for a quarter of the sequences.
+    variants: names of those to run; None: all.
+    Returns what is written to json_file. ConfigError before anything runs.
+    """
+    count = requests or (_QUICK_REQUESTS if quick else 200)
+    num_rounds = rounds or (_QUICK_ROUNDS if quick else 8)
+    if num_rounds < 1 or max_num_seqs < 1:
+        raise ConfigError("rounds and max_num_seqs must be positive")
+    if qps is not None and not qps > 0:
+        raise ConfigError(f"qps must be a positive number, not {qps}")
+    for file in (json_file, png_file):
+        page.check_file(file)
+    if png_file is not None:
+        report.require_matplotlib()
+    path = model_directory(model)
+    works = fixed_requests(
+        path,
+        count=count,
+        seed=seed,
+        input_len=input_len,
+        output_len=output_len,
+        dataset=dataset,
+    )
+    settings = _settings(path, works, dtype, compute_threads)
+    ends_early = any(not work.ignore_eos for work in works)
+    known = all_variants(_plain(path, settings), ends_early=ends_early)
+    wanted = chosen(known, variants)
+    plan = Plan(
+        path,
+        list(works),
+        settings,
+        num_rounds,
+        max_num_seqs,
+        has_rate=at_rate,
+        keeps_engines=_fit(path, len(wanted)),
+        qps=qps,
+        kv_cache_bytes=kv_cache_bytes,
+    )
+    head = page.Head.now(f"ablation, {EngineConfig.from_settings(path).model_name}")
+    with page.progress() as bar:
+        total = 1 + len(wanted) * plan.num_turns + num_rounds
+        task = bar.add_task("loading", total=total)
+
+        def advance(name: str) -> None:
+            bar.update(task, description=name, advance=1)
+
+        found = uvloop.run(measure(plan, wanted, advance))
+        device = uvloop.run(measure_pools(num_rounds, advance)) if _has_pools(wanted) else None
+    rows = report.rows_of(wanted, found)
+    console = page.console()
+    console.print(str(head), highlight=False, soft_wrap=True)
+    report.show(rows, found, max_num_seqs, console)
+    if device is not None:
+        report.show_device(device, console)
+    result = {
+        "qps": found.qps,
+        "short_bytes": found.short_bytes,
+        "kv_bytes_per_token": found.kv_bytes_per_token,
+        "tokens_per_request": found.tokens_per_request,
+        "requests": len(works),
+        "variants": [asdict(row) for row in rows],
+        "own_device": None if device is None else device._asdict(),
+    }
+    page.write(json_file, head, result)
+    if png_file is not None:
+        report.draw(png_file, rows, str(head))
+    return result
+
+
+def _has_pools(variants: Sequence[Variant]) -> bool:
+    return any(variant.parts.core is serial_core for variant in variants)
+
+
+def _fit(model: str | None, count: int) -> bool:
+    """Whether so many engines of it may be in memory at once."""
+    folder = EngineConfig.from_settings(model).model_path
+    size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    return 2 * count * size < available_memory()
+
+
+def _settings(
+    model: str | None, works: Sequence[Work], dtype: str, compute_threads: int | None
+) -> dict[str, Any]:
+    """Where all lengths are known the context is no longer than the longest request, so that
+    short memory can be short."""
+    settings: dict[str, Any] = {"dtype": dtype, "compute_threads": compute_threads}
+    if all(work.token_ids is not None and work.max_tokens is not None for work in works):
+        longest = max(len(work.token_ids or ()) + (work.max_tokens or 0) for work in works)
+        spec = read_spec(EngineConfig.from_settings(model).model_path)
+        settings["max_model_len"] = min(longest, spec.max_model_len)
+    return settings
+
+
+def _plain(model: str | None, settings: dict[str, Any]) -> str | None:
+    """The type that stands in for int8: bfloat16, or float32 where there is no such product."""
+    config = EngineConfig.from_settings(model, **settings)
+    spec = read_spec(config.model_path)
+    precision = resolve_precision(config, spec)
+    if not precision.is_int8 or precision.kv != "int8":
+        return None
+    has_bf16 = choose_backend(config, spec) == "cuda" or page.has_bf16_product()
+    return "bfloat16" if has_bf16 else "float32"

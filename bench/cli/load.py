@@ -1,0 +1,337 @@
+"""`serve bench` without a further name: from its options to runs, and from those to a report."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from rich.console import Console
+
+from bench.load.client.record import RunResult
+from bench.load.client.redact import command_line
+from bench.load.client.run import offer
+from bench.load.client.targets import EngineTarget, ServerSettings, ServerTarget, Target
+from bench.load.report.live import LiveView
+from bench.load.report.report import check_files, report
+from bench.load.results.search import ENDINGS, SearchResult, ending, find_max_qps
+from bench.load.results.slo import Slo, parse_slo
+from bench.load.workload.arrivals import DEFAULT_REQUESTS, parse_arrival, parse_qps
+from bench.load.workload.datasets import DatasetSettings
+from bench.load.workload.options import LoadOptions
+from bench.load.workload.schedule import ArrivalSettings, make_schedule, make_warm_up
+from serve.cli.client_key import read_client_key
+from serve.cli.model_files import find_model
+from serve.config import DEFAULT_MODEL, EngineConfig
+from serve.errors import ConfigError
+
+DEFAULT_CANCEL_CHUNKS = 3
+LOWEST_SHARE = 64  # a search begins at a rate, and goes no lower than this part of it
+MIN_SEARCH_S = 30.0
+SEARCH_LIMITS = 10  # a queue that grows by a tenth of the time is over the limit at the end
+
+# rate, seed, and how many requests (None: as the options say)
+OfferOnce = Callable[[float | None, int, int | None], RunResult]
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineOptions:
+    """The command's options, as bench/common/cli_options.py explains them. engine: EngineConfig's
+    settings, for an engine in this process or a simulated one."""
+
+    model: str
+    qps: str | None = None
+    arrival: str = "poisson"
+    requests: int | None = None
+    duration: float | None = None
+    speedup: float | None = None
+    seed: int = 0
+    seeds: int = 1
+    warmup: int = 4
+    warmup_s: float = 0.0
+    grace_s: float | None = None
+    max_concurrency: int | None = None
+    cancel_rate: float = 0.0
+    cancel_after_s: float | None = None
+    cancel_after_chunks: int | None = None
+    probe_qps: float = 0.0
+    processes: int | None = None
+    dataset: str | None = None
+    input_len: str | None = None
+    output_len: str | None = None
+    trace_start: float = 0.0
+    trace_end: float | None = None
+    block_size: int = 512
+    num_groups: int = 8
+    prefix_len: int = 512
+    num_turns: int = 4
+    as_text: bool = False
+    url: str | None = None
+    in_process: bool = False
+    simulate: bool = False
+    machine: str | None = None
+    server_model: str | None = None
+    api_key_file: Path | None = None
+    header: list[str] | None = None
+    timeout: float | None = None
+    slo: str | None = None
+    slo_from: str = "schedule"
+    find_max_qps: bool = False
+    attainment: float = 0.99
+    resolution: float = 0.05
+    json_file: Path | None = None
+    jsonl_file: Path | None = None
+    html_file: Path | None = None
+    png_file: Path | None = None
+    engine: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if sum((self.url is not None, self.in_process, self.simulate)) > 1:
+            raise ConfigError("give only one of url, in_process and simulate")
+        for name in ("machine",) if not self.simulate else ():
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{name} goes with simulate")
+        for name in ("server_model", "api_key_file", "header", "timeout"):
+            if getattr(self, name) is not None and self.url is None:
+                raise ConfigError(f"{name} goes with url")
+        if self.seeds < 1:
+            raise ConfigError(f"seeds must be at least 1, not {self.seeds}")
+        if self.warmup < 0:
+            raise ConfigError(f"warmup must not be negative, not {self.warmup}")
+        if self.find_max_qps and self.slo is None:
+            raise ConfigError("find_max_qps needs an slo")
+        if self.slo_from not in ("schedule", "send"):
+            raise ConfigError(f"slo_from must be schedule or send, not {self.slo_from!r}")
+
+    @property
+    def rates(self) -> list[float | None]:
+        """None: the arrivals have their own."""
+        if self.qps is None and parse_arrival(self.arrival)[0] in ("ramp", "trace", "inf"):
+            return [None]
+        return [*parse_qps("1" if self.qps is None else self.qps)]
+
+    @property
+    def dataset_settings(self) -> DatasetSettings:
+        name = self.dataset or ("mixed" if self.input_len is None else "random")
+        return DatasetSettings(
+            name=name,
+            input_len=self.input_len,
+            output_len=self.output_len,
+            max_model_len=self.engine.get("max_model_len"),
+            start_s=self.trace_start,
+            end_s=math.inf if self.trace_end is None else self.trace_end,
+            block_size=self.block_size,
+            num_groups=self.num_groups,
+            prefix_len=self.prefix_len,
+            num_turns=self.num_turns,
+            as_text=self.as_text,
+        )
+
+    def load_options(self, seed: int) -> LoadOptions:
+        chunks = self.cancel_after_chunks
+        if self.cancel_rate and chunks is None and self.cancel_after_s is None:
+            chunks = DEFAULT_CANCEL_CHUNKS
+        return LoadOptions(
+            seed=seed,
+            warmup_s=self.warmup_s,
+            grace_s=self.grace_s,
+            max_concurrency=self.max_concurrency,
+            cancel_rate=self.cancel_rate,
+            cancel_after_s=self.cancel_after_s,
+            cancel_after_chunks=chunks,
+            probe_qps=self.probe_qps,
+            processes=self.processes,
+        )
+
+    @property
+    def slo_limits(self) -> Slo | None:
+        if self.slo is None:
+            return None
+        return parse_slo(self.slo, from_schedule=self.slo_from == "schedule")
+
+
+def run(options: OnlineOptions) -> bool:
+    """Whether the runs are valid. ConfigError before anything runs."""
+    files = {
+        "json_file": options.json_file,
+        "jsonl_file": options.jsonl_file,
+        "html_file": options.html_file,
+        "png_file": options.png_file,
+    }
+    check_files(**files)
+    slo = options.slo_limits
+    options.load_options(0)
+    runs: list[RunResult] = []
+    search: SearchResult | None = None
+    error: BaseException | None = None
+    try:
+        with _offering(options) as offer_once:
+            search = _offer_all(options, slo, _kept(offer_once, runs))
+            error = None if search is None else search.error
+    except ENDINGS as exc:
+        if not runs:
+            raise
+        error = exc
+    if error is not None:
+        runs[-1].notes.append(f"ended early: {ending(error)}")
+    is_valid = report(
+        runs,
+        {"command": command_line(["serve", *sys.argv[1:]]), **_told(options)},
+        slo=slo,
+        search=search,
+        console=Console(),
+        **files,
+    )
+    if error is not None:
+        raise error
+    return is_valid
+
+
+def _kept(offer_once: OfferOnce, runs: list[RunResult]) -> OfferOnce:
+    def kept(rate: float | None, seed: int, requests: int | None = None) -> RunResult:
+        runs.append(offer_once(rate, seed, requests))
+        return runs[-1]
+
+    return kept
+
+
+def _told(options: OnlineOptions) -> dict[str, Any]:
+    """The settings that a report shows: those that are not the defaults."""
+    told = {}
+    for item in fields(options):
+        value = getattr(options, item.name)
+        if item.name not in ("engine", "api_key_file", "header") and value != item.default:
+            told[item.name] = str(value) if isinstance(value, Path) else value
+    if options.url is None:
+        defaults = {item.name: item.default for item in fields(EngineConfig)}
+        told |= {name: v for name, v in options.engine.items() if v != defaults[name]}
+    return told
+
+
+def _offer_all(
+    options: OnlineOptions, slo: Slo | None, offer_once: OfferOnce
+) -> SearchResult | None:
+    """Every rate with every seed, until somebody has had enough; or a search."""
+    if options.find_max_qps:
+        assert slo is not None, "checked"
+        return _search(options, slo, offer_once)
+    for seed in range(options.seed, options.seed + options.seeds):
+        for rate in options.rates:
+            if offer_once(rate, seed, None).was_interrupted:
+                return None
+    return None
+
+
+def _search(options: OnlineOptions, slo: Slo, offer_once: OfferOnce) -> SearchResult:
+    """Each rate is offered for long enough to see that it is too high, unless the user says how
+    many requests or for how long."""
+    (start,) = options.rates if len(options.rates) == 1 else (None,)
+    if start is None:
+        raise ConfigError("find_max_qps needs one qps to begin with")
+    needed_s = max(MIN_SEARCH_S, SEARCH_LIMITS * slo.longest_s)
+    is_given = options.requests is not None or options.duration is not None
+
+    def run(qps: float, seed: int) -> RunResult:
+        count = None if is_given else max(DEFAULT_REQUESTS, math.ceil(qps * needed_s))
+        result = offer_once(qps, seed, count)
+        taken_s = len(result.records) / qps
+        if taken_s < needed_s and (count is None or len(result.records) < count):
+            result.notes.append(
+                f"{len(result.records)} requests last {taken_s:.3g} s: a search needs"
+                f" {needed_s:g} s of them to see that a rate is too high"
+            )
+        return result
+
+    return find_max_qps(
+        run,
+        slo,
+        attainment=options.attainment,
+        seeds=options.seeds,
+        start=start,
+        lowest=start / LOWEST_SHARE,
+        resolution=options.resolution,
+        first_seed=options.seed,
+    )
+
+
+@contextlib.contextmanager
+def _offering(options: OnlineOptions) -> Iterator[OfferOnce]:
+    """Offers one rate with one seed at a time; what is measured lives as long."""
+    if options.simulate:
+        from bench.simulate.command import simulated
+
+        yield simulated(options)
+        return
+    target = _target(options)
+    console = Console(stderr=True)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+
+        async def once(rate: float | None, seed: int, requests: int | None) -> RunResult:
+            dataset = _fitted(options.dataset_settings, target)
+            schedule, notes = make_schedule(
+                dataset,
+                ArrivalSettings(options.arrival, options.speedup),
+                qps=rate,
+                requests=options.requests if requests is None else requests,
+                duration_s=options.duration,
+                seed=seed,
+                tokens=target.prompt_tokens,
+            )
+            warmup = make_warm_up(dataset, options.warmup, seed, target.prompt_tokens)
+            load = replace(options.load_options(seed), warmup=warmup)
+            with LiveView(
+                console, total=len(schedule.works), qps=schedule.qps, title=target.name
+            ) as view:
+                result = await offer(schedule, target, load, view.update)
+            result.notes += notes
+            return result
+
+        runner.run(target.__aenter__())
+        try:
+            yield lambda rate, seed, requests: runner.run(once(rate, seed, requests))
+        finally:
+            runner.run(target.__aexit__(None, None, None))
+
+
+def _fitted(dataset: DatasetSettings, target: Target) -> DatasetSettings:
+    """What the target tells about its context and its tokens."""
+    return replace(
+        dataset,
+        max_model_len=dataset.max_model_len or target.max_model_len,
+        count_tokens=target.count_tokens,
+    )
+
+
+def _target(options: OnlineOptions) -> Target:
+    if options.url is None:
+        from bench.plan.shapes import known_models
+        from serve import Engine
+
+        if options.model in known_models() and options.model != DEFAULT_MODEL:
+            raise ConfigError(
+                f"{options.model} is a name of `serve plan`: --simulate takes it; a load needs a"
+                " model's directory"
+            )
+        found = find_model(options.model)
+        return EngineTarget(Engine(found.model, served_model_name=found.name, **options.engine))
+    headers = {}
+    for number, line in enumerate(options.header or (), 1):
+        name, colon, value = line.partition(":")
+        if not colon or not name.strip():  # it may be a secret, and is not shown
+            raise ConfigError(f"header must be NAME: VALUE; number {number} is not")
+        headers[name.strip()] = value.strip()
+    return ServerTarget(
+        ServerSettings(
+            options.url,
+            model=options.server_model,
+            api_key=read_client_key(options.api_key_file),
+            headers=headers,
+            timeout_s=options.timeout,
+        )
+    )

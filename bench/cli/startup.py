@@ -1,0 +1,115 @@
+"""`serve bench startup`: options, tables, file."""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.common import tables as page
+from bench.common.checkpoints import model_directory
+from bench.offline.startup import Start, import_seconds, measure
+from serve.config import EngineConfig
+from serve.errors import ConfigError
+from serve.models import read_spec
+
+
+def startup(
+    model: str | None = None,
+    *,
+    repeats: int | None = None,
+    cold: bool = True,
+    dtype: str = "auto",
+    compute_threads: int | None = None,
+    limit_s: float = 600.0,
+    json_file: Path | None = None,
+    quick: bool = False,
+) -> dict[str, Any]:
+    """`serve run` in fresh processes, to its first token; prints where the time goes.
+
+    model: a directory, "random:SHAPE", None for the embedded one. cold: also with the model's
+    files out of memory. limit_s: for one start.
+    Returns what is written to json_file. ConfigError before anything runs, MergestepError where
+    a server does not come up.
+    """
+    page.check_file(json_file)
+    num_repeats = repeats or (1 if quick else 5)
+    if num_repeats < 1 or not limit_s > 0:
+        raise ConfigError("repeats and limit_s must be positive")
+    path = model_directory(model)
+    config = EngineConfig.from_settings(path, dtype=dtype, compute_threads=compute_threads)
+    read_spec(config.model_path)
+    options = ["--dtype", dtype]
+    if compute_threads is not None:
+        options += ["--compute-threads", str(compute_threads)]
+    head = page.Head.now(f"startup, {config.model_name}")
+    is_cold = cold and not quick
+    with page.progress() as bar:
+        task = bar.add_task("starting", total=num_repeats * (1 + is_cold))
+        starts, was_dropped = measure(
+            path,
+            config.model_path,
+            repeats=num_repeats,
+            is_cold=is_cold,
+            options=options,
+            limit_s=limit_s,
+            advance=lambda name: bar.update(task, description=name, advance=1),
+        )
+    imports = import_seconds()
+    console = page.console()
+    console.print(str(head), highlight=False, soft_wrap=True)
+    _show(starts, imports, console)
+    if is_cold and not was_dropped:
+        console.print("the model's files could not be dropped from memory here: cold is warm")
+    result = {
+        "starts": {name: [asdict(start) for start in found] for name, found in starts.items()},
+        "was_cold": is_cold and was_dropped,
+        "import_seconds": imports,
+    }
+    page.write(json_file, head, result)
+    return result
+
+
+def _show(starts: dict[str, list[Start]], imports: dict[str, float], console: Console) -> None:
+    table = Table("seconds since the spawn", *starts, title="medians and ranges")
+    table.title_justify = "left"
+    for mark in starts["warm"][0].at_s:
+        cells = [page.spread([start.at_s[mark] for start in found]) for found in starts.values()]
+        table.add_row(mark, *cells)
+    sizes = [page.spread([start.rss_bytes / 2**20 for start in found]) for found in starts.values()]
+    table.add_row("resident when ready, MiB", *sizes)
+    console.print(table)
+    lines = _phases(starts["warm"])
+    console.print("from its words, warm: " + ", ".join(lines), highlight=False, soft_wrap=True)
+    packages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in imports.items())
+    console.print(f"imports, seconds: {packages}", highlight=False, soft_wrap=True)
+
+
+def _phases(starts: list[Start]) -> list[str]:
+    """Seconds between what it says, medians; up to when it is ready."""
+    said = [
+        [(at_s, line) for at_s, line in start.lines if at_s <= start.at_s["/ready"]]
+        for start in starts
+    ]
+    if len({len(lines) for lines in said}) != 1:
+        return []
+    texts = [_short(line.partition(":")[2].strip() or line) for _, line in said[0]]
+    times = [[at_s for at_s, _ in lines] for lines in said]
+    gaps = [[later - earlier for earlier, later in pairwise([0.0, *row])] for row in times]
+    medians = [statistics.median(column) for column in zip(*gaps, strict=True)]
+    last = statistics.median(
+        start.at_s["/ready"] - row[-1] for start, row in zip(starts, times, strict=True) if row
+    )
+    phases = [f'{seconds:.2f} to "{text}"' for seconds, text in zip(medians, texts, strict=True)]
+    return [*phases, f"{last:.2f} to ready"]
+
+
+def _short(text: str) -> str:
+    """Whole words."""
+    return textwrap.shorten(text, 48, placeholder=" ...")

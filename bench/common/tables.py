@@ -1,0 +1,168 @@
+"""What the measurements share: a head that says where and of what, tables, JSON, progress."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ops.cpu import native
+from serve.cli.eval import check_writable
+from serve.machine import usable_processors
+
+WIDTH = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Where a figure comes from. commit: of a source tree, with "+" where it has changes; None:
+    installed from elsewhere."""
+
+    what: str
+    machine: str
+    processors: int
+    kernels: str
+    system: str
+    python: str
+    torch: str
+    mergestep: str
+    commit: str | None
+    began: str
+
+    @classmethod
+    def now(cls, what: str) -> Head:
+        kernels = native.instruction_set() if native.is_available() else "not built"
+        return cls(
+            what,
+            _machine(),
+            usable_processors(),
+            kernels,
+            platform.platform(),
+            platform.python_version(),
+            torch.__version__,
+            _version(),
+            _commit(),
+            datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+    def __str__(self) -> str:
+        source = f"mergestep {self.mergestep}" + (f" ({self.commit})" if self.commit else "")
+        return (
+            f"{self.what}: {self.machine}, {self.processors} processors, {self.kernels} kernels;"
+            f" {source}, torch {self.torch}, Python {self.python}; {self.began}"
+        )
+
+
+def _machine() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    if torch.cuda.is_available():
+        name += f" with {torch.cuda.get_device_name()}"
+    return name
+
+
+def _version() -> str:
+    try:
+        return metadata.version("mergestep")
+    except metadata.PackageNotFoundError:
+        return "source"
+
+
+def _commit() -> str | None:
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
+    try:
+        done = subprocess.run(git, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def console() -> Console:
+    """For results. Where nobody looks it is wide enough for the tables."""
+    made = Console()
+    made.width = max(made.width, int(os.environ.get("COLUMNS", WIDTH)))
+    return made
+
+
+def progress() -> Progress:
+    """On stderr, and only on a terminal."""
+    watched = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=watched,
+        transient=True,
+        disable=not watched.is_terminal,
+    )
+
+
+def write(path: Path | None, head: Head, result: Any) -> None:
+    """{"head": ..., **result}; without a path nothing."""
+    if path is not None:
+        path.write_text(json.dumps(_finite({"head": asdict(head), **result}), indent=1) + "\n")
+
+
+def check_file(path: Path | None) -> None:
+    """Before anything runs. ConfigError."""
+    if path is not None:
+        check_writable(path)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def number(value: float) -> str:
+    """Three or four digits, without an exponent."""
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3
+    return f"{value:,.{digits}f}"
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """In which the median lies with 90 % at least: values by rank, as many left out at either end
+    as that allows. Of fewer than five all values, with what certainty they give."""
+    ordered, count = sorted(values), len(values)
+    left_out, outside = 0, 0.5**count
+    while count >= 5 and 2 * (outside + math.comb(count, left_out + 1) * 0.5**count) <= 0.1:
+        left_out += 1
+        outside += math.comb(count, left_out) * 0.5**count
+    return ordered[left_out], ordered[count - 1 - left_out]
+
+
+def spread(values: Sequence[float], form: Callable[[float], str] = number) -> str:
+    """The median and its interval."""
+    text = form(statistics.median(values))
+    if len(values) < 2:
+        return text
+    low, high = interval(values)
+    return f"{text} ({form(low)} to {form(high)})"
+
+
+def has_bf16_product() -> bool:
+    """Whether the kernels here multiply bf16 by an instruction of its own."""
+    return native.is_available() and native.Ceilings.multiply_bf16(1) > 0

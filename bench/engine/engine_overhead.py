@@ -1,0 +1,135 @@
+"""What our own machinery costs: rows scheduled, detokenized and delivered per second.
+
+The device takes no time (bench/common/instant.py); N asyncio consumers each read one stream to its
+end. Reported: rows/s and time per step. A last wave has a device that takes 5 ms a step, in
+which the other pools can work; it shows how long the device waits between two steps for
+update, schedule, commit and flatten: `serve bench engine`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from rich.table import Table
+
+from bench.common import tables as page
+from bench.common.checkpoints import model_directory
+from bench.common.instant import InstantRunner, load_instant
+from serve import Engine, RequestStream, SamplingParams
+from serve.errors import ConfigError
+
+_DEVICE_S = 5e-3
+
+
+async def _consume(stream: RequestStream) -> tuple[int, int]:
+    tokens = deltas = 0
+    async for delta in stream:
+        tokens += len(delta.token_ids)
+        deltas += 1
+    return tokens, deltas
+
+
+async def measure(num_seqs: int, num_tokens: int, model: str | None = None) -> dict[str, Any]:
+    """Three waves of num_seqs streams of num_tokens tokens: into untouched memory, again with
+    pages in place, and with a device that takes its time."""
+    runners: list[InstantRunner] = []
+
+    def make(kv: Any) -> InstantRunner:
+        runners.append(InstantRunner(kv, lambda s: 97 + len(s.token_ids) % 26))
+        return runners[0]
+
+    load = functools.partial(load_instant, make_runner=make, num_pages=16384)
+    result: dict[str, Any] = {"num_seqs": num_seqs, "tokens": num_seqs * num_tokens}
+    async with Engine(
+        model, load=load, max_num_seqs=num_seqs, max_num_batched_tokens=8192
+    ) as engine:
+        for wave in ("cold", "warm", "paced"):
+            runners[0].reset(device_s=_DEVICE_S if wave == "paced" else 0.0)
+            result |= {
+                f"{wave}_{key}": value
+                for key, value in (await _wave(engine, runners[0], num_seqs, num_tokens)).items()
+            }
+    return result
+
+
+async def _wave(
+    engine: Engine, runner: InstantRunner, num_seqs: int, num_tokens: int
+) -> dict[str, float]:
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    prompt = list(range(5, 21))
+    runner.gate.clear()  # nobody runs before everybody has arrived
+    streams = [engine.submit(prompt, params) for _ in range(num_seqs)]
+    for stream in streams:
+        await stream.accepted()
+    began = time.perf_counter()
+    runner.gate.set()
+    results = await asyncio.gather(*map(_consume, streams))
+    elapsed = time.perf_counter() - began
+    delivered = sum(tokens for tokens, _ in results)
+    assert delivered == num_seqs * num_tokens, f"{delivered} tokens delivered"
+    full = [i for i, rows in enumerate(runner.rows) if rows == num_seqs and i > 0]
+    between = sorted(1e3 * (runner.gaps_s[i - 1] + runner.batch_s[i]) for i in full)
+    return {
+        "rows_per_s": delivered / elapsed,
+        "python_ms_per_step": 1e3 * elapsed / len(runner.rows),
+        "deltas": sum(deltas for _, deltas in results),
+        "between_ms_p50": statistics.median(between),
+        "between_ms_mean": statistics.fmean(between),
+        "between_ms_p99": between[int(0.99 * (len(between) - 1))],
+    }
+
+
+def engine(
+    model: str | None = None,
+    *,
+    seqs: int = 256,
+    tokens: int | None = None,
+    repeats: int | None = None,
+    json_file: Path | None = None,
+    quick: bool = False,
+) -> dict[str, Any]:
+    """Medians over the repeats, printed and returned. model: whose tokenizer is used."""
+    page.check_file(json_file)
+    num_tokens, num_repeats = tokens or (20 if quick else 400), repeats or (1 if quick else 5)
+    if min(seqs, num_tokens, num_repeats) < 1:
+        raise ConfigError("seqs, tokens and repeats must be positive")
+    path = model_directory(model)
+    head = page.Head.now("engine")
+    runs = [uvloop.run(measure(seqs, num_tokens, path)) for _ in range(num_repeats)]
+    result = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    console = page.console()
+    console.print(str(head), highlight=False, soft_wrap=True)
+    title = f"{seqs} running sequences, {num_tokens} tokens each, medians of {num_repeats} runs"
+    table = Table("", "rows/s delivered", "ms a step, everything", title=title)
+    for wave, what in (("cold", "every page mapped and zeroed"), ("warm", "pages in place")):
+        rows_per_s, step_ms = result[f"{wave}_rows_per_s"], result[f"{wave}_python_ms_per_step"]
+        table.add_row(f"{wave}: {what}", f"{rows_per_s:,.0f}", f"{step_ms:.2f}")
+    console.print(table)
+    p50, mean, p99 = (result[f"paced_between_ms_{name}"] for name in ("p50", "mean", "p99"))
+    console.print(
+        f"between two steps a {1e3 * _DEVICE_S:.0f} ms device waits {p50:.3f} ms p50,"
+        f" {mean:.3f} mean, {p99:.3f} p99",
+        highlight=False,
+    )
+    page.write(json_file, head, result)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=None)
+    parser.add_argument("--smoke", action="store_true", help="a second or so, for tests")
+    args = parser.parse_args()
+    print(json.dumps(engine(args.model, quick=args.smoke)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,292 @@
+"""A long prompt beside streams and short requests: chunks by SLO against static ones.
+
+The real engine, a random checkpoint, one engine per setting. Short requests come alone, then
+beside 8 decoding streams, then (every half second on average, the same times in every run)
+beside the streams while a prompt of 32k tokens is computed. Times are taken where a client has
+them, in the event loop of this process.
+
+    streams          time between two tokens while the long prompt is computed
+    short            time to first token of the short requests: alone, beside the streams, and
+                     beside both; the bound is twice the time without load plus one step (the
+                     99th percentile of the streams: who comes when a step has just begun
+                     waits for all of it)
+    long             time to first token of the long prompt, and against static chunk sizes: the
+                     quickest of all, and the quickest of those that keep the same SLO
+    error            of the step-time model, median relative, as the engine reports it
+    others           cores that other processes took meanwhile: more than 0.1 spoils the figures,
+                     and the setting is run again, up to twice; the least disturbed run counts
+
+A static chunk size is the prompt rows of every step; its model learns, but decides nothing.
+
+Run: python -m bench.engine.long_prompt [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import platform
+import random
+import statistics
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from bench.common.checkpoints import random_checkpoint
+from serve import Engine, RequestStream, SamplingParams
+
+SHAPE = "small-32k"
+NUM_STREAMS = 8
+MAX_NUM_SEQS = 32
+BUDGET = 512  # rows of a step where the SLO decides
+EVERY_S = 0.5
+DISTURBED_CORES = 0.1
+MAX_RUNS = 3
+VOCABULARY = range(300, 4000)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """num_alone: short requests one after the other, for the time without load."""
+
+    long_tokens: int = 32_768
+    short_tokens: int = 64
+    stream_prompt: int = 128
+    num_alone: int = 30
+
+
+@dataclass(slots=True)
+class Result:
+    """One setting. Times in seconds."""
+
+    slo_ms: float | None
+    chunk: int | None
+    gaps_s: list[float] = field(default_factory=list)
+    alone_s: list[float] = field(default_factory=list)
+    beside_streams_s: list[float] = field(default_factory=list)
+    beside_long_s: list[float] = field(default_factory=list)
+    long_s: float = 0.0
+    error: float | None = None
+    other_cores: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"SLO {self.slo_ms:g} ms" if self.slo_ms is not None else f"static {self.chunk}"
+
+    @property
+    def gap_p99_s(self) -> float:
+        return quantile(self.gaps_s, 0.99)
+
+    @property
+    def gap_p50_s(self) -> float:
+        return statistics.median(self.gaps_s)
+
+    def short_ratio(self, unloaded_s: list[float]) -> float:
+        """p99 of the short requests over their bound."""
+        bound_s = 2 * quantile(unloaded_s, 0.99) + self.gap_p99_s
+        return quantile(self.beside_long_s, 0.99) / bound_s
+
+
+def other_cpu_s() -> float:
+    """Seconds of processors that others than this process have used; 0 where /proc is missing."""
+    try:
+        fields = Path("/proc/stat").read_text().split()[1:9]
+    except OSError:
+        return 0.0
+    user, nice, system, _, _, irq, softirq, steal = map(int, fields)
+    own = time.process_time()
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK") - own
+
+
+def quantile(values: list[float], level: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(level * len(values)))]
+
+
+class Client:
+    """Sends the load to one engine. Prompts are random: nobody shares a prefix."""
+
+    def __init__(self, engine: Engine, load: Load, seed: int = 0) -> None:
+        self._engine = engine
+        self._load = load
+        self._random = random.Random(seed)
+        self._streams: list[RequestStream] = []
+        self.token_times_s: list[list[float]] = []
+
+    def _prompt(self, length: int) -> list[int]:
+        return self._random.choices(VOCABULARY, k=length)
+
+    async def ttft(self, length: int, num_tokens: int = 1) -> float:
+        began = time.perf_counter()
+        params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        first = None
+        async for _ in self._engine.submit(self._prompt(length), params):
+            first = first or time.perf_counter()
+        assert first is not None
+        return first - began
+
+    async def _read(self, stream: RequestStream, times: list[float]) -> None:
+        async for _ in stream:
+            times.append(time.perf_counter())
+
+    async def start_streams(self) -> list[asyncio.Task[None]]:
+        params = SamplingParams(max_tokens=20_000, temperature=0.0, ignore_eos=True)
+        tasks = []
+        for _ in range(NUM_STREAMS):
+            times: list[float] = []
+            prompt = self._prompt(self._load.stream_prompt)
+            self._streams.append(self._engine.submit(prompt, params))
+            self.token_times_s.append(times)
+            tasks.append(asyncio.create_task(self._read(self._streams[-1], times)))
+        while not all(len(times) > 20 for times in self.token_times_s):
+            await asyncio.sleep(0.01)
+        return tasks
+
+    async def shorts_until(self, done: asyncio.Event) -> list[float]:
+        """Short requests at random times (Poisson), until the event."""
+        rng = random.Random(1)
+        tasks = []
+        while not done.is_set():
+            tasks.append(asyncio.create_task(self.ttft(self._load.short_tokens, 4)))
+            await asyncio.sleep(rng.expovariate(1 / EVERY_S))
+        return list(await asyncio.gather(*tasks))
+
+    def stop(self) -> None:
+        for stream in self._streams:
+            stream.abort()
+
+
+async def measure(path: Path, load: Load, slo_ms: float | None, chunk: int | None) -> Result:
+    result = Result(slo_ms, chunk)
+    async with Engine(
+        str(path),
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=BUDGET if chunk is None else chunk + NUM_STREAMS,
+        max_chunk_tokens=chunk,
+        inter_token_slo_ms=slo_ms,
+        prefix_cache=False,
+        kv_cache_bytes=1 << 30,
+    ) as engine:
+        client = Client(engine, load)
+        await client.ttft(4 * BUDGET, 64)  # memory is touched, the model has seen something
+        for _ in range(load.num_alone):
+            result.alone_s.append(await client.ttft(load.short_tokens, 4))
+        tasks = await client.start_streams()
+        for _ in range(load.num_alone):
+            result.beside_streams_s.append(await client.ttft(load.short_tokens, 4))
+        done = asyncio.Event()
+        began, others_s = time.perf_counter(), other_cpu_s()
+        shorts = asyncio.create_task(client.shorts_until(done))
+        result.long_s = await client.ttft(load.long_tokens)
+        ended = began + result.long_s
+        result.other_cores = (other_cpu_s() - others_s) / result.long_s
+        result.error = engine.stats().step_time_error
+        done.set()
+        result.beside_long_s = await shorts
+        client.stop()
+        await asyncio.gather(*tasks)
+    for times in client.token_times_s:
+        during = [at for at in times if began <= at <= ended]
+        result.gaps_s += [b - a for a, b in itertools.pairwise(during)]
+    return result
+
+
+def undisturbed(path: Path, load: Load, slo_ms: float | None, chunk: int | None) -> Result:
+    """The run in which others took the least of the processors."""
+    results: list[Result] = []
+    while len(results) < MAX_RUNS and all(r.other_cores > DISTURBED_CORES for r in results):
+        results.append(uvloop.run(measure(path, load, slo_ms, chunk)))
+    return min(results, key=lambda result: result.other_cores)
+
+
+def verdicts(result: Result, statics: list[Result]) -> dict[str, tuple[float | None, bool]]:
+    """What must be shown of a run with an SLO: the figure, and whether it is reached."""
+    assert result.slo_ms is not None
+    slo_s = result.slo_ms / 1e3
+    kept = [static.long_s for static in statics if static.gap_p99_s <= slo_s]
+    alone = result.short_ratio(result.alone_s)
+    beside = result.short_ratio(result.beside_streams_s)
+    best = result.long_s / min(static.long_s for static in statics)
+    found: dict[str, tuple[float | None, bool]] = {
+        "p99 between tokens over SLO <= 1": (result.gap_p99_s / slo_s, result.gap_p99_s <= slo_s),
+        "short p99 over 2x alone + a step <= 1": (alone, alone <= 1),
+        "short p99 over 2x beside the streams + a step <= 1": (beside, beside <= 1),
+        "long over the best static <= 1.1": (best, best <= 1.1),
+    }
+    of_kept = result.long_s / min(kept) if kept else None
+    found["long over the best static that keeps the SLO <= 1.1"] = (
+        of_kept,
+        of_kept is None or of_kept <= 1.1,  # none keeps it: there is nothing to be worse than
+    )
+    error = result.error
+    found["error < 0.1"] = (error, error is not None and error < 0.1)
+    return found
+
+
+def show(results: list[Result]) -> None:
+    print(
+        f"{'':14} {'streams p50':>11} {'p99':>8} {'short alone':>11} {'streams':>8} {'long':>8}"
+        f" {'count':>6} {'long':>8} {'error':>7} {'others':>6}"
+    )
+    for r in results:
+        shorts = [
+            1e3 * quantile(values, 0.99)
+            for values in (r.alone_s, r.beside_streams_s, r.beside_long_s)
+        ]
+        error = "" if r.error is None else f"{100 * r.error:.1f} %"
+        gaps = f"{1e3 * r.gap_p50_s:8.1f} ms {1e3 * r.gap_p99_s:5.0f} ms"
+        print(
+            f"{r.name:14} {gaps} {shorts[0]:8.0f} ms {shorts[1]:5.0f} ms {shorts[2]:5.0f} ms"
+            f" {len(r.beside_long_s):6} {r.long_s:6.2f} s {error:>7} {r.other_cores:6.2f}"
+        )
+
+
+def as_json(results: list[Result], statics: list[Result]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for result in results:
+        summary = {key: value for key, value in asdict(result).items() if not key.endswith("_s")}
+        summary |= {"gap_p50_s": result.gap_p50_s, "gap_p99_s": result.gap_p99_s}
+        summary["long_s"] = result.long_s
+        for name in ("alone", "beside_streams", "beside_long"):
+            summary[f"{name}_p99_s"] = quantile(getattr(result, f"{name}_s"), 0.99)
+        if result.slo_ms is not None:
+            summary["verdicts"] = verdicts(result, statics)
+        found[result.name] = summary
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a short prompt, for tests")
+    parser.add_argument("--slo", type=float, nargs="*", default=[50.0, 100.0, 200.0])
+    parser.add_argument("--static", type=int, nargs="*", default=[32, 64, 128, 256, 512])
+    args = parser.parse_args()
+    load, slos, chunks = Load(), args.slo, args.static
+    if args.quick:
+        load, slos, chunks = Load(long_tokens=3000, num_alone=5), slos[1:2], chunks[2:3]
+    path = random_checkpoint(SHAPE)
+    machine = platform.processor() or platform.machine()
+    print(f"machine: {machine}, Python {platform.python_version()}; {SHAPE}, {load}")
+    settings = [(None, chunk) for chunk in chunks] + [(slo, None) for slo in slos]
+    results = [undisturbed(path, load, slo, chunk) for slo, chunk in settings]
+    show(results)
+    statics = [result for result in results if result.slo_ms is None]
+    for result in results:
+        if result.slo_ms is not None and statics:
+            print(result.name)
+            for text, (figure, is_reached) in verdicts(result, statics).items():
+                number = "none does" if figure is None else f"{figure:.3f}"
+                print(f"  {text}: {number}{'' if is_reached else ' NOT REACHED'}")
+    if statics:
+        print(json.dumps(as_json(results, statics)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""What the device can do at most, measured on random data in the same run as everything else."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from bench.gpu.record import Figures, Record
+from bench.gpu.timing import device, time_works
+
+_QUERIED = "clocks.sm,clocks.mem,clocks.max.sm,temperature.gpu,power.draw,power.limit,pstate"
+_PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "flash-attn", "cuda-bindings")
+
+
+def environment(record: Record) -> None:
+    record.run("device", partial(_device, record.is_dry))
+    record.run("versions", _versions)
+    if torch.cuda.is_available():
+        record.run("clocks", clocks)
+
+
+def _device(is_dry: bool) -> Figures:
+    if is_dry:
+        return {"name": platform.machine()}
+    if not torch.cuda.is_available():
+        raise RuntimeError("no CUDA device that torch can use; try --dry-run")
+    found = torch.cuda.get_device_properties(0)
+    return {
+        "name": found.name,
+        "capability": f"{found.major}.{found.minor}",
+        "multiprocessors": found.multi_processor_count,
+        "memory_gib": round(found.total_memory / 2**30, 1),
+        "l2_mib": round(getattr(found, "L2_cache_size", 0) / 2**20, 1),
+    }
+
+
+def _versions() -> Figures:
+    found: Figures = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "none"
+    found["processors"] = os.cpu_count() or 0
+    return found
+
+
+def clocks() -> Figures:
+    """As they are; nothing is set."""
+    command = ["nvidia-smi", f"--query-gpu={_QUERIED},driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    values = [value.strip() for value in done.stdout.splitlines()[0].split(",")]
+    names = [*_QUERIED.split(","), "driver"]
+    return dict(zip((name.replace(".", "_") for name in names), values, strict=True))
+
+
+def run(record: Record) -> None:
+    size = 1 << 16 if record.is_dry else 1 << 31
+    width = 64 if record.is_dry else 8192
+    record.run("copy", partial(_copy, size))
+    record.run("read", partial(_read, size))
+    record.run("bf16", partial(_best, _bf16_ways(width)))
+    record.run("int8", partial(_best, _int8_ways(width, record.is_dry)))
+    record.run("fp8", partial(_best, _fp8_ways(width, record.is_dry)))
+    record.run("launch", _launches)
+    if torch.cuda.is_available():
+        record.run("clocks after", clocks)
+
+
+def _random_bytes(count: int) -> torch.Tensor:
+    made = torch.empty(count // 4, dtype=torch.int32, device=device())
+    return made.random_().view(torch.uint8)
+
+
+def _copy(size: int) -> Figures:
+    """Bytes read and bytes written count."""
+    source = _random_bytes(size)
+    target = torch.empty_like(source)
+    timing = time_works([lambda: target.copy_(source)])
+    return {"rate": 2 * size / timing.seconds, **timing.figures()}
+
+
+def _read(size: int) -> Figures:
+    """The best of some numbers of programs."""
+    from bench.gpu.gpu_probes import READ_BLOCK, read_all
+
+    values = _random_bytes(size).view(torch.int32)
+    counts = (132, 264, 528, 1056) if torch.cuda.is_available() else (2,)
+    best: Figures = {"rate": 0.0}
+    for count in counts:
+        out = torch.empty(count, READ_BLOCK, dtype=torch.int32, device=device())
+        timing = time_works([partial(read_all, values, out)])
+        rate = size / timing.seconds
+        if rate > best["rate"]:
+            best = {"rate": rate, "programs": count, **timing.figures()}
+    return best
+
+
+Way = Callable[[], Figures]
+
+
+def _best(ways: dict[str, Way]) -> Figures:
+    """The fastest way is the ceiling; what a way fails with is told, unless all fail."""
+    rates: dict[str, float] = {}
+    errors: dict[str, str] = {}
+    error: Exception | None = None
+    for name, way in ways.items():
+        try:
+            rates[name] = way()["rate"]
+        except Exception as problem:  # not every device has every product
+            error = problem
+            errors[f"{name}_error"] = f"{type(problem).__name__}: {problem}"[:200]
+    if error is not None and not rates:
+        raise error
+    best = max(rates, key=rates.__getitem__)
+    each = {f"{name} Top/s": round(rate / 1e12, 3) for name, rate in rates.items()}
+    return {"rate": rates[best], "way": best, **each, **errors}
+
+
+def _rate(operations: float, work: Callable[[], object]) -> Figures:
+    return {"rate": operations / time_works([work]).seconds}
+
+
+def _matrix(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    if dtype == torch.int8:
+        return torch.randint(-127, 128, (rows, cols), dtype=dtype, device=device())
+    return torch.randn(rows, cols, device=device()).to(dtype)
+
+
+def _bf16_ways(width: int) -> dict[str, Way]:
+    def library() -> Figures:
+        a, b = (_matrix(width, width, torch.bfloat16) for _ in range(2))
+        out = torch.empty_like(a)
+        return _rate(2.0 * width**3, lambda: torch.mm(a, b.t(), out=out))
+
+    return {"torch.mm": library}
+
+
+def _int8_ways(width: int, is_dry: bool) -> dict[str, Way]:
+    def library() -> Figures:
+        a, b = (_matrix(width, width, torch.int8) for _ in range(2))
+        return _rate(2.0 * width**3, lambda: torch._int_mm(a, b.t()))
+
+    return {"torch._int_mm": library, **_loops(torch.int8, torch.int32, is_dry)}
+
+
+def _fp8_ways(width: int, is_dry: bool) -> dict[str, Way]:
+    def library() -> Figures:
+        a, b = (_matrix(width, width, torch.float8_e4m3fn) for _ in range(2))
+        one = torch.ones((), device=device())
+        options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+        return _rate(2.0 * width**3, lambda: torch._scaled_mm(a, b.t(), one, one, **options))
+
+    return {"torch._scaled_mm": library, **_loops(torch.float8_e4m3fn, torch.float32, is_dry)}
+
+
+def _loops(dtype: torch.dtype, sums: torch.dtype, is_dry: bool) -> dict[str, Way]:
+    """Products of tiles that stay where they are, in some shapes."""
+    from bench.gpu.gpu_probes import multiply
+
+    def loop(rows: int, cols: int, depth: int, num_warps: int) -> Figures:
+        a, b = _matrix(rows, depth, dtype), _matrix(cols, depth, dtype)
+        programs, repeats = (1, 2) if is_dry else (132 * 8, 2000)
+        out = torch.empty(programs, rows, cols, dtype=sums, device=device())
+        operations = 2.0 * rows * cols * depth * repeats * programs
+        return _rate(operations, partial(multiply, a, b, out, repeats, num_warps))
+
+    if is_dry:
+        return {"loop": partial(loop, 16, 16, 32, 4)}
+    shapes = ((128, 256, 128, 8), (128, 128, 128, 4), (64, 256, 128, 4))
+    return {f"loop {m}x{n}x{k}": partial(loop, m, n, k, warps) for m, n, k, warps in shapes}
+
+
+def _launches() -> Figures:
+    """Seconds of one tiny kernel: in a graph of many, and as a graph of its own each time."""
+    x = torch.zeros(32, device=device())
+    figures: Figures = {"in_a_graph_us": 1e6 * time_works([lambda: x.add_(1.0)]).seconds}
+    if not torch.cuda.is_available():
+        return figures
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.add_(1.0)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for count in (100, 2000):  # the first warms up
+        begin.record()
+        for _ in range(count):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        figures["replay_us"] = 1e3 * begin.elapsed_time(end) / count
+    return figures

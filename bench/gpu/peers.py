@@ -1,0 +1,127 @@
+"""Transformers at 64 streams on the same shape: each way that it has to be fast, the best counts.
+
+Every request has the same length, so that the padded batch wastes nothing. tokens_per_s are tokens
+that were generated over the whole time, prompts included, as for our engine's "streams".
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from bench.common.checkpoints import SHAPES
+from bench.gpu.engine import EIGHT_B, TINY
+from bench.gpu.record import Figures, Record
+from bench.gpu.timing import device
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+_COMPILE_S = 35.0  # not worth beginning with less
+
+
+def run(record: Record) -> None:
+    plan = TINY if record.is_dry else EIGHT_B
+    count, prompt, answer = plan.streams
+    models: list[Any] = []
+    record.run("load", partial(_load, models, plan.shape))
+    if not models:
+        return
+    ids = torch.randint(2, SHAPES[plan.shape]["vocab_size"], (count, prompt), device=device())
+    ways: dict[str, Callable[[int], int]] = {
+        "generate, dynamic cache": partial(_generate, models[0], ids, {}),
+        "generate_batch": partial(_generate_batch, models[0], ids),
+        "generate, static cache, compiled": partial(
+            _generate, models[0], ids, {"cache_implementation": "static"}
+        ),
+    }
+    if record.is_dry:
+        ways = dict(list(ways.items())[:1])
+    for name, way in ways.items():
+        if "compiled" in name and record.left_s() < _COMPILE_S:
+            record.fail(name, "no time was left to compile")
+            continue
+        record.run(name, partial(_timed, way, answer))
+        _tidy()
+
+
+def _load(models: list[Any], shape: str) -> Figures:
+    """Random weights, made on the device."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        **SHAPES[shape],
+        rope_theta=500000.0,
+        rms_norm_eps=1e-5,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    began = time.perf_counter()
+    with torch.device(device()):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
+    models.append(model.to(device()).eval())
+    return {"load_s": time.perf_counter() - began, "dtype": str(model.dtype)}
+
+
+def _timed(way: Callable[[int], int], answer: int) -> Figures:
+    """way: generates so many tokens for each, and returns how many there are. The second of two
+    runs, the first of which compiles and warms up."""
+    warm_up = time.perf_counter()
+    way(answer)
+    began = time.perf_counter()
+    tokens = way(answer)
+    _wait()
+    whole = time.perf_counter() - began
+    return {
+        "total_s": whole,
+        "tokens": tokens,
+        "tokens_per_s": tokens / whole,
+        "warm_up_s": began - warm_up,
+    }
+
+
+@torch.inference_mode()
+def _generate(model: Any, ids: torch.Tensor, options: dict[str, Any], answer: int) -> int:
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=answer,
+        min_new_tokens=answer,
+        pad_token_id=0,
+        **options,
+    )
+    _wait()
+    return int(out[:, ids.shape[1] :].numel())
+
+
+def _generate_batch(model: Any, ids: torch.Tensor, answer: int) -> int:
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(
+        max_new_tokens=answer, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    found = model.generate_batch(ids.tolist(), generation_config=config)
+    _wait()
+    tokens = sum(len(each.generated_tokens) for each in found.values())
+    assert tokens == ids.shape[0] * answer, f"{tokens} tokens came"
+    return tokens
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _tidy() -> None:
+    """Caches of one way must not be in the way of the next."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,184 @@
+"""The CPU kernels against what the machine can do: `serve bench ops [--quick]`.
+
+Every run of a kernel is preceded by a reading of the ceiling that binds it (reading memory, int8 or
+bf16 multiply-adds on registers, moving the same bytes) and followed by its peer, so that the ratios
+hold although the machine's speed drifts. Operands rotate through more memory than the caches hold.
+From kernels of microseconds the time of as many calls on no rows is subtracted, and from the moving
+they are held against too. Reported: medians, the ratios' own included. The last line is one JSON
+object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from bench.common import tables as page
+from bench.kernels.ops_cases import cases
+from bench.kernels.ops_linear import Case, Run, Timed
+from ops.cpu import native
+from ops.cpu.heap import keep_freed_memory
+from ops.cpu.native import Ceilings
+
+_READ = 256 << 20
+_ROUNDS = 300_000
+_SETTLE_S = 0.02  # after it torch's threads do not spin any more
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """rate and limit in G bytes or G operations per second; share: the median of their ratios.
+
+    limit and share are None where the processor has no such instruction as the ceiling's.
+    speedup: over the peer, None where there is none.
+    """
+
+    name: str
+    shape: str
+    ceiling: str
+    rate: float
+    limit: float | None
+    share: float | None
+    target: float
+    speedup: float | None
+
+
+class Limits:
+    """Readings of the ceilings."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.ones(2 * _READ, dtype=torch.uint8)
+        self._half = 0
+
+    def read(self, case: Case) -> float | None:
+        """G/s, now; None without the instruction."""
+        if case.ceiling == "moved":
+            assert case.beside is not None
+            return case.work / _net_seconds(case.beside) / 1e9
+        if case.ceiling == "read":
+            self._half ^= 1
+            part = self._buffer[self._half * _READ :][:_READ]
+            return _READ / _seconds(lambda: Ceilings.read(part)) / 1e9
+        multiply = Ceilings.multiply_i8 if case.ceiling == "i8" else Ceilings.multiply_bf16
+        start = time.perf_counter()
+        done = multiply(_ROUNDS)
+        return done / (time.perf_counter() - start) / 1e9 or None
+
+
+def _seconds(run: Run) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _net_seconds(timed: Timed) -> float:
+    """Of the work alone; at least a twentieth of the whole, so that noise leaves something."""
+    seconds = _seconds(timed.run)
+    return seconds if timed.idle is None else max(seconds - _seconds(timed.idle), seconds / 20)
+
+
+def _peer_seconds(run: Run) -> float:
+    """With as many threads as ours has, which are asleep again afterwards."""
+    torch.set_num_threads(native.num_threads())
+    seconds = _seconds(run)
+    torch.set_num_threads(1)
+    time.sleep(_SETTLE_S)
+    return seconds
+
+
+def measure(case: Case, limits: Limits, rounds: int) -> Reading:
+    """`rounds` times the ceiling, the kernel and its peer, one after the other."""
+    case.timed.run()
+    if case.peer is not None:
+        _peer_seconds(case.peer)
+    rates, tops, speedups = [], [], []
+    for _ in range(rounds):
+        tops.append(limits.read(case))
+        rates.append(case.work / _net_seconds(case.timed) / 1e9)
+        if case.peer is not None:
+            peer_rate = case.peer_work / _peer_seconds(case.peer) / 1e9
+            speedups.append(rates[-1] / peer_rate)
+    pairs = [(rate, top) for rate, top in zip(rates, tops, strict=True) if top is not None]
+    return Reading(
+        case.name,
+        case.shape,
+        case.ceiling,
+        statistics.median(rates),
+        statistics.median(top for _, top in pairs) if pairs else None,
+        statistics.median(rate / top for rate, top in pairs) if pairs else None,
+        case.target,
+        statistics.median(speedups) if speedups else None,
+    )
+
+
+def report(readings: list[Reading], console: Console) -> None:
+    table = Table("kernel", "shape", "rate", "ceiling", "share", "target", "to torch")
+    units = {"read": "GB/s", "moved": "GB/s", "i8": "GOP/s", "bf16": "GFLOP/s"}
+    for r in readings:
+        limit, share = "n/a", "n/a"
+        if r.limit is not None and r.share is not None:
+            limit = f"{r.limit:,.1f} {r.ceiling}"
+            colour = "green" if r.share >= r.target else "yellow"
+            share = f"[{colour}]{r.share:.0%}[/{colour}]"
+        table.add_row(
+            r.name,
+            r.shape,
+            f"{r.rate:,.1f} {units[r.ceiling]}",
+            limit,
+            share,
+            f"{r.target:.0%}",
+            "" if r.speedup is None else f"{r.speedup:.1f}x",
+        )
+    console.print(table)
+
+
+def run_and_report(*, quick: bool, only: str = "", json_file: Path | None = None) -> None:
+    """Measure the cases whose name holds `only`, print the table and the JSON line."""
+    page.check_file(json_file)
+    keep_freed_memory()  # as the engine does: results are not paid for with page faults
+    torch.set_num_threads(1)  # the other team of threads stays out of the way
+    console = page.console()
+    head = {
+        "isa": native.instruction_set(),
+        "threads": native.num_threads(),
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+    }
+    console.print(" ".join(f"{key} {value}" for key, value in head.items()), highlight=False)
+    limits, rounds, readings = Limits(), 3 if quick else 11, []
+    watched = Console(stderr=True)
+    is_hidden = not watched.is_terminal
+    for case in track(
+        cases(quick), "measuring", console=watched, transient=True, disable=is_hidden
+    ):
+        if only in case.name:
+            readings.append(measure(case, limits, rounds))
+    report(readings, console)
+    result = {"readings": [asdict(r) for r in readings]}
+    page.write(json_file, page.Head.now("ops"), result)
+    print(json.dumps({**head, **result}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.kernels.ops", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a few small shapes")
+    parser.add_argument("--only", default="", help="kernels whose name holds this")
+    sets = native.library().instruction_sets()
+    parser.add_argument("--isa", choices=sets, default=sets[0], help="instruction set")
+    args = parser.parse_args()
+    native.library().choose_instruction_set(args.isa)
+    run_and_report(quick=args.quick, only=args.only)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""The cases of `serve bench ops` for linear layers: int8, bf16 and fp32, 4-bit weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ops import Edges, LinearOp, Norm
+from ops.cpu.native import Int4Linear, Int8Linear
+from ops.cpu.native_plain import PlainLinear
+
+LINEAR_SHAPE = (2048, 8192)
+INT4_KINDS = ("int4", "int4 zeros", "nf4")
+FAR = 400 << 20  # bytes of operands that no cache holds
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Calls, and as many of the same functions with nothing to do, whose time is subtracted."""
+
+    run: Run
+    idle: Run | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One kernel at one shape. work: bytes or operations that it must move or do.
+
+    ceiling: read, i8, bf16, or moved, which is what `beside` does with the same bytes.
+    peer: what a user would call otherwise; its work is peer_work.
+    """
+
+    name: str
+    shape: str
+    ceiling: str
+    work: float
+    target: float
+    timed: Timed
+    beside: Timed | None = None
+    peer: Run | None = None
+    peer_work: float = 0.0
+
+
+def linear_cases(quick: bool) -> Iterator[Case]:
+    """Weights out of cache: bound by their bytes up to M=8, by the multiply-adds from 16 on."""
+    num_in, num_out = LINEAR_SHAPE
+    copies = 2 if quick else FAR // (num_in * num_out)
+    layers = [Int8Linear(torch.randn(num_out, num_in), None) for _ in range(copies)]
+    targets = {1: 0.88, 4: 0.88, 8: 0.85, 16: 0.65, 32: 0.75, 64: 0.8, 512: 0.9}
+    for rows in [1, 16] if quick else list(targets):
+        x = torch.randn(rows, num_in)
+        is_read = rows <= 8
+        yield Case(
+            "int8 linear",
+            f"M={rows} K={num_in} N={num_out}",
+            "read" if is_read else "i8",
+            num_in * num_out * copies * (1 if is_read else 2 * rows),
+            targets[rows],
+            Timed(partial(_apply_all, layers, x)),
+        )
+
+
+def gated_cases(quick: bool) -> Iterator[Case]:
+    """As a layer calls it: RMSNorm, gates and factors in one product, SiLU and multiply."""
+    num_in, num_out = LINEAR_SHAPE
+    size = 2 * num_in * num_out
+    copies = 2 if quick else FAR // size
+    edges = Edges(Norm("rms", torch.ones(num_in), None, 1e-5), "silu", True)
+    layers = [Int8Linear(torch.randn(2 * num_out, num_in), None, edges) for _ in range(copies)]
+    targets = {1: 0.85, 8: 0.8, 32: 0.7, 512: 0.8}
+    for rows in [1] if quick else list(targets):
+        x = torch.randn(rows, num_in)
+        is_read = rows <= 8
+        yield Case(
+            "int8 gated linear",
+            f"M={rows} K={num_in} N=2x{num_out}",
+            "read" if is_read else "i8",
+            size * copies * (1 if is_read else 2 * rows),
+            targets[rows],
+            Timed(partial(_apply_all, layers, x)),
+        )
+
+
+def _apply_all(layers: Sequence[LinearOp | Callable[[Tensor], Tensor]], x: Tensor) -> None:
+    for layer in layers:
+        layer(x)
+
+
+def plain_cases(quick: bool) -> Iterator[Case]:
+    """As above, beside oneDNN's operator. fp32 multiplies at half the rate of bf16 at best."""
+    num_in, num_out = LINEAR_SHAPE
+    shares = {1: 0.88, 8: 0.88, 16: 0.6, 32: 0.75, 64: 0.8, 512: 0.85}
+    for dtype, name, targets in [
+        (torch.bfloat16, "bf16", shares),
+        (torch.float32, "fp32", {1: 0.88, 64: 0.4}),
+    ]:
+        copies = 2 if quick else FAR // (num_in * num_out * dtype.itemsize)
+        weights = [torch.randn(num_out, num_in).to(dtype) for _ in range(copies)]
+        layers = [PlainLinear(weight, None) for weight in weights]
+        peers = [_onednn(weight) for weight in weights]
+        del weights
+        for rows in [1] if quick else list(targets):
+            x = torch.randn(rows, num_in).to(dtype)
+            is_read = rows <= 8
+            size = num_in * num_out * copies
+            work = size * dtype.itemsize if is_read else 2.0 * rows * size
+            yield Case(
+                f"{name} linear",
+                f"M={rows} K={num_in} N={num_out}",
+                "read" if is_read else "bf16",
+                work,
+                targets[rows],
+                Timed(partial(_apply_all, layers, x)),
+                peer=partial(_apply_all, peers, x),
+                peer_work=work,
+            )
+
+
+def _onednn(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """torch's packed product, an internal operator."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    run = torch.ops.mkldnn._linear_pointwise.default
+    return lambda x: run(x, packed, None, "none", [], "")
+
+
+def _int4_layers(kind: str, quick: bool) -> list[Int4Linear]:
+    """Random codes, as many layers as fill FAR."""
+    num_in, num_out, group = LINEAR_SHAPE[0], LINEAR_SHAPE[1], 64
+    shape = (num_out, num_in // group)
+    codes = torch.randint(0, 16, (num_out, num_in), dtype=torch.uint8)
+    scales = torch.rand(shape) + 0.1
+    zeros = torch.randint(0, 16, shape, dtype=torch.uint8) if kind == "int4 zeros" else None
+    count = 2 if quick else FAR // (num_in * num_out // 2)
+    return [
+        Int4Linear(codes, scales, zeros, None, group=group, is_nf4=kind == "nf4")
+        for _ in range(count)
+    ]
+
+
+def int4_cases(quick: bool) -> Iterator[Case]:
+    """Bound by their bytes at few rows, by the multiply-adds from 16 on."""
+    num_in, num_out = LINEAR_SHAPE
+    for kind in INT4_KINDS:
+        ops = _int4_layers(kind, quick)
+        size_bytes = sum(op.size_bytes for op in ops)
+        for rows in (1, 16) if quick else (1, 4, 8, 16, 64, 512):
+            x = torch.randn(rows, num_in)
+            is_read = rows <= 8
+            yield Case(
+                f"{kind} linear",
+                f"M={rows} K={num_in} N={num_out}",
+                "read" if is_read else "i8",
+                size_bytes if is_read else 2.0 * rows * num_in * num_out * len(ops),
+                0.8 if is_read else 0.6,
+                Timed(partial(_apply_all, ops, x)),
+            )

@@ -1,0 +1,247 @@
+"""How fast messages travel: python -m bench.kernels.transport [--quick] [--url URL ...].
+
+Two processes (inproc: two threads). Round trips of small messages, one-way bandwidth of large
+ones, and beside them what iperf3 reaches over loopback, if it is installed, and what a copy within
+one process does: all in turn within each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from bench.load.results.metrics import percentile
+from transport import connect, listen
+from transport.base import Endpoint, PeerLostError, Segment
+
+KEY = b"bench.kernels.transport: between two ends on this machine"
+ROUND_TRIPS = (64, 64 << 10)
+MESSAGES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
+IPERF_PORT = 5271
+_ECHO, _COUNT, _ANSWER = range(3)  # the first byte: what to do with it
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="a few seconds, as a smoke test")
+    parser.add_argument("--url", action="append", help="where to listen; several")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        answer(connect(options.serve, key=KEY))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        urls = options.url or ["inproc://bench", f"shm://{folder}/socket", "tcp://127.0.0.1:0"]
+        readings = measure(urls, 1 if options.quick else options.rounds, options.quick)
+    console = Console()
+    console.print(trip_table(readings))
+    console.print(bandwidth_table(readings))
+    median = {f"{name} {what}": statistics.median(v) for (name, what), v in readings.items()}
+    print(json.dumps({key: round(value, 3) for key, value in median.items()}))
+
+
+Readings = dict[tuple[str, str], list[float]]
+
+
+def measure(urls: list[str], rounds: int, quick: bool) -> Readings:
+    """(who, what) -> one figure of each round: us of round trips, GB/s of messages."""
+    readings: Readings = defaultdict(list)
+    budget_s = 0.03 if quick else 0.4
+    for _ in range(rounds):
+        for url in urls:
+            name = url.partition(":")[0]
+            with answering(url) as endpoint:
+                for size in ROUND_TRIPS:
+                    times = round_trips(endpoint, size, budget_s)
+                    readings[name, f"{size} B median"].append(percentile(times, 50))
+                    readings[name, f"{size} B p99"].append(percentile(times, 99))
+                for size in MESSAGES:
+                    if size <= endpoint.max_message_bytes:
+                        rate = bandwidth(endpoint, size, budget_s)
+                        readings[name, f"{size} B one way"].append(rate)
+        for size in MESSAGES:
+            readings["copy", f"{size} B one way"].append(copies(size, budget_s))
+        if not quick and (rate := iperf()) is not None:
+            readings["iperf3", "stream"].append(rate)
+    return readings
+
+
+# ---- two ends
+
+
+@contextmanager
+def answering(url: str) -> Iterator[Endpoint]:
+    """An end whose peer runs answer()."""
+    listener = listen(url, key=KEY)
+    if url.startswith("inproc:"):
+        peer = threading.Thread(target=lambda: answer(connect(listener.url, key=KEY)))
+        peer.start()
+        wait: Callable[[], object] = peer.join
+    else:
+        command = [sys.executable, "-m", "bench.kernels.transport", "--serve", listener.url]
+        wait = subprocess.Popen(command).wait
+    try:
+        endpoint = listener.accept(60.0)
+        assert endpoint is not None, "the other process did not come"
+        yield endpoint
+        endpoint.close()
+    finally:
+        listener.close()
+        wait()
+
+
+def answer(endpoint: Endpoint) -> None:
+    with suppress(PeerLostError):
+        while True:
+            frame = endpoint.poll(10.0)
+            if frame is None:
+                continue
+            kind = ctypes.c_uint8.from_address(frame.address).value
+            if kind == _ECHO:
+                endpoint.post([Segment(frame.address, 1, frame.num_bytes, 0)])
+            elif kind == _ANSWER:
+                endpoint.post([])
+            endpoint.release(frame)
+    endpoint.close()
+
+
+def message(size: int, kind: int) -> tuple[np.ndarray, list[Segment]]:
+    data = np.full(size, 7, np.uint8)
+    data[0] = kind
+    return data, [Segment(data.ctypes.data, 1, size, size)]
+
+
+def take(endpoint: Endpoint) -> None:
+    frame = endpoint.poll(60.0)
+    assert frame is not None, "no answer"
+    endpoint.release(frame)
+
+
+def round_trips(endpoint: Endpoint, size: int, budget_s: float) -> list[float]:
+    """Microseconds of each; the first ones warm up and do not count."""
+    _data, segments = message(size, _ECHO)
+    times = []
+    end = time.perf_counter() + budget_s
+    while (began := time.perf_counter()) < end or len(times) < 20:
+        endpoint.post(segments)
+        take(endpoint)
+        times.append(1e6 * (time.perf_counter() - began))
+    return times[len(times) // 10 :]
+
+
+def bandwidth(endpoint: Endpoint, size: int, budget_s: float) -> float:
+    """GB/s of messages that only one end sends, until the last one is there."""
+    _data, segments = message(size, _COUNT)
+    _last, final = message(size, _ANSWER)
+    for _ in range(4):
+        endpoint.post(segments)
+    num_sent = 1
+    began = time.perf_counter()
+    while time.perf_counter() - began < budget_s:
+        endpoint.post(segments, 60.0)
+        num_sent += 1
+    endpoint.post(final, 60.0)
+    take(endpoint)
+    return 1e-9 * num_sent * size / (time.perf_counter() - began)
+
+
+# ---- what to compare with
+
+
+def copies(size: int, budget_s: float) -> float:
+    """GB/s of one core's copies from a buffer to another that is as large as a window."""
+    source = np.full(size, 7, np.uint8)
+    target = np.zeros((max(1, (4 << 20) // size), size), np.uint8)
+    num_copied = 0
+    began = time.perf_counter()
+    while time.perf_counter() - began < budget_s / 4:
+        target[num_copied % len(target)] = source
+        num_copied += 1
+    return 1e-9 * num_copied * size / (time.perf_counter() - began)
+
+
+def iperf(seconds: int = 1) -> float | None:
+    """GB/s of one stream over loopback."""
+    if shutil.which("iperf3") is None:
+        return None
+    server = subprocess.Popen(
+        ["iperf3", "-s", "-1", "-p", str(IPERF_PORT)], stdout=subprocess.DEVNULL
+    )
+    try:
+        time.sleep(0.2)
+        done = subprocess.run(
+            ["iperf3", "-c", "127.0.0.1", "-p", str(IPERF_PORT), "-t", str(seconds), "-J"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return float(json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"]) / 8e9
+    finally:
+        server.kill()
+        server.wait()
+
+
+# ---- tables
+
+
+def trip_table(readings: Readings) -> Table:
+    table = Table(title="round trip, us: median and p99", title_justify="left")
+    table.add_column("transport")
+    for size in ROUND_TRIPS:
+        table.add_column(_bytes(size), justify="right")
+    for name in dict.fromkeys(name for name, what in readings if what.endswith("median")):
+        table.add_row(
+            name,
+            *(
+                f"{statistics.median(readings[name, f'{size} B median']):.1f}"
+                f" / {statistics.median(readings[name, f'{size} B p99']):.1f}"
+                for size in ROUND_TRIPS
+            ),
+        )
+    return table
+
+
+def bandwidth_table(readings: Readings) -> Table:
+    table = Table(title="one way, GB/s (lowest to highest round)", title_justify="left")
+    table.add_column("")
+    for size in MESSAGES:
+        table.add_column(_bytes(size), justify="right")
+    for name in dict.fromkeys(name for name, what in readings if what.endswith("one way")):
+        rows = [readings.get((name, f"{size} B one way")) for size in MESSAGES]
+        table.add_row(name, *(_spread(values) for values in rows))
+    if ("iperf3", "stream") in readings:
+        table.add_row("iperf3", _spread(readings["iperf3", "stream"]))
+    return table
+
+
+def _spread(values: list[float] | None) -> str:
+    if not values:
+        return "-"
+    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+
+
+def _bytes(size: int) -> str:
+    for unit, factor in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= factor:
+            return f"{size // factor} {unit}"
+    return f"{size} B"
+
+
+if __name__ == "__main__":
+    main()

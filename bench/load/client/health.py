@@ -1,0 +1,151 @@
+"""Whether the generator itself can be trusted: its event loop, its core, its files."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import os
+import time
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from bench.load.client.record import ProcessHealth
+from bench.load.client.timer import Sleeper
+
+PERIOD_S = 0.01
+MAX_CORE_WAIT = 0.1
+MAX_STOLEN = 0.01
+MIN_STOLEN_S = 0.05
+
+
+def raise_file_limit() -> int | None:
+    """To what the system allows. Returns how many files may be open; None: nobody knows."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+        except (ValueError, OSError):  # macOS has a lower limit of its own
+            pass
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def core_wait_s() -> float:
+    """How long this thread could have run so far but had no core. NaN: the system does not tell."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_bytes().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return math.nan
+
+
+def stolen_s() -> float:
+    """Core seconds that a virtual machine wanted but was not given, since it began. NaN: the
+    system does not tell."""
+    try:
+        fields = Path("/proc/stat").read_bytes().split(b"\n", 1)[0].split()
+        return int(fields[8]) / os.sysconf("SC_CLK_TCK")  # proc(5): steal
+    except (OSError, IndexError, ValueError):
+        return math.nan
+
+
+class Watch:
+    """Inside `async with`, in the event loop that generates: how late it comes back to a timer,
+    the thread's CPU time, garbage collections. Meanwhile what exists already is left alone by the
+    collector; with stop_gc nothing is collected at all (the client makes no cycles)."""
+
+    def __init__(self, *, stop_gc: bool) -> None:
+        self._stop_gc = stop_gc
+        self._lags_s: list[float] = []
+        self._num_collections = 0
+
+    async def __aenter__(self) -> Self:
+        gc.collect()
+        gc.freeze()
+        gc.callbacks.append(self._collected)
+        self._had_gc = gc.isenabled()
+        if self._stop_gc:
+            gc.disable()
+        self._began_s, self._cpu_s = time.perf_counter(), time.thread_time()
+        self._core_wait_s = core_wait_s()
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._wall_s = time.perf_counter() - self._began_s
+        self._cpu_s = time.thread_time() - self._cpu_s
+        self._core_wait_s = core_wait_s() - self._core_wait_s
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        gc.callbacks.remove(self._collected)
+        if self._had_gc:
+            gc.enable()
+        gc.unfreeze()
+
+    def health(
+        self, process: int, num_requests: int, max_connections: int, num_resent: int
+    ) -> ProcessHealth:
+        lags = self._lags_s or [math.nan]
+        p50, p99 = np.percentile(lags, [50, 99])
+        return ProcessHealth(
+            process,
+            num_requests,
+            self._cpu_s / self._wall_s,
+            float(p50),
+            float(p99),
+            max(lags),
+            self._num_collections,
+            max_connections,
+            self._core_wait_s / self._wall_s,
+            num_resent,
+        )
+
+    def _collected(self, phase: str, _: dict[str, int]) -> None:
+        self._num_collections += phase == "start"
+
+    async def _run(self) -> None:
+        sleeper = Sleeper()
+        due_s = time.perf_counter()
+        try:
+            while True:
+                # Those that a block of the loop swallowed would have been late, too.
+                due_s += PERIOD_S
+                await sleeper.until(due_s)
+                self._lags_s.append(time.perf_counter() - due_s)
+        finally:
+            sleeper.close()
+
+
+def health_notes(health: ProcessHealth, file_limit: int | None) -> list[str]:
+    """Limits that were met. What the report judges by (CPU, the loop's lag) is not repeated."""
+    who = f"client process {health.process}"
+    notes = []
+    if health.core_wait > MAX_CORE_WAIT:
+        notes.append(
+            f"{who} waited for a core during {health.core_wait:.0%} of the run: this machine is"
+            " busy with other things"
+        )
+    if file_limit is not None and health.max_connections > 0.95 * file_limit:
+        notes.append(f"{who} had as many connections as it may have files ({file_limit})")
+    if health.num_resent:
+        notes.append(
+            f"{who} sent {health.num_resent} requests again, on new connections: the server closed"
+            " the kept ones when they came; their times begin with the first sending"
+        )
+    return notes
+
+
+def stolen_notes(stolen: float, wall_s: float) -> list[str]:
+    """stolen: core seconds during the run."""
+    if not stolen > max(MAX_STOLEN * wall_s, MIN_STOLEN_S):
+        return []
+    return [
+        f"this virtual machine was not given {stolen:.1f} s of CPU time that it wanted in"
+        f" {wall_s:.0f} s: its host is busy, and times may be late"
+    ]

@@ -1,0 +1,41 @@
+"""What a server tells about itself at GET /metrics, where its names are known."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from bench.load.client.record import ServerSample
+
+_NAMES = {  # of vLLM (and of what imitates it), of llama.cpp
+    b"vllm:num_requests_running": "running",
+    b"vllm:num_requests_waiting": "waiting",
+    b"vllm:kv_cache_usage_perc": "usage",
+    b"vllm:gpu_cache_usage_perc": "usage",
+    b"llamacpp:requests_processing": "running",
+    b"llamacpp:requests_deferred": "waiting",
+    b"llamacpp:kv_cache_usage_ratio": "usage",
+}
+_LINE = re.compile(rb"^(" + b"|".join(_NAMES) + rb")(?:\{[^\n]*\})?[ \t]+(\S+)", re.MULTILINE)
+
+
+def read_metrics(text: bytes, at_s: float) -> ServerSample | None:
+    """Prometheus' text format; several engines behind one address are added up, their usage is
+    averaged. What is no finite number is left out. None: no name is known."""
+    found: dict[str, list[float]] = {}
+    for name, text_value in _LINE.findall(text):
+        try:
+            value = float(text_value)
+        except ValueError:
+            continue
+        if math.isfinite(value):
+            found.setdefault(_NAMES[name], []).append(value)
+    if "running" not in found:
+        return None
+    usage = found.get("usage")
+    return ServerSample(
+        at_s,
+        sum(found["running"]),
+        sum(found.get("waiting", ())),
+        sum(usage) / len(usage) if usage else None,
+    )

@@ -1,0 +1,268 @@
+"""Two or more results of `serve bench --json` beside each other: `serve bench compare`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bench.load.report.terminal import number
+from bench.load.results.confidence import Estimate
+from bench.load.results.document import check_writable, estimate, read_json
+from bench.load.results.metrics import LABELS, RATES
+from serve.errors import ConfigError
+
+SAME_RATE = 0.01
+LATENCIES = [
+    (name, stat)
+    for name in ("ttft_schedule", "ttft_send", "tpot", "itl", "icl", "e2e_schedule", "e2e_send")
+    for stat in ("p50", "p99")
+]
+MORE_IS_BETTER = ("requests_per_s", "output_tokens_per_s", "attainment", "max_qps")
+NAMES = {
+    **RATES,
+    "failed_share": "share that failed",
+    "attainment": "share within the SLO",
+    "max_qps": "max requests/s",
+}
+_OWN_SETTINGS = ("json", "jsonl", "html", "png")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure in both. ratio: other / first. differs: the intervals do not overlap; where one
+    is not known, it cannot be said (None). worse_by: of the first figure; negative: better."""
+
+    rate: str
+    name: str
+    first: Estimate
+    other: Estimate
+    ratio: float
+    differs: bool | None
+    worse_by: float
+
+    def is_regression(self, fail_over: float) -> bool:
+        """Worse than the limit allows, and not by what the intervals explain."""
+        return self.worse_by > fail_over and self.differs is not False
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Of one result with the first one."""
+
+    name: str
+    rows: list[Row]
+    warnings: list[str]
+    is_usable: bool
+    regressions: list[Row] = field(default_factory=list)
+
+
+def parse_share(text: str) -> float:
+    """`10%` or `0.1`."""
+    number_text, percent, rest = text.strip().partition("%")
+    try:
+        value = float(number_text) / (100 if percent else 1)
+    except ValueError:
+        value = math.nan
+    if rest or not 0 <= value < math.inf:
+        raise ConfigError(f"fail-over must be a share such as 10% or 0.1, not {text!r}")
+    return value
+
+
+def compare(
+    files: Sequence[Path],
+    *,
+    fail_over: str | None = None,
+    console: Console | None = None,
+    html_file: Path | None = None,
+    png_file: Path | None = None,
+) -> bool:
+    """Prints every figure of the later files beside the first one's. False: with fail_over, a
+    figure is worse than that share allows and the intervals do not overlap (or are not known), or
+    a result is invalid. html_file, png_file: the latency distributions over each other."""
+    if len(files) < 2:
+        raise ConfigError("compare needs at least two files")
+    limit = None if fail_over is None else parse_share(fail_over)
+    check_writable(html=html_file, png=png_file)
+    is_drawn = html_file is not None or png_file is not None
+    documents = [_whole(read_json(path), path, is_drawn) for path in files]
+    first_name, *names = _names(files)
+    found = [
+        compared(documents[0], document, name, math.inf if limit is None else limit)
+        for document, name in zip(documents[1:], names, strict=True)
+    ]
+    if console is not None:
+        for comparison in found:
+            _print(console, first_name, comparison, limit)
+    if is_drawn:
+        from bench.load.report.plots_compare import write_overlays
+
+        write_overlays([first_name, *names], documents, found, html_file, png_file)
+    return limit is None or all(c.is_usable and not c.regressions for c in found)
+
+
+def compared(
+    first: dict[str, Any], other: dict[str, Any], name: str, fail_over: float
+) -> Comparison:
+    warnings = _differences(first, other)
+    pairs = _pairs(first["rates"], other["rates"], warnings)
+    rows = [row for pair in pairs for row in _rows(*pair)]
+    if first.get("search") and other.get("search"):
+        rates = [document["search"]["max_qps"] for document in (first, other)]
+        row = _row("search", "max_qps", *(Estimate(float(rate)) for rate in rates))
+        rows.append(row)
+    usable = bool(pairs) and all(rate["is_valid"] for pair in pairs for rate in pair)
+    if not pairs:
+        warnings.append("the results have no rate in common: nothing is compared")
+    elif not usable:
+        warnings.append("a result is INVALID: its figures must not be used")
+    regressions = [row for row in rows if row.is_regression(fail_over)]
+    return Comparison(name, rows, warnings, usable, regressions)
+
+
+def _whole(document: dict[str, Any], path: Path, is_drawn: bool) -> dict[str, Any]:
+    """ConfigError if a figure that is compared, or drawn, cannot be read."""
+    try:
+        compared(document, document, "itself", math.inf)
+        if is_drawn:
+            from bench.load.report.plots_compare import document_latencies
+
+            for rate in document["rates"]:
+                document_latencies(document, rate["qps"])
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        what = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"{path} is no whole result of serve bench --json: {what}") from error
+    return document
+
+
+def _names(files: Sequence[Path]) -> list[str]:
+    """Short, and each one's own."""
+    stems = [path.stem for path in files]
+    if len(set(stems)) == len(stems):
+        return stems
+    return [f"{stem} ({place})" for place, stem in enumerate(stems, 1)]
+
+
+def _pairs(
+    first: list[dict[str, Any]], other: list[dict[str, Any]], warnings: list[str]
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    if len(first) == len(other) == 1:
+        a, b = _qps(first[0]), _qps(other[0])
+        if not _is_same(a, b):
+            warnings.insert(
+                0,
+                f"THE LOADS DIFFER: {a:.4g} and {b:.4g} requests/s were offered; latencies are not"
+                " of the same load, and throughput is not compared",
+            )
+        return [(first[0], other[0])]
+    pairs = [(a, b) for a in first for b in other if _is_same(_qps(a), _qps(b))]
+    left = len(first) + len(other) - 2 * len(pairs)
+    if left:
+        warnings.append(f"{left} rates are in one of the results only")
+    return pairs
+
+
+def _qps(rate: dict[str, Any]) -> float:
+    return float(rate["qps"])
+
+
+def _is_same(first: float, other: float) -> bool:
+    return first == other or abs(first - other) <= SAME_RATE * min(first, other)
+
+
+def _rows(first: dict[str, Any], other: dict[str, Any]) -> list[Row]:
+    rate = "all at once" if math.isinf(_qps(first)) else f"{_qps(first):g}/s"
+    rows = []
+    for metric, stat in LATENCIES:
+        told = [side["latencies_ms"].get(metric) for side in (first, other)]
+        if all(told):
+            values = [estimate(stats[stat]) for stats in told]
+            rows.append(_row(rate, f"{LABELS[metric].replace(' from', '')} {stat}", *values))
+    is_same = _is_same(_qps(first), _qps(other))
+    for name in ("requests_per_s", "output_tokens_per_s"):
+        if is_same and name in first["rates"] and name in other["rates"]:
+            values = [estimate(side["rates"][name]) for side in (first, other)]
+            rows.append(_row(rate, name, *values))
+    if first.get("failed_share") and other.get("failed_share"):
+        values = [estimate(side["failed_share"]) for side in (first, other)]
+        rows.append(_row(rate, "failed_share", *values))
+    if first["attainment"] and other["attainment"]:
+        values = [estimate(side["attainment"]) for side in (first, other)]
+        rows.append(_row(rate, "attainment", *values))
+    return rows
+
+
+def _row(rate: str, name: str, first: Estimate, other: Estimate) -> Row:
+    ratio = other.value / first.value if first.value else math.nan
+    known = not any(math.isnan(bound) for bound in (first.low, other.low))
+    worse_by = 1 - ratio if name in MORE_IS_BETTER else ratio - 1
+    if not first.value:  # of nothing, any growth is without bounds
+        worse_by = 0.0 if name in MORE_IS_BETTER or not other.value > 0 else math.inf
+    differs = not first.overlaps(other) if known else None
+    return Row(rate, NAMES.get(name, name), first, other, ratio, differs, worse_by)
+
+
+def _differences(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    warnings = []
+    for part in ("settings", "slo", "machine"):
+        a, b = (document.get(part) or {} for document in (first, other))
+        keys = [key for key in {**a, **b} if a.get(key) != b.get(key)]
+        keys = [key for key in keys if key.split("_")[0] not in _OWN_SETTINGS and key != "commit"]
+        missing = "the default" if part == "settings" else "nothing"
+        for key in keys:
+            values = [missing if side.get(key) is None else side[key] for side in (a, b)]
+            warnings.append(f"{part}: {key} is {values[0]} and {values[1]}")
+    return warnings
+
+
+def _print(console: Console, first_name: str, comparison: Comparison, limit: float | None) -> None:
+    title = Text(f"{comparison.name} against {first_name} (milliseconds, per second)")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("rate")
+    table.add_column("figure")
+    for name in (first_name, comparison.name, "ratio"):
+        table.add_column(Text(name), justify="right")
+    table.add_column("intervals")
+    for row in comparison.rows:
+        style = ""
+        if row.differs and row.worse_by:
+            style = "red" if row.worse_by > 0 else "green"
+        table.add_row(
+            Text(row.rate),
+            Text(row.name),
+            number(row.first.value),
+            number(row.other.value),
+            Text(ratio_text(row), style=style),
+            overlap_text(row),
+        )
+    for warning in comparison.warnings:
+        console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+    console.print(table)
+    for row in comparison.regressions:
+        text = f"REGRESSION: {row.rate} {row.name} {_worse_text(row)}"
+        console.print(Text(text, style="bold red"), soft_wrap=True)
+    if limit is not None and not comparison.regressions and comparison.is_usable:
+        console.print(f"nothing is more than {100 * limit:g} % worse", highlight=False)
+
+
+def ratio_text(row: Row) -> str:
+    return "-" if math.isnan(row.ratio) else f"{row.ratio:.3f}"
+
+
+def _worse_text(row: Row) -> str:
+    if math.isinf(row.worse_by):
+        return f"was 0 and is {number(row.other.value)}"
+    return f"is {100 * row.worse_by:.1f} % worse"
+
+
+def overlap_text(row: Row) -> str:
+    if row.differs is None:
+        return "not known"
+    return "apart" if row.differs else "overlap"

@@ -1,0 +1,71 @@
+"""Which pictures a measurement has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bench.load.report.plots import Plot
+from bench.load.report.plots_latency import cdf_plot, pooled, rates_plot
+from bench.load.report.plots_requests import client_plot, lanes_plot
+from bench.load.report.plots_time import steps_plot, timeline_plot
+from bench.load.report.terminal import rate_title
+from bench.load.results.document import Measurement
+from bench.load.results.summary import RateSummary, nominal
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """rate: whose pictures these are; None: of all rates. note: what was left out."""
+
+    title: str
+    plots: list[Plot]
+    rate: RateSummary | None = None
+    note: str = ""
+
+
+def gallery(made: Measurement, *, max_detailed: int) -> list[Section]:
+    """All rates are shown in distributions, at most max_detailed over time and by request."""
+    sections = []
+    rates = list(made.rates)
+    if made.search is not None:
+        shown = {rate.qps for rate in rates}
+        rates += [t.summary for t in made.search.tried if t.qps not in shown]
+        rates.sort(key=lambda rate: rate.qps)
+    over = rates_plot("rates", rates, made.slo, made.search)
+    if over is not None:
+        sections.append(Section("All rates", [over]))
+    detailed = detailed_rates(made, max_detailed)
+    for place, rate in enumerate(made.rates):
+        sections.append(_of_rate(made, rate, f"r{place}", is_detailed=rate.qps in detailed))
+    return [section for section in sections if section.plots]
+
+
+def detailed_rates(made: Measurement, limit: int) -> set[float]:
+    """The one that was searched for (else the highest), then the ends, then the middle."""
+    rates = [rate.qps for rate in made.rates]
+    if not rates:
+        return set()
+    best = rates[-1]
+    if made.search is not None and made.search.max_qps in rates:
+        best = made.search.max_qps
+    wanted = [best, rates[0], rates[-1], rates[len(rates) // 2], *rates]
+    return set(list(dict.fromkeys(wanted))[:limit])
+
+
+def _of_rate(made: Measurement, rate: RateSummary, name: str, *, is_detailed: bool) -> Section:
+    places = [i for i, run in enumerate(made.runs) if nominal(run.qps) == rate.qps]
+    runs, columns = [made.runs[i] for i in places], [made.columns[i] for i in places]
+    plots = [cdf_plot(f"{name}-cdf", pooled(runs, columns), made.slo)]
+    if is_detailed:
+        plots += [
+            timeline_plot(f"{name}-timeline", runs[0], columns[0]),
+            steps_plot(f"{name}-steps", runs[0]),
+            lanes_plot(f"{name}-lanes", columns[0]),
+            client_plot(f"{name}-client", runs[0], columns[0], made.slo),
+        ]
+    notes = []
+    if is_detailed and len(runs) > 1:
+        notes.append(f"Distributions are of all {len(runs)} runs, the rest is of the first.")
+    if not is_detailed:
+        notes.append("Pictures over time are made of some rates only.")
+    return Section(rate_title(rate), [p for p in plots if p is not None], rate, " ".join(notes))

@@ -1,0 +1,70 @@
+"""The end of a measurement: from the records of its runs to tables and files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench.load.client.record import RunResult
+from bench.load.report.terminal import print_report
+from bench.load.results import document
+from bench.load.results.columns import Columns
+from bench.load.results.search import SearchResult
+from bench.load.results.slo import Slo
+from bench.load.results.summary import summarize_rates
+
+
+def check_files(
+    *,
+    json_file: Path | None = None,
+    jsonl_file: Path | None = None,
+    html_file: Path | None = None,
+    png_file: Path | None = None,
+) -> None:
+    """Before anything is sent: ConfigError for what could not be written afterwards."""
+    document.check_writable(json=json_file, jsonl=jsonl_file, html=html_file, png=png_file)
+    if html_file is not None or png_file is not None:
+        from bench.load.report.plots import require_matplotlib
+
+        require_matplotlib()
+
+
+def report(
+    runs: list[RunResult],
+    settings: dict[str, Any],
+    *,
+    slo: Slo | None = None,
+    console: Console | None = None,
+    json_file: Path | None = None,
+    jsonl_file: Path | None = None,
+    html_file: Path | None = None,
+    png_file: Path | None = None,
+    search: SearchResult | None = None,
+) -> bool:
+    """Prints and writes what is asked for; returns whether the figures may be used. settings: what
+    the user chose, shown as it is (secrets are taken out); `command`: the command line. search:
+    where the rates come from find_max_qps."""
+    check_files(json_file=json_file, jsonl_file=jsonl_file, html_file=html_file, png_file=png_file)
+    columns = [Columns.of(run) for run in runs]
+    rates = summarize_rates(runs, slo, columns=columns)
+    made = document.measurement(runs, columns, rates, settings, slo, search)
+    if json_file is not None:
+        document.write_json(json_file, made)
+    if jsonl_file is not None:
+        document.write_jsonl(jsonl_file, runs)
+    if html_file is not None:
+        from bench.load.report.html import write_html
+
+        write_html(html_file, made)
+    if png_file is not None:
+        from bench.load.report.plots import write_png
+
+        write_png(png_file, made)
+    if console is not None:  # last: whoever reads it may leave
+        print_report(console, made)
+        written = [str(f) for f in (json_file, jsonl_file, html_file, png_file) if f is not None]
+        if written:
+            console.print(f"written: {', '.join(written)}", markup=False, highlight=False)
+    return made.is_valid

@@ -1,0 +1,176 @@
+"""The tables that a run ends with."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bench.load.client.redact import redact
+from bench.load.results.confidence import Estimate
+from bench.load.results.document import Measurement
+from bench.load.results.metrics import LABELS, RATES, STATS, plural, told_notes
+from bench.load.results.summary import RateSummary, qps_text
+
+MAX_ERRORS = 5
+MIN_WIDTH = 96  # for an interval beside each metric
+
+
+def print_report(console: Console, made: Measurement) -> None:
+    for rate in made.rates:
+        _print_rate(console, made, rate)
+    if len(made.rates) > 1:
+        console.print(_rates_table(made))
+    if made.search is not None:
+        _say(console, str(made.search), style="bold")
+
+
+def rate_title(rate: RateSummary) -> str:
+    offered = "all requests at once" if math.isinf(rate.qps) else f"{qps_text(rate.qps)} requests/s"
+    runs = len(rate.runs)
+    return f"{offered}, {runs} {plural('run', runs)}"
+
+
+def number(value: float) -> str:
+    """Three digits, or a whole number; - for what is not known."""
+    if math.isnan(value):
+        return "-"
+    if math.isinf(value):
+        return "∞"
+    digits = 0 if abs(value) >= 100 or float(value).is_integer() else 1 if abs(value) >= 10 else 2
+    return f"{value:,.{digits}f}"
+
+
+def interval(value: Estimate) -> str:
+    return "-" if math.isnan(value.low) else f"{number(max(value.low, 0))}-{number(value.high)}"
+
+
+def with_interval(value: Estimate) -> str:
+    between = "" if math.isnan(value.low) else f" ({interval(value)})"
+    return number(value.value) + between
+
+
+def share(value: Estimate) -> str:
+    if math.isnan(value.value):
+        return "-"
+    return f"{100 * value.value:.2f} % ({100 * value.low:.2f}-{100 * value.high:.2f})"
+
+
+def count_text(counts: dict[str, int]) -> str:
+    """How many requests counted, and how they ended."""
+    ends = [
+        f"{counts[name]:,} {text}"
+        for name, text in (
+            ("answered", "answered"),
+            ("failed", "failed"),
+            ("cancelled", "cancelled on purpose"),
+            ("incomplete", "not ended in time"),
+            ("empty", "without text"),
+        )
+        if counts[name] or name == "answered"
+    ]
+    scheduled = f"{counts['scheduled']:,} {plural('request', counts['scheduled'])}"
+    verb = "counts" if counts["counted"] == 1 else "count"
+    return f"{counts['counted']:,} of {scheduled} {verb}: {', '.join(ends)}"
+
+
+def _print_rate(console: Console, made: Measurement, rate: RateSummary) -> None:
+    table = Table(title=f"{redact(rate.runs[0].target)}: {rate_title(rate)}", title_justify="left")
+    table.add_column("milliseconds")
+    for stat in STATS:
+        table.add_column(stat, justify="right")
+    is_wide = console.width >= MIN_WIDTH
+    if is_wide:
+        table.add_column("p99, 95 % interval", justify="right")
+    for name, stats in rate.latencies_ms.items():
+        cells = [number(stats[stat].value) for stat in STATS]
+        cells += [interval(stats["p99"])] if is_wide else []
+        table.add_row(LABELS[name], *cells)
+    console.print(table)
+    lines = [count_text(rate.counts)]
+    if math.isfinite(rate.qps):
+        lines.append(f"sent {rate.achieved_qps:.4g} of {rate.qps:.4g} requests/s offered")
+    lines += [
+        f"{text}: {with_interval(rate.rates[n])}" for n, text in RATES.items() if n in rate.rates
+    ]
+    if made.slo is not None and rate.attainment is not None and rate.goodput is not None:
+        lines.append(
+            f"goodput ({made.slo}): {share(rate.attainment)},"
+            f" {with_interval(rate.goodput)} requests/s"
+        )
+    for error, count in list(rate.errors.items())[:MAX_ERRORS]:
+        lines.append(f"{count} {plural('time', count)}: {redact(error)}")
+    if len(rate.errors) > MAX_ERRORS:
+        left = len(rate.errors) - MAX_ERRORS
+        lines.append(f"and {left} other {plural('error', left)}")
+    for line in lines:
+        _say(console, line)
+    for style, texts in verdict_texts(rate).items():
+        for text in texts:
+            _say(console, text, style=style)
+
+
+def verdict_texts(rate: RateSummary) -> dict[str, list[str]]:
+    """By style: reasons why it is invalid, warnings, notes. Of what several runs say alike, but
+    for its numbers, the first, with their seeds."""
+    found: dict[str, list[str]] = {"bold red": [], "yellow": [], "dim": []}
+    found["dim"] += [f"note: {text}" for text in told_notes(rate.counts)]
+    runs = rate.runs
+    found["bold red"] += _by_kind("INVALID", [(run.seed, run.verdict.reasons) for run in runs])
+    found["yellow"] += _by_kind("warning", [(run.seed, run.verdict.warnings) for run in runs])
+    found["dim"] += _by_kind("note", [(run.seed, run.notes) for run in runs])
+    return {style: [redact(text) for text in texts] for style, texts in found.items()}
+
+
+def _by_kind(name: str, told: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
+    """told: the seed and the texts of each run. What all runs say word for word has no seed."""
+    kinds: dict[str, list[tuple[int, str]]] = {}
+    for seed, texts in told:
+        for text in dict.fromkeys(texts):
+            kinds.setdefault(re.sub(r"[\d.,]*\d", "#", text), []).append((seed, text))
+    lines = []
+    for kind in kinds.values():
+        seed, text = kind[0]
+        others = ", ".join(str(other) for other, _ in kind[1:])
+        is_common = len(kind) == len(told) and len({said for _, said in kind}) == 1
+        where = f" (seed {seed}{f'; also {others}' if others else ''})"
+        lines.append(f"{name}: {text}{'' if is_common else where}")
+    return lines
+
+
+def _rates_table(made: Measurement) -> Table:
+    """Narrow enough for 80 columns."""
+    title = "all rates: requests/s, output tokens/s, milliseconds from schedule"
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    for name in ("offered", "answers", "tokens"):
+        table.add_column(name, justify="right")
+    shown = [(m, p) for m in ("ttft_schedule", "tpot", "e2e_schedule") for p in ("p50", "p99")]
+    for metric, stat in shown:
+        table.add_column(f"{metric.partition('_')[0].upper()}\n{stat}", justify="right")
+    if made.slo is not None:
+        table.add_column("SLO\n%", justify="right")
+    for rate in made.rates:
+        cells = [number(rate.qps) if rate.is_valid else f"INVALID {number(rate.qps)}"]
+        cells += [
+            number(rate.rates[name].value) if name in rate.rates else "-"
+            for name in ("requests_per_s", "output_tokens_per_s")
+        ]
+        cells += [
+            number(rate.latencies_ms[metric][stat].value) if metric in rate.latencies_ms else "-"
+            for metric, stat in shown
+        ]
+        if rate.attainment is not None:
+            cells.append(f"{100 * rate.attainment.value:.1f}")
+        table.add_row(*cells, style="" if rate.is_valid else "red")
+    return table
+
+
+def _say(console: Console, text: str, *, style: str = "") -> None:
+    console.print(Text(text, style=style), soft_wrap=True)

@@ -1,0 +1,248 @@
+"""From the records of a run to its latencies and rates. No clock, no network, no files."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from bench.load.client.record import Outcome, Record, RunResult
+from bench.load.results.columns import Bools, Columns, Floats, Ints
+from bench.load.results.slo import tpot
+
+PERCENTS = (50, 90, 95, 99)
+STATS = ("mean", *(f"p{percent}" for percent in PERCENTS), "max")
+
+NUM_PICTURED = 100_001
+MIN_PEAK_S = 2.0  # a best second of less time says nothing
+
+# In the order in which they are shown. All of them are in milliseconds once they are summarized.
+LABELS = {
+    "ttft_schedule": "TTFT from schedule",
+    "ttft_send": "TTFT from send",
+    "tpot": "TPOT",
+    "itl": "ITL (per token)",
+    "icl": "ICL (per chunk)",
+    "e2e_schedule": "E2E from schedule",
+    "e2e_send": "E2E from send",
+    "client_queue": "queue, client",
+    "server_queue": "queue, server",
+    "probe_ttft": "probes, TTFT",
+    "probe_e2e": "probes, E2E",
+}
+RATES = {
+    "requests_per_s": "answers/s",
+    "output_tokens_per_s": "output tokens/s",
+    "input_tokens_per_s": "input tokens/s",
+    "peak_output_tokens_per_s": "output tokens/s, best second",
+    "tokens_per_s_per_user": "tokens/s per user (1 / median TPOT)",
+    "mean_concurrency": "mean concurrency",
+    "peak_concurrency": "peak concurrency",
+}
+
+
+class Samples(NamedTuple):
+    """Values in seconds, and the request that each belongs to (its index). total: of how many the
+    values are a picture; None: they are all there are."""
+
+    values: Floats
+    owners: Ints
+    total: int | None = None
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Linear between the closest ranks; NaN for no values."""
+    return float(np.percentile(values, percent)) if len(values) else math.nan
+
+
+def latencies(result: RunResult, columns: Columns) -> dict[str, Samples]:
+    """Of the requests that were due in the window and ended well; see LABELS. Metrics that nothing
+    is known of are left out."""
+    used, sent = columns.is_used, columns.is_counted & np.isfinite(columns.sent)
+    found = {
+        "ttft_schedule": _of(columns.first - columns.due, used),
+        "ttft_send": _of(columns.first - columns.sent, used),
+        "tpot": _of(tpot(columns), used),
+        "itl": _per_token(columns),
+        "icl": _counted_gaps(result)
+        if result.gaps
+        else _of(columns.gap, used[columns.gap_owner], columns.gap_owner),
+        "e2e_schedule": _of(columns.last - columns.due, used),
+        "e2e_send": _of(columns.last - columns.sent, used),
+        "client_queue": _of(columns.sent - columns.due, sent),
+        "server_queue": _of(columns.queue, used),
+    }
+    if result.probes:
+        probes = Columns.of_probes(result)
+        found["probe_ttft"] = _of(probes.first - probes.sent, probes.is_used)
+        found["probe_e2e"] = _of(probes.last - probes.sent, probes.is_used)
+    return {name: samples for name, samples in found.items() if len(samples.values)}
+
+
+def _of(values: Floats, keep: np.ndarray, owners: Ints | None = None) -> Samples:
+    keep = keep & np.isfinite(values)
+    return Samples(values[keep], np.flatnonzero(keep) if owners is None else owners[keep])
+
+
+def _per_token(columns: Columns) -> Samples:
+    """Each token of a chunk waited for its part of the gap before the chunk."""
+    keep = columns.is_used[columns.gap_owner] & (columns.gap_tokens >= 1)
+    count = columns.gap_tokens[keep].astype(np.int64)
+    gap, owner = columns.gap[keep] / count, columns.gap_owner[keep]
+    return Samples(np.repeat(gap, count), np.repeat(owner, count))
+
+
+def _counted_gaps(result: RunResult) -> Samples:
+    """A picture of the gaps that were counted, not kept: as many of each as is its share."""
+    gap, count = (np.array(column) for column in zip(*result.gaps, strict=True))
+    total = int(count.sum())
+    places = np.searchsorted(np.cumsum(count), np.linspace(0, total, NUM_PICTURED), side="left")
+    values = gap[np.minimum(places, len(gap) - 1)].astype(np.float64)
+    return Samples(values, np.zeros(len(values), np.int64), total)
+
+
+def describe(samples: Samples) -> dict[str, float]:
+    """count, and STATS in milliseconds."""
+    values = samples.values
+    count = len(values) if samples.total is None else samples.total
+    points = np.percentile(values, PERCENTS) * 1000
+    stats = [float(values.mean()) * 1000, *map(float, points), float(values.max()) * 1000]
+    return {"count": float(count), **dict(zip(STATS, stats, strict=True))}
+
+
+def rates(columns: Columns) -> dict[str, float]:
+    """What happened in the steady window, per second of it; see RATES."""
+    low, high = columns.steady_s
+    span_s = high - low
+    if span_s <= 0:
+        return {}
+    running_s, running = concurrency(columns.sent, columns.finished, columns.end_s)
+    inside = _within(columns.chunk_at, low, high)
+    prefilled = _within(columns.first, low, high)
+    found = {
+        "requests_per_s": answers_per_s(columns, columns.is_answered),
+        "output_tokens_per_s": float(columns.chunk_tokens[inside].sum()) / span_s,
+        "input_tokens_per_s": float(np.nansum(columns.prompt_tokens[prefilled])) / span_s,
+        "mean_concurrency": _mean_level(running_s, running, low, high),
+        "peak_concurrency": float(running.max(initial=0)),
+    }
+    if inside.any() and span_s >= MIN_PEAK_S:
+        found["peak_output_tokens_per_s"] = _best_second(
+            columns.chunk_at[inside], columns.chunk_tokens[inside]
+        )
+    tpots = tpot(columns)[columns.is_used]
+    tpots = tpots[tpots > 0]
+    if len(tpots):
+        found["tokens_per_s_per_user"] = 1 / float(np.median(tpots))
+    return {name: found[name] for name in RATES if name in found}
+
+
+def answers_per_s(columns: Columns, keep: Bools) -> float:
+    """Answers that ended in the steady window, per second of it, of those to keep. NaN: the window
+    is empty."""
+    low, high = columns.steady_s
+    done = keep & columns.is_answered & _within(columns.last, low, high)
+    return float(done.sum()) / (high - low) if high > low else math.nan
+
+
+def _best_second(at_s: Floats, tokens: Floats) -> float:
+    """The most tokens within any second, wherever it begins."""
+    order = np.argsort(at_s, kind="stable")
+    at_s = at_s[order]
+    sums = np.concatenate([[0.0], np.cumsum(tokens[order])])
+    return float((sums[np.searchsorted(at_s, at_s + 1.0)] - sums[:-1]).max())
+
+
+def _within(at_s: Floats, low: float, high: float) -> np.ndarray:
+    return (at_s >= low) & (at_s <= high)
+
+
+def concurrency(start_s: Floats, end_s: Floats, run_end_s: float) -> tuple[Floats, Ints]:
+    """(times ascending, how many run from each time on). Without a start: never there; without an
+    end: until the run's end. At one time, ends come before beginnings."""
+    started = np.isfinite(start_s)
+    begins = start_s[started]
+    ends = np.where(np.isfinite(end_s), end_s, max(run_end_s, 0.0))[started]
+    at_s = np.concatenate([ends, begins])
+    change = np.repeat([-1, 1], [len(ends), len(begins)])
+    order = np.argsort(at_s, kind="stable")
+    return at_s[order], np.cumsum(change[order])
+
+
+def level_at(times: Floats, at_s: Floats, levels: Ints) -> Floats:
+    """The level at each of times."""
+    if not len(at_s):
+        return np.zeros(len(times))
+    places = np.searchsorted(at_s, times, side="right") - 1
+    return np.where(places >= 0, levels[places], 0).astype(np.float64)
+
+
+def _mean_level(at_s: Floats, levels: Ints, low: float, high: float) -> float:
+    edges = np.concatenate([[low], at_s[(at_s > low) & (at_s < high)], [high]])
+    return float(level_at(edges[:-1], at_s, levels) @ np.diff(edges)) / (high - low)
+
+
+def peak_concurrency(records: Sequence[Record]) -> int:
+    """The most requests that were under way at once."""
+    whole = RunResult(0.0, 0, "", list(records), (-math.inf, math.inf))
+    columns = Columns.of(whole)
+    return int(concurrency(columns.sent, columns.finished, columns.end_s)[1].max(initial=0))
+
+
+def counts(columns: Columns) -> dict[str, int]:
+    """Of the requests due in the window, by how they ended; tokens of those that ended well.
+    untold: without a token count. in_one_piece: of several tokens."""
+    counted = columns.is_counted
+    left = counted & ~columns.is_ok & ~columns.is_cancelled
+    failed = left & columns.is_failed
+    one_piece = (columns.num_chunks == 1) & (columns.tokens > 1)
+    return {
+        "scheduled": len(columns.due),
+        "counted": int(counted.sum()),
+        "answered": int(columns.is_used.sum()),
+        "empty": int((counted & columns.is_ok & ~columns.is_answered).sum()),
+        "failed": int(failed.sum()),
+        "cancelled": int((counted & columns.is_cancelled).sum()),
+        "incomplete": int((left & ~failed).sum()),
+        "untold": int((columns.is_used & np.isnan(columns.tokens)).sum()),
+        "in_one_piece": int((columns.is_used & one_piece).sum()),
+        "output_tokens": int(np.nansum(columns.tokens[columns.is_used])),
+        "input_tokens": int(np.nansum(columns.prompt_tokens[columns.is_used])),
+    }
+
+
+def errors(result: RunResult, columns: Columns) -> dict[str, int]:
+    """What went wrong, most often first."""
+    found: Counter[str] = Counter()
+    for record, is_counted in zip(result.records, columns.is_counted, strict=True):
+        if not is_counted:
+            continue
+        if record.outcome is Outcome.FAILED:
+            found[record.error or "failed without a reason"] += 1
+        elif record.outcome is Outcome.OK and not record.chunks_s:
+            found["ended well, but no text came"] += 1
+    return dict(found.most_common())
+
+
+def plural(word: str, count: int) -> str:
+    return word if count == 1 else f"{word}s"
+
+
+def told_notes(counts: dict[str, int]) -> list[str]:
+    """What the figures are made of where something was not told."""
+    notes = []
+    if counts["untold"]:
+        notes.append(
+            f"{counts['untold']:,} of {counts['answered']:,}"
+            f" {plural('answer', counts['answered'])} came without a token count:"
+            " their chunks are counted as tokens, in TPOT and in tokens/s"
+        )
+    if counts["in_one_piece"]:
+        notes.append(
+            f"{counts['in_one_piece']:,} {plural('answer', counts['in_one_piece'])} of several"
+            " tokens came in one piece, without a TPOT"
+        )
+    return notes

@@ -1,0 +1,222 @@
+"""One run in figures, and one rate in figures: all runs (seeds) of it, with intervals."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bench.load.client.record import ProcessHealth, RunResult
+from bench.load.results import metrics
+from bench.load.results.columns import Columns
+from bench.load.results.confidence import Estimate, sample_intervals, t_interval, wilson
+from bench.load.results.metrics import plural
+from bench.load.results.slo import Slo, judge
+from bench.load.results.validity import Verdict, achieved_qps, check
+
+GAPS_NOTE = "ICL is of the whole run, within 1 %, and without an interval"
+SHORT_NOTE = (
+    "the run is short against its answers: rates are until the last answer, and less than a longer"
+    " run would show"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """latencies_ms: metric -> count, mean, p50, p90, p95, p99, max; metrics.LABELS has the names.
+    window: of the rates. offered_s: how long the load was offered. good, judged: requests that
+    kept the SLO, of those it is asked of. goodput: those of the answers/s that kept it; NaN
+    without an SLO. intervals_ms: of the
+    run's own sample, only where a rate has this run alone."""
+
+    qps: float
+    seed: int
+    target: str
+    started: str
+    window: tuple[float, float]
+    offered_s: float
+    achieved_qps: float
+    latencies_ms: dict[str, dict[str, float]]
+    rates: dict[str, float]
+    counts: dict[str, int]
+    errors: dict[str, int]
+    good: int
+    judged: int
+    goodput: float
+    verdict: Verdict
+    notes: list[str]
+    health: list[ProcessHealth]
+    intervals_ms: dict[str, dict[str, Estimate]] = field(default_factory=dict)
+
+    @property
+    def attainment(self) -> float:
+        return self.good / self.judged if self.judged else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class RateSummary:
+    """Of several runs: the mean of the runs' figures with a t-interval; of one: its own figures,
+    latencies with its sample's intervals. failed_share, attainment: over all requests, Wilson's
+    interval. attainment, goodput: None without an SLO."""
+
+    qps: float
+    runs: list[RunSummary]
+    latencies_ms: dict[str, dict[str, Estimate]]
+    rates: dict[str, Estimate]
+    counts: dict[str, int]
+    errors: dict[str, int]
+    failed_share: Estimate
+    attainment: Estimate | None = None
+    goodput: Estimate | None = None
+
+    @property
+    def is_valid(self) -> bool:
+        return all(run.verdict.is_valid for run in self.runs)
+
+    @property
+    def is_kept(self) -> bool:
+        """The generator offered the load as planned."""
+        return all(run.verdict.is_kept for run in self.runs)
+
+    @property
+    def failed_text(self) -> str:
+        """How many requests failed; empty if none did."""
+        lost = sum(run.verdict.num_lost for run in self.runs)
+        asked = sum(run.verdict.num_asked for run in self.runs)
+        return f"{lost:,} of {asked:,} {plural('request', asked)} failed" if lost else ""
+
+    @property
+    def achieved_qps(self) -> float:
+        return math.fsum(run.achieved_qps for run in self.runs) / len(self.runs)
+
+
+def summarize(
+    result: RunResult,
+    slo: Slo | None = None,
+    *,
+    columns: Columns | None = None,
+    intervals: bool = False,
+) -> RunSummary:
+    """columns: those of the result, where they are there already. intervals: of its sample."""
+    columns = columns or Columns.of(result)
+    samples = metrics.latencies(result, columns)
+    good, judged, goodput = 0, 0, math.nan
+    if slo is not None:
+        is_judged, is_good = judge(columns, slo)
+        judged, good = int(is_judged.sum()), int((is_good & is_judged).sum())
+        goodput = metrics.answers_per_s(columns, is_good)
+    low, high = columns.due_span if math.isfinite(result.qps) else columns.steady_s
+    notes = [GAPS_NOTE] if result.gaps else []
+    notes += [SHORT_NOTE] if math.isfinite(result.qps) and columns.is_short else []
+    return RunSummary(
+        qps=result.qps,
+        seed=result.seed,
+        target=result.target,
+        started=result.started,
+        window=columns.steady_s,
+        offered_s=high - low,
+        achieved_qps=achieved_qps(result, columns),
+        latencies_ms={name: metrics.describe(found) for name, found in samples.items()},
+        rates=metrics.rates(columns),
+        counts=metrics.counts(columns),
+        errors=metrics.errors(result, columns),
+        good=good,
+        judged=judged,
+        goodput=goodput,
+        verdict=check(result, columns, slo),
+        notes=[*result.notes, *notes],
+        health=list(result.health),
+        intervals_ms={name: _intervals(found) for name, found in samples.items()}
+        if intervals
+        else {},
+    )
+
+
+def _intervals(samples: metrics.Samples) -> dict[str, Estimate]:
+    *points, mean = sample_intervals(samples.values * 1000, samples.owners, metrics.PERCENTS)
+    names = [f"p{percent}" for percent in metrics.PERCENTS]
+    largest = Estimate(float(np.max(samples.values)) * 1000)  # a maximum has no interval
+    return {"mean": mean, **dict(zip(names, points, strict=True)), "max": largest}
+
+
+def summarize_rates(
+    results: Sequence[RunResult],
+    slo: Slo | None = None,
+    *,
+    columns: Sequence[Columns] | None = None,
+) -> list[RateSummary]:
+    """One for each offered rate, ascending. columns: those of the results, in their order."""
+    made = columns or [Columns.of(result) for result in results]
+    by_rate: dict[float, list[int]] = {}
+    for place, result in enumerate(results):
+        by_rate.setdefault(nominal(result.qps), []).append(place)
+    return [
+        combine(
+            [
+                summarize(results[i], slo, columns=made[i], intervals=len(places) == 1)
+                for i in places
+            ],
+            slo,
+        )
+        for _, places in sorted(by_rate.items())
+    ]
+
+
+def nominal(qps: float) -> float:
+    """Rates that differ by rounding alone are one."""
+    return float(f"{qps:.6g}")
+
+
+def qps_text(qps: float) -> str:
+    """Three digits, or a whole number."""
+    return f"{qps:.3g}" if qps < 1000 or math.isinf(qps) else f"{qps:,.0f}"
+
+
+def combine(runs: Sequence[RunSummary], slo: Slo | None) -> RateSummary:
+    """Runs of one rate."""
+    latencies: dict[str, dict[str, Estimate]] = {}
+    for name in metrics.LABELS:
+        of_runs = [run.latencies_ms[name] for run in runs if name in run.latencies_ms]
+        if not of_runs:
+            continue
+        latencies[name] = {"count": Estimate(math.fsum(values["count"] for values in of_runs))}
+        for stat in metrics.STATS:
+            latencies[name][stat] = _not_below_zero([values[stat] for values in of_runs])
+        if len(runs) == 1:
+            latencies[name].update(runs[0].intervals_ms.get(name, {}))
+    rates = {
+        name: _not_below_zero([run.rates[name] for run in runs if name in run.rates])
+        for name in metrics.RATES
+        if any(name in run.rates for run in runs)
+    }
+    counts: Counter[str] = Counter()
+    errors: Counter[str] = Counter()
+    for run in runs:
+        counts.update(run.counts)
+        errors.update(run.errors)
+    attainment = goodput = None
+    if slo is not None:
+        attainment = wilson(sum(run.good for run in runs), sum(run.judged for run in runs))
+        goodput = _not_below_zero([run.goodput for run in runs])
+    return RateSummary(
+        nominal(runs[0].qps),
+        list(runs),
+        latencies,
+        rates,
+        {name: counts[name] for name in runs[0].counts},
+        dict(errors.most_common()),
+        wilson(
+            sum(run.verdict.num_lost for run in runs), sum(run.verdict.num_asked for run in runs)
+        ),
+        attainment,
+        goodput,
+    )
+
+
+def _not_below_zero(values: Sequence[float]) -> Estimate:
+    """t_interval of what cannot be negative."""
+    found = t_interval(values)
+    return found if math.isnan(found.low) else found._replace(low=max(found.low, 0.0))

@@ -1,0 +1,232 @@
+"""Which requests are sent: `name` or `name:FILE` to a list of calls, in the order they are due."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bench.corpus import mixed_requests
+from bench.load.workload.calls import Call, Run, fit_context
+from bench.load.workload.published import PUBLISHED, Marginal, published_calls
+from bench.load.workload.text_files import jsonl_calls, sharegpt_calls
+from bench.load.workload.traces import Part, read_trace
+from bench.load.workload.work import Work
+from serve.errors import ConfigError
+
+DEFAULT_OUTPUT_LEN = 128
+MAX_LENGTH = 10_000_000
+TRACES = ("mooncake", "azure", "burstgpt")
+FILES = ("sharegpt", "jsonl", *TRACES)
+NAMES = ("mixed", "random", "prefix", *PUBLISHED)
+TIMED = (*TRACES, "jsonl")
+TAKE_INPUT_LEN = ("random", "prefix")
+TAKE_OUTPUT_LEN = ("mixed", "random", "prefix", "sharegpt", "jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetSettings:
+    """name: one of NAMES, or one of FILES as `name:FILE`.
+
+    input_len, output_len: `N`, `A:B` (evenly between, both included) or `lognormal:MEAN:MEDIAN`;
+    for prefix, of each turn. max_model_len: longer requests are cut or left out. start_s, end_s:
+    which part of a trace, in seconds after its first row. block_size: tokens of a Mooncake hash
+    id. num_groups, prefix_len, num_turns: of prefix. as_text: words instead of token ids, for
+    servers that take none. ignore_eos: None is True for made-up prompts, and as the data set says
+    for texts. count_tokens: of a text; None takes a token for 4 characters, and for a made-up
+    word.
+    """
+
+    name: str = "mixed"
+    input_len: str | None = None
+    output_len: str | None = None
+    max_model_len: int | None = None
+    start_s: float = 0.0
+    end_s: float = math.inf
+    block_size: int = 512
+    num_groups: int = 8
+    prefix_len: int = 512
+    num_turns: int = 4
+    as_text: bool = False
+    ignore_eos: bool | None = None
+    count_tokens: Callable[[str], int] | None = None
+
+
+def split_name(name: str) -> tuple[str, Path | None]:
+    kind, separator, file = name.partition(":")
+    if kind in FILES and file:
+        return kind, Path(file)
+    if kind in NAMES and not separator:
+        return kind, None
+    known = ", ".join((*NAMES, *(f"{kind}:FILE" for kind in FILES)))
+    raise ConfigError(f"dataset must be one of {known}, not {name!r}")
+
+
+def check(settings: DatasetSettings) -> None:
+    """Every ConfigError that needs no file."""
+    kind, _ = split_name(settings.name)
+    if settings.input_len is not None and kind not in TAKE_INPUT_LEN:
+        raise ConfigError(f"input_len goes with dataset {' or '.join(TAKE_INPUT_LEN)}, not {kind}")
+    if settings.output_len is not None and kind not in TAKE_OUTPUT_LEN:
+        raise ConfigError(f"output_len does not go with dataset {kind}: it has its own lengths")
+    if kind == "random" and settings.input_len is None:
+        raise ConfigError("dataset random needs input_len")
+    for name, least in (("block_size", 1), ("num_groups", 1), ("prefix_len", 0), ("num_turns", 1)):
+        if getattr(settings, name) < least:
+            raise ConfigError(f"{name} must be at least {least}, not {getattr(settings, name)}")
+    if settings.max_model_len is not None and settings.max_model_len < 2:
+        raise ConfigError(f"max_model_len must be at least 2, not {settings.max_model_len}")
+    if not 0 <= settings.start_s < settings.end_s:
+        raise ConfigError("start and end of the part of a trace must be 0 <= start < end")
+    for text in (settings.input_len, settings.output_len):
+        if text is not None:
+            parse_lengths(text)
+
+
+def load_calls(
+    settings: DatasetSettings, count: int | None, seed: int, notes: list[str]
+) -> list[Call]:
+    """At most count (None: all that a file has), fewer if the data set has no more. What a reader
+    of the results has to know is appended to notes."""
+    check(settings)
+    kind, path = split_name(settings.name)
+    if path is not None:
+        calls = _from_file(kind, path, settings, count, seed, notes)
+    else:
+        if count is None:
+            raise ConfigError(f"dataset {kind} has no end: a number of requests is needed")
+        calls = _generated(kind, settings, count, seed)
+        if kind in PUBLISHED:
+            notes.append(f"{kind}: made up, with the published lengths (docs/workloads.md)")
+    calls = fit_context(calls, settings.max_model_len, notes)
+    if not calls:
+        raise ConfigError(f"dataset {settings.name}: no request is left to send")
+    if count is not None and len(calls) < count:
+        notes.append(f"dataset {settings.name} has {len(calls)} requests, not {count}")
+    return calls
+
+
+def _from_file(
+    kind: str,
+    path: Path,
+    settings: DatasetSettings,
+    count: int | None,
+    seed: int,
+    notes: list[str],
+) -> list[Call]:
+    part = Part(count, settings.start_s, settings.end_s)
+    if kind in TRACES:
+        return read_trace(kind, path, part, notes, block_size=settings.block_size)
+    output_len = None
+    if settings.output_len is not None:
+        output_len = fixed_length("output_len", settings.output_len)
+    count_tokens = settings.count_tokens or four_characters
+    if settings.count_tokens is None:
+        notes.append("tokens of texts are estimated: one for 4 characters")
+    if kind == "sharegpt":
+        return sharegpt_calls(path, count, seed, count_tokens, output_len, notes)
+    return jsonl_calls(path, part, count_tokens, output_len)
+
+
+def _generated(kind: str, settings: DatasetSettings, count: int, seed: int) -> list[Call]:
+    if kind == "mixed":
+        return _mixed(settings, count, seed)
+    if kind == "prefix":
+        return _prefix(settings, count, seed)
+    if kind == "random":
+        assert settings.input_len is not None
+        inputs = draw_lengths(settings.input_len, count, f"input-{seed}")
+        output_len = settings.output_len or str(DEFAULT_OUTPUT_LEN)
+        outputs = draw_lengths(output_len, count, f"output-{seed}")
+        return [Call(prompt, output) for prompt, output in zip(inputs, outputs, strict=True)]
+    return published_calls(PUBLISHED[kind], count, seed)
+
+
+def _mixed(settings: DatasetSettings, count: int, seed: int) -> list[Call]:
+    """The default model's own mixture of conversations; output_len only bounds the answer."""
+    limit = None
+    if settings.output_len is not None:
+        limit = fixed_length("output_len", settings.output_len)
+    count_tokens = settings.count_tokens or four_characters
+    calls = []
+    for dialog in mixed_requests(seed, count):
+        messages = [dict(message) for message in dialog]
+        size = sum(count_tokens(message["content"]) for message in messages)
+        work = Work(messages=messages, max_tokens=limit)
+        calls.append(Call(size, None, limit, work=work))
+    return calls
+
+
+def _prefix(settings: DatasetSettings, count: int, seed: int) -> list[Call]:
+    """Sessions of num_turns, each in one of num_groups that begin alike. Turns of all sessions
+    are mixed at random, those of one stay in order; a turn's prompt has everything before it,
+    earlier answers made up (the loop is open: real ones may not be there yet)."""
+    num_sessions = -(-count // settings.num_turns)
+    rng = random.Random(f"sessions-{seed}")
+    order = [i for i in range(num_sessions) for _ in range(settings.num_turns)]
+    rng.shuffle(order)
+    inputs = draw_lengths(settings.input_len or "64", len(order), f"input-{seed}")
+    output_len = settings.output_len or str(DEFAULT_OUTPUT_LEN)
+    outputs = draw_lengths(output_len, len(order), f"output-{seed}")
+    said: list[list[Run]] = [
+        [(session % settings.num_groups, settings.prefix_len)] if settings.prefix_len else []
+        for session in range(num_sessions)
+    ]
+    calls = []
+    fresh = settings.num_groups
+    for session, num_input, num_output in zip(order, inputs, outputs, strict=True):
+        runs = said[session]
+        runs.append((fresh, num_input))
+        num_prompt = sum(length for _, length in runs)
+        group, client = f"session-{session}", f"group-{session % settings.num_groups}"
+        calls.append(Call(num_prompt, num_output, client=client, group=group, runs=tuple(runs)))
+        runs.append((fresh + 1, num_output))
+        fresh += 2
+    return calls[:count]
+
+
+def four_characters(text: str) -> int:
+    """How many tokens, roughly."""
+    return max(1, -(-len(text) // 4))
+
+
+def fixed_length(option: str, text: str) -> int:
+    """Where only one length makes sense."""
+    if not (text.isascii() and text.isdecimal()):
+        raise ConfigError(f"{option} must be one number for this data set, not {text!r}")
+    parse_lengths(text)
+    return int(text)
+
+
+def parse_lengths(text: str) -> tuple[int, int] | Marginal:
+    """`N`, `A:B` or `lognormal:MEAN:MEDIAN`."""
+    pieces = text.split(":")
+    try:
+        if pieces[0] == "lognormal":
+            _, mean, median = pieces
+            if not 1 <= float(median) <= float(mean) <= MAX_LENGTH:
+                raise ValueError
+            return Marginal.lognormal(float(mean), float(median))
+        low, high = int(pieces[0]), int(pieces[-1])
+    except ValueError:
+        low, high = 0, 0
+    if len(pieces) > 2 or not 1 <= low <= high <= MAX_LENGTH:
+        raise ConfigError(
+            f"a length must be N, A:B or lognormal:MEAN:MEDIAN with 1 <= A <= B and"
+            f" 1 <= MEDIAN <= MEAN, not {text!r}"
+        )
+    return low, high
+
+
+def draw_lengths(text: str, count: int, name: str) -> list[int]:
+    parsed = parse_lengths(text)
+    rng = np.random.default_rng(list(name.encode()))
+    if isinstance(parsed, Marginal):
+        drawn: list[int] = parsed.lengths(rng.standard_normal(count)).tolist()
+    else:
+        drawn = rng.integers(parsed[0], parsed[1], count, endpoint=True).tolist()
+    return drawn

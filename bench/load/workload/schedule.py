@@ -1,0 +1,165 @@
+"""The one way from settings to what is sent and when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from bench.load.workload.arrivals import arrival_times, count_requests, parse_arrival, ramp_qps
+from bench.load.workload.calls import Call
+from bench.load.workload.datasets import TIMED, DatasetSettings, check, load_calls, split_name
+from bench.load.workload.prompts import WORDS, make_works
+from bench.load.workload.work import Schedule, Work
+from serve.errors import ConfigError
+
+WARM_UP_SEED = 1_000_003  # added: the prefix cache must not know the measured prompts
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivalSettings:
+    """kind: as bench.load.workload.arrivals.KINDS. speedup: of a trace's own time; a qps
+    replaces it."""
+
+    kind: str = "poisson"
+    speedup: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """calls[i] is due calls[i].at_s after the start; ascending. qps: on average."""
+
+    qps: float
+    calls: list[Call]
+    notes: list[str]
+
+
+def make_calls(
+    dataset: DatasetSettings,
+    arrival: ArrivalSettings,
+    *,
+    qps: float | None,
+    requests: int | None = None,
+    duration_s: float | None = None,
+    seed: int = 0,
+) -> Offer:
+    """Lengths and times only, for a simulator: a million take seconds. qps: None where the
+    arrivals have their own rate (ramp, and trace with its own time or a speedup)."""
+    check(dataset)
+    kind, _ = parse_arrival(arrival.kind)
+    if kind != "trace" and arrival.speedup is not None:
+        raise ConfigError("speedup goes with arrival trace")
+    notes: list[str] = []
+    if kind == "trace":
+        if split_name(dataset.name)[0] not in TIMED:
+            raise ConfigError(f"arrival trace needs one of {', '.join(TIMED)}, not {dataset.name}")
+        if qps is None:
+            return _own_time(dataset, arrival, requests, duration_s, seed, notes)
+        if arrival.speedup is not None:
+            raise ConfigError("give either qps or speedup, not both")
+    rate = _rate(kind, arrival.kind, qps)
+    calls = load_calls(dataset, count_requests(rate, requests, duration_s), seed, notes)
+    times = arrival_times(
+        arrival.kind, rate, len(calls), seed, times_s=_times(calls) if kind == "trace" else ()
+    )
+    return Offer(rate, _due(calls, times), notes)
+
+
+def _rate(kind: str, text: str, qps: float | None) -> float:
+    if kind == "inf":
+        if qps is not None and not math.isinf(qps):
+            raise ConfigError("arrival inf has qps inf")
+        return math.inf
+    if (mean := ramp_qps(text)) is not None:
+        if qps is not None:
+            raise ConfigError(f"arrival {text} has its own rates: leave qps away")
+        return mean
+    if qps is None:
+        raise ConfigError(f"arrival {text} needs a qps")
+    if not qps > 0:
+        raise ConfigError(f"qps must be positive, not {qps}")
+    return qps
+
+
+def _own_time(
+    dataset: DatasetSettings,
+    arrival: ArrivalSettings,
+    requests: int | None,
+    duration_s: float | None,
+    seed: int,
+    notes: list[str],
+) -> Offer:
+    """A trace in its own time, or faster. duration_s: in the schedule's time."""
+    speedup = 1.0 if arrival.speedup is None else arrival.speedup
+    if not 0 < speedup < math.inf:
+        raise ConfigError(f"speedup must be positive, not {speedup}")
+    count: int | None = count_requests(1.0, requests, duration_s)
+    if duration_s is not None:
+        count = None
+        end_s = min(dataset.end_s, dataset.start_s + duration_s * speedup)
+        dataset = replace(dataset, end_s=end_s)
+    calls = load_calls(dataset, count, seed, notes)
+    times = _times(calls)
+    times = [(at_s - times[0]) / speedup for at_s in times]
+    qps = len(calls) / times[-1] if times[-1] > 0 else math.inf
+    notes.append(f"arrivals are the trace's own, {speedup:g} times as fast")
+    return Offer(qps, _due(calls, times), notes)
+
+
+def _times(calls: Sequence[Call]) -> list[float]:
+    times = [call.at_s for call in calls if call.at_s is not None]
+    if len(times) != len(calls):
+        raise ConfigError("arrival trace: not every request has a timestamp")
+    return times
+
+
+def _due(calls: Sequence[Call], times: Sequence[float]) -> list[Call]:
+    return [replace(call, at_s=at_s) for call, at_s in zip(calls, times, strict=True)]
+
+
+def make_schedule(
+    dataset: DatasetSettings,
+    arrival: ArrivalSettings,
+    *,
+    qps: float | None,
+    requests: int | None = None,
+    duration_s: float | None = None,
+    seed: int = 0,
+    tokens: Sequence[int],
+) -> tuple[Schedule, list[str]]:
+    """What is sent, and notes for the reader of the results. tokens: which ids made-up prompts
+    consist of (a target's prompt_tokens). Another seed: other prompts and times."""
+    offer = make_calls(
+        dataset, arrival, qps=qps, requests=requests, duration_s=duration_s, seed=seed
+    )
+    works = _works(dataset, offer.calls, seed, tokens)
+    notes = offer.notes
+    if dataset.as_text and any(call.work is None for call in offer.calls):
+        notes.append("prompts are random words, whose number of tokens is approximate")
+    times = [call.at_s for call in offer.calls if call.at_s is not None]
+    return Schedule(offer.qps, works, times), notes
+
+
+def make_warm_up(
+    dataset: DatasetSettings, count: int, seed: int, tokens: Sequence[int]
+) -> list[Work]:
+    """Requests to send before: lengths as in the data set, other prompts than make_schedule's
+    (of a file with texts only the lengths are taken)."""
+    if count == 0:
+        return []
+    calls = load_calls(dataset, count, seed + WARM_UP_SEED, [])
+    if split_name(dataset.name)[0] in ("sharegpt", "jsonl"):
+        calls = [replace(call, work=None) for call in calls]
+    return _works(dataset, calls, seed + WARM_UP_SEED, tokens)
+
+
+def _works(
+    dataset: DatasetSettings, calls: Sequence[Call], seed: int, tokens: Sequence[int]
+) -> list[Work]:
+    words_per_token = None
+    if dataset.as_text:
+        counted = dataset.count_tokens(" ".join(WORDS)) if dataset.count_tokens else len(WORDS)
+        words_per_token = len(WORDS) / max(1, counted)
+    return make_works(
+        calls, seed, tokens, words_per_token=words_per_token, ignore_eos=dataset.ignore_eos
+    )

@@ -1,0 +1,266 @@
+"""Real processes and links for bench/nodes/node_faults.py: nodes in network namespaces of their
+own, a
+proxy that can spoil or reset what it passes on, and an engine that tells what its clients see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+START_S = 30.0
+_PORT = 7000
+_WRONG_MAC = "02:00:00:00:00:01"
+
+
+def can_have_namespaces() -> str | None:
+    """None, or why not."""
+    if os.geteuid():
+        return "only root has network namespaces"
+    probe = f"msprobe{os.getpid()}"
+    try:
+        done = _run(["ip", "netns", "add", probe], check=False)
+        if done.returncode:
+            return done.stderr.strip() or "no network namespaces"
+        done = _run(["ip", "link", "add", "msp0", "type", "veth", "peer", "name", "msp1"], False)
+        _run(["ip", "link", "del", "msp0"], check=False)
+        _run(["ip", "netns", "del", probe], check=False)
+    except OSError as error:
+        return f"ip: {error}"
+    return done.stderr.strip() or "no veth" if done.returncode else None
+
+
+def _run(command: Sequence[str], check: bool = True) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(list(command), check=check, capture_output=True, text=True)
+
+
+class Site:
+    """A namespace with one link to here."""
+
+    def __init__(self, number: int) -> None:
+        self.space = f"msf{os.getpid()}n{number}"
+        self.link = f"ms{os.getpid() % 100_000}v{number}"
+        subnet = f"10.{77 + os.getpid() % 100}.{number}"
+        self.here, self.address = f"{subnet}.1", f"{subnet}.2"
+        far = f"{self.link}p"
+        _run(["ip", "netns", "add", self.space])
+        _run(["ip", "link", "add", self.link, "type", "veth", "peer", "name", far])
+        _run(["ip", "link", "set", far, "netns", self.space, "name", "eth0"])
+        _run(["ip", "addr", "add", f"{self.here}/24", "dev", self.link])
+        _run(["ip", "link", "set", self.link, "up"])
+        self._inside("ip", "addr", "add", f"{self.address}/24", "dev", "eth0")
+        self._inside("ip", "link", "set", "eth0", "up")
+        self._inside("ip", "link", "set", "lo", "up")
+
+    def _inside(self, *command: str, check: bool = True) -> None:
+        _run(["ip", "netns", "exec", self.space, *command], check)
+
+    def cut(self, to_node: bool, from_node: bool) -> None:
+        """Frames go to an address that nobody has."""
+        wrong = ["lladdr", _WRONG_MAC, "nud", "permanent", "dev"]
+        if to_node:
+            _run(["ip", "neigh", "replace", self.address, *wrong, self.link])
+        if from_node:
+            self._inside("ip", "neigh", "replace", self.here, *wrong, "eth0")
+
+    def down(self) -> None:
+        _run(["ip", "link", "set", self.link, "down"])
+
+    def slow(self, rate: str) -> None:
+        shape = ["root", "tbf", "rate", rate, "burst", "16kbit", "latency", "400ms"]
+        _run(["tc", "qdisc", "replace", "dev", self.link, *shape])
+        self._inside("tc", "qdisc", "replace", "dev", "eth0", *shape)
+
+    def heal(self) -> None:
+        _run(["ip", "link", "set", self.link, "up"])
+        _run(["tc", "qdisc", "del", "dev", self.link, "root"], check=False)
+        self._inside("tc", "qdisc", "del", "dev", "eth0", "root", check=False)
+        _run(["ip", "neigh", "del", self.address, "dev", self.link], check=False)
+        self._inside("ip", "neigh", "del", self.here, "dev", "eth0", check=False)
+
+    def close(self) -> None:
+        _run(["ip", "link", "del", self.link], check=False)
+        _run(["ip", "netns", "del", self.space], check=False)
+
+
+class Node:
+    """A `serve node` process. site: None for shm."""
+
+    def __init__(self, number: int, folder: Path, key_file: Path, site: Site | None) -> None:
+        self.number = number
+        self.site = site
+        self.url = (
+            f"shm://{folder}/node{number}.sock" if site is None else f"tcp://{site.address}:{_PORT}"
+        )
+        self._key_file = key_file
+        self._log = (folder / f"node{number}.log").open("a")
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "serve", "node", self.url, "--threads", "1"]
+        command += ["--kv-cache-bytes", "32MiB", "--drain-s", "3"]
+        command += ["--memory-node-key-file", str(self._key_file)]
+        if self.site is not None:
+            command = ["ip", "netns", "exec", self.site.space, *command]
+        self.process = subprocess.Popen(
+            command, stdout=self._log, stderr=self._log, stdin=subprocess.DEVNULL
+        )
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def wait(self) -> None:
+        assert self.process is not None
+        self.process.wait(START_S)
+
+    def close(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+            self.process.wait(START_S)
+        self._log.close()
+
+
+class Proxy:
+    """Passes TCP on to a node. It can reset its connections, or change a byte on one of them."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._lock = threading.Lock()
+        self._flip: tuple[int, int] | None = None  # way, place in what is passed on
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def reset(self) -> None:
+        with self._lock:
+            pairs, self._pairs = self._pairs, []
+        for pair in pairs:
+            for sock in pair:
+                with contextlib.suppress(OSError):
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    sock.shutdown(socket.SHUT_RD)  # wakes who reads, who then closes
+
+    def corrupt(self, way: int, place: int) -> None:
+        """Of a piece that passes on, one byte. way: 0 to the node, 1 from it."""
+        self._flip = way, place
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                far = socket.create_connection((self._target, _PORT), 1.0)
+            except OSError:
+                near.close()
+                continue
+            for sock in (near, far):
+                sock.settimeout(None)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._lock:
+                self._pairs.append((near, far))
+            for way, source, to in ((0, near, far), (1, far, near)):
+                threading.Thread(target=self._pass, args=(way, source, to), daemon=True).start()
+
+    def _pass(self, way: int, source: socket.socket, to: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                flip = self._flip
+                if flip is not None and flip[0] == way and len(data) > 200:
+                    self._flip = None
+                    changed = bytearray(data)
+                    changed[flip[1] % len(data)] ^= random.randrange(1, 256)
+                    data = bytes(changed)
+                to.sendall(data)
+        for sock in (source, to):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        source.close()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.reset()
+
+
+class EngineProcess:
+    """bench/nodes/fault_engine.py, and what it has told."""
+
+    def __init__(self, settings: dict[str, Any], log: Path) -> None:
+        self._log = log.open("a")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.nodes.fault_engine", json.dumps(settings)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+        self.events: list[dict[str, Any]] = []
+        self.pages = 0
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            event = json.loads(line)
+            if event["kind"] == "status":
+                self.pages = event["pages"]
+            else:
+                self.events.append(event)
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in list(self.events) if event["kind"] == kind]
+
+    def first_log(self, words: str, after: float) -> float | None:
+        """When recovery first said so."""
+        found = [e["at"] for e in self.of("log") if e["at"] >= after and words in e["text"]]
+        return min(found, default=None)
+
+    def wait_for(self, condition: Callable[[], object], seconds: float, what: str) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                status = self._process.poll()
+                if status is None:
+                    self._process.send_signal(signal.SIGUSR1)  # its stacks, in the log
+                    time.sleep(0.5)
+                raise RuntimeError(f"the engine: no {what} in {seconds:.3g} s, {status=}")
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """Let what is asked be answered."""
+        if self._process.poll() is None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            try:
+                self._process.wait(60)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._thread.join(5)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        self._log.close()

@@ -1,0 +1,177 @@
+"""A model and attention elsewhere that take the seconds they are told to: for bench.nodes.overlap.
+
+Products sleep, and so does whoever waits for the node; the numbers are those of the real model.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from memory.attention.seam import Attention, AttentionStep, PlannedAttention, Rotation, Ticket
+from ops import LinearOp
+from serve.models import Decoder
+
+ROWS = 8
+MS = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of one layer with ROWS rows. fixed_share: of a product's, whatever its rows."""
+
+    q_s: float = 2 * MS
+    kv_s: float = 4 * MS
+    rest_s: float = 2 * MS
+    past_s: float = 1 * MS
+    delay_s: float = 0.0
+    bytes_per_s: float = 1e9
+    fixed_share: float = 0.0
+
+    @property
+    def model_s(self) -> float:
+        return self.q_s + self.kv_s + self.rest_s
+
+
+class Clock(Protocol):
+    def now(self) -> float: ...
+
+    def sleep_until(self, moment: float) -> None: ...
+
+    def turn_back(self, moment: float) -> None:
+        """What was done since then is not to count."""
+
+
+class RealClock:
+    """Of this machine. Who is woken late makes up for it in the next sleep, as a device would not
+    have waited: a step is off by one late awakening and not by the sum of all. So it does for
+    what is not to count."""
+
+    def __init__(self) -> None:
+        self._late = 0.0
+
+    def now(self) -> float:
+        return time.perf_counter() - self._late
+
+    def sleep_until(self, moment: float) -> None:
+        if moment <= self.now():
+            return
+        left = moment - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+        self._late = max(0.0, time.perf_counter() - moment)
+
+    def turn_back(self, moment: float) -> None:
+        self._late += self.now() - moment
+
+
+class VirtualClock:
+    """Nothing but sleeping takes time."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def sleep_until(self, moment: float) -> None:
+        self._now = max(self._now, moment)
+
+    def turn_back(self, moment: float) -> None:
+        """Nothing has counted."""
+
+
+class TimedOp:
+    """A product that is ready `seconds` after its call, for ROWS rows."""
+
+    def __init__(self, op: LinearOp, seconds: float, costs: Costs, clock: Clock) -> None:
+        self._op, self._seconds, self._clock = op, seconds, clock
+        self._fixed = costs.fixed_share
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        began = self._clock.now()
+        out = self._op(x, residual)
+        share = self._fixed + (1 - self._fixed) * len(x) / ROWS
+        self._clock.sleep_until(began + self._seconds * share)
+        return out
+
+
+def slow_down(model: Decoder, costs: Costs, clock: Clock) -> None:
+    """q, k and v in one product, or two, and what follows attention in three."""
+    for layer in model.weights.layers:
+        if layer.q is None:
+            layer.qkv = TimedOp(layer.qkv, costs.q_s + costs.kv_s, costs, clock)
+        else:
+            layer.q = TimedOp(layer.q, costs.q_s, costs, clock)
+            layer.qkv = TimedOp(layer.qkv, costs.kv_s, costs, clock)
+        for name in ("o", "up", "down"):
+            setattr(layer, name, TimedOp(getattr(layer, name), costs.rest_s / 3, costs, clock))
+
+
+class Way:
+    """One direction of a link: one message after the other, then the delay."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self._free = 0.0
+
+    def arrival(self, sent: float, num_bytes: int) -> float:
+        self._free = max(sent, self._free) + num_bytes / self._costs.bytes_per_s
+        return self._free + self._costs.delay_s
+
+
+class TimedNode:
+    """PlannedAttention whose numbers are computed here and whose time passes on one node, which
+    attends for one batch after the other."""
+
+    is_remote = True
+
+    def __init__(self, inner: PlannedAttention, costs: Costs, clock: Clock) -> None:
+        self.inner, self.costs, self.clock = inner, costs, clock
+        self.there, self.back = Way(costs), Way(costs)
+        self._free = 0.0
+
+    def plan(self, step: AttentionStep) -> TimedPlan:
+        return TimedPlan(self, self.inner.plan(step))
+
+    def answer_at(self, arrived: float, num_rows: int, num_bytes: int) -> float:
+        """When the result of a query is in the engine."""
+        seconds = self.costs.past_s * num_rows / ROWS
+        self._free = max(arrived, self._free) + seconds
+        return self.back.arrival(self._free, num_bytes)
+
+
+class TimedPlan:
+    def __init__(self, node: TimedNode, inner: Attention) -> None:
+        self._node, self._inner = node, inner
+        self._answer_at = 0.0
+
+    def begin(self, layer: int, q: Tensor) -> Ticket:
+        node = self._node
+        arrived = node.there.arrival(node.clock.now(), q.nbytes)
+        self._answer_at = node.answer_at(arrived, len(q), q.nbytes)
+        return self._inner.begin(layer, q)
+
+    def finish(
+        self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None
+    ) -> TimedPending:
+        self._node.there.arrival(self._node.clock.now(), k.nbytes + v.nbytes)
+        clock = self._node.clock
+        began = clock.now()
+        out = self._inner.finish(ticket, k, v, rotation).wait()
+        clock.turn_back(began)  # it was the node that did this
+        return TimedPending(out, self._answer_at, clock)
+
+
+@dataclass(slots=True)
+class TimedPending:
+    out: Tensor
+    moment: float
+    clock: Clock
+
+    def wait(self) -> Tensor:
+        self.clock.sleep_until(self.moment)
+        return self.out

@@ -1,0 +1,192 @@
+"""Attention over K/V in tiles in a CUDA device's memory: the seam on the kernels of ops.
+
+A range is a row of tiles of 16 tokens; a tile holds all layers of a group, one after the other
+(ops.kv_tiles). What a step's rows are lies in one buffer of the device with fixed places, so
+that what was captured in a CUDA graph can be launched again for other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from memory.attention.seam import AttentionLayer, AttentionStep, Finished, Rotation, Ticket
+from ops.cuda import attention as kernels
+from ops.cuda.prefill import LibraryPrefill
+from ops.kv_tiles import TILE_TOKENS, KVTiles, layer_bytes
+from quant.kv import fitting_group
+
+_DIM_UNIT = 16  # of a head, as the kernels have it
+
+
+class CudaKVLayout:
+    """Where each layer's part lies inside one tile's bytes. Heads are filled up with zeros to a
+    multiple of 16."""
+
+    tile_tokens = TILE_TOKENS
+
+    def __init__(self, layers: Sequence[AttentionLayer], dtype: torch.dtype, group: int) -> None:
+        """dtype: int8, bfloat16 or float32. group: values of a head that share a scale in int8,
+        at most. ValueError for heads that the kernels do not take."""
+        self.layers = list(layers)
+        self.dtype = dtype
+        self.groups: list[int | None] = []
+        self.offsets: list[int] = []  # in bytes, per layer, from the start of a tile
+        offset = 0
+        for layer in self.layers:
+            dim = padded_dim(layer.head_dim)
+            fitting = fitting_group(dim, group) if dtype == torch.int8 else None
+            self.groups.append(fitting)
+            self.offsets.append(offset)
+            offset += layer_bytes(layer.num_kv_heads, dim, dtype, fitting)
+        self.tile_bytes = offset
+
+    def pad(self, tile_bytes: int) -> None:
+        """Leave room behind each tile, so that a page holds a whole number of them."""
+        assert tile_bytes >= self.tile_bytes and tile_bytes % TILE_TOKENS == 0, f"{tile_bytes=}"
+        self.tile_bytes = tile_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        return self.tile_bytes // TILE_TOKENS
+
+    def tiles(self, index: int) -> KVTiles:
+        """What the kernels must know of a layer."""
+        layer = self.layers[index]
+        return KVTiles(
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=padded_dim(layer.head_dim),
+            scale=layer.scale,
+            window=layer.window,
+            dtype=self.dtype,
+            group=self.groups[index],
+            tile_stride=self.tile_bytes,
+            offset=self.offsets[index],
+        )
+
+
+def padded_dim(head_dim: int) -> int:
+    return -(-head_dim // _DIM_UNIT) * _DIM_UNIT
+
+
+def step_arrays(
+    layers: Sequence[AttentionLayer],
+    *,
+    max_rows: int,
+    max_seqs: int,
+    max_len: int,
+    device: torch.device,
+) -> kernels.StepArrays:
+    """For a model's layers, which have heads of one shape."""
+    shapes = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
+    assert len(shapes) == 1, f"layers of several shapes: {shapes}"
+    heads, kv_heads, dim = shapes.pop()
+    windows = list(dict.fromkeys(layer.window for layer in layers))
+    return kernels.StepArrays(
+        max_rows, max_seqs, max_len, heads, kv_heads, padded_dim(dim), device, windows
+    )
+
+
+class CudaAttention:
+    """PlannedAttention over the K/V of one or several layer groups.
+
+    arrays: of the step that is about to be computed; one at a time, in the order of the device's
+    work.
+    """
+
+    is_remote = False
+
+    def __init__(
+        self,
+        layouts: Sequence[CudaKVLayout],
+        layers_of: Sequence[Sequence[int]],
+        bases: Sequence[int],
+        arrays: kernels.StepArrays,
+        library: LibraryPrefill | None = None,
+    ) -> None:
+        """layers_of: of each layout, its layers' numbers in the model. bases: of each, the address
+        where its ranges begin. library: for long chunks outside of CUDA graphs."""
+        self.arrays = arrays
+        self._library_rows = None if library is None else library.min_rows
+        self._host = torch.zeros(arrays.num_words, dtype=torch.int32)
+        made = {
+            number: kernels.CudaAttentionLayer(layout.tiles(place), base, library)
+            for layout, ids, base in zip(layouts, layers_of, bases, strict=True)
+            for place, number in enumerate(ids)
+        }
+        self._layers = [made[number] for number in range(len(made))]
+
+    def plan(self, step: AttentionStep) -> CudaPlan:
+        """Of exactly these rows, uploaded at once; the device has ended with the step before."""
+        num_rows, num_decodes = sum(step.num_rows), step.num_decodes
+        chunks = self.fill(self._host, step, num_rows, num_decodes, is_captured=False)
+        self.arrays.upload(self._host)
+        return self.view(num_rows, num_decodes, len(step.num_rows) > num_decodes, chunks)
+
+    def fill(
+        self,
+        host: Tensor,
+        step: AttentionStep,
+        num_rows: int,
+        num_decodes: int,
+        *,
+        is_captured: bool,
+    ) -> Sequence[kernels.Prompt]:
+        """Write a step, with padding up to these numbers, to host memory for `arrays.upload`. What
+        it returns is for `view`: chunks for the library, none of a step that was captured."""
+        return self.arrays.fill(
+            host,
+            step.starts,
+            step.num_rows,
+            step.kv_lens,
+            step.num_decodes,
+            num_rows,
+            num_decodes,
+            None if is_captured else self._library_rows,
+        )
+
+    def view(
+        self,
+        num_rows: int,
+        num_decodes: int,
+        has_prompts: bool,
+        chunks: Sequence[kernels.Prompt] = (),
+    ) -> CudaPlan:
+        """For steps of at most so many rows, of which so many are decode rows, as the arrays have
+        it when the device gets there."""
+        return CudaPlan(self._layers, self.arrays, num_rows, num_decodes, has_prompts, chunks)
+
+
+class CudaPlan:
+    """Attention for one step's rows."""
+
+    def __init__(
+        self,
+        layers: Sequence[kernels.CudaAttentionLayer],
+        arrays: kernels.StepArrays,
+        num_rows: int,
+        num_decodes: int,
+        has_prompts: bool,
+        chunks: Sequence[kernels.Prompt],
+    ) -> None:
+        self._layers, self._arrays = layers, arrays
+        self._sizes = num_decodes, num_rows, has_prompts, chunks
+
+    def begin(self, layer: int, q: Tensor) -> Ticket:
+        return Ticket(layer, q)
+
+    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Finished:
+        number, q = ticket
+        layer = self._layers[number]
+        dim = q.shape[2]
+        missing = layer.tiles.head_dim - dim
+        if missing:
+            q, k, v = (pad(x, (0, missing)) for x in (q, k, v))
+        turn = None if rotation is None else kernels.Rotation(*rotation)
+        layer.append(self._arrays, k, v, turn)
+        out = layer.attend(self._arrays, q, *self._sizes)
+        return Finished(out[..., :dim] if missing else out)

@@ -1,0 +1,103 @@
+"""int8 K/V in tiles on the reservation, and attention over it: the seam on our own kernels.
+
+A range is a row of tiles of 16 tokens; a tile holds all layers, one after the other. A token's
+tile is (range start + position) // 16, so a kernel needs a base, one stride and a length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from memory.attention.seam import AttentionLayer, AttentionStep, Finished, Rotation, Ticket
+from ops.cpu.native import Int8Attention, Int8AttentionStep
+from quant.kv import TILE_TOKENS, Int8KVFormat, fitting_group
+
+
+class Int8KVLayout:
+    """Where each layer's K and V lie inside one tile's bytes."""
+
+    tile_tokens = TILE_TOKENS
+
+    def __init__(self, layers: Sequence[AttentionLayer], group: int) -> None:
+        """group: scale group along head_dim, made smaller where it does not divide it."""
+        self.layers = list(layers)
+        self.formats: list[Int8KVFormat] = []
+        self.offsets: list[int] = []  # in bytes, per layer, from the start of a tile
+        offset = 0
+        for layer in self.layers:
+            fitting = fitting_group(layer.head_dim, group)
+            assert fitting is not None, f"no scale group of head_dim {layer.head_dim}"
+            self.formats.append(Int8KVFormat(layer.num_kv_heads, layer.head_dim, fitting))
+            self.offsets.append(offset)
+            offset += self.formats[-1].tile_bytes
+        self.tile_bytes = offset
+
+    def pad(self, tile_bytes: int) -> None:
+        """Leave room behind each tile, so that a page holds a whole number of them."""
+        assert tile_bytes >= self.tile_bytes and tile_bytes % TILE_TOKENS == 0, f"{tile_bytes=}"
+        self.tile_bytes = tile_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        return self.tile_bytes // TILE_TOKENS
+
+    @staticmethod
+    def supports(layers: Sequence[AttentionLayer]) -> bool:
+        return all(fitting_group(layer.head_dim, 8) is not None for layer in layers)
+
+
+def int8_ops(layout: Int8KVLayout) -> list[Int8Attention]:
+    """The kernels' view of each layer of a layout."""
+    return [
+        Int8Attention(
+            offset_bytes=offset,
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            group=form.group,
+            scale=layer.scale,
+            window=layer.window,
+        )
+        for layer, form, offset in zip(layout.layers, layout.formats, layout.offsets, strict=True)
+    ]
+
+
+class Int8LocalAttention:
+    """PlannedAttention over int8 K/V at `address`."""
+
+    is_remote = False
+
+    def __init__(self, layout: Int8KVLayout, address: int) -> None:
+        self._layout = layout
+        self._address = address
+        self._ops = int8_ops(layout)
+
+    def plan(self, step: AttentionStep) -> Int8LocalPlan:
+        token_bytes = self._layout.token_bytes
+        native_step = Int8AttentionStep(
+            self._address,
+            self._layout.tile_bytes,
+            [start * token_bytes for start in step.starts],
+            step.num_rows,
+            step.kv_lens,
+        )
+        return Int8LocalPlan(self._ops, native_step)
+
+
+class Int8LocalPlan:
+    """Attention for one step's rows."""
+
+    def __init__(self, ops: Sequence[Int8Attention], step: Int8AttentionStep) -> None:
+        self._ops = ops
+        self._step = step
+
+    def begin(self, layer: int, q: Tensor) -> Ticket:
+        return Ticket(layer, q)
+
+    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Finished:
+        layer, q = ticket
+        op = self._ops[layer]
+        op.append(self._step, k.float(), v.float(), rotation)
+        return Finished(op.attend(self._step, q.float()).to(q.dtype))

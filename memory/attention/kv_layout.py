@@ -1,0 +1,89 @@
+"""K/V tensors on the reservation, and the layout of a token's bytes.
+
+The layout is token-major: all layers of a token side by side, each layer's K beside its V,
+[tokens, layers, 2, Hk, D]. A token's address is (range start + position) * token_bytes, so a
+kernel needs only a base, one stride and a length; the stride is the price (docs/memory.md).
+Layers of different shapes get slices of different sizes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from memory.attention.seam import AttentionLayer
+from ops.backend import KeyValues
+
+
+class KVLayout:
+    """Where each layer's K and V lie inside one token's bytes."""
+
+    tile_tokens = 1
+
+    def __init__(self, layers: Sequence[AttentionLayer], dtype: torch.dtype) -> None:
+        self.layers = list(layers)
+        self.dtype = dtype
+        self.offsets: list[int] = []  # in elements, per layer
+        offset = 0
+        for layer in self.layers:
+            self.offsets.append(offset)
+            offset += 2 * layer.num_kv_heads * layer.head_dim
+        self.token_elements = offset
+
+    def pad(self, token_bytes: int) -> None:
+        """Leave room behind each token, so that a page holds a whole number of them."""
+        assert token_bytes >= self.token_bytes, f"{token_bytes=}"
+        self.token_elements = token_bytes // self.dtype.itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        return self.token_elements * self.dtype.itemsize
+
+
+class KVCache:
+    """Views of a reservation. Nothing here maps memory: whoever makes a view has committed it."""
+
+    def __init__(self, layout: KVLayout, address: int, size_bytes: int) -> None:
+        self.layout = layout
+        buffer = (ctypes.c_char * size_bytes).from_address(address)
+        self._flat = torch.frombuffer(buffer, dtype=layout.dtype)
+        self._num_tokens = size_bytes // layout.token_bytes
+        self._is_uniform = len({(x.num_kv_heads, x.head_dim) for x in layout.layers}) == 1
+
+    def layer(self, index: int) -> Tensor:
+        """All token places of one layer: [N, 2, Hk, D]."""
+        item = self.layout.layers[index]
+        heads, dim = item.num_kv_heads, item.head_dim
+        return self._flat.as_strided(
+            (self._num_tokens, 2, heads, dim),
+            (self.layout.token_elements, heads * dim, dim, 1),
+            self.layout.offsets[index],
+        )
+
+    def views(self, start: int, num_tokens: int) -> list[KeyValues]:
+        """K and V of `num_tokens` token places from `start` on, one pair for each layer."""
+        if not self._is_uniform:
+            return [self.view(i, start, num_tokens) for i in range(len(self.layout.layers))]
+        item = self.layout.layers[0]
+        heads, dim, stride = item.num_kv_heads, item.head_dim, self.layout.token_elements
+        # one strided view of everything, taken apart in C++: cheaper than one per layer
+        whole = self._flat.as_strided(
+            (len(self.layout.layers), 2, 1, heads, num_tokens, dim),
+            (2 * heads * dim, heads * dim, 0, dim, stride, 1),
+            start * stride,
+        )
+        return [KeyValues(*pair.unbind(0)) for pair in whole.unbind(0)]
+
+    def view(self, index: int, start: int, num_tokens: int) -> KeyValues:
+        """As `views`, of one layer."""
+        item = self.layout.layers[index]
+        heads, dim, stride = item.num_kv_heads, item.head_dim, self.layout.token_elements
+        pair = self._flat.as_strided(
+            (2, 1, heads, num_tokens, dim),
+            (heads * dim, 0, dim, stride, 1),
+            start * stride + self.layout.offsets[index],
+        )
+        return KeyValues(*pair.unbind(0))

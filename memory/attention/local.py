@@ -1,0 +1,100 @@
+"""Attention over K/V in this machine's memory: the seam's local implementation.
+
+`finish` appends the rows of the step, then runs the decode kernel on the first num_decodes
+rows and the prefill kernel on each remaining sequence. The prefill/decode split is seen here
+and nowhere above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from memory.attention.kv_layout import KVCache
+from memory.attention.seam import AttentionLayer, AttentionStep, Finished, Rotation, Ticket
+from memory.pages.layer_groups import READ_BLOCK
+from ops.backend import Backend, KeyValues
+
+
+class LocalAttention:
+    """PlannedAttention on one KVCache."""
+
+    is_remote = False
+
+    def __init__(self, layers: Sequence[AttentionLayer], cache: KVCache, backend: Backend) -> None:
+        self.layers = list(layers)
+        self.cache = cache
+        self.backend = backend
+        self.layer_tensors = [cache.layer(i) for i in range(len(self.layers))]
+
+    def plan(self, step: AttentionStep) -> LocalPlan:
+        return LocalPlan(self, step)
+
+
+class LocalPlan:
+    """Attention for one step's rows."""
+
+    def __init__(self, parent: LocalAttention, step: AttentionStep) -> None:
+        self._parent = parent
+        self._step = step
+        rows: list[int] = []
+        for start, num_rows, kv_len in zip(step.starts, step.num_rows, step.kv_lens, strict=True):
+            rows.extend(range(start + kv_len - num_rows, start + kv_len))
+        self._rows = torch.tensor(rows, dtype=torch.int64)
+        self._views: list[list[KeyValues]] = [
+            parent.cache.views(start, kv_len)
+            for start, kv_len in zip(step.starts, step.kv_lens, strict=True)
+        ]
+
+    def begin(self, layer: int, q: Tensor) -> Ticket:
+        return Ticket(layer, q)
+
+    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Finished:
+        layer, q = ticket
+        parent = self._parent
+        dtype = parent.cache.layout.dtype
+        if rotation is not None:
+            k = parent.backend.rotary(k, *rotation)
+        if q.dtype == dtype:
+            return Finished(self._attend(layer, q, k, v))
+        return Finished(self._attend(layer, q.to(dtype), k.to(dtype), v.to(dtype)).to(q.dtype))
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        shape, backend = self._parent.layers[layer], self._parent.backend
+        backend.store_kv(k, v, self._parent.layer_tensors[layer], self._rows)
+        num_decodes = self._step.num_decodes
+        parts: list[Tensor] = []
+        if num_decodes:
+            caches = [_last(views[layer], shape.window) for views in self._views[:num_decodes]]
+            parts.append(backend.decode_attention(q[:num_decodes], caches, shape.scale).out)
+        row = num_decodes
+        for index in range(num_decodes, len(self._views)):
+            n = self._step.num_rows[index]
+            cache = _reached(self._views[index][layer], n, shape.window)
+            rows = q[row : row + n]
+            parts.append(backend.prefill_attention(rows, cache, shape.scale, shape.window).out)
+            row += n
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _reached(cache: KeyValues, num_rows: int, window: int | None) -> KeyValues:
+    """The keys that the last num_rows positions see, and whole blocks of them: kernels whose sums
+    begin at fixed keys then give a row the same bits however the prompt is cut. What is before
+    may not be mapped any more."""
+    length = cache.k.shape[2]
+    first = 0 if window is None else length - num_rows + 1 - window
+    if first < READ_BLOCK:
+        return cache
+    first -= first % READ_BLOCK
+    return KeyValues(cache.k[:, :, first:], cache.v[:, :, first:])
+
+
+def _last(cache: KeyValues, num_tokens: int | None) -> KeyValues:
+    """The last num_tokens keys: all that a sliding window can reach."""
+    length = cache.k.shape[2]
+    if num_tokens is None or num_tokens >= length:
+        return cache
+    first = length - num_tokens
+    return KeyValues(cache.k[:, :, first:], cache.v[:, :, first:])

@@ -1,0 +1,265 @@
+"""What an engine asks of a node when it attaches: the layers' shapes, pages, and its epoch.
+
+The node needs to know nothing of how K/V is dealt to nodes: a slice of the heads is a layer with
+fewer heads, a share of the tokens is a page with fewer tokens. `NodeLayout` then says where
+everything lies, on both sides alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import lcm
+
+import torch
+
+from memory.attention.int8 import Int8KVLayout
+from memory.attention.kv_layout import KVLayout
+from memory.attention.seam import AttentionLayer
+from memory.nodes.wire import ErrorCode, WireError
+from quant.kv import GROUPS, fitting_group
+
+KV_TYPES = ("int8", "bfloat16", "float32")
+STRIPE_TOKENS = 16
+"""Tokens of a tile of int8 K/V, and of what is dealt to one node in the sequence partition."""
+_SYSTEM_PAGE_BYTES = 4096
+_LINE_BYTES = 64
+_MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM = 1024, 4096, 1024
+_MAX_SCALE = 1e30  # of scores; NaN is not within either
+_MAX_RANGES = 1 << 20
+_MAX_PLACES = 1 << 24
+_MAX_PAGES = 1 << 22
+_MAX_ROWS = 1 << 16
+MAX_ADDRESSES = 1 << 46  # bytes that a process can reserve, about
+_MAX_RANGE_TOKENS = (1 << 31) - 1  # the kernels count in 32 bits
+_MAX_PARTS = 1 << 20  # a range in a layer group
+_MAX_ALL_PLACES = 1 << 26  # each may take 4 bytes of a node's books
+_FREE_BOOK_BYTES = 16 << 20  # of each engine
+NODE_MAPPINGS = 60_000
+"""Of all engines of a node: Linux allows a process 65,530."""
+_SPARE_MAPPINGS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class AttachRequest:
+    """engine, epoch: a later epoch of the same engine puts an earlier one out. groups: of each
+    layer group, the numbers of its layers and the tokens in one page. num_places: of a range, in
+    each group. num_pages: wanted, at least min_pages. max_rows: of one message.
+    is_question: what would be granted is said, and that is all."""
+
+    engine: str
+    epoch: int
+    kv_dtype: str
+    kv_group: int
+    layers: list[AttentionLayer]
+    group_layers: list[list[int]]
+    page_tokens: list[int]
+    num_places: list[int]
+    num_ranges: int
+    num_pages: int
+    min_pages: int
+    max_rows: int
+    is_question: bool = False
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: dict[str, object]) -> AttachRequest:
+        """WireError, code SHAPE, that names the field."""
+        fields = _Fields(content)
+        count = fields.integer("num_ranges", 1, _MAX_RANGES)
+        request = cls(
+            engine=fields.name("engine"),
+            epoch=fields.integer("epoch", 1, 2**32 - 1),
+            kv_dtype=fields.name("kv_dtype"),
+            kv_group=fields.integer("kv_group", 1, _MAX_HEAD_DIM),
+            layers=[_layer(item) for item in fields.items("layers", _MAX_LAYERS)],
+            group_layers=[
+                _integers("group_layers", item, _MAX_LAYERS)
+                for item in fields.items("group_layers", _MAX_LAYERS)
+            ],
+            page_tokens=_integers("page_tokens", fields.get("page_tokens"), _MAX_PLACES),
+            num_places=_integers("num_places", fields.get("num_places"), _MAX_PLACES),
+            num_ranges=count,
+            num_pages=fields.integer("num_pages", 1, _MAX_PAGES),
+            min_pages=fields.integer("min_pages", 1, _MAX_PAGES),
+            max_rows=fields.integer("max_rows", 1, _MAX_ROWS),
+            is_question=fields.flag("is_question"),
+        )
+        request.check()
+        return request
+
+    def check(self) -> None:
+        """Whether the fields fit each other."""
+        if self.kv_dtype not in KV_TYPES or self.kv_group not in GROUPS:
+            raise _shape(f"kv_dtype {self.kv_dtype!r} with kv_group {self.kv_group}")
+        numbers = sorted(number for ids in self.group_layers for number in ids)
+        if numbers != list(range(len(self.layers))):
+            raise _shape("group_layers must name every layer once")
+        if not len(self.group_layers) == len(self.page_tokens) == len(self.num_places):
+            raise _shape("group_layers, page_tokens and num_places: one for each group")
+        if any(tokens % STRIPE_TOKENS or not tokens for tokens in self.page_tokens):
+            raise _shape(f"page_tokens must be multiples of {STRIPE_TOKENS}")
+        if min(self.num_places) < 1 or self.min_pages > self.num_pages:
+            raise _shape("num_places and min_pages must be positive, min_pages within num_pages")
+        sizes = zip(self.num_places, self.page_tokens, strict=True)
+        if any(places * tokens > _MAX_RANGE_TOKENS for places, tokens in sizes):
+            raise _shape(f"a range has {_MAX_RANGE_TOKENS} tokens at most")
+        num_parts = self.num_ranges * len(self.num_places)
+        if num_parts > _MAX_PARTS or self.num_ranges * sum(self.num_places) > _MAX_ALL_PLACES:
+            raise _shape(f"{num_parts} parts of ranges with places {self.num_places}: too many")
+        for ids in self.group_layers:
+            if len({self.layers[number].window for number in ids}) != 1:
+                raise _shape("layers of a group have one window")
+        if self.kv_dtype == "int8":
+            for layer in self.layers:
+                if fitting_group(layer.head_dim, self.kv_group) is None:
+                    raise _shape(f"head_dim {layer.head_dim} has no int8 K/V")
+
+
+def growth_of(request: AttachRequest, num_pages: int) -> int:
+    """Mappings that may come to those with which an engine begins sequences: each page that they
+    take later may be one, and a range has a gap or two in each group."""
+    return num_pages + 2 * min(_num_parts(request), num_pages)
+
+
+def least_mappings(request: AttachRequest, num_pages: int) -> int:
+    """That are promised with so many pages."""
+    return growth_of(request, num_pages) + num_pages + _SPARE_MAPPINGS
+
+
+def most_pages(request: AttachRequest, num_mappings: int) -> int:
+    """For which least_mappings are no more than that."""
+    pages, parts = max(0, num_mappings - _SPARE_MAPPINGS), _num_parts(request)
+    return pages // 4 if pages // 4 < parts else (pages - 2 * parts) // 2
+
+
+def _num_parts(request: AttachRequest) -> int:
+    return request.num_ranges * len(request.group_layers)
+
+
+def book_bytes(num_ranges: int, num_places: Sequence[int]) -> int:
+    """What a node needs to know which page is at each place, as far as it counts as K/V."""
+    return max(0, 4 * num_ranges * sum(num_places) - _FREE_BOOK_BYTES)
+
+
+class NodeLayout:
+    """Where K/V of an AttachRequest lies: pages of one size, a reservation with a part for each
+    range and group, part number = group * num_ranges + range."""
+
+    def __init__(self, request: AttachRequest) -> None:
+        self.request = request
+        self.groups: list[Int8KVLayout | KVLayout] = []
+        for ids in request.group_layers:
+            layers = [request.layers[number] for number in ids]
+            if request.kv_dtype == "int8":
+                self.groups.append(Int8KVLayout(layers, request.kv_group))
+            else:
+                self.groups.append(KVLayout(layers, getattr(torch, request.kv_dtype)))
+        self.page_bytes = self._fitting_page()
+        for layout, tokens in zip(self.groups, request.page_tokens, strict=True):
+            layout.pad(self.page_bytes // tokens * layout.tile_tokens)
+        self.group_offsets = [0]
+        for num_places in request.num_places:
+            size_bytes = num_places * self.page_bytes * request.num_ranges
+            self.group_offsets.append(self.group_offsets[-1] + size_bytes)
+
+    def _fitting_page(self) -> int:
+        """Bytes of a page that holds a whole number of tokens of every group, dense or a little
+        padded: K/V of a range then lies at one stride across its pages."""
+        unit, least = _SYSTEM_PAGE_BYTES, 0
+        for layout, tokens in zip(self.groups, self.request.page_tokens, strict=True):
+            unit = lcm(unit, tokens // layout.tile_tokens * _LINE_BYTES)
+            least = max(least, tokens * layout.token_bytes)
+        return -(-least // unit) * unit
+
+    @property
+    def total_bytes(self) -> int:
+        """Virtual bytes of the reservation."""
+        return self.group_offsets[-1]
+
+    @property
+    def is_addressable(self) -> bool:
+        return self.total_bytes <= MAX_ADDRESSES
+
+    def part_offset(self, part: int) -> int:
+        """Where a part begins, in bytes from the start of the reservation."""
+        group, index = divmod(part, self.request.num_ranges)
+        return self.group_offsets[group] + index * self.range_bytes(group)
+
+    def range_bytes(self, group: int) -> int:
+        """From one range to the next of a group."""
+        return self.request.num_places[group] * self.page_bytes
+
+
+class _Fields:
+    def __init__(self, content: dict[str, object]) -> None:
+        self._content = content
+
+    def get(self, name: str) -> object:
+        if name not in self._content:
+            raise _shape(f"{name} is missing")
+        return self._content[name]
+
+    def integer(self, name: str, least: int, most: int) -> int:
+        return _integer(name, self.get(name), least, most)
+
+    def flag(self, name: str) -> bool:
+        value = self.get(name)
+        if type(value) is not bool:
+            raise _shape(f"{name} must be true or false")
+        return value
+
+    def name(self, name: str) -> str:
+        value = self.get(name)
+        if not (isinstance(value, str) and 0 < len(value) <= 64 and value.isprintable()):
+            raise _shape(f"{name} must be a name")
+        return value
+
+    def items(self, name: str, most: int) -> list[object]:
+        return _list(name, self.get(name), most)
+
+
+def _integer(name: str, value: object, least: int, most: int) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise _shape(f"{name} must be an integer from {least} to {most}")
+    return value
+
+
+def _list(name: str, value: object, most: int) -> list[object]:
+    if not isinstance(value, list) or not 0 < len(value) <= most:
+        raise _shape(f"{name} must be a list of 1 to {most}")
+    return value
+
+
+def _integers(name: str, value: object, most: int) -> list[int]:
+    return [_integer(name, item, 0, most) for item in _list(name, value, _MAX_LAYERS)]
+
+
+def _layer(value: object) -> AttentionLayer:
+    if not isinstance(value, dict):
+        raise _shape("layers must be objects")
+    fields = _Fields(value)
+    scale, window = fields.get("scale"), fields.get("window")
+    if type(scale) not in (int, float) or not -_MAX_SCALE <= scale <= _MAX_SCALE:  # type: ignore[operator]
+        raise _shape("scale must be a number")
+    heads = fields.integer("num_heads", 1, _MAX_HEADS)
+    kv_heads = fields.integer("num_kv_heads", 1, heads)
+    if heads % kv_heads:
+        raise _shape("num_kv_heads must divide num_heads")
+    return AttentionLayer(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=fields.integer("head_dim", 1, _MAX_HEAD_DIM),
+        scale=float(scale),  # type: ignore[arg-type]
+        window=None if window is None else _integer("window", window, 1, 2**31 - 1),
+    )
+
+
+def _shape(text: str) -> WireError:
+    return WireError(ErrorCode.SHAPE, text)
+
+
+def layers_of(request: AttachRequest, group: int) -> Sequence[AttentionLayer]:
+    return [request.layers[number] for number in request.group_layers[group]]

@@ -1,0 +1,60 @@
+"""The address space of memory nodes, as the engine's books see it: edits are written down here
+and made over there, with the next plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from memory.nodes.wire import Edit, EditKind
+
+
+class EditLog:
+    """VirtualMemory without memory. Not for more than one thread."""
+
+    maps_beside_kernels = False
+
+    def __init__(self, page_bytes: int, num_ranges: int, range_places: Sequence[int]) -> None:
+        """range_places: of a range, in each layer group."""
+        self.page_bytes = page_bytes
+        self.on_release: Callable[[], None] = lambda: None
+        """Called when pages were given back: nobody else may send the edits soon."""
+        self._num_ranges = num_ranges
+        self._range_bytes = [places * page_bytes for places in range_places]
+        self._edits: list[Edit] = []
+
+    def take(self) -> list[Edit]:
+        """What has to be done over there, and is not written down any more."""
+        edits, self._edits = self._edits, []
+        return edits
+
+    def reserve(self, size_bytes: int) -> int:
+        return 0  # nobody computes with these addresses
+
+    def prepare(self, first_page: int, num_pages: int) -> None:
+        pass
+
+    def map(self, offset: int, first_page: int, num_pages: int) -> None:
+        part, place = self._where(offset)
+        self._edits.append(Edit(EditKind.MAP, part, place, first_page, num_pages))
+
+    def unmap(self, offset: int, num_pages: int) -> None:
+        part, place = self._where(offset)
+        self._edits.append(Edit(EditKind.UNMAP, part, place, 0, num_pages))
+
+    def copy_page(self, source: int, target: int) -> None:
+        self._edits.append(Edit(EditKind.COPY, 0, source, target, 1))
+
+    def release(self, first_page: int, num_pages: int) -> None:
+        self._edits.append(Edit(EditKind.RELEASE, 0, 0, first_page, num_pages))
+        self.on_release()
+
+    def close(self) -> None:
+        self._edits.clear()
+
+    def _where(self, offset: int) -> tuple[int, int]:
+        for group, range_bytes in enumerate(self._range_bytes):
+            if offset < range_bytes * self._num_ranges:
+                index, rest = divmod(offset, range_bytes)
+                return group * self._num_ranges + index, rest // self.page_bytes
+            offset -= range_bytes * self._num_ranges
+        raise AssertionError(f"{offset} bytes behind the last range")

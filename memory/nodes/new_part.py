@@ -1,0 +1,200 @@
+"""The engine's half of split attention: what the step's rows see in this machine.
+
+What memory nodes hold is the past; causal attention of the step's own rows over the step's own k
+and v, and over what is kept here of a prompt under way (prompt_tails.py), is computed here,
+meanwhile, and merged with what the nodes answer. k and v are rounded exactly as the nodes' K/V
+is, so that a row sees the same numbers now and later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from memory.attention.int8 import Int8KVLayout, int8_ops
+from memory.attention.kv_layout import KVCache, KVLayout
+from memory.attention.seam import AttentionLayer
+from memory.nodes.prompt_tails import PromptTails, TailPlace
+from ops.backend import Backend, KeyValues
+from ops.cpu.native import Int8Attention, Int8AttentionStep
+from quant.kv import TILE_TOKENS
+
+
+class NewPart(Protocol):
+    """For all layers of a model."""
+
+    def plan(
+        self, num_decodes: int, num_rows: Sequence[int], places: Sequence[TailPlace | None]
+    ) -> object:
+        """num_rows: of each sequence; the first num_decodes have one. places: of those whose
+        K/V is kept here."""
+
+    def attend(
+        self, plan: object, layer: int, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """q: [T, H, D]; k, v: [T, Hk, D], rotated -> out [T, H, D] fp32, lse [T, H] fp32."""
+
+
+class _Int8Run(NamedTuple):
+    """Some sequences in a row. steps: by the bytes of a layer's tile; one of key 0 for tails."""
+
+    first: int
+    end: int
+    steps: dict[int, Int8AttentionStep]
+
+
+class Int8NewPart:
+    """Through a small int8 K/V of its own, which holds one layer's rows of one step."""
+
+    def __init__(
+        self,
+        layers: Sequence[AttentionLayer],
+        group: int,
+        max_rows: int,
+        max_num_seqs: int,
+        tails: PromptTails | None = None,
+    ) -> None:
+        layouts = [Int8KVLayout([layer], group) for layer in layers]
+        self._ops = [int8_ops(layout)[0] for layout in layouts]
+        self._tile_bytes = [layout.tile_bytes for layout in layouts]
+        num_tiles = -(-max_rows // TILE_TOKENS) + max_num_seqs
+        # zeros, because rows that were never written have scales too
+        self._memory = torch.zeros(num_tiles * max(self._tile_bytes) + 64, dtype=torch.uint8)
+        address = self._memory.data_ptr()
+        self._address = address + -address % 64
+        self._tails = tails
+        self._tail_ops: list[Int8Attention] = []
+        if tails is not None:
+            assert isinstance(tails.layout, Int8KVLayout)
+            self._tail_ops = int8_ops(tails.layout)
+
+    def plan(
+        self, num_decodes: int, num_rows: Sequence[int], places: Sequence[TailPlace | None]
+    ) -> object:
+        runs: list[_Int8Run] = []
+        row = 0
+        both = zip(num_rows, places, strict=True)
+        for is_kept, members in groupby(both, key=lambda pair: pair[1] is not None):
+            sequences = list(members)
+            rows = [n for n, _ in sequences]
+            steps = (
+                self._kept([place for _, place in sequences if place is not None], rows)
+                if is_kept
+                else self._own(rows)
+            )
+            runs.append(_Int8Run(row, row + sum(rows), steps))
+            row += sum(rows)
+        return runs
+
+    def _kept(self, places: Sequence[TailPlace], rows: list[int]) -> dict[int, Int8AttentionStep]:
+        assert self._tails is not None and isinstance(self._tails.layout, Int8KVLayout)
+        layout = self._tails.layout
+        starts = [place.start * layout.token_bytes for place in places]
+        lengths = [place.num_tokens for place in places]
+        step = Int8AttentionStep(self._tails.address, layout.tile_bytes, starts, rows, lengths)
+        return {0: step}
+
+    def _own(self, rows: list[int]) -> dict[int, Int8AttentionStep]:
+        tiles = [0]
+        for n in rows:
+            tiles.append(tiles[-1] + -(-n // TILE_TOKENS))
+        assert tiles[-1] * max(self._tile_bytes) <= self._memory.numel(), f"{tiles[-1]} tiles"
+        return {
+            size: Int8AttentionStep(
+                self._address, size, [tile * size for tile in tiles[:-1]], rows, rows
+            )
+            for size in set(self._tile_bytes)
+        }
+
+    def attend(
+        self, plan: object, layer: int, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        assert isinstance(plan, list)
+        q, k, v = q.float(), k.float(), v.float()
+        if len(plan) == 1:
+            return self._run(plan[0], layer, q, k, v)
+        parts = [
+            self._run(run, layer, *(x[run.first : run.end] for x in (q, k, v))) for run in plan
+        ]
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+    def _run(
+        self, run: _Int8Run, layer: int, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        is_kept = 0 in run.steps
+        op = self._tail_ops[layer] if is_kept else self._ops[layer]
+        step = run.steps[0 if is_kept else self._tile_bytes[layer]]
+        op.append(step, k, v, None)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32)
+        return op.attend(step, q, lse), lse
+
+
+class PlainNewPart:
+    """In bf16 or fp32: k and v are where they are, or kept with the prompt."""
+
+    def __init__(
+        self,
+        layers: Sequence[AttentionLayer],
+        dtype: torch.dtype,
+        backend: Backend,
+        tails: PromptTails | None = None,
+    ) -> None:
+        self._layers = list(layers)
+        self._dtype = dtype
+        self._backend = backend
+        self._cache: KVCache | None = None
+        if tails is not None:
+            assert isinstance(tails.layout, KVLayout)
+            self._cache = KVCache(tails.layout, tails.address, tails.size_bytes)
+
+    def plan(
+        self, num_decodes: int, num_rows: Sequence[int], places: Sequence[TailPlace | None]
+    ) -> object:
+        return num_decodes, list(zip(num_rows[num_decodes:], places[num_decodes:], strict=True))
+
+    def attend(
+        self, plan: object, layer: int, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        assert isinstance(plan, tuple)
+        row, chunks = plan
+        shape = self._layers[layer]
+        q, k, v = (x.to(self._dtype).contiguous() for x in (q, k, v))
+        outs: list[Tensor] = []
+        lses: list[Tensor] = []
+        if row:
+            out, lse = _own_key(q[:row], k[:row], v[:row], shape.scale)
+            outs.append(out)
+            lses.append(lse)
+        for num_rows, place in chunks:
+            own = slice(row, row + num_rows)
+            cache = self._keys(layer, k[own], v[own], place)
+            out, lse = self._backend.prefill_attention(q[own], cache, shape.scale, shape.window)
+            outs.append(out.float())
+            lses.append(lse)
+            row += num_rows
+        if len(outs) == 1:
+            return outs[0], lses[0]
+        return torch.cat(outs), torch.cat(lses)
+
+    def _keys(self, layer: int, k: Tensor, v: Tensor, place: TailPlace | None) -> KeyValues:
+        if place is None:
+            return KeyValues(k.transpose(0, 1)[None], v.transpose(0, 1)[None])
+        assert self._cache is not None
+        end = place.start + place.num_tokens
+        rows = torch.arange(end - len(k), end)
+        self._backend.store_kv(k, v, self._cache.layer(layer), rows)
+        return self._cache.view(layer, place.start, place.num_tokens)
+
+
+def _own_key(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Each row over its own key alone: out is its v, lse the score."""
+    rows, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    grouped = q.view(rows, kv_heads, heads // kv_heads, dim).float()
+    lse = (grouped * k.float()[:, :, None]).sum(-1).mul_(scale)
+    out = v.float()[:, :, None].expand(grouped.shape).reshape(rows, heads, dim)
+    return out, lse.view(rows, heads)

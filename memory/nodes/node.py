@@ -1,0 +1,394 @@
+"""A memory node: K/V of engines that live elsewhere, and attention over it (Lamina, 2405.01814).
+
+Every engine has a connection, a thread and pages of its own; memory is counted and bounded over
+all of them, and what an engine held is free as soon as its connection ends. An engine that comes
+back with a later epoch puts its older self out; one with an older epoch is refused (fencing).
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor
+
+from memory.nodes.attach import (
+    MAX_ADDRESSES,
+    NODE_MAPPINGS,
+    AttachRequest,
+    NodeLayout,
+    book_bytes,
+    least_mappings,
+    most_pages,
+)
+from memory.nodes.node_loop import NodeLoop, post_bytes, post_error, view_of
+from memory.nodes.node_session import NodeSession
+from memory.nodes.wire import ErrorCode, Kind, WireError, pack_json, read_header, read_json
+from memory.pages.vmm import LinuxMemory
+from ops.backend import Backend
+from transport.base import Endpoint, Listener, TransportError
+
+logger = logging.getLogger(__name__)
+
+_ATTACH_S = 5.0
+_POLL_S = 0.2
+_PUT_OUT_S = 2.0
+_ENGINES = 1024  # whose epochs are remembered
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStats:
+    """bytes_leased of capacity_bytes are granted to num_engines engines. The others count since
+    the start: attached, refused by us (not those that transport refuses), ended by their fault."""
+
+    capacity_bytes: int
+    bytes_leased: int
+    num_engines: int
+    num_attached: int
+    num_refused: int
+    num_offences: int
+    num_queries: int
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    endpoint: Endpoint
+    thread: threading.Thread | None = None
+    engine: str = ""
+    epoch: int = 0
+    bytes_leased: int = 0
+    bytes_books: int = 0
+    num_mappings: int = 0  # promised
+    bytes_reserved: int = 0
+    session: NodeSession | None = None
+    loop: NodeLoop | None = None
+    has_asked: bool = False  # the engine to leave
+    has_ended: bool = False
+
+
+class ArrivingEndpoint(Endpoint, Protocol):
+    """One that says when something is to do: a message, or the peer's end."""
+
+    on_arrival: Callable[[], object]
+
+
+class MemoryNode:
+    """Serves the engines that a listener accepts. All methods from any thread."""
+
+    def __init__(self, capacity_bytes: int, backend: Backend) -> None:
+        """capacity_bytes: of K/V, over all engines."""
+        self._capacity = capacity_bytes
+        self._backend = backend
+        self._lock = threading.Lock()
+        self._serving = threading.Lock()
+        self._computing = threading.Lock()
+        self._connections: set[_Connection] = set()
+        self._epochs: OrderedDict[str, int] = OrderedDict()
+        self._is_closing = False
+        self._is_draining = False
+        self._num_attached = self._num_refused = self._num_offences = self._num_queries = 0
+
+    def stats(self) -> NodeStats:
+        with self._lock:
+            live = [c.session for c in self._connections if c.session is not None]
+            return NodeStats(
+                capacity_bytes=self._capacity,
+                bytes_leased=sum(c.bytes_leased for c in self._connections),
+                num_engines=len(live),
+                num_attached=self._num_attached,
+                num_refused=self._num_refused,
+                num_offences=self._num_offences,
+                num_queries=self._num_queries + sum(s.num_queries for s in live),
+            )
+
+    def serve(self, listener: Listener) -> None:
+        """Accept engines until `close`; blocks. Once it drains they are refused at once."""
+        atexit.register(self.close)  # a thread that waits in a transport must not see the end
+        self._serving.acquire()
+        try:
+            while not self._is_closing:
+                endpoint = listener.accept(_POLL_S)
+                if endpoint is not None:
+                    self._begin(endpoint)
+        finally:
+            self._serving.release()
+            atexit.unregister(self.close)
+
+    def _begin(self, endpoint: Endpoint) -> None:
+        connection = _Connection(endpoint)
+        thread = threading.Thread(
+            target=self._run, args=(connection,), name="mergestep-node-engine", daemon=True
+        )
+        connection.thread = thread
+        with self._lock:
+            if self._is_closing or self._is_draining:
+                endpoint.close()
+                return
+            self._connections.add(connection)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has no thread left
+            logger.warning("engine at %s: refused: %s", endpoint.peer.address, error)
+            with self._lock:
+                self._num_refused += 1
+            connection.thread = None
+            self._end(connection)
+
+    def adopt(self, endpoint: ArrivingEndpoint) -> None:
+        """Serve an engine in the thread that tells the endpoint of arrivals."""
+        connection = _Connection(endpoint)
+        with self._lock:
+            self._connections.add(connection)
+        endpoint.on_arrival = lambda: self._turn(connection, 0.0)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Ask the engines to leave, and wait; whether all did. No new ones are accepted."""
+        self._is_draining = True
+        return self._wait(timeout_s)
+
+    def close(self) -> None:
+        """End all connections and give their memory back."""
+        self._is_closing = True
+        with self._lock:
+            connections = list(self._connections)
+        self._put_out(connections)
+        self._wait(_PUT_OUT_S)
+        if self._serving.acquire(timeout=_PUT_OUT_S):
+            self._serving.release()
+
+    def _put_out(self, connections: Sequence[_Connection]) -> None:
+        """Their threads, where they have some, find out and end."""
+        for connection in connections:
+            connection.endpoint.close()
+            if connection.thread is None:
+                self._end(connection)
+
+    def _wait(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while self._connections and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return not self._connections
+
+    # ---- one connection
+
+    def _run(self, connection: _Connection) -> None:
+        while self._turn(connection, _POLL_S):
+            pass
+
+    def _turn(self, connection: _Connection, wait_s: float) -> bool:
+        """A message, or work that was put off; False: the connection has ended."""
+        if connection.has_ended:
+            return False
+        try:
+            if connection.loop is not None:
+                self._work(connection, connection.loop, wait_s)
+                return True
+            if self._attach(connection):
+                return True
+        except Exception as error:
+            self._failed(connection, error)
+        self._end(connection)
+        return False
+
+    def _end(self, connection: _Connection) -> None:
+        connection.has_ended = True
+        connection.endpoint.close()
+        session = connection.session
+        if session is not None:
+            with self._computing:
+                session.close()
+        with self._lock:
+            if session is not None:
+                self._num_queries += session.num_queries
+                connection.session = None
+            self._connections.discard(connection)
+
+    def _failed(self, connection: _Connection, error: Exception) -> None:
+        """Why a connection is about to end."""
+        address = connection.endpoint.peer.address
+        if isinstance(error, TransportError):
+            # Who only asks how large the node is leaves without attaching.
+            level = logging.INFO if connection.loop is not None else logging.DEBUG
+            logger.log(level, "engine at %s: %s", address, str(error))  # not what its frames hold
+            return
+        if isinstance(error, WireError):
+            logger.warning("engine at %s: %s (%s)", address, str(error), error.code.name)
+            with self._lock:
+                self._num_offences += 1
+            self._tell(connection, error)
+            return
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+            logger.warning("engine at %s: no memory is left for it: %s", address, error)
+            self._tell(connection, WireError(ErrorCode.FULL, "no memory is left"))
+            return
+        logger.error("the engine at %s met a fault of ours", address, exc_info=error)
+        self._tell(connection, WireError(ErrorCode.FAULT, type(error).__name__))
+
+    def _tell(self, connection: _Connection, error: WireError) -> None:
+        try:
+            post_error(connection.endpoint, connection.epoch, error)
+        except TransportError as failed:
+            logger.info("the engine could not be told: %s", failed)
+
+    def _work(self, connection: _Connection, loop: NodeLoop, wait_s: float) -> None:
+        endpoint = connection.endpoint
+        frame = endpoint.poll(0.0 if loop.has_later else wait_s)
+        if frame is not None:
+            loop.take(frame)
+        elif loop.has_later:
+            loop.do_later()
+        if self._is_draining and not connection.has_asked:
+            post_bytes(endpoint, pack_json(Kind.DRAIN, connection.epoch, {}))
+            connection.has_asked = True
+
+    def _compute(self, work: Callable[[], list[Tensor]]) -> list[Tensor]:
+        with self._computing:
+            return work()
+
+    # ---- attaching
+
+    def _attach(self, connection: _Connection) -> bool:
+        endpoint = connection.endpoint
+        if (frame := endpoint.poll(_ATTACH_S)) is None:
+            logger.info("engine at %s: did not attach", endpoint.peer.address)
+            return False
+        message = view_of(frame)
+        try:
+            header = read_header(message)
+            if header.kind is not Kind.ATTACH:
+                raise WireError(ErrorCode.FORM, f"{header.kind.name} before ATTACH")
+            request = AttachRequest.from_json(read_json(message))
+        finally:
+            endpoint.release(frame)
+        connection.epoch = request.epoch
+        granted = self._grant(connection, request)
+        if granted is None:
+            return False
+        if granted.is_question:
+            self._post_attached(connection, granted)
+            return False
+        memory = LinuxMemory(connection.bytes_leased // granted.num_pages, granted.num_pages)
+        try:
+            connection.session = NodeSession(
+                granted,
+                memory,
+                self._backend,
+                connection.num_mappings,
+                lambda: self._most_mappings(connection),
+            )
+        except BaseException:
+            memory.close()
+            raise
+        with self._lock:
+            self._num_attached += 1
+        self._post_attached(connection, granted)
+        logger.info(
+            "engine %s at %s: %d pages of %d KiB",
+            request.engine[:16],
+            endpoint.peer.address,
+            granted.num_pages,
+            memory.page_bytes >> 10,
+        )
+        connection.loop = NodeLoop(
+            connection.session, endpoint, endpoint.max_message_bytes, self._compute
+        )
+        return True
+
+    @staticmethod
+    def _post_attached(connection: _Connection, granted: AttachRequest) -> None:
+        content: dict[str, object] = {
+            "num_pages": granted.num_pages,
+            "num_mappings": connection.num_mappings,
+        }
+        post_bytes(connection.endpoint, pack_json(Kind.ATTACHED, granted.epoch, content))
+
+    def _grant(self, connection: _Connection, request: AttachRequest) -> AttachRequest | None:
+        """The request with the pages it gets; None if it is refused (and told so)."""
+        try:
+            if self._is_draining:
+                raise WireError(ErrorCode.FULL, "the node is about to go")
+            layout = NodeLayout(request)
+            if not layout.is_addressable:
+                raise WireError(ErrorCode.SHAPE, f"ranges of {layout.total_bytes} bytes in all")
+            if not request.is_question:
+                self._fence(connection, request)
+            with self._lock:
+                books = book_bytes(request.num_ranges, request.num_places)
+                free = self._capacity - books
+                free -= sum(c.bytes_leased + c.bytes_books for c in self._connections)
+                free = max(0, free)
+                mappings = self._mappings_beside(connection)
+                left = most_pages(request, mappings)
+                num_pages = min(request.num_pages, free // layout.page_bytes, left)
+                if num_pages < request.min_pages:
+                    need = request.min_pages * layout.page_bytes
+                    text = (
+                        f"{free} bytes and {left} pages are not held by others, {need} bytes in "
+                        f"{request.min_pages} pages needed"
+                    )
+                    raise WireError(ErrorCode.FULL, text)
+                reserved = sum(c.bytes_reserved for c in self._connections)
+                if reserved + layout.total_bytes > MAX_ADDRESSES:
+                    raise WireError(ErrorCode.FULL, "no addresses are left for these ranges")
+                if not request.is_question:
+                    connection.bytes_leased = num_pages * layout.page_bytes
+                    connection.bytes_books = books
+                    connection.num_mappings = min(
+                        self._promised(request, layout, num_pages), mappings
+                    )
+                    connection.bytes_reserved = layout.total_bytes
+        except WireError as error:
+            with self._lock:
+                self._num_refused += 1
+            level = logging.DEBUG if connection.thread is None else logging.WARNING
+            address = connection.endpoint.peer.address
+            logger.log(level, "engine at %s: refused: %s", address, str(error))
+            self._tell(connection, error)
+            return None
+        return replace(request, num_pages=num_pages)
+
+    def _promised(self, request: AttachRequest, layout: NodeLayout, num_pages: int) -> int:
+        """Mappings: what they take at least, or their share of the node."""
+        share = NODE_MAPPINGS * num_pages * layout.page_bytes // self._capacity
+        return max(share, least_mappings(request, num_pages))
+
+    def _mappings_beside(self, connection: _Connection) -> int:
+        """What the others neither have nor were promised. With the lock."""
+        left = NODE_MAPPINGS
+        for other in self._connections:
+            if other is not connection:
+                session = other.session
+                left -= max(other.num_mappings, 0 if session is None else session.num_mappings)
+        return left
+
+    def _most_mappings(self, connection: _Connection) -> int:
+        with self._lock:
+            return self._mappings_beside(connection)
+
+    def _fence(self, connection: _Connection, request: AttachRequest) -> None:
+        """Of one engine only the latest epoch stays."""
+        with self._lock:
+            known = self._epochs.get(request.engine, 0)
+            if request.epoch <= known:
+                raise WireError(
+                    ErrorCode.STALE,
+                    f"epoch {request.epoch} of an engine that was here with {known} (is this node "
+                    "listed under two addresses?)",
+                )
+            self._epochs[request.engine] = request.epoch
+            self._epochs.move_to_end(request.engine)
+            while len(self._epochs) > _ENGINES:
+                self._epochs.popitem(last=False)
+            older = [c for c in self._connections if c.engine == request.engine]
+            connection.engine = request.engine
+        self._put_out(older)
+        for other in older:
+            if other.thread is not None:
+                other.thread.join(_PUT_OUT_S)

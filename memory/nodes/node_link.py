@@ -1,0 +1,172 @@
+"""One memory node, from the engine's side: attach, send plans and rows, take the answers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from memory.nodes.attach import AttachRequest
+from memory.nodes.node_loop import Outgoing, post_bytes, view_of
+from memory.nodes.placement import Share
+from memory.nodes.wire import (
+    ErrorCode,
+    Header,
+    Kind,
+    Plan,
+    WireError,
+    WireType,
+    pack_json,
+    pack_plan,
+    read_header,
+    read_json,
+)
+from memory.nodes.wire_rows import largest_message
+from transport.base import Endpoint, Frame, Segment, TransportError, TransportTimeoutError
+from transport.control import printable
+
+logger = logging.getLogger(__name__)
+
+_OLD_PLANS = 8  # answers to earlier plans are dropped
+DEFAULT_ANSWER_S = 30.0
+
+
+class NodeError(TransportError):
+    """The node said what is wrong. code: of ErrorCode."""
+
+    def __init__(self, code: ErrorCode, text: str) -> None:
+        super().__init__(f"{code.name}: {text}")
+        self.code = code
+
+
+class NodeLink:
+    """A connection, and the share of K/V behind it. Used by one thread."""
+
+    def __init__(
+        self,
+        url: str,
+        endpoint: Endpoint,
+        share: Share,
+        clock: Callable[[], float] = time.monotonic,
+        answer_s: float = DEFAULT_ANSWER_S,
+    ) -> None:
+        """answer_s: a node that is alive and answers nothing for so long counts as lost."""
+        self.url = url
+        self.share = share
+        self.endpoint = endpoint
+        self.is_leaving = False  # the node has asked us to go
+        self.num_mappings = 0  # that it promises
+        self._clock = clock
+        self._answer_s = answer_s
+        self._epoch = 0
+        self._outgoing = Outgoing()
+        self._arrived: dict[tuple[int, int], tuple[Header, Frame]] = {}
+
+    @property
+    def is_lost(self) -> bool:
+        return self.endpoint.is_lost
+
+    def attach(
+        self, request: AttachRequest, timeout_s: float, wire: WireType = WireType.FLOAT32
+    ) -> int:
+        """Pages that are granted. wire: of the rows to come. NodeError, TransportError."""
+        self._epoch = request.epoch
+        most = self.endpoint.max_message_bytes
+        if (largest := largest_message(request.layers, request.max_rows, wire)) > most:
+            text = f"steps of {request.max_rows} rows take messages of {largest} bytes"
+            raise NodeError(ErrorCode.SHAPE, f"{text}, its window has room for {most}")
+        message = pack_json(Kind.ATTACH, request.epoch, request.to_json())
+        post_bytes(self.endpoint, message)
+        frame = self.endpoint.poll(timeout_s)
+        if frame is None:
+            raise TransportTimeoutError(f"{self.url} did not answer within {timeout_s:.3g} s")
+        try:
+            header = self._header(frame)
+            if header.kind is not Kind.ATTACHED:
+                raise WireError(ErrorCode.FORM, f"{header.kind.name} instead of ATTACHED")
+            content = read_json(view_of(frame))
+            num_pages, num_mappings = content.get("num_pages"), content.get("num_mappings")
+            if type(num_pages) is not int or not (
+                request.min_pages <= num_pages <= request.num_pages
+            ):
+                raise WireError(ErrorCode.RANGE, f"{num_pages!r} pages")
+            if type(num_mappings) is not int:
+                raise WireError(ErrorCode.FORM, f"{num_mappings!r} mappings")
+            self.num_mappings = num_mappings
+        except WireError as error:
+            raise NodeError(error.code, str(error)) from error
+        finally:
+            self.endpoint.release(frame)
+        return num_pages
+
+    def post_plan(self, number: int, plan: Plan) -> None:
+        for key in [key for key in self._arrived if key[0] + _OLD_PLANS < number]:
+            self.endpoint.release(self._arrived.pop(key)[1])
+        post_bytes(self.endpoint, pack_plan(self._epoch, number, plan))
+
+    def post_rows(
+        self,
+        kind: Kind,
+        number: int,
+        layer: int,
+        dtype: WireType,
+        num_rows: int,
+        segments: Sequence[Segment],
+    ) -> None:
+        """A QUERY or UPDATE of plan `number`."""
+        header = Header(kind, self._epoch, number, layer, dtype, num_rows)
+        self._outgoing.post(self.endpoint, header, list(segments))
+
+    def answer(self, number: int, layer: int) -> tuple[Header, Frame]:
+        """The PARTIAL of a QUERY; release the frame. NodeError, TransportError."""
+        key = (number, layer)
+        deadline = self._clock() + self._answer_s
+        while key not in self._arrived:
+            frame = self.endpoint.poll(1.0)
+            if frame is not None:
+                self._arrive(frame, number)
+            if key not in self._arrived and self._clock() >= deadline:
+                raise TransportTimeoutError(f"{self.url}: no answer for {self._answer_s:.3g} s")
+        return self._arrived.pop(key)
+
+    def _arrive(self, frame: Frame, number: int) -> None:
+        try:
+            header = self._header(frame)
+        except WireError as error:
+            raise NodeError(error.code, str(error)) from error
+        if header.kind is Kind.PARTIAL and header.plan + _OLD_PLANS >= number:
+            key = header.plan, header.layer
+            if key in self._arrived:
+                raise NodeError(ErrorCode.FORM, f"two answers for layer {key[1]} of plan {key[0]}")
+            self._arrived[key] = header, frame
+            return
+        if header.kind is Kind.DRAIN:
+            logger.info("memory node %s wants to go", self.url)
+            self.is_leaving = True
+        self.endpoint.release(frame)
+        if header.kind not in (Kind.PARTIAL, Kind.DRAIN):
+            raise NodeError(ErrorCode.FORM, f"{header.kind.name} from a node")
+
+    def _header(self, frame: Frame) -> Header:
+        """WireError; NodeError if that is what the node says."""
+        message = view_of(frame)
+        header = read_header(message)
+        if header.epoch != self._epoch:
+            raise WireError(ErrorCode.STALE, f"epoch {header.epoch}, not {self._epoch}")
+        if header.kind is Kind.ERROR:
+            content = read_json(message)
+            code, text = content.get("code"), content.get("text")
+            if isinstance(code, int) and code in ErrorCode.__members__.values():
+                raise NodeError(ErrorCode(code), printable(text, 500))
+            raise WireError(ErrorCode.FORM, "an error without a code")
+        return header
+
+    def look(self) -> None:
+        """Take what has come without being waited for: DRAIN, ERROR, or the end."""
+        frame = self.endpoint.poll(0.0)
+        if frame is not None:
+            self._arrive(frame, 0)
+
+    def close(self) -> None:
+        self._arrived.clear()
+        self.endpoint.close()

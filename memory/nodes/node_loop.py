@@ -1,0 +1,130 @@
+"""What a node does with one engine's messages, one after the other.
+
+k and v are put off: the message stays in the window, and they are written when nothing else is
+to do, or when a later plan needs them (the next step). So answers, which the engine waits for,
+come first, and a long prompt's K/V moves in in the gaps. How much is put off is bounded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from torch import Tensor
+
+from memory.nodes.node_session import NodeSession
+from memory.nodes.wire import HEADER_BYTES, ErrorCode, Header, Kind, WireError, pack_json
+from transport.base import Endpoint, Frame, Segment
+
+logger = logging.getLogger(__name__)
+
+# Messages that are put off leave no room for others if they fill the window.
+_LATER_SHARE = 0.5
+_MOST_LATER = 24
+
+
+def view_of(frame: Frame) -> memoryview:
+    """The frame's bytes where they lie: valid until it is released."""
+    return memoryview((ctypes.c_char * frame.num_bytes).from_address(frame.address)).cast("B")
+
+
+def segment_of(tensor: Tensor) -> Segment:
+    """All of a dense tensor."""
+    assert tensor.is_contiguous()
+    size_bytes = tensor.numel() * tensor.element_size()
+    return Segment(tensor.data_ptr(), 1, size_bytes, size_bytes)
+
+
+class Outgoing:
+    """A header's memory, and posting what follows it."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray(HEADER_BYTES)
+        self._pin = (ctypes.c_char * HEADER_BYTES).from_buffer(self._buffer)
+        address = ctypes.addressof(self._pin)
+        self._segment = Segment(address, 1, HEADER_BYTES, HEADER_BYTES)
+
+    def post(self, endpoint: Endpoint, header: Header, parts: list[Segment]) -> None:
+        header.pack_into(self._buffer)
+        endpoint.post([self._segment, *parts])
+
+
+def post_bytes(endpoint: Endpoint, message: bytes) -> None:
+    """A whole message that is made of bytes."""
+    address = ctypes.cast(ctypes.c_char_p(message), ctypes.c_void_p).value
+    assert address is not None
+    endpoint.post([Segment(address, 1, len(message), len(message))])
+
+
+class NodeLoop:
+    """An attached engine's messages. compute: runs a function when the processors are free."""
+
+    def __init__(
+        self,
+        session: NodeSession,
+        endpoint: Endpoint,
+        window_bytes: int,
+        compute: Callable[[Callable[[], list[Tensor]]], list[Tensor]],
+    ) -> None:
+        self._session = session
+        self._endpoint = endpoint
+        self._compute = compute
+        self._outgoing = Outgoing()
+        self._later: deque[tuple[Header, Frame]] = deque()
+        self._later_bytes = 0
+        self._most_later = int(_LATER_SHARE * window_bytes)
+
+    @property
+    def has_later(self) -> bool:
+        return bool(self._later)
+
+    def take(self, frame: Frame) -> None:
+        """Handle a message. WireError ends the session; OSError: no memory behind a page."""
+        message = view_of(frame)
+        header = self._session.header(message)
+        kind = header.kind
+        if kind is Kind.UPDATE:
+            self._session.check_update(header, message)
+            self._later.append((header, frame))
+            self._later_bytes += frame.num_bytes
+            while self._later_bytes > self._most_later or len(self._later) > _MOST_LATER:
+                self.do_later()
+            return
+        try:
+            if kind is Kind.QUERY:
+                self._answer(header, message)
+            elif kind is Kind.PLAN:
+                while self._later:
+                    self.do_later()
+                self._session.plan(header, message)
+            else:
+                raise WireError(ErrorCode.FORM, f"{kind.name} from an engine")
+        finally:
+            self._endpoint.release(frame)
+
+    def do_later(self) -> None:
+        """Write the oldest k and v that were put off."""
+        header, frame = self._later.popleft()
+        self._later_bytes -= frame.num_bytes
+
+        def update() -> list[Tensor]:
+            self._session.update(header, view_of(frame))
+            return []
+
+        try:
+            self._compute(update)
+        finally:
+            self._endpoint.release(frame)
+
+    def _answer(self, header: Header, message: memoryview) -> None:
+        parts = self._compute(lambda: self._session.query(header, message))
+        answer = header._replace(kind=Kind.PARTIAL)
+        self._outgoing.post(self._endpoint, answer, [segment_of(part) for part in parts])
+
+
+def post_error(endpoint: Endpoint, epoch: int, error: WireError) -> None:
+    """Tell the engine what was wrong, before the connection ends."""
+    content: dict[str, object] = {"code": int(error.code), "text": str(error)}
+    post_bytes(endpoint, pack_json(Kind.ERROR, epoch, content))

@@ -1,0 +1,359 @@
+"""One engine on a memory node: its pages, its ranges, and what its messages make of them.
+
+Synchronous and without a clock or a socket: it takes messages and says what to answer, so the
+same code serves a connection, the engine's own fallback, and simulations. Nothing that
+arrives is believed: every place, page, length and size is checked against what was granted and
+is mapped before anything is read or written.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from memory.attention.int8 import Int8KVLayout
+from memory.nodes.attach import AttachRequest, NodeLayout
+from memory.nodes.past_attention import Int8Past, PastGroup, PlainPast
+from memory.nodes.wire import (
+    HEADER_BYTES,
+    Append,
+    Edit,
+    EditKind,
+    ErrorCode,
+    Header,
+    Plan,
+    Query,
+    WireError,
+    read_header,
+    read_plan,
+)
+from memory.nodes.wire_rows import WireRows
+from memory.pages.kv_range import HOLE
+from memory.pages.layer_groups import READ_BLOCK
+from memory.pages.vmm import VirtualMemory
+from ops.backend import Backend
+
+_PLANS = 8  # that may be in use at once
+_MAX_VIEWS = 1 << 17  # of layers' K/V in all plans: each is an object or two
+_MAX_EDITED = 1 << 24  # places, in one plan
+_FEW = 64  # places, that a loop has counted before a tensor is made
+_COPIES_OUT = 2  # answers whose memory must stay until the next ones
+
+
+class Places:
+    """Which page is at which place of each range part, as the engine said."""
+
+    def __init__(self, layout: NodeLayout, num_pages: int) -> None:
+        self._layout = layout
+        self._num_pages = num_pages
+        self._num_parts = layout.request.num_ranges * len(layout.groups)
+        # Of parts that were ever mapped; 4 bytes a place, as many as attach.py bounds.
+        self._shown: dict[int, array[int]] = {}
+        self._checked: dict[int, tuple[int, int]] = {}  # places that have been found mapped
+        self.num_mappings = 0
+        """As the system counts: runs of pages in order, and gaps."""
+
+    def check_edit(self, edit: Edit) -> None:
+        """WireError if it leaves what was granted."""
+        kind, part, place, page, count = edit
+        if kind is EditKind.COPY:
+            if place >= self._num_pages or page >= self._num_pages:
+                raise WireError(ErrorCode.RANGE, f"copy of page {place} to {page}")
+            return
+        if kind is not EditKind.UNMAP and (count < 1 or page + count > self._num_pages):
+            raise WireError(ErrorCode.RANGE, f"pages {page} to {page + count}")
+        if kind is EditKind.RELEASE:
+            return
+        if part >= self._num_parts:
+            raise WireError(ErrorCode.RANGE, f"range part {part}")
+        places = self._layout.request.num_places[part // self._layout.request.num_ranges]
+        if count < 1 or place + count > places:
+            raise WireError(ErrorCode.RANGE, f"places {place} to {place + count} of {places}")
+
+    def note(self, edit: Edit) -> None:
+        """After it was made: MAP or UNMAP."""
+        _, part, place, page, count = edit
+        is_map = edit.kind is EditKind.MAP
+        if not is_map and part not in self._shown:
+            return
+        shown = self._shown.setdefault(part, array("i"))
+        end = place + count
+        if is_map and len(shown) < end:
+            shown.extend(_holes(end - len(shown)))
+        end = min(end, len(shown))
+        self.num_mappings -= _num_breaks(shown, place, end)
+        if is_map:
+            shown[place:end] = array("i", range(page, page + count))
+        else:
+            shown[place:end] = _holes(end - place)
+            self._checked.pop(part, None)
+        self.num_mappings += _num_breaks(shown, place, end)
+        if not is_map and not place and end == len(shown):
+            del self._shown[part]
+
+    def shown(self, part: int) -> Sequence[int]:
+        """Pages at the places of a part from its first one on; HOLE where nothing is mapped."""
+        return self._shown.get(part, array("i"))
+
+    def require(self, part: int, first: int, end: int) -> None:
+        """WireError unless places first to before end of the part show pages."""
+        low, high = self._checked.get(part, (0, 0))
+        if first >= end or (low <= first and end <= high):
+            return
+        if not low <= first <= high:
+            low, high = first, first
+        shown = self._shown.get(part)
+        if shown is None or end > len(shown) or HOLE in shown[high:end]:
+            raise WireError(ErrorCode.RANGE, f"places {first} to {end} of part {part}: not mapped")
+        self._checked[part] = (low, end)
+
+
+def _num_breaks(shown: array[int], first: int, end: int) -> int:
+    """Places from `first` to `end` where a mapping, or a gap behind one, begins."""
+    pages = array("i", [shown[first - 1] if 0 < first <= len(shown) else HOLE])
+    pages += shown[first : end + 1]
+    if end >= len(shown):
+        pages.append(HOLE)
+    if len(pages) < _FEW:
+        return sum([not _goes_on(one, other) for one, other in pairwise(pages)])
+    every = torch.frombuffer(pages, dtype=torch.int32)
+    before, page = every[:-1], every[1:]
+    goes_on = (page == before + 1) & (before != HOLE) & (page != HOLE)
+    goes_on |= (page == HOLE) & (before == HOLE)
+    return len(page) - int(goes_on.sum())
+
+
+def _goes_on(before: int, page: int) -> bool:
+    """Whether a page, or no page, belongs to the mapping or gap of the place before."""
+    return page == before == HOLE or (page == before + 1 and HOLE not in (before, page))
+
+
+def _holes(count: int) -> array[int]:
+    return array("i", [HOLE]) * count
+
+
+@dataclass(slots=True)
+class _Plan:
+    queries: list[object]  # of each layer group
+    appends: list[object]
+    num_query_rows: int
+    num_append_rows: int
+    num_views: int
+    queried: set[int] = field(default_factory=set)  # layers that had their turn
+    updated: set[int] = field(default_factory=set)
+
+
+class NodeSession:
+    """K/V of one engine, and attention over it. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        request: AttachRequest,
+        memory: VirtualMemory,
+        backend: Backend,
+        num_mappings: int = 1 << 62,
+        most_mappings: Callable[[], int] = lambda: 1 << 62,
+    ) -> None:
+        """memory: of the layout's page size, with at least request.num_pages pages. num_mappings:
+        that are promised; most_mappings: what is not for others, asked when it has more."""
+        self.request = request
+        self.layout = layout = NodeLayout(request)
+        assert memory.page_bytes == layout.page_bytes, f"{memory.page_bytes=}"
+        self._memory = memory
+        self._places = Places(layout, request.num_pages)
+        address = memory.reserve(layout.total_bytes)
+        self._groups = [self._group(i, address, backend) for i in range(len(layout.groups))]
+        self._where = {
+            layer: (group, place)
+            for group, ids in enumerate(request.group_layers)
+            for place, layer in enumerate(ids)
+        }
+        self._plans: OrderedDict[int, _Plan] = OrderedDict()
+        self._last_plan = 0
+        self._rows = [
+            WireRows(layer.num_heads, layer.num_kv_heads, layer.head_dim)
+            for layer in request.layers
+        ]
+        self._answers: deque[object] = deque(maxlen=_COPIES_OUT)
+        self._own_mappings = num_mappings
+        self._most_mappings = most_mappings
+        self.num_queries = 0
+        self.num_edits = 0
+
+    def _group(self, number: int, address: int, backend: Backend) -> PastGroup:
+        layout = self.layout.groups[number]
+        start, end = self.layout.group_offsets[number : number + 2]
+        range_bytes = self.layout.range_bytes(number)
+        if isinstance(layout, Int8KVLayout):
+            return Int8Past(layout, address + start, range_bytes)
+        return PlainPast(layout, address + start, range_bytes, end - start, backend)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._groups.clear()
+        self._plans.clear()
+        self._memory.close()
+
+    def header(self, message: memoryview) -> Header:
+        """WireError unless it is one of ours for this epoch."""
+        header = read_header(message)
+        if header.epoch != self.request.epoch:
+            raise WireError(ErrorCode.STALE, f"epoch {header.epoch}, not {self.request.epoch}")
+        return header
+
+    # ---- plans
+
+    def plan(self, header: Header, message: memoryview) -> None:
+        """Make the edits and get ready for the queries and updates. All updates of earlier
+        plans have been applied. WireError; OSError when memory cannot be had."""
+        if header.plan <= self._last_plan:
+            raise WireError(ErrorCode.STALE, f"plan {header.plan} after {self._last_plan}")
+        self._last_plan = header.plan
+        plan = read_plan(message)
+        self._check_counts(plan)
+        num_query_rows = self._num_rows(plan.queries)
+        num_append_rows = self._num_rows(plan.appends)
+        for edit in plan.edits:
+            self._places.check_edit(edit)
+            self._edit(edit)
+        self.num_edits += len(plan.edits)
+        self._check_queries(plan.queries)
+        self._check_appends(plan.appends)
+        num_views = len(plan.queries) * len(self._rows)
+        num_live = sum([old.num_views for old in self._plans.values()])
+        while self._plans and (len(self._plans) >= _PLANS or num_live + num_views > _MAX_VIEWS):
+            num_live -= self._plans.popitem(last=False)[1].num_views
+        self._plans[header.plan] = _Plan(
+            [g.plan_queries(plan.queries) if plan.queries else None for g in self._groups],
+            [g.plan_appends(plan.appends) if plan.appends else None for g in self._groups],
+            num_query_rows,
+            num_append_rows,
+            num_views,
+        )
+
+    def _check_counts(self, plan: Plan) -> None:
+        """A range is asked for once, and written once. Nothing takes long."""
+        for items in (plan.queries, plan.appends):
+            if len({item.range for item in items}) < len(items):
+                raise WireError(ErrorCode.SHAPE, "a range is there twice")
+        if sum([edit.num_pages for edit in plan.edits]) > _MAX_EDITED:
+            raise WireError(ErrorCode.RANGE, "edits of too many places")
+        if len(plan.queries) * len(self._rows) > _MAX_VIEWS:
+            raise WireError(ErrorCode.SHAPE, f"{len(plan.queries)} queries of all layers")
+
+    def _edit(self, edit: Edit) -> None:
+        kind, part, place, page, count = edit
+        if kind is EditKind.COPY:
+            self._memory.copy_page(place, page)
+            return
+        if kind is EditKind.RELEASE:
+            self._memory.release(page, count)
+            return
+        offset = self.layout.part_offset(part) + place * self.layout.page_bytes
+        if kind is EditKind.MAP:
+            self._memory.map(offset, page, count)
+        else:
+            self._plans.clear()  # they were checked with what is mapped no more
+            self._memory.unmap(offset, count)
+        self._places.note(edit)
+        if self.num_mappings > self._own_mappings and self.num_mappings > self._most_mappings():
+            raise WireError(ErrorCode.FULL, f"{self.num_mappings} mappings are too many")
+
+    @property
+    def num_mappings(self) -> int:
+        return self._places.num_mappings
+
+    def _check_queries(self, queries: Sequence[Query]) -> None:
+        has_chunk = False
+        for index, num_rows, num_keys in queries:
+            self._check_range(index, num_rows)
+            if not num_keys or (has_chunk and num_rows == 1):
+                raise WireError(ErrorCode.SHAPE, f"{num_rows} rows over {num_keys} keys")
+            has_chunk = num_rows > 1
+            self._require(index, num_keys, num_keys)
+
+    def _check_appends(self, appends: Sequence[Append]) -> None:
+        for index, num_rows, position in appends:
+            self._check_range(index, num_rows)
+            self._require(index, position, position + num_rows, is_write=True)
+
+    def _check_range(self, index: int, num_rows: int) -> None:
+        if index >= self.request.num_ranges or num_rows < 1:
+            raise WireError(ErrorCode.RANGE, f"{num_rows} rows of range {index}")
+
+    def _num_rows(self, items: Sequence[Query] | Sequence[Append]) -> int:
+        """As cheap as can be: nothing else has been looked at yet."""
+        num_rows, most = sum([item.num_rows for item in items]), self.request.max_rows
+        if num_rows > most or len(items) > most:
+            raise WireError(ErrorCode.SHAPE, f"{num_rows} rows in {len(items)}, {most} at most")
+        return num_rows
+
+    def _require(self, index: int, first_row: int, end: int, is_write: bool = False) -> None:
+        """Pages for every token that the kernels touch: up to `end`, from where `first_row`
+        reaches back on (or is written)."""
+        for number, group in enumerate(self.layout.groups):
+            tokens = self.request.page_tokens[number]
+            first = first_row if is_write else self._reach(group.layers[0].window, first_row)
+            part = number * self.request.num_ranges + index
+            self._places.require(part, first // tokens, -(-end // tokens))
+
+    @staticmethod
+    def _reach(window: int | None, row: int) -> int:
+        if window is None or row < window:
+            return 0
+        first = row + 1 - window
+        return first - first % READ_BLOCK
+
+    # ---- rows
+
+    def _planned(self, header: Header) -> _Plan:
+        plan = self._plans.get(header.plan)
+        if plan is None:
+            raise WireError(ErrorCode.STALE, f"plan {header.plan} is not known (any more)")
+        if header.layer >= len(self._rows):
+            raise WireError(ErrorCode.RANGE, f"layer {header.layer}")
+        return plan
+
+    def query(self, header: Header, message: memoryview) -> list[Tensor]:
+        """The parts of the answer behind its header, to be sent before the next call."""
+        plan = self._planned(header)
+        if header.rows != plan.num_query_rows or not header.rows:
+            raise WireError(ErrorCode.SHAPE, f"{header.rows} rows of q, {plan.num_query_rows} due")
+        _once(plan.queried, header)
+        rows = self._rows[header.layer]
+        q = rows.read_q(message[HEADER_BYTES:], header)
+        group, place = self._where[header.layer]
+        out, lse = self._groups[group].query(plan.queries[group], place, q)
+        self.num_queries += 1
+        parts = rows.partial(out, lse, header.dtype)
+        self._answers.append(parts)
+        return parts
+
+    def check_update(self, header: Header, message: memoryview) -> None:
+        """Before it is put off: whether `update` will take it."""
+        plan = self._planned(header)
+        if header.rows != plan.num_append_rows or not header.rows:
+            raise WireError(
+                ErrorCode.SHAPE, f"{header.rows} rows of k and v, {plan.num_append_rows} due"
+            )
+        self._rows[header.layer].check_kv(len(message) - HEADER_BYTES, header)
+        _once(plan.updated, header)
+
+    def update(self, header: Header, message: memoryview) -> None:
+        """Write k and v of a layer."""
+        k, v = self._rows[header.layer].read_kv(message[HEADER_BYTES:], header)
+        group, place = self._where[header.layer]
+        self._groups[group].append(self._plans[header.plan].appends[group], place, k, v)
+
+
+def _once(layers: set[int], header: Header) -> None:
+    """A message that comes again, maybe when others own its rows, must not count."""
+    if header.layer in layers:
+        raise WireError(ErrorCode.STALE, f"layer {header.layer} of plan {header.plan} once more")
+    layers.add(header.layer)

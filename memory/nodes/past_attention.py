@@ -1,0 +1,144 @@
+"""The node's half of split attention: rows attend over the K/V that is here already, and k and v
+of the step's rows are written when they come.
+
+Nothing is causal in the past: every row sees all keys of its sequence that are here, except for
+those behind a sliding window. What the step's own rows see of each other is computed where they
+come from; both halves are merged by their log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from memory.attention.int8 import Int8KVLayout, int8_ops
+from memory.attention.kv_layout import KVCache, KVLayout
+from memory.attention.seam import AttentionLayer
+from memory.nodes.wire import Append, Query
+from memory.pages.layer_groups import READ_BLOCK
+from ops.backend import Backend, KeyValues
+from ops.cpu.native import Int8AttentionStep
+
+
+class PastGroup(Protocol):
+    """One layer group's K/V of a session. Layers are numbered within the group."""
+
+    def plan_queries(self, queries: Sequence[Query]) -> object:
+        """Everything that is the same for all layers; one-row queries come first."""
+
+    def plan_appends(self, appends: Sequence[Append]) -> object: ...
+
+    def query(self, plan: object, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
+        """q: [R, H, D] -> out [R, H, D], lse [R, H] fp32."""
+
+    def append(self, plan: object, layer: int, k: Tensor, v: Tensor) -> None:
+        """k, v: [A, Hk, D]."""
+
+
+class Int8Past:
+    """PastGroup over int8 K/V."""
+
+    def __init__(self, layout: Int8KVLayout, address: int, range_bytes: int) -> None:
+        """address: of the first range; range_bytes: from one range to the next."""
+        self._layout = layout
+        self._address = address
+        self._range_bytes = range_bytes
+        self._ops = int8_ops(layout)
+
+    def _step(
+        self, ranges: list[int], rows: list[int], keys: list[int], past_only: bool
+    ) -> Int8AttentionStep:
+        starts = [index * self._range_bytes for index in ranges]
+        return Int8AttentionStep(
+            self._address, self._layout.tile_bytes, starts, rows, keys, past_only=past_only
+        )
+
+    def plan_queries(self, queries: Sequence[Query]) -> object:
+        return self._step(
+            [q.range for q in queries],
+            [q.num_rows for q in queries],
+            [q.num_keys for q in queries],
+            True,
+        )
+
+    def plan_appends(self, appends: Sequence[Append]) -> object:
+        return self._step(
+            [a.range for a in appends],
+            [a.num_rows for a in appends],
+            [a.position + a.num_rows for a in appends],
+            False,
+        )
+
+    def query(self, plan: object, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
+        assert isinstance(plan, Int8AttentionStep)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32)
+        return self._ops[layer].attend(plan, q.float(), lse), lse
+
+    def append(self, plan: object, layer: int, k: Tensor, v: Tensor) -> None:
+        assert isinstance(plan, Int8AttentionStep)
+        self._ops[layer].append(plan, k.float(), v.float(), None)
+
+
+class PlainPast:
+    """PastGroup over bf16 or fp32 K/V."""
+
+    def __init__(
+        self, layout: KVLayout, address: int, range_bytes: int, size_bytes: int, backend: Backend
+    ) -> None:
+        self._cache = KVCache(layout, address, size_bytes)
+        self._layers: Sequence[AttentionLayer] = layout.layers
+        self._range_tokens = range_bytes // layout.token_bytes
+        self._backend = backend
+        self._tensors = [self._cache.layer(i) for i in range(len(layout.layers))]
+
+    def plan_queries(self, queries: Sequence[Query]) -> object:
+        views = [self._cache.views(q.range * self._range_tokens, q.num_keys) for q in queries]
+        return [(q.num_rows, view) for q, view in zip(queries, views, strict=True)]
+
+    def plan_appends(self, appends: Sequence[Append]) -> object:
+        rows: list[int] = []
+        for item in appends:
+            first = item.range * self._range_tokens + item.position
+            rows.extend(range(first, first + item.num_rows))
+        return torch.tensor(rows, dtype=torch.int64)
+
+    def query(self, plan: object, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
+        assert isinstance(plan, list)
+        q = q.to(self._tensors[layer].dtype)
+        shape = self._layers[layer]
+        outs: list[Tensor] = []
+        lses: list[Tensor] = []
+        singles = [view[layer] for num_rows, view in plan if num_rows == 1]
+        if singles and shape.window is None:
+            out, lse = self._backend.decode_attention(q[: len(singles)], singles, shape.scale)
+            outs.append(out)
+            lses.append(lse)
+        else:
+            singles = []
+        row = len(singles)
+        for num_rows, view in plan[row:]:
+            cache = _reached(view[layer], shape.window)
+            out, lse = self._backend.past_attention(
+                q[row : row + num_rows], cache, shape.scale, shape.window
+            )
+            outs.append(out)
+            lses.append(lse)
+            row += num_rows
+        if len(outs) == 1:
+            return outs[0], lses[0]
+        return torch.cat(outs), torch.cat(lses)
+
+    def append(self, plan: object, layer: int, k: Tensor, v: Tensor) -> None:
+        assert isinstance(plan, Tensor)
+        cache = self._tensors[layer]
+        self._backend.store_kv(k.to(cache.dtype), v.to(cache.dtype), cache, plan)
+
+
+def _reached(cache: KeyValues, window: int | None) -> KeyValues:
+    """Whole blocks of the keys that the next position sees; what is before may be unmapped."""
+    first = 0 if window is None else max(0, cache.k.shape[2] + 1 - window)
+    first -= first % READ_BLOCK
+    return KeyValues(cache.k[:, :, first:], cache.v[:, :, first:]) if first else cache

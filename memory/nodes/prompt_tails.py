@@ -1,0 +1,146 @@
+"""Prompts under way stay in the engine's memory too, until they are read.
+
+Memory nodes are poor at the one thing that prompts need much of: products. So the engine keeps
+the K/V of a prompt while it computes it, chunk by chunk, and attends over that here; the nodes
+get every layer's K/V as soon as it exists, write it in the gaps between answers (node_loop.py),
+and have all of it when the prompt's first token is decoded. What is kept here is a copy: where
+memory has no room for it, the nodes attend over the prompt's past instead.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from memory.attention.int8 import Int8KVLayout
+from memory.attention.kv_layout import KVLayout
+from memory.kv_manager import KVManager
+from memory.nodes.attach import STRIPE_TOKENS, AttachRequest, NodeLayout
+from memory.nodes.placement import page_geometry
+from memory.pages.kv_range import Range
+from memory.pages.layer_groups import LayerGroup
+from memory.pages.vmm import LinuxMemory
+
+logger = logging.getLogger(__name__)
+
+_MAX_PROMPTS = 64
+
+
+class TailPlace(NamedTuple):
+    """Where a prompt's own K/V begins in the tails' memory, in tokens, and how many there are
+    with this step's."""
+
+    start: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class _Tail:
+    """first: position of the first token that is here. end: of the next one."""
+
+    range: Range
+    first: int
+    end: int
+
+
+class PromptTails:
+    """K/V of prompts, all layers of a token side by side. Used by the thread that computes."""
+
+    def __init__(self, template: AttachRequest, max_model_len: int, num_bytes: int) -> None:
+        """template: shapes and type of the K/V. num_bytes: at most."""
+        layers = template.layers
+        # Nodes reckon windows from the end of what they hold: there must be nothing of a prompt
+        # that only they have.
+        self._is_whole = any(layer.window is not None for layer in layers)
+        made: Int8KVLayout | KVLayout
+        if template.kv_dtype == "int8":
+            made = Int8KVLayout(layers, template.kv_group)
+        else:
+            made = KVLayout(layers, getattr(torch, template.kv_dtype))
+        geometry = page_geometry([made.token_bytes], [None], "request", 1, num_bytes)
+        tokens = geometry.page_tokens[0]
+        count = min(_MAX_PROMPTS, template.num_ranges)
+        request = AttachRequest(
+            engine="tails",
+            epoch=1,
+            kv_dtype=template.kv_dtype,
+            kv_group=template.kv_group,
+            layers=list(layers),
+            group_layers=[list(range(len(layers)))],
+            page_tokens=[tokens],
+            num_places=geometry.range_places(max_model_len),
+            num_ranges=count,
+            num_pages=1,
+            min_pages=1,
+            max_rows=template.max_rows,
+        )
+        layout = NodeLayout(request)
+        self.layout = layout.groups[0]
+        num_pages = num_bytes // layout.page_bytes
+        self.is_usable = num_pages > 0
+        self._memory = LinuxMemory(layout.page_bytes, max(1, num_pages))
+        self._kv = KVManager(
+            self._memory,
+            num_pages=max(1, num_pages),
+            num_ranges=count,
+            max_model_len=max_model_len,
+            groups=[LayerGroup(layout.page_bytes // tokens, STRIPE_TOKENS)],
+            in_background=False,
+        )
+        self.size_bytes = self._kv.total_bytes
+        self.address = self._memory.reserve(self.size_bytes)
+        self._tails: dict[int, _Tail] = {}
+
+    def place(self, start: int, past: int, num_rows: int) -> tuple[TailPlace, int] | None:
+        """Room for num_rows more rows of the prompt whose range begins at `start`, and from which
+        position on it is here; None if there is none (any more)."""
+        tail = self._tails.get(start)
+        if tail is not None and tail.end != past:
+            self.drop(start)
+            tail = None
+        if tail is None:
+            if self._is_whole and past:
+                return None
+            if not (self.is_usable and self._kv.can_fit(num_rows)):
+                return None
+            tail = _Tail(self._kv.open(num_rows), past, past)
+            self._tails[start] = tail
+        length = past + num_rows - tail.first
+        if not self._kv.grow(tail.range, length):
+            self.drop(start)
+            return None
+        try:
+            self._kv.commit([tail.range])
+        except OSError as error:  # the nodes attend over this prompt instead
+            logger.warning("no memory to keep a prompt: %s", error)
+            self.drop(start)
+            return None
+        tail.end = past + num_rows
+        return TailPlace(tail.range.start, length), tail.first
+
+    def drop(self, start: int) -> None:
+        """The prompt is read, or its sequence is gone."""
+        tail = self._tails.pop(start, None)
+        if tail is not None:
+            self._kv.close(tail.range)
+
+    @property
+    def num_pages_in_use(self) -> int:
+        return self._kv.num_in_use
+
+    def trim(self) -> None:
+        self._kv.trim()
+
+    def clear(self) -> None:
+        """Keep nothing, and give the memory back."""
+        if self._kv.num_mapped:
+            for start in list(self._tails):
+                self.drop(start)
+            self._kv.trim()
+
+    def close(self) -> None:
+        self._kv.close_all()
+        self._memory.close()

@@ -1,0 +1,339 @@
+"""The attention seam over memory nodes: q goes out, partial results come back (DESIGN 3.6).
+
+`begin` ships q of the rows that have a past. Meanwhile the model projects k and v; `finish`
+ships them (nobody waits for that) and computes what the step's rows see of each other here;
+`wait` takes the nodes' partial results and merges them by their log-sum-exp. So what is waited
+for is attention over the past alone, and a prompt's first chunk waits for nobody. This goes
+further than Lamina (arXiv 2405.01814, section 4.3), whose nodes wait for k and v to answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from memory.attention.seam import AttentionLayer, AttentionStep, Rotation, Ticket
+from memory.nodes.new_part import NewPart
+from memory.nodes.node_link import NodeLink
+from memory.nodes.node_loop import view_of
+from memory.nodes.node_set import NodeSet
+from memory.nodes.placement import Share
+from memory.nodes.prompt_tails import PromptTails, TailPlace
+from memory.nodes.wire import (
+    HEADER_BYTES,
+    Append,
+    ErrorCode,
+    Kind,
+    Plan,
+    Query,
+    WireError,
+    WireType,
+)
+from memory.nodes.wire_rows import WireRows, encode, float_type, kv_type
+from ops.backend import Backend, Partial
+from transport.base import Segment, TransportError
+
+
+class NodesLostError(Exception):
+    """K/V on a memory node cannot be reached: what it held has to be computed again."""
+
+
+class _Part(NamedTuple):
+    """Of a layer, what is on a node: heads and K/V heads from the first one on, and their rows in
+    messages. own: of all heads, None where these are all."""
+
+    first_head: int
+    num_heads: int
+    first_kv_head: int
+    num_kv_heads: int
+    rows: WireRows
+    own: slice | None
+
+
+@dataclass(slots=True)
+class _NodePlan:
+    """parts: by layer. query_runs, append_runs: (first row, how many) of the step's rows that go
+    to this node. rows: the querying ones' numbers, None: all rows of the step."""
+
+    link: NodeLink
+    parts: list[_Part]
+    query_runs: list[tuple[int, int]]
+    append_runs: list[tuple[int, int]]
+    num_queries: int
+    num_appends: int
+    rows: Tensor | None
+
+
+class RemoteAttention:
+    """PlannedAttention over the links of one placement."""
+
+    is_remote = True
+
+    def __init__(
+        self,
+        layers: Sequence[AttentionLayer],
+        new_part: NewPart,
+        backend: Backend,
+        nodes: NodeSet,
+        range_tokens: int,
+        num_ranges: int,
+        wire: WireType,
+        tails: PromptTails | None = None,
+    ) -> None:
+        """num_ranges: of each member. tails: keep prompts under way here, too."""
+        self.layers = list(layers)
+        self.new_part = new_part
+        self.backend = backend
+        self.wire = wire
+        self.tails = tails
+        self._nodes = nodes
+        self._range_tokens = range_tokens
+        self._member_tokens = range_tokens * num_ranges
+        self._parts: dict[NodeLink, list[_Part]] = {}
+        self._numbers = count(1)
+        for member in nodes.members:
+            member.edits.on_release = self._send_edits
+
+    def _parts_of(self, link: NodeLink) -> list[_Part]:
+        parts = self._parts.get(link)
+        if parts is None:
+            parts = [_part(link.share, layer) for layer in self.layers]
+            self._parts = {old: self._parts[old] for old in self._parts if not old.is_lost}
+            self._parts[link] = parts
+        return parts
+
+    def plan(self, step: AttentionStep) -> RemotePlan:
+        number = next(self._numbers)
+        places, pasts = self._keep(step)
+        found: list[_NodePlan] = []
+        for index, member in enumerate(self._nodes.members):
+            edits = member.edits.take()
+            for link in member.links:
+                node, plan = self._node_plan(link, step, index, pasts)
+                if not (edits or plan.queries or plan.appends):
+                    continue
+                try:
+                    link.look()
+                    link.post_plan(number, plan._replace(edits=edits))
+                except TransportError as error:
+                    raise lost(link, error) from error
+                found.append(node)
+            if not member.links and index in self._members_of(step):
+                raise NodesLostError("no memory node holds this K/V")
+        new = self.new_part.plan(step.num_decodes, step.num_rows, places)
+        return RemotePlan(self, number, found, new)
+
+    def _keep(self, step: AttentionStep) -> tuple[list[TailPlace | None], list[int]]:
+        """Of each sequence: where its K/V is kept here, and how much of it only the nodes have."""
+        places: list[TailPlace | None] = [None] * len(step.starts)
+        pasts = [length - n for length, n in zip(step.kv_lens, step.num_rows, strict=True)]
+        tails = self.tails
+        if tails is None:
+            return places, pasts
+        if any(member.is_local for member in self._nodes.members):
+            tails.clear()  # the same bytes hold everything now
+            return places, pasts
+        for i, start in enumerate(step.starts):
+            if i < step.num_decodes:
+                tails.drop(start)
+                continue
+            kept = tails.place(start, pasts[i], step.num_rows[i])
+            if kept is not None:
+                places[i], pasts[i] = kept
+        return places, pasts
+
+    def _members_of(self, step: AttentionStep) -> set[int]:
+        return {start // self._member_tokens for start in step.starts}
+
+    def _node_plan(
+        self, link: NodeLink, step: AttentionStep, member: int, pasts: Sequence[int]
+    ) -> tuple[_NodePlan, Plan]:
+        """pasts: tokens of each sequence that its rows attend over on the nodes."""
+        share, row = link.share, 0
+        range_tokens = self._range_tokens
+        first_start = member * self._member_tokens
+        end = first_start + self._member_tokens
+        queries: list[Query] = []
+        appends: list[Append] = []
+        query_runs: list[tuple[int, int]] = []
+        append_runs: list[tuple[int, int]] = []
+        for start, num_rows, kv_len, past in zip(
+            step.starts, step.num_rows, step.kv_lens, pasts, strict=True
+        ):
+            if not first_start <= start < end:
+                row += num_rows
+                continue
+            index, position = (start - first_start) // range_tokens, kv_len - num_rows
+            keys = share.num_tokens(past)
+            if keys:
+                queries.append(Query(index, num_rows, keys))
+                _extend(query_runs, row, num_rows)
+            num_appends = 0
+            for first, length in share.runs(position, kv_len):
+                _extend(append_runs, row + first - position, length)
+                num_appends += length
+            if num_appends:
+                appends.append(Append(index, num_appends, share.num_tokens(position)))
+            row += num_rows
+        num_queries = sum([n for _, n in query_runs])
+        rows = None
+        if num_queries < row:
+            rows = torch.tensor([i for at, n in query_runs for i in range(at, at + n)])
+        node = _NodePlan(
+            link,
+            self._parts_of(link),
+            query_runs,
+            append_runs,
+            num_queries,
+            sum([n for _, n in append_runs]),
+            rows,
+        )
+        return node, Plan([], queries, appends)
+
+    def _send_edits(self) -> None:
+        """Outside of a step: for memory that shall go back to the system over there."""
+        if self.tails is not None:
+            self.tails.trim()
+        number = next(self._numbers)
+        for member in self._nodes.members:
+            edits = member.edits.take()
+            for link in member.links:
+                try:
+                    link.post_plan(number, Plan(edits, [], []))
+                except TransportError:
+                    link.close()  # its pages are not what the books say; the next step finds out
+                    break
+
+
+class RemotePlan:
+    """Attention for one step's rows."""
+
+    def __init__(
+        self, parent: RemoteAttention, number: int, nodes: list[_NodePlan], new: object
+    ) -> None:
+        self._parent = parent
+        self._number = number
+        self._nodes = nodes
+        self._new = new
+
+    def begin(self, layer: int, q: Tensor) -> Ticket:
+        parent = self._parent
+        asked = [node for node in self._nodes if node.num_queries]
+        tensors = encode(_dense(q), parent.wire) if asked else []
+        for node in asked:
+            part = node.parts[layer]
+            segments: list[Segment] = []
+            for x in tensors:
+                segments += _pieces(x, node.query_runs, part.first_head, part.num_heads)
+            self._post(node, Kind.QUERY, layer, node.num_queries, segments)
+        return Ticket(layer, q)
+
+    def finish(
+        self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None
+    ) -> RemotePending:
+        layer, q = ticket
+        parent = self._parent
+        if rotation is not None:
+            k = parent.backend.rotary(k, *rotation)
+        dtype = float_type(parent.wire)
+        wire_k, wire_v = _dense(k.to(dtype)), _dense(v.to(dtype))
+        for node in self._nodes:
+            if node.num_appends:
+                part = node.parts[layer]
+                segments: list[Segment] = []
+                for x in (wire_k, wire_v):
+                    segments += _pieces(x, node.append_runs, part.first_kv_head, part.num_kv_heads)
+                self._post(node, Kind.UPDATE, layer, node.num_appends, segments)
+        out, lse = parent.new_part.attend(self._new, layer, q, wire_k, wire_v)
+        return RemotePending(self, layer, Partial(out, lse), q.dtype)
+
+    def _post(
+        self, node: _NodePlan, kind: Kind, layer: int, num_rows: int, segments: list[Segment]
+    ) -> None:
+        wire = self._parent.wire
+        dtype = wire if kind is Kind.QUERY else kv_type(wire)
+        try:
+            node.link.post_rows(kind, self._number, layer, dtype, num_rows, segments)
+        except TransportError as error:
+            raise lost(node.link, error) from error
+
+    def merge(self, layer: int, total: Partial) -> None:
+        """Wait for the nodes' partial results and take them into `total`."""
+        for node in self._nodes:
+            if not node.num_queries:
+                continue
+            link, (*_, rows, own) = node.link, node.parts[layer]
+            try:
+                header, frame = link.answer(self._number, layer)
+                if header.rows != node.num_queries:
+                    raise WireError(ErrorCode.SHAPE, f"{header.rows} rows, not {node.num_queries}")
+                body = view_of(frame)[HEADER_BYTES:]
+                out, lse = rows.read_partial(body, header)
+            except (TransportError, WireError) as error:
+                raise lost(link, error) from error
+            mine = total if own is None else Partial(total.out[:, own], total.lse[:, own])
+            self._parent.backend.merge_into(mine, Partial(out, lse), node.rows)
+            del out, lse, body
+            link.endpoint.release(frame)
+
+
+class RemotePending:
+    """A layer's attention, while nodes work on it."""
+
+    def __init__(self, plan: RemotePlan, layer: int, total: Partial, dtype: torch.dtype) -> None:
+        self._plan = plan
+        self._layer = layer
+        self._total = total
+        self._dtype = dtype
+
+    def wait(self) -> Tensor:
+        self._plan.merge(self._layer, self._total)
+        return self._total.out.to(self._dtype)
+
+
+def lost(link: NodeLink, error: Exception) -> NodesLostError:
+    """The link is of no use any more, whatever went wrong on it."""
+    link.close()
+    return NodesLostError(f"memory node {link.url}: {error}")
+
+
+def _part(share: Share, layer: AttentionLayer) -> _Part:
+    first, kv_heads = share.heads(layer)
+    group = layer.num_heads // layer.num_kv_heads
+    heads = group * kv_heads
+    own = slice(first * group, first * group + heads) if heads < layer.num_heads else None
+    rows = WireRows(heads, kv_heads, layer.head_dim)
+    return _Part(first * group, heads, first, kv_heads, rows, own)
+
+
+def _extend(runs: list[tuple[int, int]], first: int, length: int) -> None:
+    if runs and sum(runs[-1]) == first:
+        runs[-1] = runs[-1][0], runs[-1][1] + length
+    else:
+        runs.append((first, length))
+
+
+def _dense(x: Tensor) -> Tensor:
+    """[T, H, D] whose heads lie side by side; rows may be apart."""
+    if x.is_contiguous() or x.stride()[1:] == (x.shape[2], 1):
+        return x
+    return x.contiguous()
+
+
+def _pieces(
+    x: Tensor, runs: Sequence[tuple[int, int]], first_head: int, num_heads: int
+) -> list[Segment]:
+    """Of x, [T, H, D] or [T, H], some rows and heads."""
+    size = x.element_size()
+    row_stride, head_stride, *_ = x.stride()
+    stride, head_bytes = row_stride * size, head_stride * size
+    address = x.data_ptr() + first_head * head_bytes
+    return [
+        Segment(address + row * stride, num_rows, num_heads * head_bytes, stride)
+        for row, num_rows in runs
+    ]

@@ -1,0 +1,116 @@
+"""Rows of q, k, v and of partial results in messages: fp32, bf16, or 8 bits.
+
+8 bits are for q and out: bytes, then an fp32 scale for each row and head; k and v are bf16 then,
+because int8 K/V has scales of its own. Log-sum-exps are always fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from memory.attention.seam import AttentionLayer
+from memory.nodes.wire import HEADER_BYTES, ErrorCode, Header, WireError, WireType
+from ops.cpu.native_partials import dequantize_heads, quantize_heads
+
+_FLOATS = {WireType.FLOAT32: torch.float32, WireType.BFLOAT16: torch.bfloat16}
+_SCALE_BYTES = 4
+
+
+def kv_type(dtype: WireType) -> WireType:
+    """Of k and v where q and out have this type."""
+    return WireType.BFLOAT16 if dtype is WireType.INT8 else dtype
+
+
+def fits_int8(head_dim: int) -> bool:
+    """Whether q and out of such heads can go in 8 bits."""
+    return head_dim % 16 == 0
+
+
+def float_type(dtype: WireType) -> torch.dtype:
+    return _FLOATS[kv_type(dtype)]
+
+
+def encode(x: Tensor, dtype: WireType) -> list[Tensor]:
+    """x: [R, H, D] with dense heads -> the tensors to send, one after the other."""
+    if dtype is WireType.INT8:
+        return list(quantize_heads(x))
+    return [x if x.dtype == _FLOATS[dtype] else x.to(_FLOATS[dtype])]
+
+
+class WireRows:
+    """Sizes of one layer's rows."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        self._heads = num_heads
+        self._kv_heads = num_kv_heads
+        self._dim = head_dim
+
+    def q_bytes(self, rows: int, dtype: WireType) -> int:
+        """Of q or out: [rows, H, D]."""
+        if dtype is WireType.INT8:
+            return rows * self._heads * (self._dim + _SCALE_BYTES)
+        return rows * self._heads * self._dim * _FLOATS[dtype].itemsize
+
+    def partial_bytes(self, rows: int, dtype: WireType) -> int:
+        return self.q_bytes(rows, dtype) + rows * self._heads * 4
+
+    def kv_bytes(self, rows: int, dtype: WireType) -> int:
+        """Of k and v together: [rows, Hk, D] each."""
+        return 2 * rows * self._kv_heads * self._dim * float_type(dtype).itemsize
+
+    def largest(self, rows: int, dtype: WireType = WireType.FLOAT32) -> int:
+        """Bytes behind the header of the largest message with so many rows."""
+        return max(self.partial_bytes(rows, dtype), self.kv_bytes(rows, dtype))
+
+    def read_q(self, body: memoryview, header: Header) -> Tensor:
+        """[R, H, D]: a view of the message, unless it is in 8 bits. WireError: wrong size."""
+        expect(len(body), self.q_bytes(header.rows, header.dtype), header)
+        return self._decode(body, header.rows, header.dtype)
+
+    def _decode(self, body: memoryview, rows: int, dtype: WireType) -> Tensor:
+        shape = (rows, self._heads, self._dim)
+        if dtype is not WireType.INT8:
+            return torch.frombuffer(body, dtype=_FLOATS[dtype]).view(shape)
+        if not fits_int8(self._dim):
+            raise WireError(ErrorCode.SHAPE, f"heads of {self._dim} in 8 bits")
+        count = rows * self._heads * self._dim
+        values = torch.frombuffer(body[:count], dtype=torch.int8).view(shape)
+        scales = torch.frombuffer(body[count:], dtype=torch.float32).view(shape[:2])
+        return dequantize_heads(values, scales)
+
+    def check_kv(self, num_bytes: int, header: Header) -> None:
+        """WireError: wrong size."""
+        expect(num_bytes, self.kv_bytes(header.rows, header.dtype), header)
+
+    def read_kv(self, body: memoryview, header: Header) -> tuple[Tensor, Tensor]:
+        """[R, Hk, D] each: views of the message. WireError: wrong size."""
+        self.check_kv(len(body), header)
+        both = torch.frombuffer(body, dtype=float_type(header.dtype))
+        k, v = both.view(2, header.rows, self._kv_heads, self._dim).unbind(0)
+        return k, v
+
+    def partial(self, out: Tensor, lse: Tensor, dtype: WireType) -> list[Tensor]:
+        """out: [R, H, D], lse: [R, H] fp32 -> the tensors to send."""
+        return [*encode(out, dtype), lse]
+
+    def read_partial(self, body: memoryview, header: Header) -> tuple[Tensor, Tensor]:
+        """out [R, H, D] and lse [R, H] fp32: views of the message. WireError: wrong size."""
+        expect(len(body), self.partial_bytes(header.rows, header.dtype), header)
+        end = self.q_bytes(header.rows, header.dtype)
+        lse = torch.frombuffer(body[end:], dtype=torch.float32).view(header.rows, self._heads)
+        return self._decode(body[:end], header.rows, header.dtype), lse
+
+
+def largest_message(layers: Iterable[AttentionLayer], max_rows: int, dtype: WireType) -> int:
+    """Bytes, header included, of anything that is sent for so many rows."""
+    rows = [WireRows(x.num_heads, x.num_kv_heads, x.head_dim) for x in layers]
+    return HEADER_BYTES + max(item.largest(max_rows, dtype) for item in rows)
+
+
+def expect(num_bytes: int, due: int, header: Header) -> None:
+    if num_bytes != due:
+        kind, rows = header.kind.name, header.rows
+        raise WireError(ErrorCode.SHAPE, f"{kind} of {rows} rows has {num_bytes} bytes, not {due}")

@@ -1,0 +1,374 @@
+"""What the ranges show: which page is mapped at which place, and the edits that change it.
+
+Apart from the books (`memory.kv_manager`): a range may go on showing pages that it does not own
+any more. Nobody looks there, and when the next sequence in the range gets the same pages again,
+nothing has to be mapped. Edits are made at the step boundary (`show`), except that places beyond
+the end of a range may be mapped ahead of need by a thread of their own (`ahead`; vAttention,
+arXiv 2405.04437, section 6): a step then waits for no system call.
+
+Linux limits the mappings of a process (vm.max_map_count, 65,530 by default). Consecutive pages
+at consecutive places are one mapping; `num_mappings` counts them, and stale ones are unmapped
+when they come near the limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from memory.pages.kv_range import HOLE
+from memory.pages.runs import runs_of
+from memory.pages.vmm import VirtualMemory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class MappingStats:
+    """num_calls at step boundaries took seconds; num_ahead were made by the thread."""
+
+    num_calls: int = 0
+    seconds: float = 0.0
+    num_ahead: int = 0
+    num_waits: int = 0
+
+    def seconds_for(self, num_calls: int) -> float:
+        """What so many calls take; 0 before the first one."""
+        return num_calls * self.seconds / max(1, self.num_calls)
+
+
+class AddressSpace:
+    """The places of ranges that begin at `offsets` (bytes) of the reservation."""
+
+    def __init__(
+        self,
+        memory: VirtualMemory,
+        *,
+        offsets: Sequence[int],
+        max_mappings: int,
+        in_background: bool = True,
+    ) -> None:
+        self.stats = MappingStats()
+        self.max_mappings = max_mappings
+        self.num_mappings = 0
+        self._memory = memory
+        self._offsets = offsets
+        self._shown: list[list[int]] = [[] for _ in offsets]
+        self._num_runs = [0] * len(offsets)
+        self._worker = _Worker(memory) if in_background else None
+
+    def shown(self, index: int) -> Sequence[int]:
+        """Pages at the places of a range from its first one on; -1 where nothing is mapped."""
+        return self._shown[index]
+
+    def num_shown(self, indices: Iterable[int]) -> list[int]:
+        """How many places each of these ranges shows."""
+        shown = self._shown
+        return [len(shown[index]) for index in indices]
+
+    def has_room(self, num_more: int, idle: Iterable[int]) -> bool:
+        """For so many more mappings, if those of idle ranges give way."""
+        excess = self.num_mappings + num_more - self.max_mappings
+        return excess <= 0 or excess <= sum(map(self._num_runs.__getitem__, idle))
+
+    def shows(self, index: int, pages: Sequence[int], place: int = 0) -> bool:
+        """Whether these pages are at a range's places from `place` on."""
+        shown = self._shown[index]
+        if not pages:
+            return True
+        is_begun = place < len(shown) and shown[place] == pages[0]
+        return is_begun and shown[place : place + len(pages)] == pages
+
+    def show(self, index: int, pages: Sequence[int], first: int = 0) -> None:
+        """Map what differs in the first len(pages) places, from `first` on; the rest stays.
+
+        One call per run of consecutive pages. OSError: what was mapped until then is kept, the
+        call can be repeated.
+        """
+        self.collect()
+        shown = self._shown[index]
+        if shown[first : len(pages)] == pages[first:]:
+            return
+        self.settle()
+        began = time.perf_counter()
+        try:
+            for place, length in _differing(shown, pages, first):
+                self._map(index, place, pages[place], length)
+        finally:
+            self.stats.seconds += time.perf_counter() - began
+
+    def _map(self, index: int, place: int, first_page: int, length: int) -> None:
+        offset = self._offset(index, place)
+        try:
+            self._memory.map(offset, first_page, length)
+        except OSError:  # part of it may be there, and what was there may be gone
+            with contextlib.suppress(OSError):
+                self._memory.unmap(offset, length)
+            num_stale = min(length, len(self._shown[index]) - place)
+            self._note(index, place, [HOLE] * max(0, num_stale))
+            raise
+        self._note(index, place, range(first_page, first_page + length))
+        self.stats.num_calls += 1
+
+    def _offset(self, index: int, place: int) -> int:
+        return self._offsets[index] + place * self._memory.page_bytes
+
+    def _note(self, index: int, place: int, pages: Iterable[int]) -> None:
+        """These pages are at these places now."""
+        shown = self._shown[index]
+        new = list(pages)
+        if place == len(shown):  # the usual case: the range grows at its end
+            runs = _num_runs(new)
+            if shown and new and new[0] == shown[-1] + 1 and shown[-1] != HOLE:
+                runs -= 1
+            shown += new
+            self._count(index, self._num_runs[index] + runs)
+            return
+        if place > len(shown):
+            shown += [HOLE] * (place - len(shown))
+        # Runs change where something else is shown, and where that meets what follows.
+        first, end = max(0, place - 1), place + len(new) + 1
+        before = _num_runs(shown[first:end])
+        shown[place : place + len(new)] = new
+        runs = _num_runs(shown[first:end]) - before
+        while shown and shown[-1] == HOLE:
+            shown.pop()
+        self._count(index, self._num_runs[index] + runs)
+
+    def _count(self, index: int, num_runs: int) -> None:
+        self.num_mappings += num_runs - self._num_runs[index]
+        self._num_runs[index] = num_runs
+
+    # ---- mapping ahead
+
+    def ahead(self, wanted: Iterable[tuple[int, int, Sequence[int]]]) -> None:
+        """(range, place, pages): let these pages appear there soon. Nobody may look at those
+        places before `collect` has said that they do. One call for many: waking the thread, and
+        what it takes from the interpreter, costs more than the mapping. Only when the thread is
+        not busy and everything is collected: two jobs for one place would lie about it."""
+        if self._worker is None:
+            return
+        assert not self._worker.is_busy and not self._worker.done, "collect first"
+        jobs = [
+            self._job(index, place + start, pages[start], length)
+            for index, place, pages in wanted
+            for start, length in list(_differing(self._shown[index], pages, 0, place))
+        ]
+        if not jobs:
+            return
+        try:
+            self._worker.put(jobs)
+        except RuntimeError as error:  # the system has no thread left
+            logger.warning("nothing is mapped ahead any more: %s", error)
+            self._worker = None
+            self._restore(jobs)
+
+    def _job(self, index: int, place: int, first_page: int, length: int) -> _Job:
+        stale: list[int] = []
+        if self._memory.maps_beside_kernels:  # else the thread only prepares the pages
+            stale = self._shown[index][place : place + length]
+        if stale:  # about to go: nobody may count on it any more
+            self._note(index, place, [HOLE] * len(stale))
+        return _Job(index, place, self._offset(index, place), first_page, length, stale)
+
+    def _restore(self, jobs: Iterable[_Job]) -> None:
+        """They were not begun: what was there still is."""
+        for job in jobs:
+            if job.stale:
+                self._note(job.index, job.place, job.stale)
+
+    @property
+    def maps_ahead(self) -> bool:
+        """There is a thread for it."""
+        return self._worker is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """The thread still has something to map."""
+        return self._worker is not None and self._worker.is_busy
+
+    def settle(self) -> None:
+        """From now on the thread changes nothing; take in what it has mapped."""
+        if self._worker is None:
+            return
+        has_waited, dropped = self._worker.settle()
+        self.stats.num_waits += has_waited
+        self._restore(dropped)
+        self.collect()
+
+    def collect(self) -> None:
+        """Take in what the thread has mapped so far."""
+        if self._worker is None:
+            return
+        while self._worker.done:
+            job = self._worker.done.popleft()
+            self._note(job.index, job.place, range(job.first_page, job.first_page + job.length))
+            self.stats.num_ahead += 1
+
+    # ---- unmapping
+
+    def cut(self, index: int, first: int = 0, end: int | None = None) -> None:
+        """Unmap what the range shows from place `first` to before `end`."""
+        self.settle()
+        shown = self._shown[index]
+        end = len(shown) if end is None else min(end, len(shown))
+        mapped = [i for i in range(first, end) if shown[i] != HOLE]
+        for place, length in runs_of(mapped):
+            self._memory.unmap(self._offset(index, place), length)
+            self._note(index, place, [HOLE] * length)
+
+    def try_cut(self, index: int, first: int = 0, end: int | None = None) -> bool:
+        """As `cut`, where nobody looks, and mapping replaces what is there: an error is logged."""
+        try:
+            self.cut(index, first, end)
+        except OSError as error:
+            logger.warning("unmapping failed: %s", error)
+            return False
+        return True
+
+    def forget(self) -> None:
+        """The memory is another one: nothing is mapped."""
+        self.settle()
+        self._shown = [[] for _ in self._offsets]
+        self._num_runs = [0] * len(self._offsets)
+        self.num_mappings = 0
+
+    def close(self) -> None:
+        """End the thread."""
+        self.settle()
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    index: int
+    place: int
+    offset: int
+    first_page: int
+    length: int
+    stale: list[int]  # what is there until the job is done
+
+
+class _Worker:
+    """The thread that maps ahead. Started with the first jobs."""
+
+    def __init__(self, memory: VirtualMemory) -> None:
+        self.done: deque[_Job] = deque()
+        self._memory = memory
+        self._pending: deque[_Job] = deque()
+        self._current: _Job | None = None
+        self._is_stopping = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        with self._changed:  # a job is never between the two
+            return bool(self._pending) or self._current is not None
+
+    def put(self, jobs: list[_Job]) -> None:
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="mergestep-map", daemon=True)
+            thread.start()
+            self._thread = thread
+        with self._changed:
+            self._pending.extend(jobs)
+            self._changed.notify_all()
+
+    def settle(self) -> tuple[bool, list[_Job]]:
+        """Drop what has not begun, wait for what has. Whether there was something to wait for,
+        and what was dropped.
+
+        Where all cores compute, the thread may get its turn late: whoever needs a page now maps
+        it faster than it would wait.
+        """
+        if not self.is_busy:
+            return False, []
+        with self._changed:
+            dropped = list(self._pending)
+            self._pending.clear()
+            has_begun = self._current is not None
+            self._changed.wait_for(lambda: self._current is None)
+        return has_begun, dropped
+
+    def stop(self) -> None:
+        if self._thread is not None:
+            with self._changed:
+                self._is_stopping = True
+                self._changed.notify_all()
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._current = None
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._pending or self._is_stopping)
+                if self._is_stopping:
+                    return
+                job = self._current = self._pending.popleft()
+            try:
+                self._do(job)
+            except OSError as error:  # the step that needs the page maps it, or fails, itself
+                logger.warning("mapping ahead failed: %s", error)
+                self._undo(job)
+            except Exception:  # our bug: the thread must go on, others wait for it
+                logger.exception("mapping ahead failed")
+                self._undo(job)
+
+    def _undo(self, job: _Job) -> None:
+        """Part of the run may be mapped, beside what was there: it becomes the hole it is noted
+        as. What was only prepared is mapped nowhere, and its places are not ours to touch."""
+        if self._memory.maps_beside_kernels:
+            with contextlib.suppress(OSError):
+                self._memory.unmap(job.offset, job.length)
+
+    def _do(self, job: _Job) -> None:
+        if self._memory.maps_beside_kernels:
+            self._memory.map(job.offset, job.first_page, job.length)
+            self.done.append(job)
+        else:
+            self._memory.prepare(job.first_page, job.length)
+
+
+def _differing(
+    shown: Sequence[int], pages: Sequence[int], first: int, place: int = 0
+) -> Iterable[tuple[int, int]]:
+    """(start, length) in `pages`, from `first` on, of runs of consecutive pages that are not
+    shown at start + place yet."""
+    start = first
+    end = len(pages)
+    known = len(shown)
+    while start < end:
+        at = start + place
+        if at < known and shown[at] == pages[start]:
+            start += 1
+            continue
+        length = 1
+        while (
+            start + length < end
+            and pages[start + length] == pages[start] + length
+            and not (at + length < known and shown[at + length] == pages[start + length])
+        ):
+            length += 1
+        yield start, length
+        start += length
+
+
+def _num_runs(pages: Sequence[int]) -> int:
+    """Mappings that the kernel needs for pages at consecutive places."""
+    runs = 0
+    previous = HOLE
+    for page in pages:
+        if page != HOLE and (previous == HOLE or page != previous + 1):
+            runs += 1
+        previous = page
+    return runs

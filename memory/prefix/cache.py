@@ -1,0 +1,397 @@
+"""Pages that outlive their sequence: who holds them, what is forgotten, what goes to the disk.
+
+The cache holds one reference on each page it knows. A page that only the cache holds can be had
+by whoever needs memory (`evict`). With a store, the oldest pages are written ahead of that, and
+what memory has forgotten may come back from there (`fetch`). Everything here happens in the
+thread that computes, between steps; the store's own threads only end futures. Whatever the store
+does, raising included, is a miss and a counter; a page that was not written waits for its next
+turn, and after some failures in a row all of them wait for a while.
+
++--------------------------------------------------------------------------------------+
+| invariant: num_evictable pages are known and have one reference, the cache's. A page that|
+| is being written or read has one more.                                                  |
++--------------------------------------------------------------------------------------+
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+
+from memory.pages.allocator import PageAllocator
+from memory.prefix.backoff import FAILURES_IN_A_ROW, Backoff
+from memory.prefix.index import PrefixIndex
+from memory.prefix.load_times import LoadTimes
+from memory.prefix.page_store import Chain, Load, PageStore, PrefixStats, Write, has_worked
+from memory.tiers.disk_health import SpillStats
+
+logger = logging.getLogger(__name__)
+
+# Pages that can be had without losing something, as a share of all: below it old ones are written.
+_CLEAN_SHARE = 0.25
+# Under way at once, and not more than an eighth of the pages: nobody can have them meanwhile.
+_MAX_WRITES = 64
+_HUNG_S = 10.0  # a write that takes longer is given up
+_CLOSE_SHARE = 0.7  # of the time that `close` has: until then it begins to write
+
+
+class PrefixCache:
+    """References, the index, and pages on their way to or from the store."""
+
+    def __init__(self, allocator: PageAllocator, num_reserved: int = 0) -> None:
+        """num_reserved: pages that a hung disk shall not keep, where there are enough."""
+        self.index = PrefixIndex()
+        self.stats = PrefixStats()
+        self.num_evictable = 0
+        self.num_references = allocator.num_references
+        self._allocator = allocator
+        self._store: PageStore | None = None
+        self._address_of: Callable[[int], int] = lambda page: 0
+        self._keep_memory: Callable[[], None] = lambda: None
+        self._clock: Callable[[], float] = time.monotonic
+        self._unwritten: OrderedDict[int, bytes] = OrderedDict()  # oldest first
+        self._writes: deque[Write] = deque()
+        self._loads: deque[Load] = deque()
+        self.load_times = LoadTimes()
+        self._rest: tuple[Chain, int] | None = None  # to be fetched after the loads
+        # Whatever the disk does, most pages can be had: nobody can take a page from a read that
+        # hangs, so beside those the longest sequence fits, unless loading would be in vain.
+        num_pages = allocator.num_pages
+        self._max_writes = max(1, min(_MAX_WRITES, num_pages // 8))
+        beside = max(num_pages - num_reserved, num_pages // 8)
+        self._max_loads = max(1, min(num_pages // 4, beside))
+        self._backoff = Backoff()
+
+    def use_store(
+        self,
+        store: PageStore,
+        address_of: Callable[[int], int],
+        keep_memory: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """address_of: where a page's bytes are, whatever range it is in. keep_memory: called
+        when these addresses must stay mapped for ever, because the store does not let go."""
+        self._store, self._address_of = store, address_of
+        self._keep_memory, self._clock = keep_memory, clock
+
+    @property
+    def has_store(self) -> bool:
+        return self._store is not None
+
+    def store_stats(self) -> SpillStats:
+        """All zero where there is no store (any more). From any thread."""
+        store = self._store
+        return SpillStats() if store is None else store.stats()
+
+    # ---- references
+
+    def hold(self, page: int) -> None:
+        """One more range, or copy that is due, needs a page that the cache knows."""
+        self.num_evictable -= self._allocator.num_references(page) == 1
+        self._allocator.share(page)
+
+    def let_go(self, page: int) -> None:
+        """One less, of whatever page."""
+        if not self._allocator.give_back(page) and page in self.index:
+            self.num_evictable += self._allocator.num_references(page) == 1
+
+    def remember(self, key: bytes, parent: bytes | None, page: int) -> None:
+        """A page that a sequence has computed. Where its key is known with another page, it takes
+        that one's place if nobody uses it: what continues a page of a sequence shall not depend
+        on one that can be forgotten. Nothing happens if the parent is not known."""
+        if page in self.index:
+            return
+        if self.index.has_key(key):
+            if not self._is_idle(self.index.page_of(key)):
+                return
+            self._replace(key, page)
+        elif self.index.insert(key, parent, page):
+            if self._store is not None:
+                self._unwritten[page] = key
+        else:
+            return
+        self._allocator.share(page)
+
+    def _replace(self, key: bytes, page: int) -> None:
+        old = self.index.page_of(key)
+        self.index.replace(key, page)
+        if self._unwritten.pop(old, None) is not None:
+            self._unwritten[page] = key
+        self.num_evictable -= self._allocator.give_back(old)
+
+    def _is_idle(self, page: int) -> bool:
+        """Of a known page: no sequence holds it."""
+        references = self._allocator.num_references(page)
+        is_written = references == 2 and any(write.page == page for write in self._writes)
+        return references == 1 or is_written
+
+    def use(self, pages: Sequence[int]) -> None:
+        """These were used just now: the last of them is to go first, because it is worth nothing
+        without the others."""
+        for page in reversed(pages):
+            if page in self.index:
+                self.index.touch(self.index.key_of(page))
+
+    def evict(self) -> None:
+        """Forget something so that at least one page becomes free. There is an evictable one."""
+        references = self._allocator.num_references
+        found = self.index.forget_oldest(lambda page: references(page) == 1)
+        if found is not None:
+            self._forget([found[1]])
+        else:  # a page that nobody uses, continued by one that somebody does
+            page = next(page for page in self.index.pages if references(page) == 1)
+            self._forget(self.index.forget_tree(page))
+
+    def _forget(self, pages: list[int]) -> None:
+        for page in pages:
+            self._unwritten.pop(page, None)
+            self.num_evictable -= self._allocator.give_back(page)
+        self.stats.num_evicted += len(pages)
+
+    # ---- the store
+
+    def poll(self) -> None:
+        """Take in what has been written and read; begin to write what is old."""
+        if self._store is None:
+            return
+        self._take_in()
+        if self._rest is not None and not self._loads:
+            self.fetch(*self._rest)
+        clean = self._allocator.num_free + self.num_evictable - len(self._unwritten)
+        if self._unwritten and clean < _CLEAN_SHARE * self._allocator.num_pages:
+            self._write()
+
+    def write_some(self) -> bool:
+        """With nothing else to do, begin to write what is not on the disk yet. False: all is, or
+        the disk has refused for so long that it shall be left alone."""
+        if self._store is None:
+            return False
+        self.poll()
+        self._write()
+        return bool(self._writes or (self._unwritten and not self._backoff.is_longest))
+
+    def _write(self) -> None:
+        """The oldest pages that are not on the disk, if it has not just failed."""
+        assert self._store is not None
+        now_s = self._clock()
+        count = min(len(self._unwritten), self._max_writes - len(self._writes), self._store.room)
+        if count <= 0 or self._backoff.is_paused(now_s):
+            return
+        chosen = [self._unwritten.popitem(last=False) for _ in range(count)]
+        try:
+            new = [(page, key) for page, key in chosen if not self._store.contains(key)]
+            # A page is worth nothing without those it continues: they are forgotten after it,
+            # and not for it.
+            room = self._use([key for _, key in reversed(new)])
+            new = new[: max(0, room)]
+            futures = self._store.store_many([(key, self._address_of(page)) for page, key in new])
+        except Exception:
+            logger.exception("K/V on disk: storing pages failed")
+            self._unwritten.update(chosen)
+            self.stats.num_failed += len(chosen)
+            self._backoff.pause(now_s)
+            return
+        for (page, key), future in zip(new, futures, strict=True):
+            self.hold(page)
+            self._writes.append(Write(key, page, now_s, future))
+
+    def _take_in(self) -> None:
+        """What has been written and read."""
+        assert self._store is not None
+        now_s = self._clock()
+        last: Write | Load | None = None
+        for _ in range(len(self._writes)):
+            write = self._writes.popleft()
+            if write.future.done():
+                last = write
+                self._end_write(write, now_s, is_stored=has_worked(write.future))
+            elif now_s - write.began_s > _HUNG_S and self._discards(write.key):
+                # so that others get the page meanwhile
+                self._backoff.failed(now_s, FAILURES_IN_A_ROW)
+                self._end_write(write, now_s, is_stored=False)
+            else:
+                self._writes.append(write)
+        while self._loads and self._loads[0].future.done():
+            last = self._loads.popleft()
+            self._end_load(last)
+            if not self._loads:
+                self.load_times.end()
+        if last is not None and not self.is_transferring:
+            # They ended in any order; the end of a chain shall be forgotten before its beginning.
+            self._use([last.key])
+
+    def _use(self, keys: Sequence[bytes]) -> int:
+        """Tell the store that these and what they continue were used, the last ones first."""
+        assert self._store is not None
+        try:
+            return self._store.use(self.index.chain(keys))
+        except Exception:
+            logger.exception("K/V on disk: the store cannot be told what was used")
+            return self._store.room
+
+    def _discards(self, key: bytes) -> bool:
+        """Then a hung write does not need its page any more: nobody will find what it writes."""
+        assert self._store is not None
+        try:
+            self._store.discard(key)
+        except Exception:
+            logger.exception("K/V on disk: discarding a page failed")
+            return False
+        return True
+
+    def _end_write(self, write: Write, now_s: float, *, is_stored: bool) -> None:
+        if is_stored:
+            self.stats.num_stored += 1
+            self._backoff.worked()
+        else:
+            self.stats.num_failed += 1
+            self._backoff.failed(now_s)
+            if self.index.has_key(write.key):  # maybe with another page by now
+                self._unwritten[self.index.page_of(write.key)] = write.key
+        self.let_go(write.page)
+
+    def _end_load(self, load: Load) -> None:
+        is_here = has_worked(load.future)
+        if self.index.match([load.key]):  # somebody has computed it meanwhile
+            self._allocator.give_back(load.page)
+        elif is_here and self.index.insert(load.key, load.parent, load.page):
+            # the load's reference becomes the cache's
+            self.num_evictable += 1
+            self.stats.num_loaded += 1
+        else:  # lost, or what it continues is, or had to go for want of memory
+            self._allocator.give_back(load.page)
+            self.stats.num_lost += not is_here
+            self._rest = None
+
+    def is_stored(self, key: bytes) -> bool:
+        """The store can probably load it."""
+        if self._store is None:
+            return False
+        try:
+            return self._store.contains(key)
+        except Exception:
+            logger.exception("K/V on disk: looking for a page failed")
+            return False
+
+    def num_free_beside(self, known: Sequence[int]) -> int:
+        """Pages that can be had without forgetting these."""
+        references = self._allocator.num_references
+        num_kept = sum([references(page) == 1 for page in known])
+        return self._allocator.num_free + self.num_evictable - num_kept
+
+    def fetch(self, chain: Chain, num_spare: int) -> bool:
+        """Begin to load what memory does not know of a chain, up to what the store does not know,
+        into at most num_spare pages. True: something is on its way; ask again when it is not any
+        more."""
+        if self._store is None or self._loads:
+            return bool(self._loads)
+        index = self.index
+        known = [index.page_of(key) for key, _ in chain if index.has_key(key)]
+        wanted = [(key, parent) for key, parent in chain if not index.has_key(key)]
+        self.use(known)
+        for page in known:  # what they continue must not be forgotten for them
+            self.hold(page)
+        pages: list[int] = []
+        try:
+            self._begin_loads(wanted, num_spare, pages)
+        except Exception:
+            logger.exception("K/V on disk: loading pages failed")
+            for page in pages:
+                self._allocator.give_back(page)
+            self.stats.num_lost += max(1, len(pages))
+        for page in known:
+            self.let_go(page)
+        # More than the store takes at once follows when this is here.
+        self._rest = (chain, num_spare - len(pages)) if self._loads else None
+        return bool(self._loads)
+
+    def _begin_loads(self, wanted: Chain, num_spare: int, pages: list[int]) -> None:
+        """As many of them as there is room for, into pages that are put into `pages`."""
+        assert self._store is not None
+        available = self._allocator.num_free + self.num_evictable
+        most = min(num_spare, available, self._max_loads, self._store.room, len(wanted))
+        end = 0
+        while end < most and self._store.contains(wanted[end][0]):
+            end += 1
+        pages += [self._free_page() for _ in range(end)]
+        if not pages:
+            return
+        places = [
+            (key, self._address_of(page)) for (key, _), page in zip(wanted, pages, strict=False)
+        ]
+        futures = self._store.load_many(places)
+        self.load_times.begin(futures)
+        for (key, parent), page, future in zip(wanted, pages, futures, strict=False):
+            self._loads.append(Load(key, parent, page, future))
+
+    def _free_page(self) -> int:
+        if not self._allocator.num_free:
+            self.evict()
+        return self._allocator.take()
+
+    @property
+    def is_fetching(self) -> bool:
+        return bool(self._loads)
+
+    @property
+    def is_transferring(self) -> bool:
+        """Pages are on their way to or from the store; nobody else can have them meanwhile."""
+        return bool(self._loads or self._writes)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until something on its way to or from the store has come, or the time is over."""
+        futures = [write.future for write in self._writes]
+        if self._loads:  # the others are taken in after it
+            futures.append(self._loads[0].future)
+        if futures:
+            wait(futures, timeout_s, return_when=FIRST_COMPLETED)
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Write what is not written yet, as much as can be in that time; forget everything, close
+        the store. Pages that a hung disk still reads or writes stay in use, and mapped."""
+        if self._store is not None:
+            try:
+                self._close_store(self._store, self._clock() + timeout_s, timeout_s)
+            except BaseException:  # who knows what is still under way
+                self._keep_memory()
+                raise
+        self._forget(self.index.forget_all())
+
+    def _close_store(self, store: PageStore, end_s: float, timeout_s: float) -> None:
+        self._rest = None
+        self._backoff.end_pause()
+        write_until = end_s - (1 - _CLOSE_SHARE) * timeout_s
+        while (now_s := self._clock()) < write_until:
+            self._write()
+            if not self._writes and not self._loads:  # all is written, or nothing can be
+                break
+            self.wait(write_until - now_s)
+            self._take_in()
+        try:
+            is_quiet = store.close(max(0.0, end_s - self._clock()))
+        except Exception:
+            logger.exception("K/V on disk: closing the store failed")
+            is_quiet = False
+        self._take_in()
+        self._store = None
+        num_left = len(self._unwritten) + len(self._writes)
+        if num_left:
+            logger.warning("K/V on disk: %d pages were not written", num_left)
+        if not is_quiet:
+            self._keep_memory()
+
+    def check_integrity(self, owners: dict[int, int]) -> None:
+        """Adds what is held here to `owners` (page -> how many). AssertionError: what is off."""
+        for page in self.index.pages:
+            owners[page] = owners.get(page, 0) + 1
+        for write in self._writes:
+            owners[write.page] = owners.get(write.page, 0) + 1
+        evictable = sum(owners[page] == 1 for page in self.index.pages)
+        assert evictable == self.num_evictable, f"{evictable}, counted {self.num_evictable}"
+        for load in self._loads:
+            owners[load.page] = owners.get(load.page, 0) + 1
+        assert all(page in self.index for page in self._unwritten)
+        self.index.check_integrity()

@@ -1,0 +1,79 @@
+"""Copies between device memory and page-locked host memory, beside the kernels.
+
+They have a stream of their own. Its order with the kernels is kept on the device: `follow` lets
+it wait for what the computing stream has been given so far, and nobody's thread waits for that.
+The thread that copies asks again and again whether they have ended, because a driver call that
+waits may keep the interpreter's lock (cuda-bindings before 13).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from memory.pages.cuda_device import CudaDevice, CudaError
+
+logger = logging.getLogger(__name__)
+
+_ALIGNMENT = 4096  # what direct I/O from the host memory needs; the driver promises nothing
+_NON_BLOCKING = 1  # CUstream_flags: does not wait for the legacy stream
+_DISABLE_TIMING = 2  # CUevent_flags
+_POLL_S = 50e-6
+
+
+class CudaCopier:
+    """`PageCopier` on the driver's calls."""
+
+    def __init__(self, *, device: int = 0, driver: Any = None, compute_stream: int = 0) -> None:
+        """compute_stream: where the kernels run; 0 is the legacy stream, torch's default.
+        CudaUnavailableError or CudaError if the device cannot be used."""
+        self._device = CudaDevice(driver, device)
+        self._compute_stream = compute_stream
+        self._following = threading.Lock()  # it is one event for all who call `follow`
+        self._memory: int | None = None
+        with contextlib.ExitStack() as made:
+            made.callback(self._device.close)
+            call = self._device.call
+            self._stream = call("cuStreamCreate", _NON_BLOCKING)
+            made.callback(call, "cuStreamDestroy", self._stream)
+            self._given = call("cuEventCreate", _DISABLE_TIMING)
+            made.callback(call, "cuEventDestroy", self._given)
+            self._copied = call("cuEventCreate", _DISABLE_TIMING)
+            made.callback(call, "cuEventDestroy", self._copied)
+            self._made = made.pop_all()
+
+    def allocate(self, size_bytes: int) -> int:
+        assert self._memory is None, "once per object"
+        self._device.enter()
+        self._memory = int(self._device.call("cuMemHostAlloc", size_bytes + _ALIGNMENT, 0))
+        self._made.callback(self._device.call, "cuMemFreeHost", self._memory)
+        return -(-self._memory // _ALIGNMENT) * _ALIGNMENT
+
+    def follow(self) -> None:
+        self._device.enter()
+        with self._following:
+            self._device.call("cuEventRecord", self._given, self._compute_stream)
+            self._device.call("cuStreamWaitEvent", self._stream, self._given, 0)
+
+    def copy(self, copies: Sequence[tuple[int, int]], size_bytes: int, *, to_host: bool) -> bool:
+        self._device.enter()
+        name = "cuMemcpyDtoHAsync" if to_host else "cuMemcpyHtoDAsync"
+        try:
+            for target, source in copies:
+                self._device.call(name, target, source, size_bytes, self._stream)
+            self._device.call("cuEventRecord", self._copied, self._stream)
+            while not self._device.is_over(self._copied):
+                time.sleep(_POLL_S)
+        except CudaError as error:
+            logger.warning("K/V in host memory: copying failed (%s)", error.strerror)
+            self._device.call("cuStreamSynchronize", self._stream)  # some may be under way
+            return False
+        return True
+
+    def close(self) -> None:
+        self._device.enter()
+        self._made.close()

@@ -1,0 +1,84 @@
+"""What has happened to the disk tier: counters, a pause after errors, a warning once a minute."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memory.prefix.backoff import Backoff
+
+logger = logging.getLogger(__name__)
+
+_WARNING_S = 60.0
+
+
+@dataclass(slots=True)
+class SpillStats:
+    """Counters since the start, and the state now (from `entries` on)."""
+
+    hits: int = 0
+    misses: int = 0  # for every reason
+    stores: int = 0  # pages written
+    corrupt: int = 0  # checksum wrong, page dropped
+    read_errors: int = 0
+    write_errors: int = 0
+    refused: int = 0  # too many requests, no room, or writing is paused
+    evictions: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    entries: int = 0
+    pinned: int = 0
+    bytes_used: int = 0
+    requests: int = 0  # under way
+    is_paused: bool = False
+
+
+class DiskHealth:
+    """Not for several threads at once: the store has the lock."""
+
+    def __init__(self, where: str, clock: Callable[[], float]) -> None:
+        self.stats = SpillStats()
+        self._where = where
+        self._clock = clock
+        self._backoff = Backoff()
+        self._warn_from = 0.0
+        self._num_unread = 0  # that no warning has told yet
+
+    @property
+    def is_paused(self) -> bool:
+        return self._backoff.is_paused(self._clock())
+
+    def count_write(self, length: int, error: OSError | None) -> None:
+        """After some errors in a row nothing is written for a while, twice as long each time."""
+        if error is None:
+            self.stats.stores += 1
+            self.stats.bytes_written += length
+            self._backoff.worked()
+            return
+        self.stats.write_errors += 1
+        if self._backoff.failed(self._clock()):
+            pause_s = self._backoff.pause_s
+            logger.warning("K/V on disk: not writing for %.0f s (%s)", pause_s, error)
+
+    def count_read(self, length: int, error: OSError | None, *, is_right: bool) -> None:
+        """is_right: the page is what was stored."""
+        self.stats.hits += is_right
+        self.stats.misses += not is_right
+        if is_right:
+            self.stats.bytes_read += length
+            return
+        self.stats.read_errors += error is not None
+        self.stats.corrupt += error is None
+        self._num_unread += 1
+        if self._clock() >= self._warn_from:
+            why = "content damaged" if error is None else str(error)
+            logger.warning(
+                "K/V on disk in %s: %d pages could not be read back (the last one: %s); "
+                "they are computed again",
+                self._where,
+                self._num_unread,
+                why,
+            )
+            self._num_unread = 0
+            self._warn_from = self._clock() + _WARNING_S

@@ -1,0 +1,155 @@
+"""The host-memory tier of K/V memory: pages of a device wait in host memory, then below it.
+
+Between device memory and the store below (`memory.tiers.disk_tier.SpillStore`, or none) lies a
+bounded arena
+of host memory. Pages are stored into the arena; those used longest ago are written to the store
+below ahead of need and give way to others. A load looks in the arena, then below. Whatever goes
+wrong is a miss and a counter; only what was copied whole is ever found.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+
+from memory.prefix.page_store import PageStore
+from memory.tiers.disk_health import SpillStats
+from memory.tiers.host_request import HostCounters, Request
+from memory.tiers.host_worker import HostWorker
+from memory.tiers.page_copy import PageCopier
+
+logger = logging.getLogger(__name__)
+
+# Of the time that `close` has, and of what is left of it then.
+_FLUSH_SHARE, _STOP_SHARE = 0.6, 0.5
+
+# Host memory that somebody may still be writing when its tier was closed. Never given back.
+_abandoned: list[HostTier] = []
+
+
+@dataclass(slots=True)
+class HostStats(HostCounters):
+    """Counters since the start, and the state now."""
+
+    entries: int = 0
+    bytes_used: int = 0
+    requests: int = 0  # under way
+
+
+class HostTier:
+    """`PageStore` in host memory. Requests from any thread whose work `copier` may follow."""
+
+    def __init__(
+        self,
+        page_bytes: int,
+        capacity_bytes: int,
+        copier: PageCopier,
+        below: PageStore | None = None,
+        *,
+        max_requests: int = 1024,
+    ) -> None:
+        """The copier and the store below are closed with the tier. below: ends its futures in
+        any thread, but never while it holds a lock that its `contains` takes. OSError if there is
+        no memory."""
+        assert capacity_bytes >= page_bytes > 0, f"{capacity_bytes=} {page_bytes=}"
+        self.page_bytes = page_bytes
+        self._copier = copier
+        self._below = below
+        self._max_requests = max_requests
+        self._is_closed = False
+        self._is_quiet = True
+        self._num_slots = capacity_bytes // page_bytes
+        base = copier.allocate(self._num_slots * page_bytes)
+        self._worker = HostWorker(page_bytes, self._num_slots, base, copier, below)
+
+    def store_many(self, pages: Sequence[tuple[bytes, int]]) -> list[Future[bool]]:
+        """Keep the pages at these addresses under these keys, which name their content for good;
+        they do not change until the future ends. True: a load may find it. Waits for a slot."""
+        return self._submit([Request(key, address, is_store=True) for key, address in pages])
+
+    def load_many(self, pages: Sequence[tuple[bytes, int]]) -> list[Future[bool]]:
+        """Copy the keys' pages to these addresses, which are the tier's until the future ends.
+        False: a miss, and the content there is undefined."""
+        return self._submit([Request(key, address, is_store=False) for key, address in pages])
+
+    def _submit(self, requests: list[Request]) -> list[Future[bool]]:
+        is_ordered = bool(requests) and not self._worker.is_over and self._follow()
+        self._worker.take(requests, self._max_requests if is_ordered else 0)
+        return [request.future for request in requests]
+
+    def _follow(self) -> bool:
+        try:
+            self._copier.follow()
+        except OSError as error:
+            logger.warning("K/V in host memory: no order with the kernels (%s)", error)
+            return False
+        return True
+
+    def contains(self, key: bytes) -> bool:
+        """It is there or below, or on its way."""
+        return self._worker.contains(key)
+
+    def use(self, keys: Sequence[bytes]) -> int:
+        """The store below forgets; what is pushed out of the arena goes there."""
+        return self._below.use(keys) if self._below is not None else self.room
+
+    def discard(self, key: bytes) -> bool:
+        """Forget it, here and below, even while it is being stored: its memory may change from
+        now on. False: it was not there."""
+        was_here = self._worker.discard(key)
+        was_below = self._below is not None and self._below.discard(key)
+        return was_here or was_below
+
+    @property
+    def room(self) -> int:
+        return max(0, self._max_requests - len(self._worker.open))
+
+    def stats(self) -> SpillStats:
+        """Of the store below."""
+        return SpillStats() if self._below is None else self._below.stats()
+
+    def host_stats(self) -> HostStats:
+        """From any thread."""
+        with self._worker.changed:
+            return HostStats(
+                **asdict(self._worker.stats),
+                entries=len(self._worker.arena.entries),
+                bytes_used=self._worker.arena.num_used * self.page_bytes,
+                requests=len(self._worker.open),
+            )
+
+    def flush(self, timeout_s: float = 30.0) -> bool:
+        """Everything has been written to the store below. False: not all, or there is none."""
+        try:
+            return self._worker.flush().result(timeout_s)
+        except TimeoutError:
+            return False
+
+    def close(self, timeout_s: float = 30.0) -> bool:
+        """Write what is not below yet, end what is under way, close the store below, all as far
+        as time allows; not from a future's callback. False: pages may still be read or written.
+        Host memory that may still be is never given back."""
+        end_s = time.monotonic() + timeout_s
+        if not self._is_closed:
+            self._is_closed = True
+            if self._below is not None:
+                self.flush(_FLUSH_SHARE * timeout_s)
+            self._is_quiet = self._worker.stop(_STOP_SHARE * (end_s - time.monotonic()))
+            if self._is_quiet:
+                self._close_copier()
+            else:
+                _abandoned.append(self)
+                size = self._num_slots * self.page_bytes >> 20
+                logger.error("K/V in host memory: %d MiB stay: they may still be written", size)
+            if self._below is not None:
+                self._below.close(max(0.0, end_s - time.monotonic()))
+        return self._is_quiet
+
+    def _close_copier(self) -> None:
+        try:
+            self._copier.close()
+        except OSError as error:
+            logger.warning("K/V in host memory: closing failed (%s)", error)

@@ -1,0 +1,105 @@
+"""Attention over bf16 and fp32 K/V on our own kernels (ops/csrc/attention_plain*.inl).
+
+As ops/cpu/native.py: checks shapes, passes addresses. K/V have any token and head stride.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ops.backend import KeyValues, Partial
+from ops.cpu.native import TYPES, library
+
+
+def can_attend(q: Tensor, cache: KeyValues) -> bool:
+    """Whether there are kernels for these heads and this type of K/V."""
+    k, v = cache
+    dim = q.shape[2]
+    is_dense = q.stride()[1:] == (dim, 1) and k.stride() == v.stride() and k.stride(3) == 1
+    has_types = k.dtype == v.dtype and k.dtype in TYPES and q.dtype in TYPES
+    has_dim = dim % 16 == 0 and dim <= library().MAX_HEAD_DIM
+    return has_dim and is_dense and has_types
+
+
+def decode_attention(q: Tensor, caches: Sequence[KeyValues], scale: float) -> Partial:
+    """Backend.decode_attention over bf16 or fp32 K/V at any token and head stride."""
+    rows, heads, dim = q.shape
+    assert len(caches) == rows, f"{len(caches)} sequences, {rows} rows"
+    out = torch.empty(rows, heads, dim, dtype=torch.float32)
+    lse = torch.empty(rows, heads, dtype=torch.float32)
+    sequences: list[int] = []
+    shape = (1, caches[0].k.shape[1], dim) if rows else ()
+    for k, v in caches:
+        assert k.shape == v.shape and (k.shape[0], k.shape[1], k.shape[3]) == shape, f"{k.shape}"
+        assert heads % k.shape[1] == 0 and k.dtype == caches[0].k.dtype
+        sequences += (k.data_ptr(), v.data_ptr(), k.stride(2), k.stride(1), k.shape[2])
+    if rows:
+        first = caches[0].k
+        library().decode_plain(
+            sequences,
+            heads,
+            first.shape[1],
+            dim,
+            scale,
+            TYPES[first.dtype],
+            q.data_ptr(),
+            q.stride(0),
+            TYPES[q.dtype],
+            out.data_ptr(),
+            lse.data_ptr(),
+        )
+    return Partial(out.to(q.dtype), lse)
+
+
+def prefill_attention(q: Tensor, cache: KeyValues, scale: float, window: int | None) -> Partial:
+    """Backend.prefill_attention. A row's bits do not depend on the other rows.
+
+    For that the cache must begin at the same position whatever rows are asked for: the kernel
+    takes its keys in blocks from there, and leaves out those that no row sees.
+    """
+    first_position = cache.k.shape[2] - len(q)
+    assert first_position >= 0, f"{q.shape} with {cache.k.shape}"
+    return _attend_rows(q, cache, scale, window, first_position)
+
+
+def past_attention(q: Tensor, cache: KeyValues, scale: float, window: int | None) -> Partial:
+    """Backend.past_attention. Of a row's bits the same holds as in prefill_attention."""
+    return _attend_rows(q, cache, scale, window, cache.k.shape[2])
+
+
+def _attend_rows(
+    q: Tensor, cache: KeyValues, scale: float, window: int | None, first_position: int
+) -> Partial:
+    """Rows at first_position and on of a sequence whose cache begins at 0."""
+    rows, heads, dim = q.shape
+    k, v = cache
+    assert k.shape == v.shape and (k.shape[0], k.shape[3]) == (1, dim), f"{k.shape} {v.shape}"
+    assert heads % k.shape[1] == 0, f"{q.shape} with {k.shape}"
+    assert window is None or window > 0, f"{window=}"
+    out = torch.empty(rows, heads, dim, dtype=q.dtype)
+    lse = torch.empty(rows, heads, dtype=torch.float32)
+    if rows:
+        library().prefill_plain(
+            k.data_ptr(),
+            v.data_ptr(),
+            k.stride(2),
+            k.stride(1),
+            k.shape[2],
+            heads,
+            k.shape[1],
+            dim,
+            scale,
+            TYPES[k.dtype],
+            q.data_ptr(),
+            q.stride(0),
+            TYPES[q.dtype],
+            rows,
+            first_position,
+            window or 0,
+            out.data_ptr(),
+            lse.data_ptr(),
+        )
+    return Partial(out, lse)

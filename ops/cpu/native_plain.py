@@ -1,0 +1,58 @@
+"""Linear layers on bf16 and fp32 weights with our own kernels (ops/csrc/gemm_plain.inl).
+
+A row has the same bits in any batch: every output is one chain of sums in one order, whatever
+the number of rows. Results are rounded where Transformers' are: a bf16 product, its activation
+and the sum with the residual one after the other.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ops.backend import PLAIN, Edges
+from ops.cpu.native import ACTIVATIONS, TYPES, address, checked_bias, library, set_norm, sizes
+
+
+class PlainLinear:
+    """A LinearOp: norm, product, bias, activation and residual in one call."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, edges: Edges = PLAIN) -> None:
+        """weight: [out, in] bf16 or fp32, which is the type of rows and results; copied."""
+        self.num_out, self.num_in = sizes(weight.shape[0], weight.shape[1], edges)
+        self.dtype = weight.dtype
+        if weight.stride(1) != 1:
+            weight = weight.contiguous()
+        bias = checked_bias(bias, self.num_out, edges)
+        self._op = library().PlainLinear(
+            self.num_in,
+            self.num_out,
+            weight.data_ptr(),
+            weight.stride(0),
+            TYPES[self.dtype],
+            address(bias),
+            ACTIVATIONS[edges.activation],
+            edges.is_gated,
+        )
+        self._norm = set_norm(self._op, edges.norm, self.num_in)
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self._op.bytes)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        rows = x.shape[0]
+        assert x.shape[1] == self.num_in, f"{x.shape} times [{self.num_out}, {self.num_in}]"
+        assert x.dtype == self.dtype, f"{x.dtype} times {self.dtype}"
+        out = residual
+        if out is None:
+            out = torch.empty(rows, self.num_out, dtype=self.dtype)
+        assert out.shape == (rows, self.num_out) and out.dtype == self.dtype and out.stride(1) == 1
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        if rows:
+            has_residual = residual is not None
+            self._op.run(
+                x.data_ptr(), x.stride(0), rows, out.data_ptr(), out.stride(0), has_residual
+            )
+        return out

@@ -1,0 +1,115 @@
+"""The CUDA back end: Triton kernels, cuBLAS for plain products.
+
+Its device is the current CUDA device. With Triton's interpreter (TRITON_INTERPRET=1) it is the
+processor: the same kernels run there step by step, which is how they are tested without a GPU.
+The engine's K/V lies in tiles (ops.cuda.attention); the contract's functions on strided K/V are
+the reference's, slow and right.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ops import MIN_CAPABILITY
+from ops.backend import PLAIN, Edges, LinearOp, Norm, QuantizedLinears
+from ops.cuda.linear import Fp8Linear, Int4Linear, Int8Linear, PlainLinear
+from ops.reference import ReferenceBackend
+from ops.triton_kernels.kv import Rotation, rotate
+from ops.triton_kernels.rows import activation_rows, gated_rows, norm_rows
+
+logger = logging.getLogger(__name__)
+
+
+class CudaBackend(ReferenceBackend):
+    """The Backend contract on one CUDA device."""
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        self.device = cuda_device()
+        self.quantized: QuantizedLinears | None = CudaLinears(self.device)
+
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, edges: Edges = PLAIN
+    ) -> LinearOp:
+        return PlainLinear(weight, bias, edges, device=self.device)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norm_rows(x, Norm("rms", weight, None, eps))
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return norm_rows(x, Norm("layer", weight, bias, eps))
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotate(x, Rotation(cos, sin), x)
+
+    def activation(self, x: Tensor, kind: str) -> Tensor:
+        return activation_rows(x, kind)
+
+    def gated_activation(self, gate_up: Tensor, kind: str) -> Tensor:
+        return gated_rows(gate_up, kind)
+
+
+class CudaLinears:
+    """QuantizedLinears on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def int8(
+        self,
+        parts: Sequence[Tensor],
+        bias: Tensor | None,
+        edges: Edges = PLAIN,
+        *,
+        scales: Tensor | None = None,
+        is_head: bool = False,
+    ) -> LinearOp:
+        out_dtype = torch.float32 if is_head else None
+        return Int8Linear(
+            parts, bias, edges, scales=scales, out_dtype=out_dtype, device=self._device
+        )
+
+    def int4(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        bias: Tensor | None,
+        edges: Edges = PLAIN,
+        *,
+        group: int,
+        is_nf4: bool = False,
+    ) -> LinearOp:
+        return Int4Linear(
+            codes, scales, zeros, bias, edges, group=group, is_nf4=is_nf4, device=self._device
+        )
+
+    def fp8(self, parts: Sequence[Tensor], bias: Tensor | None, edges: Edges = PLAIN) -> LinearOp:
+        return Fp8Linear(parts, bias, edges, device=self._device)
+
+
+def is_interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter, on the processor."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def cuda_device() -> torch.device:
+    """The device of this back end. ValueError says why there is none."""
+    if is_interpreted():
+        logger.warning("TRITON_INTERPRET=1: kernels are interpreted, thousands of times slower")
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("no CUDA device that torch can use")
+    device = torch.device("cuda", torch.cuda.current_device())
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        number = ".".join(map(str, capability))
+        raise ValueError(f"{name} has compute capability {number}; 8.0 is needed")
+    return device

@@ -1,0 +1,274 @@
+"""Products of int8 rows and 4-bit weights with a scale, maybe a zero point, per group of inputs.
+
+y[m, n] = act((sum over groups g of scale[g, n] * sum over k in g of x[m, k] * v[n, k])
+              * x_scale[m] * channel_scale[n] + bias[n])
+
+A group's sum is an exact integer; the groups are added in fp32 in one order, by one program: a row
+has the same bits in any batch and with any tile. K is not split for the same reason.
+
+Few rows: bound by the bytes of the weights, half of int8's; the packed bytes stream through shared
+memory in panels (see PANEL), whole cache lines each. Three instructions unpack four codes (ten for
+NF4), in the registers from which the tensor cores take them: 38 codes a clock and SM at 4.3 TB/s
+are 30 (95) of the 128 instructions a clock. Many rows: a group's 64 to 128 products of a sum need
+a conversion and a multiply-add outside the tensor cores, which bounds them at about 40 % of int8.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as functional
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ops.triton_kernels.linear import Tile, scale_and_finish, tile_place
+from ops.triton_kernels.rows import ACTIVATIONS, Quantized
+
+# Outputs whose bytes of a chunk of inputs stand together.
+PANEL = 16
+# In 127ths, as ops/cpu/native.py has them.
+NF4_CODES = (-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127)
+_LOW = tl.constexpr(0x00F4E9DCCEBDA881)
+_HIGH = tl.constexpr(0x7F5C47382B1F140A)
+
+
+class Int4Weight(NamedTuple):
+    """packed: [N / PANEL, chunks, PANEL, half] bytes; words: [groups, N] int32, the bits of the
+    fp16 scale below the zero point; channels: [N] fp32; bias: [N] fp32 or None. N is a multiple of
+    PANEL.
+
+    A chunk is max(group, 64) inputs: byte j has input j in its low and input half + j in its high
+    bits. num_out: real ones of the N.
+    """
+
+    packed: Tensor
+    words: Tensor
+    channels: Tensor
+    bias: Tensor | None
+    group: int
+    num_out: int
+    is_nf4: bool
+
+
+@triton.jit
+def _nf4(codes):
+    """codes: integers below 16 -> 127ths, where there is no byte permutation."""
+    wide = codes.to(tl.int64)
+    shift = (wide & 7) * 8
+    return tl.where(wide < 8, _LOW >> shift, _HIGH >> shift).to(tl.int8)
+
+
+@triton.jit
+def unpack(packed, zeros, NF4: tl.constexpr, ASM: tl.constexpr):
+    """packed: bytes of two codes; zeros: alike. The values of the low and of the high codes, int8.
+
+    ASM: four bytes at a time, as the interpreter cannot: (c | 128) - z borrows from no other byte.
+    """
+    if ASM and NF4:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 x<2>, y<2>, s<2>, l<2>, h<2>, m<2>;
+            and.b32 x0, $2, 0x0F0F0F0F;
+            shr.u32 x1, $2, 4;
+            and.b32 x1, x1, 0x0F0F0F0F;
+            shr.u32 y0, x0, 4;
+            shr.u32 y1, x1, 4;
+            or.b32 y0, x0, y0;
+            or.b32 y1, x1, y1;
+            prmt.b32 s0, y0, y0, 0x0020;
+            prmt.b32 s1, y1, y1, 0x0020;
+            and.b32 s0, s0, 0x7777;
+            and.b32 s1, s1, 0x7777;
+            prmt.b32 l0, 0xCEBDA881, 0x00F4E9DC, s0;
+            prmt.b32 l1, 0xCEBDA881, 0x00F4E9DC, s1;
+            prmt.b32 h0, 0x2B1F140A, 0x7F5C4738, s0;
+            prmt.b32 h1, 0x2B1F140A, 0x7F5C4738, s1;
+            shl.b32 m0, x0, 4;
+            shl.b32 m1, x1, 4;
+            prmt.b32 m0, m0, m0, 0xBA98;
+            prmt.b32 m1, m1, m1, 0xBA98;
+            lop3.b32 $0, m0, h0, l0, 0xCA;
+            lop3.b32 $1, m1, h1, l1, 0xCA;
+            }""",
+            "=&r,=&r,r",
+            [packed],
+            dtype=(tl.int8, tl.int8),
+            is_pure=True,
+            pack=4,
+        )
+    elif ASM:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 x<2>;
+            shr.u32 x1, $2, 4;
+            lop3.b32 x0, $2, 0x0F0F0F0F, 0x80808080, 0xEA;
+            lop3.b32 x1, x1, 0x0F0F0F0F, 0x80808080, 0xEA;
+            sub.u32 x0, x0, $3;
+            sub.u32 x1, x1, $3;
+            xor.b32 $0, x0, 0x80808080;
+            xor.b32 $1, x1, 0x80808080;
+            }""",
+            "=&r,=&r,r,r",
+            [packed, zeros],
+            dtype=(tl.int8, tl.int8),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        low = packed & 15
+        high = (packed >> 4) & 15
+        if NF4:
+            low, high = _nf4(low), _nf4(high)
+        else:
+            low, high = low - zeros, high - zeros
+    return low, high
+
+
+@triton.jit
+def scales_of(word):
+    """Of Int4Weight.words, in fp32."""
+    return (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def zeros_of(word, BN: tl.constexpr, HALF: tl.constexpr):
+    """Of Int4Weight.words, beside a chunk's bytes."""
+    return tl.broadcast_to((word >> 16).to(tl.int8)[:, None], (BN, HALF))
+
+
+@triton.jit(do_not_specialize=["M"])
+def int4_kernel(
+    x_at, row_scales_at, w_at, words_at, channels_at, bias_at, residual_at, out_at,
+    M, N, N_padded, chunks, x_stride, residual_stride, out_stride,
+    STAGES: tl.constexpr, NF4: tl.constexpr, ASM: tl.constexpr, GROUP: tl.constexpr,
+    HALF: tl.constexpr, PANEL: tl.constexpr, CHUNKS: tl.constexpr,
+    BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """x: [M, K] int8. CHUNKS, which divides chunks, in a step of the loop. Grid: tiles."""
+    tile_m, tile_n = tile_place(tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP_M)
+    m0, n0 = tile_m * BM, tile_n * BN
+    rows = tl.minimum(m0 + tl.arange(0, BM), M - 1).to(tl.int64)
+    channels = tl.minimum(n0 + tl.arange(0, BN), N_padded - 1)
+    ks = tl.arange(0, HALF)
+    w_rows = (channels // PANEL).to(tl.int64) * (chunks * PANEL * HALF) + channels % PANEL * HALF
+    w_ats = w_at + w_rows[:, None] + ks[None, :]
+    x_ats = x_at + rows[None, :] * x_stride + ks[:, None]
+    none = tl.zeros((BN, BM), tl.int32)
+    acc = tl.zeros((BN, BM), tl.float32)
+    PER_CHUNK: tl.constexpr = 2 * HALF // GROUP
+    # Asked for in so many words, the words are fetched ahead, too.
+    for start in tl.range(0, chunks, CHUNKS, num_stages=STAGES):
+        for more in tl.static_range(CHUNKS):
+            chunk = start + more
+            packed = tl.load(w_ats + chunk * (PANEL * HALF))
+            x_low = tl.load(x_ats + chunk * (2 * HALF))
+            x_high = tl.load(x_ats + chunk * (2 * HALF) + HALF)
+            word_at = words_at + chunk * PER_CHUNK * N_padded + channels
+            word = tl.load(word_at)
+            low, high = unpack(packed, zeros_of(word, BN, HALF), NF4, ASM)
+            sums = tl.dot(low, x_low, none, out_dtype=tl.int32)
+            if PER_CHUNK == 2:
+                acc = tl.fma(sums.to(tl.float32), scales_of(word)[:, None], acc)
+                word = tl.load(word_at + N_padded)
+                if not NF4:
+                    low, high = unpack(packed, zeros_of(word, BN, HALF), NF4, ASM)
+                sums = none
+            sums = tl.dot(high, x_high, sums, out_dtype=tl.int32)
+            acc = tl.fma(sums.to(tl.float32), scales_of(word)[:, None], acc)
+    scale_and_finish(
+        tl.trans(acc), tl.load(row_scales_at + rows), channels_at, bias_at, residual_at, out_at,
+        m0, n0, M, N, residual_stride, out_stride, BIAS, ACT, GATED, RESIDUAL, BM, BN,
+    )  # fmt: skip
+
+
+def pack_int4(
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    channels: Tensor,
+    bias: Tensor | None,
+    *,
+    group: int,
+    is_nf4: bool,
+) -> Int4Weight:
+    """codes: [N, K] uint8 below 16; scales: [N, groups] fp16; zeros: [N, groups] uint8 below 16."""
+    num_out, num_in = codes.shape
+    chunk = max(group, 64)
+    # Inputs beyond the end: whatever they are, their x is 0.
+    codes = functional.pad(codes, (0, -num_in % chunk, 0, -num_out % PANEL))
+    codes = codes.reshape(-1, PANEL, codes.shape[1] // chunk, 2, chunk // 2).transpose(1, 2)
+    packed = (codes[:, :, :, 0] | codes[:, :, :, 1] << 4).contiguous().view(torch.int8)
+    groups = packed.shape[1] * (chunk // group)
+    words = scales.view(torch.int16).int() & 0xFFFF
+    words |= (torch.full_like(words, 8) if zeros is None else zeros.int()) << 16
+    missing = (0, -num_out % PANEL, 0, groups - words.shape[1])
+    return Int4Weight(
+        packed,
+        functional.pad(words.t(), missing).contiguous(),
+        channels,
+        bias,
+        group,
+        num_out,
+        is_nf4,
+    )
+
+
+def int4_linear(
+    x: Quantized,
+    weight: Int4Weight,
+    out: Tensor,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    is_gated: bool = False,
+    tile: Tile,
+) -> Tensor:
+    """As scaled_linear, with x.codes filled up to whole chunks. tile.k: bytes of a step."""
+    num_rows, num_out = len(x.codes), weight.num_out
+    panels, chunks, _, half = weight.packed.shape
+    assert x.codes.shape[1] == chunks * 2 * half and out.stride(1) == 1, f"{x.codes.shape}"
+    if not num_rows:
+        return out
+    assert tile.swap and tile.split_k == 1, f"{tile}"
+    tiles = triton.cdiv(num_rows, tile.m) * triton.cdiv(num_out, tile.n)
+    int4_kernel[(tiles,)](
+        x.codes,
+        x.scales,
+        weight.packed,
+        weight.words,
+        weight.channels,
+        weight.bias,
+        residual,
+        out,
+        num_rows,
+        num_out,
+        panels * PANEL,
+        chunks,
+        x.codes.stride(0),
+        0 if residual is None else residual.stride(0),
+        out.stride(0),
+        STAGES=tile.num_stages,
+        NF4=weight.is_nf4,
+        ASM=not triton.knobs.runtime.interpret,
+        GROUP=weight.group,
+        HALF=half,
+        PANEL=PANEL,
+        CHUNKS=math.gcd(max(1, tile.k // half), chunks),
+        BIAS=weight.bias is not None,
+        ACT=ACTIVATIONS[activation],
+        GATED=is_gated,
+        RESIDUAL=residual is not None,
+        BM=tile.m,
+        BN=tile.n,
+        GROUP_M=tile.group_m,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        enable_fp_fusion=False,
+    )
+    return out

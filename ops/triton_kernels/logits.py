@@ -1,0 +1,73 @@
+"""Log-probabilities of chosen tokens on a GPU, from the raw logits."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ops.triton_kernels.sampling import INFINITY, top_of, weigh
+
+
+@triton.jit
+def chunk_rank_kernel(
+    logits,
+    stride,
+    size,
+    tokens,
+    maxima,
+    indices,
+    num_chunks,
+    masses,
+    larger,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):  # grid (chunks, rows)
+    """masses: of a chunk, relative to the row's largest; larger: logits above the token's."""
+    row = tl.program_id(1).to(tl.int64)
+    top = top_of(maxima, indices, row, num_chunks, CHUNKS)[0]
+    x_row = logits + row * stride
+    chosen = tl.load(x_row + tl.load(tokens + row))
+    i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(x_row + i, mask=i < size, other=-INFINITY)
+    weight = tl.where(x > -INFINITY, weigh(x, top), 0)
+    to = row * num_chunks + tl.program_id(0)
+    tl.store(masses + to, tl.sum(weight, 0))
+    tl.store(larger + to, tl.sum((x > chosen).to(tl.int32), 0))
+
+
+@triton.jit
+def describe_kernel(
+    logits,
+    stride,
+    tokens,
+    maxima,
+    indices,
+    num_chunks,
+    masses,
+    larger,
+    logprobs,
+    ranks,
+    top_logprobs,
+    num_top,
+    CHUNKS: tl.constexpr,
+    TOP: tl.constexpr,
+):  # grid (rows,)
+    """logprobs, ranks: [rows] of the tokens. top_logprobs: [rows, num_top], of logits, in place."""
+    row = tl.program_id(0).to(tl.int64)
+    top = top_of(maxima, indices, row, num_chunks, CHUNKS)[0]
+    chunk = tl.arange(0, CHUNKS)
+    at = row * num_chunks + chunk
+    mass = tl.sum(tl.load(masses + at, mask=chunk < num_chunks, other=0), 0)
+    rank = 1 + tl.sum(tl.load(larger + at, mask=chunk < num_chunks, other=0), 0)
+    # 2^-44: the unit of the mass
+    lse = top.to(tl.float64) + tl.log(mass.to(tl.float64) * (1.0 / 17592186044416.0))
+    chosen = tl.load(logits + row * stride + tl.load(tokens + row)).to(tl.float64)
+    tl.store(logprobs + row, (chosen - lse).to(tl.float32))
+    tl.store(ranks + row, rank)
+    i = tl.arange(0, TOP)
+    x = tl.load(top_logprobs + row * num_top + i, mask=i < num_top, other=0.0)
+    tl.store(
+        top_logprobs + row * num_top + i, (x.to(tl.float64) - lse).to(tl.float32), mask=i < num_top
+    )

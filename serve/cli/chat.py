@@ -1,0 +1,225 @@
+"""`serve chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import uvloop
+from rich.console import Console
+
+from serve.cli.chat_speakers import SETTABLE, Message, Speaker
+from serve.cli.reporting import shown
+from serve.cli.run_settings import nearest
+from serve.errors import ConfigError, MergestepError, RequestError, plain
+from serve.request import SamplingParams
+
+HELP = """\
+/reset             forget the conversation
+/system [TEXT]     show the system message, or begin anew with this one
+/set [NAME VALUE]  show or change how answers are drawn: temperature 0.7,
+                   max_tokens 200, top_p, top_k, min_p, seed, the
+                   penalties (presence_penalty, ...);
+                   the value - leaves it to the model
+/help              this text
+/quit              leave (so does Ctrl-D)
+Ctrl-C             stop the answer that is being written
+\"\"\"                several lines, until the next \"\"\";
+                   a \\ at a line's end also goes on"""
+
+# What a model says must not move the cursor or retitle the window.
+_CONTROL_CHARACTERS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")})
+_QUOTES = '"""'
+
+
+class Conversation:
+    """The messages so far, and one turn of them."""
+
+    def __init__(self, speaker: Speaker, console: Console, system: str | None) -> None:
+        self.speaker = speaker
+        self.console = console
+        self.reset(system)
+
+    def reset(self, system: str | None) -> None:
+        self.system = system
+        self.messages: list[Message] = [{"role": "system", "content": system}] if system else []
+
+    async def turn(self, text: str, *, show_rate: bool) -> None:
+        """Prints the answer as it comes. What was written before a Ctrl-C stays remembered."""
+        self.messages.append({"role": "user", "content": text})
+        said: list[str] = []
+        is_on_a_line = True
+        started_s = first_s = time.perf_counter()
+        try:
+            async with aclosing(self.speaker.reply(self.messages)) as reply:
+                async for piece in reply:
+                    if not said:
+                        first_s = time.perf_counter()
+                    self._write(piece.text, "dim" if piece.is_thought else None)
+                    if not piece.is_thought:
+                        said.append(piece.text)
+        except MergestepError:
+            is_on_a_line = bool(said)
+            said.clear()
+            raise
+        finally:
+            if is_on_a_line:
+                self._write("\n")
+            if not said:
+                self.messages.pop()
+            else:
+                self.messages.append({"role": "assistant", "content": "".join(said)})
+        if show_rate:
+            now_s = time.perf_counter()
+            rate = _rate(self.speaker.num_tokens, first_s - started_s, now_s - started_s)
+            self.note(rate)
+
+    def note(self, text: str) -> None:
+        self.console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+    def _write(self, text: str, style: str | None = None) -> None:
+        if self.console.is_terminal:
+            text = text.translate(_CONTROL_CHARACTERS)
+        self.console.print(text, end="", style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _rate(num_tokens: int | None, first_s: float, total_s: float) -> str:
+    if not num_tokens:
+        return f"{total_s:.2f} s"
+    rate = num_tokens / total_s
+    text = f"{num_tokens} tokens in {total_s:.2f} s, {rate:.1f} tokens/s"
+    return f"{text}, the first after {first_s:.2f} s"
+
+
+def chat(speaker: Speaker, *, system: str | None, message: str | None) -> None:
+    """With `message`, or input that is no terminal: one turn. Else until /quit."""
+    console = Console(highlight=False)
+    conversation = Conversation(speaker, console, system)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        if message is None and not sys.stdin.isatty():
+            message = sys.stdin.read().strip()
+            if not message:
+                raise ConfigError("the input is empty: there is nothing to say")
+        status = Console(stderr=True).status("loading the model")
+        with status:
+            runner.run(_call(speaker.__aenter__()))
+        try:
+            if message is not None:
+                runner.run(conversation.turn(message, show_rate=False))
+            else:
+                _interact(runner, conversation)
+        finally:
+            runner.run(_call(speaker.__aexit__()))
+
+
+async def _call(awaitable: Awaitable[object]) -> None:
+    await awaitable
+
+
+def _interact(runner: asyncio.Runner, conversation: Conversation) -> None:
+    console = conversation.console
+    name = conversation.speaker.name
+    console.print(name, style="bold", markup=False, end="")
+    conversation.note("  /help for commands, Ctrl-D to leave")
+    prompt = _prompt(console)
+    while True:
+        try:
+            text = read_message(prompt)
+        except EOFError:
+            console.print()
+            return
+        except KeyboardInterrupt:
+            conversation.note("\n/quit or Ctrl-D to leave")
+            continue
+        if text == "/quit":
+            return
+        if text.startswith("/"):
+            command(conversation, text)
+        elif text:
+            _one_turn(runner, conversation, text)
+
+
+def read_message(prompt: str, read: Callable[[str], str] | None = None) -> str:
+    """One line, or several: between two \"\"\", or with a backslash at the end of all but the
+    last. EOFError, KeyboardInterrupt as input() raises them."""
+    read = read or input
+    text = read(prompt).strip()
+    if text.startswith(_QUOTES):
+        text = text.removeprefix(_QUOTES)
+        while _QUOTES not in text:
+            text += "\n" + read("...> ")
+        return text[: text.index(_QUOTES)].strip()
+    while text.endswith("\\"):
+        text = text[:-1] + "\n" + read("...> ").rstrip()
+    return text
+
+
+def command(conversation: Conversation, text: str) -> None:
+    """What begins with a slash."""
+    name, _, argument = text.partition(" ")
+    argument = argument.strip()
+    if name == "/reset":
+        conversation.reset(conversation.system)
+        conversation.note("forgotten")
+    elif name == "/system":
+        if argument:
+            conversation.reset(argument)
+        conversation.note(f"system message: {conversation.system or 'none'}")
+    elif name == "/set":
+        _set(conversation, argument.split())
+    else:
+        if name != "/help":
+            known = ("/reset", "/system", "/set", "/help", "/quit")
+            conversation.note(f"there is no {name}{nearest(name, known)}")
+        conversation.console.print(HELP, markup=False, highlight=False)
+
+
+def _set(conversation: Conversation, words: list[str]) -> None:
+    options = conversation.speaker.options
+    if words:
+        name, value = words[0], words[1] if len(words) == 2 else ""
+        kind = SETTABLE.get(name)
+        if kind is None:
+            conversation.note(f"{name} cannot be set{nearest(name, SETTABLE)}")
+            return
+        if value == "-":
+            options.pop(name, None)
+        else:
+            try:
+                number = kind(value)
+                changes: dict[str, Any] = {name: number}
+                SamplingParams(**changes)
+            except ValueError:
+                wanted = "a whole number" if kind is int else "a number"
+                conversation.note(f"/set {name} needs {wanted}, or - for the model's own")
+                return
+            except RequestError as error:
+                conversation.note(str(error))
+                return
+            options[name] = number
+    shown = ", ".join(f"{name} {value}" for name, value in options.items())
+    conversation.note(shown or "all is left to the model")
+
+
+def _one_turn(runner: asyncio.Runner, conversation: Conversation, text: str) -> None:
+    console = conversation.console
+    try:
+        runner.run(conversation.turn(text, show_rate=True))
+    except KeyboardInterrupt:
+        conversation.note("stopped")
+    except MergestepError as exc:
+        console.print("[red]error[/red]: ", end="")
+        console.print(shown(plain(exc)), markup=False, highlight=False)
+
+
+def _prompt(console: Console) -> str:
+    try:
+        import readline  # noqa: F401  # line editing and history for input()
+    except ImportError:
+        return "you> "
+    # \001 and \002 tell readline which characters take no room on the screen.
+    return "\001\033[1;36m\002you>\001\033[0m\002 " if console.is_terminal else "you> "

@@ -1,0 +1,102 @@
+"""`serve eval`: what to compare, and the table of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from serve.cli.quality import Evaluation, evaluate
+from serve.config import EngineConfig
+from serve.errors import ConfigError, reason
+from serve.models import read_spec
+
+PLAIN_PRECISIONS = ("float32", "bfloat16", "int8/float32", "float32/int8", "int8")
+PACKED_PRECISIONS = ("bfloat16", "int8/bfloat16", "int8")
+_HELDOUT = Path(__file__).parents[2] / "bench" / "data" / "heldout.txt"
+MAX_TEXT_BYTES = 64 << 20
+
+
+def run(
+    model: str,
+    text_file: Path | None,
+    precisions: Sequence[str] | None,
+    *,
+    max_tokens: int,
+    window: int,
+    weight_group: int,
+    kv_group: int,
+    json_file: Path | None,
+) -> None:
+    """Print the table; None takes what the checkpoint can be had in. Errors go to the caller."""
+    if max_tokens < 2 or window < 2:
+        raise ConfigError("max_tokens and window must be at least 2")
+    if json_file is not None:
+        check_writable(json_file)
+    text = _read_text(text_file or _HELDOUT)
+    if precisions is None:
+        is_packed = read_spec(EngineConfig(model=model).model_path).packed is not None
+        precisions = PACKED_PRECISIONS if is_packed else PLAIN_PRECISIONS
+    console = Console()
+    with Console(stderr=True).status("loading") as status:
+        results = evaluate(
+            model,
+            text,
+            [parse_precision(item) for item in precisions],
+            max_tokens=max_tokens,
+            window=window,
+            weight_group=weight_group,
+            kv_group=kv_group,
+            report=lambda line: status.update(f"reading in {line}"),
+        )
+    console.print(_table(results))
+    if json_file is not None:
+        json_file.write_text(json.dumps([asdict(r) for r in results], indent=2) + "\n")
+
+
+def _read_text(file: Path) -> str:
+    try:
+        if file.stat().st_size > MAX_TEXT_BYTES:
+            raise ConfigError(f"--text {file} is larger than {MAX_TEXT_BYTES >> 20} MiB")
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--text {file} is not UTF-8 text (byte {error.start})") from error
+    except OSError as error:
+        raise ConfigError(f"--text {file}: {reason(error)}") from error
+
+
+def check_writable(json_file: Path) -> None:
+    """Said before the work, and not after it."""
+    is_new = not json_file.exists()
+    try:
+        json_file.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"--json {json_file} cannot be written: {reason(error)}") from error
+    if is_new:
+        json_file.unlink()
+
+
+def parse_precision(text: str) -> tuple[str, str]:
+    """ "int8/bfloat16" -> products in int8, K/V in bfloat16; without a slash K/V follows."""
+    dtype, _, kv_dtype = text.partition("/")
+    return dtype, kv_dtype or "auto"
+
+
+def _table(results: list[Evaluation]) -> Table:
+    table = Table(
+        "precision", "perplexity", "change", "KL", "greedy agreement", "K/V bytes a token"
+    )
+    for result in results:
+        table.add_row(
+            result.precision,
+            f"{result.perplexity:.4f}",
+            f"{result.change_from(results[0]):+.3%}",
+            f"{result.kl:.2e}",
+            f"{result.agreement:.2%}",
+            f"{result.kv_bytes_per_token:,}",
+        )
+    return table

@@ -1,0 +1,157 @@
+"""`serve models`: what can be served from this machine, and what a server serves.
+
+Of a checkpoint only config.json and the headers of its safetensors files are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from serve.cli.model_files import cache_folder, cached_models, models_in
+from serve.cli.reporting import shown
+from serve.config import DEFAULT_MODEL, DTYPES, EngineConfig
+from serve.errors import ConfigError, ModelLoadError, reason
+from serve.loading.precision import resolve_precision
+from serve.models import read_spec
+from serve.models.checkpoint import Checkpoint
+from serve.models.spec import ModelSpec
+from serve.units import format_count, format_memory
+
+
+@dataclass(slots=True)
+class ServableModel:
+    """problem: why it cannot be served; "" when it can. size_bytes: of the weights' files.
+    dtype: what auto takes, with why. dtypes: what can be asked for here."""
+
+    name: str
+    path: str
+    family: str = ""
+    parameters: int = 0
+    size_bytes: int = 0
+    max_model_len: int = 0
+    dtype: str = ""
+    dtypes: list[str] = field(default_factory=list)
+    problem: str = ""
+
+
+def list_models(paths: Sequence[Path]) -> list[ServableModel]:
+    """Those below the paths; without one the embedded model and the cache's. ConfigError for a
+    path that is no folder."""
+    if not paths:
+        embedded = EngineConfig().model_path
+        found = [_describe(DEFAULT_MODEL, embedded)]
+        return found + [_describe(name, path) for name, path in cached_models().items()]
+    found = []
+    for path in paths:
+        try:
+            next(path.iterdir(), None)
+        except OSError as error:
+            raise ConfigError(f"{path}: {reason(error)}") from error
+        found += [_describe(str(item), item) for item in models_in(path)]
+    return found
+
+
+def _describe(name: str, path: Path) -> ServableModel:
+    model = ServableModel(name, str(path))
+    try:
+        spec = read_spec(path)
+        model.family = spec.model_type
+        model.parameters = spec.num_parameters
+        model.max_model_len = spec.max_model_len
+        files = {entry.file for entry in Checkpoint(path).entries.values()}
+        model.size_bytes = sum(file.stat().st_size for file in files)
+        _check_tokenizer(path)
+        model.dtype, model.dtypes = _dtypes(spec)
+    except (ModelLoadError, ConfigError) as error:
+        model.problem = str(error).replace(f"{path}/", "").replace(f"{path} ", "")
+    return model
+
+
+def _check_tokenizer(path: Path) -> None:
+    names = ("tokenizer.json", "tokenizer.model")
+    if not any((path / name).is_file() for name in names):
+        raise ModelLoadError(f"{path} has neither {' nor '.join(names)}")
+
+
+def _dtypes(spec: ModelSpec) -> tuple[str, list[str]]:
+    """What auto takes, and what else there is."""
+    possible = []
+    for dtype in DTYPES[1:]:
+        try:
+            resolve_precision(EngineConfig(dtype=dtype), spec)
+        except ConfigError:
+            continue
+        possible.append(dtype)
+    return str(resolve_precision(EngineConfig(), spec)), possible
+
+
+def show_local(paths: Sequence[Path], *, as_json: bool) -> None:
+    models = list_models(paths)
+    if as_json:
+        _print(json.dumps([asdict(model) for model in models], indent=2))
+        return
+    if not models:
+        _print("no models: a model's folder has a config.json")
+        return
+    console = Console()
+    console.print(_table(models))
+    for model in models:
+        if model.problem:
+            _print(shown(f"{model.name}: {model.problem}"))
+    if not paths and len(models) == 1:
+        _print(f"The Hugging Face cache {cache_folder()} holds no models.")
+
+
+def _table(models: Iterable[ServableModel]) -> Table:
+    table = Table("model", "family", "parameters", "size", "context", "auto", "other dtypes")
+    for model in models:
+        if model.problem:
+            table.add_row(
+                Text(shown(model.name)), model.family, "", "", "", "not supported", "see below"
+            )
+            continue
+        table.add_row(
+            Text(shown(model.name)),
+            model.family,
+            format_count(model.parameters),
+            format_memory(model.size_bytes),
+            f"{model.max_model_len:,}",
+            model.dtype,
+            ", ".join(model.dtypes),
+        )
+    return table
+
+
+async def fetch_models(url: str, api_key: str | None) -> list[dict[str, Any]]:
+    """What /v1/models of a server lists."""
+    from serve.http.client import ApiClient
+
+    async with ApiClient(url, api_key=api_key) as client:
+        return await client.models()
+
+
+def show_served(models: list[dict[str, Any]], *, as_json: bool) -> None:
+    if as_json:
+        _print(json.dumps(models, indent=2))
+        return
+    table = Table("model", "context", "owned by")
+    for model in models:
+        length = model.get("max_model_len")
+        table.add_row(
+            Text(shown(str(model.get("id")))),
+            f"{length:,}" if isinstance(length, int) else "",
+            Text(shown(str(model.get("owned_by", "")))),
+        )
+    Console().print(table)
+
+
+def _print(text: str) -> None:
+    Console().print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,195 @@
+"""How much a precision changes a model: perplexity, KL divergence and greedy agreement on a text.
+
+The text is cut into windows that are read from an empty context, through the same decoder and
+attention as in serving. The first precision is the reference of the others.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from memory.attention.seam import AttentionStep
+from serve.config import EngineConfig
+from serve.engine.compute_thread import ComputeThread
+from serve.errors import ConfigError
+from serve.loading.precision import resolve_precision
+from serve.loading.runtime import Runtime, load_runtime
+from serve.models import read_spec
+from serve.text.tokenizer import Tokenizer
+
+CHUNK = 128  # rows of a step, and of the logits held at once
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One precision on one text. kl: mean over tokens of KL(reference || this), in nats.
+
+    agreement: share of tokens whose most likely next token is the reference's.
+    """
+
+    precision: str
+    num_tokens: int
+    perplexity: float
+    kl: float
+    agreement: float
+    kv_bytes_per_token: int
+
+    def change_from(self, reference: Evaluation) -> float:
+        """Relative change of the perplexity."""
+        return self.perplexity / reference.perplexity - 1
+
+
+def evaluate(
+    model: str,
+    text: str,
+    precisions: Sequence[tuple[str, str]],
+    *,
+    max_tokens: int = 4096,
+    window: int = 512,
+    weight_group: int = 64,
+    kv_group: int = 64,
+    report: Callable[[str], None] = lambda line: None,
+) -> list[Evaluation]:
+    """precisions: (dtype, kv_dtype) pairs, the reference first. One model is loaded at a time.
+
+    The reference's distributions wait in a temporary file: max_tokens * vocabulary * 4 bytes.
+    """
+    # K/V as a server would lay it out, so that its bytes are a server's: all else as by default
+    config = EngineConfig(model=model, weight_group=weight_group, kv_group=kv_group)
+    windows = _windows(Tokenizer.load(config.model_path), text, max_tokens, window)
+    if not windows:
+        raise ConfigError("the text has fewer than two tokens; nothing can be predicted")
+    configs = _configs(config, precisions)
+    results: list[Evaluation] = []
+    with tempfile.TemporaryDirectory(prefix="mergestep-eval-") as folder:
+        store = _Store(Path(folder) / "reference.f32", sum(len(w) - 1 for w in windows))
+        for one in configs:
+            report(f"{one.dtype}, K/V {one.kv_dtype}")
+            compute = ComputeThread()
+            try:
+                job = compute.submit(lambda c=one: _evaluate(c, windows, store))  # type: ignore[misc]
+                results.append(job.result())
+            finally:
+                compute.stop()
+            store.is_written = True
+    return results
+
+
+def _configs(config: EngineConfig, precisions: Sequence[tuple[str, str]]) -> list[EngineConfig]:
+    """One for each precision. ConfigError for one that cannot be had, before any is loaded."""
+    spec = read_spec(config.model_path)
+    configs = [replace(config, dtype=dtype, kv_dtype=kv) for dtype, kv in precisions]
+    for one in configs:
+        resolve_precision(one, spec)
+    return configs
+
+
+class _Store:
+    """The reference's log-probabilities, [tokens, vocab] fp32 in a file."""
+
+    def __init__(self, path: Path, num_tokens: int) -> None:
+        self._path = path
+        self._num_tokens = num_tokens
+        self._table: Floats | None = None
+        self.is_written = False
+
+    def rows(self, vocab_size: int) -> Floats:
+        if self._table is None:
+            shape = (self._num_tokens, vocab_size)
+            self._take(4 * self._num_tokens * vocab_size)
+            self._table = np.memmap(self._path, np.float32, "r+", shape=shape)
+        return self._table
+
+    def _take(self, size_bytes: int) -> None:
+        """Space on the disk, before it is written through memory: without it, SIGBUS ends all."""
+        with self._path.open("wb") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, size_bytes)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise
+                raise ConfigError(
+                    f"max_tokens {self._num_tokens} needs {size_bytes >> 20} MiB for the "
+                    f"reference in {self._path.parent.parent}, which has no room for them; "
+                    "lower max_tokens or set TMPDIR to another directory"
+                ) from error
+
+
+def _windows(tokenizer: Tokenizer, text: str, max_tokens: int, window: int) -> list[list[int]]:
+    tokens = tokenizer.encode(text)[:max_tokens]
+    cut = [tokens[i : i + window] for i in range(0, len(tokens), window)]
+    return [part for part in cut if len(part) > 1]
+
+
+def _evaluate(config: EngineConfig, windows: list[list[int]], store: _Store) -> Evaluation:
+    runtime = load_runtime(config)
+    try:
+        return _measure(runtime, windows, store)
+    finally:
+        memory = runtime.memory
+        del runtime  # views of the reservation go before it does
+        memory.close()
+
+
+@torch.inference_mode()
+def _measure(runtime: Runtime, windows: list[list[int]], store: _Store) -> Evaluation:
+    table = store.rows(runtime.spec.vocab_size)
+    loss = kl = 0.0
+    row = agreed = 0
+    for tokens in windows:
+        for start, logprobs in _read(runtime, tokens):
+            if start + len(logprobs) == len(tokens):
+                logprobs = logprobs[:-1]  # nothing follows the last token
+            count = len(logprobs)
+            following = torch.tensor(tokens[start + 1 : start + 1 + count])
+            loss -= float(logprobs.gather(1, following[:, None]).double().sum())
+            if not store.is_written:
+                table[row : row + count] = logprobs.numpy()
+            reference = torch.from_numpy(np.array(table[row : row + count])).double()
+            kl += float((reference.exp() * (reference - logprobs.double())).sum())
+            agreed += int((reference.argmax(-1) == logprobs.argmax(-1)).sum())
+            row += count
+    return Evaluation(
+        str(runtime.precision),
+        row,
+        math.exp(loss / row),
+        kl / row,
+        agreed / row,
+        runtime.kv.token_bytes,
+    )
+
+
+def _read(runtime: Runtime, tokens: list[int]) -> Iterator[tuple[int, Tensor]]:
+    """(first position, log-probabilities [n, vocab] fp32) for each chunk of a window."""
+    kv = runtime.kv
+    if len(tokens) > kv.max_model_len:
+        raise ConfigError(f"window {len(tokens)} is longer than the model's {kv.max_model_len}")
+    item = kv.open(len(tokens))
+    try:
+        for start in range(0, len(tokens), CHUNK):
+            part = tokens[start : start + CHUNK]
+            end = start + len(part)
+            assert kv.grow(item, end, start), "a single sequence always fits"
+            kv.commit()
+            step = AttentionStep(0, [item.start], [len(part)], [end])
+            device = runtime.model.device
+            hidden = runtime.model.forward(
+                torch.tensor(part, device=device),
+                torch.arange(start, end, device=device),
+                runtime.attention.plan(step),
+            )
+            yield start, torch.log_softmax(runtime.model.logits(hidden), -1).cpu()
+    finally:
+        kv.close(item)

@@ -1,0 +1,136 @@
+"""`serve run` on the command line: one option for each setting. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from serve.cli import run_options
+from serve.cli.cli_values import parse_size
+from serve.cli.config_file import read_config_file
+from serve.cli.options import completion
+from serve.cli.reporting import reported, set_up_logging, warn
+from serve.cli.run_options import Option
+from serve.cli.run_settings import (
+    CONFIG_ENV,
+    SETTINGS,
+    ProcessSettings,
+    RunSettings,
+    Setting,
+    resolve,
+    unknown_variables,
+)
+from serve.units import format_size
+
+HELP = (
+    "Serve MODEL over an OpenAI-compatible HTTP API.\n\n"
+    "Every setting is a flag, an environment variable (in brackets) and a key of the TOML file that"
+    " --config names: the flag's name with underscores."
+)
+
+
+def run(context: typer.Context, **given: Any) -> None:
+    """The command. Its options are those of `_signature`."""
+    with reported():
+        path = given["config"]
+        settings = resolve(
+            given,
+            lambda name: getattr(context.get_parameter_source(name), "name", "DEFAULT"),
+            None if path is None else read_config_file(path),
+            os.environ,
+        )
+        process: ProcessSettings = settings.make(ProcessSettings)
+        set_up_logging(process.log_level)
+        for message in unknown_variables(os.environ):
+            warn(message)
+        if given["print_config"]:
+            _print_config(settings)
+            return
+        from serve.cli import server_process as run_cli
+
+        run_cli.run(settings, is_quiet=process.quiet)
+
+
+def _print_config(settings: RunSettings) -> None:
+    from serve.cli.print_config import config_lines
+
+    typer.echo("\n".join(config_lines(settings)))
+
+
+def _help(option: Option) -> str:
+    """With the values there are, where its words do not name them."""
+    if all(choice in option.help for choice in option.choices):
+        return option.help
+    return f"{option.help} One of {', '.join(option.choices)}."
+
+
+def _parameter(setting: Setting) -> inspect.Parameter:
+    """What typer makes its option of."""
+    option, default = setting.option, setting.default
+    more: dict[str, Any] = {
+        "help": _help(option),
+        "envvar": [setting.env, *option.envs] if option.envs else setting.env,
+        "rich_help_panel": option.panel,
+    }
+    if setting.name == "model":
+        del more["rich_help_panel"]
+        made = typer.Argument(metavar="MODEL", show_default="the embedded model", **more)
+        return _keyword("model", Annotated[str, made], default)
+    more["metavar"] = "LIST" if setting.kind == "list" else option.metavar
+    if option.choices:
+        more["autocompletion"] = completion(option.choices)
+    base: Any = {"boolean": bool, "integer": int, "number": float, "size": int}.get(
+        setting.kind, str
+    )
+    if setting.kind == "size":
+        more |= {"parser": parse_size, "metavar": "SIZE"}
+        if default is not None:
+            more["show_default"] = format_size(default)
+    names = [setting.flag, *option.flags]
+    if setting.kind == "boolean":  # what a file sets can be unset
+        names[0] = f"{setting.flag}/--no-{setting.flag.removeprefix('--')}"
+    if setting.kind == "list":
+        default = ",".join(default) or None
+    annotation = base if default is not None else base | None
+    return _keyword(setting.name, Annotated[annotation, typer.Option(*names, **more)], default)
+
+
+def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
+
+
+def _signature() -> inspect.Signature:
+    context = inspect.Parameter(
+        "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
+    )
+    config = Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Read settings from this TOML file.",
+            envvar=CONFIG_ENV,
+            rich_help_panel=run_options.SERVER,
+        ),
+    ]
+    print_config = Annotated[
+        bool,
+        typer.Option(
+            "--print-config",
+            help="Print all settings as TOML, with where each came from, and leave.",
+            rich_help_panel=run_options.SERVER,
+        ),
+    ]
+    own = [_keyword("config", config, None), _keyword("print_config", print_config, False)]
+    order = run_options.PANELS.index
+    settings = [item for item in SETTINGS.values() if not item.option.is_secret]
+    settings.sort(key=lambda setting: order(setting.option.panel))
+    return inspect.Signature([context, *own, *map(_parameter, settings)])
+
+
+run_signed: Callable[..., None] = run
+run_signed.__signature__ = _signature()  # type: ignore[attr-defined]

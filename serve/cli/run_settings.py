@@ -1,0 +1,249 @@
+"""Every setting of `serve run` and where its value comes from.
+
+Derived from the dataclasses that hold them: a field is a flag, an environment variable and a
+key of the configuration file, all of one name. flags > environment > file > default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from serve.cli.cli_values import parse_size, split_list
+from serve.cli.config_file import ConfigFile
+from serve.cli.run_options import ENGINE_OPTIONS, HTTP_OPTIONS, PROCESS_OPTIONS, Option
+from serve.config import EngineConfig
+from serve.errors import ConfigError
+from serve.http.edge.settings import HttpSettings
+
+ENV_PREFIX = "MERGESTEP_"
+CONFIG_ENV = "MERGESTEP_CONFIG"
+# Settings that are objects of Python, and have no text to write.
+IN_PYTHON_ONLY = frozenset({"length_predictor"})
+# Variables of the environment that other parts read.
+_OTHER_ENVS = frozenset({CONFIG_ENV, "MERGESTEP_API_KEY"})
+_MAX_INTEGER = (1 << 63) - 1
+_KINDS: dict[type, str] = {bool: "boolean", int: "integer", float: "number", str: "text"}
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSettings:
+    """What concerns neither the engine nor HTTP."""
+
+    log_level: str = "info"
+    quiet: bool = False
+
+
+OWNERS: tuple[tuple[type[Any], dict[str, Option]], ...] = (
+    (EngineConfig, ENGINE_OPTIONS),
+    (HttpSettings, HTTP_OPTIONS),
+    (ProcessSettings, PROCESS_OPTIONS),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """kind: boolean, integer, number, text, size or list. owner: the dataclass it belongs to."""
+
+    name: str
+    kind: str
+    default: Any
+    owner: type[Any]
+    option: Option
+
+    @property
+    def flag(self) -> str:
+        return "MODEL" if self.name == "model" else "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+    def env_in(self, environment: Mapping[str, str]) -> str | None:
+        """The variable that gives it, under whichever of its names."""
+        names = (self.env, *self.option.envs)
+        return next((name for name in names if environment.get(name)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """origin: "flag --port", "environment MERGESTEP_PORT", "file x.toml", or "": the default."""
+
+    value: Any
+    origin: str = ""
+
+
+def _kind(annotation: Any, option: Option) -> str:
+    if option.is_size:
+        return "size"
+    if typing.get_origin(annotation) is tuple:
+        return "list"
+    members = [annotation]
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        members = [item for item in typing.get_args(annotation) if item is not type(None)]
+    return _KINDS[members[0]]
+
+
+def _all_settings() -> dict[str, Setting]:
+    settings = {}
+    for owner, options in OWNERS:
+        hints = typing.get_type_hints(owner)
+        for item in fields(owner):
+            option = options.get(item.name)
+            if option is not None:
+                kind = _kind(hints[item.name], option)
+                settings[item.name] = Setting(item.name, kind, item.default, owner, option)
+    return settings
+
+
+SETTINGS = _all_settings()
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """What `serve run` was asked for: values by name, with where each came from."""
+
+    values: dict[str, Value] = field(repr=False)  # some are secret
+
+    def of(self, owner: type[Any]) -> dict[str, Any]:
+        """What was given of this dataclass's fields; its defaults are its own."""
+        return {
+            name: item.value
+            for name, item in self.values.items()
+            if item.origin and SETTINGS[name].owner is owner
+        }
+
+    def make(self, owner: type[Any]) -> Any:
+        """The dataclass, checked. ConfigError also says where the wrong value came from."""
+        try:
+            return owner(**self.of(owner))
+        except ConfigError as error:
+            origin = self.values.get(str(error).split(" ")[0].rstrip(":"), Value(None)).origin
+            if origin and not origin.startswith("flag"):
+                raise ConfigError(f"{error} ({origin})") from error
+            raise
+
+
+def resolve(
+    given: Mapping[str, Any],
+    source_of: Callable[[str], str],
+    file: ConfigFile | None,
+    environment: MutableMapping[str, str],
+) -> RunSettings:
+    """given: what the command line's parser made of flags and environment. source_of: its name
+    of where it took a setting from. file: the configuration file, if there is one. environment:
+    secrets are taken out of it."""
+    values = {}
+    in_file = {} if file is None else _from_file(file)
+    for name, setting in SETTINGS.items():
+        if setting.option.is_secret:
+            values[name] = _take_secret(setting, environment)
+            continue
+        source = source_of(name)
+        if source == "COMMANDLINE":
+            values[name] = Value(_parsed(setting, given[name]), f"flag {setting.flag}")
+        elif source == "ENVIRONMENT":
+            origin = f"environment {setting.env_in(environment)}"
+            values[name] = Value(_parsed(setting, given[name]), origin)
+        elif file is not None and name in in_file:
+            values[name] = Value(in_file[name], f"file {file.path}")
+        else:
+            values[name] = Value(setting.default)
+        if type(values[name].value) is int and abs(values[name].value) > _MAX_INTEGER:
+            raise ConfigError(f"{name} is too large a number ({values[name].origin})")
+    return RunSettings(values)
+
+
+def _take_secret(setting: Setting, environment: MutableMapping[str, str]) -> Value:
+    """Neither child processes nor what prints the environment see it."""
+    env = setting.env_in(environment)
+    if env is None:
+        return Value(setting.default)
+    return Value(_parsed(setting, environment.pop(env)), f"environment {env}")
+
+
+def _parsed(setting: Setting, value: Any) -> Any:
+    if setting.kind != "list" or not isinstance(value, str):
+        return value
+    items = split_list(value)
+    # Nodes that were asked for and then left out would be a server without them.
+    return items if items or setting.name != "memory_nodes" else value
+
+
+def _from_file(file: ConfigFile) -> dict[str, Any]:
+    values = {}
+    for key, value in file.values.items():
+        setting = SETTINGS.get(key)
+        if setting is None:
+            known = ": settings stand in no table" if isinstance(value, dict) else None
+            problem = f"there is no setting {key!r}{known or nearest(key, SETTINGS)}"
+            raise ConfigError(f"{file.path}: {problem}")
+        if setting.option.is_secret:
+            env = setting.option.envs[0] if setting.option.envs else setting.env
+            raise ConfigError(
+                f"{file.path}: {key} is secret; the environment's {env} holds it, or a file"
+                " that another setting names"
+            )
+        values[key] = _checked(setting, value, file.path)
+    return values
+
+
+def _checked(setting: Setting, value: Any, path: str) -> Any:
+    """A value of a TOML file; the types of TOML are kept apart."""
+    kind = setting.kind
+    if kind == "size" and isinstance(value, str):
+        return _size(setting, value, path)
+    if kind == "list":
+        if isinstance(value, str):
+            return split_list(value)
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        raise _wrong_type(setting, "a list of strings", path)
+    expected, name = {
+        "boolean": ((bool,), "true or false"),
+        "integer": ((int,), "a whole number"),
+        "size": ((int,), 'a whole number of bytes or a size such as "2GiB"'),
+        "number": ((int, float), "a number"),
+        "text": ((str,), "a string"),
+    }[kind]
+    if type(value) not in expected:
+        raise _wrong_type(setting, name, path)
+    try:
+        return float(value) if kind == "number" else value
+    except OverflowError as error:
+        raise _wrong_type(setting, "a smaller number", path) from error
+
+
+def _size(setting: Setting, text: str, path: str) -> int:
+    from typer import BadParameter
+
+    try:
+        return parse_size(text)
+    except BadParameter as error:
+        raise ConfigError(f"{path}: {setting.name}: {error.message}") from error
+
+
+def _wrong_type(setting: Setting, expected: str, path: str) -> ConfigError:
+    return ConfigError(f"{path}: {setting.name} must be {expected}")
+
+
+def nearest(name: str, known: typing.Iterable[str]) -> str:
+    """ "; did you mean x?", or nothing where nothing is like it."""
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """What to say about MERGESTEP_* variables that nothing reads but that look like settings."""
+    known = {setting.env for setting in SETTINGS.values()} | _OTHER_ENVS
+    known |= {env for setting in SETTINGS.values() for env in setting.option.envs}
+    unknown = sorted(n for n in environment if n.startswith(ENV_PREFIX) and n not in known)
+    return [
+        f"the environment has {name}, which is no setting{hint}"
+        for name in unknown
+        if (hint := nearest(name, known))
+    ]

@@ -1,0 +1,145 @@
+"""What `serve run` says when it is ready: what was chosen, why, and how much fits."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from memory.split_kv import Books
+from ops.cpu import native
+from serve.engine.loader import LoadedEngine
+from serve.loading.precision import Precision
+from serve.machine import process_bytes
+from serve.units import format_count, format_memory
+
+if TYPE_CHECKING:
+    from serve.engine.engine import Engine
+    from serve.http.server import HttpServer
+
+USER_TOKENS = 2048  # context of the users that are counted
+
+
+def engine_lines(engine: Engine, load_s: float) -> list[tuple[str, str]]:
+    """Of an engine that has started."""
+    loaded = engine.loaded
+    precision, kv = loaded.precision, loaded.kv
+    assert precision is not None and kv is not None, "an engine without a model has no summary"
+    config = engine.config
+    scheduling = f"up to {config.max_num_seqs:,} sequences, order {config.order}"
+    if config.inter_token_slo_ms is not None:
+        scheduling += f", a token every {config.inter_token_slo_ms:g} ms"
+    if config.ttft_slo is not None:
+        scheduling += f", the first within {config.ttft_slo:g} s"
+    return [
+        ("model", _model(loaded)),
+        ("weights", f"{precision.weights_name} ({precision.reason})"),
+        ("K/V", f"{precision.kv} ({precision.kv_reason})"),
+        ("computes", _device(precision)),
+        ("memory", _memory(engine, kv)),
+        ("prefixes", _prefixes(engine)),
+        ("scheduling", f"{scheduling}, admission {config.memory_policy}"),
+        ("started in", f"{load_s:.2f} s; the process has {format_memory(process_bytes())}"),
+    ]
+
+
+def server_lines(server: HttpServer) -> list[tuple[str, str]]:
+    """Where it is reached, and by whom."""
+    paths = {route.path for route in server.app.routes}
+    lines = [("API", f"{server.url}/v1")]
+    if "/" in paths:
+        lines.append(("page", f"{server.url}/"))
+    if server.metrics is not None:
+        lines.append(("metrics", server.metrics.url))
+    elif "/metrics" in paths:
+        lines.append(("metrics", f"{server.url}/metrics"))
+    lines.append(("keys", _keys(server)))
+    return lines
+
+
+def _model(loaded: LoadedEngine) -> str:
+    spec = loaded.spec
+    text = f"{spec.model_type}, {format_count(spec.num_parameters)} parameters"
+    text += f", context {loaded.max_model_len:,}"
+    if loaded.max_model_len < spec.max_model_len:
+        text += f" of {spec.max_model_len:,}"
+    return text
+
+
+def _device(precision: Precision) -> str:
+    if precision.backend == "cuda":
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no device"
+        return f"on the GPU: {name}"
+    if not native.is_available():
+        return f"on the CPU with torch, {torch.get_num_threads()} threads"
+    kernels = f"{native.instruction_set()} kernels"
+    return f"on the CPU: {kernels}, {native.num_threads()} threads"
+
+
+def _memory(engine: Engine, kv: Books) -> str:
+    """Tokens and users that fit at once."""
+    stats = engine.stats()
+    total = stats.pages_total * stats.kv_page_bytes
+    length = min(USER_TOKENS, kv.max_model_len)
+    where = f" on memory nodes ({stats.memory_nodes})" if stats.memory_nodes else ""
+    return (
+        f"K/V {format_memory(total)}{where}: {total // stats.kv_bytes_per_token:,} tokens,"
+        f" {stats.pages_total // kv.pages_for(length):,} users with {length:,} each"
+    )
+
+
+def _prefixes(engine: Engine) -> str:
+    config = engine.config
+    if not config.prefix_cache:
+        return "not shared"
+    return "shared" if config.kv_cache_dir is None else f"shared, kept in {config.kv_cache_dir}"
+
+
+def _keys(server: HttpServer) -> str:
+    if server.num_keys:
+        return f"{server.num_keys}, from {_key_sources(server)}"
+    return "none: who reaches the port may use it"
+
+
+def _key_sources(server: HttpServer) -> str:
+    settings = server.settings
+    sources = ["the environment"] if settings.api_keys else []
+    return " and ".join(sources + ([settings.api_key_file] if settings.api_key_file else []))
+
+
+def print_ready(server: HttpServer, engine: Engine, load_s: float, *, is_quiet: bool) -> None:
+    """On stdout. is_quiet: only the line that says where."""
+    console = Console()
+    ready = f"{engine.model_name} is ready at {server.url}/v1"
+    if is_quiet:
+        _plain(console, ready)
+        return
+    _show(console, ready, engine_lines(engine, load_s) + server_lines(server))
+    body = {"model": engine.model_name, "messages": [{"role": "user", "content": "Hello!"}]}
+    key = ' -H "Authorization: Bearer $KEY"' if server.num_keys else ""
+    _plain(
+        console,
+        f"\ncurl {server.url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
+        f"  -d {shlex.quote(json.dumps(body))}",
+    )
+
+
+def _show(console: Console, title: str, lines: list[tuple[str, str]]) -> None:
+    if not console.is_terminal:
+        _plain(console, "\n".join([title, *(f"  {name:<11} {text}" for name, text in lines)]))
+        return
+    console.print(title, style="bold green", markup=False, highlight=False)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    for name, text in lines:
+        table.add_row(Text(f"  {name}"), Text(text))
+    console.print(table)
+
+
+def _plain(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

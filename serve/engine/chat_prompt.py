@@ -1,0 +1,103 @@
+"""A conversation to token ids: tools described or rendered, special tokens kept out of what
+clients wrote, the model's chat template, its tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from serve.config import EngineConfig
+from serve.engine.request_limits import RequestLimits, check_text
+from serve.errors import RequestError
+from serve.text.chat_parser import ChatFormat, choose_format
+from serve.text.chat_parser.description import describe_tools
+from serve.text.chat_template import (
+    CONTINUE,
+    ChatTemplate,
+    flatten_content,
+    neutralize,
+    neutralize_value,
+    split_neutralized,
+)
+from serve.text.tokenizer import Tokenizer
+
+
+def make_chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The model's template, or None. The worker process starts at the first use."""
+    if tokenizer.chat_template is None:
+        return None
+    return ChatTemplate(tokenizer.chat_template, special_tokens=tokenizer.named_tokens)
+
+
+def make_chat_format(tokenizer: Tokenizer, config: EngineConfig) -> ChatFormat:
+    """How the model's answers are read, by its template and the settings."""
+    style = choose_format(
+        tokenizer.chat_template or "", config.tool_parser, config.reasoning_parser
+    )
+    markers = (*(style.tools.markers if style.tools else ()),)
+    end_id = None
+    if style.reasoning is not None:
+        markers += style.reasoning.markers
+        token_ids = tokenizer.encode(style.reasoning.end, add_special_tokens=False)
+        end_id = token_ids[0] if len(token_ids) == 1 else None
+    ids = tokenizer.special_token_ids
+    special = {marker: ids[marker] for marker in markers if marker in ids}
+    return replace(style, special_ids=special, reasoning_end_id=end_id)
+
+
+def encode_chat(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    limits: RequestLimits,
+    add_generation_prompt: bool = True,
+    *,
+    style: ChatFormat | None = None,
+    tools: list[dict[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    continue_final_message: bool = False,
+) -> list[int]:
+    """Token ids of a conversation. Special tokens come from the template only, never from what
+    a client wrote. RequestError for a conversation that the template refuses."""
+    _check_size(messages, tokenizer, limits)
+    if style is not None and not style.has_native_tools:
+        flat = [{**item, "content": flatten_content(item.get("content"))} for item in messages]
+        messages, tools = describe_tools(flat, tools, template.source), None
+    special = tokenizer.special_token_strings
+    safe = neutralize(messages, special)
+    if continue_final_message:
+        safe[-1]["content"] = f"{safe[-1]['content']}{CONTINUE}"
+    text = template.render(
+        safe,
+        add_generation_prompt=add_generation_prompt,
+        tools=neutralize_value(tools, special) or None,
+        extra=neutralize_value(dict(template_kwargs or {}), special),
+    )
+    if continue_final_message:
+        text = _continued(text)
+    check_text(text, tokenizer, limits)
+    token_ids: list[int] = []
+    for part in split_neutralized(text):
+        token_ids.extend(tokenizer.encode(part, add_special_tokens=False))
+    return token_ids
+
+
+def _check_size(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, limits: RequestLimits
+) -> None:
+    """Before the one process that renders is kept busy with what cannot fit."""
+    texts = [text for item in messages if isinstance(text := item.get("content"), str)]
+    check_text(max(texts, key=len, default=""), tokenizer, limits)
+
+
+def _continued(text: str) -> str:
+    """Up to the end of the last message's content."""
+    before, found, _ = text.rpartition(CONTINUE)
+    if not found:
+        raise RequestError(
+            "the chat template does not show the last message, so it cannot be continued",
+            param="continue_final_message",
+        )
+    return before.replace(CONTINUE, "")

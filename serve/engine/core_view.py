@@ -1,0 +1,57 @@
+"""What others may look at while the core works. Any thread: it may be a step old."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from serve.engine.counters import PoolMeter, RequestMeter
+from serve.engine.output_thread import OutputThread
+from serve.engine.step_executor import Steps
+from serve.scheduler.scheduler import Scheduler
+from serve.scheduler.sequence import Sequence
+from serve.structured.masks import MaskMaker
+
+if TYPE_CHECKING:
+    from serve.structured.compiler import GrammarCache
+
+
+class CoreView:
+    """The meters of the three pools, the sequences, and traces of the steps."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        steps: Steps,
+        requests: RequestMeter,
+        tokenize: PoolMeter,
+        num_messages: Callable[[], int],
+        output: OutputThread,
+        masks: MaskMaker,
+    ) -> None:
+        self.requests = requests
+        self.steps = steps.counts
+        self.traces = steps.traces
+        self._scheduler = scheduler
+        self._tokenize = tokenize
+        self._num_messages = num_messages
+        self._output = output
+        self._masks = masks
+
+    def sequences(self) -> list[Sequence]:
+        """Those that run."""
+        return list(self._scheduler.running)
+
+    @property
+    def grammars(self) -> GrammarCache | None:
+        """Of structured output; None before the first request that asks for it."""
+        return self._masks.grammars
+
+    def pools(self) -> dict[str, tuple[int, float]]:
+        """What waits for each pool, and for how many seconds it has worked. Tokenizing and
+        checking are one pool, steps the second one, text and delivery the third."""
+        return {
+            "tokenize": (self._tokenize.num_waiting, self._tokenize.busy_s),
+            "compute": (self._num_messages(), self.steps.seconds.sum),
+            "output": (self._output.num_waiting, self._output.busy_s),
+        }

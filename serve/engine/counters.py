@@ -1,0 +1,129 @@
+"""What the pools count as they work: plain integers and floats, one writer each, no locks.
+
+Read from any thread: a reading may be a token old. Steps and tokens are counted in lists, not in
+a metrics library's objects; those are made when somebody asks (serve/http/monitoring/metrics.py).
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic
+
+from serve.request import FinishReason
+
+# Upper bounds. Of seconds between tokens, until the first one, and of whole requests.
+STEP_SECONDS = (
+    *(0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03),
+    *(0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+)
+FIRST_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+)
+REQUEST_SECONDS = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0),
+    *(15.0, 20.0, 30.0, 45.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0),
+)
+TOKENS = tuple(float(1 << i) for i in range(18))
+CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+
+
+class Histogram:
+    """counts[i]: values up to bounds[i], the last one those above all of them."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+
+class RequestMeter:
+    """Written by pool 3. A request's n answers count one by one, its prompt once."""
+
+    def __init__(self) -> None:
+        self.ttft_s = Histogram(FIRST_SECONDS)
+        self.inter_token_s = Histogram(STEP_SECONDS)
+        self.per_token_s = Histogram(STEP_SECONDS)
+        self.e2e_s = Histogram(REQUEST_SECONDS)
+        self.queue_s = Histogram(REQUEST_SECONDS)
+        self.prefill_s = Histogram(REQUEST_SECONDS)
+        self.decode_s = Histogram(REQUEST_SECONDS)
+        self.inference_s = Histogram(REQUEST_SECONDS)
+        self.prompt_tokens = Histogram(TOKENS)
+        self.generation_tokens = Histogram(TOKENS)
+        self.max_tokens = Histogram(TOKENS)
+        self.n = Histogram(CHOICES)
+        self.num_prompt_tokens = 0
+        self.num_generation_tokens = 0
+        self.num_ended = dict.fromkeys(FinishReason, 0)
+
+    def began(self, index: int, num_prompt_tokens: int, ttft_s: float) -> None:
+        """Answer number `index` of its request has its first token."""
+        self.ttft_s.observe(ttft_s)
+        if index == 0:
+            self.num_prompt_tokens += num_prompt_tokens
+
+    def ended(
+        self,
+        reason: FinishReason,
+        num_tokens: int,
+        times_s: tuple[float, float | None, float | None, float],
+    ) -> None:
+        """times_s: of its arrival, first step, first token and end; None: it came to none."""
+        arrival_s, scheduled_s, first_s, end_s = times_s
+        self.num_ended[reason] += 1
+        self.generation_tokens.observe(num_tokens)
+        self.e2e_s.observe(end_s - arrival_s)
+        if scheduled_s is not None:
+            self.queue_s.observe(scheduled_s - arrival_s)
+            self.inference_s.observe(end_s - scheduled_s)
+        if first_s is not None:
+            if scheduled_s is not None:
+                self.prefill_s.observe(first_s - scheduled_s)
+            self.decode_s.observe(end_s - first_s)
+            if num_tokens > 1:
+                self.per_token_s.observe((end_s - first_s) / (num_tokens - 1))
+
+    def asked(self, num_prompt_tokens: int, max_tokens: int, n: int) -> None:
+        """What a request that ended had asked for."""
+        self.prompt_tokens.observe(num_prompt_tokens)
+        self.max_tokens.observe(max_tokens)
+        self.n.observe(n)
+
+
+class PoolMeter:
+    """Of a pool of several threads: jobs that wait, and seconds of work."""
+
+    def __init__(self) -> None:
+        self.num_waiting = 0
+        self.busy_s = 0.0
+        self._lock = threading.Lock()
+
+    def queued(self) -> None:
+        with self._lock:
+            self.num_waiting += 1
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """One job that was queued."""
+        began_s = monotonic()
+        with self._lock:
+            self.num_waiting -= 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.busy_s += monotonic() - began_s

@@ -1,0 +1,313 @@
+"""The asyncio face of the engine: submit, stream, abort, drain.
+
+Everything heavy happens in the core's threads; this file moves deltas from pool 3 into the
+event loop, at most one wake-up call per step, and lets slow consumers coalesce theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from serve.config import EngineConfig
+from serve.engine.chat_prompt import encode_chat, make_chat_format, make_chat_template
+from serve.engine.embedding import EmbeddingOutput, embedding_output
+from serve.engine.loader import LoadedEngine, load_engine
+from serve.engine.outputs import CompletionOutput, RequestOutput, spelled_prompt
+from serve.engine.request_stream import Hub
+from serve.engine.request_stream import RequestStream as RequestStream
+from serve.engine.stats import EngineStats
+from serve.engine.step_trace import StepTrace
+from serve.errors import EngineStoppedError, RequestError
+from serve.models import ModelSpec
+from serve.request import (
+    Prompt,
+    SamplingParams,
+    TokenDelta,
+)
+from serve.scheduler.prompt_outputs import PoolingParams
+from serve.text.chat_parser import ChatFormat
+from serve.text.chat_template import ChatTemplate
+from serve.text.tokenizer import Tokenizer
+
+_DRAIN_POLL_S = 0.01
+
+
+class Loader(Protocol):
+    def __call__(self, config: EngineConfig, *, progress: bool) -> LoadedEngine: ...
+
+
+class Engine:
+    """An LLM engine in this process. `async with Engine(path) as engine: ...`
+
+    model: a Hugging Face directory; None takes the embedded model. settings: EngineConfig's.
+    progress: show a bar while weights load. load: how to build the core from the config
+    (tests and benchmarks pass a fake runner).
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        progress: bool = False,
+        load: Loader = load_engine,
+        **settings: Any,
+    ) -> None:
+        self.config = EngineConfig.from_settings(model, **settings)
+        self._progress = progress
+        self._load = load
+        self._loaded: LoadedEngine | None = None
+        self._hub: Hub | None = None
+        self._template: ChatTemplate | None = None
+        self._chat_format = ChatFormat()
+        self._is_draining = False
+
+    async def start(self) -> None:
+        """Load the model and start the pools. ModelLoadError, ConfigError."""
+        loop = asyncio.get_running_loop()
+        loading = asyncio.ensure_future(
+            asyncio.to_thread(self._load, self.config, progress=self._progress)
+        )
+        try:
+            loaded = await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            # a thread cannot be cancelled: what it loads is given back when it is there
+            loading.add_done_callback(_give_back)
+            raise
+        try:
+            self._template = make_chat_template(loaded.tokenizer)
+            self._chat_format = make_chat_format(loaded.tokenizer, self.config)
+        except BaseException:
+            loaded.core.shutdown()
+            raise
+        self._hub = Hub(loop)
+        loaded.core.start()
+        self._loaded = loaded
+
+    async def __aenter__(self) -> Engine:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.shutdown()
+
+    @property
+    def loaded(self) -> LoadedEngine:
+        if self._loaded is None:
+            raise EngineStoppedError("the engine has not started")
+        return self._loaded
+
+    @property
+    def is_ready(self) -> bool:
+        return (
+            self._loaded is not None and not self._is_draining and not self._loaded.core.has_failed
+        )
+
+    def trouble(self) -> str | None:
+        """What keeps the engine from going on, in words; None: nothing."""
+        if self._loaded is None or self._is_draining:
+            return None
+        core = self._loaded.core
+        return "the engine has failed" if core.has_failed else core.heartbeat.trouble()
+
+    @property
+    def has_memory(self) -> bool:
+        """For K/V; memory nodes may be lost for a while."""
+        return self._loaded is not None and self._loaded.core.has_memory
+
+    @property
+    def model_name(self) -> str:
+        return self.config.model_name
+
+    @property
+    def max_model_len(self) -> int:
+        return self.loaded.max_model_len
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.loaded.tokenizer
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.loaded.spec
+
+    @property
+    def generation_defaults(self) -> dict[str, object]:
+        return self.loaded.generation_defaults
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        """How the model writes reasoning and calls of tools."""
+        return self._chat_format
+
+    def stats(self) -> EngineStats:
+        return self.loaded.core.stats()
+
+    def trace_steps(self, max_steps: int = 1 << 20) -> StepTrace:
+        """What every step from now on computes; the last max_steps are kept. 0: ends the trace."""
+        return self.loaded.core.view.traces.measure(max_steps)
+
+    def check_room(self, params: SamplingParams) -> None:
+        """OverloadedError: too many requests wait for their grammars to be compiled."""
+        self.loaded.core.check_room(params)
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        client: str | None = None,
+        arrived_s: float | None = None,
+    ) -> RequestStream:
+        """Queue a prompt. Raises OverloadedError or EngineStoppedError at once; what is wrong
+        with the prompt itself is raised by the stream. client: any name of who or which
+        application asks; lengths of answers are predicted per client. arrived_s: on the
+        monotonic clock, if it was before now."""
+        return self._submit(prompt, params, request_id, client, arrived_s)
+
+    def submit_chat(
+        self,
+        messages: list[dict[str, Any]],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        client: str | None = None,
+        arrived_s: float | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> RequestStream:
+        """Queue a conversation, rendered with the model's chat template in pool 1. tools:
+        OpenAI's function tools; template_kwargs: more variables of the template."""
+        template, style = self._template, self._chat_format
+        tokenizer, limits = self.tokenizer, self.loaded.limits
+        if template is None:
+            raise RequestError("this model has no chat template", param="messages")
+
+        def encode() -> list[int]:
+            return encode_chat(
+                template,
+                tokenizer,
+                messages,
+                limits,
+                add_generation_prompt,
+                style=style,
+                tools=tools,
+                template_kwargs=template_kwargs,
+                continue_final_message=continue_final_message,
+            )
+
+        return self._submit(encode, params, request_id, client, arrived_s)
+
+    def _submit(
+        self,
+        prompt: Any,
+        params: SamplingParams | PoolingParams,
+        request_id: str | None,
+        client: str | None,
+        arrived_s: float | None,
+    ) -> RequestStream:
+        loaded, hub = self.loaded, self._hub
+        assert hub is not None
+        if self._is_draining:
+            raise EngineStoppedError("the engine is shutting down")
+        stream = RequestStream(hub, params.n)
+        core = loaded.core
+        state = core.submit(prompt, params, stream.sink, request_id, client, arrived_s)
+        stream.attach(core, state)
+        return stream
+
+    async def stream(self, prompt: Prompt, params: SamplingParams) -> AsyncIterator[TokenDelta]:
+        """Deltas of one request; leaving the loop early aborts it."""
+        stream = self.submit(prompt, params)
+        try:
+            async for delta in stream:
+                yield delta
+        finally:
+            stream.abort()
+
+    async def generate(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+        """One request from beginning to end."""
+        return await self.collect(self.submit(prompt, params))
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        params: PoolingParams | None = None,
+        *,
+        request_id: str | None = None,
+        client: str | None = None,
+    ) -> EmbeddingOutput:
+        """A prompt's embedding. Raises what `submit` and its stream raise, and GenerationError;
+        cancelling aborts the request."""
+        stream = self.submit_embedding(prompt, params, request_id=request_id, client=client)
+        try:
+            request = await stream.accepted()
+            last = None
+            async for delta in stream:
+                last = delta
+        finally:
+            stream.abort()
+        return embedding_output(request, last, stream.metrics)
+
+    def submit_embedding(
+        self,
+        prompt: Prompt,
+        params: PoolingParams | None = None,
+        *,
+        request_id: str | None = None,
+        client: str | None = None,
+        arrived_s: float | None = None,
+    ) -> RequestStream:
+        """Queue a prompt as `submit` does; its one delta has the embedding."""
+        return self._submit(prompt, params or PoolingParams(), request_id, client, arrived_s)
+
+    async def collect(self, stream: RequestStream) -> RequestOutput:
+        """Everything a stream has to give; cancelling aborts the request."""
+        token_text = self.tokenizer.token_text
+        of_prompt = None
+        try:
+            request = await stream.accepted()
+            outputs = [CompletionOutput(index) for index in range(request.params.n)]
+            async for delta in stream:
+                outputs[delta.index].extend(delta, token_text)
+                of_prompt = of_prompt or delta.prompt_logprobs
+        finally:
+            stream.abort()
+        return RequestOutput(
+            request.request_id,
+            request.prompt,
+            list(request.prompt_token_ids),
+            outputs,
+            True,
+            stream.metrics,
+            None if of_prompt is None else spelled_prompt(of_prompt, token_text),
+        )
+
+    async def shutdown(self, *, drain_s: float = 0.0) -> None:
+        """Refuse new requests, give running ones drain_s seconds, end the rest, free all."""
+        self._is_draining = True
+        loaded = self._loaded
+        if loaded is None:
+            return
+        deadline = asyncio.get_running_loop().time() + drain_s
+        while loaded.core.num_unfinished() and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        await asyncio.to_thread(loaded.core.shutdown)
+        if self._template is not None:
+            self._template.close()
+
+
+def _give_back(loading: asyncio.Future[LoadedEngine]) -> None:
+    if not loading.cancelled() and loading.exception() is None:
+        loading.result().core.shutdown()

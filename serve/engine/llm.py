@@ -1,0 +1,282 @@
+"""The offline, synchronous face: prompts in, finished outputs out, over the same core.
+
+No event loop is involved; results come through a queue, so it can be used in a notebook, in a
+script or in several threads, next to other engines.
+"""
+
+from __future__ import annotations
+
+import queue
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import Progress
+
+from serve.config import EngineConfig
+from serve.engine.chat_prompt import encode_chat, make_chat_template
+from serve.engine.core import EngineCore
+from serve.engine.embedding import EmbeddingOutput, embedding_output
+from serve.engine.loader import LoadedEngine, load_engine
+from serve.engine.outputs import CompletionOutput, RequestOutput, spelled_prompt
+from serve.engine.request_table import RequestState
+from serve.engine.stats import EngineStats
+from serve.errors import RequestError
+from serve.request import (
+    FinishReason,
+    Prompt,
+    Request,
+    RequestMetrics,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprobs,
+)
+from serve.scheduler.prompt_outputs import PoolingParams
+from serve.text.chat_template import ChatTemplate
+from serve.text.tokenizer import Tokenizer
+
+Messages = list[dict[str, Any]]
+
+
+class _Collector:
+    """Sink of one request; reports to the queue when all its sequences have ended."""
+
+    def __init__(
+        self, done: queue.SimpleQueue[_Collector], token_text: Callable[[int], str]
+    ) -> None:
+        self.request: Request | None = None
+        self.outputs: list[CompletionOutput] = []
+        self.error: Exception | None = None
+        self.last: TokenDelta | None = None
+        self._prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+        self._done = done
+        self._token_text = token_text
+        self._num_left = 0
+
+    def accept(self, request: Request) -> None:
+        self.request = request
+        self.outputs = [CompletionOutput(i) for i in range(request.params.n)]
+        self._num_left = request.params.n
+
+    def push(self, delta: TokenDelta) -> None:
+        self.outputs[delta.index].extend(delta, self._token_text)
+        self.last = delta
+        self._prompt_logprobs = self._prompt_logprobs or delta.prompt_logprobs
+        if delta.finish_reason is not None:
+            self._num_left -= 1
+            if self._num_left == 0:
+                self._done.put(self)
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        self._done.put(self)
+
+    def wake(self) -> None:
+        """Nothing to do: nobody reads a request before it has ended."""
+
+    def output(self, state: RequestState) -> RequestOutput:
+        request, of_prompt = self.request, self._prompt_logprobs
+        assert request is not None
+        return RequestOutput(
+            request.request_id,
+            request.prompt,
+            list(request.prompt_token_ids),
+            self.outputs,
+            all(o.finish_reason != FinishReason.ABORT.value for o in self.outputs),
+            _metrics(state),
+            None if of_prompt is None else spelled_prompt(of_prompt, self._token_text),
+        )
+
+    def embedding(self, state: RequestState) -> EmbeddingOutput:
+        assert self.request is not None
+        return embedding_output(self.request, self.last, _metrics(state))
+
+
+class LLM:
+    """A model for batch use. LLM(path, dtype="auto").generate(prompts, SamplingParams(...)).
+
+    model: a Hugging Face directory; None takes the embedded model. settings: EngineConfig's.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        dtype: str = "auto",
+        progress: bool = False,
+        **settings: Any,
+    ) -> None:
+        self.config = EngineConfig.from_settings(model, dtype=dtype, **settings)
+        self._loaded = load_engine(self.config, progress=progress)
+        self._template: ChatTemplate | None = make_chat_template(self._loaded.tokenizer)
+        self._loaded.core.start()
+        self._finalizer = weakref.finalize(self, _close, self._loaded, self._template)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._loaded.tokenizer
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._loaded.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        client: str | None = None,
+    ) -> list[RequestOutput]:
+        """Outputs in the order of the prompts. A prompt is text, a list of token ids or
+        {"prompt_token_ids": [...]}. RequestError when one of them cannot be served (the others
+        are aborted). use_tqdm: show a progress bar, on a terminal. client: any name of the
+        application that asks; lengths of answers are predicted per client."""
+        many = _many(prompts)
+        params = _params_for(sampling_params, len(many), SamplingParams)
+        done = self._run(many, params, use_tqdm, client)
+        return [collector.output(state) for collector, state in done]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        client: str | None = None,
+    ) -> list[EmbeddingOutput]:
+        """Embeddings, in the order of the prompts, which are as in `generate`. RequestError,
+        GenerationError."""
+        many = _many(prompts)
+        params = _params_for(pooling_params, len(many), PoolingParams)
+        done = self._run(many, params, use_tqdm, client)
+        return [collector.embedding(state) for collector, state in done]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        client: str | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Like generate, for one conversation or a list of them."""
+        template = self._template
+        if template is None:
+            raise RequestError("this model has no chat template", param="messages")
+        one = bool(messages) and isinstance(messages[0], dict)
+        conversations: Any = [messages] if one else messages
+        limits, tokenizer = self._loaded.limits, self.tokenizer
+        prompts = [
+            {
+                "prompt_token_ids": encode_chat(
+                    template, tokenizer, item, limits, add_generation_prompt
+                )
+            }
+            for item in conversations
+        ]
+        params = _params_for(sampling_params, len(prompts), SamplingParams)
+        done = self._run(prompts, params, use_tqdm, client)
+        return [collector.output(state) for collector, state in done]
+
+    def _run(
+        self,
+        prompts: Sequence[Any],
+        params: Sequence[SamplingParams | PoolingParams],
+        show_progress: bool,
+        client: str | None,
+    ) -> list[tuple[_Collector, RequestState]]:
+        done: queue.SimpleQueue[_Collector] = queue.SimpleQueue()
+        collectors = [_Collector(done, self.tokenizer.token_text) for _ in prompts]
+        core = self._loaded.core
+        window = self.config.max_num_waiting
+        states: list[RequestState] = []
+        error: Exception | None = None
+        try:
+            console = Console(stderr=True)
+            is_shown = show_progress and console.is_terminal
+            with Progress(console=console, disable=not is_shown, transient=True) as progress:
+                task = progress.add_task("generating", total=len(prompts))
+                for finished in range(len(prompts)):
+                    while error is None and len(states) < min(len(prompts), finished + window):
+                        i = len(states)
+                        states.append(
+                            core.submit(prompts[i], params[i], collectors[i], client=client)
+                        )
+                    if finished >= len(states):
+                        break
+                    collector = done.get()
+                    progress.advance(task)
+                    if collector.error is not None and error is None:
+                        error = collector.error
+                        _abort_all(core, states)
+        except BaseException:  # Ctrl-C, or a refusal: nothing of this call goes on
+            _abort_all(core, states)
+            raise
+        if error is not None:
+            raise error
+        return list(zip(collectors, states, strict=True))
+
+    def stats(self) -> EngineStats:
+        return self._loaded.core.stats()
+
+    def shutdown(self) -> None:
+        """Stop the threads and free all memory. `with`, collection and exit call it too."""
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+
+def _abort_all(core: EngineCore, states: list[RequestState]) -> None:
+    for state in states:
+        core.abort(state)
+
+
+def _close(loaded: LoadedEngine, template: ChatTemplate | None) -> None:
+    loaded.core.shutdown()
+    if template is not None:
+        template.close()
+
+
+def _metrics(state: RequestState) -> RequestMetrics:
+    times = state.times
+    return RequestMetrics(**{name: getattr(times, name) for name in times.__slots__})
+
+
+_Params = TypeVar("_Params", SamplingParams, PoolingParams)
+
+
+def _params_for(
+    given: _Params | Sequence[_Params] | None, count: int, kind: type[_Params]
+) -> list[_Params]:
+    if given is None:
+        return [kind()] * count
+    if isinstance(given, kind):
+        return [given] * count
+    name = "sampling_params" if kind is SamplingParams else "pooling_params"
+    if not isinstance(given, Sequence) or not all(isinstance(each, kind) for each in given):
+        raise RequestError(f"{name} must be {kind.__name__}", param=name, code="invalid_type")
+    if len(given) != count:
+        raise RequestError(f"{len(given)} {name} for {count} prompts", param=name)
+    return list(given)
+
+
+def _many(prompts: Any) -> Sequence[Any]:
+    one = isinstance(prompts, (str, dict)) or _is_token_list(prompts)
+    return [prompts] if one else prompts
+
+
+def _is_token_list(prompts: Any) -> bool:
+    return isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int)

@@ -1,0 +1,157 @@
+"""From an EngineConfig to a running core: read, size, load, connect.
+
+Every start-up decision is taken here and logged once: dtype, context length, pages, threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memory.prefix.index import PrefixHasher
+from memory.split_kv import Books
+from serve.config import EngineConfig
+from serve.engine.compute_thread import ComputeThread
+from serve.engine.core import EngineCore
+from serve.engine.request_limits import RequestLimits
+from serve.errors import ModelLoadError, RequestError
+from serve.loading.precision import Precision, choose_backend
+from serve.loading.runtime import load_runtime
+from serve.models import ModelSpec, read_generation_defaults, read_spec
+from serve.request import SamplingParams
+from serve.runner.runner import ModelRunner
+from serve.scheduler.admission import make_policy
+from serve.scheduler.orders import make_order
+from serve.scheduler.scheduler import Scheduler
+from serve.scheduler.step_plan import SchedulerLimits
+from serve.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+GPU_BATCHED_TOKENS = 2048  # rows of a step: enough for the products to reach the device's limit
+
+
+@dataclass(slots=True)
+class LoadedEngine:
+    """A core that is ready to start, and what its faces need to know. precision, kv: of a model."""
+
+    core: EngineCore
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    limits: RequestLimits
+    generation_defaults: dict[str, object]
+    precision: Precision | None = None
+    kv: Books | None = None
+
+    @property
+    def max_model_len(self) -> int:
+        return self.limits.max_model_len
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an engine is made of besides its model. Measurements exchange some."""
+
+    core: Callable[..., EngineCore] = EngineCore
+    scheduler: Callable[..., Scheduler] = Scheduler
+
+
+def load_engine(
+    config: EngineConfig, *, progress: bool = False, parts: Parts | None = None
+) -> LoadedEngine:
+    """Load the model and build the three pools (not started). ModelLoadError, ConfigError."""
+    compute = ComputeThread()
+    made_of = parts or Parts()
+    try:
+        return compute.submit(lambda: _load(config, compute, progress, made_of)).result()
+    except BaseException:
+        compute.stop()
+        raise
+
+
+def _load(
+    config: EngineConfig, compute: ComputeThread, progress: bool, parts: Parts
+) -> LoadedEngine:
+    """Runs in the compute thread, because packing weights is parallel work."""
+    path = config.model_path
+    # what is wrong with the directory itself is said first
+    config = _with_device_defaults(config, read_spec(path))
+    tokenizer = Tokenizer.load(path)
+    defaults = _generation_defaults(path)
+    runtime = load_runtime(config, progress=progress)
+    spec, kv, max_model_len = runtime.spec, runtime.kv, runtime.kv.max_model_len
+    batched = config.batched_tokens
+    limits = SchedulerLimits(
+        config.max_num_seqs,
+        batched,
+        config.chunk_tokens,
+        config.inter_token_slo_s,
+    )
+    runner = runtime.runner
+    if runner is None:
+        runner = ModelRunner(runtime.model, kv, runtime.attention, memory=runtime.memory)
+    request_limits = RequestLimits(
+        max_model_len,
+        spec.vocab_size,
+        config.max_num_waiting,
+        config.max_num_seqs,
+        config.ttft_slo,
+        spec.embed_size,
+    )
+    core = parts.core(
+        runner=runner,
+        scheduler=parts.scheduler(
+            limits,
+            kv,
+            make_policy(config.memory_policy, kv, batched, config.length_predictor),
+            PrefixHasher(kv.page_end, runtime.prefix_secret) if config.prefix_cache else None,
+            make_order(config.order),
+        ),
+        kv=kv,
+        tokenizer=tokenizer,
+        eos_token_ids=frozenset(_eos(defaults, spec, tokenizer)),
+        limits=request_limits,
+        compute=compute,
+        nodes=runtime.nodes,
+        tokenize_threads=config.tokenize_threads,
+        seed=secrets.randbits(62) if config.seed is None else config.seed,
+    )
+    logger.info("up to %d sequences and %d rows a step", config.max_num_seqs, batched)
+    return LoadedEngine(
+        core, spec, tokenizer, request_limits, defaults, runtime.precision, runtime.kv
+    )
+
+
+def _with_device_defaults(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
+    """Settings whose best value depends on the device."""
+    backend = choose_backend(config, spec)
+    config = replace(config, backend=backend)
+    is_gpu = backend == "cuda" and torch.cuda.is_available()
+    if config.max_num_batched_tokens is not None or not is_gpu:
+        return config
+    return replace(config, max_num_batched_tokens=max(GPU_BATCHED_TOKENS, config.max_num_seqs))
+
+
+def _generation_defaults(path: Path) -> dict[str, object]:
+    """What generation_config.json asks for, checked as a request's parameters would be."""
+    defaults = dict(read_generation_defaults(path))
+    sampling: dict[str, Any] = {k: v for k, v in defaults.items() if k != "eos_token_ids"}
+    try:
+        SamplingParams(**sampling)
+    except RequestError as error:
+        raise ModelLoadError(f"{path / 'generation_config.json'}: {error}") from error
+    return defaults
+
+
+def _eos(defaults: dict[str, object], spec: ModelSpec, tokenizer: Tokenizer) -> tuple[int, ...]:
+    found = defaults.get("eos_token_ids") or spec.eos_token_ids
+    if not found and tokenizer.eos_token_id is not None:
+        found = (tokenizer.eos_token_id,)
+    assert isinstance(found, tuple)
+    return tuple(token for token in found if token < spec.vocab_size)

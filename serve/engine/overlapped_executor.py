@@ -1,0 +1,161 @@
+"""Steps of a device that computes beside the host: the next one is launched while the tokens of
+the one before are still being computed.
+
+    host    make k+1, launch, advance | wait for k, resolve k | make k+2, launch, advance | ...
+    device  k ------------------------> k+1 ----------------------------> k+2 ...
+
+So the device is never without work for want of the host, as long as making a step takes less
+time than computing one. Where something fails, steps run one after the other until it is clear
+whose fault it was.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from memory.nodes.remote_attention import NodesLostError
+from serve.engine.output_thread import OutputThread
+from serve.engine.step_executor import End, Steps
+from serve.runner.runner import OverlappingRunner, PendingStep, Runner, StepResult
+from serve.scheduler.in_flight import advance, resolve, retract, running_part, unfinished_places
+from serve.scheduler.microbatches import on_time, part_of
+from serve.scheduler.scheduler import Scheduler
+from serve.scheduler.sequence import Sequence
+from serve.scheduler.step_plan import StepPlan
+
+logger = logging.getLogger(__name__)
+
+
+class Flight(NamedTuple):
+    """A step that was launched, and when making it began."""
+
+    plan: StepPlan
+    pending: PendingStep
+    began_s: float
+
+
+class Pipeline(Steps):
+    """Between two calls of `run` one step is in flight."""
+
+    def __init__(
+        self,
+        runner: OverlappingRunner,
+        scheduler: Scheduler,
+        output: OutputThread,
+        *,
+        end: End,
+        forget: Callable[[list[Sequence]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__(runner, scheduler, output, end=end, forget=forget, lost=None, clock=clock)
+        self._device = runner
+        self._flight: Flight | None = None
+
+    def run(self, plan: StepPlan, now_s: float) -> None:
+        if self._flight is not None and self._device.needs_tokens(plan):
+            self.drain()
+            left = running_part(plan)
+            if left is None:
+                return
+            plan = left
+        try:
+            pending = self._device.launch(plan, self._output.flush)
+        except Exception as error:
+            self._launch_failed(plan, error)
+            return
+        if pending.late:
+            plan = on_time(plan, pending.late)
+        before, self._flight = self._flight, Flight(plan, pending, now_s)
+        advance(self._scheduler, plan)
+        if before is not None:
+            self._land(before)
+
+    def drain(self) -> bool:
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._land(flight)
+        return flight is not None
+
+    def abandon(self) -> None:
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            _wait_out(flight)
+
+    def _land(self, flight: Flight) -> bool:
+        """Wait for a step and take in its tokens; False: it has failed."""
+        try:
+            result = flight.pending.wait()
+        except Exception as error:
+            self._step_failed(flight.plan, error)
+            return False
+        busy_since_s = self._busy_since_s
+        now_s = self._ended(flight.plan, flight.began_s if busy_since_s is None else busy_since_s)
+        plan, result = _without_wasted(flight.plan, result)
+        self._hand_over(plan, result, resolve(self._scheduler, plan, result.tokens), now_s)
+        return True
+
+    def _launch_failed(self, plan: StepPlan, error: Exception) -> None:
+        before, self._flight = self._flight, None
+        is_sound = before is None or self._land(before)
+        # A device may tell of a step's failure when the next one is launched: then that one is
+        # made again.
+        if is_sound:
+            self._find_fault(plan, error)
+
+    def _isolate(self, plan: StepPlan, error: Exception) -> None:
+        self._device.check()
+        super()._isolate(plan, error)
+
+    def _step_failed(self, plan: StepPlan, error: Exception) -> None:
+        """What was launched behind it has computed with its tokens."""
+        later, self._flight = self._flight, None
+        if later is not None:
+            _wait_out(later)
+            retract(self._scheduler, later.plan)
+        retract(self._scheduler, plan)
+        self._find_fault(plan, error)
+
+    def _find_fault(self, plan: StepPlan, error: Exception) -> None:
+        """Nothing is in flight."""
+        self._busy_since_s = None
+        left = running_part(plan)
+        if left is plan:
+            self._isolate(plan, error)
+        elif left is not None:  # it may have been the fault of somebody who has gone since
+            self._run(left)
+
+
+def _wait_out(flight: Flight) -> None:
+    """The device may be using what is about to be given away."""
+    try:
+        flight.pending.wait()
+    except Exception:
+        logger.info("a step in flight failed, too", exc_info=True)
+
+
+def _without_wasted(plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
+    """Without the rows of sequences that have ended since the step was launched."""
+    places = unfinished_places(plan)
+    if len(places) == len(plan.sequences):
+        return plan, result
+    finished = {sequence for sequence in result.sampled if sequence.is_finished}
+    return part_of(plan, places), result.without(finished)
+
+
+def make_steps(
+    runner: Runner,
+    scheduler: Scheduler,
+    output: OutputThread,
+    *,
+    end: End,
+    forget: Callable[[list[Sequence]], None],
+    lost: Callable[[NodesLostError], None] | None,
+    clock: Callable[[], float],
+) -> Steps:
+    """Overlapped, if the runner can. lost: of memory nodes, which work step by step."""
+    if isinstance(runner, OverlappingRunner):
+        assert lost is None, "memory nodes need a runner of one step at a time"
+        return Pipeline(runner, scheduler, output, end=end, forget=forget, clock=clock)
+    return Steps(runner, scheduler, output, end=end, forget=forget, lost=lost, clock=clock)

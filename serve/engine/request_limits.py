@@ -1,0 +1,94 @@
+"""What a tokenized request must fulfil before it may enter the loop.
+
+Every mistake is told here, with the parameter's name, so that nothing behind has to check. Ids
+are compared with the width of the logits, which may be larger than the tokenizer's vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from serve.errors import ContextLengthError, RequestError
+from serve.request import Request, SamplingParams
+from serve.scheduler.prompt_outputs import PoolingParams
+from serve.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """max_model_len: tokens of prompt and output together. vocab_size: width of the logits.
+
+    max_num_waiting requests beside the max_num_seqs running ones are taken in, and with
+    ttft_slo_s only those whose first token is predicted to come by then. embedding_size: the
+    most dimensions of an embedding, if that is known.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    max_num_waiting: int
+    max_num_seqs: int
+    ttft_slo_s: float | None = None
+    embedding_size: int | None = None
+
+
+def check_request(
+    request_id: str,
+    prompt: str | None,
+    token_ids: Sequence[int],
+    params: SamplingParams,
+    limits: RequestLimits,
+    arrival_s: float,
+    client: str | None = None,
+    pooling: PoolingParams | None = None,
+) -> Request:
+    """The request with max_tokens resolved. RequestError or ContextLengthError."""
+    vocab_size = limits.vocab_size
+    if not isinstance(token_ids, (list, tuple)) or not token_ids:
+        raise RequestError("the prompt is empty", param="prompt", code="invalid_prompt")
+    size = limits.embedding_size
+    if size is not None and pooling is not None and (pooling.dimensions or 0) > size:
+        raise RequestError(f"an embedding has {size} dimensions", param="dimensions")
+    _check_ids("logit_bias", params.logit_bias or {}, vocab_size)
+    _check_ids("stop_token_ids", params.stop_ids, vocab_size)
+    _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    room = limits.max_model_len - len(token_ids)
+    _check_room(room, len(token_ids), params, limits)  # before anything that looks at each id
+    if not all(_is_token(token, vocab_size) for token in token_ids):
+        raise RequestError(f"token ids must be integers from 0 to {vocab_size - 1}", param="prompt")
+    if params.max_tokens is None:
+        most = params.default_max_tokens
+        params = params.changed(max_tokens=room if most is None else min(room, most))
+    return Request(request_id, prompt, tuple(token_ids), params, arrival_s, client, pooling)
+
+
+def check_text(text: str, tokenizer: Tokenizer, limits: RequestLimits) -> None:
+    """Refuse a text that cannot fit whatever its tokens are, before time is spent on it."""
+    longest = tokenizer.max_piece_bytes
+    if longest is not None and len(text) > limits.max_model_len * longest:
+        raise ContextLengthError(
+            f"the context is {limits.max_model_len} tokens, but the prompt has {len(text)} "
+            "characters, which is more in any case",
+            param="prompt",
+        )
+
+
+def _is_token(token: object, vocab_size: int) -> bool:
+    return type(token) is int and 0 <= token < vocab_size
+
+
+def _check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    if max(token_ids, default=-1) >= vocab_size:
+        raise RequestError(f"{name} holds a token id above {vocab_size - 1}", param=name)
+
+
+def _check_room(room: int, num_prompt: int, params: SamplingParams, limits: RequestLimits) -> None:
+    needed = 1 if params.max_tokens is None else params.max_tokens
+    if room < needed:
+        asked = "" if params.max_tokens is None else f" and max_tokens is {params.max_tokens}"
+        raise ContextLengthError(
+            f"the context is {limits.max_model_len} tokens, but the prompt has {num_prompt}{asked}",
+            param="prompt" if room < 1 else "max_tokens",
+        )
+    if params.max_tokens is None and params.min_tokens > room:
+        raise RequestError(f"min_tokens is above {room}", param="min_tokens")

@@ -1,0 +1,163 @@
+"""One request's deltas on their way from pool 3 to a consumer in an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from serve.engine.core import EngineCore
+from serve.engine.request_table import RequestState
+from serve.request import Request, RequestMetrics, TokenDelta
+
+
+class Mailbox:
+    """A Sink: what the core's threads leave for a stream. They know this and not the stream, so
+    that there is no circle: to look for those of a thousand requests stops every thread."""
+
+    def __init__(self, hub: Hub) -> None:
+        self.pending: deque[TokenDelta] = deque()  # filled by pool 3, emptied in the loop
+        self.request: Request | None = None
+        self.error: Exception | None = None
+        self._hub = hub
+        self._waiter: asyncio.Future[None] | None = None
+        # Sink.push, called from pool 3 for every token: a deque's append needs no lock.
+        self.push: Callable[[TokenDelta], None] = self.pending.append
+
+    def accept(self, request: Request) -> None:
+        self.request = request
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+
+    def wake(self) -> None:
+        self._hub.notify(self)
+
+    # ---- in the event loop
+
+    async def news(self) -> None:
+        """Until wake() is called."""
+        self._waiter = self._hub.loop.create_future()
+        await self._waiter
+
+    def resolve_waiter(self) -> None:
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():  # its consumer may have been cancelled
+                waiter.set_result(None)
+
+
+class RequestStream:
+    """One request's deltas, as an async iterator that ends when all n sequences have.
+
+    For one consumer. Dropping it does not end the request: call abort().
+    """
+
+    def __init__(self, hub: Hub, num_sequences: int) -> None:
+        self.sink = Mailbox(hub)
+        self._num_left = num_sequences
+        self._core: EngineCore | None = None
+        self._state: RequestState | None = None
+        self._is_over = False
+
+    def attach(self, core: EngineCore, state: RequestState) -> None:
+        self._core, self._state = core, state
+
+    def fail(self, error: Exception) -> None:
+        self.sink.fail(error)
+
+    def wake(self) -> None:
+        self.sink.wake()
+
+    @property
+    def request_id(self) -> str:
+        assert self._state is not None
+        return self._state.request_id
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        assert self._state is not None
+        return self._state.metrics()
+
+    async def accepted(self) -> Request:
+        """The tokenized request. Raises what it was refused with."""
+        sink = self.sink
+        while sink.request is None:
+            if sink.error is not None:
+                self._is_over = True
+                raise sink.error
+            await sink.news()
+        return sink.request
+
+    def abort(self) -> None:
+        """End the request now; a consumer still gets finish_reason "abort"."""
+        if self._core is not None and self._state is not None and self._num_left:
+            self._core.abort(self._state)
+
+    def __aiter__(self) -> AsyncIterator[TokenDelta]:
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        sink = self.sink
+        while sink.error is not None or not sink.pending:
+            if self._num_left == 0 or self._is_over:
+                raise StopAsyncIteration
+            if sink.error is not None:
+                self._is_over = True
+                raise sink.error
+            await sink.news()
+        delta = self._take()
+        if delta.finish_reason is not None:
+            self._num_left -= 1
+        return delta
+
+    def _take(self) -> TokenDelta:
+        """The next delta; what follows for the same sequence is joined to it."""
+        pending = self.sink.pending
+        first = pending.popleft()
+        if not pending or pending[0].index != first.index or first.finish_reason is not None:
+            return first
+        joined = [first]
+        while pending and pending[0].index == first.index:
+            joined.append(pending.popleft())
+            if joined[-1].finish_reason is not None:
+                break
+        return _join(joined)
+
+
+def _join(deltas: Sequence[TokenDelta]) -> TokenDelta:
+    last = deltas[-1]
+    logprobs = [item for delta in deltas for item in delta.logprobs or ()]
+    return last._replace(
+        text="".join([delta.text for delta in deltas]),
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        logprobs=logprobs or None,
+        prompt_logprobs=deltas[0].prompt_logprobs,
+        embedding=deltas[0].embedding,
+    )
+
+
+class Hub:
+    """Carries wake-ups into the event loop, one call for however many have gathered."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._woken: deque[Mailbox] = deque()
+        self._is_scheduled = False
+
+    def notify(self, mailbox: Mailbox) -> None:
+        self._woken.append(mailbox)
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            # A loop that has been closed has no consumers left to wake.
+            with contextlib.suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        # Cleared first: what is appended after the last pop schedules a new call.
+        self._is_scheduled = False
+        woken = self._woken
+        while woken:
+            woken.popleft().resolve_waiter()

@@ -1,0 +1,168 @@
+"""What an engine tells about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from serve.engine.counters import STEP_SECONDS, TOKENS, Histogram
+from serve.engine.early_rejection import EarlyRejection
+from serve.engine.node_recovery import MemoryRecovery
+from serve.scheduler.scheduler import Scheduler
+from serve.scheduler.step_plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of counters.
+
+    memory_utilisation: pages in use over all pages, mean over the steps. predicted_peak_pages:
+    of running sequences and the one that asked, at the last time one did. coverage_p50, _p90:
+    share of answers within the quantile predicted when they arrived. None: nothing to tell yet,
+    or the policy does not predict. step_time_error: |predicted - real| / real, median of the
+    last steps. chunk_limit_rows: prompt rows for which the last step with a prompt had room.
+    pages_mapped have memory behind them; pages_in_use belong to sequences, pages_cached only to
+    the prefix cache. prefix_*: tokens of admitted sequences, those of them that were found, pages
+    forgotten for want of memory.
+    predicted_ttft_s: of the last request that was asked whether it meets ttft_slo; num_refused:
+    those that did not. num_given_way: preemptions for one that goes first, not for want of memory.
+    disk_*: pages written there, read back, lost (they could not be read back), and not
+    written (they are tried again); then what lies there now. Of what was lost: pages whose
+    content was damaged, reads with an error. Of what failed: writes with an error, requests that
+    were too many, had no room or came while writing is paused after errors.
+    """
+
+    num_unfinished: int
+    num_running: int
+    num_waiting: int
+    num_steps: int
+    num_prefill_rows: int
+    num_decode_rows: int
+    num_finished: int
+    num_preemptions: int
+    num_given_way: int
+    num_refused: int
+    predicted_ttft_s: float | None
+    preemptions_per_1000: float
+    memory_utilisation: float
+    predicted_peak_pages: int | None
+    coverage_p50: float | None
+    coverage_p90: float | None
+    step_time_error: float | None
+    chunk_limit_rows: int | None
+    pages_in_use: int
+    pages_mapped: int
+    pages_total: int
+    pages_cached: int
+    prefix_asked_tokens: int
+    prefix_hit_tokens: int
+    prefix_evicted_pages: int
+    disk_stored_pages: int
+    disk_loaded_pages: int
+    disk_lost_pages: int
+    disk_failed_pages: int
+    disk_declined_fetches: int
+    disk_pages: int
+    disk_bytes: int
+    disk_corrupt_pages: int
+    disk_read_errors: int
+    disk_write_errors: int
+    disk_refused_requests: int
+    disk_is_paused: bool
+    kv_bytes_per_token: int
+    kv_page_bytes: int
+    memory_nodes: int
+    memory_nodes_missing: int
+    memory_nodes_lost: int
+    recomputed_sequences: int
+    last_step_age_s: float | None
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """Steps that ran through and their rows; when the last one ended. num_mixed_steps: with rows
+    of both kinds. Seconds are those of steps that did not fail, so pool 2's work."""
+
+    num_steps: int = 0
+    num_mixed_steps: int = 0
+    num_prefill_rows: int = 0
+    num_decode_rows: int = 0
+    last_s: float | None = None
+    rows: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    seconds: Histogram = field(default_factory=lambda: Histogram(STEP_SECONDS))
+
+    def add(self, plan: StepPlan, now_s: float) -> None:
+        num_prefill_rows = plan.num_total_rows - plan.num_decodes
+        self.num_steps += 1
+        self.num_mixed_steps += bool(plan.num_decodes and num_prefill_rows)
+        self.num_decode_rows += plan.num_decodes
+        self.num_prefill_rows += num_prefill_rows
+        self.rows.observe(plan.num_total_rows)
+        self.last_s = now_s
+
+    def last_age_s(self, clock: Callable[[], float]) -> float | None:
+        """Seconds since the last one. From any thread."""
+        last_s = self.last_s
+        return None if last_s is None else clock() - last_s
+
+
+def engine_stats(
+    scheduler: Scheduler,
+    rejection: EarlyRejection | None,
+    recovery: MemoryRecovery | None,
+    steps: StepCounts,
+    *,
+    num_unfinished: int,
+    clock: Callable[[], float],
+) -> EngineStats:
+    """A snapshot, from any thread: what is read may be a step old."""
+    kv, nodes = scheduler.kv, recovery.nodes if recovery else None
+    prefixes, disk = kv.prefixes.stats, kv.prefixes.store_stats()
+    coverage_p50, coverage_p90 = scheduler.policy.coverage()
+    page_steps = max(1, scheduler.num_steps * kv.num_pages)  # of none while nodes are lost
+    return EngineStats(
+        num_unfinished=num_unfinished,
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting),
+        num_steps=steps.num_steps,
+        num_prefill_rows=steps.num_prefill_rows,
+        num_decode_rows=steps.num_decode_rows,
+        num_finished=scheduler.num_finished,
+        num_preemptions=scheduler.num_preemptions,
+        num_given_way=scheduler.num_given_way,
+        num_refused=rejection.num_refused if rejection else 0,
+        predicted_ttft_s=rejection.predicted_s if rejection else None,
+        preemptions_per_1000=1000 * scheduler.num_preemptions / max(1, scheduler.num_finished),
+        memory_utilisation=scheduler.num_page_steps / page_steps,
+        predicted_peak_pages=scheduler.policy.predicted_peak_pages,
+        coverage_p50=coverage_p50,
+        coverage_p90=coverage_p90,
+        step_time_error=scheduler.chunks.model.median_error(),
+        chunk_limit_rows=scheduler.chunks.limit,
+        pages_in_use=kv.num_in_use,
+        pages_mapped=kv.num_mapped,
+        pages_total=kv.num_pages,
+        pages_cached=kv.num_cached,
+        prefix_asked_tokens=prefixes.num_asked_tokens,
+        prefix_hit_tokens=prefixes.num_hit_tokens,
+        prefix_evicted_pages=prefixes.num_evicted,
+        disk_stored_pages=prefixes.num_stored,
+        disk_loaded_pages=prefixes.num_loaded,
+        disk_lost_pages=prefixes.num_lost,
+        disk_failed_pages=prefixes.num_failed,
+        disk_declined_fetches=prefixes.num_declined,
+        disk_pages=disk.entries,
+        disk_bytes=disk.bytes_used,
+        disk_corrupt_pages=disk.corrupt,
+        disk_read_errors=disk.read_errors,
+        disk_write_errors=disk.write_errors,
+        disk_refused_requests=disk.refused,
+        disk_is_paused=disk.is_paused,
+        kv_bytes_per_token=kv.token_bytes,
+        kv_page_bytes=kv.page_bytes,
+        memory_nodes=nodes.num_nodes if nodes else 0,
+        memory_nodes_missing=len(nodes.missing) if nodes else 0,
+        memory_nodes_lost=nodes.num_lost if nodes else 0,
+        recomputed_sequences=recovery.num_recomputed if recovery else 0,
+        last_step_age_s=steps.last_age_s(clock),
+    )

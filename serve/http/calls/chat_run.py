@@ -1,0 +1,245 @@
+"""One conversation to answer, whichever API it came by, and the answer in parts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from serve.errors import RequestError
+from serve.http.calls.call_engine import CallEngine
+from serve.http.calls.generation import Generation
+from serve.http.calls.renamed import parameters_named
+from serve.request import FinishReason, SamplingParams, TokenDelta
+from serve.structured_output import StructuredOutput
+from serve.text.chat_parser import (
+    AnswerParser,
+    Part,
+    Reasoning,
+    Text,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from serve.text.chat_parser.calls import ToolCallParser
+from serve.text.chat_parser.grammar import calls_or_content, content_behind_reasoning, forced_calls
+from serve.text.chat_parser.reasoning import ReasoningParser
+
+_TAIL_TOKENS = 16  # of a prompt, to see whether it ends inside the reasoning
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """messages: as the template takes them (role, content, tool_calls, tool_call_id, name,
+    reasoning_content). tools: OpenAI's function tools. tool_choice: "none", "auto", "required" or
+    ("function", name). template_kwargs: scalars for the template by name. include_reasoning:
+    False drops it from the answer. client: as Engine.submit's."""
+
+    messages: list[dict[str, Any]]
+    params: SamplingParams
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    tool_choice: str | tuple[str, str] = "auto"
+    parallel_tool_calls: bool = True
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    include_reasoning: bool = True
+    client: str | None = None
+
+
+class ChatStep(NamedTuple):
+    """What one choice gained: the engine's delta, and its text as parts. With the last step of a
+    choice comes finish_reason: "stop", "length" or "tool_calls"."""
+
+    choice: int
+    delta: TokenDelta
+    parts: list[Part]
+    finish_reason: str | None
+
+
+class ChatRun:
+    """The engine's work on one ChatRequest. Use it in a `with` block: leaving it aborts whatever
+    still runs. reasoning_tokens: of all choices up to now."""
+
+    def __init__(self, engine: CallEngine, asked: ChatRequest, request_id: str) -> None:
+        """Submits it. OverloadedError, EngineStoppedError; RequestError for tools or a template
+        that the model cannot do."""
+        self._engine = engine
+        self._asked = asked
+        self._format = engine.chat_format
+        self._uses_tools = bool(asked.tools) and asked.tool_choice != "none"
+        if self._uses_tools and self._format.tools is None:
+            raise RequestError(
+                "the server is set not to read calls of tools",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        structured = asked.params.structured
+        # A client's own grammar says all that comes; reasoning has no place in it.
+        self._reasons = self._format.reasoning is not None and (
+            structured is None or structured.kind != "grammar"
+        )
+        self._drops_parts = not (asked.include_reasoning and asked.parallel_tool_calls)
+        self._stream = engine.submit_chat(
+            asked.messages,
+            self._params(),
+            request_id=request_id,
+            client=asked.client,
+            tools=asked.tools if self._uses_tools else None,
+            template_kwargs=asked.template_kwargs,
+            add_generation_prompt=asked.add_generation_prompt,
+            continue_final_message=asked.continue_final_message,
+        )
+        self.generation = Generation([self._stream], asked.params.n)
+        self._parsers: list[AnswerParser] = []
+        self.reasoning_tokens = 0
+
+    def __enter__(self) -> Self:
+        self.generation.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.generation.__exit__(kind, error, traceback)
+
+    async def accepted(self) -> None:
+        """Until the prompt is rendered, tokenized and checked; raises what was wrong with it."""
+        made_of_tools = self._asked.params.structured is None
+        with parameters_named({"structured": "tools"} if made_of_tools else {}):
+            await self.generation.accepted()
+        if self._uses_tools or self._reasons:
+            is_open = await self._is_reasoning_open()
+            self._parsers = [self._parser(is_open) for _ in range(self._asked.params.n)]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.generation.prompt_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.generation.cached_tokens
+
+    async def steps(self) -> AsyncGenerator[ChatStep, None]:
+        """In order of arrival. Raises for sequences that did not end well."""
+        parsers = self._parsers
+        async with aclosing(self.generation.deltas()) as deltas:
+            async for choice, delta in deltas:
+                if parsers:
+                    yield self._parsed(choice, delta, parsers[choice])
+                    continue
+                parts: list[Part] = [Text(delta.text)] if delta.text else []
+                reason = delta.finish_reason
+                yield ChatStep(choice, delta, parts, None if reason is None else reason.value)
+
+    def _params(self) -> SamplingParams:
+        """Markers that are special tokens must come as text, to be read; what the answer must
+        look like is the sampler's matter."""
+        style, params = self._format, self._asked.params
+        is_counted = params.max_tokens == 0  # nothing comes that could look like anything
+        structured = None if is_counted else self._structured()
+        if structured is not params.structured:
+            params = replace(params, structured=structured)
+        markers = style.reasoning.markers if self._reasons and style.reasoning else ()
+        if self._uses_tools and style.tools is not None:
+            markers += style.tools.markers
+        shown = tuple(marker for marker in markers if marker in style.special_ids)
+        return replace(params, shown_special_tokens=shown) if shown else params
+
+    def _structured(self) -> StructuredOutput | None:
+        """A call that must come leaves no room for what else the answer should look like."""
+        asked, style = self._asked, self._format
+        content, tools, choice = asked.params.structured, asked.tools, asked.tool_choice
+        is_open = self._will_be_open()
+        if not self._uses_tools:
+            if content is None or not self._reasons:
+                return content
+            return content_behind_reasoning(style, content, is_open=is_open)
+        parallel = asked.parallel_tool_calls
+        if isinstance(choice, tuple):
+            tools = [tool for tool in tools if tool["function"]["name"] == choice[1]]
+            parallel = False
+        if choice != "auto":
+            return forced_calls(style, tools, parallel=parallel, is_open=is_open)
+        if content is None and not any(tool["function"].get("strict") for tool in tools):
+            return None
+        return calls_or_content(style, tools, content, parallel=parallel, is_open=is_open)
+
+    def _parser(self, is_open: bool) -> AnswerParser:
+        style = self._format
+        reasoning = calls = None
+        if self._reasons and style.reasoning is not None:
+            reasoning = ReasoningParser(style.reasoning, is_open=is_open)
+        if self._uses_tools and style.tools is not None:
+            names = frozenset(tool["function"]["name"] for tool in self._asked.tools)
+            calls = ToolCallParser(style.tools, names)
+        return AnswerParser(reasoning, calls)
+
+    def _will_be_open(self) -> bool:
+        """Whether the prompt is expected to end inside the reasoning."""
+        asked, style = self._asked, self._format
+        if asked.continue_final_message:
+            return self._is_continued_inside()
+        thinks = bool(asked.template_kwargs.get("enable_thinking", True))
+        return style.opens_reasoning and thinks and asked.add_generation_prompt
+
+    def _is_continued_inside(self) -> bool:
+        style = self._format.reasoning
+        said = str(self._asked.messages[-1].get("content"))
+        return style is not None and said.rfind(style.begin) > said.rfind(style.end)
+
+    async def _is_reasoning_open(self) -> bool:
+        """Whether the prompt ends behind the marker that begins the reasoning."""
+        style = self._format.reasoning
+        if style is None or not self._reasons:
+            return False
+        if self._asked.continue_final_message:
+            return self._is_continued_inside()
+        request = await self._stream.accepted()
+        tail = list(request.prompt_token_ids[-_TAIL_TOKENS:])
+        text = self._engine.tokenizer.decode(tail, skip_special_tokens=False)
+        return text.rstrip().endswith(style.begin)
+
+    def _parsed(self, choice: int, delta: TokenDelta, parser: AnswerParser) -> ChatStep:
+        had_reasoned = parser.has_reasoned
+        parts = parser.push(delta.text)
+        reason = delta.finish_reason
+        if self._reasons and not had_reasoned:
+            self.reasoning_tokens += self._num_reasoning(delta, parser, parts)
+        if reason is not None:
+            parts += parser.finish()
+        if self._drops_parts:
+            parts = [part for part in parts if self._is_wanted(part)]
+        if reason is None:
+            return ChatStep(choice, delta, parts, None)
+        is_call = parser.num_calls > 0 and reason is FinishReason.STOP
+        return ChatStep(choice, delta, parts, "tool_calls" if is_call else reason.value)
+
+    def _is_wanted(self, part: Part) -> bool:
+        match part:
+            case Reasoning():
+                return self._asked.include_reasoning
+            case ToolCallStart(number) | ToolCallArguments(number):
+                return number == 0 or self._asked.parallel_tool_calls
+        return True
+
+    def _num_reasoning(self, delta: TokenDelta, parser: AnswerParser, parts: list[Part]) -> int:
+        """Tokens of the delta that are reasoning, its markers included; it was not over before."""
+        ids = delta.token_ids
+        if parser.is_reasoning:
+            return len(ids)
+        if not parser.has_reasoned:
+            return 0
+        style, text = self._format, delta.text
+        assert style.reasoning is not None
+        if style.reasoning_end_id is not None and style.reasoning_end_id in ids:
+            return ids.index(style.reasoning_end_id) + 1
+        # several tokens end it, somewhere in the delta
+        before, end, _ = text.partition(style.reasoning.end)
+        thought = sum(len(part.text) for part in parts if isinstance(part, Reasoning))
+        size = len(before + end) if end else thought or len(text)
+        return round(len(ids) * size / len(text))

@@ -1,0 +1,172 @@
+"""What every endpoint shares: the engine, the server's state, one call's identity, the routes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from aiohttp import web
+
+from serve import __version__
+from serve.http.calls.call_engine import CallEngine
+from serve.http.edge.body import Bodies, read_call
+from serve.http.edge.errors import (
+    MAX_QUOTED,
+    ApiError,
+    draining,
+    engine_failed,
+    error_response,
+    not_ready,
+    quoted,
+)
+from serve.http.edge.keys import ApiKey
+from serve.http.edge.meter import HttpMeter
+from serve.http.edge.settings import HttpSettings
+from serve.http.schema.describe import Operation
+from serve.http.schema.fields import MAX_LISTED, Unknown
+
+if TYPE_CHECKING:
+    from serve.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+MAX_LOGGED_NAMES = 256
+
+
+class Understood(Protocol):
+    """What a body asks for."""
+
+    @property
+    def model(self) -> str | None:
+        """Named in it; None: the served one."""
+
+
+T = TypeVar("T", bound=Understood)
+
+
+class ServerState(Enum):
+    """What the server can answer: everything only when READY."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+@dataclass(slots=True)
+class Call:
+    """One HTTP request on its way.
+
+    engine: whatever is submitted goes through it, since it keeps what the key allows. argument:
+    what stands for `{...}` in the route's path. key: None where none is asked for. headers: of
+    the answer, beside the common ones. arrived_s: when its head was there, on the monotonic clock.
+    error_code: of the error it was answered with.
+    """
+
+    request: web.BaseRequest
+    request_id: str
+    engine: CallEngine
+    argument: str = ""
+    key: ApiKey | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    arrived_s: float = field(default_factory=time.monotonic)
+    route: Route | None = None
+    response: web.StreamResponse | None = None
+    error_code: str | None = None
+
+
+Handler = Callable[[Call], Awaitable[web.StreamResponse]]
+ErrorShape = Callable[[ApiError, str], web.Response]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """path: as it is on the wire; one `{...}` in it stands for anything that is not empty.
+
+    handlers: by method. is_public: answered without a key. is_endless: its answer ends when its
+    reader leaves. error_shape: (error, request id) ->
+    the answer, in the words of the API that the route belongs to. describe: by method, for
+    /openapi.json.
+    """
+
+    path: str
+    handlers: Mapping[str, Handler]
+    is_public: bool = False
+    is_endless: bool = False
+    error_shape: ErrorShape = error_response
+    describe: Mapping[str, Operation] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class ApiContext:
+    """calls: all that have a place. bodies: what is being read. logged_names: unknown parameters
+    that the log has."""
+
+    engine: Engine
+    settings: HttpSettings
+    state: ServerState = ServerState.LOADING
+    created: int = field(default_factory=lambda: int(time.time()))
+    meter: HttpMeter = field(default_factory=HttpMeter)
+    calls: set[CallEngine] = field(default_factory=set)
+    bodies: Bodies = field(default_factory=Bodies)
+    logged_names: set[str] = field(default_factory=set)
+    _fingerprint: str = ""
+
+    @property
+    def fingerprint(self) -> str:
+        """Says when answers to the same seed may differ: model, version and precision."""
+        if not self._fingerprint:
+            config = self.engine.config
+            parts = (self.engine.model_name, __version__, config.dtype, config.kv_dtype)
+            self._fingerprint = "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+        return self._fingerprint
+
+    async def read(self, call: Call, understand: Callable[[dict[str, Any], Unknown], T]) -> T:
+        """What `understand` makes of the call's JSON object; ApiError or RequestError otherwise,
+        and where it cannot be answered now, or by this model. Names that it does not know are
+        refused, or told in a header of the answer."""
+        self.check_ready()
+        unknown = Unknown(refuse=self.settings.unknown_fields == "refuse")
+        value = await read_call(
+            call.request, self.settings, self.bodies, lambda body: understand(body, unknown)
+        )
+        if unknown.names:
+            # the header must be ASCII, and short whatever the names are
+            names = [json.dumps(name[:MAX_QUOTED]) for name in unknown.names[:MAX_LISTED]]
+            call.headers["x-mergestep-warning"] = f"unknown parameters: {', '.join(names)}"
+            self._log_unknown(unknown.names)
+        if value.model is not None:
+            self.check_model(value.model)
+        self.check_ready()  # still: a body may take its time
+        return value
+
+    def _log_unknown(self, names: list[str]) -> None:
+        """Each name once, and not without end."""
+        for name in names:
+            if name not in self.logged_names and len(self.logged_names) < MAX_LOGGED_NAMES:
+                self.logged_names.add(name)
+                logger.warning("a request has the unknown parameter %s", quoted(name))
+
+    def check_ready(self) -> None:
+        """ApiError 503 unless requests can be answered."""
+        if self.state is ServerState.LOADING:
+            raise not_ready()
+        if self.state is ServerState.DRAINING:
+            raise draining()
+        if not self.engine.is_ready:
+            raise engine_failed()
+
+    def check_model(self, name: str) -> None:
+        """ApiError 404 for any other name than the served one."""
+        if name != self.engine.model_name:
+            raise ApiError(
+                404,
+                f"the model {quoted(name)} does not exist",
+                param="model",
+                code="model_not_found",
+            )

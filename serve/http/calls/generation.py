@@ -1,0 +1,148 @@
+"""One API call to one or more engine requests, and their deltas to an answer or a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from serve.engine.node_recovery import NO_MEMORY
+from serve.errors import GenerationError, MemoryLostError, RequestError
+from serve.http.edge import limits
+from serve.http.edge.errors import draining
+from serve.request import FinishReason, Request, TokenDelta
+from serve.structured.token_mask import REQUEST_FAULTS
+
+if TYPE_CHECKING:
+    from serve.engine.engine import RequestStream
+
+CHOICES_IN_FLIGHT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerKind:
+    """What differs between chat and plain completions."""
+
+    id_prefix: str
+    object_name: str
+
+
+CHAT = AnswerKind("chatcmpl-", "chat.completion")
+COMPLETION = AnswerKind("cmpl-", "text_completion")
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """The part of an answer known before any token."""
+
+    kind: AnswerKind
+    answer_id: str
+    created: int
+    model: str
+    fingerprint: str
+
+
+class Generation:
+    """The engine requests of one API call. Choice `p * n + i` is sequence i of prompt p.
+
+    Use it in a `with` block: leaving it aborts whatever still runs.
+    """
+
+    def __init__(self, streams: Sequence[RequestStream], n: int) -> None:
+        self._streams = streams
+        self._n = n
+        self.requests: list[Request] = []
+        self.prompt_tokens = 0
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in self._streams:
+            stream.abort()
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompts, taken from the prefix cache. Known with the first tokens."""
+        return sum(stream.metrics.num_cached_tokens for stream in self._streams)
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._streams) * self._n
+
+    async def accepted(self) -> None:
+        """Waits until every prompt is tokenized and checked; raises what was wrong with one."""
+        for stream in self._streams:
+            request = await stream.accepted()
+            self.requests.append(request)
+            self.prompt_tokens += len(request.prompt_token_ids)
+
+    def check_logprobs(self, param: str) -> None:
+        """RequestError: the answer may have more log-probabilities than anyone can want. Only
+        what the requests were accepted with says how many tokens may come."""
+        size = sum(
+            (request.params.max_tokens or 0) * request.params.n * (1 + request.params.logprobs)
+            for request in self.requests
+            if request.params.logprobs is not None
+        )
+        if size > limits.LOGPROBS:
+            raise RequestError(
+                f"the answer may have {size} log-probabilities; at most {limits.LOGPROBS} can be "
+                "asked for at once: ask for fewer tokens, or for a stream",
+                param=param,
+            )
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, TokenDelta], None]:
+        """(choice, delta) in order of arrival. Raises for sequences that did not end well."""
+        if len(self._streams) == 1:
+            async for delta in self._streams[0]:
+                yield delta.index, checked(delta)
+            return
+        queue: asyncio.Queue[tuple[int, TokenDelta] | Exception | None] = asyncio.Queue(
+            CHOICES_IN_FLIGHT * len(self._streams)
+        )
+        pumps = [
+            asyncio.create_task(_pump(stream, position * self._n, queue))
+            for position, stream in enumerate(self._streams)
+        ]
+        running = len(pumps)
+        try:
+            while running:
+                item = await queue.get()
+                if item is None:
+                    running -= 1
+                elif isinstance(item, Exception):
+                    raise item
+                else:
+                    yield item[0], checked(item[1])
+        finally:
+            for pump in pumps:
+                pump.cancel()
+
+
+async def _pump(
+    stream: RequestStream,
+    first_choice: int,
+    queue: asyncio.Queue[tuple[int, TokenDelta] | Exception | None],
+) -> None:
+    try:
+        async for delta in stream:
+            await queue.put((first_choice + delta.index, delta))
+    except Exception as exc:  # raised again by the consumer
+        await queue.put(exc)
+    else:
+        await queue.put(None)
+
+
+def checked(delta: TokenDelta) -> TokenDelta:
+    """Only the server aborts a sequence whose client still listens."""
+    if delta.finish_reason is FinishReason.ERROR:
+        if delta.error in NO_MEMORY:
+            raise MemoryLostError(delta.error)
+        if delta.error in REQUEST_FAULTS:
+            raise RequestError(delta.error, code="invalid_schema")
+        raise GenerationError(delta.error or "the engine failed")
+    if delta.finish_reason is FinishReason.ABORT:
+        raise draining()
+    return delta

@@ -1,0 +1,303 @@
+"""The tools of a chat request, and which of them the answer may or must call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from serve.errors import RequestError
+from serve.http.calls.messages import MAX_NAME_CHARS
+from serve.http.edge.errors import quoted
+from serve.http.schema.fields import (
+    Boolean,
+    FieldType,
+    JsonObject,
+    List,
+    OneOfNames,
+    Parsed,
+    Record,
+    Schema,
+    String,
+    Unknown,
+    Unsupported,
+    wrong_type,
+)
+
+MAX_TOOLS = 128
+MAX_SCHEMA_BYTES = 64 << 10
+MAX_SCHEMA_DEPTH = 32
+MAX_DESCRIPTION_CHARS = 64 << 10
+MAX_PATTERN_CHARS = 4096
+MAX_TOOLS_BYTES = 512 << 10
+_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+_NAME = String(MAX_NAME_CHARS, min_chars=1, pattern="[A-Za-z0-9_-]+")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SCHEMAS = ("additionalProperties", "not", "if", "then", "else", "contains")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_PATTERN_PART = re.compile(
+    r"\\.|\[\^?\]?(?:\\.|[^\\\]])*\]"  # an escape, a class
+    r"|\((?:\?(?:[:=!>|]|#[^)]*)|\?<[=!]|\?P?<\w+>|\?[a-zA-Z-]+:?)?"  # the head of a group
+    r"|.",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolOptions:
+    """tools: those that the answer may call, in OpenAI's shape. choice: as ChatRequest's."""
+
+    tools: list[dict[str, Any]]
+    choice: str | tuple[str, str]
+    parallel: bool
+
+
+def parse_parameters(value: Any, where: str, unknown: Unknown) -> dict[str, Any]:
+    """A JSON schema of an object. RequestError invalid_schema."""
+    schema = _JSON.check(value, where, unknown)
+    _check_schema(schema, where)
+    if schema.get("type", "object") != "object":
+        raise _bad(f"{where} must describe an object", where)
+    return schema
+
+
+def _check_schema(schema: dict[str, Any], where: str) -> None:
+    """What is wrong in any dialect of JSON Schema; the rest is for who compiles it."""
+    left: list[tuple[Any, int]] = [(schema, 1)]
+    while left:
+        node, depth = left.pop()
+        if isinstance(node, bool):
+            continue
+        if not isinstance(node, dict):
+            raise _bad(f"{where} has a schema that is no object", where)
+        if depth > MAX_SCHEMA_DEPTH:
+            raise _bad(f"{where} nests deeper than {MAX_SCHEMA_DEPTH} schemas", where)
+        for name, value in node.items():
+            inner = _KEYWORDS.get(name)
+            if inner is not None:
+                try:
+                    left += [(item, depth + 1) for item in inner(value)]
+                except ValueError as error:
+                    raise _bad(f"{where} has {error} in {name}", where) from None
+
+
+# Of a keyword's value: the schemas in it. ValueError: what is wrong with it.
+
+
+def _named(value: Any) -> Iterable[Any]:
+    if not isinstance(value, dict):
+        raise ValueError("no object")
+    return value.values()
+
+
+def _listed(value: Any) -> Iterable[Any]:
+    if not isinstance(value, list) or not value:
+        raise ValueError("no list of schemas")
+    return value
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, list) else (value,)
+
+
+def _one(value: Any) -> Iterable[Any]:
+    return (value,)
+
+
+def _type(value: Any) -> Iterable[Any]:
+    for kind in value if isinstance(value, list) else [value]:
+        if kind not in _TYPES:
+            raise ValueError(f"{quoted(kind)}, which is no type,")
+    return ()
+
+
+def _names(value: Any) -> Iterable[Any]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ValueError("no list of names")
+    return ()
+
+
+def _values(value: Any) -> Iterable[Any]:
+    if not isinstance(value, list):
+        raise ValueError("no list")
+    return ()
+
+
+def _reference(value: Any) -> Iterable[Any]:
+    if not isinstance(value, str) or not value.startswith("#"):
+        raise ValueError("what leads out of the schema")
+    return ()
+
+
+def _number(value: Any) -> Iterable[Any]:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("no number")
+    return ()
+
+
+def _count(value: Any) -> Iterable[Any]:
+    _number(value)
+    if value < 0:
+        raise ValueError("a number below 0")
+    return ()
+
+
+def _pattern(value: Any) -> Iterable[Any]:
+    if not isinstance(value, str) or len(value) > MAX_PATTERN_CHARS:
+        raise ValueError(f"no text of at most {MAX_PATTERN_CHARS} characters")
+    if _is_malformed(value):
+        raise ValueError("a malformed expression")
+    return ()
+
+
+_KEYWORDS: dict[str, Callable[[Any], Iterable[Any]]] = {
+    **dict.fromkeys(_MAPS, _named),
+    **dict.fromkeys(_LISTS, _listed),
+    **dict.fromkeys(_SCHEMAS, _one),
+    **dict.fromkeys(_COUNTS, _count),
+    **dict.fromkeys(_BOUNDS, _number),
+    "items": _items,
+    "type": _type,
+    "required": _names,
+    "enum": _values,
+    "$ref": _reference,
+    "pattern": _pattern,
+}
+
+
+def _is_malformed(pattern: str) -> bool:
+    """Malformed in every dialect. It is not compiled here: that can take seconds."""
+    depth = 0
+    can_repeat = False
+    for match in _PATTERN_PART.finditer(pattern):
+        part = match[0]
+        if part in ("[", "\\"):  # a class without an end, or nothing behind it
+            return True
+        if part == ")":
+            depth -= 1
+        if depth < 0 or (part in "*+?" and not can_repeat):
+            return True
+        if part.startswith("("):
+            depth += 1
+        can_repeat = not part.startswith("(") and part != "|"
+    return depth > 0
+
+
+def _bad(message: str, where: str) -> RequestError:
+    return RequestError(message, param=where, code="invalid_schema")
+
+
+_JSON = JsonObject(MAX_SCHEMA_BYTES)
+PARAMETERS = Parsed(
+    parse_parameters,
+    {
+        "type": "object",
+        "properties": {"type": {"const": "object"}},
+        "additionalProperties": False,
+    },
+)
+_TOOL = Record(
+    {
+        "type": OneOfNames(("function",)),
+        "function": Record(
+            {
+                "name": _NAME,
+                "description": String(MAX_DESCRIPTION_CHARS, is_text=True),
+                "parameters": PARAMETERS,
+                "strict": Boolean(),
+            },
+            required=("name",),
+        ),
+    },
+    required=("type", "function"),
+)
+
+
+def _tools(value: Any, where: str, unknown: Unknown) -> list[dict[str, Any]]:
+    tools: list[dict[str, Any]] = List(_TOOL, MAX_TOOLS).check(value, where, unknown)
+    names: set[str] = set()
+    size = 0
+    for index, tool in enumerate(tools):
+        name = tool["function"]["name"]
+        if name in names:
+            raise RequestError(
+                f"{where} has two functions with the name {quoted(name)}",
+                param=f"{where}[{index}].function.name",
+            )
+        names.add(name)
+        size += len(orjson.dumps(tool))
+    if size > MAX_TOOLS_BYTES:
+        raise RequestError(f"{where} is larger than {MAX_TOOLS_BYTES} bytes of JSON", param=where)
+    return tools
+
+
+_NAMED = Record({"name": _NAME}, required=("name",))
+_FUNCTION = Record(
+    {"type": OneOfNames(("function",)), "function": _NAMED}, required=("type", "function")
+)
+_ALLOWED = Record(
+    {
+        "type": OneOfNames(("allowed_tools",)),
+        "allowed_tools": Record(
+            {"mode": OneOfNames(("auto", "required")), "tools": List(_FUNCTION, MAX_TOOLS, 1)},
+            required=("mode", "tools"),
+        ),
+    },
+    required=("type", "allowed_tools"),
+)
+_MODES = OneOfNames(("none", "auto", "required"))
+
+
+def _choice(value: Any, where: str, unknown: Unknown) -> Any:
+    if isinstance(value, str):
+        return _MODES.check(value, where, unknown)
+    if not isinstance(value, dict):
+        raise wrong_type(where, "a string or an object")
+    record = _ALLOWED if value.get("type") == "allowed_tools" else _FUNCTION
+    return record.check(value, where, unknown)
+
+
+_CHOICE_SCHEMA: Schema = {"anyOf": [_MODES.schema(), _FUNCTION.schema(), _ALLOWED.schema()]}
+TOOL_FIELDS: dict[str, FieldType] = {
+    "tools": Parsed(_tools, List(_TOOL, MAX_TOOLS).schema()),
+    "tool_choice": Parsed(_choice, _CHOICE_SCHEMA),
+    "parallel_tool_calls": Boolean(),
+    "functions": Unsupported(([],)),
+    "function_call": Unsupported(("none", "auto")),
+}
+
+
+def tool_options(values: Mapping[str, Any]) -> ToolOptions:
+    """values: checked fields. RequestError for a choice that the tools do not allow."""
+    tools: list[dict[str, Any]] = values.get("tools", [])
+    choice: Any = values.get("tool_choice", "auto")
+    parallel: bool = values.get("parallel_tool_calls", True)
+    if isinstance(choice, str):
+        if choice == "required" and not tools:
+            raise RequestError(
+                "tool_choice is required, but there are no tools", param="tool_choice"
+            )
+        return ToolOptions(tools, choice, parallel)
+    if "function" in choice:
+        name = choice["function"]["name"]
+        _check_known([name], tools)
+        return ToolOptions(tools, ("function", name), parallel)
+    allowed = choice["allowed_tools"]
+    names = [item["function"]["name"] for item in allowed["tools"]]
+    _check_known(names, tools)
+    offered = [tool for tool in tools if tool["function"]["name"] in names]
+    return ToolOptions(offered, allowed["mode"], parallel)
+
+
+def _check_known(names: list[str], tools: list[dict[str, Any]]) -> None:
+    known = {tool["function"]["name"] for tool in tools}
+    for name in names:
+        if name not in known:
+            raise RequestError(
+                f"tool_choice names {quoted(name)}, which is not in tools", param="tool_choice"
+            )

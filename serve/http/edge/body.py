@@ -1,0 +1,181 @@
+"""A request's head and body before anything is believed: framing, type, size, deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from aiohttp import hdrs, web
+from aiohttp.http_writer import HttpVersion10
+
+from serve.http.edge import limits
+from serve.http.edge.access import API_KEY_HEADER
+from serve.http.edge.connection import Connection
+from serve.http.edge.errors import TIMEOUT_ERROR, ApiError, overloaded
+from serve.http.edge.json_body import parse_object
+from serve.http.edge.settings import HttpSettings
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+T = TypeVar("T")
+_SINGLE = (
+    hdrs.CONTENT_TYPE,
+    hdrs.AUTHORIZATION,
+    hdrs.HOST,
+    hdrs.CONTENT_ENCODING,
+    API_KEY_HEADER,
+)
+
+
+def check_framing(request: web.BaseRequest) -> None:
+    """What the parser lets through and this server does not. Every refusal closes."""
+    if request.version < HttpVersion10 or request.version.major != 1:
+        raise _bad_framing("only HTTP/1.0 and HTTP/1.1 are spoken here")
+    if not request.raw_path.startswith("/"):
+        raise _bad_framing("the request target must be a path")
+    headers = request.headers
+    encoding = headers.get(hdrs.TRANSFER_ENCODING)
+    if encoding is not None and encoding.strip().lower() != "chunked":
+        raise _bad_framing("the only transfer encoding is chunked")
+    for name in _SINGLE:
+        if name in headers and len(headers.getall(name)) > 1:
+            raise _bad_framing(f"the header {name} appears more than once")
+
+
+class Bodies:
+    """Bytes of the bodies that are being read and understood, of all requests together; and the
+    thread that looks at large ones. One: several would only take the interpreter from each other
+    and from the event loop."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._thread = ThreadPoolExecutor(1, "mergestep-parse")
+
+    async def beside_the_loop(self, job: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, job)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+async def read_call(
+    request: web.BaseRequest,
+    settings: HttpSettings,
+    bodies: Bodies,
+    understand: Callable[[dict[str, Any]], T],
+) -> T:
+    """What `understand` makes of the JSON object of a request body; ApiError for anything else.
+    A large body is looked at in a thread, so that nobody waits for it."""
+    _check_content(request, settings.max_body_bytes)
+    await _answer_expect(request)
+    reading = _Reading(request, settings, bodies)
+    try:
+        body = await reading.whole()
+        if len(body) <= settings.parse_inline_bytes:
+            return understand(parse_object(body))
+        return await bodies.beside_the_loop(lambda: understand(parse_object(body)))
+    finally:
+        bodies.num_bytes -= reading.size
+
+
+def _bad_framing(message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_request", closes=True)
+
+
+def _check_content(request: web.BaseRequest, max_bytes: int) -> None:
+    length = request.content_length
+    if length is not None and length > max_bytes:
+        raise _too_large(max_bytes)
+    if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() != "identity":
+        raise _unsupported("a content encoding is not supported")
+    kind = request.content_type if hdrs.CONTENT_TYPE in request.headers else ""
+    if kind != "application/json":
+        raise _unsupported("Content-Type must be application/json")
+    if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
+        raise _unsupported("the charset must be utf-8")
+
+
+async def _answer_expect(request: web.BaseRequest) -> None:
+    expect = request.headers.get(hdrs.EXPECT)
+    if expect is None:
+        return
+    if expect.lower() != "100-continue":
+        raise ApiError(
+            417, "the only expectation met is 100-continue", code="expectation_failed", closes=True
+        )
+    await request.writer.write(CONTINUE)
+    request.writer.output_size = 0  # the answer proper has not begun
+
+
+class _Reading:
+    """One body on its way. It must keep a minimum rate, and be whole by a deadline."""
+
+    def __init__(self, request: web.BaseRequest, settings: HttpSettings, bodies: Bodies) -> None:
+        self._request = request
+        self._settings = settings
+        self._bodies = bodies
+        self.size = 0
+
+    async def whole(self) -> bytes:
+        pieces: list[bytes] = []
+        began_s = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout_at(self._due_s(began_s)) as deadline:
+                while piece := await self._request.content.readany():
+                    self._take(len(piece))
+                    deadline.reschedule(self._due_s(began_s))
+                    pieces.append(piece)
+                self._check_padding()
+        except TimeoutError:
+            raise ApiError(
+                408,
+                "the request body did not arrive in time, or not fast enough",
+                kind=TIMEOUT_ERROR,
+                code="request_timeout",
+                closes=True,
+            ) from None
+        except web.PayloadAccessError:
+            raise
+        except web.RequestPayloadError:
+            raise _bad_framing("the request body is malformed") from None
+        return b"".join(pieces)
+
+    def _check_padding(self) -> None:
+        connection = self._request.protocol
+        if isinstance(connection, Connection):
+            error = connection.padding_error()
+            if error is not None:
+                raise error
+
+    def _due_s(self, began_s: float) -> float:
+        """When the next bytes must be there."""
+        settings = self._settings
+        due_s = began_s + settings.body_timeout_s
+        if settings.body_min_rate:
+            slowest_s = limits.BODY_GRACE_S + self.size / settings.body_min_rate
+            due_s = min(due_s, began_s + slowest_s)
+        return due_s
+
+    def _take(self, num_bytes: int) -> None:
+        self.size += num_bytes
+        self._bodies.num_bytes += num_bytes
+        if self.size > self._settings.max_body_bytes:
+            raise _too_large(self._settings.max_body_bytes)
+        if self._bodies.num_bytes > self._settings.max_bodies_bytes:
+            error = overloaded("the server is reading too many requests")
+            error.closes = True
+            raise error
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the request body is larger than {max_bytes} bytes",
+        code="request_too_large",
+        closes=True,
+    )
+
+
+def _unsupported(message: str) -> ApiError:
+    return ApiError(415, message, code="unsupported_media_type")

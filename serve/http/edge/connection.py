@@ -1,0 +1,318 @@
+"""One connection: how many there may be, and how long the head of a request may take.
+
+aiohttp parses and answers; here is what it leaves open. Whoever is one too many still gets an
+answer that says so, and health checks are answered even then, until SPARE more are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import resource
+import socket
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
+
+from serve.http.edge import limits
+from serve.http.edge.errors import (
+    TIMEOUT_ERROR,
+    ApiError,
+    error_response,
+    internal_error,
+    new_request_id,
+    overloaded,
+)
+from serve.http.edge.log_limit import LimitedLog
+from serve.http.edge.settings import HttpSettings
+
+logger = logging.getLogger(__name__)
+
+LINGER_S = 1.0
+REST_S = 0.2  # for what is still to be sent when the server stops
+SPARE = 16
+SPARE_S = 1.0  # for a health check to begin; the next one needs the place
+PIECE_BYTES = 16 << 10  # parsed at once
+CHUNK_OVERHEAD, SLOW_OVERHEAD = 8, 3
+CHUNK_PADDING_BYTES = 8 << 10
+PROBE_AFTER_S, PROBE_EVERY_S = 10, 5  # of silence
+FILES_FOR_OTHERS = 32  # beside connections: checkpoints, spilled K/V, worker processes
+_warnings = LimitedLog(logger)
+
+
+class ConnectionServer(web.Server):
+    """Makes and counts the connections. num_refused: those that were one too many. closing: those
+    that the end of the server has closed, and that have not yet sent what they hold."""
+
+    def __init__(self, handler: Any, settings: HttpSettings) -> None:
+        super().__init__(
+            handler,
+            handler_cancellation=True,
+            keepalive_timeout=settings.keepalive_s,
+            access_log=None,
+            auto_decompress=False,
+            lingering_time=LINGER_S,
+            max_line_size=limits.LINE_BYTES,
+            max_field_size=limits.LINE_BYTES,
+            max_headers=limits.HEADERS,
+        )
+        self.settings = settings
+        self.max_connections = min(settings.max_connections, _files_left())
+        self.num_refused = 0
+        self.closing: dict[web.RequestHandler, asyncio.Transport] = {}
+        self._addresses: Counter[str] = Counter()
+
+    def __call__(self) -> web.RequestHandler:
+        return Connection(self, loop=self._loop, **self._kwargs)
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
+
+    async def shutdown(self, timeout: float | None = None) -> None:
+        """As aiohttp's; then nothing is open any more, whether it has been read or not."""
+        self.closing = dict(self._connections)
+        await super().shutdown(timeout)
+        loop = asyncio.get_running_loop()
+        due_s = loop.time() + REST_S
+        while self.closing and loop.time() < due_s:
+            await asyncio.sleep(REST_S / 20)
+        for transport in self.closing.values():
+            transport.abort()
+        while self.closing and loop.time() < due_s + REST_S:
+            await asyncio.sleep(0)
+
+    def count(self, address: str | None) -> ApiError | None:
+        """A connection has come; what to tell it if it is one too many."""
+        num_connections = len(self._connections)
+        if num_connections > self.max_connections:
+            self.num_refused += 1
+            _warnings.warning("there are more than %d connections", self.max_connections)
+            return overloaded("the server has too many connections", code="too_many_connections")
+        if address is None:
+            return None
+        self._addresses[address] += 1
+        if self._addresses[address] <= self.settings.max_connections_per_address:
+            return None
+        self.num_refused += 1
+        return overloaded("this address has too many connections", code="too_many_connections")
+
+    def forget(self, address: str | None) -> None:
+        if address is not None:
+            self._addresses[address] -= 1
+            if self._addresses[address] <= 0:
+                del self._addresses[address]
+
+
+class Connection(web.RequestHandler):
+    """aiohttp's connection, with JSON errors and deadlines for the heads of requests.
+
+    refusal: what every request on it is told, except health checks; None: nothing.
+    """
+
+    __slots__ = (
+        "_address",
+        "_head_bytes",
+        "_head_timer",
+        "_is_counted",
+        "_num_heads",
+        "_num_received",
+        "_payload",
+        "_server",
+        "refusal",
+    )
+
+    def __init__(self, manager: ConnectionServer, **kwargs: Any) -> None:
+        super().__init__(manager, **kwargs)
+        self.refusal: ApiError | None = None
+        self._server = manager
+        self._address: str | None = None
+        self._is_counted = False
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._head_bytes = 0
+        self._num_heads = 0
+        self._payload: Any = None  # of the last request, if it comes in chunks
+        self._num_received = 0  # since the head of the last request
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        server = self._server
+        self._address = _foreign_address(transport.get_extra_info("peername"))
+        self.refusal = server.count(self._address)
+        self._is_counted = True
+        if self.refusal is not None:
+            self.refusal.closes = True
+            if server.num_connections > server.max_connections + SPARE:
+                self.force_close()
+                return
+        patience_s = server.settings.first_request_timeout_s
+        if self.refusal is not None:
+            patience_s = min(SPARE_S, patience_s)
+        loop = asyncio.get_running_loop()
+        self._head_timer = loop.call_later(patience_s, self._head_is_late)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._end_head()
+        self._server.closing.pop(self, None)
+        if self._is_counted:
+            self._is_counted = False
+            self._server.forget(self._address)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if len(data) <= PIECE_BYTES:
+            self._take(data)
+            return
+        for start in range(0, len(data), PIECE_BYTES):
+            self._take(data[start : start + PIECE_BYTES])
+
+    def _take(self, data: bytes) -> None:
+        payload = self._payload
+        if data and payload is not None and not payload.is_eof():
+            error = self.padding_error()
+            if error is not None:
+                payload.set_exception(error)
+                payload.feed_eof()
+                self.close()  # what still comes is not looked at
+                return
+        super().data_received(data)
+        if self._request_count != self._num_heads:
+            self._num_heads = self._request_count
+            self._end_head()
+            self._num_received = len(data) - data.find(b"\r\n\r\n") - 4
+            message, body = self._messages[-1] if self._messages else (None, None)
+            self._payload = body if getattr(message, "chunked", False) else None
+            return
+        self._num_received += len(data)
+        is_idle = self._waiter is not None or not self._request_count
+        if data and is_idle and not self._messages:
+            self._head_goes_on(len(data))
+
+    def padding_error(self) -> Exception | None:
+        """When the chunks of the last body have brought much beside it. Chunks of one byte each are
+        six times the body, and slow; long extensions, which the parser drops, are no body at all.
+        The parser may not have seen all that came, but then it has seen a body that is larger."""
+        if self._payload is None:
+            return None
+        beside = self._num_received - CHUNK_PADDING_BYTES
+        if beside > CHUNK_OVERHEAD * self._payload.total_bytes:
+            return web.RequestPayloadError("padding")
+        return TimeoutError() if beside > SLOW_OVERHEAD * self._payload.total_bytes else None
+
+    def _head_goes_on(self, num_bytes: int) -> None:
+        """Bytes of a head that is not complete."""
+        if not self._head_bytes:
+            loop = asyncio.get_running_loop()
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+            patience_s = self._server.settings.head_timeout_s
+            if self.refusal is not None:
+                patience_s = min(SPARE_S, patience_s)
+            self._head_timer = loop.call_later(patience_s, self._head_is_late)
+        self._head_bytes += num_bytes
+        if self._head_bytes > limits.HEAD_BYTES:
+            self._refuse_head(_head_too_large())
+
+    def _end_head(self) -> None:
+        self._head_bytes = 0
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        if not self._head_bytes:  # it never began: there is nothing to answer
+            self.force_close()
+            return
+        self._refuse_head(
+            ApiError(
+                408,
+                "the head of the request did not arrive in time",
+                kind=TIMEOUT_ERROR,
+                code="request_timeout",
+            )
+        )
+
+    def _refuse_head(self, error: ApiError) -> None:
+        """There is no request that could be answered in the usual way."""
+        self._end_head()
+        if self.transport is not None:
+            self.transport.write(_plain_answer(error))
+        self.force_close()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Called for bytes that are no HTTP request. The message quotes none of them."""
+        self._end_head()
+        if isinstance(exc, ConnectionError):
+            raise exc  # the client is gone: the caller closes, and nothing is to be said
+        if status >= 500:
+            logger.error("a connection failed", exc_info=exc)
+            error = internal_error()
+        elif isinstance(exc, LineTooLong) or "Too many headers" in str(exc):
+            error = _head_too_large()
+        else:
+            error = ApiError(status, "the request is not valid HTTP", code="invalid_request")
+        error.closes = True
+        return error_response(error, new_request_id())
+
+
+def notice_dead_peers(listening: socket.socket, patience_s: float) -> None:
+    """Whose link is cut says nothing, and what is sent to it waits in the kernel: the connection
+    ends when nothing is acknowledged for patience_s. All that are accepted inherit this."""
+    if listening.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):  # pragma: no cover, elsewhere than on Linux
+        return
+    for option, value in (
+        (socket.TCP_KEEPIDLE, PROBE_AFTER_S),
+        (socket.TCP_KEEPINTVL, PROBE_EVERY_S),
+        (socket.TCP_USER_TIMEOUT, min(int(patience_s * 1000), (1 << 31) - 1)),
+    ):
+        listening.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _head_too_large() -> ApiError:
+    return ApiError(431, "the request head is too large", code="headers_too_large")
+
+
+def _plain_answer(error: ApiError) -> bytes:
+    response = error_response(error, new_request_id())
+    body = error.body()
+    headers = {**response.headers, "Content-Length": str(len(body)), "Connection": "close"}
+    lines = [f"HTTP/1.1 {response.status} {response.reason}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+
+def _foreign_address(peer: Any) -> str | None:
+    """None for this machine's own: a proxy here speaks for many."""
+    if not isinstance(peer, tuple) or not peer:
+        return None
+    address = str(peer[0])
+    try:
+        is_own = ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return None
+    return None if is_own else address
+
+
+def _files_left() -> int:
+    """Connections that the process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return 1 << 30
+    try:
+        num_open = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    except OSError:
+        num_open = 64
+    return max(1, soft - num_open - FILES_FOR_OTHERS - SPARE)

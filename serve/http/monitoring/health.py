@@ -1,0 +1,48 @@
+"""/health, /ready and /metrics."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from serve.http.calls.context import ApiContext, Call, Route
+from serve.http.edge.errors import common_headers, engine_stuck, json_response, no_memory
+from serve.http.monitoring.metrics import CONTENT_TYPE, Exposition
+from serve.http.openai.answer_schemas import STATUS_ANSWER
+from serve.http.schema.describe import Operation
+
+LIVE = ("/health", "/health/live", "/ping")
+READY = ("/ready", "/health/ready")
+
+
+def routes(context: ApiContext) -> list[Route]:
+    exposition = Exposition(context)
+
+    async def health(call: Call) -> web.Response:
+        trouble = context.engine.trouble()
+        if trouble is not None:
+            raise engine_stuck(trouble)
+        return json_response({"status": "ok"}, call.request_id)
+
+    async def ready(call: Call) -> web.Response:
+        context.check_ready()
+        if not context.engine.has_memory:
+            raise no_memory("memory nodes are lost, and no other memory is there")
+        return json_response({"status": "ready"}, call.request_id)
+
+    async def figures(call: Call) -> web.Response:
+        context.check_ready()
+        return web.Response(
+            body=await exposition.read(),
+            headers={"Content-Type": CONTENT_TYPE, **common_headers(call.request_id)},
+        )
+
+    alive = Operation("Whether the process lives", STATUS_ANSWER)
+    serving = Operation("Whether requests are answered", STATUS_ANSWER)
+    counters = Operation("Counters for Prometheus", answer_type="text/plain")
+    found = [
+        *(Route(path, {"GET": health}, is_public=True, describe={"GET": alive}) for path in LIVE),
+        *(Route(path, {"GET": ready}, is_public=True, describe={"GET": serving}) for path in READY),
+    ]
+    if context.settings.metrics_port is None:  # else metrics_listener.py has it
+        found.append(Route("/metrics", {"GET": figures}, describe={"GET": counters}))
+    return found

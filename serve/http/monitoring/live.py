@@ -1,0 +1,198 @@
+"""What the engine does right now, a few times a second, for the page's live view.
+
+One snapshot serves everybody who watches; while nobody does, nothing is looked at and no step is
+traced. Snapshots tell sizes and numbers: no text, no request ids, no names of clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from aiohttp import web
+
+from serve.http.calls.context import ApiContext, ServerState
+from serve.http.edge.errors import SERVER_ERROR, ApiError
+from serve.http.edge.sse import EventStream
+
+if TYPE_CHECKING:
+    from serve.engine.engine import Engine
+    from serve.scheduler.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 0.25
+MAX_WATCHERS = 16
+MAX_BEHIND = 8  # snapshots that a watcher may lag before it is given up
+MAX_STEPS = 64  # of one snapshot: the last ones since the snapshot before
+MAX_SEQUENCES = 128
+
+
+class Snapshots:
+    """The engine's state, and what happened since the snapshot before. Open until `close`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._view = engine.loaded.core.view
+        self._trace = self._view.traces.watch(MAX_STEPS)
+        self._began_s = self._last_s = time.monotonic()
+        self._counts = self._read_counts()
+        self._numbers: dict[Sequence, int] = {}
+        self._num_seen = 0
+
+    def close(self) -> None:
+        self._view.traces.close(self._trace)
+
+    def take(self) -> dict[str, Any]:
+        """In well under a millisecond, whatever runs."""
+        now_s, stats = time.monotonic(), self._engine.stats()
+        elapsed_s = max(1e-3, now_s - self._last_s)
+        counts = self._read_counts()
+        changes = {name: counts[name] - self._counts[name] for name in counts}
+        self._last_s, self._counts = now_s, counts
+        pools = self._view.pools()
+        return {
+            "time_s": round(now_s - self._began_s, 3),
+            "running": stats.num_running,
+            "waiting": stats.num_waiting,
+            "unfinished": stats.num_unfinished,
+            "num_steps": changes.pop("steps"),
+            "steps": self._steps(),
+            "per_s": {
+                "generated": round(changes.pop("generated") / elapsed_s, 2),
+                "prefill": round(changes.pop("prefill") / elapsed_s, 2),
+            },
+            "busy": {pool: round(min(1.0, s / elapsed_s), 3) for pool, s in changes.items()},
+            "queued": {pool: waiting for pool, (waiting, _) in pools.items()},
+            "pages": {
+                "in_use": stats.pages_in_use,
+                "cached": stats.pages_cached,
+                "total": stats.pages_total,
+                "bytes": stats.kv_page_bytes,
+                "tokens": stats.kv_page_bytes // max(1, stats.kv_bytes_per_token),
+            },
+            "prefix": [stats.prefix_hit_tokens, stats.prefix_asked_tokens],
+            "preemptions": stats.num_preemptions,
+            "sequences": self._sequences(),
+        }
+
+    def _read_counts(self) -> dict[str, float]:
+        view = self._view
+        return {
+            "steps": view.steps.num_steps,
+            "generated": view.requests.num_generation_tokens,
+            "prefill": view.steps.num_prefill_rows,
+            **{pool: busy_s for pool, (_, busy_s) in view.pools().items()},
+        }
+
+    def _steps(self) -> list[tuple[float, int, int]]:
+        """(milliseconds, decode rows, prefill rows) of the last ones that are new."""
+        steps, found = self._trace.steps, []
+        while steps:  # the compute thread may add one meanwhile
+            step = steps.popleft()
+            work = step.work
+            took_ms = round(1e3 * (step.ended_s - step.began_s), 2)
+            found.append((took_ms, work.num_decodes, work.num_rows - work.num_decodes))
+        return found[-MAX_STEPS:]
+
+    def _sequences(self) -> list[tuple[int, int, int, int, int]]:
+        """(number, pages, tokens, of those the prompt's, computed tokens), the oldest first."""
+        running = self._view.sequences()
+        numbers = self._numbers
+        self._numbers = {}
+        for sequence in running:
+            if (number := numbers.get(sequence)) is None:
+                number = self._num_seen = self._num_seen + 1
+            self._numbers[sequence] = number
+        return [
+            (
+                self._numbers[sequence],
+                _num_pages(sequence),
+                sequence.num_tokens,
+                sequence.num_prompt_tokens,
+                sequence.num_computed_tokens,
+            )
+            for sequence in running[:MAX_SEQUENCES]
+        ]
+
+
+def _num_pages(sequence: Sequence) -> int:
+    target = sequence.kv_range  # the compute thread may take it away
+    return 0 if target is None else sum(len(p.pages) - p.num_passed for p in target.parts)
+
+
+class Watcher:
+    """One reader of the feed. None in its queue: the feed has ended."""
+
+    def __init__(self, transport: asyncio.Transport | None) -> None:
+        self.transport = transport
+        self.queue: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_BEHIND)
+
+
+class LiveFeed:
+    """Carries snapshots to those who watch."""
+
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+        self._watchers: set[Watcher] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    async def serve(self, request: web.BaseRequest, events: EventStream) -> web.StreamResponse:
+        """Until the client leaves or the server drains. ApiError 429: too many watch."""
+        if len(self._watchers) >= MAX_WATCHERS:
+            raise ApiError(
+                429,
+                f"{MAX_WATCHERS} readers watch already",
+                kind=SERVER_ERROR,
+                code="too_many_watchers",
+                headers={"Retry-After": "5"},
+            )
+        watcher = Watcher(request.transport)
+        self._join(watcher)
+        try:
+            await events.start()
+            while (data := await watcher.queue.get()) is not None:
+                await events.send(data)
+            return await events.finish()
+        finally:
+            self._leave(watcher)
+
+    def _join(self, watcher: Watcher) -> None:
+        self._watchers.add(watcher)
+        self._context.meter.num_watchers = len(self._watchers)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run())
+
+    def _leave(self, watcher: Watcher) -> None:
+        self._watchers.discard(watcher)
+        self._context.meter.num_watchers = len(self._watchers)
+        if not self._watchers and self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    async def _run(self) -> None:
+        snapshots = Snapshots(self._context.engine)
+        try:
+            while self._context.state is ServerState.READY and self._context.engine.is_ready:
+                data = b"data: " + orjson.dumps(snapshots.take()) + b"\n\n"
+                for watcher in list(self._watchers):
+                    self._give(watcher, data)
+                await asyncio.sleep(PERIOD_S)
+        except Exception:
+            logger.exception("the live view failed")
+        finally:
+            snapshots.close()
+        for watcher in list(self._watchers):  # if cancelled, there are none that are ours
+            self._give(watcher, None)
+
+    def _give(self, watcher: Watcher, data: bytes | None) -> None:
+        try:
+            watcher.queue.put_nowait(data)
+        except asyncio.QueueFull:
+            # close() would wait for the reader
+            if watcher.transport is not None:
+                watcher.transport.abort()
+            self._watchers.discard(watcher)

@@ -1,0 +1,279 @@
+"""Chat completions in OpenAI's shapes, whole and as chunks, from the steps of a ChatRun."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from serve.errors import RequestError
+from serve.http.calls.chat_run import ChatRun, ChatStep
+from serve.http.calls.generation import AnswerHead
+from serve.http.edge.errors import ApiError
+from serve.http.edge.large_json import CHARS_PER_VALUE, drained, json_list
+from serve.http.edge.sse import DONE
+from serve.http.openai import shapes
+from serve.http.openai.completion_answer import FIELDS, MAX_PROMPT_LOGPROBS
+from serve.http.openai.requests import ChatCall
+from serve.http.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallStart
+from serve.request import TokenLogprobs
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One answer, gathered from its steps."""
+
+    texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[tuple[ToolCallStart, list[str]]] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def extend(self, step: ChatStep) -> None:
+        delta = step.delta
+        for part in step.parts:
+            match part:
+                case Text(text):
+                    self.texts.append(text)
+                case Reasoning(text):
+                    self.reasoning.append(text)
+                case ToolCallStart():
+                    self.calls.append((part, []))
+                case ToolCallArguments(number, text):
+                    self.calls[number][1].append(text)
+        self.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs += delta.logprobs
+        if step.finish_reason is not None:
+            self.finish_reason, self.stop_reason = step.finish_reason, delta.stop_reason
+
+    def message(self) -> dict[str, Any]:
+        """content is null where there is only something else."""
+        content = "".join(self.texts)
+        is_null = not content and (self.calls or self.reasoning)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if is_null else content,
+            "refusal": None,
+        }
+        if self.reasoning:
+            message["reasoning_content"] = "".join(self.reasoning)
+        if self.calls:
+            message["tool_calls"] = [
+                {
+                    "id": start.call_id,
+                    "type": "function",
+                    "function": {"name": start.name, "arguments": "".join(arguments)},
+                }
+                for start, arguments in self.calls
+            ]
+        return message
+
+
+def check_size(run: ChatRun, asked: ChatCall) -> None:
+    """RequestError: more log-probabilities than anyone can want."""
+    if not asked.stream:
+        run.generation.check_logprobs("top_logprobs")
+    num_top = asked.params.prompt_logprobs
+    if num_top is not None and run.prompt_tokens * (1 + num_top) > MAX_PROMPT_LOGPROBS:
+        raise RequestError(
+            f"the prompt's log-probabilities are more than {MAX_PROMPT_LOGPROBS} numbers",
+            param="prompt_logprobs",
+        )
+
+
+class WholeChat:
+    """An AnswerWriter that sends nothing: the answer is there at its end."""
+
+    def __init__(
+        self, run: ChatRun, head: AnswerHead, asked: ChatCall, tokenizer: shapes.TokenTexts
+    ) -> None:
+        self._run = run
+        self._head = head
+        self._asked = asked
+        self._tokenizer = tokenizer
+        self._choices = [_Choice() for _ in range(asked.params.n)]
+        self._prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+
+    def step(self, step: ChatStep) -> bytes:
+        self._choices[step.choice].extend(step)
+        self._prompt_logprobs = self._prompt_logprobs or step.delta.prompt_logprobs
+        return b""
+
+    def end(self) -> bytes:
+        return b""
+
+    def failed(self, error: ApiError) -> bytes:
+        raise error
+
+    @property
+    def num_values(self) -> int:
+        """Of the body, about."""
+        params, prompt_tokens = self._asked.params, self._run.prompt_tokens
+        num_tokens = sum(len(item.token_ids) for item in self._choices)
+        texts = [text for item in self._choices for text in (*item.texts, *item.reasoning)]
+        size = FIELDS * len(self._choices) + sum(map(len, texts)) // CHARS_PER_VALUE
+        if params.logprobs is not None:
+            size += num_tokens * (1 + params.logprobs)
+        if params.prompt_logprobs is not None:
+            size += prompt_tokens * (1 + params.prompt_logprobs)
+        if self._asked.return_token_ids:
+            size += num_tokens + prompt_tokens
+        return size
+
+    def body(self) -> dict[str, Any]:
+        """Once only: what it was made of is let go. Any thread."""
+        head, asked = self._head, self._asked
+        body: dict[str, Any] = {
+            "id": head.answer_id,
+            "object": head.kind.object_name,
+            "created": head.created,
+            "model": head.model,
+            "system_fingerprint": head.fingerprint,
+            "choices": json_list(map(self._choice, range(len(self._choices))), 1),
+            "usage": _usage(self._run, sum(len(item.token_ids) for item in self._choices)),
+        }
+        if asked.return_token_ids:
+            body["prompt_token_ids"] = self._run.generation.requests[0].prompt_token_ids
+        num_top, items = asked.params.prompt_logprobs, self._prompt_logprobs
+        if num_top is not None and items is not None:
+            body["prompt_logprobs"] = shapes.prompt_logprobs(items, self._tokenizer, num_top)
+        return body
+
+    def _choice(self, index: int) -> dict[str, Any]:
+        item = self._choices[index]
+        scores = None if item.logprobs is None else drained(item.logprobs)
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": item.message(),
+            "logprobs": shapes.chat_logprobs(scores, self._tokenizer),
+            "finish_reason": item.finish_reason,
+            "stop_reason": item.stop_reason,
+        }
+        if self._asked.return_token_ids:
+            choice["token_ids"] = item.token_ids
+        return choice
+
+
+class ChatStream:
+    """An AnswerWriter of chunks. What is the same in every chunk is made once: a token of plain
+    text costs one call of orjson and one write."""
+
+    def __init__(
+        self, run: ChatRun, head: AnswerHead, asked: ChatCall, tokenizer: shapes.TokenTexts
+    ) -> None:
+        self._run = run
+        self._asked = asked
+        self._tokenizer = tokenizer
+        fields = {
+            "id": head.answer_id,
+            "object": "chat.completion.chunk",
+            "created": head.created,
+            "model": head.model,
+            "system_fingerprint": head.fingerprint,
+        }
+        self._fields = b"data: " + orjson.dumps(fields)[:-1]
+        self._head = self._fields + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if asked.include_usage else b"]}\n\n"
+        self._before_text = [
+            self._head + b'{"index":%d,"delta":{"content":' % index
+            for index in range(asked.params.n)
+        ]
+        self._after_text = b'},"logprobs":null,"finish_reason":null}' + self._tail
+        self._is_plain = not (
+            asked.params.logprobs is not None or asked.return_token_ids or asked.continuous_usage
+        )
+        # a client that is not shown the reasoning sees at least that an answer has begun
+        self._opens_at_once = not (self._is_plain and asked.chat.include_reasoning)
+        self._opened: set[int] = set()
+        self._num_tokens = 0
+
+    def step(self, step: ChatStep) -> bytes:
+        choice, delta, parts, reason = step
+        self._num_tokens += len(delta.token_ids)
+        data = b""
+        if choice not in self._opened and (parts or reason or self._opens_at_once):
+            data = self._opening(choice, parts)
+        if self._is_plain:
+            for part in parts:
+                if type(part) is Text:
+                    data += self._before_text[choice] + orjson.dumps(part.text) + self._after_text
+                else:
+                    data += self._chunk(choice, _delta(part))
+        else:
+            data += self._full(step)
+        if reason is not None:
+            data += self._chunk(choice, {}, finish_reason=reason, stop_reason=delta.stop_reason)
+        return data
+
+    def end(self) -> bytes:
+        if not self._asked.include_usage:
+            return DONE
+        return self._head + b'],"usage":' + orjson.dumps(self._usage()) + b"}\n\n" + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return b"data: " + error.body() + b"\n\n"
+
+    def _opening(self, choice: int, parts: Sequence[Part]) -> bytes:
+        """The content is null where the answer begins with something else."""
+        is_text = not parts or isinstance(parts[0], Text)
+        data = self._chunk(choice, {"role": "assistant", "content": "" if is_text else None})
+        if self._asked.return_token_ids and not self._opened:
+            ids = self._run.generation.requests[0].prompt_token_ids
+            told = b',"prompt_token_ids":' + orjson.dumps(ids) + b',"choices":['
+            data = data.replace(self._head, self._fields + told, 1)
+        self._opened.add(choice)
+        return data
+
+    def _full(self, step: ChatStep) -> bytes:
+        """Log-probabilities and ids come once for each token, though its text may be held back or
+        be part of a call."""
+        delta = step.delta
+        deltas = [_delta(part) for part in step.parts]
+        told: dict[str, Any] = {}
+        if delta.logprobs:
+            told["logprobs"] = shapes.chat_logprobs(delta.logprobs, self._tokenizer)
+        if self._asked.return_token_ids and delta.token_ids:
+            told["token_ids"] = delta.token_ids
+        if told and not deltas:
+            deltas = [{"content": ""}]
+        data = b""
+        for item in deltas:
+            data += self._chunk(step.choice, item, **told)
+            told = {}
+        return data
+
+    def _chunk(self, choice: int, delta: dict[str, Any], **more: Any) -> bytes:
+        fields = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+        tail = self._tail
+        if self._asked.continuous_usage:
+            tail = b'],"usage":' + orjson.dumps(self._usage()) + b"}\n\n"
+        return self._head + orjson.dumps(fields) + tail
+
+    def _usage(self) -> dict[str, Any]:
+        return _usage(self._run, self._num_tokens)
+
+
+def _delta(part: Part) -> dict[str, Any]:
+    match part:
+        case Text(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case ToolCallStart(number, call_id, name):
+            function = {"name": name, "arguments": ""}
+            call = {"index": number, "id": call_id, "type": "function", "function": function}
+            return {"tool_calls": [call]}
+        case ToolCallArguments(number, text):
+            return {"tool_calls": [{"index": number, "function": {"arguments": text}}]}
+
+
+def _usage(run: ChatRun, completion_tokens: int) -> dict[str, Any]:
+    return shapes.usage(
+        run.prompt_tokens, completion_tokens, run.cached_tokens, run.reasoning_tokens
+    )

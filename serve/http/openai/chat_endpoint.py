@@ -1,0 +1,47 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from serve.http.calls.chat_answer import write_stream, write_whole
+from serve.http.calls.chat_run import ChatRun
+from serve.http.calls.context import ApiContext, Call, Route
+from serve.http.calls.generation import CHAT
+from serve.http.calls.renamed import parameters_named
+from serve.http.edge.large_json import large_response
+from serve.http.openai import requests as schema
+from serve.http.openai.answer import answer_head, event_stream
+from serve.http.openai.answer_schemas import CHAT_ANSWER
+from serve.http.openai.chat_completion import ChatStream, WholeChat, check_size
+from serve.http.schema.describe import Operation
+
+
+def routes(context: ApiContext) -> list[Route]:
+    async def chat(call: Call) -> web.StreamResponse:
+        defaults = context.engine.generation_defaults
+        asked = await context.read(
+            call, lambda body, unknown: schema.parse_chat(body, defaults, unknown)
+        )
+        return await _answer(context, call, asked)
+
+    described = Operation(
+        "The answer to a conversation", CHAT_ANSWER, schema.CHAT.schema(), streams=True
+    )
+    return [Route("/v1/chat/completions", {"POST": chat}, describe={"POST": described})]
+
+
+async def _answer(context: ApiContext, call: Call, asked: schema.ChatCall) -> web.StreamResponse:
+    with (
+        parameters_named({"structured": asked.structured_name, "prompt": "messages"}),
+        ChatRun(call.engine, asked.chat, call.request_id) as run,
+    ):
+        await run.accepted()
+        check_size(run, asked)
+        told = (run, answer_head(context, call, CHAT), asked, call.engine.tokenizer)
+        if asked.stream:
+            events = event_stream(context, call)
+            return await write_stream(run, ChatStream(*told), events)
+        whole = WholeChat(*told)
+        await write_whole(run, whole)
+        return await large_response(whole.body, whole.num_values, call.request_id)

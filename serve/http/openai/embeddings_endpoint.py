@@ -1,0 +1,152 @@
+"""POST /v1/embeddings: vectors of texts, of the model's final hidden states."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from aiohttp import web
+
+from serve.engine.embedding import EmbeddingOutput, embedding_output
+from serve.http.calls.context import ApiContext, Call, Route
+from serve.http.calls.generation import checked
+from serve.http.calls.renamed import parameters_named
+from serve.http.calls.sampling_fields import (
+    CLIENT_FIELDS,
+    IGNORED_FIELDS,
+    MAX_TOKENS,
+    MODEL,
+    SAMPLING_FIELDS,
+    client_name,
+)
+from serve.http.calls.submitting import submit_each
+from serve.http.edge.errors import JSON_TYPE, common_headers
+from serve.http.edge.large_json import json_list
+from serve.http.openai.answer_schemas import EMBEDDINGS_ANSWER
+from serve.http.openai.prompts import prompts_field, with_options
+from serve.http.schema.describe import Operation
+from serve.http.schema.fields import Boolean, Integer, OneOfNames, Record, Unknown
+from serve.request import Prompt
+from serve.scheduler.prompt_outputs import MAX_DIMENSIONS, POOLING_KINDS, PoolingParams
+
+if TYPE_CHECKING:
+    from serve.engine.engine import RequestStream
+
+MAX_INPUTS = 2048
+INLINE_NUMBERS = 1 << 14  # more are put into JSON off the event loop
+
+EMBEDDINGS = Record(
+    {
+        "model": MODEL,
+        "input": prompts_field(MAX_INPUTS),
+        "encoding_format": OneOfNames(("float", "base64")),
+        "dimensions": Integer(1, MAX_DIMENSIONS),
+        "pooling": OneOfNames(POOLING_KINDS),
+        "normalize": Boolean(),
+        "add_special_tokens": Boolean(),
+        "truncate_prompt_tokens": Integer(1, MAX_TOKENS),
+        "truncation_side": OneOfNames(("left", "right")),
+        "cache_salt": SAMPLING_FIELDS["cache_salt"],
+        "priority": SAMPLING_FIELDS["priority"],
+        **CLIENT_FIELDS,
+        **IGNORED_FIELDS,
+    },
+    required=("model", "input"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingCall:
+    """A checked body."""
+
+    model: str
+    prompts: list[Prompt]
+    params: PoolingParams
+    is_base64: bool
+    client: str | None
+
+
+def parse_embeddings(body: Mapping[str, Any], unknown: Unknown) -> EmbeddingCall:
+    values = EMBEDDINGS.check(body, "", unknown)
+    names = ("normalize", "dimensions", "cache_salt", "priority")
+    params = PoolingParams(
+        kind=values.get("pooling", "mean"),
+        **{name: values[name] for name in names if name in values},
+    )
+    return EmbeddingCall(
+        values["model"],
+        [with_options(prompt, values) for prompt in values["input"]],
+        params,
+        values.get("encoding_format") == "base64",
+        client_name(values),
+    )
+
+
+def routes(context: ApiContext) -> list[Route]:
+    async def embeddings(call: Call) -> web.Response:
+        asked = await context.read(call, parse_embeddings)
+        with parameters_named({"prompt": "input"}):
+            outputs = await _embed(call, asked)
+        size = sum(len(output.embedding) for output in outputs)
+        parts = (outputs, asked.model, asked.is_base64)
+        is_short = size <= INLINE_NUMBERS
+        body = _body(*parts) if is_short else await asyncio.to_thread(_body, *parts)
+        return web.Response(
+            body=body, content_type=JSON_TYPE, headers=common_headers(call.request_id)
+        )
+
+    described = Operation("Vectors of texts", EMBEDDINGS_ANSWER, EMBEDDINGS.schema())
+    return [Route("/v1/embeddings", {"POST": embeddings}, describe={"POST": described})]
+
+
+async def _embed(call: Call, asked: EmbeddingCall) -> list[EmbeddingOutput]:
+    """All or none. Whatever goes wrong, nothing goes on behind."""
+
+    def submit(prompt: Prompt, name: str) -> RequestStream:
+        return call.engine.submit_embedding(
+            prompt, asked.params, request_id=name, client=asked.client
+        )
+
+    streams = await submit_each(asked.prompts, call.request_id, submit)
+    try:
+        for stream in streams:
+            await stream.accepted()
+        return [await _output(stream) for stream in streams]
+    finally:
+        for stream in streams:
+            stream.abort()
+
+
+async def _output(stream: RequestStream) -> EmbeddingOutput:
+    last = None
+    async for delta in stream:
+        last = checked(delta)
+    return embedding_output(await stream.accepted(), last, stream.metrics)
+
+
+def _body(outputs: list[EmbeddingOutput], model: str, is_base64: bool) -> bytes:
+    """Numbers as JSON, or base64 of little-endian fp32."""
+    num_tokens = sum(output.num_prompt_tokens for output in outputs)
+    answer = {
+        "object": "list",
+        "model": model,
+        "data": json_list(
+            (
+                {
+                    "object": "embedding",
+                    "index": index,
+                    "embedding": base64.b64encode(output.embedding.astype("<f4").tobytes()).decode()
+                    if is_base64
+                    else output.embedding,
+                }
+                for index, output in enumerate(outputs)
+            ),
+            piece=1,
+        ),
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+    return orjson.dumps(answer)

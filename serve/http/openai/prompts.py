@@ -1,0 +1,87 @@
+"""The prompts of completions and embeddings: a text, texts, token ids, or lists of token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from serve.errors import RequestError
+from serve.http.schema.fields import MAX_TOKEN_ID, Parsed, Schema, Unknown, check_length, wrong_type
+from serve.request import Prompt
+
+MAX_PROMPTS = 1024
+MAX_PROMPT_CHARS = 8 << 20
+MAX_PROMPT_TOKENS = 1 << 22
+_FORMS = "a string, a list of strings, token ids or lists of token ids"
+
+
+def parse_prompts(value: Any, where: str, max_prompts: int) -> list[Prompt]:
+    if isinstance(value, str):
+        return [_text(value, where)]
+    if not isinstance(value, list):
+        raise wrong_type(where, _FORMS)
+    if not value:
+        raise RequestError(f"{where} is an empty list", param=where, code="invalid_prompt")
+    if isinstance(value[0], int) and not isinstance(value[0], bool):
+        return [_token_ids(value, where)]
+    check_length(value, where, max_prompts)
+    if all(isinstance(item, str) for item in value):
+        return [_text(item, where) for item in value]
+    if all(isinstance(item, list) for item in value):
+        return [_token_ids(item, where) for item in value]
+    raise wrong_type(where, "only strings, only token ids or only lists of token ids")
+
+
+def _text(value: str, where: str) -> str:
+    if len(value) > MAX_PROMPT_CHARS:
+        raise RequestError(
+            f"{where} is longer than {MAX_PROMPT_CHARS} characters",
+            param=where,
+            code="string_above_max_length",
+        )
+    return value
+
+
+def _token_ids(value: list[Any], where: str) -> Prompt:
+    if not value:
+        raise RequestError(f"{where} holds no tokens", param=where, code="invalid_prompt")
+    check_length(value, where, MAX_PROMPT_TOKENS)
+    for token in value:
+        if type(token) is not int:
+            raise wrong_type(where, "token ids that are integers")
+        if not 0 <= token < MAX_TOKEN_ID:
+            raise RequestError(f"{where} holds a token id that is out of range", param=where)
+    return {"prompt_token_ids": value}
+
+
+_TEXT_SCHEMA: Schema = {"type": "string", "maxLength": MAX_PROMPT_CHARS}
+_TOKENS_SCHEMA: Schema = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID - 1},
+    "minItems": 1,
+    "maxItems": MAX_PROMPT_TOKENS,
+}
+
+
+def prompts_field(max_prompts: int) -> Parsed:
+    """A text, texts, token ids or lists of token ids, as a list of prompts."""
+
+    def parse(value: Any, where: str, unknown: Unknown) -> list[Prompt]:
+        return parse_prompts(value, where, max_prompts)
+
+    def several(form: Schema) -> Schema:
+        return {"type": "array", "items": form, "minItems": 1, "maxItems": max_prompts}
+
+    forms = [_TEXT_SCHEMA, several(_TEXT_SCHEMA), _TOKENS_SCHEMA, several(_TOKENS_SCHEMA)]
+    return Parsed(parse, {"anyOf": forms})
+
+
+def with_options(prompt: Prompt, values: Mapping[str, Any]) -> Prompt:
+    """With what the fields say about its tokens."""
+    names = ("add_special_tokens", "truncate_prompt_tokens", "truncation_side")
+    options = {name: values[name] for name in names if name in values}
+    if not options:
+        return prompt
+    whole: Any = {"prompt": prompt} if isinstance(prompt, str) else prompt
+    cut: Prompt = whole | options
+    return cut

@@ -1,0 +1,239 @@
+"""/v1/responses: OpenAI's Responses API, and the responses that it keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import orjson
+from aiohttp import web
+
+from serve.errors import RequestError
+from serve.http.calls.chat_answer import write_stream, write_whole
+from serve.http.calls.chat_run import ChatRequest, ChatRun
+from serve.http.calls.context import ApiContext, Call, Route
+from serve.http.calls.messages import MAX_MESSAGES
+from serve.http.calls.renamed import parameters_named
+from serve.http.edge.errors import ApiError, body_response, json_response, quoted
+from serve.http.edge.large_json import CHARS_PER_VALUE, json_bytes, large_response
+from serve.http.openai.answer import event_stream
+from serve.http.responses import description
+from serve.http.responses.head import response_head
+from serve.http.responses.items import REFERENCE
+from serve.http.responses.listing import item_list, kept_items, named_items
+from serve.http.responses.request import ResponseCall, parse_count_call, parse_response_call
+from serve.http.responses.store import ResponseStore, StoredResponse
+from serve.http.responses.writer import ResponseWriter
+from serve.request import SamplingParams
+
+# SamplingParams' and the engine's names, in this API's.
+NAMES = {
+    "prompt": "input",
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "structured": "text.format.schema",
+}
+
+
+def routes(context: ApiContext) -> list[Route]:
+    endpoints = _Endpoints(context)
+    return [
+        Route(
+            "/v1/responses",
+            {"POST": endpoints.create},
+            describe={"POST": description.CREATE},
+        ),
+        Route(
+            "/v1/responses/input_tokens",
+            {"POST": endpoints.input_tokens},
+            describe={"POST": description.COUNT},
+        ),
+        Route(
+            "/v1/responses/{response_id}",
+            {"GET": endpoints.fetch, "DELETE": endpoints.delete},
+            describe={"GET": description.FETCH, "DELETE": description.DELETE},
+        ),
+        Route(
+            "/v1/responses/{response_id}/input_items",
+            {"GET": endpoints.input_items},
+            describe={"GET": description.INPUT_ITEMS},
+        ),
+        Route(
+            "/v1/responses/{response_id}/cancel",
+            {"POST": endpoints.cancel},
+            describe={"POST": description.CANCEL},
+        ),
+    ]
+
+
+class _Conversation(NamedTuple):
+    """history: lists of items as JSON, of what a request continues and its own, to be kept.
+    head: see response_head."""
+
+    history: tuple[bytes, ...]
+    chat: ChatRequest
+    head: dict[str, Any]
+
+
+class _Endpoints:
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+        settings = context.settings
+        self._store = ResponseStore(settings.max_responses, settings.max_responses_bytes)
+
+    async def create(self, call: Call) -> web.StreamResponse:
+        parse = partial(parse_response_call, defaults=call.engine.generation_defaults)
+        asked = await self._context.read(call, lambda body, unknown: parse(body, unknown=unknown))
+        with parameters_named(NAMES):
+            conversation = await self._conversation(call, asked)
+            with (
+                ChatRun(call.engine, conversation.chat, call.request_id) as run,
+            ):
+                await run.accepted()
+                run.generation.check_logprobs("top_logprobs")
+                return await self._answer(call, asked, run, conversation)
+
+    async def input_tokens(self, call: Call) -> web.Response:
+        asked = await self._context.read(call, parse_count_call)
+        with parameters_named(NAMES):
+            # rendered, never scheduled
+            none = SamplingParams(max_tokens=0)
+            chat = replace((await self._conversation(call, asked)).chat, params=none)
+            with ChatRun(call.engine, chat, call.request_id) as run:
+                await run.accepted()
+                counts = {"object": "response.input_tokens", "input_tokens": run.prompt_tokens}
+                return json_response(counts, call.request_id)
+
+    async def fetch(self, call: Call) -> web.Response:
+        stored = self._stored(call)
+        if call.request.query.get("stream", "false") != "false":
+            raise RequestError("only background responses can be streamed again", param="stream")
+        return body_response(stored.body, call.request_id)
+
+    async def delete(self, call: Call) -> web.Response:
+        if not self._store.delete(call.argument, _owner(call)):
+            raise _not_found(call.argument)
+        gone = {"id": call.argument, "object": "response", "deleted": True}
+        return json_response(gone, call.request_id)
+
+    async def input_items(self, call: Call) -> web.Response:
+        stored, query = self._stored(call), call.request.query
+        num_values = sum(map(len, stored.history)) // CHARS_PER_VALUE
+
+        def listed() -> dict[str, Any]:
+            return item_list(stored.input_items(), query)
+
+        return await large_response(listed, num_values, call.request_id)
+
+    async def cancel(self, call: Call) -> web.Response:
+        self._stored(call)
+        raise RequestError("a response that is not in the background cannot be cancelled")
+
+    async def _answer(
+        self, call: Call, asked: ResponseCall, run: ChatRun, conversation: _Conversation
+    ) -> web.StreamResponse:
+        history, head = conversation.history, conversation.head
+
+        def keep(response: dict[str, Any]) -> None:
+            if head["store"]:
+                item_ids = tuple(item["id"] for item in response["output"])
+                body = orjson.dumps(response)
+                self._store.put(head["id"], StoredResponse(_owner(call), body, history, item_ids))
+
+        tokenizer = call.engine.tokenizer
+        writer = ResponseWriter(run, head, tokenizer, streams=asked.stream, on_end=keep)
+        if asked.stream:
+            events = event_stream(self._context, call)
+            return await write_stream(run, writer, events)
+        await write_whole(run, writer)
+        return json_response(writer.response(), call.request_id)
+
+    async def _conversation(self, call: Call, asked: ResponseCall) -> _Conversation:
+        owner = _owner(call)
+        previous = self._previous(asked.previous_id, owner)
+        referred = self._referred(asked.items, owner)
+        response_id = "resp_" + call.request_id.removeprefix("req_")
+
+        def gather() -> _Conversation:
+            before = () if previous is None else previous.continued()
+            earlier = [item for listed in before for item in orjson.loads(listed)]
+            items = _resolved(asked.items, referred)
+            if len(earlier) + len(items) > MAX_MESSAGES:
+                raise RequestError(
+                    f"the conversation has more than {MAX_MESSAGES} items",
+                    param="input",
+                    code="array_above_max_length",
+                )
+            head = response_head(asked, response_id, int(time.time()), call.engine.model_name)
+            chat = asked.chat(earlier, items)
+            if not head["store"]:
+                return _Conversation((), chat, head)
+            own = json_bytes(kept_items(named_items(items, response_id)))
+            return _Conversation((*before, own), chat, head)
+
+        num_bytes = sum(stored.size_bytes for stored in (previous, *referred) if stored)
+        own_bytes = call.request.content_length
+        inline_bytes = self._context.settings.parse_inline_bytes
+        if own_bytes is None or own_bytes + num_bytes > inline_bytes:
+            return await asyncio.to_thread(gather)
+        return gather()
+
+    def _previous(self, response_id: str | None, owner: str) -> StoredResponse | None:
+        """What is continued."""
+        if response_id is None:
+            return None
+        stored = self._store.get(response_id, owner)
+        if stored is None:
+            raise RequestError(
+                f"previous_response_id {quoted(response_id)} is of no kept response",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        return stored
+
+    def _referred(self, items: list[dict[str, Any]], owner: str) -> list[StoredResponse]:
+        """Those that have the items that `items` refer to, each once."""
+        found: dict[int, StoredResponse] = {}
+        names: set[str] = set()
+        for position, item in enumerate(items):
+            if item["type"] != REFERENCE:
+                continue
+            where, name = f"input[{position}].id", item["id"]
+            stored = self._store.of_item(name, owner)
+            if stored is None:
+                raise RequestError(f"{where} {quoted(name)} is of no kept item", param=where)
+            if name in names:  # a few bytes would ask for as many megabytes as one likes
+                raise RequestError(f"{where} {quoted(name)} is there twice", param=where)
+            names.add(name)
+            found[id(stored)] = stored
+        return list(found.values())
+
+    def _stored(self, call: Call) -> StoredResponse:
+        self._context.check_ready()
+        stored = self._store.get(call.argument, _owner(call))
+        if stored is None:
+            raise _not_found(call.argument)
+        return stored
+
+
+def _resolved(items: list[dict[str, Any]], referred: list[StoredResponse]) -> list[dict[str, Any]]:
+    """With the items that references stand for."""
+    kept = {item["id"]: item for stored in referred for item in stored.output()}
+    return [kept[item["id"]] if item["type"] == REFERENCE else item for item in items]
+
+
+def _owner(call: Call) -> str:
+    """Whoever has no key is one owner."""
+    return "" if call.key is None else call.key.name
+
+
+def _not_found(response_id: str) -> ApiError:
+    return ApiError(
+        404,
+        f"there is no response {quoted(response_id)}",
+        param="response_id",
+        code="response_not_found",
+    )

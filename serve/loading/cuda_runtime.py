@@ -1,0 +1,252 @@
+"""A model on a CUDA device, ready to compute: how its memory is shared out, as measured.
+
+The weights are there first. Then the largest step is computed once without K/V, and what that
+takes, with a reserve, is left free; K/V may have the rest, of which only the pages in use are
+taken from the device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from memory.attention.cuda import CudaAttention, CudaKVLayout, padded_dim, step_arrays
+from memory.attention.grouped import group_layers
+from memory.attention.seam import AttentionLayer, Finished, Rotation, Ticket
+from memory.kv_manager import KVManager
+from memory.pages.cuda_device import CudaUnavailableError
+from memory.pages.cuda_vmm import CudaMemory
+from memory.pages.layer_groups import LayerGroup
+from memory.pages.vmm import LinuxMemory
+from memory.tiers.cuda_copy import CudaCopier
+from memory.tiers.host_tier import HostTier
+from ops.cuda.prefill import LibraryPrefill, installed
+from ops.cuda.sampling import DeviceSampler
+from serve.config import EngineConfig
+from serve.errors import ConfigError
+from serve.loading.cuda_tuning import tune_products
+from serve.loading.disk_store import open_kv_store
+from serve.loading.kv_sizing import KVSizes, size_kv
+from serve.loading.precision import Precision
+from serve.machine import available_memory
+from serve.models import Decoder, ModelSpec
+from serve.runner.cuda_runner import CudaRunner
+from serve.runner.graph_shapes import StepShapes
+from serve.runner.step_device import CudaStepDevice, HostStepDevice, StepDevice
+
+logger = logging.getLogger(__name__)
+
+_UNIT_BYTES = 2 << 20  # in which CUDA devices map memory
+_RESERVE_BYTES = 512 << 20  # for graphs, libraries and what torch cannot give back
+_STEP_RESERVE = 0.25  # of the largest step: allocations do not fit each other exactly
+_HOST_SHARE = 0.1  # of this machine's memory, for pages on their way to the disk
+
+
+class CudaParts(NamedTuple):
+    """What is made for an engine. runner owns the memory and closes it."""
+
+    attention: CudaAttention
+    kv: KVManager
+    memory: CudaMemory | LinuxMemory
+    runner: CudaRunner
+    secret: bytes | None
+
+
+def make_step_device(device: torch.device) -> StepDevice:
+    """Call it in the thread that will compute, before anything is on the device."""
+    return CudaStepDevice(device) if device.type == "cuda" else HostStepDevice()
+
+
+def load_cuda(
+    config: EngineConfig,
+    spec: ModelSpec,
+    precision: Precision,
+    model: Decoder,
+    device: StepDevice,
+    *,
+    captures: bool = True,
+) -> CudaParts:
+    """K/V memory, attention over it and a runner whose steps are warm. ConfigError."""
+    layers = model.attention_layers()
+    groups = group_layers(layers, config.max_model_len or spec.max_model_len)
+    layouts = _layouts(config, precision, layers, [ids for _, ids in groups])
+    shapes = StepShapes(config.batched_tokens, config.max_num_seqs, captures=captures)
+    max_len = config.max_model_len or spec.max_model_len
+    arrays = step_arrays(
+        layers,
+        max_rows=shapes.max_rows,
+        max_seqs=config.max_num_seqs,
+        max_len=max_len,
+        device=device.device,
+    )
+    sampler = DeviceSampler(spec.vocab_size, shapes.max_sampled, config.max_num_seqs, device.device)
+    if device.device.type == "cuda":
+        sampler.allocate_counts()  # now: kernels that know another size would be compiled again
+        if config.tune:
+            tune_products(model, shapes, device.device)
+    library = _library(layouts, device, precision)
+    gathered = 0 if library is None else _gathered_bytes(layers, max_len)
+    sizes = size_kv(
+        config,
+        spec,
+        [
+            LayerGroup(layout.token_bytes, layout.tile_tokens, window)
+            for layout, (window, _) in zip(layouts, groups, strict=True)
+        ],
+        free_bytes=_kv_bytes(model, device, shapes, gathered),
+        unit_bytes=_UNIT_BYTES if device.device.type == "cuda" else None,
+    )
+    for layout, padded in zip(layouts, sizes.groups, strict=True):
+        layout.pad(padded.token_bytes * padded.tile_tokens)
+    made = _Memory(config, device, sizes)
+    try:
+        layers_of = [ids for _, ids in groups]
+        attention = CudaAttention(layouts, layers_of, made.bases(), arrays, library)
+        runner = CudaRunner(model, made.kv, attention, sampler, device, shapes, memory=made.memory)
+        made.settle = runner.settle
+        secret = made.use_disk(precision)
+        if device.device.type == "cuda":
+            runner.warm_up()
+    except BaseException:
+        made.memory.close()
+        raise
+    return CudaParts(attention, made.kv, made.memory, runner, secret)
+
+
+def _layouts(
+    config: EngineConfig,
+    precision: Precision,
+    layers: Sequence[AttentionLayer],
+    layers_of: Sequence[Sequence[int]],
+) -> list[CudaKVLayout]:
+    kind = getattr(torch, precision.kv)
+    try:
+        return [CudaKVLayout([layers[i] for i in ids], kind, config.kv_group) for ids in layers_of]
+    except ValueError as error:
+        raise ConfigError(f"backend cuda: {error}; use the cpu back end") from error
+
+
+def _gathered_bytes(layers: Sequence[AttentionLayer], max_len: int) -> int:
+    """Of the bf16 K/V that a library reads, of one sequence at its longest in one layer."""
+    return max(4 * max_len * x.num_kv_heads * padded_dim(x.head_dim) for x in layers)
+
+
+def _kv_bytes(model: Decoder, device: StepDevice, shapes: StepShapes, gathered: int) -> int:
+    """What is left for K/V beside the largest step and what is gathered in it."""
+    rows = torch.zeros(shapes.max_rows, dtype=torch.int64, device=device.device)
+
+    @torch.inference_mode()
+    def largest_step() -> None:
+        hidden = model.forward(rows, rows, _NoAttention(model.attention_layers()))
+        model.logits(hidden[: shapes.max_sampled]).clone()  # as log-probabilities need them
+
+    peak = device.peak_bytes(largest_step) + gathered
+    free = device.free_bytes()
+    left = free - peak - int(_STEP_RESERVE * peak) - _RESERVE_BYTES * (peak > 0)
+    logger.info(
+        "device memory: %.2f GiB free beside the weights, %.2f GiB for the largest step",
+        free / 2**30,
+        peak / 2**30,
+    )
+    if left <= 0:
+        raise ConfigError(
+            f"the device has {free >> 20} MiB left beside the weights, and a step of "
+            f"{shapes.max_rows} rows takes {peak >> 20} MiB; lower max_num_batched_tokens or "
+            "take a smaller dtype"
+        )
+    return left
+
+
+class _NoAttention:
+    """The seam where nothing is remembered, for measuring all the rest."""
+
+    def __init__(self, layers: Sequence[AttentionLayer]) -> None:
+        self._layers = layers
+
+    def begin(self, layer: int, q: Tensor) -> Ticket:
+        return Ticket(layer, q)
+
+    def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Finished:
+        return Finished(ticket.q)
+
+
+class _Memory:
+    """The reservation and its books."""
+
+    def __init__(self, config: EngineConfig, device: StepDevice, sizes: KVSizes) -> None:
+        self.settle: Callable[[int, int], None] = lambda first, end: device.wait()
+        self._config, self._device, self._sizes = config, device, sizes
+        self.memory: CudaMemory | LinuxMemory
+        if device.device.type == "cuda":
+            try:
+                self.memory = CudaMemory(
+                    sizes.page_bytes,
+                    sizes.num_pages,
+                    device=device.device.index or 0,
+                    settle=lambda first, end: self.settle(first, end),
+                    compute_stream=device.stream,
+                )
+            except (CudaUnavailableError, ValueError) as error:
+                raise ConfigError(str(error)) from error
+        else:
+            self.memory = LinuxMemory(sizes.page_bytes, sizes.num_pages)
+        try:
+            self.kv = KVManager(
+                self.memory,
+                num_pages=sizes.num_pages,
+                num_ranges=config.max_num_seqs,
+                max_model_len=sizes.max_model_len,
+                groups=sizes.groups,
+                max_rows=config.chunk_tokens,
+                in_background=device.device.type == "cuda",
+                max_mappings=2 * sizes.num_pages + config.max_num_seqs,
+                most_mappings=2 * sizes.num_pages + config.max_num_seqs,
+            )
+            self._address = self.memory.reserve(self.kv.total_bytes)
+        except BaseException:
+            self.memory.close()
+            raise
+
+    def bases(self) -> list[int]:
+        """Where each layer group's ranges begin."""
+        groups = range(len(self._sizes.groups))
+        return [self._address + self.kv.group_offset(number) for number in groups]
+
+    def use_disk(self, precision: Precision) -> bytes | None:
+        """Pages that memory has no room for go there, from a device through host memory."""
+        config, memory = self._config, self.memory
+        if config.kv_cache_dir is None:
+            return None
+        store, secret = open_kv_store(
+            config,
+            precision,
+            backend="cuda",
+            groups=self._sizes.groups,
+            page_bytes=self._sizes.page_bytes,
+        )
+        if isinstance(memory, LinuxMemory):
+            self.kv.prefixes.use_store(store, memory.page_address, memory.keep_pages)
+            return secret
+        host_bytes = max(int(available_memory() * _HOST_SHARE), 4 * self._sizes.page_bytes)
+        copier = CudaCopier(device=memory.device, compute_stream=self._device.stream)
+        tier = HostTier(self._sizes.page_bytes, host_bytes, copier, store)
+        self.kv.prefixes.use_store(tier, memory.page_address, memory.keep_pages)
+        return secret
+
+
+def _library(
+    layouts: Sequence[CudaKVLayout], device: StepDevice, precision: Precision
+) -> LibraryPrefill | None:
+    """An installed kernel for long prompt chunks, if there is one; they compute in bf16."""
+    is_wide = precision.kv == "float32" or (
+        not precision.is_int8 and precision.compute == torch.float32
+    )
+    if device.device.type != "cuda" or is_wide:
+        return None
+    library = LibraryPrefill(installed(), device.device)
+    tiles = [layout.tiles(i) for layout in layouts for i in range(len(layout.layers))]
+    return library if library.prepare(tiles) else None

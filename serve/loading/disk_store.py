@@ -1,0 +1,141 @@
+"""The K/V on disk of one model: where it lies, whose it is, and the secret of its keys.
+
+kv_cache_dir holds a private folder for each model and layout of K/V, so that several share it.
+In each: what `memory.tiers.disk_tier` keeps, and a secret from which pages are named, because
+names of the last process would mean nothing otherwise.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import logging
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from memory.pages.layer_groups import LayerGroup
+from memory.tiers.disk_directory import SpillDirectoryError, check_parent, is_private
+from memory.tiers.disk_tier import SpillStore
+from ops.cpu import native
+from serve.config import EngineConfig
+from serve.errors import ConfigError, reason
+from serve.loading.precision import Precision
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_BYTES = 16 << 30
+_SECRET_BYTES = 32
+_NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
+_HASH_DIGITS = 16
+_FLAWS = {True: "damaged", False: "no plain file of ours that only we can read"}
+_FORMAT = "mergestep K/V 1"  # raise it when kernels or layouts give other bytes
+
+
+def open_kv_store(
+    config: EngineConfig,
+    precision: Precision,
+    *,
+    backend: str,
+    groups: Sequence[LayerGroup],
+    page_bytes: int,
+) -> tuple[SpillStore, bytes]:
+    """The store and the secret for PrefixHasher. backend: its name, for others compute other
+    bytes. ConfigError names kv_cache_dir."""
+    assert config.kv_cache_dir is not None, "only with a directory"
+    isa = native.instruction_set() if native.is_available() else "torch"
+    pages = f"{' '.join(map(str, groups))} {page_bytes}"
+    layout = f"{precision} {backend} {isa} {config.weight_group} {config.kv_group} {pages}"
+    identity = hashlib.sha256(
+        f"{_FORMAT} {layout} {checkpoint_fingerprint(config.model_path)}".encode()
+    )
+    root = Path(config.kv_cache_dir)
+    if root.exists() and not root.is_dir():
+        raise ConfigError(f"kv_cache_dir {root} is a file, not a directory")
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_parent(root)
+        folder = (
+            root
+            / f"{config.model_name[:64].replace('/', '-')}-{identity.hexdigest()[:_HASH_DIGITS]}"
+        )
+        store = SpillStore(
+            folder,
+            page_bytes,
+            max(config.kv_disk_bytes or _DEFAULT_BYTES, page_bytes),
+            identity.digest(),
+            persistent=True,
+        )
+        try:
+            secret = _secret(folder / "secret")
+            _log_what_is_there(store, folder)
+        except BaseException:
+            store.close()
+            raise
+        return store, secret
+    except SpillDirectoryError as error:
+        raise ConfigError(f"kv_cache_dir: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"kv_cache_dir {root}: {reason(error)}") from error
+
+
+def _log_what_is_there(store: SpillStore, folder: Path) -> None:
+    stats = store.stats()
+    logger.info(
+        "K/V on disk: %d pages (%.3g MiB) found in %s, %.5g MiB at most",
+        stats.entries,
+        stats.bytes_used / (1 << 20),
+        folder,
+        store.capacity_bytes / (1 << 20),
+    )
+    model = folder.name[:-_HASH_DIGITS]
+    others = [path for path in folder.parent.glob(f"{glob.escape(model)}*") if path != folder]
+    others = [path for path in others if len(path.name) == len(folder.name)]
+    if others:
+        logger.info(
+            "K/V on disk: other folders of this model lie there too (%d), of another page size "
+            "(which follows kv_cache_bytes unless kv_page_bytes is set), precision, backend or "
+            "version of the weights; not used now, and nothing removes them",
+            len(others),
+        )
+
+
+def _secret(path: Path) -> bytes:
+    """Read it, or make it: then nothing that an older process stored is found any more."""
+    flags = os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        is_ours = is_private(path.lstat())
+        if is_ours:
+            fd = os.open(path, os.O_RDONLY | flags)
+            with os.fdopen(fd, "rb") as file:
+                found = file.read(_SECRET_BYTES + 1)
+            if len(found) == _SECRET_BYTES:
+                return found
+        logger.warning("K/V on disk: %s is %s; made anew", path, _FLAWS[is_ours])
+        path.unlink()
+    except FileNotFoundError:
+        pass
+    made = secrets.token_bytes(_SECRET_BYTES)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(made)
+    return made
+
+
+def checkpoint_fingerprint(path: Path) -> str:
+    """Of config.json, and of the weight files' sizes, times and samples all over them.
+
+    Reading gigabytes to start would cost more than the cache saves. A file that was written
+    again counts as another one.
+    """
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    for file in sorted(path.glob("*.safetensors")):
+        status = file.stat()
+        size = status.st_size
+        digest.update(f"{file.name} {size} {status.st_mtime_ns} ".encode())
+        with file.open("rb") as data:
+            for number in range(_NUM_SAMPLES):
+                data.seek(size * number // _NUM_SAMPLES)
+                digest.update(data.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

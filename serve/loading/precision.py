@@ -1,0 +1,197 @@
+"""Which number formats a model runs in, and why: decided once at start-up and logged.
+
+"int8" means int8 x int8 products (W8A8) on an fp32 residual stream. "auto" takes it for 16-bit
+checkpoints of families that bear it, where the device has fast kernels for it. "int4" and "nf4"
+are 4-bit weights on int8 rows, the last product in int8; "fp8" is e4m3 x e4m3, on GPUs that have
+it: these are only taken when asked for. A checkpoint
+that is quantized already keeps its weights on int8 rows, and what it left plain becomes int8;
+with bfloat16 or float32, or where int8 rows are not for it, its weights are unpacked at load.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+import torch
+
+from memory.attention.int8 import Int8KVLayout
+from ops import best_backend
+from ops.cpu import native
+from serve.config import EngineConfig
+from serve.errors import ConfigError
+from serve.machine import available_memory
+from serve.models import ModelSpec
+from serve.units import format_memory
+
+logger = logging.getLogger(__name__)
+
+_TORCH_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+# of a weight in a product, its scales left out
+_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5, "nf4": 0.5}
+_FP8_CAPABILITY = (8, 9)
+_CUDA_MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """compute: type of activations. weights: plain (in compute's type), int8, int4, nf4 or fp8.
+    kv: type of K/V in memory. packed: the checkpoint's own way to quantize weights, which stay so
+    unless weights is plain. backend: a name in ops.BACKENDS. reason, kv_reason: why, for people.
+    """
+
+    compute: torch.dtype
+    weights: str
+    kv: str
+    packed: str | None = None
+    backend: str = "cpu"
+    reason: str = field(default="", compare=False)
+    kv_reason: str = field(default="", compare=False)
+
+    @property
+    def weights_name(self) -> str:
+        """Of the products' numbers, without the K/V's."""
+        name = self.weights if self.is_int8 else _name(self.compute)
+        if self.packed:
+            name = self.packed if self.is_int8 else f"{self.packed} as {name}"
+        return name
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether products take their rows in 8 bits."""
+        return self.weights != "plain"
+
+    def __str__(self) -> str:
+        return f"{self.weights_name}, K/V {self.kv}"
+
+
+def resolve_precision(config: EngineConfig, spec: ModelSpec) -> Precision:
+    """From the settings dtype and kv_dtype. ConfigError where one cannot be had here."""
+    dtype, packed = config.dtype, spec.packed.method if spec.packed else None
+    backend = choose_backend(config, spec)
+    if packed and dtype in ("int4", "nf4", "fp8"):
+        raise ConfigError(
+            f"dtype {dtype} cannot be had: the checkpoint is quantized already ({packed}); "
+            "use auto, int8, bfloat16 or float32"
+        )
+    reason = kv_reason = "as asked for"
+    if dtype == "auto":
+        dtype, reason = _best_dtype(backend, spec)
+        logger.info("dtype auto: %s (%s)", dtype, reason)
+    compute, weights = _TORCH_TYPES.get(dtype, torch.float32), "plain"
+    if dtype not in _TORCH_TYPES:
+        _require(backend, "dtype", dtype)
+        weights = dtype
+    is_int8 = weights != "plain"
+    kv = config.kv_dtype
+    can_int8 = Int8KVLayout.supports(spec.attention_layers)
+    if kv == "auto":
+        kv = "int8" if is_int8 and can_int8 else _name(compute)
+        kv_reason = "as the products"
+        if is_int8 and not can_int8:
+            kv = "bfloat16"  # the compute type is fp32, twice the bytes
+            kv_reason = f"int8 K/V has no heads of {spec.head_dim}"
+            logger.info("kv_dtype auto: bfloat16 (%s)", kv_reason)
+    if kv == "int8":
+        _require(backend, "kv_dtype", kv)
+        if not can_int8:
+            raise ConfigError(
+                f"kv_dtype int8 needs a head_dim of a multiple of 16 up to 512, not {spec.head_dim}"
+            )
+    return Precision(compute, weights, kv, packed, backend, reason, kv_reason)
+
+
+def check_weights_fit(spec: ModelSpec, precision: Precision) -> None:
+    """ConfigError where the weights cannot be in this machine's free memory, with what would fit.
+    What it counts is the least that they take."""
+    if precision.backend == "cuda":
+        return
+    free = available_memory()
+    size = 0.5 if spec.packed and precision.is_int8 else _BYTES.get(precision.weights)
+    need = _least_bytes(spec, size or precision.compute.itemsize)
+    if need <= free:
+        return
+    smaller = {name: _least_bytes(spec, _BYTES[name]) for name in ("int8", "int4")}
+    fits = [f"{name} ({format_memory(size)})" for name, size in smaller.items() if size <= free]
+    advice = (
+        f"dtype {' or '.join(fits)} would fit"
+        if fits and not spec.packed
+        else ("a smaller model is needed")
+    )
+    raise ConfigError(
+        f"the weights take {format_memory(need)} or more as {precision.weights_name}, and"
+        f" {format_memory(free)} of memory are free; {advice}"
+    )
+
+
+def _least_bytes(spec: ModelSpec, bytes_per_weight: float) -> int:
+    """The embedding stays as it is in the file."""
+    embedding = spec.vocab_size * spec.embed_size
+    in_file = 4 if spec.torch_dtype == "float32" else 2
+    return int((spec.num_parameters - embedding) * bytes_per_weight) + embedding * in_file
+
+
+def choose_backend(config: EngineConfig, spec: ModelSpec) -> str:
+    """A name in ops.BACKENDS. "auto" is the best one that can do what is asked for."""
+    if config.backend != "auto":
+        return config.backend
+    best = best_backend()
+    reason = None
+    if config.memory_nodes:
+        reason = "memory nodes are used"
+    elif spec.head_dim > _CUDA_MAX_HEAD_DIM:
+        reason = f"its kernels have no heads of {spec.head_dim}"
+    if best == "cuda" and reason is not None:
+        logger.warning("backend auto: cpu, not cuda (%s)", reason)
+        return "cpu"
+    return best
+
+
+def _best_dtype(backend: str, spec: ModelSpec) -> tuple[str, str]:
+    if spec.packed is None and spec.torch_dtype == "float32":
+        return "float32", "the checkpoint is float32"
+    plain = "bfloat16" if backend == "cuda" or _has_bf16() else "float32"
+    unpacked = f"; its {spec.packed.method} weights are unpacked" if spec.packed else ""
+    if backend not in ("cpu", "cuda"):
+        return plain, f"the {backend} back end has no int8 products{unpacked}"
+    if backend == "cpu" and not native.is_available():
+        return plain, f"the native kernels are not built{unpacked}"
+    if not spec.bears_int8:
+        return plain, f"{spec.model_type} is known to lose accuracy in int8{unpacked}"
+    if spec.packed is not None:
+        return "int8", f"the checkpoint is quantized ({spec.packed.method})"
+    if backend == "cuda":
+        return "int8", f"{spec.torch_dtype} checkpoint, int8 tensor cores"
+    if native.instruction_set() == "portable":
+        return plain, "no int8 instructions that the kernels know"
+    return "int8", f"{spec.torch_dtype} checkpoint, {native.instruction_set()} kernels"
+
+
+def _require(backend: str, setting: str, value: str) -> None:
+    if value == "fp8":
+        if backend != "cuda":
+            raise ConfigError(f"{setting} {value} needs the cuda back end, not {backend}")
+        if torch.cuda.is_available() and torch.cuda.get_device_capability() < _FP8_CAPABILITY:
+            raise ConfigError(
+                f"{setting} {value} needs compute capability 8.9, which "
+                f"{torch.cuda.get_device_name()} does not have"
+            )
+        return
+    if backend not in ("cpu", "cuda"):
+        raise ConfigError(f"{setting} {value} needs the cpu or cuda back end, not {backend}")
+    if backend == "cpu" and not native.is_available():
+        raise ConfigError(f"{setting} {value} needs the native kernels, which are not built")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _has_bf16() -> bool:
+    """Whether oneDNN has bf16 kernels for this CPU; a torch built without it says no."""
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except (AttributeError, RuntimeError):
+        return False

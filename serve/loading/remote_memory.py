@@ -1,0 +1,391 @@
+"""An engine whose K/V is on memory nodes: from its settings to books, links and the seam."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from memory.attention.grouped import group_layers
+from memory.attention.int8 import Int8KVLayout
+from memory.attention.kv_layout import KVLayout
+from memory.attention.seam import AttentionLayer
+from memory.nodes.attach import AttachRequest, NodeLayout, book_bytes
+from memory.nodes.direct import direct_pair
+from memory.nodes.edit_log import EditLog
+from memory.nodes.new_part import Int8NewPart, NewPart, PlainNewPart
+from memory.nodes.node import MemoryNode
+from memory.nodes.node_set import (
+    FIRST_CONNECT_S,
+    Connect,
+    Member,
+    NodeSet,
+    NoNodeError,
+    books_of,
+    share_request,
+)
+from memory.nodes.placement import (
+    MAX_PAGES,
+    PageGeometry,
+    PlacementError,
+    Share,
+    page_geometry,
+    resolve_partition,
+)
+from memory.nodes.prompt_tails import PromptTails
+from memory.nodes.remote_attention import RemoteAttention
+from memory.nodes.wire import WireType
+from memory.nodes.wire_rows import fits_int8, largest_message
+from memory.pages.layer_groups import PageLayout
+from memory.split_kv import Books, SplitKV
+from ops.backend import Backend
+from serve.config import EngineConfig
+from serve.errors import ConfigError, reason
+from serve.loading.precision import Precision
+from serve.models import ModelSpec
+from transport import connect
+from transport.base import Endpoint, TransportError
+
+logger = logging.getLogger(__name__)
+
+LOCAL_KEY = b"mergestep: only this user"
+_OPEN_KEY_SCHEMES = ("inproc", "shm")  # only this user can reach them
+_MIN_WINDOW_BYTES, _MAX_WINDOW_BYTES = 4 << 20, 256 << 20
+_MESSAGES_IN_WINDOW = 12
+_LEAST_IN_WINDOW = 4  # a message is a quarter of a window at most
+_SYSTEM_PAGE_BYTES = 4096
+_FEWEST_PAGES = 2000  # of a node that is large enough for more
+_WIRE_TYPES = {torch.float32: WireType.FLOAT32, torch.bfloat16: WireType.BFLOAT16}
+
+
+@dataclass(slots=True)
+class RemoteKV:
+    """What takes the place of local K/V: books, the seam, and the nodes (closed last)."""
+
+    kv: Books
+    attention: RemoteAttention
+    nodes: NodeSet
+
+    def close(self) -> None:
+        self.nodes.close()
+        if self.attention.tails is not None:
+            self.attention.tails.close()
+
+
+def read_key(config: EngineConfig) -> bytes:
+    """The shared secret. ConfigError where one is needed and there is none."""
+    path = config.memory_node_key_file
+    if path is None:
+        for url in config.memory_nodes:
+            if url.partition("://")[0] not in _OPEN_KEY_SCHEMES:
+                raise ConfigError(
+                    f"{url} needs a memory_node_key_file, a secret that engines and nodes share"
+                )
+        return LOCAL_KEY
+    try:
+        key = Path(path).read_bytes().strip()
+        if Path(path).stat().st_mode & 0o077:
+            logger.warning("memory_node_key_file %s can be read by other users: chmod 600", path)
+    except OSError as error:
+        raise ConfigError(f"memory_node_key_file {path}: {reason(error)}") from error
+    if len(key) < 16:
+        raise ConfigError(f"memory_node_key_file {path} has less than 16 bytes")
+    return key
+
+
+def open_remote(
+    config: EngineConfig,
+    precision: Precision,
+    spec: ModelSpec,
+    layers: Sequence[AttentionLayer],
+    backend: Backend,
+    local_bytes: int,
+) -> RemoteKV:
+    """Connect to the nodes and share the K/V among them. local_bytes: of this machine's memory,
+    for prompts under way and for when no node is left. ConfigError names the setting."""
+    opening = _Opening(config, precision, spec, layers, backend, local_bytes)
+    nodes = opening.nodes()
+    try:
+        _place_first(nodes)
+        kv = opening.books(nodes)
+        tails = opening.tails(kv)
+    except BaseException:
+        nodes.close()
+        raise
+    attention = RemoteAttention(
+        layers,
+        _new_part(config, precision, layers, backend, tails),
+        backend,
+        nodes,
+        kv.range_tokens,
+        config.max_num_seqs,
+        opening.wire,
+        tails,
+    )
+    logger.info(
+        "K/V in %s, %.5g MiB on %s (%s partition): context %d, %d pages of %d tokens",
+        precision.kv,
+        kv.num_pages * kv.page_bytes / 2**20,
+        ", ".join(config.memory_nodes),
+        opening.partition,
+        kv.max_model_len,
+        kv.num_pages,
+        opening.geometry.page_tokens[0],
+    )
+    return RemoteKV(kv, attention, nodes)
+
+
+class _Opening:
+    """What is decided before the nodes are asked for memory."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        precision: Precision,
+        spec: ModelSpec,
+        layers: Sequence[AttentionLayer],
+        backend: Backend,
+        local_bytes: int,
+    ) -> None:
+        self._config, self._layers, self._backend = config, list(layers), backend
+        self._precision, self._local_bytes = precision, local_bytes
+        self._key = read_key(config)
+        self._max_len = config.max_model_len or spec.max_model_len
+        if self._max_len > spec.max_model_len:
+            raise ConfigError(
+                f"max_model_len {self._max_len} is above the model's {spec.max_model_len}"
+            )
+        urls = config.memory_nodes
+        try:
+            self.partition = resolve_partition(config.memory_partition, layers, len(urls))
+        except PlacementError as error:
+            raise ConfigError(str(error)) from error
+        self.wire = _wire_type(config, precision, layers)
+        self._window_bytes = _window_bytes(
+            largest_message(layers, config.batched_tokens, self.wire)
+        )
+        node_bytes, most, capacity = _node_sizes(urls, self.connect, config.memory_node_bytes)
+        if self.partition != "request" and most > 2 * node_bytes:
+            logger.warning(
+                "the smallest memory node has %.5g MiB, the largest %.5g: the %s partition uses of "
+                "each what the smallest has (memory_partition request uses all)",
+                node_bytes / 2**20,
+                most / 2**20,
+                self.partition,
+            )
+        groups = group_layers(layers, self._max_len)
+        # Who takes a part of a node has that part of its mappings, and hence of its pages.
+        whole = min(capacity, MAX_PAGES // _FEWEST_PAGES * node_bytes)
+        self.geometry = _geometry(config, precision, layers, groups, self.partition, whole)
+        self._group_layers = [ids for _, ids in groups]
+        if config.max_model_len is None:
+            self._fit_into(node_bytes)
+
+    def connect(self, url: str, timeout_s: float) -> Endpoint:
+        try:
+            return connect(url, key=self._key, window_bytes=self._window_bytes, timeout_s=timeout_s)
+        except (ValueError, ImportError) as error:  # an address, or what its transport needs
+            raise TransportError(str(error)) from error
+
+    def _fit_into(self, node_bytes: int) -> None:
+        """Lower the context to what the nodes have room for."""
+        count = len(self._config.memory_nodes)
+        requests = [
+            share_request(self.template, Share(self.partition, i, count)) for i in range(count)
+        ]
+        page_bytes = max(NodeLayout(request).page_bytes for request in requests)
+        pages_for = PageLayout(
+            self.geometry.groups, self.geometry.page_bytes, self._max_len, self._config.chunk_tokens
+        ).pages_for
+
+        def needed(num_tokens: int) -> int:
+            places = self.geometry.range_places(num_tokens)
+            books = book_bytes(self._config.max_num_seqs, places)
+            return pages_for(num_tokens) * page_bytes + books
+
+        fits = bisect_right(range(1, self._max_len + 1), node_bytes, key=needed)
+        if 0 < fits < self._max_len:
+            logger.warning(
+                "the smallest memory node has room for %d tokens a sequence, of the model's %d: "
+                "max_model_len is lowered to that; more K/V on each node raises it",
+                fits,
+                self._max_len,
+            )
+            self._max_len = fits
+
+    @property
+    def template(self) -> AttachRequest:
+        return AttachRequest(
+            engine=secrets.token_hex(16),
+            epoch=1,
+            kv_dtype=self._precision.kv,
+            kv_group=self._config.kv_group,
+            layers=self._layers,
+            group_layers=self._group_layers,
+            page_tokens=self.geometry.page_tokens,
+            num_places=self.geometry.range_places(self._max_len),
+            num_ranges=self._config.max_num_seqs,
+            num_pages=MAX_PAGES,
+            min_pages=1,
+            max_rows=self._config.batched_tokens,
+        )
+
+    def nodes(self) -> NodeSet:
+        """Not placed yet."""
+        config, template = self._config, self.template
+        urls = config.memory_nodes
+        shares = [[url] for url in urls] if self.partition == "request" else [list(urls)]
+        members = [
+            Member(
+                share, EditLog(self.geometry.page_bytes, config.max_num_seqs, template.num_places)
+            )
+            for share in shares
+        ]
+        return NodeSet(
+            members,
+            template,
+            self.partition,
+            self.connect,
+            wire=self.wire,
+            local=_local(self._local_bytes, self._backend),
+            bytes_per_node=config.memory_node_bytes,
+        )
+
+    def books(self, nodes: NodeSet) -> Books:
+        config, geometry, max_len = self._config, self.geometry, self._max_len
+        books = books_of(
+            nodes.members,
+            geometry,
+            num_ranges=config.max_num_seqs,
+            max_model_len=max_len,
+            max_rows=config.chunk_tokens,
+        )
+        nodes.min_pages = books[0].pages_for(max_len)
+        fewest = min(book.num_pages for book in books)
+        if nodes.min_pages > fewest:
+            raise ConfigError(
+                f"memory_nodes: {fewest} pages of {geometry.page_tokens[0]} tokens are less than "
+                f"one sequence of max_model_len {max_len}; lower it, raise memory_node_bytes, or "
+                "lower it for other engines that hold the rest"
+            )
+        if self._local_bytes < nodes.min_pages * geometry.page_bytes:
+            logger.warning(
+                "kv_cache_bytes %d is too little to go on with when no memory node is left: one "
+                "sequence of %d tokens takes %d",
+                self._local_bytes,
+                max_len,
+                nodes.min_pages * geometry.page_bytes,
+            )
+        return books[0] if len(books) == 1 else SplitKV(books)
+
+    def tails(self, kv: Books) -> PromptTails | None:
+        if self._config.memory_prefill != "local":
+            return None
+        tails = PromptTails(self.template, self._max_len, self._local_bytes)
+        for book in kv.members:
+            book.on_close = lambda target: tails.drop(target.start)
+        return tails
+
+
+def _node_sizes(urls: Sequence[str], connect_to: Connect, most: int | None) -> tuple[int, int, int]:
+    """K/V bytes of the nodes with the least and with the most, of which `most` are wanted; all
+    bytes of the former. ConfigError if one cannot be reached."""
+    sizes: list[int] = []
+    for url in urls:
+        try:
+            endpoint = connect_to(url, FIRST_CONNECT_S)
+        except (TransportError, OSError) as error:
+            raise ConfigError(f"memory_nodes: {what_is_wrong(url, error)}") from error
+        size = endpoint.peer.info.get("capacity_bytes")
+        endpoint.close()
+        if not isinstance(size, int):
+            raise ConfigError(f"memory_nodes: {url} is no memory node")
+        if most is not None and size < most:
+            logger.warning("memory_node_bytes %d: %s has only %d", most, url, size)
+        sizes.append(size)
+    smallest, largest = min(sizes), max(sizes)
+    if most is None:
+        return smallest, largest, smallest
+    return min(smallest, most), min(largest, most), smallest
+
+
+def what_is_wrong(url: str, error: Exception) -> str:
+    """Most errors say which address they are about."""
+    text = reason(error) if isinstance(error, OSError) else str(error)
+    return text if url in text else f"{url}: {text}"
+
+
+def _geometry(
+    config: EngineConfig,
+    precision: Precision,
+    layers: Sequence[AttentionLayer],
+    groups: Sequence[tuple[int | None, list[int]]],
+    partition: str,
+    node_bytes: int,
+) -> PageGeometry:
+    token_bytes = []
+    for _, ids in groups:
+        chosen = [layers[i] for i in ids]
+        layout: Int8KVLayout | KVLayout
+        if precision.kv == "int8":
+            layout = Int8KVLayout(chosen, config.kv_group)
+        else:
+            layout = KVLayout(chosen, getattr(torch, precision.kv))
+        token_bytes.append(layout.token_bytes)
+    windows = [window for window, _ in groups]
+    return page_geometry(token_bytes, windows, partition, len(config.memory_nodes), node_bytes)
+
+
+def _place_first(nodes: NodeSet) -> None:
+    """At start-up every node has to be there."""
+    for member in nodes.members:
+        try:
+            nodes.place(member, FIRST_CONNECT_S, needs_all=True)
+        except NoNodeError as error:
+            raise ConfigError(f"memory_nodes: {error}") from error
+
+
+def _new_part(
+    config: EngineConfig,
+    precision: Precision,
+    layers: Sequence[AttentionLayer],
+    backend: Backend,
+    tails: PromptTails | None,
+) -> NewPart:
+    if precision.kv == "int8":
+        rows, sequences = config.batched_tokens, config.max_num_seqs
+        return Int8NewPart(layers, config.kv_group, rows, sequences, tails)
+    return PlainNewPart(layers, getattr(torch, precision.kv), backend, tails)
+
+
+def _wire_type(
+    config: EngineConfig, precision: Precision, layers: Sequence[AttentionLayer]
+) -> WireType:
+    if config.memory_wire == "auto":
+        return _WIRE_TYPES.get(precision.compute, WireType.FLOAT32)
+    if config.memory_wire == "int8" and not all(fits_int8(layer.head_dim) for layer in layers):
+        raise ConfigError("memory_wire int8: head_dim of the model is no multiple of 16")
+    return WireType[config.memory_wire.upper()]
+
+
+def _window_bytes(largest: int) -> int:
+    wanted = max(_MESSAGES_IN_WINDOW * largest, _MIN_WINDOW_BYTES)
+    bounded = min(wanted, max(_MAX_WINDOW_BYTES, _LEAST_IN_WINDOW * largest))
+    return -(-bounded // _SYSTEM_PAGE_BYTES) * _SYSTEM_PAGE_BYTES
+
+
+def _local(num_bytes: int, backend: Backend) -> Callable[[], Endpoint]:
+    """This machine's memory as a memory node."""
+    node = MemoryNode(num_bytes, backend)
+
+    def attach() -> Endpoint:
+        engine_end, node_end = direct_pair()
+        node.adopt(node_end)
+        return engine_end
+
+    return attach

@@ -1,0 +1,275 @@
+"""A model in this machine's memory, ready to compute: weights, K/V, attention.
+
+Knows precisions and sizes; knows nothing of requests. The engine's loader and the evaluation
+both start here.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from memory.attention.grouped import GroupedAttention, group_layers
+from memory.attention.int8 import Int8KVLayout, Int8LocalAttention
+from memory.attention.kv_layout import KVCache, KVLayout
+from memory.attention.local import LocalAttention
+from memory.attention.seam import AttentionLayer, PlannedAttention
+from memory.kv_manager import KVManager
+from memory.nodes.node_set import NodeSet
+from memory.pages.layer_groups import LayerGroup
+from memory.pages.vmm import LinuxMemory
+from memory.split_kv import Books
+from ops import Backend, get_backend
+from ops.cpu import native
+from ops.cpu.heap import keep_freed_memory
+from quant.int4 import int4_linear, nf4_linear
+from quant.linear import fp8_linear, int8_linear
+from serve.config import EngineConfig
+from serve.errors import ConfigError
+from serve.loading.disk_store import open_kv_store
+from serve.loading.kv_sizing import local_kv_bytes, size_kv
+from serve.loading.precision import Precision, check_weights_fit, choose_backend, resolve_precision
+from serve.loading.remote_memory import open_remote
+from serve.machine import usable_processors
+from serve.models import Decoder, ModelSpec, load_model, read_spec
+from serve.models.checksums import check_manifest
+from serve.models.weights import MakeLinear, joining
+from serve.runner.runner import Closes, Runner
+
+logger = logging.getLogger(__name__)
+
+CUDA_PAGE_BYTES = 2 << 20
+_LINEARS4 = {"int4": int4_linear, "nf4": nf4_linear}
+
+
+@dataclass(slots=True)
+class Runtime:
+    """What computes. `memory` holds the K/V that `attention` reads; close it last."""
+
+    spec: ModelSpec
+    precision: Precision
+    model: Decoder
+    attention: PlannedAttention
+    kv: Books
+    memory: Closes
+    prefix_secret: bytes | None = None  # of the pages on disk, if there are any
+    nodes: NodeSet | None = None
+    runner: Runner | None = None  # where the device has one of its own
+
+
+def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
+    """Load the weights and reserve the K/V. Call it in the thread that will compute."""
+    keep_freed_memory()
+    check_manifest(config.model_path)
+    spec = read_spec(config.model_path)
+    config = replace(config, backend=choose_backend(config, spec))
+    if config.backend == "cuda":
+        _check_for_cuda(config)
+    _set_threads(config)
+    try:
+        backend = get_backend(config.backend)
+    except ValueError as error:
+        raise ConfigError(f"backend: {error}") from error
+    precision = resolve_precision(config, spec)
+    check_weights_fit(spec, precision)
+    if config.load_format == "random":
+        logger.warning("load_format random: the weights are random, answers make no sense")
+    if precision.backend == "cuda":
+        return _load_cuda(config, spec, precision, backend, progress)
+    model = _load_model(config, precision, backend, progress)
+    layers = model.attention_layers()
+    _leave_cores_to_native(precision, layers)
+    if config.memory_nodes:
+        local_bytes = config.kv_cache_bytes or local_kv_bytes()
+        remote = open_remote(config, precision, spec, layers, backend, local_bytes)
+        return Runtime(
+            spec, precision, model, remote.attention, remote.kv, remote, nodes=remote.nodes
+        )
+    return _load_local(config, spec, precision, model, backend)
+
+
+def _check_for_cuda(config: EngineConfig) -> None:
+    if config.memory_nodes:
+        raise ConfigError("memory_nodes need the cpu back end, not cuda")
+    page = config.kv_page_bytes
+    if page is not None and torch.cuda.is_available() and page % CUDA_PAGE_BYTES:
+        raise ConfigError(f"kv_page_bytes {page}: a GPU maps multiples of {CUDA_PAGE_BYTES}")
+
+
+def _load_cuda(
+    config: EngineConfig, spec: ModelSpec, precision: Precision, backend: Backend, progress: bool
+) -> Runtime:
+    """Everything on a GPU. What that needs is imported only here."""
+    from serve.loading import cuda_runtime
+
+    device = cuda_runtime.make_step_device(backend.device)
+    model = _load_model(config, precision, backend, progress)
+    parts = cuda_runtime.load_cuda(config, spec, precision, model, device)
+    _log_sizes(config, precision, parts.kv)
+    return Runtime(
+        spec,
+        precision,
+        model,
+        parts.attention,
+        parts.kv,
+        parts.memory,
+        parts.secret,
+        runner=parts.runner,
+    )
+
+
+def _load_local(
+    config: EngineConfig, spec: ModelSpec, precision: Precision, model: Decoder, backend: Backend
+) -> Runtime:
+    """K/V in this machine's memory."""
+    layers = model.attention_layers()
+    groups = group_layers(layers, config.max_model_len or spec.max_model_len)
+    layouts = [_kv_layout(config, precision, [layers[i] for i in ids]) for _, ids in groups]
+    windows = [window for window, _ in groups]
+    sizes = size_kv(
+        config,
+        spec,
+        [
+            LayerGroup(layout.token_bytes, layout.tile_tokens, window)
+            for layout, window in zip(layouts, windows, strict=True)
+        ],
+    )
+    for layout, padded in zip(layouts, sizes.groups, strict=True):
+        layout.pad(padded.token_bytes * padded.tile_tokens)
+    memory = LinuxMemory(sizes.page_bytes, sizes.num_pages)
+    try:
+        kv = KVManager(
+            memory,
+            num_pages=sizes.num_pages,
+            num_ranges=config.max_num_seqs,
+            max_model_len=sizes.max_model_len,
+            groups=sizes.groups,
+            max_rows=config.chunk_tokens,
+            in_background=_has_idle_core(config),
+        )
+        address = memory.reserve(kv.total_bytes)
+        attention = _attention(kv, layouts, [ids for _, ids in groups], address, backend)
+        secret = None
+        if config.kv_cache_dir is not None:
+            store, secret = open_kv_store(
+                config,
+                precision,
+                backend=backend.name,
+                groups=sizes.groups,
+                page_bytes=sizes.page_bytes,
+            )
+            kv.prefixes.use_store(store, memory.page_address, memory.keep_pages)
+    except BaseException:
+        memory.close()
+        raise
+    _log_sizes(config, precision, kv)
+    return Runtime(spec, precision, model, attention, kv, memory, secret)
+
+
+def _log_sizes(config: EngineConfig, precision: Precision, kv: KVManager) -> None:
+    logger.info(
+        "%s: %s, context %d, %d K/V pages of %d KiB or %d tokens (%s bytes a token)",
+        config.model_name,
+        precision,
+        kv.max_model_len,
+        kv.num_pages,
+        kv.page_bytes >> 10,
+        kv.layout.groups[0].tokens_in(1),
+        " + ".join(str(group.layers) for group in kv.layout.groups),
+    )
+
+
+def _set_threads(config: EngineConfig) -> None:
+    """Two teams of threads on the same cores would wait for each other: one has to be alone."""
+    # not torch's own count: an engine that was started before may have lowered it
+    processors = usable_processors()
+    count = min(config.compute_threads or processors, processors)
+    torch.set_num_threads(count)
+    if not native.is_available():
+        return
+    # one team serves all engines of the process; only an explicit setting makes it smaller
+    native.set_num_threads(count)
+    logger.info("native kernels: %s, %d threads", native.instruction_set(), native.num_threads())
+
+
+def _has_idle_core(config: EngineConfig) -> bool:
+    """Where every core computes, a thread that maps ahead takes the turn of one that the others
+    wait for, which costs more than mapping at the step."""
+    processors = usable_processors()
+    return min(config.compute_threads or processors, processors) < processors
+
+
+def _leave_cores_to_native(precision: Precision, layers: list[AttentionLayer]) -> None:
+    """What is left to torch in a step is small; its team would only stand in the way of ours."""
+    if not native.is_available() or precision.compute == torch.float16:
+        return
+    has_attention = native.instruction_set() != "portable" and layers[0].head_dim % 16 == 0
+    if precision.kv == "int8" or has_attention:
+        torch.set_num_threads(1)
+
+
+def _load_model(
+    config: EngineConfig, precision: Precision, backend: Backend, progress: bool
+) -> Decoder:
+    path = config.model_path
+    q_first = bool(config.memory_nodes)  # so that nodes have it early
+    is_random = config.load_format == "random"
+    if not precision.is_int8:
+        return load_model(
+            path,
+            dtype=precision.compute,
+            backend=backend,
+            unpack=True,
+            q_first=q_first,
+            is_random=is_random,
+            progress=progress,
+        )
+    linears = backend.quantized
+    assert linears is not None, "resolve_precision has looked"
+    make_linear: MakeLinear = partial(int8_linear, linears=linears)
+    if precision.weights == "fp8":
+        make_linear = partial(fp8_linear, linears=linears)
+    elif precision.weights in _LINEARS4:
+        make = partial(_LINEARS4[precision.weights], group=config.weight_group, linears=linears)
+        make_linear = joining(make)
+    return load_model(
+        path,
+        dtype=precision.compute,
+        backend=backend,
+        make_linear=make_linear,
+        make_head=partial(int8_linear, linears=linears, is_head=True),
+        keep_weight_dtype=True,
+        q_first=q_first,
+        is_random=is_random,
+        progress=progress,
+    )
+
+
+def _kv_layout(
+    config: EngineConfig, precision: Precision, layers: list[AttentionLayer]
+) -> KVLayout | Int8KVLayout:
+    if precision.kv == "int8":
+        return Int8KVLayout(layers, config.kv_group)
+    return KVLayout(layers, getattr(torch, precision.kv))
+
+
+def _attention(
+    kv: KVManager,
+    layouts: list[KVLayout | Int8KVLayout],
+    layers_of: list[list[int]],
+    address: int,
+    backend: Backend,
+) -> PlannedAttention:
+    """Over the reservation at `address`. layers_of: of each layout, its layers' numbers."""
+    parts: list[PlannedAttention] = []
+    for number, layout in enumerate(layouts):
+        start, end = (address + kv.group_offset(i) for i in (number, number + 1))
+        if isinstance(layout, Int8KVLayout):
+            parts.append(Int8LocalAttention(layout, start))
+        else:
+            cache = KVCache(layout, start, end - start)
+            parts.append(LocalAttention(layout.layers, cache, backend))
+    return parts[0] if len(parts) == 1 else GroupedAttention(parts, layers_of)

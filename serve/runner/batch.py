@@ -1,0 +1,58 @@
+"""One step's rows as flat arrays: what the runner and the attention seam need of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from memory.attention.seam import AttentionStep
+from serve.scheduler.sequence import Sequence
+from serve.scheduler.step_plan import StepPlan
+
+
+@dataclass(slots=True)
+class Batch:
+    """input_ids, positions: [T] int64, packed by sequence, decode rows first.
+
+    sampled: sequences that get a token, in row order; sample_rows: [len(sampled)] int64, their
+    last rows. attention: the K/V side of the step.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    sampled: list[Sequence]
+    sample_rows: Tensor
+    attention: AttentionStep
+
+
+def make_batch(plan: StepPlan) -> Batch:
+    """Flatten a plan. Every sequence in it is running and its pages are committed."""
+    input_ids: list[int] = []
+    positions: list[int] = []
+    starts: list[int] = []
+    kv_lens: list[int] = []
+    sampled: list[Sequence] = []
+    sample_rows: list[int] = []
+    for sequence, rows, samples in zip(plan.sequences, plan.num_rows, plan.samples, strict=True):
+        first = sequence.num_computed_tokens
+        end = first + rows
+        if rows == 1:
+            input_ids.append(sequence.token_ids[first])
+            positions.append(first)
+        else:
+            input_ids.extend(sequence.token_ids[first:end])
+            positions.extend(range(first, end))
+        starts.append(sequence.kv_range.start)  # type: ignore[union-attr]
+        kv_lens.append(end)
+        if samples:
+            sampled.append(sequence)
+            sample_rows.append(len(input_ids) - 1)
+    return Batch(
+        input_ids=torch.tensor(input_ids, dtype=torch.int64),
+        positions=torch.tensor(positions, dtype=torch.int64),
+        sampled=sampled,
+        sample_rows=torch.tensor(sample_rows, dtype=torch.int64),
+        attention=AttentionStep(plan.num_decodes, starts, plan.num_rows, kv_lens),
+    )

@@ -1,0 +1,334 @@
+"""Pool 2's work on a CUDA device: steps are launched one ahead of the host.
+
+A step is three things in a row on one stream: what its rows are (two copies from pinned memory),
+the model (a CUDA graph if its size is one that was captured, else kernel by kernel), and the
+choice of tokens, which stay on the device for the next step and are copied to pinned memory for
+the host. Nobody waits for the device but `PendingStep.wait`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from memory.attention.cuda import CudaAttention
+from memory.attention.seam import AttentionStep
+from memory.kv_manager import KVManager
+from memory.pages.kv_range import Range
+from ops.cuda.attention import Prompt
+from ops.cuda.sampling import DeviceSampler, Fetched, Kind, Plan
+from serve.models import Decoder
+from serve.runner.device_sampler import rows_of, sampled
+from serve.runner.graph_shapes import StepShape, StepShapes
+from serve.runner.mask_filler import NOBODY, FillingMasks, MaskFiller, has_masks
+from serve.runner.prompt_reader import Reading, Wanted, wanted_rows
+from serve.runner.runner import LOOK_EVERY, Closes, StepResult, next_needs
+from serve.runner.step_device import Mark, StepDevice, Work
+from serve.runner.step_inputs import block_bytes, fields, fill
+from serve.scheduler.sequence import Sequence as Output
+from serve.scheduler.step_plan import StepPlan
+
+logger = logging.getLogger(__name__)
+
+_SPREAD_STEPS = 16  # over which growing is spread
+_PLENTY = 4  # free pages for each sequence of a step
+_NUM_SLOTS = 3  # of pinned memory: two steps in flight, and one that is being made
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Pinned memory of one step. mark: behind the last step that used it."""
+
+    rows: Tensor
+    attention: Tensor
+    mark: Mark | None = None
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step from its launch on. ranges: those that it may touch; wanted: of prompts' rows."""
+
+    sampled: list[Output]
+    sampling: Plan
+    ranges: list[Range]
+    wanted: list[Wanted]
+    mark: Mark | None = None
+    fetched: Fetched | None = None
+    reading: Reading | None = None
+    late: frozenset[Output] = NOBODY
+
+    def wait(self) -> StepResult:
+        assert self.mark is not None
+        self.mark.wait()
+        prompts = () if self.reading is None else self.reading.parts()
+        if not self.sampled:
+            return StepResult([], [], None, prompts)
+        assert self.fetched is not None
+        found = sampled(self.sampling, self.fetched)
+        result = StepResult(self.sampled, found.token_ids, found.logprobs, prompts)
+        return result.without(self.late) if self.late else result
+
+
+class CudaRunner:
+    """An OverlappingRunner. All calls in the thread that computes."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        kv: KVManager,
+        attention: CudaAttention,
+        sampler: DeviceSampler,
+        device: StepDevice,
+        shapes: StepShapes,
+        *,
+        memory: Closes | None = None,
+    ) -> None:
+        self._model = model
+        self._kv = kv
+        self._attention = attention
+        self._sampler = sampler
+        self._device = device
+        self._shapes = shapes
+        self._memory = memory
+        self._block = torch.zeros(
+            block_bytes(shapes.max_rows), dtype=torch.uint8, device=device.device
+        )
+        self._chosen = torch.empty(
+            shapes.max_sampled, model.spec.hidden_size, dtype=model.dtype, device=device.device
+        )
+        self._slots = deque(
+            _Slot(
+                device.pinned(self._block.numel()),
+                device.pinned(4 * attention.arrays.num_words).view(torch.int32),
+            )
+            for _ in range(_NUM_SLOTS)
+        )
+        self._graphs: dict[StepShape, Work] = {}
+        self._flying: deque[_Step] = deque(maxlen=_NUM_SLOTS)
+        self._num_steps = 0
+        self._masks = MaskFiller()
+
+    # -- before the first step
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compute steps of all sizes without any sequence, so that no kernel is compiled while
+        somebody waits for a token, and capture those that are worth it."""
+        for shape in self._shapes.eager:
+            self._prepare_empty(shape)
+            self._body(shape)
+        can_capture = True
+        for shape in self._shapes.captured:
+            self._prepare_empty(shape)
+            self._body(shape)
+            can_capture = can_capture and self._capture(shape)
+        nothing = self._sampler.plan([])
+        self._sampler.warm_up_masks(self._model.logits(self._chosen[:1]))
+        for count in self._shapes.sampled:
+            for kind in Kind:
+                self._sampler.upload(nothing)
+                self._sampler.run(self._model.logits(self._chosen[:count]), kind)
+                self._sampler.fetch(kind, count)
+        self._device.wait()
+        if self._graphs:
+            logger.info("%d sizes of steps are captured in CUDA graphs", len(self._graphs))
+
+    def _capture(self, shape: StepShape) -> bool:
+        """Without a graph a step is slower, but right."""
+        try:
+            self._graphs[shape] = self._device.capture(partial(self._body, shape))
+        except Exception:  # a fault of the device shows again in the next step
+            logger.warning("no more CUDA graphs: %s cannot be captured", shape, exc_info=True)
+            return False
+        return True
+
+    def _prepare_empty(self, shape: StepShape) -> None:
+        """Rows that belong to nobody."""
+        slot = self._slots[0]
+        slot.rows.zero_()
+        nobody = AttentionStep(0, [], [], [])
+        self._attention.fill(
+            slot.attention, nobody, shape.rows, shape.decodes, is_captured=shape.is_captured
+        )
+        self._upload(slot, shape)
+        self._device.wait()  # the slot is written again at once
+
+    # -- a step
+
+    def run(self, plan: StepPlan, launched: Callable[[], None]) -> StepResult:
+        """One step alone."""
+        return self.launch(plan, launched).wait()
+
+    def needs_tokens(self, plan: StepPlan) -> bool:
+        """Where a mask follows the tokens: they are the host's matter."""
+        return has_masks(plan)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, launched: Callable[[], None]) -> _Step:
+        targets = [s.kv_range for s in plan.sequences if s.kv_range is not None]
+        self._kv.commit(targets)
+        self._num_steps += 1
+        has_prompts = plan.num_total_rows > plan.num_decodes
+        if self._kv.space.maps_ahead and (has_prompts or self._num_steps % LOOK_EVERY == 0):
+            self._kv.look_ahead(next_needs(plan))
+        shape = self._shapes.of(plan)
+        slot = self._free_slot()
+        fill(slot.rows, plan, shape.rows)
+        chunks = self._attention.fill(
+            slot.attention,
+            _attention_step(plan),
+            shape.rows,
+            shape.decodes,
+            is_captured=shape.is_captured,
+        )
+        chosen = [s for s, samples in zip(plan.sequences, plan.samples, strict=True) if samples]
+        slots = [s.kv_range.index for s in chosen if s.kv_range is not None]
+        sampling = self._sampler.plan(rows_of(chosen, slots))
+        step = _Step(chosen, sampling, targets, wanted_rows(plan))
+        masks = self._masks.begin(plan)
+        try:
+            step.mark = slot.mark = self._submit(
+                lambda: self._compute(step, slot, shape, chunks, masks)
+            )
+        finally:
+            step.late = masks.wait()
+        self._flying.append(step)
+        self._slots.rotate(-1)
+        self._grow_early(plan)
+        launched()
+        return step
+
+    def _submit(self, work: Work) -> Mark:
+        """Of work that fails half way nobody has the mark: it is waited for here."""
+        try:
+            return self._device.submit(work)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._device.wait()
+            raise
+
+    def check(self) -> None:
+        """Raises if the device is lost."""
+        self._device.check()
+
+    def _grow_early(self, plan: StepPlan) -> None:
+        """Sequences of one length need their next page in one step, and mapping many pages takes
+        longer than a step. So each grows some steps ahead, by its range's number, while memory is
+        plentiful."""
+        if self._kv.num_spare < _PLENTY * len(plan.sequences):
+            return
+        num_left = 1 + plan.num_decodes // _SPREAD_STEPS * 2
+        for sequence in plan.sequences[: plan.num_decodes]:
+            target = sequence.kv_range
+            assert target is not None
+            end = sequence.num_computed_tokens + 2 + target.index % _SPREAD_STEPS
+            if target.capacity < end <= sequence.max_tokens_total:
+                num_computed = sequence.num_computed_tokens - sequence.rows_in_flight
+                self._kv.grow(target, end, num_computed)
+                num_left -= 1
+            if not num_left:
+                return
+
+    def settle(self, first: int, end: int) -> None:
+        """Wait until no step that was launched may touch these bytes of the reservation."""
+        for step in self._flying:
+            spans = (span for target in step.ranges for span in self._kv.spans(target))
+            if any(a < end and first < b for a, b in spans):
+                _pass(step.mark)
+
+    def _free_slot(self) -> _Slot:
+        slot = self._slots[0]
+        _pass(slot.mark)
+        slot.mark = None
+        return slot
+
+    @torch.inference_mode()
+    def _compute(
+        self,
+        step: _Step,
+        slot: _Slot,
+        shape: StepShape,
+        chunks: Sequence[Prompt],
+        masks: FillingMasks,
+    ) -> None:
+        """What the device does, in its order. The masks are made while it runs the model."""
+        self._upload(slot, shape)
+        graph = self._graphs.get(shape)
+        if step.wanted:  # graphs share their memory: what one computed is gone with the next
+            hidden = self._hidden(shape, chunks)
+            step.reading = Reading(self._model, hidden, step.wanted, self._fetch)
+        elif graph is None:
+            self._body(shape, chunks)
+        else:
+            graph()
+        num_sampled = len(step.sampled)
+        if not num_sampled:
+            return
+        masks.wait()
+        self._sampler.upload(step.sampling)
+        logits = self._model.logits(self._chosen[:num_sampled])
+        self._sampler.run(logits, step.sampling.kind)
+        step.fetched = self._sampler.fetch(step.sampling.kind, num_sampled)
+
+    def _fetch(self, x: Tensor) -> Tensor:
+        """Starts a copy to the host; torch keeps what is pinned until it has ended."""
+        if self._device.device.type == "cpu":
+            return x
+        copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        return copy.copy_(x, non_blocking=True)
+
+    def _upload(self, slot: _Slot, shape: StepShape) -> None:
+        size = block_bytes(shape.rows)
+        self._block[:size].copy_(slot.rows[:size], non_blocking=True)
+        self._attention.arrays.upload(slot.attention)
+
+    def _body(self, shape: StepShape, chunks: Sequence[Prompt] = ()) -> None:
+        """The model on whatever rows the buffers have: the last rows' hidden states."""
+        self._hidden(shape, chunks)
+
+    def _hidden(self, shape: StepShape, chunks: Sequence[Prompt] = ()) -> Tensor:
+        """`_body`, and all rows' hidden states."""
+        tokens, positions, slots, sampled = fields(self._block, shape.rows)
+        attention = self._attention.view(shape.rows, shape.decodes, shape.has_prompts, chunks)
+        ids = self._sampler.input_ids(tokens, slots)
+        hidden = self._model.forward(ids, positions, attention)
+        count = min(shape.rows, self._shapes.max_sampled)
+        torch.index_select(hidden, 0, sampled[:count], out=self._chosen[:count])
+        return hidden
+
+    def close(self) -> None:
+        self._masks.close()
+        try:
+            self._device.wait()
+        except Exception:
+            logger.exception("the device cannot be waited for any more")
+        self._graphs.clear()
+        self._flying.clear()
+        del self._model, self._attention  # views of the reservation go before it does
+        if self._memory is not None:
+            try:
+                self._memory.close()
+            except OSError as error:  # of a device that is lost
+                logger.error("giving device memory back failed: %s", error)
+
+
+def _pass(mark: Mark | None) -> None:
+    """Wait for a step, however it ends: whoever launched it is told by `_Step.wait`."""
+    if mark is not None:
+        with contextlib.suppress(Exception):
+            mark.wait()
+
+
+def _attention_step(plan: StepPlan) -> AttentionStep:
+    starts: Sequence[int] = [s.kv_range.start for s in plan.sequences]  # type: ignore[union-attr]
+    kv_lens = [
+        s.num_computed_tokens + rows for s, rows in zip(plan.sequences, plan.num_rows, strict=True)
+    ]
+    return AttentionStep(plan.num_decodes, starts, plan.num_rows, kv_lens)

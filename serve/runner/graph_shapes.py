@@ -1,0 +1,87 @@
+"""Sizes of steps on a CUDA device: which are captured in a graph, and which one a plan takes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from serve.scheduler.step_plan import StepPlan
+
+_SMALL_DECODES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128)
+_DECODE_UNIT = 64  # above them
+# Above it a merged step computes longer than the host takes to launch it kernel by kernel.
+_MOST_CAPTURED_ROWS = 512
+_FEWEST_MERGED_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """rows and decodes: at most, the rest is padding."""
+
+    rows: int
+    decodes: int
+    has_prompts: bool
+    is_captured: bool
+
+
+class StepShapes:
+    """max_rows of a step; max_sampled: sequences that get a token in one, at most."""
+
+    def __init__(self, max_rows: int, max_seqs: int, *, captures: bool = True) -> None:
+        self.max_rows = max_rows
+        self.max_sampled = min(max_seqs, max_rows)
+        self._decodes = _decode_sizes(self.max_sampled) if captures else []
+        self._merged = _merged_sizes(min(max_rows, _MOST_CAPTURED_ROWS)) if captures else []
+
+    @property
+    def captured(self) -> list[StepShape]:
+        """All that are worth a graph; the largest first, so that later ones find its memory."""
+        merged = [self._of_merged(rows) for rows in reversed(self._merged)]
+        return merged + [_of_decodes(rows) for rows in reversed(self._decodes)]
+
+    @property
+    def eager(self) -> list[StepShape]:
+        """One for each power of two above those captured: kernels are chosen by these."""
+        merged = self._merged[-1] if self._merged else 1
+        sizes = [*_doubled(merged, self.max_rows), self.max_rows]
+        return [StepShape(rows, min(rows, self.max_sampled), True, False) for rows in sizes]
+
+    @property
+    def sampled(self) -> list[int]:
+        """Numbers of rows that stand for all that logits are computed of."""
+        return [*_doubled(1, self.max_sampled), self.max_sampled]
+
+    def of(self, plan: StepPlan) -> StepShape:
+        """The smallest captured one that has room for the plan, else its own."""
+        rows = plan.num_total_rows
+        has_prompts = rows > plan.num_decodes
+        sizes = self._merged if has_prompts else self._decodes
+        place = bisect_left(sizes, rows)
+        if place == len(sizes):
+            return StepShape(rows, plan.num_decodes, has_prompts, False)
+        return self._of_merged(sizes[place]) if has_prompts else _of_decodes(sizes[place])
+
+    def _of_merged(self, rows: int) -> StepShape:
+        return StepShape(rows, min(rows, self.max_sampled), True, True)
+
+
+def _of_decodes(rows: int) -> StepShape:
+    return StepShape(rows, rows, False, True)
+
+
+def _decode_sizes(most: int) -> list[int]:
+    sizes = [size for size in _SMALL_DECODES if size < most]
+    return [*sizes, *range(_SMALL_DECODES[-1] + _DECODE_UNIT, most, _DECODE_UNIT), most]
+
+
+def _merged_sizes(most: int) -> list[int]:
+    return [*_doubled(_FEWEST_MERGED_ROWS, most), most]
+
+
+def _doubled(first: int, end: int) -> list[int]:
+    """first, twice that, ... before end."""
+    sizes = []
+    while first < end:
+        sizes.append(first)
+        first *= 2
+    return sizes

@@ -1,0 +1,152 @@
+"""A step's masks, made in threads of their own while the model computes the step.
+
+A step that has been computed waits a little for them, and no longer: who has no mask by then gets
+no token, and is in the next step again. A mask that is being made is made on meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from enum import Enum
+
+from serve.machine import usable_processors
+from serve.scheduler.sequence import Sequence
+from serve.scheduler.step_plan import StepPlan
+
+STEP_WAIT_S = 5e-3
+NOBODY: frozenset[Sequence] = frozenset()
+# Above it the model's own threads are in the way.
+_MAX_THREADS = 4
+
+
+def has_masks(plan: StepPlan) -> bool:
+    """Whether a sequence with a mask gets a token."""
+    pairs = zip(plan.sequences, plan.samples, strict=True)
+    return any(s.mask is not None and samples for s, samples in pairs)
+
+
+class _Stage(Enum):
+    QUEUED = 0
+    BEGUN = 1
+    MADE = 2
+
+
+class _Job:
+    """A sequence's next mask. As long as it has not been used, the sequence has no other token."""
+
+    __slots__ = ("num_late", "sequence", "stage")
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence
+        self.stage = _Stage.QUEUED
+        self.num_late = 0
+
+    @property
+    def rank(self) -> float:
+        """What costs little comes first, and what has waited long."""
+        assert self.sequence.mask is not None
+        return self.sequence.mask.cost_s / (1 + self.num_late)
+
+    def make(self) -> None:
+        assert self.sequence.mask is not None
+        try:
+            self.sequence.mask.fill(self.sequence.token_ids)
+        finally:
+            self.stage = _Stage.MADE
+
+
+def _job_of(sequence: Sequence) -> _Job:
+    """The one that a step before has left, or a new one."""
+    assert sequence.mask is not None
+    job = sequence.mask.job
+    return job if isinstance(job, _Job) else _Job(sequence)
+
+
+class FillingMasks:
+    """Of one step. The matchers belong to it until wait() has returned, and those of sequences
+    that are late until a later step has them."""
+
+    def __init__(
+        self, filler: MaskFiller | None, jobs: Collection[_Job], num_sequences: int
+    ) -> None:
+        self._filler = filler
+        self._jobs = jobs
+        self._num_sequences = num_sequences
+        self._late: frozenset[Sequence] | None = None
+
+    def wait(self) -> frozenset[Sequence]:
+        """Until the masks are there, or it has taken STEP_WAIT_S. Those that are late: never all
+        of the step's sequences. Called again it returns the same."""
+        if self._filler is None:
+            return NOBODY
+        if self._late is None:
+            is_everybody = len(self._jobs) == self._num_sequences
+            self._late = self._filler.end(self._jobs, is_everybody=is_everybody)
+        return self._late
+
+
+_NOTHING = FillingMasks(None, (), 0)
+
+
+class MaskFiller:
+    """Its threads start with the first mask. One step at a time."""
+
+    def __init__(self) -> None:
+        self._num_threads = max(1, min(_MAX_THREADS, usable_processors() // 2))
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._queue: deque[_Job] = deque()
+        self._workers: list[Future[None]] = []
+
+    def begin(self, plan: StepPlan) -> FillingMasks:
+        """For those of the plan that get a token. All tokens are known."""
+        pairs = zip(plan.sequences, plan.samples, strict=True)
+        masked = [s for s, samples in pairs if s.mask is not None and samples]
+        if not masked:
+            return _NOTHING
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._num_threads, "mergestep-masks")
+        jobs = [_job_of(sequence) for sequence in masked]
+        queue = [job for job in jobs if job.stage is _Stage.QUEUED]
+        queue.sort(key=lambda job: job.rank)
+        self._queue = deque(queue)
+        for _ in range(min(self._num_threads, len(queue))):
+            self._workers.append(self._pool.submit(self._work))
+        return FillingMasks(self, jobs, len(plan.sequences))
+
+    def end(self, jobs: Collection[_Job], *, is_everybody: bool) -> frozenset[Sequence]:
+        """Those whose mask is not there in time. is_everybody: nobody else is in the step."""
+        left = wait(self._workers, STEP_WAIT_S).not_done
+        while is_everybody and left and not any(job.stage is _Stage.MADE for job in jobs):
+            left = wait(left, STEP_WAIT_S).not_done
+        with self._lock:
+            self._queue.clear()
+        for worker in self._workers:
+            if worker not in left:
+                worker.result()
+        self._workers = list(left)
+        late = []
+        for job in jobs:
+            assert job.sequence.mask is not None
+            is_late = job.stage is not _Stage.MADE
+            job.sequence.mask.job = job if is_late else None
+            if is_late:
+                job.num_late += 1
+                late.append(job.sequence)
+        return frozenset(late) if late else NOBODY
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue:
+                    return
+                job = self._queue.popleft()
+                job.stage = _Stage.BEGUN
+            job.make()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()

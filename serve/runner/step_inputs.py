@@ -1,0 +1,60 @@
+"""What a step's rows are, as numbers for the device: which token, where, of whom.
+
+One block of int64 in pinned memory, copied to the device at once:
+
+    [4, padded rows]: tokens (negative: the last one sampled for the slot), positions, slots,
+    and in the last row the rows that are sampled from, in the plan's order
+
+A slot is a range's number: what the device remembers of a sequence lies there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from serve.scheduler.step_plan import StepPlan
+
+NUM_FIELDS = 4
+_ITEM_BYTES = 8
+
+
+def block_bytes(max_rows: int) -> int:
+    """Of the largest step."""
+    return NUM_FIELDS * max_rows * _ITEM_BYTES
+
+
+def fill(pinned: Tensor, plan: StepPlan, padded_rows: int) -> None:
+    """Write the plan to the block's first block_bytes(padded_rows) bytes. Rows beyond the plan's
+    repeat token 0 at position 0 of slot 0, which nobody looks at."""
+    size_bytes = block_bytes(padded_rows)
+    block: npt.NDArray[np.int64] = pinned[:size_bytes].numpy().view(np.int64)
+    tokens, positions, slots, sampled = block.reshape(NUM_FIELDS, padded_rows)
+    num_decodes = plan.num_decodes
+    decodes = plan.sequences[:num_decodes]
+    tokens[:num_decodes] = [s.token_ids[s.num_computed_tokens] for s in decodes]
+    positions[:num_decodes] = [s.num_computed_tokens for s in decodes]
+    slots[:num_decodes] = [s.kv_range.index for s in decodes]  # type: ignore[union-attr]
+    row = num_decodes
+    for place in range(num_decodes, len(plan.sequences)):
+        sequence, rows = plan.sequences[place], plan.num_rows[place]
+        first = sequence.num_computed_tokens
+        tokens[row : row + rows] = sequence.token_ids[first : first + rows]
+        positions[row : row + rows] = np.arange(first, first + rows)
+        slots[row : row + rows] = sequence.kv_range.index  # type: ignore[union-attr]
+        row += rows
+    block.reshape(NUM_FIELDS, padded_rows)[:3, row:] = 0
+    last_rows = np.cumsum(plan.num_rows) - 1
+    chosen = last_rows[np.asarray(plan.samples, dtype=bool)]
+    sampled[: len(chosen)] = chosen
+    sampled[len(chosen) :] = 0
+
+
+def fields(device_block: Tensor, padded_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """device_block: the block on the device, uint8 -> tokens, positions, slots, sampled rows,
+    [padded_rows] int64 each."""
+    block = device_block[: block_bytes(padded_rows)].view(torch.int64)
+    tokens, positions, slots, sampled = block.view(NUM_FIELDS, padded_rows).unbind(0)
+    return tokens, positions, slots, sampled

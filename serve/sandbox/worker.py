@@ -1,0 +1,166 @@
+"""A child process that answers questions under limits of memory and time, for work that strangers
+give: it may loop, grow or crash, and costs its question, never the server.
+
+The child is serve/sandbox/worker_main.py with a script. One JSON document a line each way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from serve.errors import EngineStoppedError
+
+MAIN = Path(__file__).with_name("worker_main.py")
+STARTUP_TIMEOUT_S = 20.0
+READ_SIZE = 1 << 16
+
+
+class WorkerError(Exception):
+    """No answer, in words for the client."""
+
+
+class BoundedWorker:
+    """Starts its child at the first question, and again after one that ended or had to be
+    stopped. Thread-safe; one question at a time."""
+
+    def __init__(
+        self,
+        script: Path,
+        make_setup: Callable[[], dict[str, Any]],
+        *,
+        name: str,
+        timeout_s: float,
+        memory_bytes: int,
+    ) -> None:
+        """script: a file whose start(setup) gives a function from question to
+        answer. name: of the work, for messages. memory_bytes: beside what start() takes."""
+        self._script = script
+        self._make_setup = make_setup
+        self._name = name
+        self._timeout_s = timeout_s
+        self._limits = {"memory_bytes": memory_bytes, "cpu_s": int(timeout_s) + 1}
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._child: _Child | None = None
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """WorkerError if there is no answer, EngineStoppedError after close()."""
+        line = json.dumps(question).encode() + b"\n"
+        with self._lock:
+            if self._is_closed:
+                raise EngineStoppedError(f"{self._name} has been closed")
+            try:
+                return self._start().ask(line, self._timeout_s)
+            except TimeoutError:
+                problem = f"{self._name} took longer than {self._timeout_s:g} s"
+            except (OSError, ValueError):
+                problem = f"{self._name} process ended"
+            self._stop()
+        raise WorkerError(problem)
+
+    def start(self) -> None:
+        """Begin before the first question: starting takes a while."""
+        with self._lock:
+            if not self._is_closed:
+                self._start()
+
+    def close(self) -> None:
+        """Ends the child and waits for it. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            self._stop()
+
+    def __del__(self) -> None:
+        child = getattr(self, "_child", None)
+        if child is not None:
+            child.stop()
+
+    def _start(self) -> _Child:
+        if self._child is not None and not self._child.is_alive:
+            self._stop()
+        if self._child is None:
+            self._child = _Child(self._script, {**self._limits, "job": self._make_setup()})
+        return self._child
+
+    def _stop(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.stop()
+
+
+class _Child:
+    """One child process and its two pipes."""
+
+    def __init__(self, script: Path, setup: dict[str, Any]) -> None:
+        # Started by path with -P: importing `serve` or finding `serve/http` first on the path
+        # would be slow or wrong. An own session keeps Ctrl-C in a terminal away from it.
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(MAIN), str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # a traceback would hold what a client sent
+            bufsize=0,
+            start_new_session=True,
+        )
+        assert self.process.stdin is not None, "stdin is a pipe"
+        assert self.process.stdout is not None, "stdout is a pipe"
+        self._stdin, self._stdout = self.process.stdin, self.process.stdout
+        os.set_blocking(self._stdin.fileno(), False)
+        os.set_blocking(self._stdout.fileno(), False)
+        self._unsent = json.dumps(setup).encode() + b"\n"
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def ask(self, line: bytes, timeout_s: float) -> dict[str, Any]:
+        """Sends a line and returns the answer. TimeoutError, OSError or ValueError if none."""
+        if self._unsent:
+            deadline = time.monotonic() + STARTUP_TIMEOUT_S
+            self._send(self._unsent, deadline)
+            json.loads(self._receive(deadline))  # it says that it is ready
+            self._unsent = b""
+        deadline = time.monotonic() + timeout_s
+        self._send(line, deadline)
+        answer: dict[str, Any] = json.loads(self._receive(deadline))
+        return answer
+
+    def _send(self, data: bytes, deadline: float) -> None:
+        view = memoryview(data)
+        while view:
+            _wait(self._stdin.fileno(), select.POLLOUT, deadline)
+            view = view[os.write(self._stdin.fileno(), view) :]
+
+    def _receive(self, deadline: float) -> bytes:
+        pieces: list[bytes] = []
+        while True:
+            _wait(self._stdout.fileno(), select.POLLIN, deadline)
+            piece = os.read(self._stdout.fileno(), READ_SIZE)
+            if not piece:
+                raise ConnectionResetError("the process ended")
+            pieces.append(piece)
+            if piece.endswith(b"\n"):  # one answer per question, so a newline is its end
+                return b"".join(pieces)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._stdin.close()
+        self._stdout.close()
+
+
+def _wait(fd: int, event: int, deadline: float) -> None:
+    poll = select.poll()
+    poll.register(fd, event)
+    remaining_s = deadline - time.monotonic()
+    if remaining_s <= 0 or not poll.poll(remaining_s * 1000):
+        raise TimeoutError

@@ -1,0 +1,394 @@
+"""Who may enter, judged by memory: integers only, no torch, no asyncio.
+
+The scheduler asks `admits` for the sequence at the head of the queue when others run; whatever
+fits memory alone enters an empty engine without being asked for. A policy that admits too much
+costs a preemption, never an error.
+
+    prompt_only   what it has now fits, with a page to grow for everyone who runs
+    worst_case    everyone could grow to max_tokens
+    predicted     the peak of everyone's predicted future fits
+    oracle        the same with the real lengths: the bound that a simulation compares with
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memory.pages.kv_range import PrefixHit
+from memory.split_kv import Books
+from serve.config import MEMORY_POLICIES
+from serve.request import FinishReason
+from serve.scheduler.length_predictor import (
+    Coverage,
+    GuardedPredictor,
+    HistoryPredictor,
+    LengthPredictor,
+)
+from serve.scheduler.peak_memory import Entry, Future
+from serve.scheduler.sequence import Sequence
+
+_NUM_FUTURES = 4
+# Sequences in all futures together that a check looks at: many sequences average out in one.
+_MAX_ENTRIES = 256
+_RECHECK_STEPS = 16
+
+
+class MemoryPolicy:
+    """The base of all: admits everything, learns nothing. `step` counts the scheduler's steps."""
+
+    predicted_peak_pages: int | None = None
+    """At the last question."""
+
+    def admits(
+        self,
+        sequence: Sequence,
+        running: list[Sequence],
+        step: int,
+        hit: PrefixHit | None = None,
+    ) -> bool:
+        """Whether it may run beside the running ones, beginning with a hit of the prefix cache.
+        Its tokens of now fit."""
+        return True
+
+    def arrived(self, sequence: Sequence) -> None:
+        """It was queued."""
+
+    def started(self, sequence: Sequence, step: int) -> None:
+        """It was admitted."""
+
+    def stopped(self, sequence: Sequence) -> None:
+        """It ran and gave its pages back: finished or preempted, as its status says."""
+
+    def gave_way(self, sequence: Sequence) -> None:
+        """It was preempted for one that goes first, not because memory ran out."""
+        self.stopped(sequence)
+
+    def ended(self, sequence: Sequence) -> None:
+        """It is finished, wherever it was; its finish_reason says how."""
+
+    def coverage(self) -> tuple[float | None, float | None]:
+        """How often answers were within their P50 and P90 of arrival; None: not predicted."""
+        return None, None
+
+    def steps_left(self, step: int) -> list[int]:
+        """Until each running sequence is expected to end, the first to end first; empty: it is
+        not predicted. From any thread."""
+        return []
+
+    def mean_steps(self) -> float:
+        """That a running sequence is expected to take in all."""
+        return 0.0
+
+    def still_refuses(self, sequence: Sequence, step: int) -> bool:
+        """`admits` would say no, whatever the hit: nothing has changed since it did."""
+        return False
+
+
+def _num_shared(kv: Books, hit: PrefixHit | None) -> int:
+    """Pages that count once for each sequence, and are there once for several: those that the
+    running ones share, and those of a hit that some of them hold. When a sharer ends, what it
+    needed goes with it, so the difference never turns against the others. With windows it
+    would: pages are shared only until the window has passed them. There nothing is taken off."""
+    if any(group.window is not None for group in kv.layout.groups):
+        return 0
+    return kv.num_saved + (kv.num_held(hit) if hit is not None else 0)
+
+
+class PromptOnly(MemoryPolicy):
+    """Grow greedily."""
+
+    def __init__(self, kv: Books) -> None:
+        self._kv = kv
+
+    def admits(
+        self,
+        sequence: Sequence,
+        running: list[Sequence],
+        step: int,
+        hit: PrefixHit | None = None,
+    ) -> bool:
+        # A spare page for everyone who runs: who is admitted into the last page would be
+        # preempted by the next token of another, again and again.
+        spare_pages = len(running) * len(self._kv.layout.groups)
+        return self._kv.can_fit(sequence.num_tokens, spare_pages, hit)
+
+
+class WorstCase(MemoryPolicy):
+    """Nobody is ever preempted: prompt and max_tokens of everyone fit."""
+
+    def __init__(self, kv: Books) -> None:
+        self._kv = kv
+        self._reserved = 0
+
+    def _pages(self, sequence: Sequence) -> int:
+        return self._kv.pages_for(sequence.max_tokens_total)
+
+    def admits(
+        self,
+        sequence: Sequence,
+        running: list[Sequence],
+        step: int,
+        hit: PrefixHit | None = None,
+    ) -> bool:
+        pages = self._reserved + self._pages(sequence)
+        self.predicted_peak_pages = pages - _num_shared(self._kv, hit)
+        return self.predicted_peak_pages <= self._kv.num_pages
+
+    def started(self, sequence: Sequence, step: int) -> None:
+        self._reserved += self._pages(sequence)
+
+    def stopped(self, sequence: Sequence) -> None:
+        self._reserved -= self._pages(sequence)
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A running sequence: its output tokens and its entry in each future."""
+
+    sequence: Sequence
+    lengths: list[int]
+    entries: list[Entry]
+
+
+class FuturePeak(MemoryPolicy):
+    """The peaks of some futures fit, on average, into what the reserve leaves.
+
+    draw(sequence, k): the number of output tokens in future k, more than it has.
+    rows: of a step; prompts that are computed one after the other share them.
+    """
+
+    def __init__(
+        self, kv: Books, draw: Callable[[Sequence, int], int], num_futures: int, rows: int
+    ) -> None:
+        self._kv = kv
+        self._draw = draw
+        self._rows = rows
+        self._futures = [Future() for _ in range(num_futures)]
+        self._members: dict[int, _Member] = {}
+        self._keys: dict[Sequence, int] = {}
+        self._num_keys = 0
+        self._prefilling: list[int] = []
+        self._missing_rows = 0  # of those
+        self._asked: tuple[Sequence, list[int]] | None = None
+        self._refused: Sequence | None = None
+
+    @property
+    def capacity_pages(self) -> int:
+        return self._kv.num_pages
+
+    def admits(
+        self,
+        sequence: Sequence,
+        running: list[Sequence],
+        step: int,
+        hit: PrefixHit | None = None,
+    ) -> bool:
+        if self.still_refuses(sequence, step):
+            return False
+        futures = self._futures[: max(1, _MAX_ENTRIES // (len(self._members) + 1))]
+        self._settle(futures, step)
+        # Its lengths are drawn once: asking again must not mean trying one's luck again.
+        if self._asked is None or self._asked[0] is not sequence:
+            self._asked = sequence, self._lengths(sequence)
+        first = self._first_step(sequence, step)
+        num_shared = _num_shared(self._kv, hit)
+        capacity, total = self.capacity_pages + num_shared, 0
+        for future, length in zip(futures, self._asked[1], strict=False):
+            entry = _entry(sequence, length, first, 0)
+            future.add(entry)
+            total += future.peak_pages(self._kv, capacity)
+            future.remove(entry)
+        peak_pages = total // len(futures)
+        self.predicted_peak_pages = peak_pages - num_shared
+        is_admitted = peak_pages <= capacity
+        self._refused = None if is_admitted else sequence
+        return is_admitted
+
+    def started(self, sequence: Sequence, step: int) -> None:
+        asked = self._asked
+        self._asked = None
+        lengths = asked[1] if asked and asked[0] is sequence else self._lengths(sequence)
+        self._num_keys += 1
+        key = self._keys[sequence] = self._num_keys
+        first = self._first_step(sequence, step)
+        entries = [_entry(sequence, length, first, key) for length in lengths]
+        self._members[key] = _Member(sequence, lengths, entries)
+        for future, entry in zip(self._futures, entries, strict=True):
+            future.add(entry)
+        self._prefilling.append(key)
+        self._missing_rows += sequence.num_tokens - sequence.num_computed_tokens
+
+    def stopped(self, sequence: Sequence) -> None:
+        key = self._keys.pop(sequence)
+        member = self._members.pop(key)
+        for future, entry in zip(self._futures, member.entries, strict=True):
+            future.remove(entry)
+        self._refused = None
+        if key in self._prefilling:
+            self._prefilling.remove(key)
+        if not self._members:
+            self._missing_rows = 0
+
+    def still_refuses(self, sequence: Sequence, step: int) -> bool:
+        # Nobody has ended since it was refused: the others have only grown.
+        return self._refused is sequence and step % _RECHECK_STEPS != 0
+
+    def steps_left(self, step: int) -> list[int]:
+        return [max(1, end - step) for end, _, _ in list(self._futures[0].entries)]
+
+    def mean_steps(self) -> float:
+        lengths = [member.lengths[0] for member in list(self._members.values())]
+        return sum(lengths) / max(1, len(lengths))
+
+    def ended(self, sequence: Sequence) -> None:
+        if self._asked is not None and self._asked[0] is sequence:
+            self._asked = None
+        if self._refused is sequence:
+            self._refused = None
+
+    def _lengths(self, sequence: Sequence) -> list[int]:
+        return [self._draw(sequence, k) for k in range(len(self._futures))]
+
+    def _first_step(self, sequence: Sequence, step: int) -> int:
+        """The one that computes its next output token, after prompts that came before."""
+        missing = sequence.num_tokens - sequence.num_computed_tokens
+        return step + (self._missing_rows + missing - 1) // self._rows_for_prompts()
+
+    def _rows_for_prompts(self) -> int:
+        return max(1, self._rows - len(self._members))
+
+    def _settle(self, futures: list[Future], step: int) -> None:
+        """Bring futures up to now: prompts that are not computed yet, and sequences that
+        have become longer than they were drawn."""
+        self._missing_rows = 0
+        still = []
+        for key in self._prefilling:
+            member = self._members.get(key)
+            if member is None:
+                continue
+            first = self._first_step(member.sequence, step)
+            for k in range(len(futures)):
+                self._place(k, key, first)
+            missing = member.sequence.num_tokens - member.sequence.num_computed_tokens
+            if missing > 1:
+                still.append(key)
+                self._missing_rows += missing
+        self._prefilling = still
+        for k, future in enumerate(futures):
+            for _, _, key in future.overdue(step):
+                member = self._members[key]
+                # A sequence that had to wait for its rows can be late without being longer.
+                if member.lengths[k] <= member.sequence.num_output_tokens:
+                    member.lengths[k] = self._draw(member.sequence, k)
+                self._place(k, key, step)
+
+    def _place(self, k: int, key: int, first: int) -> None:
+        """Replace the sequence's entry in future k: its next token comes in step `first`."""
+        member = self._members[key]
+        self._futures[k].remove(member.entries[k])
+        member.entries[k] = _entry(member.sequence, member.lengths[k], first, key)
+        self._futures[k].add(member.entries[k])
+
+
+def _entry(sequence: Sequence, length: int, first: int, key: int) -> Entry:
+    """It ends with `length` output tokens, of which the last one is never written."""
+    start = sequence.num_tokens - first
+    return first + length - sequence.num_output_tokens - 1, start, key
+
+
+class Oracle(FuturePeak):
+    """Knows how long every answer will be. Only for simulation."""
+
+    def __init__(self, kv: Books, length: Callable[[Sequence], int], rows: int) -> None:
+        super().__init__(kv, lambda sequence, k: length(sequence), 1, rows)
+
+
+class PredictedPeak(FuturePeak):
+    """Admission by predicted peak.
+
+    Every sequence has a length drawn for each future from the predictor's law (stratified over
+    the futures) and keeps it until it has grown beyond it; then the rest is drawn from what is
+    left of the law. So the futures are samples of what can happen given everything known
+    (Past-Future), at the cost of a draw now and then instead of one a step.
+
+    The reserve is learned: a preemption raises it by a hundredth of memory, a sequence that
+    ends without one lowers it so far that at TARGET preempted sequences it stands still.
+    """
+
+    TARGET = 0.004
+    STEP = 0.01
+    MAX_RESERVE = 0.3
+
+    def __init__(self, kv: Books, rows: int, predictor: LengthPredictor | None = None) -> None:
+        super().__init__(kv, self._draw_length, _NUM_FUTURES, rows)
+        self.predictor = HistoryPredictor() if predictor is None else predictor
+        self.reserve = 0.05
+        self.coverages = (Coverage(0.5), Coverage(0.9))
+        self._random = random.Random(0)
+        self._offset = 0.0
+        self._arrivals: dict[Sequence, list[int]] = {}
+
+    @property
+    def capacity_pages(self) -> int:
+        return int(self._kv.num_pages * (1.0 - self.reserve))
+
+    def _draw_length(self, sequence: Sequence, k: int) -> int:
+        if k == 0:
+            self._offset = self._random.random()
+        level = (self._offset + k / _NUM_FUTURES) % 1.0
+        return self.predictor.quantile(sequence.request, sequence.num_output_tokens, level)
+
+    def arrived(self, sequence: Sequence) -> None:
+        request = sequence.request
+        self._arrivals[sequence] = [
+            self.predictor.quantile(request, 0, coverage.level) for coverage in self.coverages
+        ]
+
+    def stopped(self, sequence: Sequence) -> None:
+        super().stopped(sequence)
+        if not sequence.is_finished:
+            self.reserve = min(self.MAX_RESERVE, self.reserve + self.STEP)
+
+    def gave_way(self, sequence: Sequence) -> None:
+        super().stopped(sequence)  # no prediction was wrong: the reserve stays
+
+    def ended(self, sequence: Sequence) -> None:
+        super().ended(sequence)
+        if sequence.first_scheduled_s is not None and not sequence.num_preemptions:
+            self.reserve = max(0.0, self.reserve - self.STEP * self.TARGET)
+        length = sequence.num_output_tokens
+        predicted = self._arrivals.pop(sequence)
+        if sequence.finish_reason is FinishReason.STOP:
+            self.predictor.observe(sequence.request, length)
+        elif length:
+            self.predictor.observe_cut(sequence.request, length)
+        longest = sequence.request.params.max_tokens
+        if longest and sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            for coverage, quantile in zip(self.coverages, predicted, strict=True):
+                if quantile != longest:
+                    coverage.add(quantile, length)
+
+    def coverage(self) -> tuple[float | None, float | None]:
+        p50, p90 = (coverage.share for coverage in self.coverages)
+        return p50, p90
+
+
+POLICIES = MEMORY_POLICIES
+
+
+def make_policy(
+    name: str,
+    kv: Books,
+    max_num_batched_tokens: int,
+    predictor: LengthPredictor | None = None,
+) -> MemoryPolicy:
+    """One of POLICIES (config.py checks the name). predictor: a user's own, for "predicted"."""
+    if name == "worst_case":
+        return WorstCase(kv)
+    if name == "prompt_only":
+        return PromptOnly(kv)
+    assert name == "predicted", name
+    guarded = None if predictor is None else GuardedPredictor(predictor)
+    return PredictedPeak(kv, max_num_batched_tokens, guarded)

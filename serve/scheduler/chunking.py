@@ -1,0 +1,243 @@
+"""How many rows of which prompt go into a step: by time and by slack. No torch, no asyncio.
+
+Time: while somebody decodes, the prompt rows of a step are the most whose predicted step keeps
+the inter-token SLO (Mnemosyne's adaptive chunking); without an SLO, or with nobody to wait, the
+row budget is the only bound. Slack: prompts go in order of (time until the deadline - time to
+compute) / time to compute, smallest first (LARS). A long prompt comes after the short ones and
+has a share of the step that they cannot take, at most a half, the more the later it is. In a step
+with short prompts it also gets no more time than that share, counted over such steps (deficit
+round robin). So a short prompt is computed at half its speed at worst, whatever is beside it,
+and a crowd of short prompts cannot stop a long one.
+"""
+
+from __future__ import annotations
+
+import math
+
+from serve.scheduler.sequence import Sequence
+from serve.scheduler.step_time import GRANULARITY, StepTimeModel, StepWork
+
+# A prompt is long if it takes more than so many steps. They are let in beside each other, so that
+# the second one does not keep the short ones behind it waiting, but not without end.
+_LONG_STEPS = 4
+_MOST_LONGS = 4
+# A prompt should be computed in so many times what it takes alone, or in so many seconds.
+_DEADLINE_FACTOR = 1.5
+_LEAST_DEADLINE_S = 0.5
+_LEAST_SHARE, _MOST_SHARE = 0.1, 0.5
+# Rows that a step has for the first short and for the first long prompt, whatever the SLO says.
+_LEAST_ROWS = GRANULARITY
+
+
+class StepBudget:
+    """The prompt rows of one step, and the prompts in their order.
+
+    shorts come first, then longs, then the rest; between the first two release() frees what is
+    held for the longs.
+    limit_s: the step's time at most; inf: rows alone count. owed_s: time that the first long
+    prompt has not had yet of its share of steps with short ones.
+    """
+
+    __slots__ = (
+        "_held_rows",
+        "_held_s",
+        "_is_full",
+        "_is_shared",
+        "_least",
+        "_limit_s",
+        "_model",
+        "_rows",
+        "_share",
+        "_work",
+        "longs",
+        "owed_s",
+        "rank",
+        "rest",
+        "rows_for_one",
+        "shorts",
+    )
+
+    def __init__(
+        self,
+        model: StepTimeModel,
+        decodes: list[Sequence],
+        rows: int,
+        limit_s: float,
+        owed_s: float = 0.0,
+        rank: int = 0,
+    ) -> None:
+        """decodes: those of the step; without them there is no time to keep."""
+        self.rank = rank
+        self.shorts: list[Sequence] = []
+        self.longs: list[Sequence] = []
+        self.rest: list[Sequence] = []
+        self.owed_s = owed_s
+        self._model = model
+        self._rows = rows
+        self._limit_s = limit_s if decodes else math.inf
+        self._share = 0.0
+        self._held_rows = 0
+        self._held_s = 0.0
+        self._least = _LEAST_ROWS
+        self._is_full = False
+        self._is_shared = False
+        context = sum([s.num_computed_tokens for s in decodes])
+        self._work = StepWork(len(decodes), context, len(decodes), samples=bool(decodes))
+        # of a prompt that starts now and has the step for itself
+        self.rows_for_one = self.rows_for(0, rows)
+
+    @property
+    def has_room(self) -> bool:
+        return not self._is_full and self._rows > self._held_rows
+
+    def hold(self, share: float) -> None:
+        """Keep a share of what is left from the short prompts."""
+        self._share = share
+        self._held_rows = int(share * self._rows)
+        if self._limit_s < math.inf:
+            self._held_s = share * max(0.0, self._limit_s - self._model.predict(self._work))
+
+    def release(self) -> None:
+        """The short prompts have theirs; now the long ones."""
+        self._held_rows = 0
+        self._held_s = 0.0
+        self._is_full = False
+        self._is_shared = bool(self.longs) and self._work.num_chunks > 0
+        if not self._is_shared:
+            self.owed_s = 0.0
+            self._least = _LEAST_ROWS
+            return
+        step_s = self._model.predict(self._work)
+        self.owed_s += step_s * self._share / (1.0 - self._share)
+        context, limit_s = self.longs[0].num_computed_tokens, step_s + self.owed_s
+        self._least = self._model.most_rows(self._work, context, _LEAST_ROWS, limit_s)
+        self._limit_s = min(limit_s, self._limit_s)
+
+    def rows_for(self, context: int, missing: int) -> int:
+        """Rows for a prompt that has so many missing after `context` tokens."""
+        rows = max(0, min(missing, self._rows - self._held_rows))
+        if self._limit_s == math.inf:
+            return rows
+        most = self._model.most_rows(self._work, context, rows, self._limit_s - self._held_s)
+        return max(most, min(rows, self._least))
+
+    def take(self, rows: int, context: int) -> None:
+        """Rows that rows_for gave, or fewer."""
+        self._rows -= rows
+        self._is_full = not rows
+        self._least = 0
+        if rows:
+            before_s = self._model.predict(self._work) if self._is_shared else 0.0
+            self._work.add(rows, context)
+            if self._is_shared:
+                self.owed_s -= self._model.predict(self._work) - before_s
+
+    def give_back(self, rows: int, context: int) -> None:
+        """A sequence leaves the step, or the others its rows."""
+        self._rows += rows
+        self._is_full = False
+        self._work.remove(rows, context)
+        if not self._work.num_chunks:
+            self._least = _LEAST_ROWS
+
+
+class ChunkPolicy:
+    """Shares steps among prompts; its model learns from every step that ran.
+
+    max_rows: of one sequence in a step. inter_token_slo_s: what a step may take while somebody
+    decodes; None: no matter.
+    """
+
+    def __init__(self, max_rows: int, inter_token_slo_s: float | None = None) -> None:
+        self.inter_token_slo_s = inter_token_slo_s
+        self.model = StepTimeModel(max_rows)
+        self.limit: int | None = None  # prompt rows for which the last step had room
+        self._max_rows = max_rows
+        self._now_s = 0.0
+        self._owed_s = 0.0
+
+    def begin(
+        self,
+        prompts: list[tuple[int, Sequence]],
+        decodes: list[Sequence],
+        rows: int,
+        now_s: float,
+        rank: int = 0,
+    ) -> StepBudget:
+        """A step with `rows` left beside the decodes. prompts: (rank, sequence), running, and not
+        yet computed; a lower rank goes first, slack decides among equals. rank: of who may be
+        let in; only long prompts of this rank make room for others, and whoever is behind such a
+        one in rank comes after it."""
+        budget = StepBudget(self.model, decodes, rows, self._limit_s, self._owed_s, rank)
+        self.limit = budget.rows_for_one
+        self._now_s = now_s
+        if len(prompts) > 1:
+            prompts = sorted(prompts, key=lambda item: (item[0], self._slack_at_start(item[1])))
+        for place, sequence in prompts:
+            if budget.longs and place > rank:
+                budget.rest.append(sequence)
+            elif place != rank or not self.defer(sequence, budget):
+                budget.shorts.append(sequence)
+        return budget
+
+    def slowdown(self, decodes: list[Sequence]) -> float:
+        """How much longer prompts take beside these than alone; at least 1."""
+        model, num_decodes = self.model, len(decodes)
+        context = sum([s.num_computed_tokens for s in decodes])
+        work = StepWork(num_decodes, context, num_decodes, samples=bool(decodes))
+        most = max(1, self._max_rows - num_decodes)
+        limit_s = self._limit_s if decodes else math.inf
+        rows = max(min(most, _LEAST_ROWS), model.most_rows(work, 0, most, limit_s))
+        alone_s = model.prefill_seconds(self._max_rows) * rows / self._max_rows
+        work.add(rows, 0)
+        return max(1.0, model.predict(work) / alone_s) if alone_s else 1.0
+
+    @property
+    def _limit_s(self) -> float:
+        """What a step with prompt and decode rows may be predicted to take."""
+        if self.inter_token_slo_s is None:
+            return math.inf
+        return self.inter_token_slo_s / (1.0 + self.model.margin)
+
+    def end(self, budget: StepBudget) -> None:
+        """All have their rows."""
+        self._owed_s = budget.owed_s
+
+    def must_wait(self, sequence: Sequence, budget: StepBudget) -> bool:
+        """Whether it is one long prompt too many beside those that run. One that is much shorter
+        than all of them is not."""
+        if len(budget.longs) < _MOST_LONGS or not self._is_long(sequence, budget):
+            return False
+        return _LONG_STEPS * _rows(sequence) > min([_rows(other) for other in budget.longs])
+
+    def _is_long(self, sequence: Sequence, budget: StepBudget) -> bool:
+        step_rows = min(budget.rows_for_one, self._max_rows)
+        return _rows(sequence) > _LONG_STEPS * max(step_rows, _LEAST_ROWS)
+
+    def defer(self, sequence: Sequence, budget: StepBudget) -> bool:
+        """If the prompt is long, put it with the others of its kind."""
+        if not self._is_long(sequence, budget):
+            return False
+        if not budget.longs:
+            slack = self._slack(sequence, sequence.num_computed_tokens)
+            budget.hold(min(_MOST_SHARE, max(_LEAST_SHARE, _MOST_SHARE - slack)))
+        budget.longs.append(sequence)
+        return True
+
+    def _slack(self, sequence: Sequence, num_computed: int) -> float:
+        """Time that is to spare, relative to what the whole prompt takes."""
+        whole_s = self.model.prefill_seconds(sequence.num_tokens, sequence.num_cached_tokens)
+        rest_s = self.model.prefill_seconds(sequence.num_tokens, num_computed)
+        deadline_s = sequence.request.arrival_s + max(_DEADLINE_FACTOR * whole_s, _LEAST_DEADLINE_S)
+        return (deadline_s - self._now_s - rest_s) / max(whole_s, 1e-6)
+
+    def _slack_at_start(self, sequence: Sequence) -> float:
+        """As if nothing had been computed yet: what is done must not count as time to spare, or
+        prompts that are alike would overtake each other in turn instead of being first come,
+        first served."""
+        return self._slack(sequence, sequence.num_cached_tokens)
+
+
+def _rows(sequence: Sequence) -> int:
+    """Of the whole prompt, but for what was known when it came."""
+    return sequence.num_tokens - sequence.num_cached_tokens

@@ -1,0 +1,92 @@
+"""The scheduler's books while steps are in flight. Integers only: no torch, no asyncio.
+
+A step is in flight from its launch until its tokens are known. Meanwhile the next one is made as
+if they were: computed tokens count at once (`advance`), and a token that is not known yet has its
+place in token_ids, as PENDING_TOKEN. `resolve` puts the tokens there and sees who ends. Length
+limits are known by count alone; a stop token is seen one step late, and the row that the sequence
+has in flight by then is nobody's: it is in no counter, no page of the prefix cache, no output.
+
++--------------------------------------------------------------------------------------+
+| invariants: a sequence has rows in flight in at most two steps, and only in one when  |
+| the next is made; while it has some it is running with the range that they were       |
+| launched with, or was preempted since and is not admitted, or has ended; pages that    |
+| rows in flight read stay its own while it runs, so those rows can be computed again.   |
++--------------------------------------------------------------------------------------+
+"""
+
+from __future__ import annotations
+
+from serve.request import FinishReason
+from serve.scheduler.microbatches import part_of
+from serve.scheduler.scheduler import Scheduler
+from serve.scheduler.sequence import PENDING_TOKEN, Sequence, SequenceStatus, ending
+from serve.scheduler.step_plan import StepPlan
+
+
+def advance(scheduler: Scheduler, plan: StepPlan) -> None:
+    """The plan has been launched: from now on its rows count."""
+    contexts: list[int] = []
+    for sequence, rows, sampled in zip(plan.sequences, plan.num_rows, plan.samples, strict=True):
+        contexts.append(sequence.num_computed_tokens)
+        sequence.num_computed_tokens += rows
+        sequence.rows_in_flight += rows
+        if sampled:
+            sequence.token_ids.append(PENDING_TOKEN)
+    plan.contexts = contexts
+    scheduler.chunks_in_flight = plan.sequences[plan.num_decodes :]
+
+
+def unfinished_places(plan: StepPlan) -> list[int]:
+    """Of those sequences that have not ended while the step was in flight."""
+    finished = SequenceStatus.FINISHED
+    return [i for i, sequence in enumerate(plan.sequences) if sequence.status is not finished]
+
+
+def resolve(scheduler: Scheduler, plan: StepPlan, tokens: list[int]) -> list[Sequence]:
+    """Take in an advanced step's result, as Scheduler.update does for one that is not. The plan
+    has no finished sequences (unfinished_places). The steps are resolved in their order."""
+    assert plan.contexts is not None
+    finished: list[Sequence] = []
+    next_token = iter(tokens)
+    for sequence, rows, sampled, context in zip(
+        plan.sequences, plan.num_rows, plan.samples, plan.contexts, strict=True
+    ):
+        sequence.rows_in_flight -= rows
+        end = context + rows
+        if end >= sequence.remember_at:
+            scheduler.prefixes.remember(sequence, end)
+        if not sampled:
+            if end >= sequence.max_tokens_total:  # it has no answer
+                scheduler.finish(sequence, FinishReason.LENGTH)
+                finished.append(sequence)
+            continue
+        token = next(next_token)
+        sequence.token_ids[end] = token
+        reason = ending(sequence, token, end + 1)
+        if reason is not None:
+            scheduler.finish(sequence, reason)
+            finished.append(sequence)
+    return finished
+
+
+def retract(scheduler: Scheduler, plan: StepPlan) -> None:
+    """An advanced step has failed: as if it had never been. The last one in flight goes first."""
+    assert plan.contexts is not None
+    for place in unfinished_places(plan):
+        sequence = plan.sequences[place]
+        sequence.rows_in_flight -= plan.num_rows[place]
+        sequence.steady_until = 0
+        if sequence.status is SequenceStatus.RUNNING:
+            sequence.num_computed_tokens = plan.contexts[place]
+        if plan.samples[place]:
+            scheduler.cut(sequence, plan.contexts[place] + plan.num_rows[place])
+    plan.contexts = None
+
+
+def running_part(plan: StepPlan) -> StepPlan | None:
+    """Of a plan that was made a while ago, what can still be computed."""
+    running = SequenceStatus.RUNNING
+    places = [i for i, sequence in enumerate(plan.sequences) if sequence.status is running]
+    if len(places) == len(plan.sequences):
+        return plan
+    return part_of(plan, places) if places else None

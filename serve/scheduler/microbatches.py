@@ -1,0 +1,138 @@
+"""Two batches in flight: how a step's rows are dealt, and whether that pays. Integers and floats.
+
+While memory nodes attend for one half of a step, the products of the other half run (staggered
+pipelining, Lamina, arXiv 2405.01814). It pays where products take as long for a
+half as half of the whole; where they wait for the weights, a half takes as long as the whole. So
+both ways are timed, and the faster one is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Protocol
+
+from serve.scheduler.sequence import Sequence
+from serve.scheduler.step_plan import StepPlan
+
+_TRIAL = 5  # steps of each way that are compared
+_PERIOD = 32  # steps from a trial to the next one; twice as many after each that changed nothing
+_MOST_PERIOD = 256
+_GAIN = 0.02  # what changing must bring
+
+
+def halve(plan: StepPlan) -> tuple[list[int], list[int]] | None:
+    """Places in plan.sequences of each half, rising; None for a step of one sequence.
+
+    Sequences stay whole. The largest goes first, each to the half with less attention so far:
+    the halves differ by one sequence's at most (Graham's LPT).
+    """
+    if len(plan.sequences) < 2:
+        return None
+    loads = [
+        rows * (1 + sequence.num_computed_tokens)
+        for sequence, rows in zip(plan.sequences, plan.num_rows, strict=True)
+    ]
+    one: list[int] = []
+    other: list[int] = []
+    difference = 0  # of the first half's load to the second's
+    for place in sorted(range(len(loads)), key=loads.__getitem__, reverse=True):
+        if difference <= 0:
+            one.append(place)
+            difference += loads[place]
+        else:
+            other.append(place)
+            difference -= loads[place]
+    return sorted(one), sorted(other)
+
+
+def part_of(plan: StepPlan, places: SequenceOf[int]) -> StepPlan:
+    """Those sequences of a plan alone. places: rising."""
+    num_rows = [plan.num_rows[place] for place in places]
+    return StepPlan(
+        sequences=[plan.sequences[place] for place in places],
+        num_rows=num_rows,
+        num_decodes=sum(place < plan.num_decodes for place in places),
+        samples=[plan.samples[place] for place in places],
+        num_total_rows=sum(num_rows),
+        contexts=None if plan.contexts is None else [plan.contexts[place] for place in places],
+    )
+
+
+def on_time(plan: StepPlan, late: Collection[Sequence]) -> StepPlan:
+    """What counts of a plan whose step was over before the masks of these were made: nothing of
+    who decodes, who is computed again, and of a prompt all but its last row."""
+    places = [
+        place
+        for place, sequence in enumerate(plan.sequences)
+        if place >= plan.num_decodes or sequence not in late
+    ]
+    part = part_of(plan, places)
+    for place in range(part.num_decodes, len(places)):
+        if part.sequences[place] in late:
+            part.num_rows[place] -= 1
+            part.samples[place] = False
+            part.num_total_rows -= 1
+    return part
+
+
+class Stagger(Protocol):
+    """Whether to halve a step, asked before it and told afterwards."""
+
+    def splits(self, num_decodes: int, num_prompt_rows: int) -> bool: ...
+
+    def learn(
+        self, num_decodes: int, num_prompt_rows: int, is_split: bool, seconds: float
+    ) -> None: ...
+
+
+class StaggerChoice:
+    """Learns from the times of steps alike: decode rows and prompt rows in the same powers of two.
+
+    The way that is not kept is tried for a few steps in a row now and then, and compared with
+    the steps just before: contexts grow and machines change, but not within a few steps.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[int, int], _Kind] = {}
+
+    def splits(self, num_decodes: int, num_prompt_rows: int) -> bool:
+        return self._kind(num_decodes, num_prompt_rows).next_way
+
+    def learn(self, num_decodes: int, num_prompt_rows: int, is_split: bool, seconds: float) -> None:
+        self._kind(num_decodes, num_prompt_rows).learn(is_split, seconds)
+
+    def _kind(self, num_decodes: int, num_prompt_rows: int) -> _Kind:
+        key = (num_decodes.bit_length(), num_prompt_rows.bit_length())
+        return self._kinds.setdefault(key, _Kind())
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Steps alike. kept: whether they are split; steps_left: until the other way is tried."""
+
+    kept: bool = False
+    steps_left: int = _TRIAL
+    period: int = _PERIOD
+    recent: list[float] = field(default_factory=list)  # the last ones of the way that is kept
+    tried: list[float] = field(default_factory=list)
+
+    @property
+    def next_way(self) -> bool:
+        return self.kept if self.steps_left else not self.kept
+
+    def learn(self, is_split: bool, seconds: float) -> None:
+        if is_split == self.kept:
+            self.recent = [*self.recent[1 - _TRIAL :], seconds]
+            self.steps_left = max(0, self.steps_left - 1)
+            return
+        self.tried.append(seconds)
+        if len(self.tried) < _TRIAL:
+            return
+        if median(self.tried) < (1 - _GAIN) * median(self.recent):
+            self.kept, self.recent, self.period = is_split, self.tried, _PERIOD
+        else:
+            self.period = min(2 * self.period, _MOST_PERIOD)
+        self.steps_left, self.tried = self.period, []

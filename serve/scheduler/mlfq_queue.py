@@ -1,0 +1,144 @@
+"""Skip-join multi-level feedback (FastServe, arXiv 2305.05920)."""
+
+from __future__ import annotations
+
+from bisect import insort
+from heapq import heapify, heappop, heappush
+
+from serve.request import Request
+from serve.scheduler.sequence import Sequence
+from serve.scheduler.waiting_queue import Order
+
+
+class _Job:
+    """A sequence's level, how long it may stay there, and since when it has waited or run.
+
+    earned: the level without starving, with which it outranks others while it waits.
+    until_s: while it runs, when it is demoted; while it waits, when it starves.
+    """
+
+    __slots__ = ("earned", "left_s", "level", "since_s", "until_s")
+
+    def __init__(self, level: int, left_s: float) -> None:
+        self.level = self.earned = level
+        self.left_s = left_s
+        self.since_s = self.until_s = 0.0
+
+
+class MultiLevelFeedback(Order):
+    """Level p lasts BASE_S * 2^p seconds of running; the level is the rank.
+
+    A request joins the first level that lasts for its prompt. Giving way costs a swap: it takes
+    somebody who has run for more than 2^margin times as long, and where memory cannot keep what
+    is set aside, for SWAP_SHARE times what computing it again costs. Whoever has waited for
+    STARVING_S and STARVING_SHARE times what computing its tokens takes is next, before all who
+    do not starve, and keeps level 0 for as long as it has waited.
+    """
+
+    preempts = True
+    margin = 2
+    BASE_S = 0.01
+    STARVING_S = 3.0
+    STARVING_SHARE = 30.0
+    SWAP_SHARE = 10.0
+    MAX_LEVEL = 24  # two days: there, everybody runs to the end
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._jobs: dict[Sequence, _Job] = {}
+        self._running: set[Sequence] = set()
+        # (when, number, sequence) of demotions and of starvation; some are out of date
+        self._demotions: list[tuple[float, int, Sequence]] = []
+        self._starving: list[tuple[float, int, Sequence]] = []
+
+    def rank(self, sequence: Sequence) -> int:
+        return self._jobs[sequence].level
+
+    def rank_of(self, request: Request, num_rows: int) -> int:
+        return self._join(len(request.prompt_token_ids), num_rows)
+
+    def _join(self, num_tokens: int, num_rows: int) -> int:
+        level, prefill_s = 0, self.prefill_seconds(num_tokens, num_tokens - num_rows)
+        while level < self.MAX_LEVEL and self._quantum_s(level) < prefill_s:
+            level += 1
+        return level
+
+    def _quantum_s(self, level: int) -> float:
+        return self.BASE_S * (1 << level)
+
+    def tick(self, now_s: float) -> None:
+        self.now_s = now_s
+        while self._demotions and self._demotions[0][0] <= now_s:
+            until_s, _, sequence = heappop(self._demotions)
+            if sequence in self._running and self._jobs[sequence].until_s == until_s:
+                self._demote(sequence)
+        while self._starving and self._starving[0][0] <= now_s:
+            until_s, _, sequence = heappop(self._starving)
+            job = self._jobs.get(sequence)
+            if job is not None and sequence not in self._running and job.until_s == until_s:
+                self._dequeue(sequence)
+                job.level, job.left_s = 0, now_s - job.since_s
+                insort(self._waiting, (0, self._numbers[sequence], sequence))
+
+    def _demote(self, sequence: Sequence) -> None:
+        job = self._jobs[sequence]
+        while job.until_s <= self.now_s and job.level < self.MAX_LEVEL:
+            job.level += 1
+            job.until_s += self._quantum_s(job.level)
+        if job.level < self.MAX_LEVEL:
+            heappush(self._demotions, (job.until_s, self._numbers[sequence], sequence))
+
+    def add(self, sequence: Sequence) -> None:
+        level = self._join(sequence.num_tokens, sequence.num_expected_rows)
+        self._jobs[sequence] = _Job(level, self._quantum_s(level))
+        super().add(sequence)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        super()._enqueue(sequence)
+        job = self._jobs[sequence]
+        # the last step may have begun long before it arrived
+        job.since_s = max(self.now_s, sequence.request.arrival_s)
+        again_s = self.prefill_seconds(sequence.num_tokens, 0)
+        job.until_s = job.since_s + self.STARVING_S + self.STARVING_SHARE * again_s
+        heappush(self._starving, (job.until_s, self._numbers[sequence], sequence))
+        if len(self._starving) > 2 * len(self._jobs) + 64:
+            self._starving = [
+                entry
+                for entry in self._starving
+                if entry[2] in self._jobs and self._jobs[entry[2]].until_s == entry[0]
+            ]
+            heapify(self._starving)
+
+    def put_back(self, sequence: Sequence) -> None:
+        self._running.discard(sequence)
+        job = self._jobs[sequence]
+        job.earned = job.level
+        job.left_s = max(0.0, job.until_s - self.now_s)
+        super().put_back(sequence)
+
+    def take(self, sequence: Sequence) -> None:
+        super().take(sequence)
+        self._running.add(sequence)
+        job = self._jobs[sequence]
+        # What a preemption cost is not held against it.
+        if sequence.num_preemptions:
+            num_known = sequence.num_computed_tokens
+            job.left_s += self.prefill_seconds(sequence.num_tokens, num_known)
+        job.since_s = self.now_s
+        job.until_s = self.now_s + job.left_s
+        if job.level < self.MAX_LEVEL:
+            heappush(self._demotions, (job.until_s, self._numbers[sequence], sequence))
+
+    def outranked(self, sequence: Sequence, running: list[Sequence]) -> list[Sequence]:
+        # Where everybody starves, throwing each other out would serve nobody.
+        rank = self._jobs[sequence].earned + self.margin
+        return sorted([s for s in running if self.rank(s) > rank], key=self.rank)
+
+    def is_worth_a_swap(self, sequence: Sequence) -> bool:
+        ran_s = self.now_s - self._jobs[sequence].since_s
+        return ran_s >= self.SWAP_SHARE * self.prefill_seconds(sequence.num_tokens, 0)
+
+    def ended(self, sequence: Sequence) -> None:
+        super().ended(sequence)
+        del self._jobs[sequence]
+        self._running.discard(sequence)

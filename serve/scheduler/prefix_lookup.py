@@ -1,0 +1,120 @@
+"""What sequences find in the prefix cache and leave there. No torch, no asyncio."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from memory.pages.kv_range import PrefixHit
+from memory.prefix.index import PrefixHasher
+from memory.split_kv import Books
+from serve.request import Request
+from serve.scheduler.sequence import Sequence
+
+# How long a sequence waits for a disk that does not answer.
+_FETCH_LIMIT_S = 2.0
+
+
+class PrefixUse:
+    """Names the pages of sequences, asks the K/V manager for them, offers what is complete."""
+
+    def __init__(
+        self,
+        kv: Books,
+        hasher: PrefixHasher | None,
+        prefill_seconds: Callable[[int, int], float],
+    ) -> None:
+        """hasher: names the pages; None: nothing is ever found or offered. prefill_seconds(n, k):
+        to compute n tokens when the first k are known; 0: who knows."""
+        self._kv = kv
+        self._hasher = hasher
+        self._prefill_seconds = prefill_seconds
+        self._fetch_until_s = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        return self._hasher is not None
+
+    def page_keys(self, request: Request) -> list[bytes]:
+        """Those of the pages that the prompt fills. From any thread."""
+        keys: list[bytes] = []
+        if self._hasher is not None:
+            self._hasher.extend(keys, request.prompt_token_ids, request.params.cache_salt)
+        return keys
+
+    def num_missing_rows(self, request: Request, page_keys: list[bytes]) -> int:
+        """Of a prompt with these keys, those that the prefix cache does not know; at least one,
+        but for an empty prompt. From any thread."""
+        num_tokens = len(request.prompt_token_ids)
+        if request.reads_prompt:
+            return num_tokens
+        return max(num_tokens - self._kv.num_known_tokens(page_keys), min(1, num_tokens))
+
+    def is_under_way(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
+        """Whether one of the others, which run, is just computing what the sequence lacks."""
+        if self._hasher is None:
+            return False
+        if sequence.reads_prompt:  # then nobody's rows but those of its own request help it
+            others = [other for other in others if other.request is sequence.request]
+        self._extend_keys(sequence)
+        keys = sequence.page_keys
+        for other in others:
+            if other.kv_range is None:
+                continue  # it has just been preempted
+            # A key stands for everything before it: where these are equal, so is all of it.
+            page = other.kv_range.num_known
+            key = keys[page : page + 1]
+            is_shared = key and key == other.page_keys[page : page + 1]
+            if is_shared and not self._kv.prefixes.index.match(key):
+                return True
+        return False
+
+    def is_fetching(self, sequence: Sequence, now_s: float) -> bool:
+        """Whether pages of the sequence are coming back from the store; asks for them once, when
+        memory has room for it, and waits only so long for a disk that does not answer."""
+        if self._hasher is None or not self._kv.prefixes.has_store or sequence.reads_prompt:
+            return False
+        if self._kv.prefixes.is_fetching:
+            return now_s < self._fetch_until_s
+        if not sequence.has_fetched and self._kv.can_fit(
+            sequence.num_tokens, hit=self.match(sequence)
+        ):
+            sequence.has_fetched = True
+            self._kv.fetch(sequence.page_keys, self._prefill_seconds)
+            self._fetch_until_s = now_s + _FETCH_LIMIT_S
+        return self._kv.prefixes.is_fetching
+
+    def match(self, sequence: Sequence) -> PrefixHit | None:
+        """What is at hand of it, unless computing it takes less time than mapping it; something
+        is always left to compute."""
+        if self._hasher is None or sequence.reads_prompt:
+            return None
+        self._extend_keys(sequence)
+        hit = self._kv.match(sequence.page_keys, sequence.num_tokens - 1)
+        if hit is None:
+            return None
+        compute_s = self._prefill_seconds(hit.num_tokens, 0)
+        return None if 0.0 < compute_s < self._kv.map_seconds(hit) else hit
+
+    def open(self, sequence: Sequence, hit: PrefixHit | None) -> None:
+        """Give the sequence a range, with what was hit."""
+        sequence.kv_range = self._kv.open(sequence.num_tokens, hit)
+        sequence.num_computed_tokens = num_hit = hit.num_tokens if hit is not None else 0
+        stats = self._kv.prefixes.stats
+        stats.num_asked_tokens += sequence.num_tokens
+        stats.num_hit_tokens += num_hit
+        if sequence.first_scheduled_s is None:
+            sequence.num_cached_tokens = num_hit
+
+    def remember(self, sequence: Sequence, num_computed: int) -> None:
+        """Offer the pages that are complete with so many computed tokens to the prefix cache."""
+        if self._hasher is None or sequence.kv_range is None:
+            return
+        self._extend_keys(sequence, num_computed)
+        self._kv.remember(sequence.kv_range, sequence.page_keys, num_computed)
+        sequence.remember_at = self._kv.page_end(sequence.kv_range.num_known)
+
+    def _extend_keys(self, sequence: Sequence, num_tokens: int | None = None) -> None:
+        """num_tokens: that are known for certain; None: all are, as of whoever waits."""
+        assert self._hasher is not None
+        salt = sequence.request.params.cache_salt
+        self._hasher.extend(sequence.page_keys, sequence.token_ids, salt, num_tokens)

@@ -1,0 +1,210 @@
+"""What a request wants of its prompt's own rows: log-probabilities of its tokens, or one vector.
+
+Rows are taken in by position, in order and each once, so that steps that fail, chunks that are
+computed again and several outputs of one prompt change nothing. No torch, no asyncio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from serve.errors import GenerationError, RequestError
+from serve.request import (
+    Request,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprobs,
+)
+
+POOLING_KINDS = ("mean", "last")
+MAX_DIMENSIONS = 1 << 20
+_ITERATED = 256  # log-probabilities that are made at once while somebody goes through them
+
+Vector = npt.NDArray[np.float32]
+Described = npt.NDArray[np.void]
+"""Rows of ops.cpu.sampling.Drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingParams:
+    """How a prompt's final hidden states become one vector, its embedding.
+
+    kind: "mean" over all tokens, or those of the "last" one. normalize: to length 1.
+    dimensions: only the first so many, taken before normalizing; None: all. cache_salt and
+    priority: as in SamplingParams.
+    """
+
+    kind: str = "mean"
+    normalize: bool = True
+    dimensions: int | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+
+    n: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in POOLING_KINDS:
+            raise RequestError('kind must be "mean" or "last"', param="kind")
+        if not isinstance(self.normalize, bool):
+            raise RequestError(
+                "normalize must be true or false", param="normalize", code="invalid_type"
+            )
+        if type(self.dimensions) not in (int, type(None)):
+            raise RequestError("dimensions must be an integer", param="dimensions")
+        if self.dimensions is not None and not 1 <= self.dimensions <= MAX_DIMENSIONS:
+            raise RequestError(
+                f"dimensions must be between 1 and {MAX_DIMENSIONS}", param="dimensions"
+            )
+        self.sampling()
+
+    def sampling(self) -> SamplingParams:
+        """Of a request that gets no token."""
+        return SamplingParams(
+            max_tokens=0,
+            temperature=0.0,
+            seed=0,
+            cache_salt=self.cache_salt,
+            priority=self.priority,
+        )
+
+
+class PromptPart(NamedTuple):
+    """What a step brought of the rows at positions first .. end. found: what `take` needs."""
+
+    outputs: PromptOutputs
+    first: int
+    end: int
+    found: Any
+
+    def take(self) -> None:
+        if self.end > self.outputs.num_done:
+            assert self.first <= self.outputs.num_done, f"{self.first} {self.outputs.num_done}"
+            self.outputs.take(self.first, self.end, self.found)
+            self.outputs.num_done = self.end
+
+
+class PromptOutputs:
+    """Rows at positions num_done .. end are still missing; those before are not needed any more.
+
+    All outputs of a request share it. The loop's thread fills it; when it is complete nobody
+    changes it any more, and pool 3 may read it.
+    """
+
+    def __init__(self, first: int, end: int) -> None:
+        self.num_done, self.end = first, end
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_done >= self.end
+
+    def take(self, first: int, end: int, found: Any) -> None:
+        """The rows from num_done on count, of those at first .. end."""
+        raise NotImplementedError
+
+    def add_to(self, delta: TokenDelta) -> TokenDelta:
+        """A sequence's first delta, with what was asked for."""
+        raise NotImplementedError
+
+
+class PromptScores(PromptOutputs):
+    """The row at position p says how likely token p + 1 was. num_top: alternatives described."""
+
+    def __init__(self, token_ids: Sequence[int], num_top: int) -> None:
+        super().__init__(0, len(token_ids) - 1)
+        self.token_ids, self.num_top = token_ids, num_top
+        self._parts: list[Described] = []
+        self._logprobs: PromptLogprobs | None = None
+
+    def take(self, first: int, end: int, found: Described) -> None:
+        self._parts.append(found[self.num_done - first :])
+
+    def add_to(self, delta: TokenDelta) -> TokenDelta:
+        if self._logprobs is None:
+            self._logprobs = PromptLogprobs(self._parts, self.num_top)
+            self._parts = []
+        return delta._replace(prompt_logprobs=self._logprobs)
+
+
+class Pooled(PromptOutputs):
+    """The vector of `params`, from sums over rows (mean) or one row (last)."""
+
+    def __init__(self, num_tokens: int, params: PoolingParams) -> None:
+        super().__init__(0 if params.kind == "mean" else num_tokens - 1, num_tokens)
+        self.params = params
+        self._sum: npt.NDArray[np.float64] | None = None
+        self._num_rows = 0
+
+    def take(self, first: int, end: int, found: npt.NDArray[np.float64]) -> None:
+        assert first == self.num_done, f"{first} {self.num_done}"
+        self._sum = found if self._sum is None else self._sum + found
+        self._num_rows += end - first
+
+    def add_to(self, delta: TokenDelta) -> TokenDelta:
+        assert self._sum is not None
+        vector = (self._sum / self._num_rows)[: self.params.dimensions]
+        if self.params.normalize:
+            vector = vector / np.linalg.norm(vector)
+        if not np.isfinite(vector).all():
+            raise GenerationError("the embedding is not finite")
+        return delta._replace(embedding=vector.astype(np.float32))
+
+
+class PromptLogprobs(Sequence["TokenLogprobs | None"]):
+    """One entry for each token of a prompt, None for the first one. Entries are made when they are
+    looked at: there may be a hundred thousand, of which each is twenty tokens and numbers."""
+
+    def __init__(self, parts: Sequence[Described], num_top: int) -> None:
+        self._rows = np.concatenate(parts) if parts else None
+        self._num_top = num_top
+
+    def __len__(self) -> int:
+        return 1 + (0 if self._rows is None else len(self._rows))
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs | None: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenLogprobs | None]: ...
+
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | list[TokenLogprobs | None] | None:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        return self._made(place - 1, place)[0] if place else None
+
+    def __iter__(self) -> Iterator[TokenLogprobs | None]:
+        yield None
+        for first in range(0, len(self) - 1, _ITERATED):
+            yield from self._made(first, first + _ITERATED)
+
+    def _made(self, first: int, end: int) -> list[TokenLogprobs]:
+        assert self._rows is not None
+        return logprobs_of(self._rows[first:end], self._num_top)
+
+
+def logprobs_of(rows: Described, num_top: int) -> list[TokenLogprobs]:
+    """With num_top alternatives of those that were described."""
+    names = ("token", "rank", "logprob", "num_top", "top_tokens", "top_logprobs")
+    columns = zip(*(rows[name].tolist() for name in names), strict=True)
+    return [
+        TokenLogprobs(
+            token,
+            logprob,
+            tuple(zip(ids[: min(found, num_top)], values[: min(found, num_top)], strict=True)),
+            rank,
+        )
+        for token, rank, logprob, found, ids, values in columns
+    ]
+
+
+def prompt_outputs(request: Request) -> PromptOutputs | None:
+    """What the rows of a request's prompt are to bring, if anything."""
+    if request.pooling is not None:
+        return Pooled(len(request.prompt_token_ids), request.pooling)
+    num_top = request.params.prompt_logprobs
+    return None if num_top is None else PromptScores(request.prompt_token_ids, num_top)

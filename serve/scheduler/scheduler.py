@@ -1,0 +1,399 @@
+"""Which tokens run in the next step: integers only, clock passed in, no torch, no asyncio.
+
+There is no prefill or decode phase. Each sequence gets min(num_tokens - num_computed_tokens,
+what is left of the budget) rows, running ones first, then waiting ones as their order has it
+(serve/scheduler/waiting_queue.py). How many prompt rows a step has and how prompts share them
+is the chunk policy's matter (serve/scheduler/chunking.py). When memory runs out a running
+sequence is preempted: it gives back its pages, waits again and is recomputed later, except for
+what the prefix cache still knows of it. Where the order has ranks, running
+sequences also give way to a waiting one of a higher rank that cannot run otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+
+from memory.pages.kv_range import PrefixHit, Range
+from memory.prefix.index import PrefixHasher
+from memory.split_kv import Books
+from serve.request import FinishReason
+from serve.scheduler.admission import MemoryPolicy, PromptOnly
+from serve.scheduler.chunking import ChunkPolicy
+from serve.scheduler.prefix_lookup import PrefixUse
+from serve.scheduler.sequence import PENDING_TOKEN, Sequence, SequenceStatus, ending
+from serve.scheduler.steady_decode import look_through
+from serve.scheduler.step_draft import StepDraft
+from serve.scheduler.step_plan import SchedulerLimits, StepPlan, plan_of
+from serve.scheduler.step_time import StepWork
+from serve.scheduler.waiting_queue import Order
+
+# Waiting sequences that are looked at for one whose beginning nobody else is computing.
+_LOOK_THROUGH = 16
+# And for one that is not a long prompt too many.
+_MAX_PASSED = 256
+# Steps in a row for which others may take the rows of a prompt.
+_MAX_PAUSES = 16
+# Steps after which somebody who did not fit is looked at again, whatever has changed.
+_RECHECK_STEPS = 16
+# Steps that only decode teach once in so many, when they have taught enough.
+_LEARN_EVERY = 4
+
+
+class Scheduler:
+    """Waiting and running sequences. policy: whom memory lets in; PromptOnly by default. order:
+    who is next; first come, first served by default."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        kv: Books,
+        policy: MemoryPolicy | None = None,
+        hasher: PrefixHasher | None = None,
+        order: Order | None = None,
+    ) -> None:
+        """hasher: names pages for the prefix cache; None: there is none."""
+        self.limits = limits
+        self.kv = kv
+        self.policy = PromptOnly(kv) if policy is None else policy
+        self.waiting = Order() if order is None else order
+        self.chunks = ChunkPolicy(
+            min(limits.max_num_batched_tokens, limits.max_chunk_tokens),
+            limits.inter_token_slo_s,
+        )
+        prefill_seconds = self.chunks.model.prefill_seconds
+        self.waiting.prefill_seconds = prefill_seconds
+        self.prefixes = PrefixUse(kv, hasher, prefill_seconds)
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self.num_given_way = 0  # of those, not for want of memory
+        self.num_finished = 0
+        self.num_steps = 0
+        self.num_page_steps = 0  # pages in use, summed over the steps
+        self._num_aside_pages = 0  # of the preempted that wait
+        self._pauses: dict[Sequence, int] = {}  # prompts without rows, for how many steps
+        self._is_short = False  # of memory, in this step
+        self.chunks_in_flight: list[Sequence] = []  # with prompt rows in the last one launched
+        self._refused: tuple[Sequence | None, int] = None, 0  # with what was available then
+
+    def add(self, sequence: Sequence) -> None:
+        self.policy.arrived(sequence)
+        num_tokens = sequence.num_tokens
+        num_cached = num_tokens - sequence.num_expected_rows
+        sequence.expected_s = self.chunks.model.prefill_seconds(num_tokens, num_cached)
+        self.waiting.add(sequence)
+
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def schedule(self, now_s: float) -> StepPlan | None:
+        """The next step, or None when nothing can run. Records page growth; does not commit."""
+        self.waiting.tick(now_s)
+        self.kv.prefixes.poll()
+        rows = self.limits.max_num_batched_tokens
+        decodes, prefilling = look_through(self.running, rows, self._grow, self.prefixes.is_on)
+        rows -= len(decodes)
+        num_certain, num_preemptions = len(decodes), self.num_preemptions
+        chunks: list[tuple[Sequence, int]] = []
+        if prefilling or self.waiting:
+            prompts = [(self._rank(s), s) for s in prefilling]
+            budget = self.chunks.begin(prompts, decodes, rows, now_s, self._rank_of_next(prompts))
+            self._share(StepDraft(budget, decodes, chunks), now_s)
+            self.chunks.end(budget)
+        if self.waiting.preempts:
+            given = {s for s, _ in chunks}
+            self._pauses = {s: self._pauses.get(s, 0) + 1 for s in prefilling if s not in given}
+        self._is_short = False
+        self.num_steps += 1
+        self.num_page_steps += self.kv.num_in_use
+        if self.num_preemptions > num_preemptions:
+            num_certain = 0
+        return plan_of(decodes, chunks, num_certain)
+
+    def _share(self, draft: StepDraft, now_s: float) -> None:
+        """Give a step's rows to prompts: short ones, new ones, long ones, and who is behind."""
+        budget = draft.budget
+        for sequence in budget.shorts:
+            self._add_chunk(sequence, draft)
+        if not self._is_short:
+            self._admit(draft, now_s)
+        budget.release()
+        for sequence in (*budget.longs, *budget.rest):
+            self._add_chunk(sequence, draft)
+
+    def _add_chunk(self, sequence: Sequence, draft: StepDraft) -> None:
+        """Rows for a sequence that has more than one to compute (or is new)."""
+        if sequence.status is not SequenceStatus.RUNNING:
+            return
+        context = sequence.num_computed_tokens
+        missing = len(sequence.token_ids) - context
+        rows = draft.budget.rows_for(context, min(missing, self.limits.max_chunk_tokens))
+        if not rows or self._grow(sequence, context + rows):
+            draft.give(sequence, rows)
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Pages for the sequence's next rows, preempting others; False if it had (or has) to go,
+        or to wait for its step in flight."""
+        if sequence.kv_range is None:
+            return False
+        if num_tokens <= sequence.kv_range.capacity:
+            return True
+        # rows in flight may have to be computed again: what they read is kept
+        num_computed = sequence.num_computed_tokens - sequence.rows_in_flight
+        while not self.kv.grow(sequence.kv_range, num_tokens, num_computed):
+            self._is_short = True
+            if sequence.rows_in_flight:
+                return False  # what ends with that step may be enough
+            victim = self.waiting.victim(self._rivals(sequence.kv_range))
+            self._preempt(victim)
+            self.policy.stopped(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _rivals(self, target: Range) -> list[Sequence]:
+        """Running ones that use the same memory, itself included."""
+        return [
+            s
+            for s in self.running
+            if s.kv_range is not None and self.kv.shares_memory(s.kv_range, target)
+        ]
+
+    def lose(self, is_lost: Callable[[Range], bool]) -> int:
+        """K/V of these ranges is gone: their sequences wait and compute it again. How many."""
+        lost = [s for s in self.running if s.kv_range is not None and is_lost(s.kv_range)]
+        for sequence in reversed(lost):
+            self._preempt(sequence)
+            self.policy.stopped(sequence)
+        return len(lost)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        assert sequence.kv_range is not None
+        self.running.remove(sequence)
+        self.kv.close(sequence.kv_range)
+        sequence.kv_range = None
+        sequence.num_computed_tokens = sequence.remember_at = sequence.steady_until = 0
+        sequence.has_fetched = False
+        sequence.num_preemptions += 1
+        sequence.status = SequenceStatus.WAITING
+        self.waiting.put_back(sequence)
+        self._num_aside_pages += self._pages_aside(sequence)
+        self.num_preemptions += 1
+
+    def _admit(self, draft: StepDraft, now_s: float) -> None:
+        budget = draft.budget
+        paused: list[Sequence] = []
+        while self.waiting:
+            has_slot = len(self.running) < self.limits.max_num_seqs
+            if not (self.waiting.preempts or (has_slot and budget.has_room)):
+                break
+            sequence = self._next(draft)
+            if sequence is None:
+                break
+            is_refused = self._is_refused(sequence)
+            if not is_refused and self.prefixes.is_fetching(sequence, now_s):
+                break
+            hit = self.prefixes.match(sequence) if has_slot and not is_refused else None
+            if not self.running and not self.kv.can_fit(sequence.num_tokens, hit=hit):
+                hit = None  # alone it always fits, but maybe not beside pages to be copied
+            if not (has_slot and not is_refused and self._fits(sequence, hit)):
+                if has_slot and not is_refused:
+                    self._refused = sequence, self.kv.num_available
+                victim = self._gives_way(sequence)
+                if victim is None:
+                    break
+                draft.withdraw(victim)
+                paused = [s for s in paused if s is not victim]  # it may be admitted again
+                self._give_way(victim)
+                continue
+            if not budget.has_room:
+                self._pause(sequence, draft, paused)
+            if not budget.has_room:
+                break
+            self._start(sequence, hit, now_s)
+            is_rival = self.waiting.rank(sequence) == budget.rank
+            if not (is_rival and self.chunks.defer(sequence, budget)):
+                self._add_chunk(sequence, draft)
+        for sequence in reversed(paused):
+            self._add_chunk(sequence, draft)
+
+    def _is_refused(self, sequence: Sequence) -> bool:
+        """It did not fit, and no memory has been given back since: asking again, which takes the
+        longer the longer it is, would change nothing."""
+        if not self.running:
+            return False
+        if self.policy.still_refuses(sequence, self.num_steps):
+            return True
+        refused, num_available = self._refused
+        has_changed = self.kv.num_available > num_available or not self.num_steps % _RECHECK_STEPS
+        return refused is sequence and not has_changed
+
+    def _is_overdue(self, sequence: Sequence) -> bool:
+        return self._pauses.get(sequence, 0) >= _MAX_PAUSES
+
+    def _rank(self, sequence: Sequence) -> int:
+        """Of a running prompt, when rows are given out."""
+        return -1 if self._is_overdue(sequence) else self.waiting.rank(sequence)
+
+    def _rank_of_next(self, prompts: list[tuple[int, Sequence]]) -> int:
+        if self.waiting:
+            return self.waiting.rank(next(iter(self.waiting)))
+        return min([rank for rank, _ in prompts])
+
+    def _pause(self, sequence: Sequence, draft: StepDraft, paused: list[Sequence]) -> None:
+        """A prompt gives its rows to a waiting one of a higher rank; it gets what that leaves."""
+        prompts = [s for s, _ in draft.chunks if not self._is_overdue(s)]
+        victims = self.waiting.outranked(sequence, prompts)
+        if victims:
+            paused.append(victims[-1])
+            draft.withdraw(victims[-1])
+
+    def _next(self, draft: StepDraft) -> Sequence | None:
+        """The first waiting one that is not a long prompt too many, and of whose beginning nobody
+        is just computing what is missing: to wait for that costs less than to compute it twice.
+        Who is passed over is so only for its equals in rank."""
+        budget = draft.budget
+        prompts = [s for s, _ in draft.chunks] + budget.longs
+        prompts += [s for s in self.chunks_in_flight if s.rows_in_flight]
+        passed: int | None = None
+        num_under_way = 0
+        for sequence in islice(self.waiting, _MAX_PASSED):
+            if sequence.rows_in_flight:
+                return None  # preempted just now: its next token is not known yet
+            if self.kv.pages_for(sequence.num_tokens) > self.kv.most_pages:
+                continue  # memory was lost: until there is more, this one keeps nobody waiting
+            rank = self.waiting.rank(sequence)
+            if passed is not None and rank > passed:
+                return None
+            if self.chunks.must_wait(sequence, budget):
+                passed = rank
+            elif prompts and self.prefixes.is_under_way(sequence, prompts):
+                num_under_way += 1
+                if num_under_way == _LOOK_THROUGH:
+                    return None
+            else:
+                return sequence
+        return None
+
+    def _fits(self, sequence: Sequence, hit: PrefixHit | None) -> bool:
+        if not self.kv.can_fit(sequence.num_tokens, hit=hit):
+            return False
+        return not self.running or self.policy.admits(sequence, self.running, self.num_steps, hit)
+
+    def _gives_way(self, sequence: Sequence) -> Sequence | None:
+        """A running one to preempt so that a waiting one of a higher rank can run."""
+        victims = self.waiting.outranked(sequence, self.running)
+        if victims and not self._keeps_all(sequence):
+            victims = [s for s in victims if self.waiting.is_worth_a_swap(s)]
+        ranges = [s.kv_range for s in victims if s.kv_range is not None]
+        leaving = self.kv.room_without(sequence.num_tokens, ranges)
+        if leaving:
+            starts = {target.start for target in leaving}
+            victims = [s for s in victims if s.kv_range is not None and s.kv_range.start in starts]
+        return victims[-1] if victims and leaving is not None else None
+
+    def _give_way(self, victim: Sequence) -> None:
+        self._preempt(victim)
+        self.num_given_way += 1
+        self.policy.gave_way(victim)
+
+    def _keeps_all(self, sequence: Sequence) -> bool:
+        """Whether memory has room for a waiting one and all that is and would be set aside."""
+        if not self.prefixes.is_on or self.kv.prefixes.has_store:
+            return self.prefixes.is_on
+        need = self.kv.pages_for(sequence.num_tokens) - self._pages_aside(sequence)
+        return self.kv.num_in_use + self._num_aside_pages + need <= self.kv.num_pages
+
+    def _pages_aside(self, sequence: Sequence) -> int:
+        return self.kv.pages_for(sequence.num_tokens) if sequence.num_preemptions else 0
+
+    def _start(self, sequence: Sequence, hit: PrefixHit | None, now_s: float) -> None:
+        self.prefixes.open(sequence, hit)
+        self.waiting.take(sequence)
+        self._num_aside_pages -= self._pages_aside(sequence)
+        sequence.status = SequenceStatus.RUNNING
+        if sequence.first_scheduled_s is None:
+            sequence.first_scheduled_s = now_s
+        self.running.append(sequence)
+        self.policy.started(sequence, self.num_steps)
+
+    def observe(self, plan: StepPlan, seconds: float, work: StepWork | None = None) -> None:
+        """A step ran through in that time; call it before update(). work: of the plan, if known."""
+        model = self.chunks.model
+        model.last_step_s = seconds
+        is_decoding = plan.num_decodes == len(plan.sequences)
+        if is_decoding and model.knows_decoding and self.num_steps % _LEARN_EVERY:
+            return  # the next one will be much the same, and learning takes time between steps
+        model.learn(StepWork.of(plan) if work is None else work, seconds)
+
+    def update(self, plan: StepPlan, tokens: list[int]) -> list[Sequence]:
+        """Take in a step's result: tokens[j] is for the j-th sampling sequence of the plan. Returns
+        the sequences that ended; their memory is free for the next schedule()."""
+        finished: list[Sequence] = []
+        next_token = iter(tokens)
+        is_usual = all(plan.samples[: plan.num_decodes])  # else a prompt has a single row, too
+        num_decodes = plan.num_decodes if is_usual else 0
+        for sequence, token in zip(plan.sequences[:num_decodes], next_token, strict=False):
+            sequence.num_computed_tokens = num_computed = sequence.num_computed_tokens + 1
+            sequence.token_ids.append(token)
+            is_due = num_computed >= sequence.steady_until or token in sequence.stop_ids
+            if is_due or sequence.mask is not None:
+                self._settle(sequence, token, finished)
+        for place in range(num_decodes, len(plan.sequences)):
+            sequence = plan.sequences[place]
+            sequence.num_computed_tokens += plan.num_rows[place]
+            token = PENDING_TOKEN
+            if plan.samples[place]:
+                token = next(next_token)
+                sequence.token_ids.append(token)
+            self._settle(sequence, token, finished)
+        if finished:
+            self.running = [s for s in self.running if s.status is SequenceStatus.RUNNING]
+        return finished
+
+    def _settle(self, sequence: Sequence, token: int, finished: list[Sequence]) -> None:
+        """Its rows are computed, and with them this token (PENDING_TOKEN: none)."""
+        if sequence.num_computed_tokens >= sequence.remember_at:
+            self.prefixes.remember(sequence, sequence.num_computed_tokens)
+        if token != PENDING_TOKEN:
+            reason = ending(sequence, token)
+        else:  # only the prompt is wanted of some
+            is_over = sequence.num_computed_tokens >= sequence.max_tokens_total
+            reason = FinishReason.LENGTH if is_over else None
+        if reason is not None:
+            self._finish(sequence, reason)
+            finished.append(sequence)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
+        """End a sequence from outside (abort, stop string, error); False if it has ended."""
+        if sequence.status is SequenceStatus.FINISHED:
+            return False
+        if sequence.status is SequenceStatus.RUNNING:
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+            self._num_aside_pages -= self._pages_aside(sequence)
+        self._finish(sequence, reason)
+        return True
+
+    def cut(self, sequence: Sequence, num_tokens: int) -> None:
+        """Take back its tokens after so many: they will never be known."""
+        is_aside = sequence.status is SequenceStatus.WAITING
+        self._num_aside_pages -= self._pages_aside(sequence) if is_aside else 0
+        del sequence.token_ids[num_tokens:]
+        sequence.steady_until = 0
+        self._num_aside_pages += self._pages_aside(sequence) if is_aside else 0
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
+        if sequence.rows_in_flight:
+            while sequence.token_ids[-1] == PENDING_TOKEN:
+                del sequence.token_ids[-1]
+        self.num_finished += 1
+        if sequence.kv_range is not None:
+            self.kv.close(sequence.kv_range)
+            sequence.kv_range = None
+            self.policy.stopped(sequence)
+        self.policy.ended(sequence)
+        self.waiting.ended(sequence)

@@ -1,0 +1,138 @@
+"""What the engine has done for one of a request's n outputs: counters and tokens.
+
+Only the compute loop touches a Sequence after it has been queued. No torch, no asyncio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from serve.request import FinishReason, Request
+from serve.scheduler.prompt_outputs import PromptOutputs, prompt_outputs
+
+if TYPE_CHECKING:
+    from memory.pages.kv_range import Range
+    from serve.structured.token_mask import SequenceMask
+
+
+PENDING_TOKEN = -1
+"""Holds the place of a token that a step in flight computes: the device knows it, the host not."""
+
+
+class SequenceStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One output in the making.
+
+    token_ids: prompt and output so far. num_computed_tokens: those whose K/V is written, also by
+    steps in flight, of which rows_in_flight says how many rows they have of it.
+    num_expected_rows: those that its prompt was expected to take on arrival, and expected_s how
+    long; queues are predicted with them. max_tokens_total: prompt plus output limit. stop_ids:
+    tokens that end it once it has min_tokens_total tokens.
+    """
+
+    request: Request
+    index: int
+    seed: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    max_tokens_total: int
+    min_tokens_total: int
+    stop_ids: frozenset[int]
+    num_expected_rows: int = 0
+    expected_s: float = 0.0
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed_tokens: int = 0
+    # While fewer are computed it is a running one that lacks one row and has a page for it, and
+    # neither its length ends it nor a page is complete. The scheduler's alone.
+    steady_until: int = 0
+    rows_in_flight: int = 0  # always 0 where steps are not overlapped
+    kv_range: Range | None = None
+    page_keys: list[bytes] = field(default_factory=list)  # of its pages, for the prefix cache
+    remember_at: int = 0  # computed tokens at which its next page is complete
+    has_fetched: bool = False  # what the store knows of it is in memory, or on its way
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    num_preemptions: int = 0
+    first_scheduled_s: float | None = None
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    output: object = None  # pool 3's state; opaque here
+    history: object = None  # the sampler's; opaque here
+    prompt_rows: PromptOutputs | None = None  # what is to be known of the prompt's own rows
+    mask: SequenceMask | None = None  # of the tokens that may come next; None: all may
+    error: str | None = None  # with finish_reason ERROR, if the sequence itself is the cause
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """It ends with its prompt: no token is sampled for it."""
+        return self.max_tokens_total == self.num_prompt_tokens
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Rows of its prompt are still to be looked at, which the prefix cache does not have."""
+        rows = self.prompt_rows
+        return rows is not None and self.request.reads_prompt and not rows.is_complete
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+
+def make_sequences(
+    request: Request, eos_token_ids: frozenset[int], page_keys: SequenceOf[bytes] = ()
+) -> list[Sequence]:
+    """The n sequences of a request; output i samples with its own seed."""
+    params = request.params
+    assert params.max_tokens is not None and params.seed is not None, "resolved by the engine"
+    stops = frozenset(params.stop_ids)
+    if not params.ignore_eos:
+        stops |= eos_token_ids
+    num_prompt = len(request.prompt_token_ids)
+    prompt_rows = prompt_outputs(request)
+    return [
+        Sequence(
+            request=request,
+            index=index,
+            seed=params.seed + index,
+            token_ids=list(request.prompt_token_ids),
+            num_prompt_tokens=num_prompt,
+            max_tokens_total=num_prompt + params.max_tokens,
+            min_tokens_total=num_prompt + params.min_tokens,
+            stop_ids=stops,
+            num_expected_rows=num_prompt,
+            page_keys=list(page_keys),
+            prompt_rows=prompt_rows,
+        )
+        for index in range(params.n)
+    ]
+
+
+def ending(sequence: Sequence, token: int, length: int | None = None) -> FinishReason | None:
+    """Whether this token, its newest known one, ends it. length: tokens with it; None: all."""
+    length = len(sequence.token_ids) if length is None else length
+    if token in sequence.stop_ids and length > sequence.min_tokens_total:
+        sequence.stop_token = token
+        return FinishReason.STOP
+    if sequence.mask is not None:
+        reason = sequence.mask.ending(sequence.token_ids)
+        if reason is not None:
+            sequence.error = sequence.mask.error
+            sequence.stop_token = token if sequence.mask.is_end(token) else None
+            return reason
+    return FinishReason.LENGTH if length >= sequence.max_tokens_total else None

@@ -1,0 +1,273 @@
+"""StructuredOutput -> a grammar in llguidance's notation, within limits that cost nothing to check.
+
+Only what can be told from the text is checked here; the rest is the compiler's matter, in a child
+process (serve/structured/compiler.py). A schema is one document: nothing is ever fetched.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from llguidance import LLMatcher
+
+from serve.errors import RequestError
+from serve.structured.schema_ends import has_end
+from serve.structured_output import JSON_OPTIONS, StructuredOutput
+
+MAX_SOURCE_BYTES = 128 << 10
+MAX_DEPTH = 64  # of JSON: an object in an object is two
+MAX_NODES = 20_000
+MAX_PROPERTIES = 256  # of one object: each optional one is one more that may come next
+MAX_BRANCHES = 256
+MAX_CHOICES = 1000
+MAX_REPEATS = 1 << 16  # of characters
+MAX_ITEMS = 10_000
+MAX_REGEX_SIZE = 4096  # characters, repetitions multiplied: what a step of the matcher may cost
+MAX_GROUPS = 32
+
+PARAM = "structured"
+
+_COUNTS = {
+    "minLength": MAX_REPEATS,
+    "maxLength": MAX_REPEATS,
+    "minItems": MAX_ITEMS,
+    "maxItems": MAX_ITEMS,
+    "minContains": MAX_ITEMS,
+    "maxContains": MAX_ITEMS,
+    "minProperties": MAX_PROPERTIES,
+    "maxProperties": MAX_PROPERTIES,
+}
+_MEMBERS = ("properties", "patternProperties", "$defs", "definitions", "required")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_REPEAT = re.compile(r"\{([0-9]*)(?:(,)([0-9]*))?\}")
+_ESCAPE = re.compile(r"\\(?:[pPxuU]\{[^}]*\}|.)", re.DOTALL)
+_LARK_TOKEN = re.compile(
+    r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|#[^\n]*|/((?:[^/\\\n]|\\.)+)/|%json\s*(?=\{)|[()\[\]]'
+)
+
+
+def grammar_of(structured: StructuredOutput) -> str:
+    """For LLMatcher. RequestError, code "invalid_schema"."""
+    source = structured.source
+    try:
+        size = len(source.encode())
+    except UnicodeEncodeError:
+        raise invalid("has a lone surrogate") from None
+    if size > MAX_SOURCE_BYTES:
+        raise invalid(f"is larger than {MAX_SOURCE_BYTES} bytes")
+    if "\0" in source:
+        raise invalid("has a zero character")
+    match structured.kind:
+        case "json_object":
+            return _json_grammar({"type": "object"})
+        case "json_schema":
+            return _json_grammar(_schema(source))
+        case "regex":
+            check_regex(source)
+            return LLMatcher.grammar_from_regex(source)
+        case "choice":
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(_choices(source)))
+        case "grammar":
+            _check_lark(source)
+            return LLMatcher.grammar_from_lark(source)
+    raise invalid("is of an unknown kind")
+
+
+def invalid(problem: str) -> RequestError:
+    return RequestError(f"structured {problem}", param=PARAM, code="invalid_schema")
+
+
+def _json_grammar(schema: dict[str, Any]) -> str:
+    try:
+        return LLMatcher.grammar_from_json_schema(
+            json.dumps({**schema, "x-guidance": JSON_OPTIONS}, allow_nan=False)
+        )
+    except ValueError:
+        raise invalid("has a number that is none in JSON") from None
+
+
+def _parsed(source: str) -> Any:
+    try:
+        return json.loads(source)
+    except RecursionError:
+        raise invalid(f"is nested deeper than {MAX_DEPTH}") from None
+    except ValueError:
+        raise invalid("is not JSON that can be read") from None
+
+
+def _schema(source: str) -> dict[str, Any]:
+    schema = _parsed(source)
+    if not isinstance(schema, dict):
+        raise invalid("must be a schema that is an object")
+    check_schema(schema)
+    return schema
+
+
+def _choices(source: str) -> list[str]:
+    choices = _parsed(source)
+    if not isinstance(choices, list) or not all(isinstance(c, str) and c for c in choices):
+        raise invalid("must be a list of strings that are not empty")
+    if not 0 < len(choices) <= MAX_CHOICES:
+        raise invalid(f"must have 1 to {MAX_CHOICES} choices")
+    for choice in choices:
+        _check_text(choice)
+    return [json.dumps(choice) for choice in choices]
+
+
+def _check_text(text: str) -> None:
+    """JSON can spell what is no text."""
+    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+        raise invalid("has a lone surrogate")
+
+
+# -- JSON schemas
+
+
+def check_schema(schema: dict[str, Any]) -> None:
+    """Every object in it is looked at as if it were a schema: references may point anywhere."""
+    left: list[tuple[Any, int]] = [(schema, 1)]
+    num_nodes = 0
+    while left:
+        node, depth = left.pop()
+        num_nodes += 1
+        if depth > MAX_DEPTH:
+            raise invalid(f"is nested deeper than {MAX_DEPTH}")
+        if num_nodes > MAX_NODES:
+            raise invalid(f"has more than {MAX_NODES} values")
+        if isinstance(node, str):
+            _check_text(node)
+        elif isinstance(node, dict):
+            _check_node(node)
+            left += [(value, depth + 1) for value in node.values()]
+        elif isinstance(node, list):
+            left += [(value, depth + 1) for value in node]
+    if not has_end(schema):
+        raise invalid("is a schema that requires itself: no text that ends fulfils it")
+
+
+def _check_node(node: dict[str, Any]) -> None:
+    for key in node:
+        _check_text(key)
+    for key, limit in _COUNTS.items():
+        value = node.get(key)
+        if isinstance(value, (int, float)) and not value <= limit:
+            raise invalid(f"has a {key} above {limit}")
+    for key in _MEMBERS:
+        _check_size(node, key, MAX_PROPERTIES)
+    for key in _LISTS:
+        _check_size(node, key, MAX_BRANCHES)
+    _check_size(node, "enum", MAX_CHOICES)
+    for key in ("$ref", "$dynamicRef"):
+        reference = node.get(key)
+        if isinstance(reference, str) and not reference.startswith("#"):
+            raise invalid(f"has a {key} that leads out of the schema")
+    patterns = [node.get("pattern"), *_keys(node.get("patternProperties"))]
+    for pattern in patterns:
+        if isinstance(pattern, str):
+            check_regex(pattern)
+
+
+def _check_size(node: dict[str, Any], key: str, limit: int) -> None:
+    value = node.get(key)
+    if isinstance(value, (list, dict)) and len(value) > limit:
+        raise invalid(f"has more than {limit} entries in {key}")
+
+
+def _keys(value: object) -> list[str]:
+    return list(value) if isinstance(value, dict) else []
+
+
+# -- regular expressions and Lark
+
+
+def check_regex(text: str) -> None:
+    """Its size, with repetitions multiplied, and the depth of its groups."""
+    sizes = [0]  # of the open groups so far, their last atom left out
+    atom = 0
+    at = 0
+    while at < len(text):
+        char, length = text[at], 1
+        repeat = _REPEAT.match(text, at) if char == "{" else None
+        if repeat is not None:
+            length = len(repeat.group())
+            atom *= _most(repeat)
+        elif char == "(":
+            sizes[-1] += atom
+            sizes.append(0)
+            atom = 0
+        elif char == ")" and len(sizes) > 1:
+            atom += sizes.pop()
+        elif char not in "*+?|":
+            sizes[-1] += atom
+            atom, length = 1, _atom_length(text, at)
+        if len(sizes) > MAX_GROUPS:
+            raise invalid(f"has a regular expression with groups nested deeper than {MAX_GROUPS}")
+        if max(sizes[-1], 0) + atom > MAX_REGEX_SIZE:
+            raise invalid(
+                f"has a regular expression that is too large: repetitions written out, it may "
+                f"have {MAX_REGEX_SIZE} characters"
+            )
+        at += length
+
+
+def _most(repeat: re.Match[str]) -> int:
+    """Times that a repetition comes at most, or at least if it has no end."""
+    numbers = [group for group in (repeat.group(1), repeat.group(3)) if group]
+    if any(len(number) > 9 for number in numbers):
+        raise invalid("has a regular expression with a repetition that is too large")
+    return max([1, *map(int, numbers)])
+
+
+def _atom_length(text: str, at: int) -> int:
+    """Of a class, an escaped character or a plain one."""
+    if text[at] == "\\":
+        escape = _ESCAPE.match(text, at)
+        return len(escape.group()) if escape else 1
+    if text[at] != "[":
+        return 1
+    depth, end = 0, at
+    while end < len(text):
+        if text[end] == "\\":
+            end += 1
+        elif text[end] == "[":
+            depth += 1
+        elif text[end] == "]" and end > at + 1:
+            depth -= 1
+            if depth <= 0:
+                return end + 1 - at
+        end += 1
+    return len(text) - at
+
+
+def _check_lark(source: str) -> None:
+    """Its nesting, its regular expressions and the schemas in it."""
+    depth, at = 0, 0
+    while (token := _LARK_TOKEN.search(source, at)) is not None:
+        at = token.end()
+        text = token.group()
+        if token.group(1):
+            check_regex(token.group(1))
+        elif text.startswith("%json"):
+            at = _check_inner_schema(source, at)
+        elif text in "([":
+            depth += 1
+        elif text in ")]":
+            depth -= 1
+        if depth > MAX_GROUPS:
+            raise invalid(f"is nested deeper than {MAX_GROUPS}")
+
+
+def _check_inner_schema(source: str, at: int) -> int:
+    """Returns where it ends."""
+    try:
+        schema, end = json.JSONDecoder().raw_decode(source, at)
+    except (ValueError, RecursionError):
+        raise invalid("has a %json that is not JSON that can be read") from None
+    if not isinstance(schema, dict):
+        raise invalid("has a %json that is not an object")
+    if schema.get("x-guidance", JSON_OPTIONS) != JSON_OPTIONS:
+        raise invalid("has x-guidance in %json, which is not supported")
+    check_schema(schema)
+    return end

@@ -1,0 +1,107 @@
+"""The masks of a request's sequences: from structured, allowed_token_ids and bad_words."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
+
+from serve.request import Request, SamplingParams
+from serve.structured.token_mask import BadWords, Bits, Effort, Matcher, SequenceMask, bits_of
+from serve.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from serve.structured.compiler import GrammarCache, GrammarCompiler
+
+
+_Lists = tuple[Collection[int] | None, Collection[str], tuple[Bits | None, BadWords | None]]
+
+
+class MaskMaker:
+    """Of one engine. Any thread. vocab_size: width of the logits."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]
+    ) -> None:
+        self._compiler: GrammarCompiler | None = None
+        self._lock = threading.Lock()
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = frozenset(eos_token_ids)
+        self._last: _Lists | None = None
+
+    def is_slow(self, params: SamplingParams) -> bool:
+        """Whether make() has to compile something."""
+        structured, compiler = params.structured, self._compiler
+        if structured is None:
+            return False
+        return compiler is None or not compiler.knows(structured)
+
+    @property
+    def compiler(self) -> GrammarCompiler:
+        """Made when it is needed: importing its library takes 70 ms."""
+        with self._lock:
+            if self._compiler is None:
+                from serve.structured.compiler import GrammarCompiler
+
+                self._compiler = GrammarCompiler(self._tokenizer, self._vocab_size, self._eos_ids)
+            return self._compiler
+
+    @property
+    def grammars(self) -> GrammarCache | None:
+        """None: nobody has asked for one yet."""
+        return None if self._compiler is None else self._compiler.cache
+
+    def make(self, request: Request) -> list[SequenceMask] | None:
+        """One for each of its n sequences; None if all tokens may come. RequestError."""
+        params = request.params
+        allowed, words = params.allowed_token_ids, params.bad_words
+        if params.structured is None and allowed is None and not words:
+            return None
+        size = self._vocab_size
+        matcher = None
+        structured = params.structured
+        if structured is not None:
+            compiler = self.compiler
+            matcher = Matcher(compiler.compile(structured), lambda: compiler.renewed(structured))
+        bits, bad_words = self._lists(allowed, words)
+        stops = frozenset(params.stop_ids)
+        effort = Effort(size)
+        return [
+            SequenceMask(
+                size,
+                num_prompt=len(request.prompt_token_ids),
+                matcher=None if matcher is None else matcher.copy(),
+                allowed=bits,
+                bad_words=bad_words,
+                eos_ids=self._eos_ids,
+                stop_ids=stops if params.ignore_eos else stops | self._eos_ids,
+                min_output=params.min_tokens,
+                effort=effort,
+            )
+            for _ in range(params.n)
+        ]
+
+    def _lists(
+        self, allowed: Collection[int] | None, words: Collection[str]
+    ) -> tuple[Bits | None, BadWords | None]:
+        """The prompts of one call have the same lists: they are looked at once."""
+        last = self._last
+        if last is not None and last[0] is allowed and last[1] is words:
+            return last[2]
+        found = (
+            None if allowed is None else bits_of(allowed, self._vocab_size),
+            BadWords(self._spellings(words), self._vocab_size) if words else None,
+        )
+        self._last = allowed, words, found
+        return found
+
+    def _spellings(self, words: Iterable[str]) -> set[tuple[int, ...]]:
+        """The tokens of each word at the beginning of a text and behind a space."""
+        encode = self._tokenizer.encode_plain
+        spellings = (text for word in words for text in (word.lstrip(), " " + word.lstrip()))
+        return {tuple(encode(text)) for text in spellings}
+
+    def close(self) -> None:
+        if self._compiler is not None:
+            self._compiler.close()

@@ -1,0 +1,150 @@
+"""Chat messages to prompt text, and keeping special tokens out of what users wrote.
+
+Rendering happens in a child process with a deadline (see chat_template_worker.py): a template
+that loops, grows or crashes costs its request, never the server. Knows no tokenizer.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from serve.errors import RequestError
+from serve.sandbox.worker import BoundedWorker, WorkerError
+
+WORKER_MEMORY_BYTES = 1 << 30
+
+# Inserted into special-token strings inside message contents, and split at after rendering.
+# Random, so no client can know it; private-use characters, so no filter changes it.
+SENTINEL = "".join(chr(0xF0000 + secrets.randbelow(0xFFFE)) for _ in range(4))
+# Behind the content of a last message that the model is to continue.
+CONTINUE = "".join(chr(0xF0000 + secrets.randbelow(0xFFFE)) for _ in range(4))
+
+
+class ChatTemplate:
+    """Renders one template in a child process. Thread-safe; one render at a time."""
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        special_tokens: dict[str, str],
+        timeout_s: float = 2.0,
+        max_output_chars: int = 4_000_000,
+    ) -> None:
+        self.source = source
+        setup = {
+            "source": source,
+            "special_tokens": special_tokens,
+            "max_chars": max_output_chars,
+        }
+        self._worker = BoundedWorker(
+            Path(__file__).with_name("chat_template_worker.py"),
+            lambda: setup,
+            name="the chat template",
+            timeout_s=timeout_s,
+            memory_bytes=WORKER_MEMORY_BYTES,
+        )
+        self._worker.start()
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: list[Any] | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> str:
+        """The prompt text. RequestError when the template raises, times out or grows too large."""
+        variables = {
+            **(extra or {}),
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            answer = self._worker.ask(variables)
+        except WorkerError as error:
+            answer = {"error": str(error)}
+        if "text" not in answer:
+            raise RequestError(f"cannot render the messages: {answer['error']}", param="messages")
+        return str(answer["text"])
+
+    def close(self) -> None:
+        """Ends the child and waits for it. Idempotent."""
+        self._worker.close()
+
+
+def flatten_content(content: Any) -> Any:
+    """Text parts joined by newlines; anything else unchanged."""
+    if isinstance(content, list) and all(
+        isinstance(part, Mapping) and part.get("type", "text") == "text" for part in content
+    ):
+        return "\n".join(str(part.get("text", "")) for part in content)
+    return content
+
+
+def neutralize(
+    messages: Sequence[Mapping[str, Any]], special_tokens: Iterable[str]
+) -> list[dict[str, Any]]:
+    """A copy whose special-token strings are cut by the sentinel, wherever a client can write.
+
+    Text parts are joined first: two harmless parts may form a special token together.
+    """
+    pattern = _pattern(tuple(special_tokens))
+    return [
+        {
+            key: _cut(flatten_content(value) if key == "content" else value, pattern)
+            for key, value in message.items()
+        }
+        for message in messages
+    ]
+
+
+def neutralize_value(value: Any, special_tokens: Iterable[str]) -> Any:
+    """The same for any JSON value, names of objects' members too."""
+    return _cut(value, _pattern(tuple(special_tokens)))
+
+
+def split_neutralized(text: str) -> list[str]:
+    """The segments to encode one by one, so that no special token spans user text."""
+    return [segment for segment in text.split(SENTINEL) if segment]
+
+
+@lru_cache(maxsize=8)
+def _pattern(special_tokens: tuple[str, ...]) -> re.Pattern[str] | None:
+    """Longest first. A token of one character cannot be cut and is left alone."""
+    tokens = sorted({token for token in special_tokens if len(token) > 1}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, tokens))) if tokens else None
+
+
+def _cut(value: Any, pattern: re.Pattern[str] | None) -> Any:
+    if isinstance(value, str):
+        return value if pattern is None else _cut_text(value, pattern)
+    if isinstance(value, Mapping):
+        return {_cut(key, pattern): _cut(item, pattern) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_cut(item, pattern) for item in value]
+    return value
+
+
+def _cut_text(text: str, pattern: re.Pattern[str]) -> str:
+    """Cuts after the first character of every match, overlapping ones too: the search goes on
+    one character later."""
+    pieces: list[str] = []
+    start = 0
+    match = pattern.search(text)
+    while match is not None:
+        cut = match.start() + 1
+        pieces.append(text[start:cut])
+        start = cut
+        match = pattern.search(text, cut)
+    if not pieces:
+        return text
+    pieces.append(text[start:])
+    return SENTINEL.join(pieces)

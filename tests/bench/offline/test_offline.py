@@ -1,0 +1,239 @@
+"""Throughput, latency and start-up, on tiny models; and the arithmetic behind their figures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+import pytest
+import torch
+
+from bench.cli.latency import latency
+from bench.cli.startup import startup as measure_startup
+from bench.common.ceilings import Ceiling, ModelCost, steady
+from bench.common.tables import Head, check_file, interval, number, spread
+from bench.offline import startup
+from bench.offline.latency import Tally
+from bench.offline.peers import parse_peers
+from bench.offline.requests import fixed_requests
+from bench.offline.throughput import throughput
+from ops.cpu import native
+from serve.engine.step_trace import TracedStep
+from serve.errors import ConfigError, MergestepError
+from serve.models import read_spec
+from serve.scheduler.step_time import StepWork
+from tests.support.engine.checkpoints import checkpoint
+
+PEER = """
+import json, sys
+_, columns, columns_given, requests, file = sys.argv
+assert (columns, requests) == ("--columns", "--requests") and "decode_4" in columns_given
+mixed = json.load(open(file))
+print("loading")
+print(json.dumps({"prefill_64": 1.0, "decode_1": 2.0, "mixed_16": len(mixed)}))
+"""
+needs_kernels = pytest.mark.skipif(not native.is_available(), reason="ceilings need the kernels")
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return "random:tiny"
+
+
+def step_of(**work):
+    return TracedStep(0.0, 1.0, StepWork(**work), 1, 0, 1)
+
+
+def cost_of(weights, compute):
+    return ModelCost(read_spec(checkpoint("llama")), weights, compute, kv_bytes=100)
+
+
+def test_the_bound_of_a_step():
+    """Reading at few rows, products at many; attention and the last product are counted."""
+    spec = read_spec(checkpoint("llama"))
+    cost = cost_of("int8", torch.float32)
+    weights = cost.block_weights + cost.head_weights
+    assert cost.head_weights == spec.vocab_size * spec.hidden_size
+    one = cost.step(StepWork(1, 50, 1, samples=True))
+    assert one.read_bytes == weights + 50 * 100
+    assert one.products == 2 * weights
+    assert one.attention == 4 * spec.num_heads * spec.head_dim * spec.num_layers * 51
+    many = cost.step(StepWork(0, 0, 64, 64 * 32, 1, samples=False))
+    assert many.products == 2 * 64 * cost.block_weights and many.read_bytes == weights
+    slow_memory = Ceiling(read=1.0, i8=1e30, bf16=1e30)
+    assert one.bound_s(slow_memory) == pytest.approx(one.read_bytes)
+    slow_units = Ceiling(read=1e30, i8=2.0, bf16=1e30)
+    assert many.bound_s(slow_units) == pytest.approx(many.products / 2)
+    both = [step_of(num_decodes=1, num_context=50, num_rows=1, samples=True)] * 2
+    assert cost.bound_s(both, slow_memory) == pytest.approx(2 * one.read_bytes)
+
+
+def test_the_bound_knows_the_precision():
+    """bf16 weights are twice the bytes, and their products run on the bf16 units."""
+    work = StepWork(1, 0, 1, samples=True)
+    int8, plain = (
+        cost_of("int8", torch.float32).step(work),
+        cost_of("plain", torch.bfloat16).step(work),
+    )
+    assert plain.read_bytes == 2 * int8.read_bytes
+    ceiling = Ceiling(read=1e30, i8=4.0, bf16=1.0)
+    assert plain.bound_s(ceiling) > int8.bound_s(ceiling)
+    assert cost_of("int4", torch.float32).step(work).read_bytes < int8.read_bytes
+    without = ceiling._replace(bf16=0.0, read=1.0)
+    assert plain.bound_s(without) == plain.read_bytes, "no such ceiling is no division by zero"
+
+
+def test_measurements_between_unlike_ceilings_are_repeated():
+    """The pair that agrees counts; if none does, the one that differs least, and it is known."""
+
+    async def run():
+        return next(rates)
+
+    def probe():
+        return Ceiling(next(reads), 1.0, 0.0)
+
+    rates, reads = iter([5.0, 6.0]), iter([10.0, 20.0, 10.0, 11.0])
+    found = asyncio.run(steady(run, probe))
+    assert found.value == 6.0 and found.ceiling.read == 10.5
+    rates, reads = iter([1.0, 2.0, 3.0, 4.0]), iter([1.0, 2.0, 2.0, 3.0, 1.0, 2.0, 1.0, 2.0])
+    found = asyncio.run(steady(run, probe))
+    assert found.value == 2.0 and found.drift == 0.5
+    tally = Tally()
+    for column, share in (("calm", 0.9), ("rising", 1.07)):
+        tally.shares[column], tally.drifts[column] = [share], [0.01]
+    assert tally.unreliable() == ["rising"]
+
+
+@needs_kernels
+def test_latency_beside_a_peer(tiny, tmp_path, capsys):
+    """A peer is a command whose last line is JSON; it gets the columns and the mixed requests."""
+    peer, file = tmp_path / "peer.py", tmp_path / "latency.json"
+    peer.write_text(PEER)
+    result = latency(
+        tiny,
+        batches=[1, 4, 64],
+        prefills=[64],
+        rounds=1,
+        peers=[f"slow={sys.executable} {peer}"],
+        json_file=file,
+    )
+    rates = result["tokens_per_s"]
+    assert rates["slow"] == {"prefill_64": 1.0, "decode_1": 2.0, "mixed_16": 16.0}
+    assert set(rates["ours"]) == {"prefill_64", "decode_1", "decode_4", "decode_64", "mixed_16"}
+    assert result["ceilings"].keys() == {"ours", "slow"}
+    for column, ms in result["ms"].items():
+        assert 0 < ms["p50"] <= ms["p99"], column
+        if column.startswith("decode"):  # the rate is that of its steps
+            batch = int(column.partition("_")[2])
+            assert rates["ours"][column] == pytest.approx(1e3 * batch / ms["p50"], rel=3)
+    above = {column for column, share in result["share_of_bound"].items() if share > 1}
+    assert above <= set(result["unreliable"])
+    assert all(share > 0 for share in result["share_of_bound"].values())
+    text = capsys.readouterr().out
+    assert "over the best" in text and "beside slow" in text
+    assert json.loads(file.read_text())["tokens_per_s"] == rates
+
+
+@needs_kernels
+def test_throughput_counts_what_was_answered(tiny, tmp_path, capsys):
+    file = tmp_path / "throughput.json"
+    result = throughput(
+        tiny, requests=6, input_len=20, output_len=5, repeats=2, max_num_seqs=3, json_file=file
+    )
+    assert (result["requests"], result["prompt_tokens"], result["output_tokens"]) == (6, 120, 30)
+    for seconds, rate in zip(result["seconds"], result["output tokens/s"], strict=True):
+        assert rate == pytest.approx(30 / seconds)
+    assert len(result["share_of_bound"]) == 2 and all(s > 0 for s in result["share_of_bound"])
+    assert max(result["sequences at once"]) <= 3
+    for steps, rows in zip(result["steps"], result["rows a step"], strict=True):
+        assert steps * rows == pytest.approx(120 + 6 * 4), "every row but the last tokens'"
+    assert "6 requests at once" in capsys.readouterr().out
+    assert json.loads(file.read_text())["head"]["what"] == "throughput, random-tiny"
+
+
+@needs_kernels
+def test_throughput_beside_transformers(tiny):
+    result = throughput(tiny, requests=3, output_len=4, repeats=1, peer="transformers")
+    assert set(result["peer_seconds"]) == {"one padded batch", "one by one"}
+    best = min(seconds[0] for seconds in result["peer_seconds"].values())
+    assert result["over_peer"] == pytest.approx(best / result["seconds"][0])
+
+
+def test_startup_in_order(capsys):
+    result = measure_startup(str(checkpoint("llama")), quick=True)
+    (start,) = result["starts"]["warm"]
+    marks = start["at_s"]
+    assert list(marks) == ["listening", "/health", "/ready", "first token"]
+    assert marks["/health"] <= marks["/ready"] <= marks["first token"]
+    assert start["rss_bytes"] > 50 << 20
+    assert result["import_seconds"]["torch"] > 0.05 and result["was_cold"] is False
+    assert "to ready" in capsys.readouterr().out
+
+
+def test_a_server_that_does_not_start_says_why():
+    with pytest.raises(MergestepError, match=r"(?s)/ready.*kv_cache_bytes"):
+        startup.start_once(str(checkpoint("llama")), ["--kv-cache-bytes", "1"], limit_s=30)
+
+
+def test_files_are_dropped_from_memory(tmp_path):
+    """Where the system can do it, and else it is told."""
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(1 << 20))
+    assert startup._is_in_memory(file), "just written"
+    if not startup.drop_from_memory(tmp_path):  # it has looked; to look again may read it back
+        pytest.skip("this file system keeps files in memory")
+    file.read_bytes()
+    assert startup._is_in_memory(file)
+
+
+def test_fixed_requests():
+    """Exact lengths; lengths mixed for a model without a mixture of its own; the embedded one's."""
+    path = str(checkpoint("llama"))
+    exact = fixed_requests(path, count=3, input_len=7, output_len=2)
+    assert [(len(w.token_ids), w.max_tokens, w.ignore_eos) for w in exact] == [(7, 2, True)] * 3
+    mixed = fixed_requests(path, count=20, output_len=30)
+    assert len({len(w.token_ids) for w in mixed}) > 5 and max(w.max_tokens for w in mixed) <= 30
+    assert mixed == fixed_requests(path, count=20, output_len=30)
+    assert all(w.messages for w in fixed_requests(None, count=4))
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: throughput(repeats=-1), "repeats"),
+        (lambda: throughput(peer="vllm"), "peer"),
+        (lambda: throughput(requests=-2), "requests"),
+        (lambda: throughput("random:huge"), "random:huge"),
+        (lambda: latency(batches=[0]), "batches"),
+        (lambda: latency(context=2000), "context"),
+        (lambda: latency(peers=["vllm"]), "peer"),
+        (lambda: latency(peers=["a=true"], steps=8), "peers"),
+        (lambda: measure_startup(repeats=-1), "repeats"),
+        (lambda: parse_peers(["=true"]), "NAME=COMMAND"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before(call, named):
+    with pytest.raises(ConfigError, match=named):
+        call()
+
+
+def test_a_file_that_cannot_be_written_is_told_before(tmp_path):
+    with pytest.raises((ConfigError, OSError)):
+        check_file(tmp_path / "nowhere" / "result.json")
+
+
+def test_numbers_and_heads():
+    assert [number(x) for x in (12345.6, 12.34, 1.234, 0.01234)] == [
+        "12,346",
+        "12.3",
+        "1.23",
+        "0.012",
+    ]
+    assert spread([3.0, 1.0, 2.0]) == "2.00 (1.00 to 3.00)" and spread([200.0]) == "200"
+    assert interval([5, 1, 2, 3, 4]) == (1, 5), "1 - 2/32 = 94 %"
+    assert interval(list(range(8))) == (1, 6), "1 - 2 * (1 + 8) / 256 = 93 %"
+    assert interval(list(range(20))) == (5, 14), "96 %; one more at either end: 88 %"
+    head = Head.now("test")
+    assert "torch" in str(head) and head.processors >= 1

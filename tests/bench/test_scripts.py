@@ -1,0 +1,168 @@
+"""The measuring scripts run: each in its smoke mode, in a process of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from ops.cpu import native
+from tests.support.engine.checkpoints import checkpoint
+from tests.support.engine.child import last_json, output_of
+
+
+def run_script(module, tmp_path, *options):
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    return last_json(output_of("-m", module, "--smoke", *options, **environment))
+
+
+def test_engine_overhead(tmp_path):
+    result = run_script(
+        "bench.engine.engine_overhead", tmp_path, "--model", str(checkpoint("llama"))
+    )
+    assert result["tokens"] == 256 * 20
+    assert result["warm_rows_per_s"] > 1000
+    assert result["paced_between_ms_p50"] > 0
+
+
+def test_order_quick():
+    """Every order on both memories; the one that is made for it is best at it. Where there is
+    room for all, slack helps the short ones in every order."""
+    for memory, results in last_json(output_of("-m", "bench.simulate.order", "--quick")).items():
+        assert list(results) == ["fcfs", "priority", "mlfq", "fair"]
+        p99 = {order: result["short_ttft_p99_s"] for order, result in results.items()}
+        most = 0.5 if memory == "tight" else 1.5
+        assert max(p99["mlfq"], p99["priority"]) < most * p99["fcfs"], memory
+        assert 0.7 < results["fair"]["fairness"] < 1.4 and results["fcfs"]["fairness"] > 6
+
+
+def ops_readings(*command):
+    return last_json(output_of("-m", *command, "--quick"))["readings"]
+
+
+def test_ops_quick():
+    """Every kernel is measured against the ceiling that binds it."""
+    readings = ops_readings("serve", "bench", "ops")
+    names = {reading["name"] for reading in readings}
+    assert {"int8 linear", "decode attention", "prefill attention", "RoPE + append"} <= names
+    assert {"past attention", "merge parts", "int8 gated linear", "bf16 decode attention"} <= names
+    assert {"RoPE of q", "greedy sampling", "top-p sampling", "int4 linear"} <= names
+    assert all(0 < r["share"] < 20 for r in readings if r["ceiling"] != "bf16")
+    assert all(r["speedup"] > 0 for r in readings if r["name"] == "decode attention")
+
+
+def test_memory_policy_quick():
+    """Real scheduler, simulated time: more requests than by reserving the maximum."""
+    for results in last_json(output_of("-m", "bench.simulate.memory_policy", "--quick")).values():
+        qps = {policy: result["qps"] for policy, result in results.items()}
+        assert qps["predicted"] > 2 * qps["worst_case"] > 0
+        assert 0.8 * qps["oracle"] < qps["predicted"] < 1.1 * qps["unlimited"]
+        assert results["worst_case"]["preempted"] == 0
+        assert results["predicted"]["coverage_p90"] > 0.7
+
+
+def test_long_prompt_quick(tmp_path):
+    """A prompt, streams and short requests on the real engine, with an SLO and without."""
+    found = last_json(
+        output_of("-m", "bench.engine.long_prompt", "--quick", XDG_CACHE_HOME=str(tmp_path))
+    )
+    assert found.keys() == {"static 128", "SLO 100 ms"}
+    for result in found.values():
+        assert 0 < result["gap_p50_s"] <= result["gap_p99_s"] < result["long_s"]
+        assert result["alone_p99_s"] > 0 and result["beside_long_p99_s"] > 0
+        assert 0 < result["error"] < 1
+    assert len(found["SLO 100 ms"]["verdicts"]) == 6
+
+
+@pytest.mark.parametrize("name", ["avx2", "portable"])
+def test_ops_without_a_bf16_product(name):
+    """Once a division by zero: there is no such ceiling, and so no share."""
+    if name not in native.library().instruction_sets():
+        pytest.skip(f"no {name} here")
+    readings = ops_readings("bench.kernels.ops", "--isa", name)
+    bf16 = [reading for reading in readings if reading["ceiling"] == "bf16"]
+    assert bf16 and all(r["limit"] is r["share"] is None and r["rate"] > 0 for r in bf16)
+    assert all(0 < r["share"] < 20 for r in readings if r["ceiling"] != "bf16")
+
+
+@pytest.mark.slow
+def test_connections():
+    """Small numbers: that they are cheap is shown by the large ones."""
+    result = last_json(
+        output_of("-m", "bench.engine.connections", "--smoke", "idle", "storm", "readers")
+    )
+    assert result["idle_growth_mb"] < 60
+    assert result["storm_connected_s"] < 1
+    assert result["readers_beside_p99_ms"] > 0
+
+
+def test_http_overhead(tmp_path):
+    result = run_script("bench.engine.http_overhead", tmp_path, "--model", "random:tiny")
+    assert result["ratio"] > 0
+
+
+def test_io_quick(tmp_path):
+    """Every way to the disk gives figures, and nothing is left in the folder."""
+    text = output_of("-m", "serve", "bench", "io", "--quick", "--dir", tmp_path)
+    result = last_json(text)
+    assert text.startswith(f"kernel {result['kernel']}, processors")
+    assert {"threads"} < {cell["way"] for cell in result["cells"]}
+    assert {cell["depth"] for cell in result["cells"]} == {1, 16}
+    for cell in result["cells"]:
+        assert cell["iops"] > 0 and 0 < cell["p50_us"] <= cell["p99_us"], cell
+    assert {row["what"] for row in result["store"]} == {"store", "load"}
+    assert all(row["share"] > 0 for row in result["store"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def printed(module: str, tmp_path) -> str:
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "COLUMNS": "160"}
+    return output_of("-m", module, "--quick", **environment)
+
+
+@pytest.mark.skipif(not native.is_available(), reason="needs the compiled library")
+def test_kv_memory_quick(tmp_path):
+    text = printed("bench.kernels.kv_memory", tmp_path)
+    for row in ("ahead, in the thread", "reserving 1 TiB", "pages of all layers, shuffled"):
+        assert row in text
+    unused = [line.split("│")[4] for line in text.splitlines() if "│ embedded" in line]
+    assert all(float(share.strip().rstrip("%")) < 4 for share in unused) and unused
+    mib = [float(line.split("│")[2]) for line in text.splitlines() if "all tokens in" in line]
+    mib += [float(line.split("│")[2]) for line in text.splitlines() if "windows reach" in line]
+    assert len(mib) == 2 and mib[1] < 0.5 * mib[0], "2,048 tokens, windows of 256"
+
+
+def test_prefix_cache_quick(tmp_path):
+    rows = [
+        line for line in printed("bench.engine.prefix_cache", tmp_path).splitlines() if "│" in line
+    ]
+    assert [row.split("│")[1].strip() for row in rows] == [
+        "computed",
+        "in memory",
+        "on disk, new process",
+    ]
+    cached = [int(row.split("│")[4]) for row in rows]
+    assert cached[0] == 0 and min(cached[1:]) >= 256
+    assert all("True" in row for row in rows)
+
+
+def test_transport_quick():
+    readings = last_json(output_of("-m", "bench.kernels.transport", "--quick"))
+    for name in ("inproc", "shm", "tcp"):
+        assert 0 < readings[f"{name} 64 B median"] <= readings[f"{name} 64 B p99"]
+        assert all(readings[f"{name} {2**k} B one way"] > 0 for k in (16, 18, 20, 22))
+
+
+def test_memory_nodes_quick(tmp_path):
+    """More runs at once over nodes, with the same tokens; every layer's path is timed."""
+    command = ("-m", "bench.nodes.memory_nodes", "capacity", "overlap", "layer", "--quick")
+    found = last_json(output_of(*command, XDG_CACHE_HOME=str(tmp_path)))
+    assert found["capacity"]["is_same"] and found["capacity"]["times"] > 1
+    assert all(ms > 0 for case in found["overlap"].values() for ms in case.values())
+    assert set(found["layer"]) == {"inproc", "shm", "tcp"}
+    assert all(0 < copies < path < layer for path, copies, _, layer in found["layer"].values())
+
+
+def test_structured(tmp_path):
+    result = run_script("bench.engine.structured", tmp_path)
+    assert result["4096 compile a known one"] < result["4096 compile a new schema"]
+    assert set(result) >= {"4096 mask person", "step free", "step masked"}
+    assert all(0 < gaps["p50"] <= gaps["max"] for gaps in result["gaps"].values())

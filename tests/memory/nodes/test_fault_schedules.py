@@ -1,0 +1,231 @@
+"""Nodes fail in virtual time; clients get the tokens of a fault-free run
+(tests/support/nodes/sim_faults.py)."""
+
+from __future__ import annotations
+
+import pytest
+
+from serve.engine.node_recovery import NODES_LOST
+from serve.request import FinishReason
+from tests.support.nodes import sim_world
+from tests.support.nodes.sim_clients import Client
+from tests.support.nodes.sim_faults import Run, run_schedule
+from tests.support.nodes.sim_nodes import Recorder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+_SEEDS_A_TEST = 10
+_PARTITIONS = ("head", "request", "sequence")
+
+
+@pytest.mark.parametrize("first", range(0, 100, _SEEDS_A_TEST))
+def test_random_schedules(first):
+    for seed in range(first, first + _SEEDS_A_TEST):
+        run_schedule(seed)
+
+
+@pytest.mark.parametrize("seed", [236, 20640, 70095])
+def test_schedules_that_once_failed(seed):
+    run_schedule(seed)
+
+
+def test_a_schedule_is_its_seed():
+    def told(seed):
+        lines = []
+        run = run_schedule(seed, lines.append)
+        return lines, [client.times for client in run.clients]
+
+    assert told(3) == told(3)
+    assert told(3) != told(4)
+
+
+def make(partition="head", num_nodes=2, local=0, node=3, num_tokens=60):
+    """A run whose one request is under way."""
+    run = Run(5, partition=partition, num_nodes=num_nodes, local_factor=local, node_factor=node)
+    run.clients = [Client([run._token() for _ in range(80)], num_tokens)]
+    run._begin(run.clients[0], 0)
+    run.work(lambda: len(run.clients[0].got) >= 5)
+    return run
+
+
+def finish(run):
+    """The client's longest gap."""
+    run.work(lambda: all(client.reason is not None for client in run.clients))
+    run.end()
+    return run.longest_gap_s
+
+
+def go_on(run, seconds):
+    end = run.world.now + seconds
+    run.work(lambda: run.world.now >= end)
+
+
+@pytest.mark.parametrize("partition", _PARTITIONS)
+def test_a_killed_node_is_a_short_pause(partition):
+    run = make(partition)
+    run.nodes[0].kill()
+    run.nodes[0].start()
+    assert finish(run) < 0.5
+
+
+@pytest.mark.parametrize("partition", _PARTITIONS)
+def test_a_stopped_node_is_left_in_time(partition):
+    run = make(partition)
+    [sequence] = run.clients[0].state.sequences
+    node = run.nodes[run.engine.kv.home_of(sequence.kv_range) if partition == "request" else 0]
+    node.stop()
+    run.world.after(20.0, node.go_on)
+    assert 1.25 < finish(run) < 3.0
+
+
+@pytest.mark.parametrize("way", [(True, False), (False, True), (True, True)])
+def test_a_short_partition_is_not_noticed(way):
+    run = make()
+    run.nodes[1].cut(*way)
+    run.world.after(0.4, run.nodes[1].heal)
+    assert finish(run) < 0.5
+    assert run.engine.nodes.num_lost == 0
+
+
+def test_the_last_node_is_lost_and_own_memory_takes_over():
+    run = make(local=1, num_nodes=1)
+    run.nodes[0].kill()
+    assert finish(run) < 0.5
+    assert run.clients[0].reason is FinishReason.LENGTH
+
+
+def test_without_memory_requests_end_within_bounds():
+    run = make(num_nodes=2)
+    began = run.world.now
+    for node in run.nodes:
+        node.kill()
+    finish(run)
+    assert run.clients[0].reason is FinishReason.ERROR
+    assert run.clients[0].error == NODES_LOST
+    assert 5.0 <= run.world.now - began - 65.0 < 6.0  # `end` lets 65 s pass
+
+
+def test_whether_there_is_memory_can_be_asked():
+    run = make(num_nodes=2)
+    core = run.engine.core
+    assert core.has_memory
+    for node in run.nodes:
+        node.kill()
+    go_on(run, 0.5)
+    assert not core.has_memory
+    run.nodes[1].start()
+    go_on(run, 1.0)
+    assert core.has_memory
+    finish(run)
+
+
+def test_without_memory_for_a_moment_requests_wait():
+    run = make(num_nodes=2)
+    for node in run.nodes:
+        node.kill()
+    run.world.after(3.0, run.nodes[1].start)
+    assert 3.0 < finish(run) < 4.0
+
+
+def test_a_draining_node_is_left_at_once_and_taken_back():
+    run = make(num_tokens=79)
+    run.nodes[0].drain()
+    go_on(run, 0.2)
+    assert run.nodes[0].bytes_leased == 0
+    run.nodes[0].kill()
+    run.nodes[0].start()
+    run.work(lambda: run.clients[0].reason is not None)
+    go_on(run, 8.0)
+    assert all(node.bytes_leased for node in run.nodes)
+    assert finish(run) < 0.3
+
+
+def test_an_idle_engine_leaves_a_draining_node():
+    run = make()
+    run.work(lambda: run.clients[0].reason is not None)
+    run.nodes[1].drain()
+    go_on(run, 0.5)
+    assert run.nodes[1].bytes_leased == 0
+    finish(run)
+
+
+def test_a_full_node_is_not_waited_for():
+    run = make(num_tokens=79)
+    run.nodes[0].kill()
+    run.nodes[0].start()
+    run.nodes[0].fill(run.engine.template, 4096)
+    go_on(run, 30.0)
+    assert run.engine.nodes.num_lost == 1
+    assert run.nodes[0].process.stats().num_refused > 3  # asked, beside the work
+    run.nodes[0].empty()
+    go_on(run, 3.0)
+    assert run.nodes[0].bytes_leased
+    finish(run)
+
+
+@pytest.mark.parametrize("kind", ["truncated", "twice", "older_epoch", "garbage"])
+@pytest.mark.parametrize("from_node", [False, True])
+def test_messages_that_cannot_be_are_refused(kind, from_node):
+    run = make()
+    end = run.nodes[0].newest()[from_node]
+    end.mutate = getattr(Recorder(run.random), kind)
+    assert finish(run) < 0.5
+    if not from_node:
+        assert run.nodes[0].offences == 1
+
+
+def test_late_messages_of_an_older_connection_change_nothing():
+    run = make(num_nodes=1)
+    old = run.nodes[0].hold()
+    run.work(lambda: run.engine.nodes.num_lost == 1 and len(run.clients[0].got) > 20)
+    run.nodes[0].unhold(old)
+    assert finish(run) < 0.5
+    assert old[1].is_closed
+
+
+def test_the_model_sees_what_a_checksum_would_have(monkeypatch):
+    """The simulation can fail: bits that change unseen give wrong tokens."""
+    monkeypatch.setattr(sim_world.zlib, "crc32", lambda message: 0)
+    num_wrong = 0
+    for _ in range(4):
+        run = make(num_tokens=79)
+        for number in range(40):
+            end = run.nodes[number % 2].newest()[1]
+            run.world.after(0.01 * number, lambda e=end: setattr(e, "flip", True))
+        try:
+            finish(run)
+        except AssertionError as error:
+            num_wrong += "wrong tokens" in str(error)
+    assert num_wrong
+
+
+def test_memory_that_is_too_small_for_one_ends_that_one():
+    run = make(num_nodes=2, node=0.7, num_tokens=79)
+    short = Client([run._token() for _ in range(8)], 20)
+    run.nodes[0].kill()
+    go_on(run, 0.2)
+    run.clients.append(short)
+    run._begin(short, 1)
+    run.work(lambda: run.clients[0].reason is not None)
+    assert run.clients[0].reason is FinishReason.ERROR
+    assert "too small" in run.clients[0].error
+    finish(run)
+    assert short.reason is FinishReason.LENGTH
+
+
+def test_a_node_that_is_back_in_time_helps_the_long_one():
+    run = make(num_nodes=2, node=0.7, num_tokens=79)
+    run.nodes[0].kill()
+    run.world.after(2.0, run.nodes[0].start)
+    finish(run)
+    assert run.clients[0].reason is FinishReason.LENGTH
+
+
+def test_a_node_without_sequences_can_go_beside_the_work():
+    run = make("request", num_nodes=2, num_tokens=79)
+    [sequence] = run.clients[0].state.sequences
+    other = run.nodes[1 - run.engine.kv.home_of(sequence.kv_range)]
+    other.drain()
+    go_on(run, 0.3)
+    assert other.bytes_leased == 0
+    assert run.clients[0].reason is None
+    assert finish(run) < 0.3

@@ -1,0 +1,146 @@
+"""Random messages to a memory node: an answer or an error, never a signal."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from memory.nodes.wire import HEADER_BYTES, EditKind, Header, Kind
+from tests.support.engine.raw_engine import REQUEST, RawEngine, Witness
+
+MAP, UNMAP, COPY, RELEASE = EditKind
+PAGES = REQUEST.num_pages
+KV_DTYPES = ["float32", "bfloat16", "int8"]
+
+
+class Fuzzer:
+    """Messages that are mostly right, and then not."""
+
+    def __init__(self, seed, node, kv_dtype):
+        self.rng = random.Random(seed)
+        request = replace(REQUEST, engine=f"fuzz {seed} {kv_dtype}", kv_dtype=kv_dtype)
+        self.engine = RawEngine.beside(node, request)
+        self.engine.attach()
+        self.plans = []  # number, rows of q, rows of k
+        self.sent = set()
+        self.engine.map_ranges(4)
+
+    def number(self, usual, most):
+        """Mostly below `usual`, sometimes on an edge."""
+        if self.rng.random() < 0.995:
+            return self.rng.randrange(max(1, usual))
+        return self.rng.choice([most, most + 1, 2 * most, 2**31, 2**32 - 3])
+
+    def edit(self):
+        kind = self.rng.choice([MAP, MAP, MAP, COPY, RELEASE, UNMAP])
+        part = self.number(6, 6)
+        places = 8 if part < 3 else 4
+        place = self.number(places, places)
+        count = self.number(4, places) + (self.rng.random() < 0.95)
+        if self.rng.random() < 0.99:
+            count = min(count, max(1, places - place))
+        page = self.number(PAGES, PAGES)
+        if kind in (MAP, RELEASE) and self.rng.random() < 0.99:
+            page = min(page, max(0, PAGES - count))
+        if kind is COPY:
+            place = self.number(PAGES, PAGES)
+        return kind, part, place, page, count
+
+    def plan(self):
+        rng = self.rng
+        edits = [self.edit() for _ in range(rng.choice([0, 0, 1, 3]))]
+        if any(edit[0] is UNMAP for edit in edits):
+            edits += self.engine.all_mapped(4) if rng.random() < 0.95 else []
+            self.plans = self.plans if rng.random() < 0.05 else []
+        singles = [(self.number(3, 3), 1, 1 + self.number(128, 256))] * rng.randrange(3)
+        chunks = [
+            (self.number(3, 3), 2 + self.number(20, 64), 1 + self.number(128, 256))
+            for _ in range(rng.randrange(2))
+        ]
+        queries, appends = self.mostly_once(singles + chunks), []
+        if rng.random() < 0.005:
+            rng.shuffle(queries)
+        for _ in range(rng.randrange(3)):
+            rows = 1 + self.number(20, 64)
+            appends.append((self.number(3, 3), rows, self.number(100, 256)))
+        appends = self.mostly_once(appends)
+        number = self.engine.plan(edits, queries, appends)
+        self.plans.append((number, sum(q[1] for q in queries), sum(a[1] for a in appends)))
+
+    def mostly_once(self, items):
+        """Each range; a node takes no range twice."""
+        return (
+            list({item[0]: item for item in items}.values()) if self.rng.random() < 0.99 else items
+        )
+
+    def rows(self):
+        rng = self.rng
+        number, num_query_rows, num_append_rows = rng.choice(self.plans[-3:])
+        if rng.random() < 0.005:
+            number += rng.choice([9, 2**31])
+        layer = self.number(3, 3)
+        layer %= 65536
+        off = rng.choice([-1, 1]) if rng.random() < 0.005 else 0
+        if num_query_rows and (rng.random() < 0.5 or not num_append_rows):
+            count = min(max(0, num_query_rows + off), 200)
+            if self.is_first(number, layer, Kind.QUERY):
+                self.engine.query(number, layer, torch.randn(count, 4, 16))
+        elif num_append_rows or rng.random() < 0.005:
+            count = min(max(0, num_append_rows + off), 200)
+            if self.is_first(number, layer, Kind.UPDATE):
+                self.engine.update(number, layer, *torch.randn(2, count, 2, 16))
+
+    def is_first(self, *message):
+        """Or one that comes again, which is an offence."""
+        is_new = message not in self.sent
+        self.sent.add(message)
+        return is_new or self.rng.random() < 0.005
+
+    def noise(self):
+        rng = self.rng
+        header = Header(rng.choice(list(Kind)), 1, rng.randrange(4), rng.randrange(4), rows=1)
+        data = bytearray(header.packed() + rng.randbytes(rng.choice([0, 12, 44, 256])))
+        if rng.random() < 0.5:
+            data[rng.randrange(HEADER_BYTES)] = rng.randrange(256)
+        self.engine.send(bytes(data[: rng.randrange(len(data) + 1)]))
+
+    def run(self, num_messages):
+        """How the node answered: kinds of its messages."""
+        self.plan()
+        for _ in range(num_messages):
+            draw = self.rng.random()
+            if draw < 0.3:
+                self.plan()
+            elif draw < 0.99:
+                self.rows()
+            else:
+                self.noise()
+            if self.engine.endpoint.is_lost:
+                break
+        found = []
+        while self.engine.endpoint._inbox:
+            header, _ = self.engine.receive()
+            found.append(header.kind)
+        self.engine.close()
+        return found
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_random_messages(node, kv_dtype):
+    witness = Witness.beside(node)
+    leased = node.stats().bytes_leased
+    num_answered = num_refused = 0
+    for seed in range(60):
+        found = Fuzzer(seed, node, kv_dtype).run(60)
+        num_answered += found.count(Kind.PARTIAL)
+        assert Kind.ERROR not in found[:-1] and {*found} <= {Kind.PARTIAL, Kind.ERROR}
+        num_refused += Kind.ERROR in found
+        assert node.stats().bytes_leased == leased
+    witness.check()
+    witness.close()
+    stats = node.stats()
+    assert (stats.num_offences, stats.num_refused) == (num_refused, 0)
+    assert num_answered > 100 and num_refused > 30

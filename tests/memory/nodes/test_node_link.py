@@ -1,0 +1,223 @@
+"""What an engine takes from a node: answers to what it asked, and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from memory.nodes.direct import direct_pair
+from memory.nodes.node_link import NodeError, NodeLink
+from memory.nodes.node_loop import post_bytes
+from memory.nodes.placement import Share
+from memory.nodes.remote_attention import NodesLostError
+from memory.nodes.wire import ErrorCode, Header, Kind, Plan, WireType, pack_json, read_header
+from tests.support.engine.raw_engine import REQUEST
+from tests.support.nodes.remote_rig import RemoteRig, layers_of
+from transport.base import PeerLostError, TransportError, TransportTimeoutError
+
+_EMPTY = Plan([], [], [])
+
+
+class Script:
+    """A link, and a node that says what a test wants it to say."""
+
+    def __init__(self, *messages: bytes):
+        engine_end, self.node_end = direct_pair()
+        clock = itertools.count(step=10.0)
+        self.link = NodeLink("node", engine_end, Share("head", 0, 1), lambda: next(clock))
+        for message in messages:
+            self.say(message)
+
+    def say(self, message: bytes) -> None:
+        post_bytes(self.node_end, message)
+
+    def attach(self) -> int:
+        return self.link.attach(REQUEST, 0.0)
+
+
+def attached(num_pages=40, epoch=1, kind=Kind.ATTACHED) -> bytes:
+    return pack_json(kind, epoch, {"num_pages": num_pages, "num_mappings": 300})
+
+
+def partial(plan, layer=0, epoch=1, kind=Kind.PARTIAL) -> bytes:
+    return Header(kind, epoch, plan, layer, WireType.FLOAT32, 1).packed() + bytes(4 * 17 * 4)
+
+
+def test_who_talks_and_does_not_answer_is_not_waited_for():
+    """Ten seconds pass with every look at the clock; 30 are given."""
+    script = Script(attached(), *[pack_json(Kind.DRAIN, 1, {})] * 9)
+    script.attach()
+    with pytest.raises(TransportTimeoutError, match="no answer for 30 s"):
+        script.link.answer(1, 0)
+    assert script.link.is_leaving
+    assert script.link.endpoint.poll() is not None, "not all of it was heard"
+
+
+@pytest.mark.parametrize("kind", [Kind.ATTACH, Kind.ATTACHED, Kind.QUERY, Kind.UPDATE, Kind.PLAN])
+def test_what_no_node_says_ends_the_connection(kind):
+    script = Script(attached(), partial(1, kind=kind))
+    script.attach()
+    with pytest.raises(NodeError, match=f"{kind.name} from a node"):
+        script.link.answer(1, 0)
+
+
+@pytest.mark.parametrize("num_pages", [1, 40])
+def test_pages_that_are_granted(num_pages):
+    assert Script(attached(num_pages)).attach() == num_pages
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (b"", "FORM"),
+        (bytes(32), "FORM"),
+        (attached(0), "RANGE"),
+        (attached(41), "RANGE"),
+        (attached(-1), "RANGE"),
+        (attached(True), "RANGE"),
+        (attached("4"), "RANGE"),
+        (attached(None), "RANGE"),
+        (attached(epoch=2), "STALE"),
+        (partial(1), "FORM: PARTIAL instead"),
+        (Header(Kind.ATTACHED, 1).packed() + b"[", "FORM"),
+        (pack_json(Kind.ERROR, 1, {"code": 2, "text": "no room"}), "FULL: no room"),
+        (pack_json(Kind.ERROR, 1, {"code": 99, "text": "x"}), "FORM: an error without a code"),
+        (pack_json(Kind.ERROR, 1, {"code": "2"}), "FORM: an error without a code"),
+        (pack_json(Kind.ERROR, 1, {"code": 3, "text": "x" * 9999}), "STALE: x{500}$"),
+    ],
+)
+def test_what_is_no_grant_is_an_error(message, said):
+    with pytest.raises(NodeError, match=said):
+        Script(message).attach()
+
+
+def test_a_node_that_says_nothing():
+    with pytest.raises(TransportTimeoutError):
+        Script().attach()
+
+
+def test_a_window_that_is_too_small_is_found_before_anything_is_sent():
+    script = Script()
+    script.link.endpoint.max_message_bytes = 64 * 4 * 16 * 4
+    with pytest.raises(NodeError, match="steps of 64 rows take messages of") as caught:
+        script.attach()
+    assert caught.value.code is ErrorCode.SHAPE
+    assert script.node_end.poll() is None
+
+
+def with_answers(*messages: bytes) -> Script:
+    script = Script(attached())
+    script.attach()
+    for message in messages:
+        script.say(message)
+    return script
+
+
+def test_answers_are_found_in_any_order():
+    script = with_answers(partial(20, 1), partial(20, 0), partial(19, 0))
+    for plan, layer in ((20, 0), (19, 0), (20, 1)):
+        header, frame = script.link.answer(plan, layer)
+        assert (header.plan, header.layer) == (plan, layer)
+        script.link.endpoint.release(frame)
+
+
+def test_answers_to_plans_that_are_over_are_dropped():
+    """A step that failed half way leaves them behind."""
+    script = with_answers(*(partial(plan) for plan in range(1, 40)))
+    script.link._clock = lambda: 0.0  # they all come at once
+    assert script.link.answer(39, 0)[0].plan == 39
+    assert len(script.link._arrived) <= 9
+    for number in range(40, 60):
+        script.link.post_plan(number, _EMPTY)
+    assert not script.link._arrived
+    assert len(script.link.endpoint._held) == 1, "all but the one that was taken"
+
+
+def test_drain_is_heard_between_answers():
+    script = with_answers(pack_json(Kind.DRAIN, 1, {}), partial(1))
+    script.link.answer(1, 0)
+    assert script.link.is_leaving
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        bytes(100),
+        partial(1, epoch=2),
+        pack_json(Kind.ERROR, 1, {"code": 6, "text": "x"}),
+        Header(Kind.ERROR, 1).packed() + b"{",
+    ],
+)
+def test_what_is_no_answer_is_an_error(message):
+    script = with_answers(message, partial(1))
+    with pytest.raises(NodeError):
+        script.link.answer(1, 0)
+
+
+def test_two_answers_to_one_question_are_an_error():
+    script = with_answers(partial(1, 5), partial(1, 5), partial(1))
+    with pytest.raises(NodeError, match="two answers for layer 5"):
+        script.link.answer(1, 0)
+
+
+def test_a_node_that_lives_and_does_not_answer_is_lost():
+    with pytest.raises(TransportTimeoutError, match="no answer for 30 s"):
+        with_answers().link.answer(1, 0)
+
+
+def test_a_node_that_is_gone():
+    script = with_answers(partial(1))
+    script.node_end.close()
+    script.link.answer(1, 0)  # what came before counts
+    with pytest.raises(PeerLostError):
+        script.link.answer(1, 1)
+    with pytest.raises(TransportError):
+        script.link.post_plan(2, _EMPTY)
+    assert script.link.is_lost
+
+
+def rows_of(message: bytearray, rows: int) -> bytes:
+    header = read_header(memoryview(message))
+    return header._replace(rows=rows).packed() + bytes(message[32:])
+
+
+EVIL = {
+    "more rows": lambda message: rows_of(message, 2) + bytes(len(message) - 32),
+    "fewer rows": lambda message: rows_of(message, 0)[:32],
+    "2^32 - 1 rows": lambda message: rows_of(message, 2**32 - 1),
+    "cut": lambda message: bytes(message[:-4]),
+    "longer": lambda message: bytes(message) + bytes(4),
+    "in fewer bits": lambda message: message[:18] + b"\1" + message[19:],
+    "an update": lambda message: message[:3] + bytes([Kind.UPDATE]) + message[4:],
+    "noise": lambda message: bytes(range(200)),
+}
+
+
+@pytest.mark.parametrize("change", EVIL.values(), ids=EVIL)
+def test_an_answer_of_another_form_makes_the_node_a_lost_one(change, monkeypatch):
+    """Nothing of it is merged, and nothing is written where it does not belong."""
+    layers = layers_of(1)
+    rig = RemoteRig(layers, ("a", "b"))
+    item = rig.kv.open(100)
+    inputs = [torch.randn(40, heads, 32) for heads in (8, 4, 4)]
+    rig.step([(item, 40, 40)], [inputs])
+    end = rig.nodes.ends["b"]
+    poll = end.poll
+
+    def evil_poll(timeout_s=0.0):
+        if end._inbox:
+            end._inbox[0] = bytearray(change(end._inbox[0]))
+        return poll(timeout_s) if end._inbox else _gone()
+
+    monkeypatch.setattr(end, "poll", evil_poll)
+    with pytest.raises(NodesLostError, match="memory node b"):
+        rig.step([(item, 1, 41)], [[x[:1] for x in inputs]])
+    assert end.is_lost
+    rig.close()
+
+
+def _gone():
+    raise TransportTimeoutError("nothing more comes")

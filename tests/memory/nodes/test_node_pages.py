@@ -1,0 +1,144 @@
+"""What a memory node reads and writes: pages that were asked for and are there, and no others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from memory.nodes.wire import EditKind, ErrorCode
+from memory.pages.layer_groups import READ_BLOCK
+from tests.support.engine.raw_engine import LAYER, REQUEST, RawEngine
+
+MAP, UNMAP, COPY, RELEASE = EditKind
+RANGE = ErrorCode.RANGE
+KV_DTYPES = ["float32", "bfloat16", "int8"]
+Q1, KV1 = torch.ones(1, 4, 16), torch.ones(1, 2, 16)
+
+
+@pytest.fixture
+def engine(node):
+    made = RawEngine.beside(node)
+    made.attach()
+    made.map_ranges()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("window", [None, 1, 17, 40, 128, 200])
+def test_nothing_is_touched_but_what_is_required(node, kv_dtype, window, isa):
+    """Only the pages that a node asks for are mapped: reading one byte beside them is the end
+    of this process."""
+    layer = replace(LAYER, window=window)
+    request = replace(
+        REQUEST,
+        kv_dtype=kv_dtype,
+        layers=[layer],
+        group_layers=[[0]],
+        page_tokens=[16],
+        num_places=[64],
+        num_pages=64,
+        max_rows=300,
+    )
+    engine = RawEngine.beside(node, request)
+    engine.attach()
+    generator = torch.Generator().manual_seed(1)
+    for num_keys in (1, 15, 16, 17, 64, 129, 255, 256, 300, 513):
+        for num_rows in (1, 2, 18, 130):
+            first = 0 if window is None or num_keys < window else num_keys + 1 - window
+            first -= first % READ_BLOCK
+            places = first // 16, -(-num_keys // 16)
+            edits = [(UNMAP, 1, 0, 0, 64)]
+            if places[0] < places[1]:  # with a window of 1, none may be in reach
+                edits.append((MAP, 1, places[0], 0, places[1] - places[0]))
+            number = engine.plan(edits, queries=[(1, num_rows, num_keys)])
+            engine.query(number, 0, torch.randn(num_rows, 4, 16, generator=generator))
+            out, lse = engine.partial(0)
+            assert out.shape == (num_rows, 4, 16) and not bool(lse.isnan().any())
+    for position, num_rows in ((0, 1), (15, 2), (16, 16), (47, 1), (63, 130)):
+        end = -(-(position + num_rows) // 16)
+        first = position // 16
+        edits = [(UNMAP, 1, 0, 0, 64), (MAP, 1, first, 0, end - first)]
+        number = engine.plan(edits, appends=[(1, num_rows, position)])
+        engine.update(number, 0, *torch.ones(2, num_rows, 2, 16))
+        engine.plan()
+    assert node.stats().num_offences == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_a_page_less_is_an_error_and_not_a_signal(node, kv_dtype):
+    """The same at the limits: one place less at either end is refused."""
+    for window in (None, 40):
+        layer = replace(LAYER, window=window)
+        request = replace(REQUEST, layers=[layer], group_layers=[[0]], kv_dtype=kv_dtype)
+        request = replace(request, page_tokens=[16], num_places=[64], num_pages=64)
+        first = 0 if window is None else 256 // 16
+        for low, high, code in ((first, 19, None), (first, 18, RANGE), (first + 1, 19, RANGE)):
+            engine = RawEngine.beside(node, replace(request, engine=f"{window} {low} {high}"))
+            engine.attach()
+            engine.plan([(MAP, 0, low, 0, high - low)])
+            number = engine.plan(queries=[(0, 1, 300)])
+            if code is None:
+                engine.query(number, 0, Q1)
+                engine.partial(0)
+            else:
+                assert engine.error() is code
+            engine.close()
+
+
+def test_a_hole_in_the_middle_is_found_again_after_an_edit(engine):
+    """What was found mapped once is looked at anew when something was unmapped."""
+    engine.plan([(MAP, 0, 2, 30, 6)])
+    engine.query(engine.plan(queries=[(0, 1, 256)], edits=[(MAP, 3, 0, 20, 4)]), 0, Q1)
+    engine.partial(0)
+    engine.plan([(UNMAP, 0, 4, 0, 1)])
+    engine.query(engine.plan(queries=[(0, 1, 128)]), 0, Q1)
+    engine.partial(0)
+    engine.plan([(MAP, 0, 4, 34, 1)])
+    engine.query(engine.plan(queries=[(0, 1, 256)]), 0, Q1)
+    engine.partial(0)
+    engine.plan([(UNMAP, 0, 4, 0, 1)])
+    engine.plan(queries=[(0, 1, 129)])
+    assert engine.error() is RANGE
+
+
+def test_pages_that_were_released_are_zero(engine):
+    engine.update(engine.plan(appends=[(0, 1, 0)]), 0, KV1, KV1)
+    engine.query(engine.plan(queries=[(0, 1, 1)]), 0, Q1)
+    assert torch.equal(engine.partial(0)[0], torch.ones(1, 4, 16))
+    engine.query(engine.plan([(RELEASE, 0, 0, 0, 2)], queries=[(0, 1, 1)]), 0, Q1)
+    assert not bool(engine.partial(0)[0].any())
+
+
+def test_a_copied_page_has_the_same_content(engine):
+    for layer in range(3):
+        engine.update(engine.plan(appends=[(0, 1, 0)]), layer, KV1, 3 * KV1)
+    engine.plan([(COPY, 0, 0, 30, 1), (MAP, 1, 0, 30, 1)])
+    engine.query(engine.plan(queries=[(1, 1, 1)]), 0, Q1)
+    assert torch.equal(engine.partial(0)[0], torch.full((1, 4, 16), 3.0))
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_was_in_a_page_before_is_not_seen(node, kv_dtype, bad, isa):
+    """A sequence whose numbers went wrong gives its pages back, and the next one's are well."""
+    engine = RawEngine.beside(node, replace(REQUEST, kv_dtype=kv_dtype))
+    engine.attach()
+    engine.map_ranges()
+    k = torch.full((60, 2, 16), bad)
+    for layer in range(3):
+        engine.update(engine.plan(appends=[(0, 60, 0)]), layer, k, k)
+    moved = [(UNMAP, 0, 0, 0, 2), (UNMAP, 3, 0, 0, 2), (MAP, 1, 0, 0, 2), (MAP, 4, 0, 6, 2)]
+    number = engine.plan(moved, appends=[(1, 5, 0)])
+    for layer in range(3):
+        engine.update(number, layer, *torch.ones(2, 5, 2, 16))
+    for num_rows in (1, 3, 20):
+        number = engine.plan(queries=[(1, num_rows, 5)])
+        for layer in range(3):
+            engine.query(number, layer, torch.ones(num_rows, 4, 16))
+            out, lse = engine.partial(layer)
+            assert torch.allclose(out, torch.ones(1), atol=0.02) and bool(lse.isfinite().all())
+    engine.close()

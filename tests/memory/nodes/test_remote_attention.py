@@ -1,0 +1,343 @@
+"""Attention over memory nodes against plain attention in higher precision."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from memory.nodes.direct import direct_pair
+from memory.nodes.node import MemoryNode
+from memory.nodes.node_set import NoNodeError
+from memory.nodes.wire import WireType
+from ops import get_backend
+from tests.support.nodes.remote_rig import MIB, RemoteRig, layers_of, reference
+from transport.base import TransportTimeoutError
+
+BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2, "int8": 3e-2}
+
+
+class Histories:
+    """What each sequence's q, k, v were, layer by layer."""
+
+    def __init__(self, layers, seed=0):
+        self.layers = layers
+        self.generator = torch.Generator().manual_seed(seed)
+        self.keys = {}
+        self.values = {}
+
+    def rows(self, sequences):
+        """(name, number of rows) -> inputs of each layer, and what must come out."""
+        inputs, expected = [], []
+        for number, layer in enumerate(self.layers):
+            qs, ks, vs, outs = [], [], [], []
+            for name, n in sequences:
+                q = torch.randn(n, layer.num_heads, layer.head_dim, generator=self.generator)
+                k, v = (
+                    torch.randn(n, layer.num_kv_heads, layer.head_dim, generator=self.generator)
+                    for _ in range(2)
+                )
+                at = (name, number)
+                empty = k[:0]
+                self.keys[at] = torch.cat([self.keys.get(at, empty), k])
+                self.values[at] = torch.cat([self.values.get(at, empty), v])
+                outs.append(reference(layer, q, self.keys[at], self.values[at]))
+                qs.append(q)
+                ks.append(k)
+                vs.append(v)
+            inputs.append((torch.cat(qs), torch.cat(ks), torch.cat(vs)))
+            expected.append(torch.cat(outs))
+        return inputs, expected
+
+
+def run_mixed(rig, layers, kv_dtype, wire=WireType.FLOAT32):
+    """Prompts in chunks beside sequences that decode, over several steps."""
+    histories = Histories(layers)
+    lengths = dict.fromkeys("xyz", 0)
+    items = {name: rig.kv.open(600) for name in lengths}
+    bound = BOUNDS[kv_dtype] + (3e-2 if wire is WireType.INT8 else 0)
+    steps = [
+        [("x", 20), ("y", 33)],
+        [("x", 1), ("y", 1), ("z", 50)],
+        [("x", 1), ("z", 130)],
+        [("y", 1), ("x", 17), ("z", 64)],
+        [("x", 1), ("y", 1), ("z", 1)],
+    ]
+    for sequences in steps:
+        inputs, expected = histories.rows(sequences)
+        rows = []
+        for name, n in sequences:
+            lengths[name] += n
+            rows.append((items[name], n, lengths[name]))
+        for out, due in zip(rig.step(rows, inputs), expected, strict=True):
+            assert float((out - due).abs().max()) < bound
+    for item in items.values():
+        rig.kv.close(item)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("partition", "names"),
+    [
+        ("head", "a"),
+        ("head", "ab"),
+        ("head", "abc"),
+        ("head", "abcd"),
+        ("sequence", "ab"),
+        ("sequence", "abc"),
+        ("sequence", "abcd"),
+    ],
+)
+def test_any_partition_gives_plain_attention(kv_dtype, partition, names):
+    layers = layers_of()
+    rig = RemoteRig(layers, tuple(names), partition, kv_dtype)
+    run_mixed(rig, layers, kv_dtype)
+    rig.close()
+    assert rig.nodes.leased() == 0
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+def test_sliding_windows(kv_dtype):
+    layers = layers_of(3, windows=(None, 40, 40))
+    rig = RemoteRig(layers, ("a", "b"), "head", kv_dtype)
+    run_mixed(rig, layers, kv_dtype)
+    rig.close()
+
+
+@pytest.mark.parametrize("wire", [WireType.BFLOAT16, WireType.INT8])
+def test_fewer_bits_on_the_wire(wire):
+    layers = layers_of()
+    rig = RemoteRig(layers, ("a", "b"), "head", "int8", wire)
+    run_mixed(rig, layers, "int8", wire)
+    rig.close()
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("partition", ["head", "sequence"])
+def test_prompts_are_kept_here_until_they_are_read(kv_dtype, partition):
+    layers = layers_of()
+    rig = RemoteRig(layers, ("a", "b"), partition, kv_dtype, tail_bytes=1 << 22)
+    run_mixed(rig, layers, kv_dtype)
+    assert rig.tails.num_pages_in_use == 0
+    rig.close()
+
+
+@pytest.mark.parametrize(("tail_bytes", "num_queries"), [(1 << 22, 0), (0, 2 * 2 * 2)])
+def test_nodes_are_not_asked_about_a_prompt_that_is_kept(tail_bytes, num_queries):
+    layers = layers_of()
+    rig = RemoteRig(layers, ("a", "b"), tail_bytes=tail_bytes)
+    histories, item = Histories(layers), rig.kv.open(150)
+    for length in (50, 100, 150):
+        inputs, _ = histories.rows([("x", 50)])
+        rig.step([(item, 50, length)], inputs)
+    assert sum(node.stats().num_queries for node in rig.nodes.nodes.values()) == num_queries
+    rig.kv.close(item)
+    rig.close()
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+def test_little_memory_for_prompts_changes_nothing(kv_dtype):
+    layers = layers_of()
+    rig = RemoteRig(layers, ("a", "b"), "head", kv_dtype, tail_bytes=1 << 16)
+    run_mixed(rig, layers, kv_dtype)
+    rig.close()
+
+
+def test_windows_and_prompts_that_are_kept():
+    layers = layers_of(3, windows=(None, 40, 40))
+    rig = RemoteRig(layers, ("a", "b"), "head", "int8", tail_bytes=1 << 22)
+    run_mixed(rig, layers, "int8")
+    rig.close()
+
+
+class OwnMemory:
+    """This machine's, for when no node is left; the same bytes keep prompts until then."""
+
+    def __init__(self, rig, num_bytes):
+        self.node = MemoryNode(num_bytes, get_backend("cpu"))
+        self._tails = rig.tails
+        rig.set._local = self._attach
+
+    def _attach(self):
+        engine_end, node_end = direct_pair()
+        self.node.adopt(node_end)
+        return engine_end
+
+    @property
+    def is_leased(self):
+        return self.node.stats().bytes_leased > 0
+
+    @property
+    def keeps_prompts(self):
+        """Whether the system has given memory for them."""
+        return self._tails._kv.num_mapped > 0
+
+
+def chunks_of_a_prompt(rig, histories, name):
+    """Two of them, with the right results; the range."""
+    item = rig.kv.open(200)
+    for num_rows, length in ((60, 60), (50, 110)):
+        inputs, expected = histories.rows([(name, num_rows)])
+        for out, due in zip(rig.step([(item, num_rows, length)], inputs), expected, strict=True):
+            assert float((out - due).abs().max()) < 1e-5
+    return item
+
+
+def place_anew(rig, item):
+    """As when all that the nodes held is lost, and `item` was the only range."""
+    [member] = rig.set.members
+    rig.kv.close(item)
+    rig.set.place(member)
+    rig.kv.reset(member.num_pages)
+    member.edits.take()
+    return member.is_local
+
+
+def test_own_memory_holds_prompts_or_everything_but_not_both():
+    layers = layers_of()
+    rig = RemoteRig(layers, tail_bytes=MIB)
+    own, histories = OwnMemory(rig, MIB), Histories(layers)
+    item = chunks_of_a_prompt(rig, histories, "x")
+    assert own.keeps_prompts and not own.is_leased
+    rig.nodes.kill("a")
+    rig.nodes.kill("b")
+    assert place_anew(rig, item)
+    assert own.is_leased
+    item = chunks_of_a_prompt(rig, histories, "y")
+    assert not own.keeps_prompts, "K/V is twice in this machine's memory"
+    rig.nodes.gone.clear()
+    assert not place_anew(rig, item)
+    assert not own.is_leased
+    chunks_of_a_prompt(rig, histories, "z")
+    assert own.keeps_prompts
+    rig.close()
+
+
+def test_prompts_on_other_nodes_go_on_when_own_memory_takes_the_place_of_one():
+    layers = layers_of()
+    rig = RemoteRig(layers, ("a", "b"), "request", tail_bytes=MIB)
+    own, histories = OwnMemory(rig, MIB), Histories(layers)
+    rig.kv = rig.kvs[1]
+    item = chunks_of_a_prompt(rig, histories, "x")
+    assert own.keeps_prompts
+    rig.nodes.kill("a")
+    rig.set.place(rig.set.members[0])
+    assert rig.set.members[0].is_local and not rig.set.members[1].is_lost
+    inputs, expected = histories.rows([("x", 50)])
+    for out, due in zip(rig.step([(item, 50, 160)], inputs), expected, strict=True):
+        assert float((out - due).abs().max()) < 1e-5
+    assert not own.keeps_prompts
+    rig.close()
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+def test_a_prompt_that_cannot_be_kept_is_left_to_the_nodes(kv_dtype, monkeypatch):
+    """Mapping fails at every other place; nobody notices."""
+    layers = layers_of()
+    rig = RemoteRig(layers, ("a", "b"), "head", kv_dtype, tail_bytes=1 << 22)
+    memory, calls = rig.tails._memory, itertools.count()
+    mapped = memory.map
+
+    def fail(*arguments):
+        if next(calls) % 2:
+            raise OSError(errno.ENOMEM, "no mappings left")
+        mapped(*arguments)
+
+    monkeypatch.setattr(memory, "map", fail)
+    run_mixed(rig, layers, kv_dtype)
+    assert next(calls) > 2
+    assert rig.tails.num_pages_in_use == 0
+    rig.close()
+
+
+def test_the_small_node_is_left_out():
+    """b has come back with too little for its share; a goes on with all of it."""
+    rig = RemoteRig(layers_of(), ("a", "b"), num_pages=40)
+    rig.set.min_pages = 30
+    rig.nodes.kill("b")
+    rig.nodes.nodes["b"] = MemoryNode(1 << 16, get_backend("cpu"))
+    rig.nodes.gone.clear()
+    [member] = rig.set.members
+    rig.set.place(member)
+    assert [link.url for link in member.links] == ["a"]
+    assert member.num_pages >= 30
+    assert rig.set.back() == []  # and nobody asks it to share again
+    rig.close()
+
+
+def test_without_a_thread_nodes_are_looked_for_later():
+    def no_pool(count):
+        raise RuntimeError("can't start new thread")
+
+    rig = RemoteRig(layers_of())
+    rig.set._pool = no_pool
+    with pytest.raises(NoNodeError, match="new thread"):
+        rig.set.place(rig.set.members[0])
+    rig.set._pool = ThreadPoolExecutor
+    rig.set.place(rig.set.members[0])
+    rig.close()
+
+
+def test_nobody_waits_for_a_name_that_is_looked_up_slowly():
+    rig = RemoteRig(layers_of())
+    connect, slow = rig.nodes.connect, threading.Event()
+
+    def connect_slowly(url, timeout_s):
+        if url == "b":
+            slow.wait(30)
+        return connect(url, timeout_s)
+
+    rig.set.connect = connect_slowly
+    began = time.monotonic()
+    rig.set.place(rig.set.members[0], 0.1)
+    assert time.monotonic() - began < 5
+    assert [link.url for link in rig.set.members[0].links] == ["a"]
+    slow.set()
+    rig.close()
+
+
+def test_nodes_far_away_are_found_again():
+    """Connecting takes 0.6 s, which is longer than a node nearby is given."""
+    rig = RemoteRig(layers_of())
+    connect, now = rig.nodes.connect, [0.0]
+
+    def connect_far(url, timeout_s):
+        if timeout_s < 0.6:
+            raise TransportTimeoutError(f"{url}: no answer in time")
+        now[0] += 0.6  # one after the other, for a clock of our own
+        return connect(url, timeout_s)
+
+    rig.set.connect, rig.set._clock = connect_far, lambda: now[0]
+    [member] = rig.set.members
+    with pytest.raises(NoNodeError):
+        rig.set.place(member)
+    rig.set.place(member, 5.0, needs_all=True)  # as at the start
+    assert rig.set.connect_s == 1.0, "four times as long would be too long to wait"
+    rig.set.place(member)
+    assert [link.url for link in member.links] == ["a", "b"]
+    rig.nodes.kill("b")
+    rig.set.place(member)
+    rig.nodes.gone.clear()
+    assert rig.set.back() == ["b"]
+    rig.close()
+
+
+def test_a_prompt_with_windows_is_kept_whole_or_not_at_all():
+    """Its beginning came from the prefix cache: nothing is opened for the rest, step after step."""
+    layers = layers_of(2, windows=(None, 40))
+    rig = RemoteRig(layers, ("a", "b"), "head", "int8", tail_bytes=1 << 22)
+    assert rig.tails.place(0, 30, 20) is None
+    assert rig.tails.num_pages_in_use == 0
+    assert rig.tails.place(0, 0, 20) is not None
+    assert rig.tails.place(0, 20, 20) is not None
+    rig.tails.drop(0)
+    rig.close()
+    whole = RemoteRig(layers_of(), ("a", "b"), "head", "int8", tail_bytes=1 << 22)
+    assert whole.tails.place(0, 30, 20) is not None, "without windows the end is worth keeping"
+    whole.tails.drop(0)
+    whole.close()

@@ -1,0 +1,136 @@
+"""Two plans at once: layers of two batches in turn give the bits of one after the other."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from memory.attention.grouped import GroupedAttention
+from memory.attention.int8 import Int8KVLayout, Int8LocalAttention
+from memory.attention.kv_layout import KVCache, KVLayout
+from memory.attention.local import LocalAttention
+from memory.attention.seam import Attention, AttentionLayer, AttentionStep, PlannedAttention
+from ops import get_backend
+from ops.cpu import native
+from tests.support.nodes.remote_rig import RemoteRig, layers_of
+
+pytestmark = [
+    pytest.mark.usefixtures("seeded"),
+    pytest.mark.skipif(not native.is_available(), reason="native kernels not built"),
+]
+MAX_LEN = 256
+# (sequences, rows of each): decode rows first; lengths grow from step to step
+STEPS = [([0, 1, 2, 3], [30, 45, 17, 64]), ([0, 2, 1, 3], [1, 1, 1, 20]), ([3, 1, 0, 2], [1] * 4)]
+
+
+class Local:
+    """Ranges of MAX_LEN tokens in plain memory, for one or two groups of layers."""
+
+    def __init__(self, kind: str) -> None:
+        self.layers = layers_of(3, windows=(None, 40, 40)) if kind == "grouped" else layers_of()
+        ids = [[0], [1, 2]] if kind == "grouped" else [[0, 1]]
+        self._buffers: list[object] = []
+        parts = [self._part([self.layers[i] for i in group], kind) for group in ids]
+        self.attention: PlannedAttention = parts[0]
+        if kind == "grouped":
+            self.attention = GroupedAttention(parts, ids)
+
+    def _part(self, layers: list[AttentionLayer], kind: str) -> PlannedAttention:
+        layout = Int8KVLayout(layers, 32) if kind == "int8" else KVLayout(layers, torch.float32)
+        size = 4 * MAX_LEN * layout.token_bytes
+        buffer = ctypes.create_string_buffer(size + 64)
+        self._buffers.append(buffer)
+        address = -(-ctypes.addressof(buffer) // 64) * 64
+        if isinstance(layout, Int8KVLayout):
+            return Int8LocalAttention(layout, address)
+        return LocalAttention(layers, KVCache(layout, address, size), get_backend("cpu"))
+
+    def starts(self, lengths: dict[int, int], past: dict[int, int]) -> list[int]:
+        return [number * MAX_LEN for number in lengths]
+
+    def close(self) -> None:
+        """Nothing is held elsewhere."""
+
+
+class Remote(RemoteRig):
+    def __init__(self, kind: str) -> None:
+        _, partition, kv_dtype = kind.split("/")
+        super().__init__(layers_of(), ("a", "b"), partition, kv_dtype)
+        self.items = [self.kv.open(MAX_LEN) for _ in range(4)]
+
+    def starts(self, lengths: dict[int, int], past: dict[int, int]) -> list[int]:
+        for number, length in lengths.items():
+            assert self.kv.grow(self.items[number], length, past[number])
+        self.kv.commit()
+        return [self.items[number].start for number in lengths]
+
+
+def attend(plan: Attention, layer: int, rows: tuple[torch.Tensor, ...], places: list[int]):
+    """Everything but the wait, of some of the step's rows."""
+    q, k, v = (x[places].clone() for x in rows)
+    return plan.finish(plan.begin(layer, q), k, v, None)
+
+
+def run(rig: Local | Remote, seed: int, *, is_split: bool) -> list[torch.Tensor]:
+    """Each layer's result in each step, rows in the step's order."""
+    generator = torch.Generator().manual_seed(seed)
+    past = dict.fromkeys(range(4), 0)
+    found = []
+    for sequences, num_rows in STEPS:
+        lengths = {s: past[s] + n for s, n in zip(sequences, num_rows, strict=True)}
+        starts = rig.starts(lengths, past)
+        past |= lengths
+        rows_of, total = [], 0
+        for n in num_rows:
+            rows_of.append(list(range(total, total + n)))
+            total += n
+        halves = [[0, 3], [1, 2]] if is_split else [[0, 1, 2, 3]]
+        plans, places = [], []
+        for half in halves:
+            counts = [num_rows[i] for i in half]
+            step = AttentionStep(
+                counts.count(1),
+                [starts[i] for i in half],
+                counts,
+                [lengths[sequences[i]] for i in half],
+            )
+            plans.append(rig.attention.plan(step))
+            places.append([row for i in half for row in rows_of[i]])
+        for layer, shape in enumerate(rig.layers):
+            heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+            rows = tuple(torch.randn(total, h, shape.head_dim, generator=generator) for h in heads)
+            pending = [
+                attend(plan, layer, rows, own) for plan, own in zip(plans, places, strict=True)
+            ]
+            out = torch.empty_like(rows[0])
+            for one, own in zip(pending, places, strict=True):
+                out[own] = one.wait()
+            found.append(out)
+    return found
+
+
+KINDS = ["plain", "int8", "grouped"]
+KINDS += [
+    f"remote/{partition}/{dtype}"
+    for partition in ("head", "sequence")
+    for dtype in ("float32", "int8")
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_of_two_batches_in_turn(kind: str) -> None:
+    results = []
+    for is_split in (False, True):
+        rig = Remote(kind) if kind.startswith("remote") else Local(kind)
+        results.append(run(rig, 5, is_split=is_split))
+        rig.close()
+    for whole, split in zip(*results, strict=True):
+        assert torch.isfinite(whole).all()
+        assert torch.equal(whole, split)
+
+
+def test_local_attention_says_that_it_is() -> None:
+    assert not any(Local(kind).attention.is_remote for kind in ("plain", "int8", "grouped"))
+    assert RemoteRig(layers_of()).attention.is_remote

@@ -1,0 +1,156 @@
+"""Several sequences have pages of their own for the same tokens; the cache knows one of them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from memory.prefix.index import PrefixHasher
+from tests.support.engine.fakes import make_kv
+from tests.support.memory.page_store import FakeStore
+
+TOKENS = list(range(80))  # 20 pages
+
+
+class Copies:
+    def __init__(self, plan=lambda kind, key: None) -> None:
+        self.kv, memory = make_kv(num_pages=40, max_model_len=120)
+        self.store = FakeStore(memory, plan)
+        self.prefixes = self.kv.prefixes
+        self.prefixes.use_store(self.store, lambda page: page, lambda: None, lambda: 0.0)
+        self.keys: list[bytes] = []
+        PrefixHasher(self.kv.page_end, b"secret").extend(self.keys, TOKENS)
+
+    def compute(self, item, num_tokens: int) -> None:
+        assert self.kv.grow(item, num_tokens)
+        self.kv.commit()
+        self.kv.remember(item, self.keys, num_tokens)
+        self.kv.check_integrity()
+
+    def open(self, num_tokens: int):
+        item = self.kv.open(80)
+        self.compute(item, num_tokens)
+        return item
+
+    def num_hit(self) -> int:
+        hit = self.kv.match(self.keys, 79)
+        return hit.num_tokens if hit else 0
+
+    def forget(self) -> None:
+        while self.prefixes.num_evictable:
+            self.prefixes.evict()
+            self.kv.check_integrity()
+
+
+def test_a_copied_page_takes_the_place_of_its_source():
+    """An exact repeat of a prompt that ends with a page."""
+    rig = Copies()
+    rig.kv.close(rig.open(16))
+    item = rig.kv.open(80, rig.kv.match(rig.keys[:4], 15))
+    rig.kv.commit()
+    rig.compute(item, 40)
+    assert len(rig.prefixes.index) == 10 and rig.kv.num_in_use == 10
+    assert rig.prefixes.num_evictable == 0, "nothing is left that nobody uses"
+    rig.compute(item, 80)
+    rig.kv.close(item)
+    assert rig.num_hit() == 79
+
+
+def test_pages_of_one_that_has_ended_are_replaced():
+    """Two have computed the same beginning at once; the one whose pages are known ends."""
+    rig = Copies()
+    first, second = rig.open(16), rig.open(16)
+    assert [rig.prefixes.index.page_of(key) for key in rig.keys[:4]] == first.pages
+    rig.compute(second, 24)
+    rig.kv.close(first)
+    assert rig.prefixes.num_evictable == 4
+    rig.compute(second, 40)
+    assert rig.prefixes.num_evictable == 0
+    assert [rig.prefixes.index.page_of(key) for key in rig.keys[:10]] == second.pages
+    rig.kv.close(second)
+    assert rig.num_hit() == 40
+
+
+def test_a_running_sequence_is_known_again_after_it_was_forgotten():
+    rig = Copies()
+    first, second = rig.open(16), rig.open(16)
+    rig.compute(second, 40)
+    rig.kv.close(first)
+    rig.forget()
+    assert len(rig.prefixes.index) == 0 and len(second.pages) == 10
+    rig.compute(second, 43)
+    assert len(rig.prefixes.index) == 0, "only with the next page"
+    rig.compute(second, 80)
+    rig.kv.close(second)
+    assert rig.num_hit() == 79
+    while rig.prefixes.write_some():
+        pass
+    assert set(rig.store.pages) == set(rig.keys)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_page_that_is_being_written_is_replaced_too(works):
+    rig = Copies(lambda kind, key: "hold" if kind == "store" else None)
+    first, second = rig.open(16), rig.open(16)
+    rig.kv.close(first)
+    rig.prefixes.write_some()
+    assert rig.store.num_held == 4 and rig.kv.num_in_use == 8
+    rig.compute(second, 20)
+    assert [rig.prefixes.index.page_of(key) for key in rig.keys[:5]] == second.pages
+    rig.store.plan = lambda kind, key: None
+    if works:
+        rig.store.let_go()
+    else:
+        for *_, future, _ in rig.store._held:
+            future.set_result(False)
+    rig.prefixes.poll()
+    rig.kv.check_integrity()
+    assert rig.kv.num_in_use == 5, "the pages that were written are free"
+    assert len(rig.prefixes._unwritten) == (1 if works else 5)
+
+
+def test_what_has_no_parent_is_not_remembered():
+    rig = Copies()
+    item = rig.kv.open(4)
+    assert rig.kv.grow(item, 4)
+    rig.kv.commit()
+    rig.prefixes.remember(rig.keys[1], rig.keys[0], item.pages[0])
+    rig.kv.check_integrity()
+    rig.kv.close(item)
+    assert rig.kv.allocator.num_free == 40
+
+
+def test_copies_in_any_order():
+    """Whatever comes and goes, one that ends under pressure leaves what it had since its last
+    complete page."""
+    rng = random.Random(3)
+    rig = Copies()
+    running: list[list] = []
+    for _ in range(3000):
+        turn = rng.random()
+        if turn < 0.3 and len(running) < 3:
+            hit = rig.kv.match(rig.keys[: rng.randint(0, 10)], rng.randint(0, 40))
+            if rig.kv.can_fit(80, hit=hit):
+                item = rig.kv.open(80, hit)
+                rig.kv.commit()
+                running.append([item, hit.num_tokens if hit else 0])
+        elif turn < 0.8 and running:
+            entry = rng.choice(running)
+            num_tokens = min(80, entry[1] + rng.randint(1, 12))
+            if rig.kv.grow(entry[0], num_tokens):
+                rig.compute(entry[0], num_tokens)
+                if num_tokens // 4 > entry[1] // 4:
+                    known = rig.prefixes.index.match(rig.keys[: num_tokens // 4])
+                    assert len(known) == num_tokens // 4
+                entry[1] = num_tokens
+        elif turn < 0.9 and running:
+            rig.kv.close(running.pop(rng.randrange(len(running)))[0])
+        elif rig.prefixes.num_evictable:
+            rig.prefixes.evict()
+        rig.prefixes.poll()
+        rig.kv.check_integrity()
+    for item, _ in running:
+        rig.kv.close(item)
+    rig.kv.close_all()
+    assert rig.kv.allocator.num_free == 40

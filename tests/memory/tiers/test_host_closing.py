@@ -1,0 +1,118 @@
+"""The host tier ends in time, whatever is under way."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from memory.tiers.host_tier import HostTier
+from memory.tiers.page_copy import MemoryCopier
+from tests.support.memory.host_pages import PAGE, FailingCopier, fill, name, pages, results
+from tests.support.memory.late_store import LateStore, content
+
+__all__ = ["pages"]
+
+
+def test_closing_is_bounded_in_time(pages, caplog):
+    """With a store below that never ends: its slots keep their memory, everybody is answered."""
+    copier, below = FailingCopier(), LateStore(PAGE)
+    tier = HostTier(PAGE, 2 * PAGE, copier, below)
+    for number in range(6):
+        results(fill(pages, tier, [number]))
+    below.mode = "held"
+    loads = tier.load_many([(name(0), pages.address(20)), (name(1), pages.address(21))])
+    while not below.num_loads:
+        time.sleep(0.001)
+    began = time.monotonic()
+    assert not tier.close(0.2)
+    assert time.monotonic() - began < 2
+    assert results(loads) == [False, False]
+    assert not copier.is_closed
+    assert "they may still be written" in caplog.text
+    tier._worker._thread.join(5)
+    assert not tier._worker._thread.is_alive()
+    pages[20] = pages[21] = bytes(PAGE)
+    below.let_go()  # the late answer changes nothing any more
+    assert pages[20] == pages[21] == bytes(PAGE)
+
+
+def test_closing_beside_a_copy_that_never_ends(pages):
+    copier = FailingCopier()
+    tier = HostTier(PAGE, 2 * PAGE, copier)
+    copier.may_go_on.clear()
+    futures = fill(pages, tier, [0, 1])
+    assert copier.is_asked.wait(10)
+    assert not tier.close(0.1)
+    assert [future.result(0) for future in futures] == [False, False]
+    assert not copier.is_closed
+    copier.may_go_on.set()
+    tier._worker._thread.join(5)
+    assert not tier._worker._thread.is_alive()
+
+
+def test_closing_beside_a_load_that_never_ends(pages):
+    """Its page may be written until then; what waits behind it has not begun."""
+    copier = FailingCopier()
+    tier = HostTier(PAGE, 2 * PAGE, copier)
+    results(fill(pages, tier, [0, 1]))
+    copier.is_asked.clear()
+    copier.may_go_on.clear()
+    (first,) = tier.load_many([(name(0), pages.address(20))])
+    assert copier.is_asked.wait(10)
+    (second,) = tier.load_many([(name(1), pages.address(21))])
+    assert not tier.close(0.1)
+    assert not first.done() and not second.result(0)
+    copier.may_go_on.set()
+    assert first.result(10) and pages[20] == content(name(0), PAGE)
+    assert pages[21] == bytes(PAGE)
+
+
+def test_closing_begins_nothing_new(pages):
+    """Not even what a flush had not come to."""
+    below = LateStore(PAGE)
+    below.mode = "held"
+    tier = HostTier(PAGE, 80 * PAGE, MemoryCopier(), below)
+    for number in range(72):
+        pages[0] = content(name(number), PAGE)
+        assert tier.store_many([(name(number), pages.address(0))])[0].result(10)
+    assert not tier.flush(0.05)
+    assert below.num_held == 64
+    closing = threading.Thread(target=tier._worker.stop, args=(10,))
+    closing.start()
+    while not tier._worker.is_closing:
+        time.sleep(0.001)
+    below.mode = "at once"
+    below.let_go(1)
+    assert not closing.join(0.05) and len(below.pages) == 1
+    below.let_go()
+    closing.join(5)
+    assert len(below.pages) == 64
+    assert tier.close()
+
+
+def test_closing_ends_what_is_under_way_and_refuses_what_waits(pages):
+    copier, below = FailingCopier(), LateStore(PAGE)
+    below.mode = "held"
+    tier = HostTier(PAGE, 2 * PAGE, copier, below)
+    futures = fill(pages, tier, [0, 1, 2, 3])
+    results(futures[:2])
+    while below.num_held < 2:
+        time.sleep(0.001)
+    closing = threading.Thread(target=tier._worker.stop, args=(10,))
+    closing.start()
+    assert results(futures[2:]) == [False, False]
+    assert closing.is_alive()
+    below.let_go()
+    closing.join(5)
+    assert tier.close()
+    assert copier.is_closed and below.num_closed == 1
+
+
+def test_closing_writes_what_is_not_below_yet(pages):
+    below = LateStore(PAGE)
+    tier = HostTier(PAGE, 16 * PAGE, MemoryCopier(), below)
+    results(fill(pages, tier, list(range(10))))
+    assert len(below.pages) < 10
+    assert tier.close() and tier.close()
+    assert len(below.pages) == 10
+    assert below.num_closed == 1

@@ -1,0 +1,143 @@
+"""A disk that does not answer: nobody computes with another's pages or waits for long."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+
+from memory.kv_manager import KVManager
+from memory.pages.vmm import LinuxMemory
+from memory.prefix.index import PrefixHasher
+from tests.support.engine.fakes import make_kv
+from tests.support.memory.faulty_storage import faulty
+from tests.support.memory.page_store import FakeStore
+from tests.support.memory.spilling import open_store
+
+PAGE_BYTES = 4096
+
+
+def fill(kv, memory, pages, value):
+    """Page i repeats value + i."""
+    for number, page in enumerate(pages):
+        ctypes.memset(memory.page_address(page), value + number, PAGE_BYTES)
+
+
+def test_nothing_comes_back_from_a_write_that_was_given_up(tmp_path):
+    """Pages A and B are on the disk, the write of C hangs, C is to be loaded behind it, and the
+    page that is written becomes somebody else's."""
+    is_hung = [False]
+    opener, opened = faulty(lambda kind, n: "hold" if kind == "write" and is_hung[0] else None)
+    now = [0.0]
+    memory = LinuxMemory(PAGE_BYTES, 32)
+    kv = KVManager(
+        memory,
+        num_pages=32,
+        num_ranges=4,
+        max_model_len=64,
+        token_bytes=1024,
+        in_background=False,
+    )
+    memory.reserve(kv.total_bytes)
+    store = open_store(tmp_path, slots=100, page=PAGE_BYTES, open_file=opener)
+    kv.prefixes.use_store(store, memory.page_address, memory.keep_pages, lambda: now[0])
+    keys: list[bytes] = []
+    PrefixHasher(kv.page_end, b"secret").extend(keys, list(range(12)))
+
+    item = kv.open(8)
+    assert kv.grow(item, 8)
+    kv.commit()
+    fill(kv, memory, item.pages, 10)
+    kv.remember(item, keys[:2], 8)
+    kv.close(item)
+    while kv.prefixes.write_some():
+        kv.prefixes.wait(0.1)
+    is_hung[0] = True
+    item = kv.open(12, kv.match(keys[:2], 8))
+    assert kv.grow(item, 12)
+    kv.commit()
+    fill(kv, memory, item.pages[2:], 12)
+    kv.remember(item, keys, 12)
+    kv.close(item)
+    assert kv.prefixes.write_some()
+    while kv.prefixes.num_evictable:
+        kv.prefixes.evict()
+    assert not kv.prefixes.index.has_key(keys[2]), "it went with what it continues"
+    assert kv.fetch(keys), "C too: the store says that it is on its way"
+    now[0] += 11
+    kv.prefixes.poll()
+    others = [kv.open(64), kv.open(40)]
+    for other, num_tokens in zip(others, (64, 40), strict=True):
+        assert kv.grow(other, num_tokens)
+        fill(kv, memory, other.pages, 99)
+    kv.commit()
+    is_hung[0] = False
+    opened[0].let_go()
+    for other in others:
+        kv.close(other)
+    until = time.monotonic() + 10
+    while kv.prefixes.is_transferring and time.monotonic() < until:
+        kv.prefixes.wait(0.1)
+        kv.prefixes.poll()
+    assert [kv.prefixes.index.has_key(key) for key in keys] == [True, True, False]
+    for number, key in enumerate(keys[:2]):
+        address = memory.page_address(kv.prefixes.index.page_of(key))
+        assert ctypes.string_at(address, PAGE_BYTES) == bytes([10 + number]) * PAGE_BYTES
+    kv.check_integrity()
+    kv.close_all()
+    memory.close()
+
+
+class Hung:
+    """A pool of some pages, a context of 16 of them, and a disk that hangs from now on; the pool
+    is full of pages that are not written, and some that were are being loaded."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.kv, memory = make_kv(num_pages=num_pages, num_ranges=num_pages, max_model_len=64)
+        self.now_s = 0.0
+        self.store = FakeStore(memory)
+        self.kv.prefixes.use_store(self.store, lambda page: page, lambda: None, lambda: self.now_s)
+        self.hasher = PrefixHasher(self.kv.page_end, b"secret")
+        old = self.compute(0, 15)
+        while self.kv.prefixes.write_some():
+            pass
+        while self.kv.prefixes.num_evictable:
+            self.kv.prefixes.evict()
+        self.store.plan = lambda kind, key: "hold" if kind != "contains" else None
+        self.compute(1, 15)
+        self.compute(2, num_pages - 15)
+        assert self.kv.fetch(old)
+        self.kv.prefixes.poll()
+        self.num_loads = len(self.kv.prefixes._loads)
+        self.num_writes = len(self.kv.prefixes._writes)
+
+    def compute(self, token: int, num_pages: int) -> list[bytes]:
+        keys: list[bytes] = []
+        self.hasher.extend(keys, [token] * 4 * num_pages)
+        item = self.kv.open(4 * num_pages)
+        assert self.kv.grow(item, 4 * num_pages)
+        self.kv.commit()
+        self.kv.remember(item, keys, 4 * num_pages)
+        self.kv.close(item)
+        return keys
+
+
+def test_the_longest_request_fits_beside_a_hung_disk():
+    """From one and a quarter contexts on: a read keeps its pages, a write for 10 s."""
+    hung = Hung(20)
+    assert (hung.num_loads, hung.num_writes) == (4, 2)
+    assert not hung.kv.can_fit(64), "as long as the writes may still end"
+    hung.now_s += 11
+    hung.kv.prefixes.poll()
+    assert hung.kv.prefixes.is_fetching and hung.kv.can_fit(64)
+    item = hung.kv.open(64)
+    assert hung.kv.grow(item, 64)
+    hung.kv.commit()
+    hung.kv.check_integrity()
+
+
+def test_a_pool_of_one_context_loads_less_at_once():
+    hung = Hung(16)
+    assert hung.num_loads == 2
+    hung.now_s += 11
+    hung.kv.prefixes.poll()
+    assert hung.kv.can_fit(64 - 2 * 4)

@@ -1,0 +1,117 @@
+"""Our own kernels as guests of a process: threads, forks, callers, refusals."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from ops import Edges, Norm
+from ops.cpu import native
+from ops.cpu.native import MAX_INT8_INPUTS, Int8Linear
+from tests.support.engine.child import output_of
+
+pytestmark = [
+    pytest.mark.skipif(not native.is_available(), reason="native kernels not built"),
+    pytest.mark.usefixtures("seeded"),
+]
+
+
+def test_threads_are_limited_to_the_processors():
+    before = native.num_threads()
+    native.set_num_threads(10_000)
+    assert native.num_threads() <= len(os.sched_getaffinity(0))
+    native.set_num_threads(1)
+    assert native.num_threads() == 1
+    assert Int8Linear(torch.randn(64, 64), None)(torch.randn(3, 64)).shape == (3, 64)
+    native.set_num_threads(before)
+    assert native.num_threads() == before
+
+
+FORKED = """
+import os, sys, time, torch
+from ops import native
+from ops.cpu.native import Int8Linear
+torch.set_num_threads(1)  # libgomp does not survive a fork; our team has to
+layer, x = Int8Linear(torch.ones(4096, 64), None), torch.ones(64, 64)
+expected = layer(x)
+time.sleep(0.05)  # the helpers sleep
+child = os.fork()
+if child == 0:
+    native.set_num_threads(2)
+    for _ in range(3):
+        assert torch.equal(layer(x), expected)
+        time.sleep(0.01)
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert torch.equal(layer(x), expected)
+"""
+
+
+def test_a_forked_child_goes_on_alone():
+    """It has none of the helpers, and waited for them for ever."""
+    output_of("-c", FORKED)
+
+
+def test_two_callers_at_once():
+    """One has the team, the other works alone; both are right."""
+    layers = [Int8Linear(torch.randn(500, 128), None) for _ in range(2)]
+    x = torch.randn(40, 128)
+    expected = [layer(x) for layer in layers]
+    wrong: list[int] = []
+
+    def call(index: int) -> None:
+        for _ in range(300):
+            if not torch.equal(layers[index](x), expected[index]):
+                wrong.append(index)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_what_would_overflow_or_be_read_beyond_its_end_is_refused():
+    assert MAX_INT8_INPUTS * 127 * 128 < 2**31
+    with pytest.raises(ValueError, match="132,104"):
+        Int8Linear(torch.ones(32, MAX_INT8_INPUTS + 1), None)
+    x = torch.randn(2, 64)
+    with pytest.raises(AssertionError):
+        Int8Linear(torch.ones(40, 64), torch.ones(1))
+    with pytest.raises(AssertionError):
+        Int8Linear(torch.ones(40, 64), None, Edges(Norm("rms", torch.ones(8), None, 1e-5)))
+    with pytest.raises(AssertionError):
+        Int8Linear(torch.ones(40, 64), None)(x, torch.ones(40, 2).T)
+    with pytest.raises(AssertionError):
+        Int8Linear(torch.ones(41, 64), None, Edges(None, "silu", True))
+    with pytest.raises(AssertionError):
+        Int8Linear(torch.ones(40, 64), None, Edges(None, "silu", True))(x, torch.ones(2, 20))
+
+
+def test_python_goes_on_while_a_kernel_runs():
+    layer, x = Int8Linear(torch.ones(4096, 4096), None), torch.ones(2048, 4096)
+    ticks: list[float] = []
+    is_done = threading.Event()
+
+    def tick() -> None:
+        while not is_done.wait(0.001):
+            ticks.append(time.perf_counter())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    began = time.perf_counter()
+    layer(x)
+    ended = time.perf_counter()
+    is_done.set()
+    thread.join()
+    margin = 0.1 * (ended - began)
+    assert any(began + margin < at < ended - margin for at in ticks)
+
+
+def test_unknown_instruction_sets_are_refused():
+    assert not native.library().choose_instruction_set("mmx")

@@ -1,0 +1,193 @@
+"""4-bit linear layers on every instruction set of this machine, against float64.
+
+Rows of whole numbers up to 127 are not rounded, so that only the weights' own arithmetic is left.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ops import Edges, Norm
+from ops.cpu import native
+from ops.cpu.native import GROUPS4, Int8Linear, split_scales
+from ops.reference import ReferenceBackend
+from quant.int4 import Int4Weight, quantize_int4, quantize_nf4
+from tests.support.memory.native_rows import check_rows_alone
+
+pytestmark = [
+    pytest.mark.skipif(not native.is_available(), reason="native kernels not built"),
+    pytest.mark.usefixtures("seeded"),
+]
+REFERENCE = ReferenceBackend()
+KINDS = ["centred", "zeros", "nf4"]
+SHAPES = [(1, 64, 32), (3, 100, 70), (13, 640, 96), (5, 33, 1), (40, 1024, 300), (200, 96, 32)]
+
+
+def random_weight(num_out: int, num_in: int, kind: str, group: int = 64) -> Int4Weight:
+    shape = (num_out, -(-num_in // group))
+    return Int4Weight(
+        torch.randint(0, 16, (num_out, num_in), dtype=torch.uint8),
+        ((torch.rand(shape) + 0.1) * 0.02).half().float(),
+        torch.randint(0, 16, shape, dtype=torch.uint8) if kind == "zeros" else None,
+        group,
+        kind == "nf4",
+    )
+
+
+def plain(weight: Int4Weight) -> Tensor:
+    """The numbers that a weight stands for, in float64."""
+    num_in = weight.codes.shape[1]
+
+    def spread(x: Tensor) -> Tensor:
+        return x.double().repeat_interleave(weight.group, 1)[:, :num_in]
+
+    scales = spread(weight.scales)
+    if weight.is_nf4:
+        return torch.tensor(native.NF4_VALUES).double()[weight.codes.long()] * scales
+    zeros = 8.0 if weight.zeros is None else spread(weight.zeros)
+    return (weight.codes.double() - zeros) * scales
+
+
+def whole_rows(rows: int, size: int) -> Tensor:
+    x = torch.randint(-127, 128, (rows, size)).float()
+    x[:, 0] = 127.0
+    return x
+
+
+@pytest.mark.parametrize(("m", "k", "n"), SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("group", GROUPS4)
+def test_nothing_is_rounded_but_the_sums_of_groups(isa, m, k, n, kind, group):
+    weight, x = random_weight(n, k, kind, group), whole_rows(m, k)
+    y = weight.linear(None)(x)
+    wide = plain(weight)
+    # each group's product and sum, and the two scales: half a unit in the last place each
+    terms = x.abs().double() @ wide.abs().T
+    bound = terms * (2 * weight.scales.shape[1] + 6) * 2.0**-24
+    assert bool(((y - x.double() @ wide.T).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_the_rows_are_rounded(isa, kind, dtype):
+    weight, x = random_weight(100, 700, kind), torch.randn(7, 700).to(dtype)
+    y = weight.linear(None)(x)
+    wide, x = plain(weight), x.double()
+    step = x.abs().amax(1, keepdim=True) / 127
+    bound = 0.51 * step * wide.abs().sum(1)
+    assert bool(((y - x @ wide.T).abs() <= bound + 1e-6).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_does_not_depend_on_the_others(isa, kind):
+    check_rows_alone(random_weight(150, 700, kind).linear(torch.randn(150)), 700)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_activation_and_bias_are_fused(isa, activation, is_gated, kind):
+    weight, x, bias = random_weight(90, 64, kind), whole_rows(5, 64), torch.randn(90)
+    weight = weight._replace(scales=weight.scales / 64)
+    edges = Edges(None, activation, is_gated)
+    y = weight.linear(bias, edges)(x)
+    expected = REFERENCE.pack_linear(plain(weight), bias.double(), edges)(x.double())
+    assert y.dtype == torch.bfloat16
+    assert torch.allclose(y.double(), expected, rtol=5e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("size", [64, 100, 2048])
+def test_norm_is_fused(isa, kind, size):
+    norm_bias = torch.randn(size) if kind == "layer" else None
+    norm = Norm(kind, torch.rand(size) + 0.5, norm_bias, 1e-5)
+    weight, x = random_weight(40, size, "centred"), torch.randn(7, size) * 3 + 1
+    y = weight.linear(None, Edges(norm))(x)
+    wide = Norm(kind, norm.weight.double(), None if norm_bias is None else norm_bias.double(), 1e-5)
+    normed = REFERENCE.pack_linear(torch.eye(size).double(), None, Edges(wide))(x.double())
+    step = normed.abs().amax(1, keepdim=True) / 127
+    bound = 0.52 * step * plain(weight).abs().sum(1) + 1e-4
+    assert bool(((y - normed @ plain(weight).T).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_residual_and_zeros_and_empty_and_strided_rows(isa, kind):
+    layer = random_weight(50, 64, kind).linear(None)
+    x, residual = torch.randn(9, 64), torch.randn(9, 50)
+    expected = residual + layer(x)
+    got = layer(x, residual=residual)
+    assert got is residual
+    assert torch.equal(got, expected)
+    assert torch.equal(layer(torch.zeros(3, 64)), torch.zeros(3, 50))
+    assert layer(torch.empty(0, 64)).shape == (0, 50)
+    wide = torch.randn(4, 200)
+    assert torch.equal(layer(wide[:, 30:94]), layer(wide[:, 30:94].contiguous()))
+
+
+def test_ready_int8_weights_are_taken_as_they_are(isa):
+    weight = torch.randint(-128, 128, (75, 100), dtype=torch.int8)
+    scales, x, bias = torch.rand(75) + 0.1, whole_rows(9, 100), torch.randn(75)
+    y = Int8Linear(weight, bias, scales=scales)(x)
+    expected = x.double() @ (weight.double() * scales[:, None]).T + bias
+    assert torch.allclose(y.double(), expected, rtol=1e-6, atol=1e-3)
+    gated = Int8Linear(weight[:70], None, Edges(None, "silu", True), scales=scales[:70])
+    wide = (weight[:70].double() * scales[:70, None]) / 1e3
+    small = Int8Linear(weight[:70], None, Edges(None, "silu", True), scales=scales[:70] / 1e3)
+    assert gated(x).shape == (9, 35)
+    expected = REFERENCE.pack_linear(wide, None, Edges(None, "silu", True))(x.double())
+    assert torch.allclose(small(x).double(), expected, rtol=5e-3, atol=1e-4)
+
+
+# -- rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bit_scales_are_kept_exactly(dtype):
+    spread = 2.0 ** torch.randint(-11, 1, (40, 9))
+    scales = ((torch.rand(40, 9) * 0.75 + 0.25) * spread).to(dtype) * 1e-3
+    halves, channels = split_scales(scales)
+    assert torch.equal(halves.float() * channels[:, None], scales.float())
+    assert float(halves.abs().max()) <= 1.0
+    halves, channels = split_scales(torch.zeros(2, 3))
+    assert torch.equal(halves.float() * channels[:, None], torch.zeros(2, 3))
+    for extreme in (3e38, 1e-44):  # their next power of two is no number of fp32, or no normal one
+        halves, channels = split_scales(torch.tensor([[extreme, 0.0]]))
+        assert torch.isfinite(channels).all() and torch.isfinite(halves).all()
+        assert float(halves[0, 0]) * float(channels[0]) == pytest.approx(
+            extreme, rel=1e-3, abs=1e-41
+        )
+
+
+@pytest.mark.parametrize("size", [64, 100, 256])
+def test_int4_is_the_nearest_step(size):
+    weight = torch.randn(30, size)
+    rounded = quantize_int4(weight)
+    scales = rounded.scales.repeat_interleave(64, 1)[:, :size]
+    error = (plain(rounded) - weight).abs() / scales.abs()
+    is_cut = weight / scales > 7  # the side of the group that has one step less
+    assert float(error[~is_cut].max()) <= 0.5 + 1e-5
+    assert float(error[is_cut].max()) <= 1.01
+    again = quantize_int4(plain(rounded).float())
+    assert torch.equal(again.codes, rounded.codes)
+    assert torch.equal(again.scales, rounded.scales)
+
+
+@pytest.mark.parametrize("size", [64, 100, 256])
+def test_nf4_is_the_nearest_value(size):
+    weight = torch.randn(30, size)
+    rounded = quantize_nf4(weight)
+    scales = rounded.scales.repeat_interleave(64, 1)[:, :size]
+    values = torch.tensor(native.NF4_VALUES).double()
+    nearest = (weight[..., None] / scales[..., None] - values).abs().amin(-1)
+    assert torch.allclose((plain(rounded) - weight).abs() / scales, nearest, atol=1e-6)
+
+
+@pytest.mark.parametrize("quantize", [quantize_int4, quantize_nf4])
+def test_groups_of_zeros_stay_zeros(isa, quantize):
+    weight = torch.randn(20, 128)
+    weight[3], weight[5, :64] = 0.0, 0.0
+    rounded = quantize(weight)
+    assert bool((plain(rounded)[weight == 0] == 0).all())
+    assert bool((rounded.linear(None)(torch.randn(2, 128))[:, 3] == 0).all())

@@ -1,0 +1,81 @@
+"""Which back end "auto" is."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+import ops
+from serve.config import EngineConfig
+from serve.loading.precision import choose_backend
+from serve.models import read_spec
+from tests.support.engine.checkpoints import checkpoint
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A device of a certain capability, and packages that can be imported."""
+
+    def make(capability=(9, 0), missing=(), triton=(3, 6)):
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *a: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *a: "a GPU")
+        monkeypatch.setattr(ops, "_can_import", lambda name: name not in missing)
+        monkeypatch.setattr(ops, "_triton_version", lambda: triton)
+
+    return make
+
+
+def test_a_gpu_is_taken(gpu):
+    gpu()
+    assert ops.best_backend() == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "why"),
+    [
+        ({"capability": (7, 5)}, "a GPU is not used: compute capability 7.5, not 8.0"),
+        ({"missing": ("triton",)}, "triton cannot be imported"),
+        ({"missing": ("triton", "cuda.bindings")}, "triton and cuda.bindings cannot be imported"),
+        ({"triton": (3, 2)}, "not 3.5 or later"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_is_named_and_not_in_the_way(gpu, caplog, kwargs, why):
+    gpu(**kwargs)
+    with caplog.at_level(logging.WARNING):
+        assert ops.best_backend() == "cpu"
+    assert why in caplog.text
+
+
+def test_the_interpreter_is_only_taken_when_asked_for(gpu, monkeypatch):
+    gpu()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert ops.best_backend() == "cpu"
+
+
+def test_auto_is_what_can_do_what_is_asked_for(gpu, caplog):
+    gpu()
+    spec = read_spec(checkpoint("llama", "base"))
+    assert choose_backend(EngineConfig(), spec) == "cuda"
+    assert choose_backend(EngineConfig(backend="cpu"), spec) == "cpu"
+    with caplog.at_level(logging.WARNING):
+        nodes = EngineConfig(memory_nodes=("tcp://127.0.0.1:7000",))
+        assert choose_backend(nodes, spec) == "cpu"
+    assert "memory nodes are used" in caplog.text
+
+
+def test_what_is_missing_is_said(monkeypatch):
+    def no_triton(name):
+        raise ImportError("No module named 'triton'")
+
+    monkeypatch.setattr(ops.importlib, "import_module", no_triton)
+    with pytest.raises(ValueError, match=r"No module named 'triton'.*mergestep\[cuda\]"):
+        ops.get_backend("cuda")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="it is the processor")
+def test_the_device_is_the_current_one():
+    assert ops.get_backend("cuda").device == torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,130 @@
+"""Norm, rounding and product as one kernel (ops/triton_kernels/few.py): the bits of the
+separate ones."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+
+from ops.backend import PLAIN, Edges, Norm
+from ops.cuda import tune as cuda_tune
+from ops.cuda.linear import Int8Linear
+from ops.cuda.tune import FUSED, TRITON, Choice
+from ops.triton_kernels import few as triton_few
+from ops.triton_kernels.few import few_linear
+from ops.triton_kernels.linear import ScaledWeight, Tile, scaled_linear
+from ops.triton_kernels.rows import quantize_rows
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TILE = Tile(8, 32, 64, 4, 3, swap=True)
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
+def some_norm(kind: str, n: int) -> Norm:
+    bias = torch.randn(n, device=DEVICE) if kind == "layer" else None
+    return Norm(kind, 1 + 0.3 * torch.randn(n, device=DEVICE), bias, 1e-5)
+
+
+def some_weight(outputs: int, inputs: int, *, has_bias: bool = True) -> ScaledWeight:
+    codes, scales = quantize_rows(torch.randn(outputs, inputs, device=DEVICE))
+    return ScaledWeight(codes, scales, torch.randn(outputs, device=DEVICE) if has_bias else None)
+
+
+def both(
+    x: torch.Tensor, edges: Edges, weight: ScaledWeight, *, adds: bool = False, tile: Tile = TILE
+) -> list[torch.Tensor]:
+    """What the separate kernels give and what the fused one gives, the residual in place."""
+    num_out = len(weight.codes) // (2 if edges.is_gated else 1)
+    residual = torch.randn(len(x), num_out, device=DEVICE) if adds else None
+    outs = []
+    for is_fused in (False, True):
+        out = torch.full((len(x), num_out), float("nan"), device=DEVICE)
+        if residual is not None:
+            out = residual.clone()
+        rest = weight, out, out if adds else None, edges.activation
+        if is_fused:
+            few_linear(x, edges.norm, *rest, is_gated=edges.is_gated, tile=tile)
+        else:
+            rows = quantize_rows(x, edges.norm)
+            scaled_linear(rows, *rest, is_gated=edges.is_gated, tile=tile)
+        outs.append(out)
+    return outs
+
+
+EDGES = {
+    "plain": (PLAIN, True),
+    "rms": (Edges(some_norm("rms", 75)), False),
+    "layer": (Edges(some_norm("layer", 75)), True),
+    "relu": (Edges(None, "relu"), False),
+    "gated": (Edges(some_norm("rms", 75), "silu", True), False),
+}
+
+
+@pytest.mark.parametrize(("edges", "adds"), EDGES.values(), ids=EDGES)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_the_bits_of_separate_kernels(edges, adds, rows):
+    """Inputs that are no multiple of 16, in two blocks, and two tiles of outputs."""
+    x = 10 * torch.randn(rows, 75, device=DEVICE)
+    want, found = both(x, edges, some_weight(38, 75), adds=adds)
+    assert torch.equal(found, want) and found.isfinite().all()
+
+
+@pytest.mark.parametrize("split", [1, 2, 3])
+def test_parts_of_the_inputs(split):
+    """Of the third some are empty; the scratch is left as it was found."""
+    weight = some_weight(20, 256, has_bias=False)
+    x = torch.randn(2, 256, device=DEVICE)
+    for _ in range(2):
+        tile = TILE._replace(split_k=split)
+        want, found = both(x, Edges(some_norm("rms", 256)), weight, tile=tile)
+        assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer", None])
+def test_rows_longer_than_the_registers(kind):
+    norm = None if kind is None else some_norm(kind, 1100)
+    x = torch.randn(2, 1200, device=DEVICE).bfloat16()[:, 50:1150]
+    tile = TILE._replace(num_warps=1, k=512, n=16)
+    want, found = both(x, Edges(norm), some_weight(20, 1100), tile=tile)
+    assert torch.equal(found, want)
+
+
+def test_zeros_and_what_is_not_finite():
+    x = torch.randn(4, 50, device=DEVICE)
+    x[0], x[1, 3], x[2, 7] = 0, float("nan"), float("inf")
+    for norm in (None, some_norm("rms", 50)):
+        want, found = both(x, Edges(norm), some_weight(20, 50, has_bias=False))
+        assert not found[0].any() and not found[1:3].isfinite().any()
+        assert found[3].isfinite().all() and torch.equal(found[[0, 3]], want[[0, 3]])
+
+
+def test_rows_under_the_results_are_refused():
+    weight, wide = some_weight(32, 32), torch.randn(3, 64, device=DEVICE)
+    x, out = wide[:2, :32], wide[1:, 31:63]
+    with pytest.raises(AssertionError, match="others write"):
+        few_linear(x, None, weight, out, out, tile=TILE)
+    assert triton_few._overlap(wide[0], wide[0, 63:])
+    assert not triton_few._overlap(wide[0], wide[1]) and not triton_few._overlap(wide[1], wide[0])
+
+
+def test_a_layer_takes_it(monkeypatch):
+    """Where it was measured to be best."""
+    layer = Int8Linear(torch.randn(36, 50), None, Edges(some_norm("rms", 50)), device=DEVICE)
+    x = torch.randn(3, 50, device=DEVICE)
+    calls = []
+    monkeypatch.setattr(
+        "ops.cuda.linear.few_linear", lambda *a, **k: calls.append(few_linear(*a, **k))
+    )
+    whole = layer(x)
+    assert not calls and torch.equal(layer(x[:1]), whole[:1])
+    layer._choices[1, False] = Choice(FUSED, TILE)
+    assert torch.equal(layer(x[:1]), whole[:1]) and len(calls) == 1
+    job = layer.job(3, adds=True)
+    fused = [Choice(kind, TILE) for kind in (TRITON, FUSED)]
+    assert torch.equal(*(job.run(choice) for choice in fused))
+    assert FUSED in {c.implementation for c in cuda_tune.candidates(job.shape, 90)}

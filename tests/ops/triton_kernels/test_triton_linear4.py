@@ -1,0 +1,207 @@
+"""Products with 4-bit and with fp8 weights on CUDA against fp64."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+
+import triton
+import triton.language as tl
+
+from ops.backend import PLAIN, Edges, Norm
+from ops.cpu.native import NF4_VALUES
+from ops.cuda.linear import Fp8Linear, Int4Linear, PlainLinear
+from ops.reference import ReferenceBackend, _activate
+from ops.triton_kernels.linear import ScaledWeight, Tile, scaled_linear
+from ops.triton_kernels.linear4 import NF4_CODES, int4_linear, unpack
+from ops.triton_kernels.rows import quantize_rows
+from quant.int4 import Int4Weight, quantize_int4, quantize_nf4
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TILES = (
+    Tile(16, 32, 32, 4, 3, swap=True),
+    Tile(8, 16, 256, 4, 3, swap=True),
+    Tile(64, 128, 64, 4, 3, swap=True),
+)
+GATED = Edges(Norm("rms", 1 + 0.2 * torch.randn(90), None, 1e-5), "silu", True)
+EDGES = {"plain": PLAIN, "relu": Edges(None, "relu"), "gated": GATED}
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
+def with_zeros(weight: torch.Tensor, group: int) -> Int4Weight:
+    groups = -(-weight.shape[1] // group)
+    zeros = torch.randint(0, 17, (len(weight), groups), dtype=torch.uint8)
+    return quantize_int4(weight, group)._replace(zeros=zeros)
+
+
+KINDS = {"int4": quantize_int4, "zeros": with_zeros, "nf4": quantize_nf4}
+
+
+def layer4(weight: Int4Weight, bias=None, edges: Edges = PLAIN, **how) -> Int4Linear:
+    codes, scales, zeros, group, is_nf4 = weight
+    return Int4Linear(
+        codes, scales, zeros, bias, edges, group=group, is_nf4=is_nf4, device=DEVICE, **how
+    )
+
+
+def reference(x: torch.Tensor, plain: torch.Tensor, bias, edges: Edges, dtype=torch.int8):
+    """fp64, with rows rounded as the layer rounds them. plain: [out, in]."""
+    norm = edges.norm and edges.norm._replace(weight=edges.norm.weight.to(DEVICE))
+    codes, scales = quantize_rows(x, norm, dtype=dtype)
+    codes = codes[:, : plain.shape[1]].double()
+    y = codes * scales.double()[:, None] @ plain.to(DEVICE).double().T
+    y = y if bias is None else y + bias.to(DEVICE).double()
+    if edges.is_gated:
+        gate, up = y.chunk(2, 1)
+        return _activate(gate, edges.activation) * up
+    return y if edges.activation is None else _activate(y, edges.activation)
+
+
+def check_close(found: torch.Tensor, want: torch.Tensor) -> None:
+    rtol = 2**-7 if found.dtype == torch.bfloat16 else 2e-5
+    torch.testing.assert_close(found.double(), want, rtol=rtol, atol=2e-5 * want.abs().max().item())
+
+
+def test_nf4_values_are_the_cpu_kernels():
+    assert [n / 127 for n in NF4_CODES] == list(NF4_VALUES)
+
+
+@pytest.mark.parametrize("quantize", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_int4_products(group, quantize):
+    for rows, outputs, inputs in ((1, 16, 64), (19, 38, 300)):
+        weight = quantize(torch.randn(outputs, inputs), group)
+        layer, x = layer4(weight), torch.randn(rows, inputs, device=DEVICE)
+        codes = quantize_rows(x, multiple=max(group, 64))
+        outs = [
+            int4_linear(codes, layer.weight, torch.empty(rows, outputs, device=DEVICE), tile=tile)
+            for tile in TILES
+        ]
+        check_close(outs[0], reference(x, weight.plain(), None, PLAIN))
+        assert all(torch.equal(outs[0], other) for other in outs)
+
+
+@pytest.mark.parametrize("edges", EDGES.values(), ids=EDGES)
+def test_int4_layer(edges):
+    weight, bias = with_zeros(torch.randn(36, 90), 32), torch.randn(36)
+    x = torch.randn(20, 90, device=DEVICE)
+    layer, want = layer4(weight, bias, edges), reference(x, weight.plain(), bias, edges)
+    found = layer(x)
+    assert found.dtype == torch.bfloat16
+    check_close(found, want)
+    assert torch.equal(layer(x[3:4]), found[3:4]) and torch.equal(layer(x[2:9]), found[2:9])
+    assert layer(x[:0]).shape == (0, 18 if edges.is_gated else 36)
+    if not edges.is_gated:
+        residual = torch.randn(20, 36, device=DEVICE)
+        total = want + residual.double()
+        check_close(layer(x, residual), total)
+    assert layer4(weight, bias, edges, out_dtype=torch.float32)(x).dtype == torch.float32
+
+
+def test_int4_takes_half_the_bytes():
+    layer = layer4(quantize_int4(torch.randn(64, 512), 64))
+    assert layer.size_bytes == 64 * 512 // 2 + 4 * 64 * 8 + 4 * 64
+
+
+def test_int4_what_is_not_finite_stays_in_its_row():
+    layer, x = layer4(quantize_int4(torch.randn(20, 64))), torch.randn(4, 64, device=DEVICE)
+    x[1, 3], x[2] = float("nan"), 0
+    found = layer(x)
+    assert found.isfinite().all(1).tolist() == [True, False, True, True] and not found[2].any()
+
+
+@triton.jit
+def unpack_kernel(packed_at, zeros_at, out_at, NF4: tl.constexpr, ASM: tl.constexpr):
+    at = tl.arange(0, 256)
+    low, high = unpack(tl.load(packed_at + at), tl.load(zeros_at + at), NF4, ASM)
+    tl.store(out_at + at, low)
+    tl.store(out_at + 256 + at, high)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="machine instructions")
+def test_unpacking_by_words_equals_unpacking_by_bytes():
+    """The machine's byte permutations against the interpreter's arithmetic, all codes."""
+    packed = torch.arange(256, device=DEVICE).to(torch.uint8).view(torch.int8)
+    for is_nf4 in (False, True):
+        for zero in (0, 8, 16):
+            zeros, outs = torch.full_like(packed, zero), []
+            for asm in (False, True):
+                outs.append(torch.empty(512, dtype=torch.int8, device=DEVICE))
+                unpack_kernel[(1,)](packed, zeros, outs[-1], NF4=is_nf4, ASM=asm)
+            assert torch.equal(*outs)
+
+
+def fp8_plain(weight: torch.Tensor) -> torch.Tensor:
+    """[out, in] fp32, rounded to e4m3 per channel by torch."""
+    steps = weight.abs().amax(1, keepdim=True) / 448
+    return (weight / steps).to(torch.float8_e4m3fn).float() * steps
+
+
+def needs_fp8() -> None:
+    if DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("a GPU without fp8")
+
+
+@pytest.mark.parametrize("edges", EDGES.values(), ids=EDGES)
+def test_fp8_layer(edges):
+    needs_fp8()
+    weight, bias = torch.randn(32, 90), torch.randn(32)
+    x = torch.randn(20, 90, device=DEVICE)
+    want = reference(x, fp8_plain(weight), bias, edges, torch.float8_e4m3fn)
+    layer = Fp8Linear([weight[:10], weight[10:]], bias, edges, device=DEVICE)
+    # a weight on the border of two steps may go either way
+    far = (layer(x).double() - want).abs().max()
+    assert far <= 0.01 * want.abs().max()
+    assert torch.equal(layer(x[3:9]), layer(x[3 : 7 + 2]))
+    assert layer(x[:0]).shape == (0, layer.num_out)
+
+
+def test_fp8_codes_are_torchs():
+    needs_fp8()
+    x = torch.cat([torch.randn(6, 200), 1e-3 * torch.randn(6, 200)], 1).to(DEVICE)
+    codes, scales = quantize_rows(x, dtype=torch.float8_e4m3fn)
+    steps = 448 / x.abs().amax(1, keepdim=True)
+    assert torch.equal(codes.float(), (x * steps).to(torch.float8_e4m3fn).float())
+    torch.testing.assert_close(scales, x.abs().amax(1) / 448)
+
+
+def test_fp8_product():
+    needs_fp8()
+    x, w = torch.randn(5, 112, device=DEVICE), torch.randn(40, 112, device=DEVICE)
+    rows, weight = (quantize_rows(each, dtype=torch.float8_e4m3fn) for each in (x, w))
+    want = (rows.codes.double() * rows.scales.double()[:, None]) @ (
+        weight.codes.double() * weight.scales.double()[:, None]
+    ).T
+    for tile in (Tile(16, 32, 64, 4, 3), Tile(8, 16, 32, 4, 3, swap=True)):
+        out = torch.empty(5, 40, device=DEVICE)
+        found = scaled_linear(rows, ScaledWeight(*weight), out, tile=tile)
+        torch.testing.assert_close(found.double(), want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("edges", EDGES.values(), ids=EDGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plain_layer(edges, dtype):
+    """Equal to the reference's steps in the same type."""
+    weight, bias = torch.randn(36, 90).to(dtype), torch.randn(36).to(dtype)
+    x = torch.randn(7, 90).to(dtype).to(DEVICE)
+    norm = edges.norm and edges.norm._replace(weight=edges.norm.weight.to(DEVICE))
+    want = ReferenceBackend().pack_linear(
+        weight.double().to(DEVICE), bias.double().to(DEVICE), edges._replace(norm=norm)
+    )(x.double())
+    layer = PlainLinear(weight, bias, edges, device=DEVICE)
+    found, rtol = layer(x), 1e-4 if dtype == torch.float32 else 0.03
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), want, rtol=rtol, atol=rtol * want.abs().max().item())
+    if not edges.is_gated:
+        residual = torch.randn(7, 36).to(dtype).to(DEVICE)
+        total = want + residual.double()
+        found = layer(x, residual)
+        torch.testing.assert_close(
+            found.double(), total, rtol=rtol, atol=0.1 if rtol > 0.01 else 1e-3
+        )

@@ -1,0 +1,279 @@
+"""The `serve` command: options, errors, chat, and the life of a server process."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from serve.cli import chat as terminal_chat
+from serve.cli.chat_speakers import Piece, ServerSpeaker
+from serve.cli.cli_values import parse_size
+from serve.cli.main import app
+from tests.support.engine.checkpoints import checkpoint
+from tests.support.http.fakes_http import FakeEngine, ServerThread
+
+ROOT = Path(__file__).parents[3]
+
+
+def invoke(*arguments: str, input_text: str | None = None) -> Any:
+    return CliRunner().invoke(app, list(arguments), input=input_text)
+
+
+def test_version_and_help() -> None:
+    assert invoke("version").output.startswith("mergestep ")
+    for command in ("run", "chat", "bench", "plan", "eval"):
+        assert invoke(command, "--help").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [("ops", {"--quick", "--json"}), ("io", {"--quick", "--json", "--dir"})],
+)
+def test_a_measurement_of_its_own_has_its_own_help(what: str, options: set[str]) -> None:
+    result = invoke("bench", what, "--help")
+    assert result.exit_code == 0
+    assert set(re.findall(r"--[a-z-]+", result.output)) == {"--help"} | options
+    assert f"bench {what} [OPTIONS]" in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4096", 4096), ("64k", 65536), ("64KiB", 65536), ("1.5 G", 3 << 29), ("2GiB", 2 << 30)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1Q", "1e9"])
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        parse_size(text)
+
+
+FILE = str(Path(__file__))
+NOWHERE = "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("run", "--dtype", "int3"), "dtype must be one of"),
+        (("run", "--backend", "gpu", "--port", "0"), "backend: unknown backend 'gpu'"),
+        (("run", "--port", "99999"), "port must be between 0 and 65535, not 99999"),
+        (("run", "--host", ""), "host must be"),
+        (("run", "--host", "127." + "x" * 300), "host is no name or address"),
+        (("run", "--kv-cache-bytes", "9" * 5000), "is not a size such as"),
+        (("run", "--seed", "9" * 5000), "--seed"),
+        (("run", "--seed", "9" * 50), "seed is too large a number"),
+        (("run", "--backlog", "9" * 10), "backlog must be positive, at most 2.14748e+09"),
+        (("run", "--keepalive-s", "1e300"), "keepalive_s must be positive, at most"),
+        (("run", "--drain-s", "nan"), "drain_s must be a number of seconds"),
+        (("run", "--max-num-seqs", "0"), "max_num_seqs must be a positive integer, not 0"),
+        (("run", "--served-model-name", ""), "served_model_name must be a name"),
+        (("run", "--kv-cache-dir", FILE, "--port", "0"), f"kv_cache_dir {FILE} is a file"),
+        (("run", "--kv-cache-dir", f"{FILE}/x", "--port", "0"), f"{FILE}/x: Not a directory"),
+        (("run", "--kv-page-bytes", "4T", "--port", "0"), "kv_page_bytes 4398046511104 is more"),
+        (("run", "--kv-cache-bytes", "1e9"), "--kv-cache-bytes"),
+        (("run", "--log-level", "loud"), "--log-level"),
+        (("run", "--host", "192.0.2.1"), "host 192.0.2.1 can be reached from other machines"),
+        (("bench", "--qps", "0"), "qps must be a positive number or inf, not '0'"),
+        (("bench", "--requests", "1", "--duration", "1"), "either requests or duration"),
+        (("bench", "--requests", "0"), "requests must be at least 1, not 0"),
+        (("bench", "--duration", "nan"), "duration must be a positive number"),
+        (("bench", "--warmup", "-1"), "warmup must not be negative"),
+        (("bench", "--json", "/nowhere/x"), "--json: there is no folder /nowhere"),
+        (("bench", "--url", "ftp://x"), "url ftp://x is not the address of a server"),
+        (("bench", "--qps", "2", "io"), "`serve bench io [OPTIONS]`"),
+        (("bench", "ops", "--qps", "2"), "No such option: --qps"),
+        (("bench", "io", "--dir", "/nowhere/at/all"), "--dir /nowhere/at/all does not exist"),
+        (("bench", "io", "--dir", FILE), f"--dir {FILE} is a file"),
+        (("bench", "--quick"), "No such option: --quick"),
+        (("eval", "--text", "/nowhere/x"), "--text /nowhere/x: No such file or directory"),
+        (("eval", "--precision", "int9"), "dtype must be one of"),
+    ],
+)
+def test_what_cannot_be_asked_for(arguments: tuple[str, ...], said: str) -> None:
+    assert_one_line(invoke(*arguments), 2, said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("run", "/nonexistent/model", "--port", "0"), "/nonexistent/model does not exist"),
+        (("run", FILE, "--port", "0"), f"{FILE} is a file"),
+        (("run", "a\x1b[31m\0b", "--port", "0"), "model directory a?[31m?b does not exist"),
+        (("bench", "--url", NOWHERE), f"cannot reach {NOWHERE}: Connection refused"),
+        (("chat", "--url", NOWHERE, "-m", "hi"), f"cannot reach {NOWHERE}: Connection refused"),
+        (("chat", "/nonexistent/model", "-m", "hi"), "/nonexistent/model does not exist"),
+        (("eval", "/nonexistent/model"), "/nonexistent/model does not exist"),
+    ],
+)
+def test_what_fails_on_the_way(arguments: tuple[str, ...], said: str) -> None:
+    assert_one_line(invoke(*arguments), 1, said)
+
+
+def assert_one_line(result: Any, exit_code: int, said: str) -> None:
+    """No traceback, no names of classes, no numbers of errors."""
+    assert result.exit_code == exit_code
+    assert said in re.sub(r"\s*\n[│ ]*", " ", result.output)
+    assert not re.search(r"Traceback|Errno|[a-z]Error", result.output)
+
+
+def test_measuring_kernels_that_are_not_built_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ops.cpu.native._native", None)
+    monkeypatch.setattr("ops.cpu.native._why", "no such module", raising=False)
+    result = invoke("bench", "ops", "--quick")
+    assert result.exit_code == 1
+    assert "needs the native kernels" in result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+
+
+def test_a_taken_port_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = invoke("run", "--port", str(port))
+    assert_one_line(result, 1, f"host 127.0.0.1, port {port}: Address already in use")
+
+
+def test_a_server_with_another_api_is_one_line() -> None:
+    with ServerThread(FakeEngine()) as server:
+        assert_one_line(invoke("chat", "--url", f"{server.url}/x", "-m", "hi"), 1, "/x")
+
+
+def test_chat_says_one_thing() -> None:
+    with ServerThread(FakeEngine(reply="I am\n[bold]fake[/bold] 👍")) as server:
+        result = invoke("chat", "--url", server.url, "-m", "who?", "--system", "be brief")
+    assert result.exit_code == 0
+    assert result.output == "I am\n[bold]fake[/bold] 👍\n"
+
+
+def test_chat_reads_what_is_piped_in() -> None:
+    engine = FakeEngine()
+    with ServerThread(engine) as server:
+        result = invoke("chat", "--url", server.url, input_text="two\nlines\n")
+    assert "Hello there" in result.output
+    assert engine.submitted[0][0] == [{"role": "user", "content": "two\nlines"}]
+
+
+def test_chat_in_process() -> None:
+    result = invoke("chat", str(checkpoint("llama")), "-m", "hi", "--max-tokens", "5")
+    assert result.exit_code == 0, result.output
+
+
+def test_a_conversation(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Turns are remembered, /reset forgets, errors do not end it."""
+    lines = iter(["/help", "one", "", "two", "/reset", "three", "/what", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    monkeypatch.setattr(sys, "stdin", _Terminal())
+    engine = FakeEngine(reply="yes")
+    with ServerThread(engine) as server:
+        speaker = ServerSpeaker(server.url, {}, model=None, api_key=None)
+        terminal_chat.chat(speaker, system="s", message=None)
+    told = [[message["content"] for message in prompt] for prompt, _ in engine.submitted]
+    assert told == [["s", "one"], ["s", "one", "yes", "two"], ["s", "three"]]
+    output = capsys.readouterr().out
+    assert output.count("/reset  ") == 2
+    assert "fake" in output
+
+
+def test_a_model_cannot_steer_the_terminal() -> None:
+    class Speaker:
+        name = "evil"
+
+        async def reply(self, messages: Any) -> AsyncGenerator[Piece, None]:
+            yield Piece("a\x1b]0;title\x07b\n\tc\x9b2J")
+
+    console = Console(force_terminal=True, file=io.StringIO())
+    conversation = terminal_chat.Conversation(Speaker(), console, None)  # type: ignore[arg-type]
+    asyncio.run(conversation.turn("x", show_rate=False))
+    assert console.file.getvalue() == "a]0;titleb\n        c2J\n"  # type: ignore[attr-defined]
+
+
+def test_interrupting_an_answer_keeps_the_conversation(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    engine = FakeEngine(reply="word ", repeat=1000, step_s=0.01)
+    said = iter(["one", "two"])
+
+    def next_line(prompt: str) -> str:
+        line = next(said, None)
+        if line is None:
+            raise EOFError
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        return line
+
+    monkeypatch.setattr("builtins.input", next_line)
+    monkeypatch.setattr(sys, "stdin", _Terminal())
+    before = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        with ServerThread(engine) as server:
+            speaker = ServerSpeaker(server.url, {}, model=None, api_key=None)
+            terminal_chat.chat(speaker, system=None, message=None)
+            deadline = time.monotonic() + 2
+            while engine.running and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert len(engine.aborted) == 2
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert capsys.readouterr().out.count("stopped") == 2
+    second = engine.submitted[1][0]
+    assert [message["role"] for message in second] == ["user", "assistant", "user"]
+    assert second[1]["content"].startswith("word")
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_life_of_a_server(tmp_path: Path) -> None:
+    """Ready is printed with a curl to paste; a signal drains; the exit code is 0."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "serve", "run", str(checkpoint("llama")), "--port", str(port)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment
+        )
+        try:
+            _wait_ready(port, process)
+            assert f"curl http://127.0.0.1:{port}/v1/chat/completions" in log.read_text()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 0
+        finally:
+            process.kill()
+            process.wait()
+    assert "Traceback" not in log.read_text()
+
+
+def _wait_ready(port: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=1):
+                return
+        except urllib.error.HTTPError as error:
+            error.close()
+        except OSError:
+            pass
+        time.sleep(0.05)
+    pytest.fail("the server did not become ready")

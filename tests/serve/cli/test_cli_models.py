@@ -1,0 +1,152 @@
+"""`serve models`, and names instead of paths. Folders are small checkpoints or links to them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from serve.cli.main import app
+from serve.cli.model_files import cached_models, find_model
+from serve.config import default_model_path
+from serve.errors import ModelLoadError
+from serve.models import read_spec
+from serve.models.checkpoint import Checkpoint
+from tests.support.engine.checkpoints import VARIANTS, Variant, checkpoint
+from tests.support.http.fakes_http import FakeEngine, ServerThread
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Hugging Face cache that is empty."""
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    hub = tmp_path / "home" / "hub"
+    hub.mkdir(parents=True)
+    return hub
+
+
+def add(cache: Path, name: str, revision: str = "abc", *, is_main: bool = True) -> Path:
+    """A model as the cache keeps it: blobs, and a snapshot of links to them."""
+    folder = cache / f"models--{name.replace('/', '--')}"
+    snapshot = folder / "snapshots" / revision
+    snapshot.mkdir(parents=True)
+    (folder / "blobs").mkdir(exist_ok=True)
+    for file in checkpoint("llama").iterdir():
+        blob = folder / "blobs" / f"{revision}-{file.name}"
+        blob.write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(blob)
+    if is_main:
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text(revision)
+    return snapshot
+
+
+def listed(*arguments: str) -> list[dict[str, Any]]:
+    result = CliRunner().invoke(app, ["models", "--json", *arguments])
+    assert result.exit_code == 0, result.output
+    models: list[dict[str, Any]] = json.loads(result.stdout)
+    return models
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_parameters_are_those_of_the_files(variant: Variant) -> None:
+    path = checkpoint(variant.family, variant.name)
+    shapes = [entry.shape for entry in Checkpoint(path).entries.values()]
+    assert read_spec(path).num_parameters == sum(map(math.prod, shapes))
+
+
+def test_the_embedded_model_and_the_cache(cache: Path) -> None:
+    snapshot = add(cache, "Org/Tiny")
+    add(cache, "Org/Broken")
+    (cache / "models--Org--Broken" / "snapshots" / "abc" / "tokenizer.json").unlink()
+    (cache / "datasets--Org--Text").mkdir()
+    embedded, broken, tiny = listed()
+    assert embedded["name"] == "default"
+    assert embedded["parameters"] == read_spec(default_model_path()).num_parameters
+    assert (tiny["name"], tiny["path"], tiny["problem"]) == ("Org/Tiny", str(snapshot), "")
+    assert tiny["size_bytes"] == (snapshot / "model.safetensors").stat().st_size
+    assert "bfloat16" in tiny["dtypes"] and "fp8" not in tiny["dtypes"]
+    assert broken["problem"] == "has neither tokenizer.json nor tokenizer.model"
+    result = CliRunner().invoke(app, ["models"])
+    assert "Org/Broken: has neither tokenizer.json" in result.stdout
+
+
+def test_folders(tmp_path: Path) -> None:
+    (tmp_path / "one").symlink_to(checkpoint("llama"))
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "config.json").write_text('{"model_type": "mamba"}')
+    (tmp_path / "three").mkdir()
+    one, two = listed(str(tmp_path))
+    assert one["family"] == "llama" and not one["problem"]
+    assert two["problem"].startswith("config.json: model_type 'mamba' is not supported")
+    assert [model["name"] for model in listed(str(tmp_path / "one"))] == [str(tmp_path / "one")]
+    assert listed(str(tmp_path / "three")) == []
+
+
+def test_the_cache_of_another_revision(cache: Path) -> None:
+    """refs/main wins; without it the latest that is complete."""
+    add(cache, "A/x", "old", is_main=False)
+    new = add(cache, "A/x", "new")
+    assert cached_models() == {"A/x": new}
+    (cache / "models--A--x" / "refs" / "main").write_text("gone")
+    assert cached_models()["A/x"].name in ("old", "new")
+
+
+def test_names_and_paths(cache: Path, tmp_path: Path) -> None:
+    tiny = add(cache, "Org/Tiny")
+    assert find_model("Org/Tiny") == (str(tiny), "Org/Tiny")
+    assert find_model("Tiny") == (str(tiny), "Org/Tiny")
+    assert find_model(str(tmp_path)) == (str(tmp_path), None)
+    add(cache, "Other/Tiny")
+    with pytest.raises(ModelLoadError, match="could be Org/Tiny or Other/Tiny"):
+        find_model("Tiny")
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [("Org/Tinny", "Org/Tiny"), ("tinny", "Org/Tiny"), ("defualt", "default")],
+)
+def test_what_is_missing_names_what_is_like_it(cache: Path, asked: str, meant: str) -> None:
+    add(cache, "Org/Tiny")
+    with pytest.raises(ModelLoadError, match=f"does not exist .*; did you mean {meant}"):
+        find_model(asked)
+
+
+def test_a_path_that_is_missing_names_its_neighbours(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "Qwen3-0.6B").symlink_to(checkpoint("llama"))
+    with pytest.raises(ModelLoadError, match=r"did you mean .*/Qwen3-0\.6B"):
+        find_model(str(tmp_path / "qwen-0.6B"))
+
+
+def test_a_name_of_the_cache_can_be_served(cache: Path) -> None:
+    add(cache, "Org/Tiny")
+    result = CliRunner().invoke(app, ["chat", "Org/Tiny", "-m", "hi", "--max-tokens", "2"])
+    assert result.exit_code == 0, result.output
+
+
+def test_the_models_of_a_server() -> None:
+    with ServerThread(FakeEngine()) as server:
+        assert [model["id"] for model in listed("--url", server.url)] == ["fake"]
+        result = CliRunner().invoke(app, ["models", server.url])
+    assert "fake" in result.stdout and "2,000" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "said"),
+    [
+        (("/nowhere",), 2, "/nowhere: No such file or directory"),
+        ((str(Path(__file__)),), 2, "Not a directory"),
+        (("--url", "http://127.0.0.1:9"), 1, "Connection refused"),
+        (("--url", "http://127.0.0.1:9", "x"), 2, "either folders or the URL"),
+        (("--url", "x://y", "--api-key-file", "/nowhere"), 2, "api_key_file /nowhere cannot"),
+    ],
+)
+def test_errors_are_one_line(arguments: tuple[str, ...], exit_code: int, said: str) -> None:
+    result = CliRunner().invoke(app, ["models", *arguments])
+    assert (result.exit_code, said in result.stderr) == (exit_code, True), result.output
+    assert "Traceback" not in result.output

@@ -1,0 +1,87 @@
+"""`serve eval`: what cannot work is said before anything is computed."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from serve import LLM
+from serve.cli import quality as evaluation
+from serve.cli.main import app
+from serve.errors import ConfigError
+from tests.support.engine.checkpoints import checkpoint
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["eval", str(checkpoint("llama")), *arguments])
+
+
+@pytest.fixture
+def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(config: object) -> None:
+        pytest.fail(f"{config} was loaded")
+
+    monkeypatch.setattr(evaluation, "load_runtime", load)
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--json", "/nonexistent/table.json"), "--json /nonexistent/table.json cannot be written"),
+        (("--json", "/tmp"), "--json /tmp cannot be written"),
+        (("--precision", "float32", "--precision", "int5"), "dtype must be one of"),
+        (("--precision", "float32", "--precision", "float32/int5"), "kv_dtype must be one of"),
+        (("--kv-group", "3"), "kv_group"),
+    ],
+)
+def test_mistakes_are_found_before_the_first_precision_runs(arguments, said):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert said in result.output.replace("\n", " ")
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+def test_a_precision_that_cannot_be_had_here_is_found_first(monkeypatch):
+    monkeypatch.setattr("ops.cpu.native.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="dtype int8 needs the native kernels"):
+        evaluation.evaluate(
+            str(checkpoint("llama")), "some text", [("float32", "auto"), ("int8", "auto")]
+        )
+
+
+def test_a_table_is_written(tmp_path):
+    table = tmp_path / "table.json"
+    arguments = ("--precision", "float32", "--max-tokens", "20", "--json", str(table))
+    assert invoke(*arguments).exit_code == 0
+    assert '"num_tokens": 19' in table.read_text()
+
+
+def test_bytes_of_kv_are_those_of_a_server():
+    (result,) = evaluation.evaluate("default", "Once upon a time", [("int8", "int8")])
+    with LLM(dtype="int8", kv_dtype="int8") as llm:
+        assert llm.stats().kv_bytes_per_token == result.kv_bytes_per_token
+
+
+def test_the_reference_has_its_space_before_it_is_written(tmp_path: Path):
+    path = tmp_path / "reference.f32"
+    table = evaluation._Store(path, 1000).rows(320)
+    assert table.shape == (1000, 320)
+    assert path.stat().st_blocks * 512 >= 4 * 1000 * 320
+
+
+def test_a_full_disk_is_an_error_and_no_signal(monkeypatch):
+    """The file had holes, and writing to them through memory ended the process."""
+
+    def refuse(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    result = invoke("--precision", "float32", "--max-tokens", "20")
+    assert result.exit_code == 2
+    assert "max_tokens" in result.output and "TMPDIR" in result.output

@@ -1,0 +1,182 @@
+"""Meters: what they count, and what that costs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from serve import Engine, SamplingParams
+from serve.engine.counters import Histogram, PoolMeter, RequestMeter
+from serve.engine.output_processor import OutputProcessor, OutputState, RequestTimes, StepRecord
+from serve.engine.stats import StepCounts
+from serve.engine.step_trace import StepTraces
+from serve.engine.threads import MAX_COMPILING, PromptPool
+from serve.errors import OverloadedError
+from serve.http.edge.meter import LAG_POLL_S, MAX_REASONS, HttpMeter
+from serve.request import FinishReason, Request
+from serve.scheduler.sequence import Sequence, make_sequences
+
+
+def test_a_value_counts_in_the_first_bucket_that_holds_it() -> None:
+    histogram = Histogram((1.0, 2.0, 5.0))
+    for value in (0.0, 1.0, 1.1, 2.0, 5.0, 5.1):
+        histogram.observe(value)
+    histogram.observe(3.0, 4)
+    assert histogram.counts == [2, 2, 5, 1] and histogram.count == 10
+    assert histogram.sum == pytest.approx(14.2 + 12.0)
+
+
+def test_requests_that_came_to_nothing() -> None:
+    meter = RequestMeter()
+    meter.ended(FinishReason.ABORT, 0, (1.0, None, None, 3.0))
+    meter.ended(FinishReason.ERROR, 0, (1.0, 2.0, None, 3.0))
+    meter.ended(FinishReason.LENGTH, 1, (1.0, 2.0, 2.5, 2.5))
+    assert [meter.num_ended[r] for r in FinishReason] == [0, 1, 1, 1]
+    assert (meter.e2e_s.count, meter.queue_s.count, meter.inference_s.count) == (3, 2, 2)
+    assert (meter.prefill_s.count, meter.decode_s.count, meter.per_token_s.count) == (1, 1, 0)
+    assert meter.e2e_s.sum == pytest.approx(2.0 + 2.0 + 1.5)
+
+
+def test_tokens_are_timed_from_one_to_the_next() -> None:
+    """Two that go on together, one that pauses, one that comes later."""
+    meter = RequestMeter()
+    processor = OutputProcessor(lambda sequence, reason: None, meter)
+    a, b, c = _sequences()
+    steps = [(0.0, [a, b]), (1.0, [a, b]), (3.0, [a]), (4.0, [a, b, c]), (6.0, [a, b, c])]
+    for now_s, sequences in steps:
+        processor.process(StepRecord(sequences, [7] * len(sequences), None, [], now_s))
+    assert meter.ttft_s.count == 3 and meter.num_generation_tokens == 11
+    # a: 1 2 1 2, b: 1 3 2, c: 2
+    assert meter.inter_token_s.count == 8 and meter.inter_token_s.sum == pytest.approx(14.0)
+    for sequence in (a, b, c):
+        sequence.finish_reason = FinishReason.STOP
+    processor.process(StepRecord([a], [7], None, [a, b, c], 7.0))
+    assert meter.inter_token_s.count == 9 and meter.inter_token_s.sum == pytest.approx(15.0)
+    assert meter.generation_tokens.sum == 12 == meter.num_generation_tokens
+    assert meter.num_ended[FinishReason.STOP] == 3
+
+
+def _sequences() -> list[Sequence]:
+    """The three of one request that came at 0."""
+    params = SamplingParams(n=3, max_tokens=9, seed=1)
+    request = Request("r", None, (5, 6, 7, 8), params, 0.0)
+    detokenizer = SimpleNamespace(push=lambda token: "x", finish=lambda: "")
+    factory: Any = SimpleNamespace(make=lambda **options: detokenizer)
+    sink: Any = SimpleNamespace(push=lambda delta: None, wake=lambda: None)
+    times = RequestTimes(0.0)
+    sequences = make_sequences(request, frozenset())
+    for sequence in sequences:
+        sequence.output = OutputState(request, sequence.index, factory, sink, times)
+    return sequences
+
+
+def test_a_pool_counts_jobs_that_fail_too() -> None:
+    meter = PoolMeter()
+    meter.queued()
+    meter.queued()
+
+    def work() -> None:
+        with meter.working():
+            assert meter.num_waiting == 1
+            time.sleep(0.01)
+            raise ValueError("bad")
+
+    with pytest.raises(ValueError, match="bad"):
+        work()
+    assert meter.num_waiting == 1 and meter.busy_s >= 0.01
+
+
+def test_reasons_and_methods_are_bounded() -> None:
+    meter = HttpMeter()
+    for number in range(2 * MAX_REASONS):
+        meter.refuse(f"code_{number}")
+        meter.answered("/x", f"METHOD{number}", 204)
+    meter.refuse(None)
+    assert len(meter.refused) == MAX_REASONS + 1
+    assert meter.refused["other"] == MAX_REASONS + 1
+    assert meter.answers == {("/x", "other", "2xx"): 2 * MAX_REASONS}
+
+
+def test_a_loop_that_is_held_up_is_seen() -> None:
+    async def main() -> HttpMeter:
+        meter = HttpMeter()
+        meter.start(lambda: 3)
+        await asyncio.sleep(LAG_POLL_S / 2)
+        time.sleep(LAG_POLL_S)  # noqa: ASYNC251
+        await asyncio.sleep(LAG_POLL_S / 2)
+        meter.stop()
+        count = meter.lag_s.count
+        await asyncio.sleep(2 * LAG_POLL_S)
+        assert meter.lag_s.count == count
+        return meter
+
+    meter = asyncio.run(main())
+    assert meter.lag_s.sum > LAG_POLL_S / 3 and meter.num_connections() == 3
+
+
+def test_traces_do_not_disturb_each_other() -> None:
+    traces = StepTraces()
+    watched, first = traces.watch(4), traces.measure(8)
+    second = traces.measure(9)
+    assert traces.open == (watched, second) and first not in traces.open
+    traces.measure(0)
+    assert traces.open == (watched,)
+    traces.close(watched)
+    traces.close(watched)
+    assert traces.open == ()
+
+
+def test_counting_takes_less_than_a_hundredth_of_a_step() -> None:
+    """Of the embedded model's, whose steps are about the shortest that there are."""
+
+    async def step_s(num_sequences: int) -> float:
+        async with Engine(max_num_seqs=32) as engine:
+            params = SamplingParams(n=num_sequences, max_tokens=48, ignore_eos=True)
+            await engine.generate("Once", params)
+            seconds = engine.loaded.core.view.steps.seconds
+            return seconds.sum / seconds.count
+
+    for num_sequences in (1, 32):
+        step = asyncio.run(step_s(num_sequences))
+        cost = min(_cost_s(num_sequences) for _ in range(20))
+        assert cost < 0.01 * step, f"{1e6 * cost:.2f} us of {1e6 * step:.0f} us"
+
+
+def _cost_s(num_sequences: int, repeats: int = 200) -> float:
+    """Of all that is counted in a step in which everybody gets a token."""
+    counts, meter = StepCounts(), RequestMeter()
+    plan: Any = SimpleNamespace(num_decodes=num_sequences, num_total_rows=num_sequences)
+    states = [SimpleNamespace(last_token_s=0.5, num_output=0) for _ in range(num_sequences)]
+    began = time.perf_counter()
+    for _ in range(repeats):
+        counts.add(plan, 1.0)
+        counts.seconds.observe(0.003)
+        num_usual = 0
+        for state in states:  # as OutputProcessor.process and OutputState.push do
+            if state.last_token_s == 0.5:
+                num_usual += 1
+            state.last_token_s = 0.5
+            state.num_output += 1
+        meter.num_generation_tokens += num_usual
+        meter.inter_token_s.observe(0.003, num_usual)
+    return (time.perf_counter() - began) / repeats
+
+
+def test_few_wait_for_the_thread_that_compiles() -> None:
+    """Whoever comes then is refused, and those who only tokenize are not."""
+    pool, go_on, done = PromptPool(1), threading.Event(), threading.Event()
+    for _ in range(MAX_COMPILING):
+        pool.check_room()
+        pool.submit(go_on.wait, compiles=True)
+    with pytest.raises(OverloadedError, match=f"{MAX_COMPILING} requests wait for grammars"):
+        pool.check_room()
+    pool.submit(done.set, compiles=False)
+    assert done.wait(5)
+    go_on.set()
+    pool.shutdown()
+    pool.check_room()

@@ -1,0 +1,360 @@
+"""Overlapped steps, case by case: what is seen late, what is waited for, what is taken back."""
+
+from __future__ import annotations
+
+import pytest
+
+from memory.pages.layer_groups import LayerGroup
+from serve.request import FinishReason
+from serve.scheduler.in_flight import running_part
+from serve.scheduler.sequence import PENDING_TOKEN, SequenceStatus, make_sequences
+from serve.scheduler.step_plan import SchedulerLimits
+from tests.support.cuda.late_device import EOS, expected_tokens
+from tests.support.engine.fakes import make_request
+from tests.support.engine.overlap_rig import Bench
+
+DEVICE_S = 0.010
+
+
+def stopping(num_output, num_prompt=5):
+    """Settings of a request that stops by itself with that many output tokens."""
+    for seed in range(10_000):
+        prompt = [1000 + seed, *range(40, 39 + num_prompt)]
+        request = make_request(prompt=prompt, num_tokens=40)
+        (sequence,) = make_sequences(request, frozenset({EOS}))
+        if len(expected_tokens(sequence)) == num_prompt + num_output:
+            return {"prompt": prompt, "num_tokens": 40, "ignore_eos": False}
+    raise AssertionError("no such prompt")
+
+
+# ---- time
+
+
+@pytest.mark.parametrize("host_s", [0.0005, 0.004, 0.009])
+def test_the_device_does_not_wait_for_the_host(host_s):
+    bench = Bench(seconds=DEVICE_S, host_s=host_s)
+    for number in range(4):
+        bench.add(str(number), num_tokens=50)
+    bench.run()
+    busy_s = bench.device.num_launched * DEVICE_S
+    assert bench.device.num_launched == 50
+    assert bench.device.idle_s < 0.03 * busy_s
+    bench.check_rest()
+
+    alone = Bench(seconds=DEVICE_S, host_s=host_s, overlaps=False)
+    for number in range(4):
+        alone.add(str(number), num_tokens=50)
+    alone.run()
+    assert alone.device.idle_s == pytest.approx(49 * host_s), "what it is compared with"
+
+
+def test_the_next_step_is_launched_before_the_one_before_begins_to_be_waited_for():
+    bench = Bench()
+    bench.add(num_tokens=4)
+    bench.run()
+    kinds = [kind for kind, _ in bench.device.events]
+    assert kinds[:2] == ["launch", "launch"]
+    assert kinds[2:] == ["begin", "end", "launch", "begin", "end", "launch"] + ["begin", "end"] * 2
+
+
+def test_steps_are_timed_from_token_to_token():
+    bench = Bench(seconds=DEVICE_S, host_s=0.004)
+    bench.add(num_tokens=20)
+    model = bench.scheduler.chunks.model
+    bench.step()
+    assert model.last_step_s == 0.0
+    bench.step()
+    assert model.last_step_s == pytest.approx(0.004 + DEVICE_S), "the first one: from its making"
+    for _ in range(5):
+        bench.step()
+        assert model.last_step_s == pytest.approx(DEVICE_S)
+    bench.run()
+    bench.steps.pause()
+    bench.device.now_s += 100.0
+    bench.add(num_tokens=2)
+    bench.run()
+    assert model.last_step_s == pytest.approx(DEVICE_S), "idle time belongs to no step"
+
+
+def test_a_step_teaches_what_it_was_when_it_was_launched():
+    bench = Bench(SchedulerLimits(4, 32, 32, inter_token_slo_s=None), seconds=DEVICE_S)
+    taught = []
+    bench.scheduler.chunks.model.learn = lambda work, seconds: taught.append(work)
+    bench.add(num_prompt=7, num_tokens=4)
+    bench.run()
+    assert [work.num_rows for work in taught] == [7, 1, 1, 1]
+    assert [work.num_context for work in taught] == [0, 7, 8, 9]
+
+
+# ---- what ends
+
+
+def test_length_limits_waste_no_row():
+    bench = Bench()
+    sequence = bench.add(num_prompt=5, num_tokens=8)
+    rows = []
+    while bench.scheduler.has_work():
+        plan = bench.step()
+        rows.append(plan.num_total_rows if plan else 0)
+    assert rows == [5, *[1] * 7, 0]
+    assert sequence.finish_reason is FinishReason.LENGTH
+    assert sequence.token_ids == expected_tokens(sequence)
+    assert bench.steps.counts.num_decode_rows == 7
+    bench.check_rest()
+
+
+def test_a_stop_token_is_seen_one_step_late_and_the_row_in_flight_counts_nowhere():
+    bench = Bench(policy="predicted", cache=True)
+    lengths = []
+    bench.scheduler.policy.predictor.observe = lambda request, length: lengths.append(length)
+    sequence = bench.add(**stopping(6))
+    other = bench.add("other", num_tokens=30)
+    while not sequence.is_finished:
+        bench.step()
+    assert sequence.stop_token == EOS and sequence.finish_reason is FinishReason.STOP
+    assert lengths == [6] and bench.scheduler.num_finished == 1
+    assert sequence in bench.steps._flight.plan.sequences, "its row that is nobody's"
+    rows = bench.steps.counts.num_decode_rows
+    bench.step()
+    assert bench.steps.counts.num_decode_rows == rows + 1, "the other one's"
+    assert bench.records.tokens[sequence] == expected_tokens(sequence)[5:]
+    bench.run()
+    assert other.token_ids == expected_tokens(other)
+    bench.check_rest()
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 5])
+def test_an_abort_takes_tokens_in_flight_with_it(num_steps):
+    bench = Bench(policy="predicted")
+    cut = []
+    bench.scheduler.policy.predictor.observe_cut = lambda request, length: cut.append(length)
+    sequence = bench.add(num_tokens=30, ignore_eos=False)
+    for _ in range(num_steps):
+        bench.step()
+    assert sequence.token_ids[-1] == PENDING_TOKEN
+    assert bench.scheduler.finish(sequence, FinishReason.ABORT)
+    assert sequence.num_output_tokens == num_steps - 1
+    assert cut == ([num_steps - 1] if num_steps > 1 else [])
+    assert not bench.scheduler.has_work() and bench.steps.drain()
+    assert bench.kv.num_in_use == 0
+    bench.kv.trim()
+    bench.check_rest()
+
+
+# ---- prefixes
+
+
+def test_pages_are_remembered_when_their_tokens_are_known_and_computed():
+    """A page is 5 tokens; the prompt is 3, so tokens 3 and 4 complete the first one."""
+    bench = Bench(cache=True)
+    sequence = bench.add(num_prompt=3, num_tokens=20)
+    known = bench.kv.prefixes.index
+    for _ in range(3):
+        bench.step()  # the third one, with token 4, is in flight
+    assert sequence.num_computed_tokens == 5 and not known.pages
+    assert not sequence.page_keys, "token 4 is not known"
+    bench.step()
+    assert len(known.pages) == 1
+    bench.run()
+    follower = bench.add("follower", prompt=expected_tokens(sequence)[:22], num_tokens=3)
+    bench.run()
+    assert follower.num_cached_tokens == 20
+    assert follower.token_ids == expected_tokens(follower)
+    bench.check_rest()
+
+
+def test_prompt_pages_are_remembered_when_their_step_has_ended():
+    bench = Bench(SchedulerLimits(4, 5, 5), cache=True)
+    bench.add(num_prompt=15, num_tokens=2)
+    for num_steps in range(4):
+        assert len(bench.kv.prefixes.index.pages) == max(0, num_steps - 1)
+        bench.step()
+    bench.run()
+    bench.check_rest()
+
+
+def test_who_begins_alike_waits_for_what_is_in_flight():
+    bench = Bench(SchedulerLimits(4, 64, 64), cache=True)
+    prompt = list(range(100, 140))
+    first = bench.add("first", prompt=prompt, num_tokens=5)
+    second = bench.add("second", prompt=prompt, num_tokens=5)
+    bench.run()
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 39)
+    assert bench.steps.counts.num_prefill_rows == 40
+    bench.check_rest()
+
+
+# ---- memory
+
+
+def preempted_in_flight(bench, sequence):
+    bench.step()
+    bench.scheduler._preempt(sequence)
+    bench.scheduler.policy.stopped(sequence)
+    assert sequence.rows_in_flight and sequence.token_ids[-1] == PENDING_TOKEN
+
+
+def test_who_is_preempted_keeps_the_token_in_flight_and_waits_for_it():
+    bench = Bench()
+    sequence = bench.add(num_tokens=6)
+    preempted_in_flight(bench, sequence)
+    assert bench.scheduler.schedule(0.0) is None, "its token is not known yet"
+    assert bench.steps.drain()
+    assert sequence.token_ids == expected_tokens(sequence)[:6]
+    assert bench.step().num_total_rows == 6
+    bench.run()
+    assert sequence.token_ids == expected_tokens(sequence)
+    assert len(bench.records.tokens[sequence]) == 6
+    bench.check_rest()
+
+
+@pytest.mark.parametrize("settings", [{"num_tokens": 1}, stopping(1)], ids=["length", "stop"])
+def test_who_is_preempted_may_end_with_the_token_in_flight(settings):
+    bench = Bench()
+    sequence = bench.add(**settings)
+    preempted_in_flight(bench, sequence)
+    assert bench.steps.drain()
+    assert sequence.is_finished and not bench.scheduler.has_work()
+    assert sequence.token_ids == expected_tokens(sequence)
+    bench.check_rest()
+
+
+def test_nobody_is_preempted_for_memory_that_a_step_in_flight_frees():
+    """22 pages of 5 tokens, all in use: one is at its end just when the other needs a page."""
+    bench = Bench(SchedulerLimits(2, 200, 200), num_pages=2, max_len=100)
+    one = bench.add("one", num_prompt=59, num_tokens=4)
+    other = bench.add("other", num_prompt=42, num_tokens=20)
+    for _ in range(4):
+        bench.step()
+    assert bench.kv.num_available == 0 and one.rows_in_flight == 1
+    bench.run()
+    assert bench.scheduler.num_preemptions == 0
+    assert one.token_ids == expected_tokens(one)
+    assert other.token_ids == expected_tokens(other)
+    bench.check_rest()
+
+
+# ---- failures
+
+
+@pytest.mark.parametrize("fails", ["fails_launch", "fails_wait"])
+@pytest.mark.parametrize("num_tokens", [5, 6, 9])
+def test_one_of_many_fails_and_ends_alone(fails, num_tokens):
+    bad = []
+    bench = Bench(
+        SchedulerLimits(8, 64, 64),
+        **{fails: lambda s: s in bad and len(s.token_ids) >= num_tokens},
+    )
+    sequences = [bench.add(str(number), num_tokens=12) for number in range(8)]
+    bad.append(sequences[5])
+    bench.run()
+    assert bench.ended == {sequences[5]: FinishReason.ERROR}
+    assert sequences[5].token_ids == expected_tokens(sequences[5])[:num_tokens]
+    for sequence in sequences[:5] + sequences[6:]:
+        assert sequence.token_ids == expected_tokens(sequence)
+    assert bench.scheduler.num_finished == 8
+    bench.check_rest()
+
+
+def test_a_failed_step_teaches_nothing():
+    bad = []
+    bench = Bench(seconds=DEVICE_S, fails_wait=lambda s: s in bad)
+    bench.add("good", num_tokens=30)
+    bad.append(bench.add("bad", num_tokens=30))
+    model = bench.scheduler.chunks.model
+    bench.step()
+    model.learn = None
+    bench.step()
+    assert model.last_step_s == 0.0 and len(bench.scheduler.running) == 1
+    assert not bench.device.faults
+
+
+def test_a_step_that_fails_when_the_next_is_launched_is_the_only_one_to_blame():
+    """A device may tell of an error at any later call."""
+    bad = []
+    bench = Bench(fails_wait=lambda s: s in bad, fails_launch=lambda s: bool(bad) and s not in bad)
+    bad_one = bench.add("bad", num_prompt=5, num_tokens=1)
+    bad.append(bad_one)
+    bench.step()
+    good = bench.add("good", num_tokens=4)
+    bench.step()
+    assert bench.ended == {bad_one: FinishReason.ERROR}
+    bad.clear()
+    bench.run()
+    assert good.token_ids == expected_tokens(good)
+    bench.check_rest()
+
+
+@pytest.mark.parametrize("fails", ["fails_launch", "fails_wait"])
+def test_who_has_gone_since_may_have_been_the_fault(fails):
+    """Of two, the bad one is stopped while the step that fails is under way."""
+    bad = []
+    bench = Bench(**{fails: lambda s: s in bad})
+    good = bench.add("good", num_tokens=12)
+    gone = bench.add("gone", **stopping(4) if fails == "fails_launch" else {"num_tokens": 12})
+    for _ in range(4):
+        bench.step()
+    bad.append(gone)
+    bench.step()
+    if fails == "fails_wait":  # its step was launched just now
+        assert not gone.is_finished
+        bench.scheduler.finish(gone, FinishReason.ABORT)
+    bench.run()
+    assert good not in bench.ended and good.token_ids == expected_tokens(good)
+    bench.check_rest()
+
+
+def test_a_step_taken_back_leaves_the_preempted_in_order():
+    """Five tokens fill a page, the sixth, which will never be known, was in the books."""
+    bad = []
+    bench = Bench(fails_wait=lambda s: s in bad)
+    bad.append(bench.add("bad", num_tokens=3))
+    sequence = bench.add("good", num_prompt=5, num_tokens=6)
+    preempted_in_flight(bench, sequence)
+    assert bench.steps.drain()
+    assert bench.ended == {bad[0]: FinishReason.ERROR}
+    assert sequence.token_ids == expected_tokens(sequence)[:5]
+    assert sequence.status is SequenceStatus.WAITING and not sequence.rows_in_flight
+    bench.run()
+    assert sequence.token_ids == expected_tokens(sequence)
+    bench.check_rest()
+
+
+def test_pages_behind_a_window_are_kept_for_rows_that_may_be_computed_again():
+    """The row with token 15 takes a new page of 5 and looks back to token 5; the one before it,
+    which is in flight then, to token 4, which is on the first page."""
+    bench = Bench(groups=(LayerGroup(64, window=11, read_block=1),))
+    sequence = bench.add(num_prompt=11, num_tokens=12)
+    for _ in range(5):
+        bench.step()
+    assert sequence.num_computed_tokens == 15 and sequence.rows_in_flight == 1
+    (part,) = sequence.kv_range.parts
+    plan = bench.scheduler.schedule(0.0)
+    assert part.num_passed == 0 and sequence.kv_range.capacity == 20
+    bench.steps.run(plan, 0.0)
+    bench.run()
+    assert part.num_unmapped == 0 and sequence.token_ids == expected_tokens(sequence)
+    bench.check_rest()
+
+
+def test_tokens_that_must_be_known_are_waited_for():
+    bench = Bench(needs=lambda s: True)
+    sequences = [bench.add(str(number), **stopping(3 + number)) for number in range(3)]
+    bench.run()
+    assert bench.runner.num_pending == 0
+    for sequence in sequences:
+        assert sequence.token_ids == expected_tokens(sequence)
+    # nobody has a row more than it needs
+    assert bench.device.num_launched == 5
+    bench.check_rest()
+
+
+def test_what_still_runs_of_a_plan():
+    bench = Bench()
+    one, other = bench.add("one"), bench.add("other")
+    plan = bench.scheduler.schedule(0.0)
+    assert running_part(plan) is plan
+    bench.scheduler.finish(one, FinishReason.ABORT)
+    assert running_part(plan).sequences == [other]
+    bench.scheduler.finish(other, FinishReason.ABORT)
+    assert running_part(plan) is None

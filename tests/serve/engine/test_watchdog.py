@@ -1,0 +1,125 @@
+"""A step that hangs is told; one that is slow, large or the first of its size is not."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from serve.engine import watchdog as heartbeat
+from serve.engine.watchdog import BOUND_S, ROW_S, Heartbeat
+from serve.request import SamplingParams
+from tests.support.engine.engine_rig import PROMPT, Rig
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_at_rest_it_never_hangs() -> None:
+    clock = Clock()
+    beat = Heartbeat(clock)
+    for _ in range(3):
+        clock.now_s += 1e6
+        assert beat.hangs_s() is None
+        beat.begin(8)
+        clock.now_s += 1
+        beat.rest()
+
+
+def test_a_round_hangs_after_the_bound() -> None:
+    clock = Clock()
+    beat = Heartbeat(clock)
+    beat.begin(1)
+    clock.now_s += BOUND_S
+    assert beat.hangs_s() is None
+    clock.now_s += 1
+    assert beat.hangs_s() == pytest.approx(BOUND_S + 1)
+    beat.begin(1)
+    assert beat.hangs_s() is None
+
+
+def test_slow_steps_are_learned() -> None:
+    """A machine whose steps take a minute each has none that hangs before five."""
+    clock = Clock()
+    beat = Heartbeat(clock)
+    beat.begin(512)
+    clock.now_s += 60
+    assert beat.hangs_s() is None
+    for _ in range(3):
+        beat.begin(512)
+        clock.now_s += 299
+        assert beat.hangs_s() is None
+        clock.now_s -= 239
+    beat.begin(1)
+    clock.now_s += 301
+    assert beat.hangs_s() is not None
+
+
+def test_a_step_larger_than_any_before_has_time_by_its_rows() -> None:
+    clock = Clock()
+    beat = Heartbeat(clock)
+    for _ in range(100):
+        beat.begin(32)
+        clock.now_s += 0.01
+    beat.begin(8192)
+    clock.now_s += ROW_S * 8192
+    assert beat.hangs_s() is None
+    clock.now_s += 1
+    assert beat.hangs_s() is not None
+    beat.begin(8192)  # it ended after all: from now on such steps are known
+    assert beat.hangs_s() is None
+
+
+def test_a_frozen_step_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow steps below the bound are no trouble; a frozen one is, until it goes on."""
+    monkeypatch.setattr(heartbeat, "BOUND_S", 0.25)
+    monkeypatch.setattr(heartbeat, "ROW_S", 0.01)
+    frozen = threading.Event()
+    frozen.set()
+    slow_s = 0.03
+
+    def before(plan: object) -> None:
+        time.sleep(slow_s)
+        frozen.wait()
+
+    async def main() -> None:
+        params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+        async with Rig(before=before) as rig:
+            engine = rig.engine
+            running = asyncio.create_task(engine.generate(PROMPT, params))
+            while not running.done():
+                assert engine.trouble() is None
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.4)  # idle for longer than the bound
+            assert engine.trouble() is None
+            running = asyncio.create_task(engine.generate(PROMPT, params))
+            await asyncio.sleep(0.1)
+            assert engine.trouble() is None
+            frozen.clear()
+            began = time.monotonic()
+            while engine.trouble() is None:
+                await asyncio.sleep(0.01)
+                assert time.monotonic() - began < 5
+            assert "a step has taken" in (engine.trouble() or "")
+            assert time.monotonic() - began > 0.2
+            frozen.set()
+            await running
+            assert engine.trouble() is None
+
+    asyncio.run(main())
+
+
+def test_a_dead_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with Rig() as rig:
+            heartbeat = rig.engine.loaded.core.heartbeat
+            monkeypatch.setattr(heartbeat, "_is_output_alive", lambda: False)
+            assert rig.engine.trouble() == "the thread that delivers answers has ended"
+
+    asyncio.run(main())

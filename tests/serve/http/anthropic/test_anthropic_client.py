@@ -1,0 +1,99 @@
+"""Anthropic's official client against /v1/messages of the embedded model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import anthropic
+import pydantic
+import pytest
+
+from serve import Engine
+from tests.support.http.fakes_http import ServerThread
+from tests.support.http.official_clients import anthropic_client
+
+USER: Any = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[anthropic.Anthropic]:
+    engine = Engine(None, served_model_name="m", max_num_seqs=8)
+    with ServerThread(engine) as server, anthropic_client(server) as client:
+        yield client
+
+
+def test_real_answers(real: anthropic.Anthropic) -> None:
+    options: Any = {"model": "m", "max_tokens": 24, "messages": USER}
+    options["extra_body"] = {"temperature": 0}
+    whole = real.messages.create(**options)
+    with real.messages.stream(**options) as stream:
+        streamed = stream.get_final_message()
+    assert [block.to_dict() for block in whole.content] == [
+        {"type": "text", "text": streamed.content[0].to_dict()["text"]}
+    ]
+    assert 0 < whole.usage.output_tokens <= 24
+    count = real.messages.count_tokens(model="m", messages=USER)
+    told = whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
+    assert count.input_tokens == told > 3
+
+
+def test_a_real_prefilled_answer_goes_on(real: anthropic.Anthropic) -> None:
+    """With its own first words before it, the model says the others."""
+    options: Any = {"model": "m", "max_tokens": 24, "extra_body": {"temperature": 0}}
+    text = real.messages.create(messages=USER, **options).content[0].to_dict()["text"]
+    begun = " ".join(str(text).split(" ")[:3])
+    prefilled: Any = [*USER, {"role": "assistant", "content": begun}]
+    rest = real.messages.create(messages=prefilled, **options).content[0].to_dict()["text"]
+    assert f"{begun}{rest}" == text
+    whole = real.messages.count_tokens(model="m", messages=USER).input_tokens
+    assert real.messages.count_tokens(model="m", messages=prefilled).input_tokens > whole
+
+
+class City(pydantic.BaseModel):
+    name: Literal["Ulm", "Rom"]
+    is_large: bool
+
+
+def test_real_answers_have_the_form_that_was_asked_for(real: anthropic.Anthropic) -> None:
+    options: Any = {"model": "m", "max_tokens": 200, "messages": USER}
+    options["extra_body"] = {"temperature": 0}
+    parsed = real.messages.parse(output_format=City, **options)
+    assert isinstance(parsed.parsed_output, City)
+    with real.messages.stream(output_format=City, **options) as stream:
+        assert isinstance(stream.get_final_message().parsed_output, City)
+    broken: Any = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
+    form: Any = {"format": {"type": "json_schema", "schema": broken}}
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        real.messages.create(output_config=form, **options)
+    assert "output_config.format.schema" in str(caught.value.api_message)
+
+
+def test_a_real_call_that_must_come(real: anthropic.Anthropic) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Ulm", "Rom"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    options: Any = {"model": "m", "max_tokens": 200, "messages": USER}
+    options["extra_body"] = {"temperature": 0}
+    options["tools"] = [{"name": "weather", "input_schema": schema}]
+    options["tool_choice"] = {"type": "any", "disable_parallel_tool_use": True}
+    whole = real.messages.create(**options)
+    with real.messages.stream(**options) as stream:
+        streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        (used,) = (block for block in message.content if block.type == "tool_use")
+        assert used.name == "weather"
+        assert used.input["city"] in ("Ulm", "Rom")
+        assert message.stop_reason == "tool_use"
+
+
+def test_real_refusals_are_in_the_apis_words(real: anthropic.Anthropic) -> None:
+    messages: Any = [{"role": "user", "content": "word " * 50_000}]
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        real.messages.create(model="m", max_tokens=9, messages=messages)
+    assert "messages: the context is 1024 tokens" in str(caught.value.api_message)
+    with pytest.raises(anthropic.BadRequestError):
+        real.messages.count_tokens(model="m", messages=messages)

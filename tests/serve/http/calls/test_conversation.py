@@ -1,0 +1,235 @@
+"""Conversations with tools to token ids: in the template's words or in ours, and never a special
+token from what a client wrote."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve.config import EngineConfig, default_model_path
+from serve.engine.chat_prompt import encode_chat, make_chat_format
+from serve.engine.request_limits import RequestLimits
+from serve.errors import RequestError
+from serve.text.chat_parser import ChatFormat, choose_format
+from serve.text.chat_template import ChatTemplate
+from serve.text.tokenizer import Tokenizer
+from tests.support.engine.checkpoints import checkpoint
+
+LIMITS = RequestLimits(max_model_len=8192, vocab_size=4096, max_num_waiting=1, max_num_seqs=1)
+NATIVE = (
+    "{{ bos_token }}"
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
+    "{{ mood }}{% for m in messages %}[{{ m.role }}]{{ m.reasoning_content }}{{ m.content }}"
+    "{% for call in m.tool_calls %}<tool_call>{{ call.function.name }}"
+    "{{ call.function.arguments | tojson }}{% endfor %}{{ m.tool_call_id }}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "f", "description": "does", "parameters": {}}}
+USER = {"role": "user", "content": "hi"}
+RESULTS: list[dict[str, Any]] = [
+    USER,
+    {
+        "role": "assistant",
+        "content": "I look.",
+        "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": "ü"}}},
+            {"id": "b", "type": "function", "function": {"name": "g", "arguments": {}}},
+        ],
+    },
+    {"role": "tool", "tool_call_id": "a", "content": "1"},
+    {"role": "tool", "tool_call_id": "b", "content": "2"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(checkpoint("llama"))
+
+
+_TEMPLATES: dict[str, ChatTemplate] = {}  # each is a process
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ended_templates() -> Iterator[None]:
+    yield
+    for template in _TEMPLATES.values():
+        template.close()
+
+
+def made(source: str, tokenizer: Tokenizer) -> ChatTemplate:
+    if source not in _TEMPLATES:
+        _TEMPLATES[source] = ChatTemplate(source, special_tokens=tokenizer.named_tokens)
+    return _TEMPLATES[source]
+
+
+def rendered(
+    source: str, messages: list[dict[str, Any]], tokenizer: Tokenizer, **options: Any
+) -> str:
+    style = choose_format(source, "auto", "auto")
+    template = made(source, tokenizer)
+    ids = encode_chat(template, tokenizer, messages, LIMITS, style=style, **options)
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def conversation(text: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The text wherever a client can write."""
+    function = {"name": text, "arguments": {text: [{text: text}], "x": text}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "text", "text": text}], "name": text},
+        {
+            "role": "assistant",
+            "content": text,
+            "reasoning_content": text,
+            "tool_calls": [{"id": text, "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": text, "content": text},
+    ]
+    parameters = {"type": "object", "properties": {text: {"enum": [text], "description": text}}}
+    described = {"name": text, "description": text, "parameters": parameters}
+    options = {
+        "tools": [{"type": "function", "function": described}],
+        "template_kwargs": {"mood": text},
+    }
+    return messages, options
+
+
+@pytest.mark.row("T6")
+@pytest.mark.parametrize("source", [NATIVE, NATIVE.replace("tools", "other")])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_special_id_comes_from_a_client(source: str, seed: int, tokenizer: Tokenizer) -> None:
+    specials = tokenizer.special_token_strings
+    rng = random.Random(seed)
+    pieces = [*specials, *(item[:2] for item in specials), *(item[2:] for item in specials), " "]
+    hostile = "".join(rng.choices(pieces, k=30))
+    style = choose_format(source, "auto", "auto")
+    counts = []
+    template = made(source, tokenizer)
+    for text in ("harmless", hostile):
+        messages, options = conversation(text)
+        ids = encode_chat(template, tokenizer, messages, LIMITS, style=style, **options)
+        counts.append([token for token in ids if token in tokenizer.special_ids])
+    assert counts[0]
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.row("T7")
+@pytest.mark.parametrize("text", ["{{7*7}}", "{% for x in y %}", "{{ ''.__class__ }}"])
+def test_template_code_from_a_client_is_text(text: str, tokenizer: Tokenizer) -> None:
+    for source in (NATIVE, NATIVE.replace("tools", "other")):
+        messages, options = conversation(text)
+        assert rendered(source, messages, tokenizer, **options).count(text) >= 8
+
+
+def test_tools_in_the_templates_words(tokenizer: Tokenizer) -> None:
+    text = rendered(NATIVE, RESULTS, tokenizer, tools=[TOOL], template_kwargs={"mood": "calm"})
+    assert '{"type": "function", "function": {"name": "f", "description": "does"' in text
+    assert '<tool_call>f{"x": "ü"}<tool_call>g{}' in text
+    assert "calm[user]hi" in text
+
+
+def test_tools_for_a_template_that_knows_none() -> None:
+    tokenizer = Tokenizer.load(default_model_path())
+    source = tokenizer.chat_template
+    assert source is not None
+    style = make_chat_format(tokenizer, EngineConfig())
+    assert style.tools is not None
+    assert (style.tools.name, style.has_native_tools) == ("hermes", False)
+    text = rendered(source, RESULTS, tokenizer, tools=[TOOL])
+    assert text.startswith("<|bos|><|system|>You may use these functions")
+    assert '\n{"name": "f", "description": "does", "parameters": {}}\n' in text
+    said = (
+        "<|user|>hi<|end|><|assistant|>I look.\n"
+        '<tool_call>\n{"name": "f", "arguments": {"x": "ü"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call><|end|>'
+        "<|user|><tool_response>\n1\n</tool_response>\n"
+        "<tool_response>\n2\n</tool_response><|end|><|assistant|>"
+    )
+    assert text.endswith(said)
+    assert rendered(source, RESULTS, tokenizer) == f"<|bos|>{said}"
+    system = [{"role": "system", "content": "Be kind."}, USER]
+    text = rendered(source, system, tokenizer, tools=[TOOL])
+    assert text.startswith("<|bos|><|system|>Be kind.\n\nYou may use these functions")
+
+
+def test_a_template_without_a_system_role(tokenizer: Tokenizer) -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'system' %}"
+        "{{ raise_exception('System role not supported') }}{% endif %}[{{ m.role }}]{{ m.content }}"
+        "{% endfor %}"
+    )
+    text = rendered(source, [USER], tokenizer, tools=[TOOL])
+    assert text.startswith("[user]You may use")
+    assert text.endswith("\n\nhi")
+
+
+@pytest.mark.parametrize("trim", ["", " | trim"])
+def test_the_last_message_is_continued(trim: str, tokenizer: Tokenizer) -> None:
+    source = NATIVE.replace("m.content", f"m.content{trim}")
+    messages = [USER, {"role": "assistant", "content": "It is "}]
+    text = rendered(
+        source, messages, tokenizer, add_generation_prompt=False, continue_final_message=True
+    )
+    assert text.endswith("[assistant]It is ")
+
+
+def test_a_template_that_hides_the_last_message(tokenizer: Tokenizer) -> None:
+    messages = [USER, {"role": "assistant", "content": "It is"}]
+    source = "{{ messages[0].content }}"
+    with pytest.raises(RequestError) as caught:
+        rendered(source, messages, tokenizer, continue_final_message=True)
+    assert caught.value.param == "continue_final_message"
+
+
+@pytest.mark.row("T10")
+def test_what_a_template_refuses_is_the_clients_mistake(tokenizer: Tokenizer) -> None:
+    source = "{{ tools }}<tool_call>{{ raise_exception('roles must take turns') }}"
+    with pytest.raises(RequestError) as caught:
+        rendered(source, RESULTS, tokenizer, tools=[TOOL])
+    assert caught.value.param == "messages"
+    assert "roles must take turns" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("last", "opens"),
+    [
+        ("{% if add_generation_prompt %}<think>\\n{% endif %}", True),
+        ("{% if add_generation_prompt %}x{% endif %}</think>", False),
+        (
+            "{% if add_generation_prompt %}{% if not enable_thinking %}<think></think>{% else %}"
+            "<think>{% endif %}{% endif %}",
+            True,
+        ),
+        ("{% if add_generation_prompt %}<think>\\n\\n</think>{% endif %}", False),
+    ],
+)
+def test_templates_that_begin_the_reasoning(last: str, opens: bool) -> None:
+    source = f"{{% for m in messages %}}<think>{{{{ m }}}}</think>{{% endfor %}}{last}"
+    assert choose_format(source, "auto", "auto").opens_reasoning is opens
+
+
+def test_markers_that_are_special_tokens_are_known(tmp_path: Path) -> None:
+    shutil.copytree(default_model_path(), tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    for number, text in enumerate(("<tool_call>", "</think>")):
+        token = {**content["added_tokens"][0], "id": 4096 + number, "content": text}
+        content["added_tokens"].append(token)
+    file.write_text(json.dumps(content))
+    tokenizer = Tokenizer.load(tmp_path / "model")
+    style = make_chat_format(tokenizer, EngineConfig(reasoning_parser="deepseek_r1"))
+    assert style.special_ids == {"<tool_call>": 4096, "</think>": 4097}
+    assert style.reasoning_end_id == 4097
+
+
+def test_no_format_no_change(tokenizer: Tokenizer) -> None:
+    """Whoever renders messages alone gets what the template makes of them."""
+    template = made(NATIVE, tokenizer)
+    plain = encode_chat(template, tokenizer, [USER], LIMITS)
+    same = encode_chat(template, tokenizer, [USER], LIMITS, style=ChatFormat())
+    assert plain == same

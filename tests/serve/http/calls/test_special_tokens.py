@@ -1,0 +1,44 @@
+"""No special token comes from what a user writes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from serve.engine.chat_prompt import encode_chat
+from serve.engine.request_limits import RequestLimits
+from serve.text.chat_template import ChatTemplate
+from serve.text.tokenizer import Tokenizer
+from tests.support.engine.checkpoints import checkpoint
+
+LIMITS = RequestLimits(max_model_len=4096, vocab_size=320, max_num_waiting=1, max_num_seqs=1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.row("T6")
+def test_no_special_id_comes_from_what_a_user_writes(seed: int) -> None:
+    """Every special token, whole, cut and nested, in a tokenizer as checkpoints have them."""
+    tokenizer = Tokenizer.load(checkpoint("llama"))
+    specials = tokenizer.special_token_strings
+    assert specials
+    rng = random.Random(seed)
+    pieces = [*specials, *(text[:2] for text in specials), *(text[2:] for text in specials), " x"]
+    content = "".join(rng.choices(pieces, k=200))
+    source = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    template = ChatTemplate(source, special_tokens=tokenizer.named_tokens)
+    try:
+        plain = encode_chat(template, tokenizer, [_user("hello")], LIMITS)
+        token_ids = encode_chat(template, tokenizer, [_user(content)], LIMITS)
+    finally:
+        template.close()
+    assert _specials(token_ids, tokenizer) == _specials(plain, tokenizer)
+    assert content in tokenizer.decode(token_ids)
+
+
+def _user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def _specials(token_ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    return [token for token in token_ids if token in tokenizer.special_ids]

@@ -1,0 +1,63 @@
+"""One list of limits: the page is made of it, the settings agree with it, nothing is missing."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from aiohttp import web_protocol
+
+from serve.http.edge import limits
+from tests.support.http.limit_table import TABLE, Limit, default_of
+from tests.support.http.limits_table import PAGE, with_table
+
+ALL = [limit for section in TABLE.values() for limit in section]
+# Bounds of what the operator writes or of our own doing, not of what a stranger sends.
+OURS = {
+    "serve.http.calls.context:MAX_LOGGED_NAMES",
+    "serve.http.edge.cors:MAX_AGE_S",
+    "serve.http.edge.errors:MAX_QUOTED",
+    "serve.http.schema.fields:MAX_LISTED",
+    "serve.http.schema.fields:MAX_WARNED",
+    "serve.http.edge.keys:MAX_FILE_BYTES",
+    "serve.http.edge.keys:MAX_KEYS",
+    "serve.http.monitoring.live:MAX_BEHIND",
+    "serve.http.monitoring.live:MAX_SEQUENCES",
+    "serve.http.monitoring.live:MAX_STEPS",
+    "serve.http.edge.log_limit:MAX_TEXTS",
+    "serve.http.edge.meter:MAX_REASONS",
+}
+# the same as those of the fields
+ALIASED = ("LOGPROBS", "BAD_WORDS", "BAD_WORD_LENGTH", "ALLOWED_TOKEN_IDS")
+
+
+def test_the_page_has_the_table() -> None:
+    page = PAGE.read_text()
+    assert with_table(page) == page
+
+
+@pytest.mark.parametrize("limit", ALL, ids=lambda limit: limit.constant)
+def test_a_limit_is_there_and_its_setting_begins_with_it(limit: Limit) -> None:
+    assert limit.value > 0
+    assert default_of(limit) in (None, limit.value)
+
+
+def test_no_constant_is_missing() -> None:
+    """Each MAX_ of a module that reads requests, and each of limits.py, has a row."""
+    listed = {limit.constant for limit in ALL} | OURS
+    found = set()
+    for path in [*Path("serve/http").rglob("*.py"), Path("serve/request.py")]:
+        module = ".".join(path.with_suffix("").parts)
+        for node in ast.parse(path.read_text()).body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            found |= {f"{module}:{name}" for name in names if name.startswith("MAX_")}
+    aliases = {f"serve.request:MAX_{name}" for name in ALIASED}
+    assert found - listed - aliases == set()
+    own = {f"serve.http.edge.limits:{name}" for name in vars(limits) if name.isupper()}
+    assert own - listed == {"serve.http.edge.limits:KIB", "serve.http.edge.limits:MIB"}
+
+
+def test_pipelining_is_aiohttps() -> None:
+    assert web_protocol.MAX_MSG_QUEUE_SIZE == limits.PIPELINED

@@ -1,0 +1,387 @@
+"""OpenAI's official client against /v1/responses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response
+
+from serve.errors import GenerationError
+from serve.http.parts import Part, Reasoning, Text
+from serve.text.chat_parser import choose_format
+from tests.support.http.fakes_http import FakeEngine, ServerThread
+from tests.support.http.official_clients import openai_client
+from tests.support.http.scripted_chat import CACHED_TOKENS, PROMPT_TOKENS, SCRIPT, script_answers
+
+TEXT = "naïve\n\nevent: 👍🏽 done"
+TOOLS: Any = [
+    {
+        "type": "function",
+        "name": "weather",
+        "description": "of a place",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        "strict": False,
+    }
+]
+
+
+@pytest.fixture(scope="module")
+def fake_engine() -> FakeEngine:
+    return FakeEngine(reply=TEXT, model_name="m")
+
+
+@pytest.fixture(scope="module")
+def fake(fake_engine: FakeEngine) -> Iterator[openai.OpenAI]:
+    with ServerThread(fake_engine) as server, openai_client(server) as client:
+        yield client
+
+
+def without_names(response: Response) -> dict[str, Any]:
+    """What two responses to the same request have in common."""
+    fields = response.to_dict(mode="json")
+    output: Any = fields["output"]
+    for item in output:
+        del item["id"]
+        for part in item.get("content") or []:
+            part.pop("parsed", None)
+        item.pop("parsed_arguments", None)
+    times = {"id", "created_at", "completed_at"}
+    return {name: value for name, value in fields.items() if name not in times}
+
+
+def test_a_response(fake: openai.OpenAI, fake_engine: FakeEngine) -> None:
+    response = fake.responses.create(
+        model="m",
+        instructions="Be kind.",
+        input="hello",
+        temperature=0.25,
+        top_p=0.5,
+        max_output_tokens=99,
+        metadata={"a": "b"},
+        user="u",
+        extra_body={"seed": 3, "top_k": 4},
+    )
+    assert response.output_text == TEXT
+    assert (response.status, response.incomplete_details) == ("completed", None)
+    assert (response.object, response.model, response.error) == ("response", "m", None)
+    assert (response.temperature, response.top_p, response.max_output_tokens) == (0.25, 0.5, 99)
+    assert (response.instructions, response.metadata) == ("Be kind.", {"a": "b"})
+    assert response.usage is not None
+    counts = response.usage
+    assert (counts.input_tokens, counts.output_tokens) == (len("Be kind.hello"), len(TEXT))
+    assert counts.total_tokens == counts.input_tokens + counts.output_tokens
+    messages, params = fake_engine.submitted[-1]
+    assert messages == [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "hello"},
+    ]
+    assert (params.seed, params.top_k, params.max_tokens) == (3, 4, 99)
+
+
+def test_a_stream_says_what_the_whole_says(fake: openai.OpenAI) -> None:
+    whole = fake.responses.create(model="m", input="hello")
+    with fake.responses.stream(model="m", input="hello") as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert set(kinds[4:-4]) == {"response.output_text.delta"}
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == TEXT
+    assert without_names(final) == without_names(whole)
+
+
+def test_an_answer_that_was_cut(fake: openai.OpenAI) -> None:
+    whole = fake.responses.create(model="m", input="hello", max_output_tokens=3)
+    stream = fake.responses.create(model="m", input="hello", max_output_tokens=3, stream=True)
+    last = list(stream)[-1]
+    assert last.type == "response.incomplete"
+    for response in (whole, last.response):
+        assert response.status == "incomplete"
+        assert response.incomplete_details is not None
+        assert response.incomplete_details.reason == "max_output_tokens"
+        assert response.output_text == TEXT[:3]
+        assert response.output[0].to_dict()["status"] == "incomplete"
+
+
+def test_reasoning_text_and_calls(fake: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = script_answers(monkeypatch, SCRIPT, "tool_calls")
+    options: Any = {
+        "model": "m",
+        "input": "hello",
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "include": ["reasoning.encrypted_content"],
+    }
+    whole = fake.responses.create(**options)
+    with fake.responses.stream(**options) as stream:
+        events = list(stream)
+        streamed = stream.get_final_response()
+    assert without_names(streamed) == without_names(whole)
+    thoughts = [e.delta for e in events if e.type == "response.reasoning_text.delta"]
+    assert thoughts == ["Which ", "city?"]
+    arguments = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+    assert arguments == ['{"city":', ' "Ulm"}', "{}"]
+    reasoning, message, first, second = whole.output
+    assert reasoning.type == "reasoning"
+    assert reasoning.content is not None
+    assert reasoning.content[0].text == "Which city?"
+    assert message.type == "message"
+    assert whole.output_text == "Let me look."
+    assert first.type == second.type == "function_call"
+    assert (first.call_id, first.name, first.arguments) == ("call_1", "weather", '{"city": "Ulm"}')
+    assert (second.call_id, second.arguments, second.status) == ("call_2", "{}", "completed")
+    assert whole.usage is not None
+    assert whole.usage.input_tokens == PROMPT_TOKENS
+    assert whole.usage.input_tokens_details.cached_tokens == CACHED_TOKENS
+    assert whole.usage.output_tokens_details.reasoning_tokens == 2
+    asked = run.asked
+    function = {name: TOOLS[0][name] for name in ("name", "description", "parameters", "strict")}
+    assert asked.tools == [{"type": "function", "function": function}]
+    assert (asked.tool_choice, asked.parallel_tool_calls) == ("required", False)
+    assert asked.template_kwargs == {"reasoning_effort": "low"}
+
+
+def test_what_a_model_writes_is_read() -> None:
+    """Reasoning and calls in the model's own text, by its template's format."""
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
+    style = choose_format("tools <tool_call> </think>", "auto", "auto")
+    engine = FakeEngine(
+        reply=f"<think>Which city?</think>Let me look.{call}", model_name="m", chat_format=style
+    )
+    options: Any = {"model": "m", "input": "hello", "tools": TOOLS}
+    with ServerThread(engine) as server, openai_client(server) as client:
+        whole = client.responses.create(**options)
+        with client.responses.stream(**options) as stream:
+            streamed = stream.get_final_response()
+    for response in (whole, streamed):
+        reasoning, _, used = response.output
+        assert reasoning.type == "reasoning"
+        assert reasoning.content is not None
+        assert reasoning.content[0].text == "Which city?"
+        assert response.output_text == "Let me look."
+        assert used.type == "function_call"
+        assert (used.name, used.arguments) == ("weather", '{"city": "Ulm"}')
+        assert response.usage is not None
+        assert response.usage.output_tokens_details.reasoning_tokens > len("Which city?")
+    assert engine.chats[-1]["tools"][0]["function"]["name"] == "weather"
+
+
+def test_the_conversation_goes_on(fake: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its id, or by all of its items: the same messages, but for the instructions."""
+    script_answers(monkeypatch, SCRIPT, "tool_calls")
+    first = fake.responses.create(model="m", input="hello", instructions="Hm.", tools=TOOLS)
+    run = script_answers(monkeypatch, [[Text("ok")]])
+    outputs: Any = [
+        {"type": "function_call_output", "call_id": "call_1", "output": "rain"},
+        {
+            "type": "function_call_output",
+            "call_id": "call_2",
+            "output": [{"type": "input_text", "text": "no city"}],
+        },
+        {"role": "user", "content": [{"type": "input_text", "text": "Well?"}]},
+    ]
+    options: Any = {"model": "m", "tools": TOOLS}
+    second = fake.responses.create(input=outputs, previous_response_id=first.id, **options)
+    by_id = run.asked.messages
+    assert second.previous_response_id == first.id
+    echoed = [item.to_dict() for item in first.output]
+    fake.responses.create(
+        input=[{"role": "user", "content": "hello"}, *echoed, *outputs], **options
+    )
+    assert run.asked.messages == by_id
+    roles = [message["role"] for message in by_id]
+    assert roles == ["user", "assistant", "tool", "tool", "user"]
+    _, said, rain, failed, _ = by_id
+    assert (said["content"], said["reasoning_content"]) == ("Let me look.", "Which city?")
+    assert [call["id"] for call in said["tool_calls"]] == ["call_1", "call_2"]
+    assert (rain["tool_call_id"], rain["name"], rain["content"]) == ("call_1", "weather", "rain")
+    assert failed["content"] == "no city"
+    named: Any = [{"type": "item_reference", "id": item.id} for item in first.output]
+    hello: Any = {"role": "user", "content": "hello"}
+    fake.responses.create(input=[hello, *named, *outputs], **options)
+    assert run.asked.messages == by_id
+    third = fake.responses.create(input="more", previous_response_id=second.id, **options)
+    assert len(run.asked.messages) == 7
+    items = fake.responses.input_items.list(third.id, order="asc").data
+    assert [item.type for item in items][:3] == ["message", "reasoning", "message"]
+    assert len(items) == 1 + 4 + 3 + 1 + 1
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected", "names"),
+    [
+        ("auto", "auto", ["weather", "time"]),
+        ("none", "none", ["weather", "time"]),
+        ({"type": "function", "name": "time"}, ("function", "time"), ["weather", "time"]),
+        (
+            {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [{"type": "function", "name": "time"}],
+            },
+            "required",
+            ["time"],
+        ),
+    ],
+)
+def test_tool_choices(
+    fake: openai.OpenAI,
+    monkeypatch: pytest.MonkeyPatch,
+    choice: Any,
+    expected: Any,
+    names: list[str],
+) -> None:
+    run = script_answers(monkeypatch, [[Text("ok")]])
+    tools: Any = [*TOOLS, {"type": "function", "name": "time", "parameters": {}, "strict": None}]
+    response = fake.responses.create(model="m", input="hello", tools=tools, tool_choice=choice)
+    assert run.asked.tool_choice == expected
+    assert [tool["function"]["name"] for tool in run.asked.tools] == names
+    assert response.to_dict()["tool_choice"] == choice
+
+
+@pytest.mark.parametrize(
+    ("form", "kind", "source"),
+    [
+        ({"type": "text"}, None, None),
+        ({"type": "json_object"}, "json_object", ""),
+        (
+            {"type": "json_schema", "name": "n", "schema": {"type": "object"}},
+            "json_schema",
+            '{"type":"object"}',
+        ),
+    ],
+)
+def test_forms_of_text(
+    fake: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, form: Any, kind: str, source: str
+) -> None:
+    run = script_answers(monkeypatch, [[Text("{}")]])
+    response = fake.responses.create(model="m", input="hello", text={"format": form})
+    structured = run.asked.params.structured
+    assert (structured.kind if structured else None) == kind
+    assert (structured.source if structured else None) == source
+    assert response.text is not None
+    assert response.text.format is not None
+    assert response.text.format.to_dict().items() >= form.items()
+
+
+def test_log_probabilities(fake: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the text's tokens; those of the reasoning are no part of the message."""
+    script_answers(monkeypatch, [[Reasoning("hm")], [Text("a")], [], [Text("b")], []])
+    options: Any = {"model": "m", "input": "hello", "include": ["message.output_text.logprobs"]}
+    whole = fake.responses.create(**options, top_logprobs=1)
+    with fake.responses.stream(**options, top_logprobs=1) as stream:
+        events = list(stream)
+        streamed = stream.get_final_response()
+    assert without_names(whole) == without_names(streamed)
+    message = whole.output[1]
+    assert message.type == "message"
+    part = message.content[0]
+    assert part.type == "output_text"
+    assert part.logprobs is not None
+    assert [item.token for item in part.logprobs] == ["B", "C", "D", "E"]
+    assert part.logprobs[0].top_logprobs[0].token == "B"
+    deltas = [event.logprobs for event in events if event.type == "response.output_text.delta"]
+    assert [[item.token for item in logprobs] for logprobs in deltas] == [["B"], ["C", "D"]]
+
+
+def test_an_answer_of_nothing_has_an_empty_message(
+    fake: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script_answers(monkeypatch, [[]])
+    with fake.responses.stream(model="m", input="hello") as stream:
+        response = stream.get_final_response()
+    assert response.output_text == ""
+    assert [item.type for item in response.output] == ["message"]
+
+
+def test_kept_responses(fake: openai.OpenAI) -> None:
+    response = fake.responses.create(model="m", input="hello")
+    assert fake.responses.retrieve(response.id) == response
+    items = fake.responses.input_items.list(response.id)
+    assert [item.to_dict()["content"] for item in items.data] == [
+        [{"type": "input_text", "text": "hello"}]
+    ]
+    with pytest.raises(openai.BadRequestError):
+        fake.responses.cancel(response.id)
+    fake.responses.delete(response.id)
+    for gone in (fake.responses.retrieve, fake.responses.delete, fake.responses.cancel):
+        with pytest.raises(openai.NotFoundError):
+            gone(response.id)
+    with pytest.raises(openai.NotFoundError):
+        fake.responses.input_items.list(response.id)
+    with pytest.raises(openai.BadRequestError) as caught:
+        fake.responses.create(model="m", input="more", previous_response_id=response.id)
+    assert (caught.value.param, caught.value.code) == (
+        "previous_response_id",
+        "previous_response_not_found",
+    )
+
+
+def test_a_streamed_response_is_kept_and_an_unstored_one_is_not(fake: openai.OpenAI) -> None:
+    with fake.responses.stream(model="m", input="hello") as stream:
+        response = stream.get_final_response()
+    assert fake.responses.retrieve(response.id).output_text == TEXT
+    response = fake.responses.create(model="m", input="hello", store=False)
+    with pytest.raises(openai.NotFoundError):
+        fake.responses.retrieve(response.id)
+
+
+def test_pages_of_input_items(fake: openai.OpenAI) -> None:
+    texts = [str(number) for number in range(5)]
+    items: Any = [{"role": "user", "content": text, "id": f"msg_{text}"} for text in texts]
+    response = fake.responses.create(model="m", input=items)
+    page = fake.responses.input_items.list(response.id, limit=2, order="asc")
+    assert [item.id for item in page.data] == ["msg_0", "msg_1"]
+    assert page.has_more
+    assert [item.id for item in page] == [f"msg_{text}" for text in texts]  # fetches the others
+    newest = fake.responses.input_items.list(response.id, limit=1)
+    assert [item.id for item in newest.data] == ["msg_4"]
+
+
+def test_tokens_are_counted(fake: openai.OpenAI, fake_engine: FakeEngine) -> None:
+    count = fake.responses.input_tokens.count(model="m", instructions="abc", input="hello")
+    assert count.input_tokens == len("abc" + "hello")
+    assert fake_engine.submitted[-1][1].max_tokens == 0
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_an_error_of_the_engine(
+    fake: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, is_early: bool
+) -> None:
+    """Before the first token it is the answer; after it, the response fails and the client
+    raises."""
+    begun: list[list[Part] | Exception] = [] if is_early else [[Text("o")]]
+    script_answers(monkeypatch, [*begun, GenerationError("a bad step")])
+    events: list[Any] = []
+    with pytest.raises(openai.APIError) as caught:
+        events.extend(fake.responses.create(model="m", input="hello", stream=True))
+    assert "bad step" not in str(caught.value)
+    if is_early:
+        assert isinstance(caught.value, openai.InternalServerError)
+        assert not events
+        return
+    assert events[-1].type == "response.failed"
+    assert events[-1].response.status == "failed"
+    assert events[-1].response.error.code == "server_error"
+    assert [event.sequence_number for event in events[:5]] == list(range(5))
+    assert caught.value.code == "internal_error"
+    with pytest.raises(openai.NotFoundError):
+        fake.responses.retrieve(events[-1].response.id)

@@ -1,0 +1,276 @@
+"""Rows of the catalogue about connections: very slow readers, very many, none left, peers that die.
+
+The full numbers (10,000 idle connections and their memory) are measured by bench, not here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from serve.http.edge.connection import Connection
+from tests.support.http.fakes_http import FakeEngine, Served, run_with_server
+from tests.support.http.raw_requests import BODY, CHAT, request
+
+pytestmark = pytest.mark.usefixtures("nothing_in_the_log")
+
+GET_HEALTH = request(b"", first="GET /health HTTP/1.1", kind=None, length=None)
+
+
+@contextlib.contextmanager
+def small_window(port: int) -> Iterator[socket.socket]:
+    """A connection whose client can be told only a few kilobytes that it has not read."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    with sock:
+        sock.connect_ex(("127.0.0.1", port))
+        yield sock
+
+
+@pytest.mark.row("C9")
+def test_a_reader_of_ten_bytes_at_a_time_is_given_up() -> None:
+    """That it reads something now and then does not help: most of what waits must have gone."""
+
+    async def check(served: Served) -> None:
+        loop = asyncio.get_running_loop()
+        with small_window(served.port) as slow:
+            await loop.sock_sendall(slow, request(json.dumps({**BODY, "stream": True}).encode()))
+            began_s = time.monotonic()
+            num_read = 0
+            with contextlib.suppress(ConnectionResetError):
+                while not served.engine.aborted:
+                    num_read += len(await loop.sock_recv(slow, 10))
+                    await asyncio.sleep(0.02)
+                    assert time.monotonic() - began_s < 10
+            assert num_read > 50
+            assert not served.engine.running
+            assert (await served.events(CHAT, {**BODY, "max_tokens": 5}))[-1] == "[DONE]"
+
+    run_with_server(FakeEngine(repeat=100_000), check, write_timeout_s=0.5)
+
+
+@pytest.mark.row("C8")
+def test_what_waits_for_a_stalled_reader_is_bounded() -> None:
+    """In the server and in the kernel: the engine's next tokens are not asked for."""
+
+    async def check(served: Served) -> None:
+        loop = asyncio.get_running_loop()
+        with small_window(served.port) as stalled:
+            await loop.sock_sendall(stalled, request(json.dumps({**BODY, "stream": True}).encode()))
+            before, now = -1, 0
+            while before != now or not now:
+                before = now
+                await asyncio.sleep(0.3)
+                now = next(iter(served.engine.running))._num_output
+            bytes_each = 150  # an event with one character
+            assert now * bytes_each < 512 << 10
+
+    run_with_server(FakeEngine(repeat=100_000), check, write_timeout_s=30, send_buffer_bytes=65536)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+async def connect_all(port: int, count: int) -> list[socket.socket]:
+    loop = asyncio.get_running_loop()
+    socks = [socket.socket() for _ in range(count)]
+    for sock in socks:
+        sock.setblocking(False)
+    await asyncio.gather(*(loop.sock_connect(sock, ("127.0.0.1", port)) for sock in socks))
+    return socks
+
+
+@pytest.mark.row("C10", "C11")
+@pytest.mark.parametrize("half", [False, True])
+def test_connections_that_say_nothing_or_half_a_head(half: bool) -> None:
+    """A thousand cost some kilobytes each, health is answered at once, and deadlines end them."""
+    count = 1000
+
+    async def check(served: Served) -> None:
+        assert (await served.raw(GET_HEALTH)).status == 200
+        before = resident_bytes()
+        socks = await connect_all(served.port, count)
+        if half:
+            for sock in socks:
+                sock.send(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nX-A: ")
+        connections = served.server.app.context.meter.num_connections
+        await served.until(lambda: connections() >= count)
+        assert resident_bytes() - before < count * 25_000  # both ends are here
+        took = []
+        for _ in range(20):
+            began_s = time.monotonic()
+            assert (await served.raw(GET_HEALTH)).status == 200
+            took.append(time.monotonic() - began_s)
+        assert sorted(took)[10] < 0.02
+        assert (await served.post(CHAT, BODY))[0] == 200
+        await served.until(lambda: connections() < 10, timeout_s=15)
+        for sock in socks:
+            sock.close()
+
+    settings = {"head_timeout_s" if half else "first_request_timeout_s": 2.0}
+    run_with_server(FakeEngine(), check, **settings)
+
+
+@pytest.mark.row("C12")
+def test_a_storm_of_connections() -> None:
+    """The kernel holds as many as come at once: none has to send its SYN again, after a second."""
+    count = 3000
+
+    async def check(served: Served) -> None:
+        connections = served.server.app.context.meter.num_connections
+        began_s = time.monotonic()
+        socks = await connect_all(served.port, count)
+        assert time.monotonic() - began_s < 2
+        await served.until(lambda: connections() >= count)
+        assert time.monotonic() - began_s < 2
+        assert (await served.raw(GET_HEALTH)).status == 200
+        for sock in socks:
+            sock.close()
+        await served.until(lambda: connections() < 10, timeout_s=15)
+
+    with open("/proc/sys/net/core/somaxconn") as file:
+        if int(file.read()) < 4096:
+            pytest.skip("the kernel does not hold so many connections")
+    run_with_server(FakeEngine(), check)
+
+
+# ---- no files left
+
+
+class FewFiles:
+    """The server of few_files_server.py and requests to it."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        assert process.stdin is not None and process.stdout is not None
+        self._in: IO[str] = process.stdin
+        self._out: IO[str] = process.stdout
+        self.address = "127.0.0.1", int(self._out.readline())
+
+    def tell(self, command: str) -> int:
+        self._in.write(f"{command}\n")
+        self._in.flush()
+        return int(self._out.readline().split()[1])
+
+    def connect(self, count: int) -> list[socket.socket]:
+        return [socket.create_connection(self.address, timeout=3) for _ in range(count)]
+
+    def health(self, sock: socket.socket | None = None) -> int | None:
+        """Status; None if the connection was closed instead."""
+        try:
+            used = sock or socket.create_connection(self.address, timeout=3)
+            used.sendall(GET_HEALTH)
+            data = used.recv(4096)
+        except ConnectionError:
+            return None
+        finally:
+            if sock is None:
+                used.close()
+        return int(data.split()[1]) if data else None
+
+    def until_health(self) -> float:
+        """Seconds until a new connection is answered."""
+        began_s = time.monotonic()
+        while self.health() != 200:
+            assert time.monotonic() - began_s < 10
+            time.sleep(0.05)
+        return time.monotonic() - began_s
+
+
+@pytest.fixture
+def few_files() -> Iterator[FewFiles]:
+    root = Path(__file__).parents[4]
+    with subprocess.Popen(
+        [sys.executable, root / "tests/support/http/few_files_server.py"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": str(root), "PATH": ""},
+    ) as process:
+        server = FewFiles(process)
+        yield server
+        assert process.poll() is None
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(timeout=20) == 0
+
+
+@pytest.mark.row("C13")
+def test_no_more_files(few_files: FewFiles) -> None:
+    """Those who come are not let in meanwhile; who is there is answered; then all goes on."""
+    old = few_files.connect(1)[0]
+    assert few_files.health(old) == 200
+    assert few_files.tell("hog") > 10
+    waiting = few_files.connect(20)
+    for _ in range(3):
+        assert few_files.health(old) == 200
+    assert few_files.tell("free") == 0
+    few_files.until_health()
+    assert few_files.health(old) == 200
+    for sock in [old, *waiting]:
+        sock.close()
+
+
+@pytest.mark.row("C13")
+def test_more_connections_than_files(few_files: FewFiles) -> None:
+    """Places are kept for health checks, and nobody keeps one of them for long."""
+    flood = few_files.connect(400)
+    assert few_files.until_health() < 5
+    for _ in range(3):  # nor is one kept by who has been answered
+        few_files.until_health()
+    for sock in flood:
+        sock.close()
+    few_files.until_health()
+
+
+@pytest.mark.row("C15")
+def test_a_peer_that_dies_without_a_word_is_noticed() -> None:
+    """By the kernel, where a stream is too slow to fill its buffers, or nothing is said yet: what
+    is not acknowledged ends the connection after the write timeout, and silence is probed. A link
+    cannot be cut here, so this is asked of the sockets that were accepted."""
+    found = []
+
+    class Noted(Connection):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)
+            sock = transport.get_extra_info("socket")
+            tcp = (socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL)
+            options = [sock.getsockopt(socket.IPPROTO_TCP, option) for option in tcp]
+            found.append([sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), *options])
+
+    async def check(served: Served) -> None:
+        assert (await served.raw(GET_HEALTH)).status == 200
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("serve.http.edge.connection.Connection", Noted)
+        run_with_server(FakeEngine(), check, write_timeout_s=25)
+    assert found == [[1, 25_000, 10, 5]]
+
+
+@pytest.mark.row("C15")
+def test_a_full_buffer_that_nobody_empties_ends_its_stream() -> None:
+    """A fast stream fills its buffers first; a window of zero bytes stands for the dead peer."""
+
+    async def check(served: Served) -> None:
+        loop = asyncio.get_running_loop()
+        with small_window(served.port) as cut:
+            body = json.dumps({**BODY, "stream": True}).encode()
+            await loop.sock_sendall(cut, request(body))
+            await served.until(lambda: len(served.engine.running) == 1)
+            assert await served.until(lambda: not served.engine.running, timeout_s=10) > 0.3
+            assert len(served.engine.aborted) == 1
+            await served.until(lambda: served.server.app.num_calls == 0)
+
+    run_with_server(FakeEngine(repeat=100_000), check, write_timeout_s=0.4)

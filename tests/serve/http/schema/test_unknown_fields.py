@@ -1,0 +1,77 @@
+"""Parameters that nobody knows: refused, or with the setting told in a header."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from serve.errors import ConfigError
+from serve.http import HttpSettings
+from tests.support.http.fakes_http import FakeEngine, Served, run_with_server
+
+BODY = {"model": "fake", "prompt": "hi"}
+STRANGE = {"zap": 1, "bad\r\nx-evil: 1": 2, "k" * 9000: 3, "naïve": 4, "none": None}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_unknown_names_are_told_in_a_header(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    async def check(served: Served) -> None:
+        body = {**BODY, **STRANGE, "stream": stream}
+        if stream:
+            body["stream_options"] = {"include_usage": True, "inner": 1}
+        for _ in range(2):
+            async with served.session.post("/v1/completions", json=body) as response:
+                assert response.status == 200, await response.text()
+                warning = response.headers["x-mergestep-warning"]
+                assert "x-evil" not in response.headers
+                await response.read()
+        assert warning.startswith('unknown parameters: "zap", "bad\\r\\nx-evil: 1", "kkk')
+        assert warning.isascii() and len(warning) < 1024
+        assert "none" not in warning
+        assert ('"stream_options.inner"' in warning) == stream
+        async with served.session.post("/v1/completions", json=BODY) as response:
+            assert "x-mergestep-warning" not in response.headers
+
+    with caplog.at_level(logging.WARNING):
+        run_with_server(FakeEngine(), check, unknown_fields="warn")
+    told = [r.getMessage() for r in caplog.records if "unknown parameter" in r.getMessage()]
+    assert len(told) == len(set(told)) == 4 + stream
+    assert all("\n" not in line and len(line) < 200 for line in told)
+
+
+def test_many_unknown_names_fill_neither_header_nor_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def check(served: Served) -> None:
+        for start in range(0, 2000, 100):
+            body = {**BODY, **{f"{'x' * 99}{start + i}": i for i in range(100)}}
+            async with served.session.post("/v1/completions", json=body) as response:
+                assert response.status == 200
+                assert len(response.headers["x-mergestep-warning"]) < 1024
+
+    with caplog.at_level(logging.WARNING):
+        run_with_server(FakeEngine(), check, unknown_fields="warn")
+    assert len(caplog.records) <= 256
+
+
+def test_known_mistakes_are_refused_all_the_same() -> None:
+    async def check(served: Served) -> None:
+        status, answer = await served.post("/v1/completions", {**BODY, "zap": 1, "n": 0})
+        assert (status, answer["error"]["param"]) == (400, "n")
+
+    run_with_server(FakeEngine(), check, unknown_fields="warn")
+
+
+@pytest.mark.row("J18")
+def test_unknown_names_are_refused_by_default() -> None:
+    async def check(served: Served) -> None:
+        for strange in ({"zap": 1}, {"stream": True, "stream_options": {"zap": 1}}):
+            status, answer = await served.post("/v1/completions", {**BODY, **strange})
+            assert (status, answer["error"]["code"]) == (400, "unknown_parameter")
+            assert "zap" in answer["error"]["message"]
+
+    run_with_server(FakeEngine(), check)
+
+
+def test_the_setting_is_checked() -> None:
+    with pytest.raises(ConfigError, match="unknown_fields"):
+        HttpSettings(unknown_fields="ignore")

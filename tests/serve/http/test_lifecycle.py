@@ -1,0 +1,281 @@
+"""Loading, ready, draining, stopping: what is answered when, and what signals do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import time
+from typing import Any
+
+import aiohttp
+import pytest
+import uvloop
+
+from serve.engine.node_recovery import NO_MEMORY
+from serve.http import HttpServer, HttpSettings
+from serve.http.app import ServerState
+from serve.http.server import serve_until_signal
+from tests.support.engine.engine_rig import Rig
+from tests.support.http.fakes_http import FakeEngine, Served, run_with_server
+from tests.support.http.raw_requests import RAW_BODY, request
+
+CHAT = "/v1/chat/completions"
+CHAT_BODY: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.row("A14")
+def test_loading_then_ready() -> None:
+    engine = FakeEngine(load_s=0.3)
+
+    async def check() -> None:
+        server = HttpServer(engine, HttpSettings(port=0))  # type: ignore[arg-type]
+        await server.start()
+        served = Served(server, engine, _session(server))
+        loading = asyncio.create_task(server.load())
+        try:
+            assert await _status(served, "GET", "/health") == (200, None, None)
+            for method, path in (("GET", "/ready"), ("GET", "/v1/models"), ("POST", CHAT)):
+                status, code, retry = await _status(served, method, path)
+                assert (status, code) == (503, "model_not_ready")
+                assert retry is not None
+            await loading
+            assert await _status(served, "GET", "/ready") == (200, None, None)
+            assert await _status(served, "POST", CHAT) == (200, None, None)
+        finally:
+            await served.session.close()
+            await server.stop()
+
+    asyncio.run(check())
+
+
+def test_a_failed_engine_is_not_ready() -> None:
+    async def check(served: Served) -> None:
+        served.engine.is_ready = False
+        for method, path in (("GET", "/ready"), ("POST", CHAT)):
+            assert (await _status(served, method, path))[:2] == (503, "engine_failed")
+        assert await _status(served, "GET", "/health") == (200, None, None)
+
+    run_with_server(FakeEngine(), check)
+
+
+def test_without_memory_it_is_not_ready_until_there_is_some() -> None:
+    """Memory nodes are lost. A balancer sends requests elsewhere; those that come can wait."""
+
+    async def check(served: Served) -> None:
+        served.engine.has_memory = False
+        assert await _status(served, "GET", "/ready") == (503, "memory_nodes_lost", "5")
+        assert await _status(served, "GET", "/health") == (200, None, None)
+        assert await _status(served, "POST", CHAT) == (200, None, None)
+        served.engine.has_memory = True
+        assert await _status(served, "GET", "/ready") == (200, None, None)
+
+    run_with_server(FakeEngine(), check)
+
+
+@pytest.mark.parametrize("error", NO_MEMORY)
+def test_who_waited_for_memory_in_vain_is_told_to_try_again(error: str) -> None:
+    async def check(served: Served) -> None:
+        for body in (CHAT_BODY, {**CHAT_BODY, "stream": True}):
+            assert await _status(served, "POST", CHAT, body) == (503, "memory_nodes_lost", "5")
+        _, answer = await served.post(CHAT, CHAT_BODY)
+        assert answer["error"]["message"] == error
+        assert answer["error"]["type"] == "server_error"
+        served.engine.fail_at = 3  # in mid-stream, after tokens were computed again
+        async with served.session.post(CHAT, json={**CHAT_BODY, "stream": True}) as response:
+            told = await response.read()
+        assert b'"code":"memory_nodes_lost"' in told.rpartition(b"data: ")[2]
+        assert b"[DONE]" not in told
+
+    run_with_server(FakeEngine(fail_at=0, fail_error=error), check)
+
+
+@pytest.mark.row("A14")
+def test_draining() -> None:
+    async def check(served: Served) -> None:
+        running = asyncio.create_task(served.post(CHAT, CHAT_BODY))
+        await served.until(lambda: len(served.engine.running) == 1)
+        drained = asyncio.create_task(served.server.drain())
+        await asyncio.sleep(0)
+        for method, path in (("GET", "/ready"), ("GET", "/v1/models"), ("POST", CHAT)):
+            status, code, retry = await _status(served, method, path)
+            assert (status, code) == (503, "draining")
+            assert retry is not None
+        assert await _status(served, "GET", "/health") == (200, None, None)
+        assert not drained.done()
+        assert (await running)[0] == 200
+        await drained
+
+    run_with_server(FakeEngine(step_s=0.03), check)
+
+
+def test_a_drain_that_takes_too_long_ends_streams_with_an_error() -> None:
+    async def check(served: Served) -> None:
+        body = {**CHAT_BODY, "stream": True}
+        async with served.session.post(CHAT, json=body) as response:
+            await response.content.readany()
+            await served.server.drain()
+            assert served.server.app.state is ServerState.DRAINING
+            stopping = asyncio.create_task(served.server.stop())
+            rest = await response.content.read()
+            await stopping
+        assert b'"code":"draining"' in rest
+        assert b"[DONE]" not in rest
+
+    run_with_server(FakeEngine(step_s=0.02, repeat=1000), check, drain_s=0.1)
+
+
+def _signals(
+    engine: FakeEngine, *delays_s: float, **settings: Any
+) -> tuple[bool, float, list[str]]:
+    """Runs a server's life with SIGTERM after each delay; one long request runs when it is
+    ready. Whether it was ever ready, the seconds from the first signal, the answer's end."""
+    ends: list[str] = []
+
+    async def main() -> tuple[bool, float]:
+        server = HttpServer(engine, HttpSettings(port=0, **settings))  # type: ignore[arg-type]
+        clients: list[asyncio.Task[None]] = []
+
+        async def client(url: str) -> None:
+            body = {**CHAT_BODY, "stream": True}
+            async with (
+                aiohttp.ClientSession(url) as session,
+                session.post(CHAT, json=body) as response,
+            ):
+                ends.append((await response.text()).rstrip().rpartition("\n\n")[2])
+
+        def on_ready(url: str) -> None:
+            clients.append(asyncio.create_task(client(url)))
+
+        life = asyncio.create_task(serve_until_signal(server, on_ready=on_ready))
+        first_s = 0.0
+        for delay_s in delays_s:
+            while not engine.load_s and not engine.submitted:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(delay_s)
+            first_s = first_s or time.monotonic()
+            assert not life.done()  # nobody else would catch the signal
+            os.kill(os.getpid(), signal.SIGTERM)
+        was_ready = await life
+        await asyncio.gather(*clients)
+        return was_ready, time.monotonic() - first_s
+
+    was_ready, seconds = uvloop.run(main())
+    return was_ready, seconds, ends
+
+
+def test_a_signal_lets_requests_finish() -> None:
+    was_ready, _, ends = _signals(FakeEngine(step_s=0.03), 0.1)
+    assert was_ready
+    assert ends == ["data: [DONE]"]
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    was_ready, seconds, ends = _signals(FakeEngine(step_s=0.03, repeat=1000), 0.1, 0.2)
+    assert was_ready
+    assert seconds < 1.5
+    assert '"code":"draining"' in ends[0]
+
+
+def test_a_signal_while_loading() -> None:
+    was_ready, seconds, ends = _signals(FakeEngine(load_s=30), 0.1)
+    assert not was_ready
+    assert seconds < 1
+    assert ends == []
+
+
+@pytest.mark.parametrize("attack", ["slow body", "slow head", "idle"])
+def test_attackers_do_not_delay_a_stop(attack: str) -> None:
+    """64 streams end well, and the process ends with the longest of them."""
+    ends: list[str] = []
+    seconds: list[float] = []
+
+    async def client(url: str) -> None:
+        async with (
+            aiohttp.ClientSession(url) as session,
+            session.post(CHAT, json={**CHAT_BODY, "stream": True, "max_tokens": 20}) as response,
+        ):
+            ends.append((await response.text()).rstrip().rpartition("\n\n")[2])
+
+    async def main() -> None:
+        engine = FakeEngine(step_s=0.03, repeat=100_000)
+        server = HttpServer(engine, HttpSettings(port=0))  # type: ignore[arg-type]
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        life = asyncio.create_task(serve_until_signal(server, on_ready=ready.set_result))
+        url = await ready
+        attackers = [await _attack(attack, int(url.rpartition(":")[2])) for _ in range(8)]
+        clients = [asyncio.create_task(client(url)) for _ in range(64)]
+        while len(engine.submitted) < 64:
+            await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.gather(*clients)
+        began_s = time.monotonic()
+        await life
+        seconds.append(time.monotonic() - began_s)
+        for writer in attackers:
+            writer.close()
+
+    uvloop.run(main())
+    assert ends == ["data: [DONE]"] * 64
+    assert seconds[0] < 1
+
+
+def test_a_stalled_reader_does_not_delay_a_stop() -> None:
+    """The engine is done with its request; what it does not read is nobody's concern."""
+
+    async def main() -> float:
+        rig = Rig()
+        server = HttpServer(rig.engine, HttpSettings(port=0))
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        life = asyncio.create_task(serve_until_signal(server, on_ready=ready.set_result))
+        port = int((await ready).rpartition(":")[2])
+        body = {"model": rig.engine.model_name, "prompt": [5, 6, 7], "max_tokens": 200}
+        body |= {"stream": True, "logprobs": 5, "n": 8, "ignore_eos": True}
+        stalled = socket.socket()
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stalled.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(stalled, ("127.0.0.1", port))
+        data = request(json.dumps(body).encode(), first="POST /v1/completions HTTP/1.1")
+        await loop.sock_sendall(stalled, data)
+        while rig.engine.stats().num_finished < 8:
+            await asyncio.sleep(0.01)
+        (call,) = server.app.context.calls
+        await asyncio.sleep(0.1)
+        assert call in server.app.context.calls  # it hangs in its answer
+        assert not call.is_computing
+        began_s = time.monotonic()
+        connections = server._connections
+        os.kill(os.getpid(), signal.SIGTERM)
+        await life
+        assert connections is not None and not connections.closing
+        stalled.close()
+        return time.monotonic() - began_s
+
+    assert uvloop.run(main()) < 1.5
+
+
+async def _attack(how: str, port: int) -> asyncio.StreamWriter:
+    _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+    if how == "slow body":
+        writer.write(request(RAW_BODY[:10], length=str(len(RAW_BODY))))
+    elif how == "slow head":
+        writer.write(b"POST / HTTP/1.1\r\n")
+    await asyncio.sleep(0.01)
+    return writer
+
+
+def _session(server: HttpServer) -> Any:
+    return aiohttp.ClientSession(server.url)
+
+
+async def _status(
+    served: Served, method: str, path: str, body: dict[str, Any] = CHAT_BODY
+) -> tuple[int, str | None, str | None]:
+    sent = body if method == "POST" else None
+    async with served.session.request(method, path, json=sent) as response:
+        answer = await response.json()
+        code = answer.get("error", {}).get("code")
+        return response.status, code, response.headers.get("Retry-After")

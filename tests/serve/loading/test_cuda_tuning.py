@@ -1,0 +1,90 @@
+"""What is measured at the first start on a GPU, and that nothing of it can stop the start."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ops.backend import PLAIN
+from ops.cuda import tune as cuda_tune
+from ops.cuda.linear import Int8Linear, PlainLinear
+from serve.loading import cuda_tuning
+from serve.runner.graph_shapes import StepShapes
+
+CPU = torch.device("cpu")
+
+
+def product(num_in: int, num_out: int) -> Int8Linear:
+    return Int8Linear(torch.randn(num_out, num_in), None, PLAIN, device=CPU)
+
+
+@pytest.fixture
+def model() -> SimpleNamespace:
+    layer = SimpleNamespace(
+        qkv=product(32, 48), o=product(32, 32), up=product(32, 64), down=product(64, 32)
+    )
+    return SimpleNamespace(weights=SimpleNamespace(layers=[layer], head=product(32, 96)))
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch) -> cuda_tune.Table:
+    made = cuda_tune.Table(tmp_path / "tuned.json", {"device": "none"})
+    monkeypatch.setattr(cuda_tune, "table", lambda device: made)
+    return made
+
+
+def measured(monkeypatch, table) -> list[cuda_tune.Shape]:
+    """Of what tune is given, all is kept."""
+    found: list[cuda_tune.Shape] = []
+
+    def tune(jobs, device, *, budget_s):
+        for job in jobs:
+            found.append(job.shape)
+            table.put(job.shape, cuda_tune.candidates(job.shape, 90)[0])
+        return dict.fromkeys(found, "")
+
+    monkeypatch.setattr(cuda_tune, "tune", tune)
+    return found
+
+
+def test_every_product_at_the_sizes_of_steps(model, table, monkeypatch):
+    found = measured(monkeypatch, table)
+    cuda_tuning.tune_products(model, StepShapes(300, 20), CPU)
+    assert len(found) == len(set(found))
+    of_up = {shape.rows for shape in found if shape.num_out == 64}
+    of_head = {shape.rows for shape in found if shape.num_out == 96}
+    assert of_up == {1, 16, 64, 256, 512} and of_head == {1, 16}
+    assert {shape.num_in for shape in found if shape.adds} == {32, 64}
+
+
+def test_what_is_known_is_not_measured_again(model, table, monkeypatch):
+    shapes = StepShapes(64, 20)
+    found = measured(monkeypatch, table)
+    cuda_tuning.tune_products(model, shapes, CPU)
+    first = list(found)
+    cuda_tuning.tune_products(model, shapes, CPU)
+    assert found == first
+    model.weights.layers[0].o = product(32, 16)
+    cuda_tuning.tune_products(model, shapes, CPU)
+    assert {shape.num_out for shape in found[len(first) :]} == {16}
+
+
+def test_a_model_without_int8_products_has_nothing_to_measure(model, table, monkeypatch):
+    found = measured(monkeypatch, table)
+    plain = PlainLinear(torch.randn(8, 8), None, PLAIN, device=CPU)
+    layer = SimpleNamespace(qkv=plain, o=plain, up=plain, down=plain)
+    weights = SimpleNamespace(layers=[layer], head=plain)
+    cuda_tuning.tune_products(SimpleNamespace(weights=weights), StepShapes(64, 20), CPU)
+    assert found == []
+
+
+def test_a_failure_is_a_line_in_the_log(model, table, caplog):
+    """There is no device here."""
+    with caplog.at_level(logging.WARNING):
+        cuda_tuning.tune_products(model, StepShapes(64, 20), CPU)
+    assert "chosen by rule" in caplog.text

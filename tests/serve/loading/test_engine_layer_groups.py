@@ -1,0 +1,179 @@
+"""Models with sliding windows end to end, over sequences of many windows: the same tokens whatever
+is given back, shared, preempted or brought back from the disk."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+
+import memory.range_mapper
+from memory.pages.layer_groups import GroupPages
+from ops.cpu import native
+from serve import LLM, SamplingParams
+from serve.config import EngineConfig
+from serve.loading.runtime import load_runtime
+from serve.scheduler.step_time import StepTimeModel
+from tests.support.engine.checkpoints import LONG_VARIANTS, checkpoint, reference_greedy
+
+pytestmark = pytest.mark.small_pages
+SETTINGS = {"kv_page_bytes": 4096, "max_model_len": 480, "max_num_seqs": 8}
+ROOMY = {"kv_cache_bytes": 16 << 20}
+DTYPES = ["float32", "bfloat16", *(["int8"] if native.is_available() else [])]
+PREFIX = [(7 * i) % 90 + 3 for i in range(300)]
+
+
+def path_of(variant) -> str:
+    return str(checkpoint(variant.family, variant.name))
+
+
+def greedy(num_tokens: int = 60) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=0)
+
+
+LENGTHS = (5, 90, 200, 333, 400)
+
+
+def prompts(lengths=LENGTHS) -> list[dict[str, list[int]]]:
+    rng = random.Random(7)
+    return [{"prompt_token_ids": [rng.randrange(2, 320) for _ in range(n)]} for n in lengths]
+
+
+def said(llm: LLM, asked, num_tokens: int = 60) -> list[object]:
+    """Tokens and their log-probabilities to the last bit."""
+    outputs = [r.outputs[0] for r in llm.generate(asked, greedy(num_tokens), use_tqdm=False)]
+    assert llm.stats().pages_in_use == 0
+    llm._loaded.core._kv.check_integrity()
+    return [(o.token_ids, o.cumulative_logprob) for o in outputs]
+
+
+@functools.cache
+def in_full(path: str, dtype: str, lengths=LENGTHS, num_tokens: int = 60) -> list[object]:
+    """Nothing is given back, one after the other."""
+    first_place = GroupPages.first_place
+    GroupPages.first_place = lambda self, num_computed: 0
+    try:
+        with LLM(path, dtype=dtype, prefix_cache=False, **SETTINGS, **ROOMY) as llm:
+            return [said(llm, one, num_tokens)[0] for one in prompts(lengths)]
+    finally:
+        GroupPages.first_place = first_place
+
+
+@pytest.fixture(autouse=True)
+def unmap_at_once(monkeypatch):
+    """Whoever looks behind a window finds no memory there: a SIGSEGV ends the tests."""
+    monkeypatch.setattr(memory.range_mapper, "_UNMAP_PLACES", 1)
+
+
+@pytest.mark.parametrize("chunk", [7, 256])
+@pytest.mark.parametrize("variant", LONG_VARIANTS, ids=str)
+def test_greedy_tokens_equal_transformers(variant, chunk):
+    path = path_of(variant)
+    settings = SETTINGS | {"max_chunk_tokens": chunk}
+    with LLM(path, dtype="float32", **settings, **ROOMY) as llm:
+        answers = said(llm, prompts())
+    for (token_ids, _), prompt in zip(answers, prompts(), strict=True):
+        assert token_ids == reference(path, tuple(prompt["prompt_token_ids"]))
+
+
+@functools.cache
+def reference(path: str, prompt: tuple[int, ...]) -> list[int]:
+    return reference_greedy(path, list(prompt), 60)
+
+
+@pytest.mark.parametrize("chunk", [13, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", LONG_VARIANTS, ids=str)
+def test_what_is_given_back_changes_no_bit(variant, dtype, chunk):
+    if native.instruction_set() == "portable" and dtype != "int8":
+        pytest.skip("torch's prefill attention has other sums")
+    path = path_of(variant)
+    with LLM(path, dtype=dtype, max_chunk_tokens=chunk, **SETTINGS, **ROOMY) as llm:
+        assert said(llm, prompts()) == in_full(path, dtype)
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "bfloat16"])
+@pytest.mark.parametrize("variant", LONG_VARIANTS, ids=str)
+def test_preemption_in_memory_for_one_sequence(variant, dtype):
+    """In bf16 a recomputed row has other bits than a decoded one, with or without windows."""
+    path = path_of(variant)
+    lengths = (3, 5, 9, 9, 30, 200, 3, 4)
+    small = {"kv_cache_bytes": least_pages(path, dtype) * 4096, "memory_policy": "prompt_only"}
+    with LLM(path, dtype=dtype, max_chunk_tokens=40, **SETTINGS, **small) as llm:
+        first, again = (said(llm, prompts(lengths), 200) for _ in range(2))
+        assert llm.stats().num_preemptions > 0
+        assert llm.stats().prefix_evicted_pages > 0
+    tokens = [token_ids for token_ids, _ in in_full(path, dtype, lengths, 200)]
+    assert [token_ids for token_ids, _ in first] == tokens
+    assert [token_ids for token_ids, _ in again] == tokens
+
+
+def least_pages(path: str, dtype: str) -> int:
+    """For one sequence of max_model_len."""
+    config = EngineConfig(model=path, dtype=dtype, max_chunk_tokens=40, **SETTINGS, **ROOMY)
+    runtime = load_runtime(config)
+    pages = runtime.kv.pages_for(480)
+    held = runtime.memory
+    del runtime
+    held.close()
+    return pages
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", LONG_VARIANTS, ids=str)
+def test_a_prefix_hit_changes_no_bit(variant, dtype):
+    if native.instruction_set() == "portable" and dtype != "int8":
+        pytest.skip("torch's prefill attention has other sums")
+    path = path_of(variant)
+    asked = [{"prompt_token_ids": [*PREFIX, *tail]} for tail in ([], [5], [5, 6, 7], range(10, 50))]
+    with LLM(path, dtype=dtype, prefix_cache=False, **SETTINGS, **ROOMY) as llm:
+        expected = said(llm, asked)
+    with LLM(path, dtype=dtype, **SETTINGS, **ROOMY) as llm:
+        assert [said(llm, one)[0] for one in asked] == expected
+        one_by_one = llm.stats().prefix_hit_tokens
+        assert one_by_one > 3 * 200
+        assert said(llm, asked) == expected
+        assert llm.stats().prefix_hit_tokens > one_by_one + 4 * 250
+
+
+@pytest.mark.parametrize("variant", LONG_VARIANTS, ids=str)
+def test_the_next_turn_finds_the_last_one(variant):
+    """Only what its windows reach of it is still needed."""
+    with LLM(path_of(variant), dtype="float32", **SETTINGS, **ROOMY) as llm:
+        first = llm.generate({"prompt_token_ids": PREFIX}, greedy(100), use_tqdm=False)[0]
+        turn = [*PREFIX, *first.outputs[0].token_ids, 4, 5, 6]
+        second = llm.generate({"prompt_token_ids": turn}, greedy(), use_tqdm=False)[0]
+    assert second.metrics.num_cached_tokens >= 400 - 32
+
+
+@pytest.mark.parametrize("variant", LONG_VARIANTS, ids=str)
+def test_prefixes_come_back_from_the_disk(variant, tmp_path, monkeypatch):
+    # So small a model computes a prompt in the time that a busy machine takes to map it.
+    monkeypatch.setattr(StepTimeModel, "prefill_seconds", lambda *_: 0.0)
+    path = path_of(variant)
+    settings = SETTINGS | {"dtype": "float32", "kv_cache_dir": str(tmp_path)}
+    asked = [{"prompt_token_ids": [k, *PREFIX]} for k in range(3, 9)]
+    with LLM(path, dtype="float32", prefix_cache=False, **SETTINGS, **ROOMY) as llm:
+        expected = said(llm, asked)
+    with LLM(path, **settings, **ROOMY) as llm:
+        assert said(llm, asked) == expected
+    with LLM(path, **settings, **ROOMY) as llm:
+        assert said(llm, asked) == expected
+        stats = llm.stats()
+    assert stats.disk_loaded_pages >= 6 * 5, "at least those within the window"
+    assert stats.disk_lost_pages == 0
+    assert stats.prefix_hit_tokens > 6 * 250
+
+
+@pytest.mark.parametrize("variant", LONG_VARIANTS, ids=str)
+def test_a_window_makes_room_for_more(variant):
+    """The same memory: a context that would not fit if all layers kept everything."""
+    path = path_of(variant)
+    pages = least_pages(path, "float32")
+    num_layers = {"qwen2": 4, "mistral": 2}[variant.family]
+    assert pages < 480 * num_layers * 256 // 4096 * 0.8
+    settings = SETTINGS | {"max_chunk_tokens": 40, "kv_cache_bytes": pages * 4096}
+    with LLM(path, dtype="float32", **settings) as llm:
+        answers = said(llm, prompts((400,)))
+    assert answers[0][0] == reference(path, tuple(prompts((400,))[0]["prompt_token_ids"]))

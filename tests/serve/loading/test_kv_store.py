@@ -1,0 +1,208 @@
+"""The folder of a model's K/V on disk: whose it is, what is told about it, and its end."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import time
+
+import pytest
+
+import serve.loading.disk_store
+from memory.tiers.disk_tier import SpillStore
+from serve import LLM, SamplingParams
+from serve.errors import ConfigError
+from tests.support.engine.checkpoints import checkpoint
+from tests.support.memory.faulty_storage import faulty
+
+SETTINGS = {
+    "dtype": "int8",
+    "kv_page_bytes": 4096,
+    "kv_cache_bytes": 1 << 20,
+    "max_model_len": 200,
+    "max_num_seqs": 4,
+    "kv_disk_bytes": 4 << 20,
+}
+PROMPT = {"prompt_token_ids": [(5 * i) % 90 + 3 for i in range(190)]}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+
+def open_llm(folder, **settings) -> LLM:
+    return LLM(str(checkpoint("llama")), kv_cache_dir=str(folder), **(SETTINGS | settings))
+
+
+def store_some(folder, **settings) -> None:
+    with open_llm(folder, **settings) as llm:
+        llm.generate(PROMPT, GREEDY)
+
+
+def loaded_pages(folder) -> int:
+    with open_llm(folder) as llm:
+        llm.generate(PROMPT, GREEDY)
+        return llm.stats().disk_loaded_pages
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Of a model, with pages in it."""
+    store_some(tmp_path)
+    (folder,) = tmp_path.iterdir()
+    return folder
+
+
+@pytest.mark.row("X9")
+def test_a_folder_that_is_a_link_is_refused(tmp_path, folder):
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"kv_cache_dir: .* is a link"):
+        open_llm(tmp_path)
+    folder.unlink()
+    (tmp_path / "elsewhere").rename(folder)
+    assert loaded_pages(tmp_path) >= 4
+
+
+def test_a_directory_that_others_decide_about_is_refused(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    mine.mkdir()
+    theirs.mkdir()
+    os.chown(theirs, 12345, -1)
+    link = tmp_path / "link"
+    link.symlink_to(mine)
+    store_some(link)
+    assert loaded_pages(link) >= 4, "a link of one's own"
+    os.chown(link, 12345, -1, follow_symlinks=False)
+    with pytest.raises(ConfigError, match=r"kv_cache_dir: .* is a link of another user"):
+        open_llm(link)
+    for mode in (0o777, 0o770, 0o1777):
+        theirs.chmod(mode)
+        with pytest.raises(ConfigError, match=r"kv_cache_dir: .* belongs to another user and"):
+            open_llm(theirs)
+    assert not list(theirs.iterdir())
+
+
+def test_each_backend_has_its_own_pages(tmp_path):
+    store_some(tmp_path, backend="cpu", dtype="float32")
+    store_some(tmp_path, backend="reference", dtype="float32")
+    assert len(list(tmp_path.iterdir())) == 2
+    with open_llm(tmp_path, backend="cpu", dtype="float32") as llm:
+        llm.generate(PROMPT, GREEDY)
+        assert llm.stats().disk_loaded_pages >= 4
+
+
+def spoil(path, how: str) -> None:
+    if how == "open to others":
+        path.chmod(0o666)
+    elif how == "a link":
+        path.rename(path.with_name("elsewhere"))
+        path.symlink_to(path.with_name("elsewhere"))
+    elif how == "a pipe":
+        path.unlink()
+        os.mkfifo(path, 0o600)
+    elif how == "too short":
+        path.write_bytes(b"short")
+    elif how == "another user's":
+        os.chown(path, 12345, -1)
+
+
+FLAWS = ["open to others", "a link", "a pipe", "another user's"]
+
+
+@pytest.mark.parametrize("how", [*FLAWS, "too short"])
+def test_a_secret_that_others_may_know_is_made_anew(tmp_path, folder, how, caplog):
+    """And with it the names of all pages: nobody else's are found under them."""
+    if how == "another user's" and os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    secret = folder / "secret"
+    before = secret.read_bytes()
+    spoil(secret, how)
+    assert loaded_pages(tmp_path) == 0
+    assert "secret is" in caplog.text and "made anew" in caplog.text
+    assert secret.read_bytes() != before and len(secret.read_bytes()) == 32
+    assert secret.lstat().st_mode & 0o777 == 0o600 and secret.lstat().st_uid == os.geteuid()
+    assert loaded_pages(tmp_path) >= 4
+
+
+@pytest.mark.parametrize("name", ["index", "pages-*.kv"])
+@pytest.mark.parametrize("how", FLAWS)
+def test_files_that_others_may_have_written_are_begun_anew(tmp_path, folder, name, how):
+    if how == "another user's" and os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    (path,) = folder.glob(name)
+    spoil(path, how)
+    assert loaded_pages(tmp_path) == 0
+    assert loaded_pages(tmp_path) >= 4
+
+
+def test_the_log_tells_what_was_found(tmp_path, folder, caplog):
+    caplog.set_level("INFO")
+    open_llm(tmp_path).shutdown()
+    index = (folder / "index").read_bytes()[128:]
+    num_pages = sum(index[at] == 1 for at in range(0, len(index), 64))
+    assert num_pages >= 4
+    size = f"{num_pages * 4096 / (1 << 20):.3g} MiB"
+    assert f"{num_pages} pages ({size}) found in {folder}, 4 MiB at most" in caplog.text
+    assert "other folders" not in caplog.text
+    open_llm(tmp_path, kv_page_bytes=8192).shutdown()
+    assert f"0 pages (0 MiB) found in {tmp_path}" in caplog.text
+    assert "other folders of this model lie there too (1)" in caplog.text
+
+
+def test_the_disk_is_in_the_statistics(tmp_path, monkeypatch):
+    """Three pages: the first comes back, the second was torn, the third cannot be read."""
+    faults = {("write", 1): "torn"}
+    opener, _ = faulty(lambda kind, number: faults.get((kind, number)))
+    store = functools.partial(SpillStore, open_file=opener)
+    monkeypatch.setattr(serve.loading.disk_store, "SpillStore", store)
+    store_some(tmp_path, kv_page_bytes=8192)
+    faults["read", 2] = errno.EIO
+    with open_llm(tmp_path, kv_page_bytes=8192) as llm:
+        stats = llm.stats()
+        assert (stats.disk_pages, stats.disk_bytes) == (3, 3 * 8192)
+        llm.generate(PROMPT, GREEDY)
+        stats = llm.stats()
+        assert (stats.disk_loaded_pages, stats.disk_lost_pages) == (1, 2)
+        assert (stats.disk_corrupt_pages, stats.disk_read_errors) == (1, 1)
+        assert stats.disk_pages == 1 or stats.disk_stored_pages > 0, "written again"
+    assert llm.stats().disk_pages == 0, "closed"
+
+
+def test_a_disk_that_fails_for_a_while_gets_the_pages_later(tmp_path, monkeypatch):
+    broken = [True]
+    opener, _ = faulty(lambda kind, n: errno.EIO if kind == "write" and broken[0] else None)
+    store = functools.partial(SpillStore, open_file=opener)
+    monkeypatch.setattr(serve.loading.disk_store, "SpillStore", store)
+    with open_llm(tmp_path) as llm:
+        llm.generate(PROMPT, GREEDY)
+        end_s = time.monotonic() + 20
+        while llm.stats().disk_failed_pages < 3 and time.monotonic() < end_s:
+            time.sleep(0.02)
+        stats = llm.stats()
+        assert stats.disk_write_errors >= 3 and stats.disk_failed_pages >= 3
+        assert stats.disk_is_paused
+        assert stats.disk_stored_pages == stats.disk_pages == 0
+        broken[0] = False
+        while llm.stats().disk_stored_pages < 4 and time.monotonic() < end_s:
+            time.sleep(0.02)
+        assert llm.stats().disk_stored_pages >= 4 and llm.stats().pages_in_use == 0
+    assert loaded_pages(tmp_path) >= 4
+
+
+def test_the_device_is_closed_whatever_the_books_do(caplog):
+    """An error while K/V memory is given back ends neither thread nor device differently."""
+    llm = LLM(str(checkpoint("llama")), **SETTINGS)
+    llm.generate(PROMPT, GREEDY)
+    core = llm._loaded.core
+    closed = []
+    close = core._runner.close
+    core._runner.close = lambda: (close(), closed.append(True))
+
+    def fail() -> None:
+        raise OSError(errno.EIO, "the books are broken")
+
+    core._kv.close_all = fail
+    llm.shutdown()
+    assert closed and "the books are broken" in caplog.text
+    assert not core._compute.is_alive() and not core._output.is_alive()

@@ -1,0 +1,208 @@
+"""Start-up decisions: dtype, pages, context; and what is refused, by the setting's name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from memory.pages.layer_groups import LayerGroup
+from ops.cpu import native
+from serve import LLM
+from serve.config import EngineConfig
+from serve.errors import ConfigError, ModelLoadError
+from serve.loading.kv_sizing import size_kv
+from serve.loading.precision import resolve_precision
+from serve.loading.runtime import _set_threads, load_runtime
+from serve.machine import available_memory, usable_processors
+from serve.models import read_spec
+from tests.support.engine.checkpoints import checkpoint
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def spec():
+    return read_spec(checkpoint("llama"))
+
+
+def sizes(spec, token_bytes, **settings):
+    return size_kv(EngineConfig(**settings), spec, [LayerGroup(token_bytes)])
+
+
+def test_pages_hold_about_sixteen_tokens(spec):
+    assert sizes(spec, 512, kv_cache_bytes=64 * MIB).page_bytes == 16 << 10
+    assert sizes(spec, 32 << 10, kv_cache_bytes=64 * MIB).page_bytes == 512 << 10
+    assert sizes(spec, 1 << 20, kv_cache_bytes=2048 * MIB).page_bytes == 2 * MIB
+
+
+@pytest.mark.parametrize(("token_bytes", "tile_tokens"), [(1056, 16), (16_896, 16), (640, 1)])
+def test_a_page_holds_whole_tiles(spec, token_bytes, tile_tokens):
+    group = LayerGroup(token_bytes, tile_tokens)
+    found = size_kv(EngineConfig(kv_cache_bytes=64 * MIB), spec, [group])
+    padded = found.groups[0].token_bytes
+    assert found.page_bytes % 4096 == 0
+    assert found.page_bytes % (padded * tile_tokens) == 0
+    assert token_bytes <= padded <= token_bytes * 1.25
+
+
+def test_there_are_never_more_pages_than_mappings(spec):
+    large = sizes(spec, 512, kv_cache_bytes=8 << 30, max_num_seqs=1_000_000)
+    assert large.num_pages <= 30_000
+    with pytest.raises(ConfigError, match="kv_page_bytes"):
+        sizes(spec, 512, kv_cache_bytes=8 << 30, kv_page_bytes=4096, max_num_seqs=1_000_000)
+
+
+def test_no_more_memory_than_all_sequences_can_use(spec):
+    found = sizes(spec, 512, max_num_seqs=2, max_model_len=100)
+    assert found.num_pages * found.page_bytes <= 2 * (100 * 512 + 2 * MIB)
+
+
+def test_the_context_must_fit(spec):
+    with pytest.raises(ConfigError, match="kv_cache_bytes"):
+        sizes(spec, 1 << 20, kv_cache_bytes=64 * MIB)
+    with pytest.raises(ConfigError, match="max_model_len 300 is above"):
+        sizes(spec, 512, max_model_len=300)
+    assert sizes(spec, 512, max_model_len=64).max_model_len == 64
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"dtype": "float8"}, "dtype"),
+        ({"kv_dtype": "int4"}, "kv_dtype"),
+        ({"kv_group": 12}, "kv_group"),
+        ({"weight_group": 16}, "weight_group"),
+        ({"weight_group": 64.0}, "weight_group"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_num_seqs": 10**9}, "max_num_seqs must be at most"),
+        ({"prefix_cache": "no"}, "prefix_cache"),
+        ({"served_model_name": ""}, "served_model_name"),
+        ({"max_model_len": -1}, "max_model_len"),
+        ({"kv_page_bytes": 5000}, "kv_page_bytes"),
+        ({"kv_page_bytes": 65536.0}, "kv_page_bytes"),
+        ({"compute_threads": True}, "compute_threads"),
+        ({"seed": 1.5}, "seed"),
+        ({"dtype": "int8", "backend": "reference"}, "cpu or cuda back end"),
+        ({"backend": "abacus"}, "backend"),
+        ({"no_such_setting": 1}, "no_such_setting"),
+    ],
+)
+def test_bad_settings_are_named(settings, named):
+    with pytest.raises(ConfigError, match=named):
+        LLM(str(checkpoint("llama")), **settings)
+
+
+def test_a_missing_model_is_named(tmp_path):
+    with pytest.raises(ModelLoadError, match="nowhere"):
+        LLM(str(tmp_path / "nowhere"))
+
+
+def _precision(spec, **settings):
+    found = resolve_precision(EngineConfig(**settings), spec)
+    return ("int8" if found.is_int8 else str(found.compute)), found.kv
+
+
+def test_dtype_follows_the_checkpoint(spec):
+    assert _precision(spec) == ("torch.float32", "float32")
+    assert _precision(spec, dtype="bfloat16") == ("torch.bfloat16", "bfloat16")
+    assert _precision(spec, dtype="int8") == ("int8", "int8")
+    assert _precision(spec, dtype="int8", kv_dtype="bfloat16") == ("int8", "bfloat16")
+    assert _precision(spec, dtype="float32", kv_dtype="int8") == ("torch.float32", "int8")
+
+
+def test_auto_takes_int8_for_16_bit_checkpoints_that_bear_it(spec, monkeypatch):
+    half = replace(spec, torch_dtype="bfloat16")
+    monkeypatch.setattr("ops.cpu.native.instruction_set", lambda: "avx2")
+    assert _precision(half) == ("int8", "int8")
+    assert _precision(replace(half, bears_int8=False))[0] != "int8"
+    assert _precision(replace(half, head_dim=20)) == ("int8", "bfloat16")
+    monkeypatch.setattr("ops.cpu.native.instruction_set", lambda: "portable")
+    assert _precision(half)[0] != "int8"
+
+
+def test_heads_that_int8_kv_does_not_fit_generate(caplog):
+    """K/V was fp32, twice the bytes of bfloat16."""
+    if not native.is_available():
+        pytest.skip("native kernels not built")
+    path = str(checkpoint("llama", "head-dim"))
+    with caplog.at_level("INFO"), LLM(path, dtype="int8", max_model_len=64) as llm:
+        (output,) = llm.generate([[5, 6, 7]], use_tqdm=False)
+    assert len(output.outputs[0].token_ids) in range(1, 17)
+    assert "kv_dtype auto: bfloat16" in caplog.text
+
+
+def test_int8_that_cannot_be_had_is_refused(spec, monkeypatch):
+    with pytest.raises(ConfigError, match="head_dim"):
+        _precision(replace(spec, head_dim=20), kv_dtype="int8")
+    monkeypatch.setattr("ops.cpu.native.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="native kernels"):
+        _precision(spec, dtype="int8")
+    assert _precision(replace(spec, torch_dtype="bfloat16"))[0] != "int8"
+
+
+def test_available_memory_is_plausible():
+    assert 100 * MIB < available_memory() < 1 << 46
+
+
+QUOTAS: list[tuple[dict[str, str], int]] = [
+    ({}, 64),
+    ({"cpu.max": "max 100000\n"}, 64),
+    ({"cpu.max": "200000 100000\n"}, 2),
+    ({"cpu.max": "150000 100000\n"}, 2),
+    ({"cpu.max": "5000 100000\n"}, 1),
+    ({"cpu.max": "12800000 100000\n"}, 64),
+    ({"cpu.max": "200000 0\n"}, 64),
+    ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64),
+    ({"cpu/cpu.cfs_quota_us": "250000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+]
+
+
+@pytest.mark.parametrize(("files", "count"), QUOTAS)
+def test_a_quota_of_processor_time_bounds_the_threads(files, count, monkeypatch):
+    """docker --cpus=2 on 64 cores gave 64 threads, which waited spinning for each other."""
+    under = "/sys/fs/cgroup/"
+    monkeypatch.setattr("serve.machine._read", lambda path: files.get(path.removeprefix(under), ""))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
+    assert usable_processors() == count
+
+
+@pytest.mark.parametrize(("wanted", "taken"), [(None, 2), (1, 1), (8, 2)])
+def test_the_team_is_no_larger_than_the_quota(wanted, taken, monkeypatch):
+    """Even where the team stands already with a thread for every core."""
+    team: list[int] = []
+    monkeypatch.setattr("serve.loading.runtime.usable_processors", lambda: 2)
+    monkeypatch.setattr("torch.set_num_threads", team.append)
+    monkeypatch.setattr("ops.cpu.native.is_available", lambda: True)
+    monkeypatch.setattr("ops.cpu.native.set_num_threads", team.append)
+    monkeypatch.setattr("ops.cpu.native.num_threads", lambda: 64)
+    monkeypatch.setattr("ops.cpu.native.instruction_set", lambda: "avx2")
+    _set_threads(EngineConfig(compute_threads=wanted))
+    assert team == [taken, taken]
+
+
+def test_memory_goes_back_when_the_kv_cannot_be_made(monkeypatch):
+    """The memfd stayed open."""
+
+    def fail(*args: object, **settings: object) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr("serve.loading.runtime.KVManager", fail)
+    before = _num_reservations()
+    with pytest.raises(RuntimeError, match="no"):
+        load_runtime(EngineConfig(model=str(checkpoint("llama"))))
+    assert _num_reservations() == before
+
+
+def _num_reservations() -> int:
+    return Path("/proc/self/maps").read_text().count("mergestep-kv") + sum(
+        "mergestep-kv" in str(file.resolve()) for file in Path("/proc/self/fd").iterdir()
+    )
+
+
+def test_bf16_generates():
+    """The 16-bit path end to end; its tokens are close to, not equal to, fp32's."""
+    with LLM(str(checkpoint("llama")), dtype="bfloat16") as llm:
+        (output,) = llm.generate([[5, 6, 7]], use_tqdm=False)
+    assert len(output.outputs[0].token_ids) in range(1, 17)

@@ -1,0 +1,123 @@
+"""The decoder equals Transformers for every variant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ops import get_backend
+from serve.models import load_model, read_spec
+from tests.support.engine.checkpoints import (
+    VARIANTS,
+    Variant,
+    checkpoint,
+    edit_json,
+    reference_greedy,
+    reference_logits,
+)
+from tests.support.engine.decoders import ListAttention, copy_of, edit_tensors, load, run, token_ids
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# -- equality with Transformers
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_logits_equal_transformers(variant: Variant) -> None:
+    path = checkpoint(variant.family, variant.name)
+    ids = token_ids(60)
+    expected = reference_logits(path, ids)
+    assert expected.std() > 0.5
+    actual = run(load(path), ids)
+    assert actual.shape == expected.shape
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_chunks_equal_the_whole(variant: Variant) -> None:
+    """Prefill in pieces and token by token; positions, not calls, decide the result."""
+    decoder = load(checkpoint(variant.family, variant.name))
+    ids = token_ids(24, seed=2)
+    torch.testing.assert_close(
+        run(decoder, ids, [7, 1, 1, 10, 3, 1, 1]), run(decoder, ids), atol=1e-4, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_greedy_tokens_are_varied(variant: Variant) -> None:
+    """Otherwise comparing greedy tokens would prove little."""
+    tokens = reference_greedy(checkpoint(variant.family, variant.name), token_ids(6), 16)
+    assert len(set(tokens)) >= 5, tokens
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "opt", "gpt2"])
+def test_cpu_backend_equals_transformers(family: str) -> None:
+    path = checkpoint(family)
+    ids = token_ids(40)
+    decoder = load_model(path, dtype=torch.float32, backend=get_backend("cpu"))
+    torch.testing.assert_close(run(decoder, ids), reference_logits(path, ids), atol=1e-3, rtol=1e-4)
+
+
+def test_windows_are_not_vacuous(tmp_path: Path) -> None:
+    """Without its window the same checkpoint gives other logits."""
+    path = copy_of(checkpoint("mistral"), tmp_path)
+    ids = token_ids(30)
+    before = run(load(path), ids)
+    edit_json(path / "config.json", lambda config: config.update(sliding_window=None))
+    after = run(load(path), ids)
+    torch.testing.assert_close(before[:8], after[:8])
+    assert (before[8:] - after[8:]).abs().max() > 0.1
+
+
+def test_positions_beyond_the_first_table(tmp_path: Path) -> None:
+    """The cos/sin table grows; rows of earlier positions stay what they were."""
+    path = copy_of(checkpoint("llama"), tmp_path)
+    edit_json(path / "config.json", lambda config: config.update(max_position_embeddings=1 << 17))
+    decoder = load(path)
+
+    def hidden(position: int) -> Tensor:
+        attention = ListAttention(decoder.attention_layers())
+        attention.k = [torch.randn(1, 2, 16, generator=torch.Generator().manual_seed(3))] * 2
+        attention.v = attention.k
+        return decoder.forward(torch.tensor([5]), torch.tensor([position]), attention)
+
+    early = hidden(100)
+    late = hidden(100_000)
+    assert torch.isfinite(late).all()
+    assert not torch.allclose(early, late, atol=1e-3)
+    assert torch.equal(early, hidden(100))
+
+
+def test_empty_step() -> None:
+    decoder = load(checkpoint("llama"))
+    none = torch.empty(0, dtype=torch.int64)
+    hidden = decoder.forward(none, none, ListAttention(decoder.attention_layers()))
+    assert hidden.shape == (0, 64)
+
+
+def test_seam_is_called_begin_then_finish_layer_by_layer() -> None:
+    decoder = load(checkpoint("gpt2"))
+    attention = ListAttention(decoder.attention_layers())
+    decoder.forward(torch.tensor([1, 2]), torch.tensor([0, 1]), attention)
+    assert attention.calls == [(call, i) for i in range(3) for call in ("begin", "finish")]
+
+
+@pytest.mark.parametrize("file_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+def test_half_precision_files(family: str, file_dtype: torch.dtype, tmp_path: Path) -> None:
+    """A checkpoint in 16 bits computes in fp32 with the rounded weights, and in bf16 near it."""
+    path = copy_of(checkpoint(family), tmp_path)
+    edit_tensors(path, lambda tensors: {name: t.to(file_dtype) for name, t in tensors.items()})
+    edit_json(path / "config.json", lambda c: c.update(dtype=str(file_dtype).split(".")[1]))
+    assert read_spec(path).torch_dtype == str(file_dtype).removeprefix("torch.")
+    ids = token_ids(20)
+    exact = run(load(path), ids)
+    torch.testing.assert_close(exact, reference_logits(path, ids), atol=1e-4, rtol=1e-5)
+    half = run(load(path, torch.bfloat16), ids)
+    assert half.dtype == torch.float32
+    assert (half - exact).abs().mean() < 0.1 * exact.std()

@@ -1,0 +1,132 @@
+"""Reading a checkpoint: shards, ties, links, what is said about it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from memory.attention.seam import AttentionLayer
+from ops import Edges, LinearOp
+from ops.reference import ReferenceBackend
+from serve.models import load_model, read_generation_defaults, read_spec
+from tests.support.engine.checkpoints import (
+    checkpoint,
+    edit_json,
+    reference_logits,
+)
+from tests.support.engine.child import output_of
+from tests.support.engine.decoders import copy_of, edit_tensors, load, run, token_ids
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_loading_holds_one_product_at_a_time() -> None:
+    """When a product is packed, all earlier unpacked ones are gone."""
+    alive: list[weakref.ref[Tensor]] = []
+    shapes: list[tuple[int, ...]] = []
+
+    def make_linear(parts: Sequence[Tensor], bias: Tensor | None, edges: Edges) -> LinearOp:
+        assert all(part.dtype == torch.bfloat16 for part in parts)
+        assert all(item() is None for item in alive)
+        alive.extend(weakref.ref(part) for part in parts)
+        shapes.append((sum(len(part) for part in parts), parts[0].shape[1]))
+        return lambda x, residual=None: x
+
+    load_model(
+        checkpoint("llama", "sharded"),
+        dtype=torch.bfloat16,
+        backend=ReferenceBackend(),
+        make_linear=make_linear,
+    )
+    layer = [(128, 64), (64, 64), (192, 64), (64, 96)]
+    assert shapes == [*layer, *layer, *layer, (320, 64)]
+
+
+def test_sharded_checkpoint_has_several_files() -> None:
+    assert len(list(checkpoint("llama", "sharded").glob("*.safetensors"))) > 2
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_is_for_terminals(
+    is_terminal: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1" if is_terminal else "")  # rich's way to say it is one
+    load_model(checkpoint("llama"), dtype=torch.float32, backend=ReferenceBackend(), progress=True)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert ("llama" in err) == is_terminal and bool(err) == is_terminal
+
+
+def test_tied_model_with_its_own_head_uses_it(tmp_path: Path) -> None:
+    path = copy_of(checkpoint("llama", "tied"), tmp_path)
+    embed = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
+    edit_tensors(path, lambda tensors: tensors | {"lm_head.weight": embed.flip(0).contiguous()})
+    ids = token_ids(10)
+    torch.testing.assert_close(
+        run(load(path), ids), reference_logits(path, ids), atol=1e-4, rtol=1e-5
+    )
+
+
+def test_unused_tensors_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = copy_of(checkpoint("gpt2"), tmp_path)
+    extra = {"transformer.h.0.attn.bias": torch.ones(1), "stray": torch.ones(1)}
+    edit_tensors(path, lambda tensors: tensors | extra)
+    with caplog.at_level(logging.WARNING):
+        load(path)
+    assert "1 tensors are not used, such as stray" in caplog.text
+
+
+def test_huggingface_cache_links_are_followed(tmp_path: Path) -> None:
+    """A snapshot's files are links to ../../blobs."""
+    snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(checkpoint("llama").iterdir()):
+        shutil.copy(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(Path("../../blobs") / str(number))
+    assert load(snapshot).spec.model_type == "llama"
+
+
+def test_spec_of_each_family() -> None:
+    spec = read_spec(checkpoint("mistral"))
+    assert (spec.model_type, spec.torch_dtype) == ("mistral", "float32")
+    assert (spec.eos_token_ids, spec.bos_token_id) == ((1,), 0)
+    assert spec.attention_layers == [AttentionLayer(4, 2, 16, 16**-0.5, 8)] * 2
+    assert read_spec(checkpoint("qwen2", "old-window")).windows == (None, 8, 8)
+    assert read_spec(checkpoint("gpt2", "scaled")).scales[2] == pytest.approx(12**-0.5 / 3)
+    assert read_spec(checkpoint("llama", "yarn")).max_model_len == 256
+    assert read_spec(checkpoint("opt", "350m")).embed_size == 24
+
+
+def test_generation_defaults(tmp_path: Path) -> None:
+    path = copy_of(checkpoint("llama"), tmp_path)
+    generation = {"eos_token_id": [7, 9, 7], "temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    (path / "generation_config.json").write_text(json.dumps(generation))
+    assert read_generation_defaults(path) == {
+        "eos_token_ids": (7, 9),
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "top_k": 20,
+    }
+    assert read_spec(path).eos_token_ids == (7, 9)
+    (path / "generation_config.json").write_text("{}")
+    assert read_generation_defaults(path) == {"eos_token_ids": (1,)}
+    (path / "generation_config.json").unlink()
+    edit_json(path / "config.json", lambda config: config.update(eos_token_id=[3, 4]))
+    assert read_generation_defaults(path) == {"eos_token_ids": (3, 4)}
+
+
+@pytest.mark.row("X10")
+def test_a_running_model_does_not_notice_that_its_files_change() -> None:
+    root = Path(__file__).parents[3]
+    script = root / "tests/support/engine/replaced_model.py"
+    output_of(script, *(checkpoint(name) for name in ("llama", "gpt2", "opt")), PYTHONPATH=root)

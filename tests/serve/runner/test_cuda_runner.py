@@ -1,0 +1,342 @@
+"""The CUDA runner on a device that is late: what is launched ahead, kept, waited for."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import random
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from serve import LLM, SamplingParams
+from serve.errors import ConfigError, EngineStoppedError
+from serve.loading import cuda_runtime
+from serve.runner.graph_shapes import StepShapes
+from serve.runner.mask_filler import MaskFiller
+from serve.runner.step_device import HostStepDevice
+from serve.structured.token_mask import Matcher
+from serve.structured_output import StructuredOutput
+from tests.support.cuda.late_step_device import LateStepDevice
+from tests.support.engine.checkpoints import checkpoint, reference_greedy
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels must be interpreted")
+
+NUM_TOKENS = 6
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateStepDevice]:
+    made = LateStepDevice(delay_s=0.01)
+    monkeypatch.setattr(cuda_runtime, "make_step_device", lambda device: made)
+    yield made
+    made.stop()
+
+
+def late_llm(**settings: object) -> LLM:
+    given = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 64, "kv_cache_bytes": 8 << 20}
+    return LLM(str(checkpoint("llama", "base")), backend="cuda", **(given | settings))
+
+
+def prompts_of(seed: int, *lengths: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(2, 300) for _ in range(n)] for n in lengths]
+
+
+def greedy(num_tokens: int = NUM_TOKENS, **params: object) -> SamplingParams:
+    return SamplingParams(
+        **({"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True} | params)
+    )
+
+
+@functools.cache
+def expected(prompt: tuple[int, ...], num_tokens: int = NUM_TOKENS) -> list[int]:
+    return reference_greedy(checkpoint("llama", "base"), list(prompt), num_tokens)
+
+
+def test_steps_are_launched_before_the_one_before_has_ended(device):
+    """And say what they would say one by one: nothing the device reads late is overwritten."""
+    prompts = prompts_of(1, 9, 3, 12)
+    with late_llm() as llm:
+        outputs = llm.generate(prompts, greedy(), use_tqdm=False)
+        assert llm.stats().pages_in_use == 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == expected(tuple(prompt))
+    at = {(what, number): time for what, number, time in device.events}
+    ahead = [at["submit", i + 1] < at["end", i] for i in range(device.num_submitted - 1)]
+    assert sum(ahead) >= len(ahead) - 1, "all but at most one: a step waits for a new request"
+    assert all(at["begin", i + 1] >= at["end", i] for i in range(len(ahead)))
+
+
+def test_at_most_two_steps_are_in_flight(device):
+    with late_llm() as llm:
+        llm.generate(prompts_of(2, 5), greedy(8), use_tqdm=False)
+    at = {(what, number): time for what, number, time in device.events}
+    for i in range(device.num_submitted - 2):
+        assert at["submit", i + 2] > at["end", i]
+
+
+def test_a_late_stop_token_shows_nowhere(device):
+    (prompt,) = prompts_of(3, 17)
+    whole = expected(tuple(prompt), 8)
+    stop = next(t for i, t in enumerate(whole) if i >= 2 and whole.index(t) == i)
+    end = whole.index(stop)
+    with late_llm() as llm:
+        params = greedy(8, stop_token_ids=[stop], logprobs=2)
+        output = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
+        assert llm.stats().pages_in_use == 0
+    assert output.token_ids == whole[: end + 1] and len(output.logprobs) == end + 1
+
+
+def test_a_mask_waits_for_its_tokens_and_others_do_not_change(device, monkeypatch):
+    """A step with a masked sequence is launched when its tokens are known, and goes without the
+    masks that are late."""
+    original, begin, end = Matcher.fill, MaskFiller.begin, MaskFiller.end
+    is_mixed, is_late = threading.Event(), threading.Event()
+
+    def slow(self, bits):
+        if is_mixed.is_set():
+            is_late.wait(30)
+        original(self, bits)
+
+    def beginning(self, plan):
+        if any(sequence.mask is None for sequence in plan.sequences):
+            is_mixed.set()
+        return begin(self, plan)
+
+    def ending(self, *args, **kwargs):
+        late = end(self, *args, **kwargs)
+        if late:
+            is_late.set()
+        return late
+
+    monkeypatch.setattr(Matcher, "fill", slow)
+    monkeypatch.setattr(MaskFiller, "begin", beginning)
+    monkeypatch.setattr(MaskFiller, "end", ending)
+    prompts = prompts_of(7, 9, 4, 6)
+    choice = StructuredOutput("regex", "[ab]c")
+    masked = [greedy(8, structured=choice), greedy(8, structured=choice, temperature=1.0, seed=3)]
+    with late_llm() as llm:
+        device.before = _fail_once(2)
+        outputs = llm.generate(prompts, [*masked, greedy(3)], use_tqdm=False)
+        assert llm.stats().pages_in_use == 0
+    for output in outputs[:2]:
+        assert re.fullmatch("[ab]c", output.outputs[0].text)
+        assert output.outputs[0].finish_reason == "stop"
+    assert is_late.is_set()
+    assert outputs[2].outputs[0].token_ids == expected(tuple(prompts[2]), 3)
+
+
+def _fail_once(step: int) -> Callable[[int], None]:
+    failures = iter([False] * step + [True])
+
+    def before(number: int) -> None:
+        if next(failures, False):
+            raise RuntimeError("a device error")
+
+    return before
+
+
+def test_a_device_that_fails_once_costs_nobody_anything(device):
+    """Which request it was is not known: the step is cut into halves, and these run."""
+    failures = iter([False, False, True])
+
+    def before(number: int) -> None:
+        if next(failures, False):
+            raise RuntimeError("a device error")
+
+    prompts = prompts_of(4, 9, 4)
+    with late_llm() as llm:
+        device.before = before
+        outputs = llm.generate(prompts, greedy(), use_tqdm=False)
+        assert llm.stats().pages_in_use == 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == expected(tuple(prompt))
+
+
+def test_out_of_memory_ends_one_request(device):
+    """The range of one of three sequences cannot be mapped any more."""
+    prompts = prompts_of(5, 10, 30, 7)
+    with late_llm(kv_page_bytes=8192) as llm:
+        memory = llm._loaded.core._kv._memory
+        kv = llm._loaded.core._kv
+        map_pages = memory.map
+        victims: list[int] = []
+
+        def failing(offset: int, first_page: int, num_pages: int) -> None:
+            index = offset // (kv.range_tokens * kv.token_bytes)
+            long = [r.index for r in kv.ranges if r.is_open and r.num_promised == 30]
+            if victims or (long and index in long):
+                victims.extend(long)
+            if index in victims:
+                raise OSError(errno.ENOMEM, "cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY")
+            map_pages(offset, first_page, num_pages)
+
+        memory.map = failing
+        outputs = llm.generate(prompts, greedy(), use_tqdm=False)
+        memory.map = map_pages
+        assert llm.stats().pages_in_use == 0
+        again = llm.generate([prompts[1]], greedy(), use_tqdm=False)
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
+    for i in (0, 2):
+        assert outputs[i].outputs[0].token_ids == expected(tuple(prompts[i]))
+    assert again[0].outputs[0].token_ids == expected(tuple(prompts[1]))
+
+
+def test_who_tries_again_has_the_memory_of_the_step_that_had_too_little():
+    """Launches of two sequences fail for want of memory, with a tensor in their calls."""
+    prompts = prompts_of(8, 5, 6)
+    held: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    with late_llm() as llm:
+        model = llm._loaded.core._runner._model
+        forward = model.forward
+
+        def too_large(ids: torch.Tensor, *args: object) -> torch.Tensor:
+            alive.append(sum(ref() is not None for ref in held))
+            if len(ids) == 2:
+                activations = torch.zeros(1000)
+                held.append(weakref.ref(activations))
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return forward(ids, *args)
+
+        model.forward = too_large
+        outputs = llm.generate(prompts, greedy(4), use_tqdm=False)
+        model.forward = forward
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == expected(tuple(prompt), 4)
+    assert held and max(alive) == 0
+
+
+def test_a_launch_that_fails_half_way_is_waited_for(device):
+    """Its kernels are queued, and nobody has their mark."""
+    (prompt,) = prompts_of(9, 5)
+    with late_llm() as llm:
+        submit, done = device.submit, []
+
+        def half(work: Callable[[], None]) -> object:
+            mark = submit(lambda: (work(), done.append(1)))
+            device.submit = submit
+            raise torch.OutOfMemoryError(f"CUDA out of memory after {mark}")
+
+        device.submit = half
+        waits: list[int] = []
+        wait = device.wait
+        device.wait = lambda: (wait(), waits.append(len(done)))
+        output = llm.generate([prompt], greedy(), use_tqdm=False)[0].outputs[0]
+        device.wait = wait
+        assert waits[0] == 1, "by then it had ended"
+        assert output.finish_reason == "error"
+        again = llm.generate([prompt], greedy(), use_tqdm=False)[0].outputs[0]
+    assert again.token_ids == expected(tuple(prompt))
+
+
+def test_a_device_that_is_lost_stops_the_engine(device):
+    """Who waits is told, nobody new is let in, and stopping works."""
+    prompts = prompts_of(10, 5, 6)
+
+    def before(number: int) -> None:
+        device.is_lost = True
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    llm = late_llm()
+    device.before = before
+    outputs = llm.generate(prompts, greedy(), use_tqdm=False)
+    assert [o.outputs[0].finish_reason for o in outputs] == ["error", "error"]
+    assert llm._loaded.core.has_failed
+    with pytest.raises(EngineStoppedError):
+        llm.generate(prompts[:1], greedy(), use_tqdm=False)
+    llm.shutdown()
+    assert not llm._loaded.core._output.is_alive()
+
+
+def test_unmapping_waits_for_the_steps_that_may_look_there(device):
+    with late_llm() as llm:
+        llm.generate(prompts_of(6, 5), greedy(2), use_tqdm=False)
+        core = llm._loaded.core
+        runner, kv = core._runner, core._kv
+        step = runner._flying[-1]
+        (span,) = kv.spans(step.ranges[0])
+        waited: list[int] = []
+        step.mark = type("M", (), {"wait": lambda self: waited.append(1)})()
+        others = [kv.spans(r)[0] for r in kv.ranges if kv.spans(r)[0] != span]
+        for first, end in others:
+            runner.settle(first, end)
+        assert waited == []
+        runner.settle(span[0] + 4096, span[0] + 8192)
+        assert waited == [1]
+
+
+def test_warming_up_leaves_no_trace(device):
+    """All sizes computed and captured with rows of nobody; then real steps run in the captures."""
+    (prompt,) = prompts_of(7, 5)
+    with late_llm(max_num_seqs=2, max_num_batched_tokens=16) as llm:
+        runner = llm._loaded.core._runner
+        runner.warm_up()
+        assert set(runner._graphs) == set(runner._shapes.captured)
+        used: list[int] = []
+        for shape, graph in list(runner._graphs.items()):
+            runner._graphs[shape] = lambda g=graph, s=shape: (used.append(s.rows), g())
+        output = llm.generate([prompt], greedy(), use_tqdm=False)[0].outputs[0]
+        assert llm.stats().pages_mapped <= 2
+    assert output.token_ids == expected(tuple(prompt))
+    assert used[0] == 16 and used[1:] == [1] * (NUM_TOKENS - 1)
+
+
+def test_what_cannot_be_captured_runs_kernel_by_kernel(device, caplog):
+    (prompt,) = prompts_of(8, 5)
+    asked: list[object] = []
+
+    def refuse(work: object) -> object:
+        asked.append(work)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    device.capture = refuse
+    with late_llm(max_num_seqs=2, max_num_batched_tokens=16) as llm:
+        runner = llm._loaded.core._runner
+        runner.warm_up()
+        assert len(asked) == 1 and not runner._graphs
+        output = llm.generate([prompt], greedy(), use_tqdm=False)[0].outputs[0]
+    assert output.token_ids == expected(tuple(prompt))
+    assert "cannot be captured" in caplog.text
+
+
+class _Sized(HostStepDevice):
+    """A device of a certain size."""
+
+    def __init__(self, free_bytes: int, peak_bytes: int) -> None:
+        self._free, self._peak = free_bytes, peak_bytes
+
+    def peak_bytes(self, work: Callable[[], None]) -> int:
+        work()
+        return self._peak
+
+    def free_bytes(self) -> int:
+        return self._free
+
+
+def test_kv_gets_what_is_left_beside_the_largest_step():
+    asked: list[tuple[int, ...]] = []
+
+    def forward(ids: torch.Tensor, positions: torch.Tensor, attention: object) -> torch.Tensor:
+        asked.append(tuple(ids.shape))
+        return torch.zeros(len(ids), 8)
+
+    def logits(rows: torch.Tensor) -> torch.Tensor:
+        asked.append(tuple(rows.shape))
+        return torch.zeros(len(rows), 10)
+
+    model = SimpleNamespace(attention_layers=list, forward=forward, logits=logits)
+    shapes = StepShapes(300, 16)
+    gib = 1 << 30
+    left = cuda_runtime._kv_bytes(model, _Sized(4 * gib, gib // 2), shapes, gib // 2)
+    assert left == 4 * gib - gib - gib // 4 - gib // 2
+    assert asked == [(300,), (16, 8)], "the largest step, as many logits as sequences"
+    with pytest.raises(ConfigError, match=r"1024 MiB left.*300 rows.*lower max_num_batched_tokens"):
+        cuda_runtime._kv_bytes(model, _Sized(gib, gib // 2), shapes, 0)

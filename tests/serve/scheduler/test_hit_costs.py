@@ -1,0 +1,177 @@
+"""What a prefix hit costs against computing: loading, mapping, and memory that is shared."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+
+from memory.prefix.index import PrefixHasher
+from memory.prefix.load_times import LoadTimes
+from serve.scheduler.admission import Oracle, PromptOnly, WorstCase
+from serve.scheduler.scheduler import Scheduler
+from serve.scheduler.sequence import make_sequences
+from serve.scheduler.step_plan import SchedulerLimits
+from serve.scheduler.step_time import StepWork
+from tests.support.engine.fakes import make_kv, make_request
+from tests.support.memory.page_store import FakeStore
+
+PROMPT = range(10, 70)
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def test_load_times_are_of_batches_and_seen_when_they_end():
+    clock = Clock()
+    times = LoadTimes(clock)
+    assert times.seconds(100) == 0.0
+
+    def batch(num_pages, seconds, looked_at_after_s):
+        futures = [Future() for _ in range(num_pages)]
+        times.begin(futures)
+        clock.now_s += seconds
+        for future in futures:
+            future.set_result(True)
+        clock.now_s += looked_at_after_s
+        times.end()
+
+    batch(10, 0.1, looked_at_after_s=5.0)
+    assert times.seconds(100) == pytest.approx(1.0)
+    batch(4, 0.08, looked_at_after_s=0.0)
+    assert times.seconds(1) == pytest.approx(0.8 * 0.01 + 0.2 * 0.02)
+    times.end()
+    assert times.seconds(1) == pytest.approx(0.012), "nothing was under way"
+    batch(1, 20.0, looked_at_after_s=0.0)
+    assert times.seconds(1) == pytest.approx(0.012 * (0.8 + 0.2 * 4)), "it hung once"
+    times.begin([Future()])
+    times.end()
+    assert times.seconds(1) == pytest.approx(0.0192), "whose end was not noted yet"
+
+
+class Rig:
+    """A scheduler whose prompts are known to memory or to the store. A row takes row_s."""
+
+    def __init__(self, num_pages=64, with_store=False, policy=None, budget=256):
+        self.kv, self.memory = make_kv(num_pages, 4, 128)
+        hasher = PrefixHasher(self.kv.page_end)
+        made = None if policy is None else policy(self.kv)
+        limits = SchedulerLimits(4, budget, budget)
+        self.scheduler = Scheduler(limits, self.kv, made, hasher)
+        self.store = FakeStore(self.memory)
+        if with_store:
+            self.kv.prefixes.use_store(self.store, lambda page: page, lambda: None)
+
+    def teach(self, row_s):
+        self.scheduler.chunks.model.learn(StepWork(num_rows=100, num_chunks=1), 100 * row_s)
+
+    def add(self, name, prompt=PROMPT, **params):
+        request = make_request(request_id=name, prompt=prompt, **params)
+        sequence = make_sequences(request, frozenset())[0]
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self):
+        plan = self.scheduler.schedule(0.0)
+        if plan is not None:
+            self.kv.commit()
+            self.scheduler.update(plan, [9] * sum(plan.samples))
+        return plan
+
+    def run(self):
+        while self.scheduler.has_work():
+            self.step()
+
+    def forget_memory(self):
+        """Only the store knows the pages now."""
+        while self.kv.prefixes.write_some():
+            pass
+        while self.kv.num_cached:
+            self.kv.prefixes.evict()
+
+
+def test_what_is_computed_sooner_than_loaded_is_computed():
+    rig = Rig(with_store=True)
+    rig.add("first", num_tokens=2)
+    rig.run()
+    rig.forget_memory()
+    times = rig.kv.prefixes.load_times
+    times._page_s = 1e-3  # 15 pages: 15 ms
+    rig.teach(row_s=2e-4)  # 59 rows: 12 ms
+    slow = rig.add("slow disk", num_tokens=2)
+    rig.run()
+    stats = rig.kv.prefixes.stats
+    assert (slow.num_cached_tokens, stats.num_loaded, stats.num_declined) == (0, 0, 1)
+    assert times.seconds(1) == pytest.approx(0.95e-3), "it will be tried again"
+    rig.forget_memory()
+    times._page_s = 1e-5
+    quick = rig.add("quick disk", num_tokens=2)
+    rig.run()
+    assert quick.num_cached_tokens >= 56 and stats.num_loaded == 15
+    assert times.seconds(1) > 0.0
+    rig.kv.check_integrity()
+
+
+def test_nothing_known_means_loading():
+    rig = Rig(with_store=True)
+    rig.add("first", num_tokens=2)
+    rig.run()
+    rig.forget_memory()
+    rig.kv.prefixes.load_times._page_s = 1.0
+    assert rig.add("second", num_tokens=2)
+    rig.run()
+    assert rig.kv.prefixes.stats.num_loaded == 15
+
+
+def test_what_is_computed_sooner_than_mapped_is_computed():
+    rig = Rig()
+    rig.add("first", num_tokens=2)
+    rig.run()
+    rig.teach(row_s=1e-6)
+    mapping = rig.kv.space.stats
+    mapping.num_calls, mapping.seconds = 10, 1.0
+    dear = rig.add("dear", num_tokens=2)
+    rig.run()
+    assert dear.num_cached_tokens == 0
+    mapping.num_calls, mapping.seconds = 10, 1e-6
+    cheap = rig.add("cheap", num_tokens=2)
+    rig.run()
+    assert cheap.num_cached_tokens >= 56
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        PromptOnly,
+        WorstCase,
+        lambda kv: Oracle(kv, lambda sequence: sequence.request.params.max_tokens, 256),
+    ],
+)
+def test_pages_that_several_share_count_once(policy):
+    """24 pages: one sequence needs 17. Three that begin alike need 17 + 3 + 3; three others
+    do not fit together."""
+    rig = Rig(num_pages=24, policy=policy)
+    rig.add("a", num_tokens=8, ignore_eos=True)
+    rig.step()
+    for name in "bc":
+        rig.add(name, num_tokens=8, ignore_eos=True)
+    rig.step()
+    assert len(rig.scheduler.running) == 3
+    assert rig.kv.num_saved >= 2 * 13
+    rig.run()
+    assert rig.scheduler.num_preemptions == 0
+    other = Rig(num_pages=24, policy=policy)
+    for number, name in enumerate("abc"):
+        other.add(name, prompt=range(100 * number, 100 * number + 60), num_tokens=8)
+    other.step()
+    other.step()
+    assert len(other.scheduler.running) == 1
+    other.run()
+    for made in (rig, other):
+        assert made.kv.num_in_use == 0
+        made.kv.check_integrity()

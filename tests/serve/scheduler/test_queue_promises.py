@@ -1,0 +1,138 @@
+"""What the orders promise: nobody starves, fair shares, short requests first."""
+
+from __future__ import annotations
+
+import random
+from statistics import fmean
+
+import pytest
+
+from serve.request import FinishReason
+from serve.scheduler.fair_queue import Fair
+from serve.scheduler.mlfq_queue import MultiLevelFeedback
+from serve.scheduler.orders import ORDERS
+from tests.support.engine.order_rig import Rig
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("order", ORDERS)
+def test_everybody_finishes_in_a_random_walk(order, seed):
+    """Arrivals, aborts and too little memory; nobody is lost and all pages come back."""
+    rng = random.Random(seed)
+    rig = Rig(order, num_pages=40, max_num_seqs=rng.choice([3, 8]), budget=24)
+    live, total = [], 0
+    for number in range(1200):
+        if rng.random() < 0.3 and len(live) < 30:
+            sequence = rig.add(
+                str(number),
+                rng.choice([3, 12, 60]),
+                rng.randint(1, 60),
+                client=rng.choice(["x", "y", None]),
+                priority=rng.randint(0, 2),
+            )
+            live.append(sequence)
+            total += 1
+        if live and rng.random() < 0.03:
+            rig.scheduler.finish(live.pop(rng.randrange(len(live))), FinishReason.ABORT)
+        if rig.scheduler.has_work():
+            assert rig.step() is not None
+        live = [s for s in live if not s.is_finished]
+        queued = {id(s) for s in rig.scheduler.waiting} | {id(s) for s in rig.scheduler.running}
+        assert queued == {id(s) for s in live}, "one was lost"
+        assert len(rig.scheduler.waiting) == len(list(rig.scheduler.waiting))
+    assert rig.scheduler.num_preemptions > 0
+    rig.run()
+    assert rig.scheduler.num_finished == total > 150
+    assert not rig.order._numbers
+    if isinstance(rig.order, MultiLevelFeedback):
+        assert not rig.order._jobs and not rig.order._running
+    if isinstance(rig.order, Fair):
+        assert not rig.order._queues and not rig.order._charged
+    rig.kv.check_integrity()
+
+
+def stream_of_short_ones(order):
+    """A long request, and short urgent ones that leave no slot for it for 20 seconds."""
+    rig = Rig(order, max_num_seqs=1)
+    long = rig.add("long", num_prompt=100, num_tokens=20, priority=1, client="x")
+    number = 0
+    while rig.now_s < 20.0:
+        while len(rig.scheduler.waiting) < 3:
+            number += 1
+            rig.add(f"s{number}", num_prompt=4, num_tokens=3, client="y")
+        rig.step()
+    return long
+
+
+@pytest.mark.parametrize(
+    ("order", "is_finished"), [("fcfs", True), ("mlfq", True), ("fair", True), ("priority", False)]
+)
+def test_only_priority_lets_somebody_starve(order, is_finished):
+    assert stream_of_short_ones(order).is_finished == is_finished
+
+
+def served(sequences):
+    """Tokens by client as the counters weigh them."""
+    totals = {}
+    for s in sequences:
+        if s.first_scheduled_s is not None:
+            tokens = s.num_prompt_tokens + 2 * s.num_output_tokens
+            totals[s.request.client] = totals.get(s.request.client, 0) + tokens
+    return totals
+
+
+def backlog(order):
+    """Client x sends ten requests for each of y's. The served tokens after each step while both
+    have something waiting, and the most that a prompt or a full batch weighs."""
+    rng = random.Random(5)
+    rig = Rig(order, num_pages=200, max_num_seqs=4, budget=32)
+    sequences = []
+    for number in range(440):
+        client = "y" if number % 11 == 10 else "x"
+        sizes = rng.randint(1, 40), rng.randint(1, 40)
+        sequences.append(rig.add(str(number), *sizes, client=client))
+    history = []
+    while len({s.request.client for s in rig.scheduler.waiting}) == 2:
+        rig.step()
+        history.append(served(sequences))
+    return history, max(40, 4 * 2 * 40)
+
+
+def test_the_fairness_bound_of_the_token_counters():
+    """Theorem of the paper: between backlogged clients at most twice the larger of a prompt's
+    and a batch's weight, however long it takes and however unequal the demand."""
+    history, most = backlog("fair")
+    differences = [abs(totals.get("x", 0) - totals.get("y", 0)) for totals in history]
+    assert max(differences) <= 2 * most
+    final = history[-1]
+    assert final["y"] > 2000
+    assert 0.8 < final["x"] / final["y"] < 1.25
+    final = backlog("fcfs")[0][-1]
+    assert 7 < final["x"] / final["y"] < 14
+
+
+def latencies(order):
+    """Twelve long requests and 60 short ones that come while those run: seconds from arrival to
+    end of the short ones and of all, and when the last one ended."""
+    rng = random.Random(3)
+    rig = Rig(order, num_pages=700, max_num_seqs=4, budget=32)
+    arrivals = [(rng.uniform(0, 3.0), f"s{number}") for number in range(60)]
+    arrivals = sorted([*arrivals, *((0.0, f"l{number}") for number in range(12))])
+    came = {}
+    while arrivals or rig.scheduler.has_work():
+        while arrivals and arrivals[0][0] <= rig.now_s:
+            came_s, name = arrivals.pop(0)
+            came[name] = came_s
+            rig.add(name, *((90, 100) if name[0] == "l" else (8, 6)))
+        if rig.step() is None:
+            rig.now_s = arrivals[0][0]
+    took = {name: rig.finished_s[name] - came_s for name, came_s in came.items()}
+    return [t for n, t in took.items() if n[0] == "s"], list(took.values()), rig.now_s
+
+
+def test_short_requests_do_not_wait_behind_long_ones_in_mlfq():
+    short, everybody, end_s = latencies("mlfq")
+    short_before, everybody_before, end_before_s = latencies("fcfs")
+    assert fmean(short) < 0.2 * fmean(short_before)
+    assert fmean(everybody) < 0.6 * fmean(everybody_before)
+    assert end_s < 1.05 * end_before_s, "little is computed twice"

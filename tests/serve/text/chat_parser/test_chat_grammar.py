@@ -1,0 +1,202 @@
+"""The grammars of calls: what random tokens make of them is read back, and fits the schemas."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from serve.errors import RequestError
+from serve.structured_output import StructuredOutput
+from serve.text.chat_parser import (
+    AnswerParser,
+    ChatFormat,
+    Part,
+    Reasoning,
+    Text,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from serve.text.chat_parser.calls import ToolCallParser
+from serve.text.chat_parser.formats import REASONING_FORMATS, TOOL_FORMATS
+from serve.text.chat_parser.grammar import (
+    MAX_CALLS,
+    calls_or_content,
+    content_behind_reasoning,
+    forced_calls,
+)
+from serve.text.chat_parser.reasoning import ReasoningParser
+
+BYTES = LLTokenizer("byte")
+THINK = REASONING_FORMATS["deepseek_r1"]
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 8},
+        "unit": {"enum": ["c", "f"]},
+        "near": {"type": "array", "items": {"$ref": "#/$defs/place"}, "maxItems": 2},
+    },
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+    "$defs": {"place": {"type": "integer", "minimum": 0, "maximum": 99}},
+}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}},
+    {"type": "function", "function": {"name": "now"}},
+]
+NAMES = frozenset({"weather", "now"})
+
+
+def matcher(form: StructuredOutput) -> LLMatcher:
+    assert form.kind == "grammar"
+    made = LLMatcher(BYTES, LLMatcher.grammar_from_lark(form.source))
+    assert not made.get_error(), (made.get_error(), form.source)
+    return made
+
+
+def written(form: StructuredOutput, rng: random.Random, max_bytes: int = 4000) -> str:
+    """Random bytes that the grammar lets through; it ends where the grammar does."""
+    made = matcher(form)
+    text = bytearray()
+    while not made.is_stopped():
+        mask = np.frombuffer(made.compute_bitmask(), dtype=np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+        plain = [token for token in allowed if 32 <= token < 127 or token in (10, 256)]
+        token = rng.choice(plain)
+        if token == 256:
+            break
+        assert made.consume_token(token)
+        text.append(token)
+        assert len(text) < max_bytes
+    return text.decode()
+
+
+def accepts(form: StructuredOutput, text: str) -> bool:
+    made = matcher(form)
+    return bool(made.try_consume_tokens(list(text.encode())) == len(text.encode())) and bool(
+        made.is_accepting()
+    )
+
+
+def read(chat: ChatFormat, text: str, *, is_open: bool = False) -> list[Part]:
+    assert chat.tools is not None
+    reasoning = None if chat.reasoning is None else ReasoningParser(THINK, is_open=is_open)
+    parser = AnswerParser(reasoning, ToolCallParser(chat.tools, NAMES))
+    return parser.push(text) + parser.finish()
+
+
+@pytest.mark.parametrize("style", TOOL_FORMATS)
+@pytest.mark.parametrize("seed", range(8))
+def test_calls_that_must_come_are_read_back(style: str, seed: int) -> None:
+    chat = ChatFormat(tools=TOOL_FORMATS[style])
+    text = written(forced_calls(chat, TOOLS, parallel=True, is_open=False), random.Random(seed))
+    parts = read(chat, text)
+    assert not any(isinstance(part, Text) for part in parts), text
+    names = {part.number: part.name for part in parts if isinstance(part, ToolCallStart)}
+    assert 1 <= len(names) <= MAX_CALLS
+    for number, name in names.items():
+        arguments = json.loads(
+            "".join(
+                part.text
+                for part in parts
+                if isinstance(part, ToolCallArguments) and part.number == number
+            )
+        )
+        if name == "weather":
+            jsonschema.validate(arguments, WEATHER)
+        else:
+            assert arguments == {}
+
+
+@pytest.mark.parametrize("style", TOOL_FORMATS)
+def test_one_call_where_several_are_not_wanted(style: str) -> None:
+    chat = ChatFormat(tools=TOOL_FORMATS[style])
+    form = forced_calls(chat, TOOLS[1:], parallel=False, is_open=False)
+    for seed in range(4):
+        parts = read(chat, written(form, random.Random(seed)))
+        assert [type(part) for part in parts] == [ToolCallStart, ToolCallArguments]
+
+
+CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+def test_reasoning_may_come_first() -> None:
+    chat = ChatFormat(reasoning=THINK)
+    free = forced_calls(chat, TOOLS, parallel=True, is_open=False)
+    assert accepts(free, CALL)
+    assert accepts(free, f"<think>\nwell, {CALL}?\n</think>\n\n{CALL}")
+    assert not accepts(free, f"well</think>{CALL}")
+    is_open = forced_calls(chat, TOOLS, parallel=True, is_open=True)
+    assert accepts(is_open, f"well\n</think>\n\n{CALL}")
+    assert not accepts(is_open, CALL)
+    form = content_behind_reasoning(chat, StructuredOutput("json_object"), is_open=True)
+    assert accepts(form, 'well\n</think>\n\n{"a": 1}')
+    assert not accepts(form, '{"a": 1}')
+
+
+def test_arguments_of_strict_tools_fit_where_calls_may_come() -> None:
+    form = calls_or_content(ChatFormat(), TOOLS, None, parallel=True, is_open=False)
+    good = '{"name": "weather", "arguments": {"city": "Rome", "unit": "c"}}'
+    bad = good.replace('"c"', '"k"')
+    for text, is_fine in (
+        ("Hello {} <tool", True),
+        (f"I look.\n<tool_call>\n{good}\n</tool_call>", True),
+        (f"<tool_call>\n{good}\n</tool_call>\n{CALL} and", True),
+        (f"I look.\n<tool_call>\n{bad}\n</tool_call>", False),
+        ('<tool_call>\n{"name": "now", "arguments": {"any": [1]}}\n</tool_call>', True),
+    ):
+        assert accepts(form, text) is is_fine, text
+    once = calls_or_content(ChatFormat(), TOOLS, None, parallel=False, is_open=False)
+    assert accepts(once, f"{CALL} and")
+
+
+@pytest.mark.parametrize("style", ["llama3_json", "mistral"])
+def test_strict_tools_of_other_formats(style: str) -> None:
+    chat = ChatFormat(tools=TOOL_FORMATS[style])
+    form = calls_or_content(chat, TOOLS, None, parallel=True, is_open=False)
+    calls = written(forced_calls(chat, TOOLS, parallel=True, is_open=False), random.Random(3))
+    assert accepts(form, calls)
+    assert accepts(form, "Hello, {}")
+
+
+@pytest.mark.parametrize(
+    ("content", "good", "bad"),
+    [
+        (StructuredOutput("json_object"), '{"a": 1}', "yes"),
+        (StructuredOutput("json_schema", '{"type": "boolean"}'), "true", "1"),
+        (StructuredOutput("regex", "a/[b/]+\\/\n\\."), "a/b//\n.", "a/b//\nx"),
+        (StructuredOutput("choice", '["yes", "n\\"o"]'), 'n"o', "no"),
+    ],
+)
+def test_calls_or_the_content_that_is_asked_for(
+    content: StructuredOutput, good: str, bad: str
+) -> None:
+    form = calls_or_content(ChatFormat(), TOOLS, content, parallel=True, is_open=False)
+    assert accepts(form, CALL)
+    assert accepts(form, good)
+    assert not accepts(form, bad)
+
+
+def test_a_clients_grammar_has_no_place_for_calls() -> None:
+    with pytest.raises(RequestError) as caught:
+        calls_or_content(
+            ChatFormat(), TOOLS, StructuredOutput("grammar", "x"), parallel=True, is_open=False
+        )
+    assert caught.value.param == "tools"
+
+
+def test_special_tokens_are_named_by_their_ids() -> None:
+    ids = {"<tool_call>": 7, "</tool_call>": 8, "<think>": 9, "</think>": 10}
+    chat = ChatFormat(reasoning=THINK, special_ids=ids)
+    for form in (
+        forced_calls(chat, TOOLS, parallel=True, is_open=False),
+        calls_or_content(chat, TOOLS, None, parallel=True, is_open=False),
+    ):
+        assert all(f"<[{token}]>" in form.source for token in ids.values())
+        assert "think" not in form.source
+        assert not any(isinstance(part, Reasoning) for part in read(chat, CALL))

@@ -1,0 +1,270 @@
+"""Calls and reasoning read from text: each format, whatever is wrong with it, cut anywhere."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve.text.chat_parser import (
+    AnswerParser,
+    Part,
+    Reasoning,
+    Text,
+    ToolCallArguments,
+    ToolCallStart,
+    choose_format,
+)
+from serve.text.chat_parser.calls import MAX_EXTRA_CHARS, MAX_HELD_CHARS, ToolCallParser
+from serve.text.chat_parser.formats import REASONING_FORMATS, TOOL_FORMATS
+from serve.text.chat_parser.reasoning import ReasoningParser
+
+NAMES = frozenset({"f", "weather"})
+CALL = '{"name": "f", "arguments": {"a": 1}}'
+HERMES = f"<tool_call>\n{CALL}\n</tool_call>"
+
+
+def make(tools: str | None, *, reasoning: bool = False, is_open: bool = False) -> AnswerParser:
+    thinking = REASONING_FORMATS["deepseek_r1"]
+    return AnswerParser(
+        ReasoningParser(thinking, is_open=is_open) if reasoning else None,
+        None if tools is None else ToolCallParser(TOOL_FORMATS[tools], NAMES),
+    )
+
+
+def parse(parser: AnswerParser, pieces: list[str]) -> list[tuple[str, ...]]:
+    """The parts, joined; each call's id left out."""
+    parts: list[Part] = []
+    for piece in pieces:
+        parts += parser.push(piece)
+    parts += parser.finish()
+    joined: list[tuple[str, ...]] = []
+    for part in parts:
+        match part:
+            case Text(text):
+                item = ("text", text)
+            case Reasoning(text):
+                item = ("reasoning", text)
+            case ToolCallStart(number, _, name):
+                item = ("call", str(number), name)
+            case ToolCallArguments(number, text):
+                item = ("arguments", str(number), text)
+        assert item[-1], "no part is empty"
+        if joined and joined[-1][:-1] == item[:-1] and item[0] != "call":
+            joined[-1] = (*item[:-1], joined[-1][-1] + item[-1])
+        else:
+            joined.append(item)
+    return joined
+
+
+def call(number: int = 0, arguments: str = '{"a": 1}', name: str = "f") -> list[tuple[str, ...]]:
+    return [("call", str(number), name), ("arguments", str(number), arguments)]
+
+
+TEXT_IN_STRING = '{"a": "</tool_call> \\" } ] <tool_call> ü👍"}'
+CASES: list[tuple[str, str, list[tuple[str, ...]]]] = [
+    ("hermes", "hello  world \n", [("text", "hello  world \n")]),
+    ("hermes", HERMES, call()),
+    ("hermes", f"I look.\n\n{HERMES}\n", [("text", "I look."), *call()]),
+    ("hermes", f"{HERMES}\n{HERMES}", [*call(0), *call(1)]),
+    ("hermes", f"{HERMES} and so", [*call(), ("text", "and so")]),
+    ("hermes", f"<tool_call>{CALL}", call()),
+    ("hermes", f"<tool_call>{CALL}</tool_", call()),
+    ("hermes", f"<tool_call>{CALL[:-1]}\n</tool_call>", call()),
+    ("hermes", f"<tool_call>{CALL[:-2]}\n</tool_call>", call(arguments='{"a": 1\n')),
+    ("hermes", f"<tool_call>{CALL}}}</tool_call>", call()),
+    ("hermes", f'<tool_call>{CALL[:-1]}, "id": "}}"}}</tool_call>', call()),
+    (
+        "hermes",
+        f'<tool_call>{{"name": "f", "arguments": {TEXT_IN_STRING}}}</tool_call>',
+        call(arguments=TEXT_IN_STRING),
+    ),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', call(arguments="{}")),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', call()),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', call()),
+    ("hermes", '<tool_call>{"name": "new", "arguments": {}}', call(name="new", arguments="{}")),
+    ("hermes", "<tool_call>{oops}</tool_call>!", [("text", "<tool_call>{oops}</tool_call>!")]),
+    ("hermes", "a <tool_call> b", [("text", "a <tool_call> b")]),
+    ("hermes", "a <tool_call>", [("text", "a <tool_call>")]),
+    ("hermes", 'x<tool_call>{"name": "f"', [("text", 'x<tool_call>{"name": "f"')]),
+    ("hermes", '<tool_call>{"name": 3}', [("text", '<tool_call>{"name": 3}')]),
+    ("hermes", '<tool_call>{"name": "a b"}', [("text", '<tool_call>{"name": "a b"}')]),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": [1]}',
+        [("text", '<tool_call>{"name": "f", "arguments": [1]}')],
+    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1', call(arguments='{"a": 1')),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {a}}', call(arguments="{a}")),
+    ("hermes", "1 < 2 <tool", [("text", "1 < 2 <tool")]),
+    ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', call()),
+    ("llama3_json", f" \n{CALL}; {CALL}", [*call(0), *call(1)]),
+    ("llama3_json", f"<|python_tag|>{CALL}", call()),
+    ("llama3_json", f"<|python_tag|>{CALL}\n", call()),
+    ("llama3_json", "<|python_tag|>print(1)", [("text", "<|python_tag|>print(1)")]),
+    ("llama3_json", f"no {CALL}", [("text", f"no {CALL}")]),
+    (
+        "llama3_json",
+        '{"name": "Bob", "arguments": {}}!',
+        [("text", '{"name": "Bob", "arguments": {}}!')],
+    ),
+    ("llama3_json", '{"answer": [1, {"b": 2}]}', [("text", '{"answer": [1, {"b": 2}]}')]),
+    ("mistral", f"[TOOL_CALLS] [{CALL}, {CALL}]", [*call(0), *call(1)]),
+    ("mistral", f"So: [TOOL_CALLS][{CALL}] then", [("text", "So:"), *call(), ("text", "then")]),
+    ("mistral", "[TOOL_CALLS] none", [("text", "[TOOL_CALLS] none")]),
+    ("mistral", f"[TOOL_CALLS][{CALL}, 3]", [*call(), ("text", ", 3]")]),
+]
+
+
+@pytest.mark.parametrize(("style", "text", "parts"), CASES)
+def test_calls(style: str, text: str, parts: list[tuple[str, ...]]) -> None:
+    assert parse(make(style), [text]) == parts
+    assert parse(make(style), list(text)) == parts
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "parts"),
+    [
+        ("<think>\nhm\n\nso\n</think>\n\nYes", False, [("reasoning", "hm\n\nso"), ("text", "Yes")]),
+        ("\nhm</think>Yes\n", True, [("reasoning", "hm"), ("text", "Yes\n")]),
+        (" \n<think></think>Yes", False, [("text", "Yes")]),
+        ("<think>hm\n", False, [("reasoning", "hm\n")]),
+        ("<thin", False, [("text", "<thin")]),
+        ("I <think> so </think>", False, [("text", "I <think> so </think>")]),
+        ("hm </thi", True, [("reasoning", "hm </thi")]),
+        ("", True, []),
+    ],
+)
+def test_reasoning(text: str, is_open: bool, parts: list[tuple[str, ...]]) -> None:
+    for pieces in ([text], list(text)):
+        assert parse(make(None, reasoning=True, is_open=is_open), pieces) == parts
+
+
+def test_calls_come_behind_the_reasoning_only() -> None:
+    text = f"<think>{HERMES}</think>\n{HERMES}"
+    expected = [("reasoning", HERMES), *call()]
+    assert parse(make("hermes", reasoning=True), list(text)) == expected
+
+
+FRAGMENTS = [
+    "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "<|python_tag|>",
+    CALL, HERMES, '{"name": "f", "arguments": {', '"name"', '"f"', "{", "}", "[", "]", ",", ";",
+    '"', "\\", ":", "<", " ", "\n", "x", "é", '{"a": "b"}', '{"name": "weather", "parameters": {}}',
+]  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@given(
+    fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=14),
+    style=st.sampled_from([*TOOL_FORMATS, None]),
+    reasoning=st.booleans(),
+    is_open=st.booleans(),
+    seed=st.integers(0, 1 << 16),
+)
+def test_cuts_change_nothing(
+    fragments: list[str], style: str | None, reasoning: bool, is_open: bool, seed: int
+) -> None:
+    text = "".join(fragments)
+    rng = random.Random(seed)
+    cuts = sorted(rng.randint(0, len(text)) for _ in range(rng.randint(0, 8)))
+    edges = [0, *cuts, len(text)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(edges)]
+    whole = parse(make(style, reasoning=reasoning, is_open=is_open), [text])
+    for parts in (pieces, list(text)):
+        assert parse(make(style, reasoning=reasoning, is_open=is_open), parts) == whole
+    if style is None and not reasoning:
+        assert whole == ([("text", text)] if text else [])
+    if not any(kind == "call" for kind, *_ in whole) and not reasoning:
+        assert "".join(item[-1] for item in whole) == text, "text that is no call is whole"
+
+
+def test_a_call_streams() -> None:
+    """The name is out before the arguments are, and they come as they are written."""
+    parser = make("hermes")
+    assert parser.push('<tool_call>\n{"name": "f", "argum') == []
+    assert [type(part) for part in parser.push('ents": {"a')] == [ToolCallStart, ToolCallArguments]
+    assert parser.push('": [1') == [ToolCallArguments(0, '": [1')]
+
+
+def test_what_is_held_is_bounded() -> None:
+    start = '<tool_call>{"arguments": "'
+    for size, is_call in ((1000, True), (MAX_HELD_CHARS, False)):
+        text = f'{start}{{}}{" " * size}", "name": "f"}}'
+        pieces = [text[i : i + 1000] for i in range(0, len(text), 1000)]
+        whole = parse(make("hermes"), [text])
+        assert parse(make("hermes"), pieces) == whole
+        assert (whole[0][0] == "call") is is_call
+        assert is_call or whole == [("text", text)]
+
+
+def test_what_follows_arguments_is_bounded() -> None:
+    extra = ', "x": "' + "y" * MAX_EXTRA_CHARS
+    whole = parse(make("hermes"), [f"<tool_call>{CALL[:-1]}{extra}"])
+    assert whole == [*call(), ("text", extra)]
+    assert parse(make("hermes"), list(f"<tool_call>{CALL[:-1]}{extra}")) == whole
+
+
+@pytest.mark.parametrize(
+    "text", ["<tool_call>{" * 8_000, "{" * 50_000, "<tool_call>" + "[" * 50_000, " \n" * 10_000]
+)
+def test_nonsense_is_quick(text: str) -> None:
+    for style in TOOL_FORMATS:
+        pieces = [text[i : i + 4] for i in range(0, len(text), 4)]
+        assert "".join(item[-1] for item in parse(make(style), pieces)) == text
+
+
+def test_arguments_that_are_no_text_are_escaped() -> None:
+    """Half of a surrogate pair in a call that is read whole does not reach the answer as such."""
+    text = '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "f"}</tool_call>'
+    parts = parse(make("hermes"), [text])
+    parts[1][-1].encode()
+    assert json.loads(parts[1][-1]) == {"a": "\ud800"}
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"a": 1e999}', '{"a": NaN}', "[" * 9999, '"' + "9" * 5000 + '"', "3"]
+)
+def test_arguments_that_are_no_json_object_are_text(arguments: str) -> None:
+    text = f'<tool_call>{{"arguments": {arguments}, "name": "f"}}'
+    assert parse(make("hermes"), [text]) == [("text", text)]
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "is_native", "reasoning"),
+    [
+        ("{{ messages }}", "hermes", False, None),
+        ("{% if tools %}<tool_call>{% endif %}</think>", "hermes", True, "deepseek_r1"),
+        ("{% if tools %}[TOOL_CALLS]{% endif %}", "mistral", True, None),
+        ("{% if tools %}<|python_tag|>{% endif %}", "llama3_json", True, None),
+        ("{% if tools %}<tool_call><function={% endif %}", "hermes", False, None),
+        ("{% if tools %}<|channel|>{% endif %}", "hermes", False, None),
+    ],
+)
+def test_the_format_is_the_templates(
+    template: str, tools: str, is_native: bool, reasoning: str | None
+) -> None:
+    style = choose_format(template, "auto", "auto")
+    assert style.tools is TOOL_FORMATS[tools]
+    assert style.has_native_tools is is_native
+    assert (style.reasoning.name if style.reasoning else None) == reasoning
+
+
+def test_settings_choose_the_format() -> None:
+    style: Any = choose_format("{{ tools }}<tool_call></think>", "mistral", "none")
+    assert (style.tools.name, style.has_native_tools, style.reasoning) == ("mistral", True, None)
+    assert choose_format("", "none", "deepseek_r1").tools is None
+    described = choose_format("", "mistral", "auto")
+    assert described.tools is TOOL_FORMATS["hermes"], "as they are described"
+    assert not described.has_native_tools
+
+
+def test_ids_of_calls() -> None:
+    assert TOOL_FORMATS["hermes"].make_id().startswith("call_")
+    short = {TOOL_FORMATS["mistral"].make_id() for _ in range(50)}
+    assert len(short) == 50
+    assert all(len(item) == 9 and item.isalnum() for item in short)

@@ -1,0 +1,178 @@
+"""The tokenizer's files: what they may say, and bad ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from serve.errors import ModelLoadError, RequestError
+from serve.text.tokenizer import Tokenizer
+from tests.support.engine.checkpoints import BOS, CHAT_TEMPLATE, Json, checkpoint, edit_json
+from tests.support.engine.tokenizer_files import sentencepiece_model
+
+
+def test_tokens_declared_only_in_tokenizer_config(tmp_path: Path) -> None:
+    """Added with the ids they declare; not added where the id would differ."""
+    path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
+    declared = {
+        "315": {"content": "<|tool|>", "special": True, "normalized": False},
+        "400": {"content": "<|far|>", "special": True},
+    }
+    edit_json(
+        path / "tokenizer_config.json", lambda config: config.update(added_tokens_decoder=declared)
+    )
+    tokenizer = Tokenizer.load(path)
+    assert tokenizer.encode("a<|tool|>", add_special_tokens=False)[-1] == 315
+    assert 315 in tokenizer.special_ids
+    assert "<|far|>" not in tokenizer.special_token_strings
+    assert tokenizer.vocab_size == 316
+
+
+def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
+    path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
+
+    def change(state: Json) -> None:
+        state["truncation"] = {
+            "direction": "Right",
+            "max_length": 4,
+            "strategy": "LongestFirst",
+            "stride": 0,
+        }
+        state["padding"] = {
+            "strategy": {"Fixed": 64},
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 0,
+            "pad_type_id": 0,
+            "pad_token": BOS,
+        }
+
+    edit_json(path / "tokenizer.json", change)
+    text = "the quick brown fox jumps over"
+    assert Tokenizer.load(path).encode(text) == Tokenizer.load(checkpoint("llama")).encode(text)
+
+
+def test_chat_template(tmp_path: Path) -> None:
+    path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
+    config = path / "tokenizer_config.json"
+    assert Tokenizer.load(path).chat_template == CHAT_TEMPLATE
+    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "y"}]
+    edit_json(config, lambda values: values.update(chat_template=several))
+    assert Tokenizer.load(path).chat_template == "y"
+    edit_json(config, lambda values: values.pop("chat_template"))
+    assert Tokenizer.load(path).chat_template is None
+    (path / "chat_template.jinja").write_text("{{ 'ü' }}", encoding="utf-8")
+    assert Tokenizer.load(path).chat_template == "{{ 'ü' }}"
+    (path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelLoadError, match=r"chat_template\.jinja"):
+        Tokenizer.load(path)
+
+
+def test_special_tokens_map_is_a_fallback(tmp_path: Path) -> None:
+    path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
+    (path / "tokenizer_config.json").unlink()
+    assert Tokenizer.load(path).bos_token_id is None
+    (path / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": BOS}}))
+    assert Tokenizer.load(path).bos_token_id == 0
+
+
+BROKEN: dict[str, Callable[[Json], object]] = {
+    "no model": lambda state: state.pop("model"),
+    "unknown model": lambda state: state["model"].update(type="Telepathy"),
+    "merge of unknown tokens": lambda state: state["model"]["merges"].append(["qq", "zz"]),
+    "merges of another type": lambda state: state["model"].update(merges=5),
+    "two tokens of one id": lambda state: state["model"]["vocab"].update(
+        qq=state["model"]["vocab"]["a"]
+    ),
+    "negative id": lambda state: state["model"]["vocab"].update(a=-1),
+    "id of 2^40": lambda state: state["model"]["vocab"].update(a=1 << 40),
+    "id of 2^32 - 1": lambda state: state["model"]["vocab"].update(a=(1 << 32) - 1),
+    "empty vocabulary": lambda state: (
+        state.update(added_tokens=[], post_processor=None),
+        state["model"].update(vocab={}, merges=[]),
+    ),
+    "template of an unknown token": lambda state: state["post_processor"].update(special_tokens={}),
+    "bad regex": lambda state: state.update(
+        pre_tokenizer={
+            "type": "Split",
+            "pattern": {"Regex": "(("},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("change", BROKEN.values(), ids=BROKEN)
+@pytest.mark.row("X7")
+def test_broken_tokenizer_json(change: Callable[[Json], object], tmp_path: Path) -> None:
+    path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
+    edit_json(path / "tokenizer.json", change)
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json"):
+        Tokenizer.load(path)
+
+
+@pytest.mark.row("X7")
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
+    with (path / "tokenizer.json").open("r+b") as file:
+        file.truncate(1 << 30)  # takes no space
+    with pytest.raises(ModelLoadError, match="1073741824 bytes"):
+        Tokenizer.load(path)
+
+
+@pytest.mark.row("X7")
+def test_broken_files(tmp_path: Path) -> None:
+    path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
+    data = (path / "tokenizer.json").read_bytes()
+    for bad in (b"", b"{}", b"[]", b"\xff\xfe", data[: len(data) // 2], b"[" * 200_000):
+        (path / "tokenizer.json").write_bytes(bad)
+        with pytest.raises(ModelLoadError, match=r"tokenizer\.json"):
+            Tokenizer.load(path)
+    (path / "tokenizer.json").unlink()
+    with pytest.raises(ModelLoadError, match="neither"):
+        Tokenizer.load(path)
+    model = sentencepiece_model()
+    for bad in (b"", b"xx", b"\xff" * 100, model[:100], model[: len(model) // 2]):
+        (path / "tokenizer.model").write_bytes(bad)
+        with pytest.raises(ModelLoadError, match=r"tokenizer\.model"):
+            Tokenizer.load(path)
+    (path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": "evil.T"}}')
+    with pytest.raises(ModelLoadError, match="auto_map"):
+        Tokenizer.load(path)
+
+
+@pytest.mark.row("X7")
+def test_an_expression_that_never_ends_costs_only_its_text(tmp_path: Path) -> None:
+    """The library stops looking after ten million steps, with a panic: a RequestError of ours."""
+    path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
+    edit_json(
+        path / "tokenizer.json", lambda state: state.update(pre_tokenizer=split | {"invert": False})
+    )
+    tokenizer = Tokenizer.load(path)
+    for encode in (tokenizer.encode, tokenizer.encode_plain):
+        for text in ("a" * 60 + "b", "a" * 6000 + "b"):
+            with pytest.raises(RequestError, match="gave up") as caught:
+                encode(text)
+            assert (caught.value.param, caught.value.code) == ("prompt", "invalid_prompt")
+        assert tokenizer.decode(encode("fox"))
+
+
+@pytest.mark.row("X7")
+def test_ids_beyond_the_model(tmp_path: Path) -> None:
+    """An id that the model has no row for is refused when it comes, as any."""
+    path = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
+
+    def change(state: Json) -> None:
+        state["model"]["vocab"]["zz"] = 5000
+
+    edit_json(path / "tokenizer.json", change)
+    tokenizer = Tokenizer.load(path)
+    assert tokenizer.vocab_size == 5001
+    assert tokenizer.decode(tokenizer.encode_plain("the fox")) == "the fox"
+    assert tokenizer.decode([4000]) == ""

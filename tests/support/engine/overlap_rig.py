@@ -1,0 +1,136 @@
+"""Scheduler and steps on a late device, turned by hand."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from memory.kv_manager import KVManager
+from memory.pages.layer_groups import LayerGroup
+from memory.prefix.index import PrefixHasher
+from serve.engine.overlapped_executor import make_steps
+from serve.scheduler.admission import make_policy
+from serve.scheduler.orders import make_order
+from serve.scheduler.scheduler import Scheduler
+from serve.scheduler.sequence import PENDING_TOKEN, make_sequences
+from serve.scheduler.step_plan import SchedulerLimits
+from tests.support.cuda.late_device import EOS, LateDevice, LateMemory, LateRunner
+from tests.support.engine.fakes import make_request
+
+PAGE_BYTES = 320  # 5 tokens of FULL
+FULL = (LayerGroup(64),)
+
+
+class Records:
+    """What pool 3 would be told: tokens by sequence, and who ended with a step."""
+
+    def __init__(self):
+        self.tokens = defaultdict(list)
+        self.ended = []
+
+    def add(self, record):
+        for sequence, token, described in zip(
+            record.sequences, record.tokens, record.logprobs, strict=True
+        ):
+            assert described.token_id == token
+            self.tokens[sequence].append(token)
+        self.ended += record.finished
+
+    def flush(self):
+        pass
+
+
+class OneByOne:
+    """The same runner without its launch: steps are not overlapped."""
+
+    def __init__(self, runner):
+        self.run = runner.run
+        self.close = runner.close
+
+
+class Bench:
+    """num_pages: beyond what one sequence of max_len needs. ended: by `_end`, and why."""
+
+    def __init__(
+        self,
+        limits=None,
+        *,
+        num_pages=100,
+        max_len=96,
+        groups=FULL,
+        cache=False,
+        order="fcfs",
+        policy="prompt_only",
+        seconds=0.0,
+        overlaps=True,
+        **settings,
+    ):
+        self.limits = limits or SchedulerLimits(4, 32, 32)
+        self.device = LateDevice(seconds)
+        self.memory = LateMemory(PAGE_BYTES, self.device)
+        books = {
+            "num_ranges": self.limits.max_num_seqs,
+            "max_model_len": max_len,
+            "groups": groups,
+            "max_rows": self.limits.max_chunk_tokens,
+            "in_background": False,
+        }
+        longest = KVManager(self.memory, num_pages=1, **books).pages_for(max_len)
+        self.kv = KVManager(self.memory, num_pages=longest + num_pages, **books)
+        self.scheduler = Scheduler(
+            self.limits,
+            self.kv,
+            make_policy(policy, self.kv, self.limits.max_num_batched_tokens),
+            PrefixHasher(self.kv.page_end) if cache else None,
+            make_order(order),
+        )
+        self.runner = LateRunner(self.kv, self.device, self.memory, **settings)
+        self.records = Records()
+        self.ended = {}
+        self.steps = make_steps(
+            self.runner if overlaps else OneByOne(self.runner),
+            self.scheduler,
+            self.records,
+            end=self._end,
+            forget=lambda finished: None,
+            lost=None,
+            clock=lambda: self.device.now_s,
+        )
+
+    def _end(self, sequence, reason, error=None):
+        assert self.scheduler.finish(sequence, reason)
+        self.ended[sequence] = reason
+
+    def add(self, request_id="r", num_prompt=5, num_tokens=8, **params):
+        """One sequence; what it may stop at is EOS unless it ignores that."""
+        params = {"ignore_eos": True} | params
+        request = make_request(num_prompt, request_id, num_tokens, **params)
+        (sequence,) = make_sequences(request, frozenset({EOS}))
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self):
+        """The plan, or None: there was none, and what was in flight was taken in."""
+        plan = self.scheduler.schedule(self.device.now_s)
+        if plan is None:
+            assert self.steps.drain(), "nothing can be scheduled"
+        else:
+            self.steps.run(plan, self.device.now_s)
+        return plan
+
+    def run(self):
+        """Until all have ended."""
+        for _ in range(1000):
+            if not self.scheduler.has_work():
+                self.steps.drain()
+                return
+            self.step()
+        raise AssertionError("somebody never ends")
+
+    def check_rest(self):
+        assert not self.device.faults, self.device.faults[:3]
+        assert not self.runner.in_flight and self.device.is_idle
+        assert self.scheduler._num_aside_pages == 0 and self.kv.num_in_use == 0
+        for sequence, told in self.records.tokens.items():
+            assert told == sequence.token_ids[sequence.num_prompt_tokens :]
+            assert PENDING_TOKEN not in told
+        self.kv.check_integrity()

@@ -1,0 +1,199 @@
+"""An engine that says to a memory node whatever a test wants it to say."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+import torch
+
+from memory.attention.seam import AttentionLayer
+from memory.nodes.attach import AttachRequest, NodeLayout
+from memory.nodes.direct import direct_pair
+from memory.nodes.node_loop import post_bytes, view_of
+from memory.nodes.wire import (
+    HEADER_BYTES,
+    Append,
+    Edit,
+    EditKind,
+    ErrorCode,
+    Header,
+    Kind,
+    Plan,
+    Query,
+    WireType,
+    pack_json,
+    pack_plan,
+    read_header,
+    read_json,
+)
+from memory.nodes.wire_rows import WireRows
+from transport.base import PeerLostError
+
+LAYER = AttentionLayer(4, 2, 16, 0.25, None)
+WINDOWED = replace(LAYER, window=40)
+REQUEST = AttachRequest(
+    engine="test",
+    epoch=1,
+    kv_dtype="float32",
+    kv_group=16,
+    layers=[LAYER, LAYER, WINDOWED],
+    group_layers=[[0, 1], [2]],
+    page_tokens=[32, 64],
+    num_places=[8, 4],
+    num_ranges=3,
+    num_pages=40,
+    min_pages=1,
+    max_rows=64,
+)
+NODE_BYTES = 4 << 20
+"""Of the node that tests are given."""
+PATIENCE_S = 20.0
+
+
+def page_bytes(request: AttachRequest = REQUEST) -> int:
+    return NodeLayout(request).page_bytes
+
+
+class RawEngine:
+    """One end of a connection to a node."""
+
+    def __init__(self, endpoint, request: AttachRequest = REQUEST):
+        self.endpoint = endpoint
+        self.request = request
+        self.num_plans = 0
+        self.rows = [WireRows(x.num_heads, x.num_kv_heads, x.head_dim) for x in request.layers]
+
+    @classmethod
+    def beside(cls, node, request: AttachRequest = REQUEST) -> RawEngine:
+        """Whose messages the node handles in the thread that sends them."""
+        ours, theirs = direct_pair()
+        node.adopt(theirs)
+        return cls(ours, request)
+
+    def send(self, message: bytes) -> None:
+        """A node that has ended the connection is found out by `receive`."""
+        with contextlib.suppress(PeerLostError):
+            post_bytes(self.endpoint, message)
+
+    def receive(self, timeout_s: float = PATIENCE_S) -> tuple[Header, bytes]:
+        frame = self.endpoint.poll(timeout_s)
+        assert frame is not None, "no answer"
+        message = view_of(frame)
+        try:
+            return read_header(message), bytes(message)
+        finally:
+            del message
+            self.endpoint.release(frame)
+
+    def error(self) -> ErrorCode:
+        """That the node answers; then it must have ended the connection."""
+        header, message = self.receive()
+        while header.kind is Kind.PARTIAL:  # of what was sent before
+            header, message = self.receive()
+        assert header.kind is Kind.ERROR, header
+        content = read_json(memoryview(message))
+        assert content["text"]
+        try:
+            assert self.endpoint.poll(PATIENCE_S) is None, "it goes on"
+        except PeerLostError:
+            return ErrorCode(content["code"])
+        raise AssertionError("the connection goes on")
+
+    def attach(self) -> int:
+        """Pages that it grants."""
+        self.send(pack_json(Kind.ATTACH, self.request.epoch, self.request.to_json()))
+        header, message = self.receive()
+        assert (header.kind, header.epoch) == (Kind.ATTACHED, self.request.epoch)
+        num_pages = read_json(memoryview(message))["num_pages"]
+        assert isinstance(num_pages, int)
+        return num_pages
+
+    def plan(self, edits=(), queries=(), appends=(), number=None, epoch=None) -> int:
+        """Tuples of integers; EditKind first in edits. Its number."""
+        self.num_plans += 1
+        number = self.num_plans if number is None else number
+        plan = Plan(
+            [Edit(*edit) for edit in edits],
+            [Query(*query) for query in queries],
+            [Append(*append) for append in appends],
+        )
+        self.send(pack_plan(self.request.epoch if epoch is None else epoch, number, plan))
+        return number
+
+    def query(self, number, layer, q, epoch=None, rows=None) -> None:
+        self._rows(Kind.QUERY, number, layer, bytes_of(q), len(q) if rows is None else rows, epoch)
+
+    def update(self, number, layer, k, v, epoch=None, rows=None) -> None:
+        content = bytes_of(k) + bytes_of(v)
+        self._rows(Kind.UPDATE, number, layer, content, len(k) if rows is None else rows, epoch)
+
+    def _rows(self, kind, number, layer, content, rows, epoch):
+        epoch = self.request.epoch if epoch is None else epoch
+        header = Header(kind, epoch, number, layer, WireType.FLOAT32, rows)
+        self.send(header.packed() + content)
+
+    def partial(self, layer) -> tuple[torch.Tensor, torch.Tensor]:
+        header, message = self.receive()
+        assert header.kind is Kind.PARTIAL, read_json(memoryview(message))
+        assert header.layer == layer
+        body = memoryview(bytearray(message[HEADER_BYTES:]))
+        return self.rows[layer].read_partial(body, header)
+
+    def map_ranges(self, num_places=2) -> None:
+        """Places of each range and group show pages of their own."""
+        self.plan(self.all_mapped(num_places))
+
+    def all_mapped(self, num_places: int) -> list[tuple[int, ...]]:
+        parts = range(self.request.num_ranges * len(self.request.page_tokens))
+        return [(EditKind.MAP, part, 0, part * num_places, num_places) for part in parts]
+
+    def close(self) -> None:
+        self.endpoint.close()
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+class Witness:
+    """An engine that keeps to the rules, and knows what its queries must give."""
+
+    NUM_TOKENS = 50
+
+    def __init__(self, endpoint, request: AttachRequest | None = None):
+        self.engine = RawEngine(endpoint, request or replace(REQUEST, engine="witness"))
+        self.engine.attach()
+        self.engine.map_ranges()
+        self.generator = torch.Generator().manual_seed(4)
+        self.first = None
+        plan = self.engine.plan(appends=[(0, self.NUM_TOKENS, 0)])
+        for layer, shape in enumerate(self.engine.request.layers):
+            size = self.NUM_TOKENS, shape.num_kv_heads, shape.head_dim
+            k, v = (torch.randn(size, generator=self.generator) for _ in range(2))
+            self.engine.update(plan, layer, k, v)
+        self.q = [
+            torch.randn(3, shape.num_heads, shape.head_dim, generator=self.generator)
+            for shape in self.engine.request.layers
+        ]
+        self.check()
+
+    @classmethod
+    def beside(cls, node) -> Witness:
+        ours, theirs = direct_pair()
+        node.adopt(theirs)
+        return cls(ours)
+
+    def check(self) -> None:
+        """The same bits as ever."""
+        plan = self.engine.plan(queries=[(0, 3, self.NUM_TOKENS)])
+        found = []
+        for layer, q in enumerate(self.q):
+            self.engine.query(plan, layer, q)
+            found += self.engine.partial(layer)
+        self.first = self.first or found
+        assert all(torch.equal(one, other) for one, other in zip(self.first, found, strict=True))
+        assert all(bool(part.isfinite().all()) for part in found)
+
+    def close(self) -> None:
+        self.engine.close()

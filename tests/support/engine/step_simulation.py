@@ -1,0 +1,88 @@
+"""The real scheduler on a clock that a known law of step times moves."""
+
+from __future__ import annotations
+
+import random
+
+from memory.prefix.index import PrefixHasher
+from serve.request import Request, SamplingParams
+from serve.scheduler.scheduler import Scheduler
+from serve.scheduler.sequence import make_sequences
+from serve.scheduler.step_plan import SchedulerLimits
+from serve.scheduler.step_time import StepWork
+from tests.serve.scheduler.test_step_time import cpu
+from tests.support.engine.fakes import make_kv
+
+SLO_S = 0.1
+
+
+class Simulation:
+    """Requests on a machine; the model is taught by the steps, as in the engine."""
+
+    def __init__(
+        self, slo_s=SLO_S, budget=256, law=cpu, max_num_seqs=32, noise=0.0, order=None, cache=False
+    ):
+        kv, _ = make_kv(4096, max_num_seqs, max_model_len=32_768, tokens_per_page=64)
+        limits = SchedulerLimits(max_num_seqs, budget, budget, slo_s)
+        hasher = PrefixHasher(kv.page_end) if cache else None
+        self.scheduler = Scheduler(limits, kv, hasher=hasher, order=order)
+        self.law = law
+        self.noise = noise
+        self.random = random.Random(0)
+        self.now_s = 0.0
+        self.steps = []  # (seconds, rows of prompts by name), of each
+        self.ttft_s = {}
+        self.waiting_first = {}
+
+    def add(self, name, num_prompt, num_tokens=1, priority=0):
+        params = SamplingParams(
+            max_tokens=num_tokens, temperature=0.0, seed=0, ignore_eos=True, priority=priority
+        )
+        request = Request(name, None, (7,) * num_prompt, params, self.now_s)
+        (sequence,) = make_sequences(request, frozenset())
+        self.waiting_first[sequence] = name
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self):
+        scheduler = self.scheduler
+        plan = scheduler.schedule(self.now_s)
+        if plan is None:
+            self.now_s += 0.01
+            return
+        scheduler.kv.commit()
+        seconds = self.law(StepWork.of(plan)) * self.random.lognormvariate(0.0, self.noise)
+        names = {
+            sequence.request.request_id: rows
+            for sequence, rows in zip(plan.sequences, plan.num_rows, strict=True)
+            if sequence in self.waiting_first
+        }
+        self.now_s += seconds
+        self.steps.append((seconds, names))
+        scheduler.observe(plan, seconds)
+        scheduler.update(plan, [9] * sum(plan.samples))
+        for sequence in [s for s in self.waiting_first if s.num_output_tokens]:
+            name = self.waiting_first.pop(sequence)
+            self.ttft_s[name] = self.now_s - sequence.request.arrival_s
+
+    def run_until(self, condition, limit_s=1000.0):
+        end_s = self.now_s + limit_s
+        while not condition():
+            assert self.now_s < end_s, "it takes too long"
+            self.step()
+
+    def start_streams(self, count, num_tokens=20_000):
+        names = {f"stream {number}" for number in range(count)}
+        for name in sorted(names):
+            self.add(name, 64, num_tokens)
+        self.run_until(lambda: names <= self.ttft_s.keys())
+        for _ in range(30):
+            self.step()
+        self.steps.clear()
+
+    def warm_up(self):
+        """Prompts without company, of which the model learns the most."""
+        for number, length in enumerate((700, 300, 40, 1500)):
+            self.add(f"warm-up {number}", length)
+            self.run_until(lambda number=number: f"warm-up {number}" in self.ttft_s)
+        self.steps.clear()

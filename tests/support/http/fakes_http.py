@@ -1,0 +1,450 @@
+"""An engine with scripted answers and the real engine's face, and a client for raw bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import aiohttp
+import uvloop
+
+from serve.config import EngineConfig
+from serve.errors import ContextLengthError, EngineStoppedError, OverloadedError, RequestError
+from serve.http import HttpServer, HttpSettings
+from serve.request import (
+    FinishReason,
+    Prompt,
+    Request,
+    RequestMetrics,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprobs,
+)
+from serve.text.chat_parser import ChatFormat
+
+
+class FakeTokenizer:
+    """One token per character; its id is the code point."""
+
+    pieces: list[bytes] | None = None
+    special_ids: frozenset[int] = frozenset()
+    strips_leading_space = False
+
+    def token_text(self, token_id: int) -> str:
+        return chr(token_id)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [ord(char) for char in text]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, token_ids))
+
+
+@dataclass
+class FakeEngine:
+    """reply: what every sequence says; one delta per character, `step_s` apart.
+
+    slots: how many requests run at once; the rest waits. fail_at: after that many characters
+    the sequence ends in an error, which the engine calls fail_error. prompt_end: what the chat
+    template writes last. chats: what submit_chat was given.
+    """
+
+    reply: str = "Hello there"
+    step_s: float = 0.0
+    slots: int = 1000
+    max_waiting: int = 1000
+    max_model_len: int = 2000
+    load_s: float = 0.0
+    fail_at: int | None = None
+    fail_error: str = "a bad step"
+    model_name: str = "fake"
+    repeat: int = 1
+    generation_defaults: dict[str, Any] = field(default_factory=dict)
+    tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
+    spec: Any = field(default_factory=lambda: SimpleNamespace(vocab_size=256))
+    config: EngineConfig = field(default_factory=EngineConfig)
+    chat_format: ChatFormat = field(default_factory=ChatFormat)
+    prompt_end: str = ""
+    chats: list[dict[str, Any]] = field(default_factory=list)
+    submitted: list[tuple[Any, SamplingParams]] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    is_ready: bool = False
+    has_memory: bool = True
+    is_stopped: bool = False
+    stuck: str | None = None
+
+    def __post_init__(self) -> None:
+        self.running: set[FakeStream] = set()
+        self.waiting: list[FakeStream] = []
+
+    def trouble(self) -> str | None:
+        return self.stuck
+
+    async def start(self) -> None:
+        await asyncio.sleep(self.load_s)
+        self.is_ready = True
+
+    async def shutdown(self, *, drain_s: float = 0.0) -> None:
+        self.is_stopped = True
+        for stream in [*self.running, *self.waiting]:
+            stream.stop()
+
+    def check_room(self, params: SamplingParams) -> None:
+        """There is always some."""
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        client: str | None = None,
+        arrived_s: float | None = None,
+    ) -> FakeStream:
+        inner: Any = prompt
+        if isinstance(prompt, dict):
+            inner = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        tokens = [ord(char) for char in inner] if isinstance(inner, str) else list(inner)
+        return self._submit(prompt, tokens, params, request_id, arrived_s)
+
+    def submit_chat(
+        self,
+        messages: list[dict[str, Any]],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        client: str | None = None,
+        arrived_s: float | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> FakeStream:
+        """A template that writes the contents, and prompt_end."""
+        self.chats.append(
+            {
+                "messages": messages,
+                "tools": tools,
+                "template_kwargs": dict(template_kwargs or {}),
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": continue_final_message,
+            }
+        )
+        text = "".join(str(message["content"]) for message in messages) + self.prompt_end
+        tokens = [ord(char) for char in text]
+        return self._submit(messages, tokens, params, request_id, arrived_s)
+
+    def _submit(
+        self,
+        prompt: Any,
+        tokens: list[int],
+        params: SamplingParams,
+        request_id: str | None,
+        arrived_s: float | None,
+    ) -> FakeStream:
+        if self.is_stopped:
+            raise EngineStoppedError("stopped")
+        if len(self.waiting) >= self.max_waiting:
+            raise OverloadedError("the queue is full", retry_after_s=1.5)
+        self.submitted.append((prompt, params))
+        stream = FakeStream(self, tokens, params, request_id or "", arrived_s)
+        self.waiting.append(stream)
+        self.admit()
+        return stream
+
+    def admit(self) -> None:
+        while self.waiting and len(self.running) < self.slots:
+            stream = self.waiting.pop(0)
+            self.running.add(stream)
+            stream.admitted.set()
+
+
+class FakeStream:
+    """deltas_at_once: all that is said comes in one."""
+
+    deltas_at_once = False
+
+    def __init__(
+        self,
+        engine: FakeEngine,
+        tokens: list[int],
+        params: SamplingParams,
+        request_id: str,
+        arrived_s: float | None,
+    ) -> None:
+        self.engine = engine
+        self.tokens = tokens
+        self.params = params
+        self.request_id = request_id
+        self.admitted = asyncio.Event()
+        self.is_done = False
+        self._stopped = False
+        self._error: Exception | None = None
+        self._arrived_s = time.monotonic() if arrived_s is None else arrived_s
+        self._first_s: float | None = None
+        self._num_output = 0
+        self._reasons: list[str] = []
+
+    async def accepted(self) -> Request:
+        if not self.tokens:
+            self._release()
+            raise RequestError("empty prompt", param="prompt", code="invalid_prompt")
+        if any(token >= self.engine.spec.vocab_size for token in (self.params.logit_bias or {})):
+            self._release()
+            raise RequestError("no such token", param="logit_bias")
+        if len(self.tokens) + (self.params.max_tokens or 0) > self.engine.max_model_len:
+            self._release()
+            raise ContextLengthError("too long for the context", param="prompt")
+        return Request(self.request_id, None, tuple(self.tokens), self.params, 0.0)
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        return RequestMetrics(
+            self._arrived_s,
+            first_token_s=self._first_s,
+            num_prompt_tokens=len(self.tokens),
+            num_output_tokens=self._num_output,
+            finish_reasons=tuple(self._reasons),
+        )
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+
+    def wake(self) -> None:
+        self.admitted.set()
+
+    def abort(self) -> None:
+        if not self.is_done:
+            self.engine.aborted.append(self.request_id)
+            self._reasons.append("abort")
+            self._release()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self.admitted.set()
+        self._release()
+
+    def _release(self) -> None:
+        self.is_done = True
+        self.engine.running.discard(self)
+        if self in self.engine.waiting:
+            self.engine.waiting.remove(self)
+        self.engine.admit()
+
+    def __aiter__(self) -> AsyncIterator[TokenDelta]:
+        return self._counted()
+
+    async def _counted(self) -> AsyncIterator[TokenDelta]:
+        async for delta in self._deltas():
+            if self._error is not None:
+                raise self._error
+            self._first_s = self._first_s or time.monotonic()
+            self._num_output += len(delta.token_ids)
+            if delta.finish_reason is not None:
+                self._reasons.append(delta.finish_reason.value)
+            yield delta
+
+    async def _deltas(self) -> AsyncIterator[TokenDelta]:
+        await self.admitted.wait()
+        if self._error is not None:
+            raise self._error
+        text = self.engine.reply * self.engine.repeat
+        limits = (self.params.max_tokens, self.params.default_max_tokens, len(text))
+        limit = next(limit for limit in limits if limit is not None)
+        reason = FinishReason.STOP if limit >= len(text) else FinishReason.LENGTH
+        text = text[:limit]
+        if self.deltas_at_once:
+            self._release()
+            for index in range(self.params.n):
+                delta = TokenDelta(index, text, [ord(char) for char in text], None, reason)
+                yield delta._replace(prompt_logprobs=self._prompt_logprobs())
+            return
+        for position, char in enumerate(text or " "):
+            if self.engine.step_s:
+                await asyncio.sleep(self.engine.step_s)
+            elif position % 64 == 63:
+                await asyncio.sleep(0)
+            if self._stopped:
+                for index in range(self.params.n):
+                    yield TokenDelta(index, "", [], finish_reason=FinishReason.ABORT)
+                return
+            if self.engine.fail_at is not None and position >= self.engine.fail_at:
+                self._release()
+                error = self.engine.fail_error
+                yield TokenDelta(0, "", [], finish_reason=FinishReason.ERROR, error=error)
+                return
+            is_last = position >= len(text) - 1
+            if is_last:
+                self._release()
+            for index in range(self.params.n):
+                delta = self._delta(index, char if text else "", reason if is_last else None)
+                if position == 0:
+                    delta = delta._replace(prompt_logprobs=self._prompt_logprobs())
+                yield delta
+
+    def _prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """Every token is half as likely as the one before it."""
+        count = self.params.prompt_logprobs
+        if count is None:
+            return None
+        return [
+            TokenLogprobs(
+                token, -0.25 * place, tuple((token + i, -0.25 * place - i) for i in range(count))
+            )
+            if place
+            else None
+            for place, token in enumerate(self.tokens)
+        ]
+
+    def _delta(self, index: int, char: str, reason: FinishReason | None) -> TokenDelta:
+        logprobs = None
+        if self.params.logprobs is not None and char:
+            top = tuple((abs(ord(char) - i), -0.5 - i) for i in range(self.params.logprobs))
+            logprobs = [TokenLogprobs(ord(char), -0.5, top)]
+        return TokenDelta(index, char, [ord(char)] if char else [], logprobs, reason)
+
+
+@dataclass
+class RawAnswer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    is_closed: bool
+
+    def error(self) -> dict[str, Any]:
+        error: dict[str, Any] = json.loads(self.body)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return error
+
+
+async def send_raw(host: str, port: int, data: bytes, *, timeout_s: float = 3.0) -> RawAnswer:
+    """Sends bytes as they are and reads one answer with a Content-Length."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        writer.write(data)
+        async with asyncio.timeout(timeout_s):
+            head = await reader.readuntil(b"\r\n\r\n")
+            lines = head.decode("latin-1").split("\r\n")
+            headers = {
+                name.lower(): value.strip()
+                for name, _, value in (line.partition(":") for line in lines[1:] if line)
+            }
+            body = await reader.readexactly(int(headers.get("content-length", "0")))
+            is_closed = headers.get("connection") == "close"
+            if is_closed:
+                writer.write_eof()
+                await reader.read()
+        return RawAnswer(int(lines[0].split()[1]), headers, body, is_closed)
+    finally:
+        writer.close()
+
+
+def parse_events(body: bytes) -> list[Any]:
+    """The data of each event; "[DONE]" stays a string."""
+    events = []
+    for block in body.decode().split("\n\n"):
+        if block:
+            assert block.startswith("data: ")
+            assert "\n" not in block
+            data = block.removeprefix("data: ")
+            events.append(data if data == "[DONE]" else json.loads(data))
+    return events
+
+
+def run_with_server(
+    engine: FakeEngine, check: Callable[[Served], Awaitable[None]], **settings: Any
+) -> None:
+    """Runs `check` against a server over the fake engine, in a fresh uvloop."""
+
+    async def main() -> None:
+        server = HttpServer(engine, HttpSettings(port=0, **settings))  # type: ignore[arg-type]
+        async with server, aiohttp.ClientSession(server.url) as session, asyncio.timeout(20):
+            await check(Served(server, engine, session))
+
+    # what hangs when a test is over says nothing any more
+    with (
+        mock.patch("serve.http.server.FLUSH_S", 0.02),
+        mock.patch("serve.http.edge.connection.REST_S", 0.02),
+    ):
+        uvloop.run(main())
+
+
+@dataclass
+class Served:
+    """A running server and a client session at its root."""
+
+    server: HttpServer
+    engine: FakeEngine
+    session: aiohttp.ClientSession
+
+    @property
+    def port(self) -> int:
+        return int(self.server.url.rpartition(":")[2])
+
+    async def post(self, path: str, body: Any, **options: Any) -> tuple[int, dict[str, Any]]:
+        async with self.session.post(path, json=body, **options) as response:
+            return response.status, await response.json()
+
+    async def events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        async with self.session.post(path, json={**body, "stream": True}) as response:
+            assert response.status == 200, await response.text()
+            assert response.content_type == "text/event-stream"
+            return parse_events(await response.read())
+
+    async def raw(self, data: bytes, *, timeout_s: float = 3.0) -> RawAnswer:
+        return await send_raw("127.0.0.1", self.port, data, timeout_s=timeout_s)
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 3.0) -> float:
+        """Seconds until the condition held."""
+        start_s = time.monotonic()
+        while not condition():
+            assert time.monotonic() - start_s < timeout_s, "the condition never held"
+            await asyncio.sleep(0.002)
+        return time.monotonic() - start_s
+
+
+class ServerThread:
+    """A server in a thread of its own, for clients that block. url is its root."""
+
+    def __init__(self, engine: Any, settings: HttpSettings | None = None) -> None:
+        self._engine = engine
+        self._settings = settings or HttpSettings(port=0)
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._failure: BaseException | None = None
+        self.url = ""
+
+    def __enter__(self) -> ServerThread:
+        self._thread.start()
+        self._started.wait()
+        if self._failure is not None:
+            raise self._failure
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        uvloop.run(self._main())
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        try:
+            async with HttpServer(self._engine, self._settings) as server:
+                self.url = server.url
+                self._started.set()
+                await self._stop.wait()
+        except BaseException as exc:
+            self._failure = exc
+            raise
+        finally:
+            self._started.set()

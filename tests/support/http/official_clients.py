@@ -1,0 +1,16 @@
+"""The official clients of both APIs, pointed at a server of a test."""
+
+from __future__ import annotations
+
+import anthropic
+import openai
+
+from tests.support.http.fakes_http import ServerThread
+
+
+def openai_client(server: ServerThread) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def anthropic_client(server: ServerThread) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60)

@@ -1,0 +1,86 @@
+"""A ChatRun whose answer is a script of parts, for what speaks a chat API on top of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+
+from serve.http.calls.chat_run import ChatRequest, ChatStep
+from serve.http.calls.generation import Generation
+from serve.http.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallStart
+from serve.request import TokenDelta, TokenLogprobs
+
+PROMPT_TOKENS = 20
+CACHED_TOKENS = 8
+
+
+class ScriptedRun:
+    """steps: one token each. An exception in it is raised there. asked: what came last."""
+
+    script: list[list[Part] | Exception]
+    finish_reason = "stop"
+    stop_reason: str | int | None = None
+    asked: ChatRequest
+
+    def __init__(self, engine: Any, asked: ChatRequest, request_id: str) -> None:
+        type(self).asked = asked
+        self.generation = Generation([], asked.params.n)
+        self.prompt_tokens = PROMPT_TOKENS
+        self.cached_tokens = CACHED_TOKENS
+        self.reasoning_tokens = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        return None
+
+    async def accepted(self) -> None:
+        return None
+
+    async def steps(self) -> AsyncGenerator[ChatStep, None]:
+        last = len(self.script) - 1
+        for position, parts in enumerate(self.script):
+            if isinstance(parts, Exception):
+                raise parts
+            self.reasoning_tokens += any(isinstance(part, Reasoning) for part in parts)
+            reason = self.finish_reason if position == last else None
+            logprobs = None
+            if self.asked.params.logprobs is not None:
+                logprobs = [TokenLogprobs(65 + position, -0.5, ((66, -1.0),))]
+            delta = TokenDelta(0, "", [65 + position], logprobs, None, self.stop_reason)
+            yield ChatStep(0, delta, parts, reason)
+
+
+def script_answers(
+    monkeypatch: pytest.MonkeyPatch,
+    steps: list[list[Part] | Exception],
+    finish_reason: str = "stop",
+    stop_reason: str | int | None = None,
+) -> type[ScriptedRun]:
+    """From now on the endpoints of responses and messages answer with these parts."""
+    fields = {"script": steps, "finish_reason": finish_reason, "stop_reason": stop_reason}
+    run = type("Run", (ScriptedRun,), fields)
+    for endpoint in ("messages", "responses"):
+        monkeypatch.setattr(f"serve.http.routes.{endpoint}.ChatRun", run)
+    return run
+
+
+# Thought, text, and two calls of tools, in pieces.
+SCRIPT: list[list[Part] | Exception] = [
+    [Reasoning("Which ")],
+    [Reasoning("city?")],
+    [Text("Let me ")],
+    [Text("look.")],
+    [ToolCallStart(0, "call_1", "weather"), ToolCallArguments(0, '{"city":')],
+    [ToolCallArguments(0, ' "Ulm"}')],
+    [ToolCallStart(1, "call_2", "weather"), ToolCallArguments(1, "{}")],
+]

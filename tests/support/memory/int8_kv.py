@@ -1,0 +1,95 @@
+"""int8 K/V on real kernels and what attention over it must give, for several test files."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ops.cpu.native import Int8Attention, Int8AttentionStep
+from quant.kv import TILE_TOKENS, Int8KVFormat, fitting_group
+
+
+def rounded_kv(x: Tensor, group: int) -> Tensor:
+    """[..., D] as it is stored: fp16 scales rounded up, values to the nearest step."""
+    parts = x.reshape(*x.shape[:-1], x.shape[-1] // group, group)
+    wanted = parts.abs().amax(-1, keepdim=True) / 127.0
+    scale = wanted.half()
+    above = (scale.view(torch.int16) + 1).view(torch.float16)
+    scale = torch.where(scale.float() < wanted, above, scale).float()
+    return ((parts / scale).round().clamp(-127, 127) * scale).reshape(x.shape)
+
+
+class Cache:
+    """K/V of one or more sequences in two layers; only the second is used."""
+
+    def __init__(self, *, heads, kv_heads, dim, group=64, tokens, sequences=1, **switches):
+        form = Int8KVFormat(kv_heads, dim, fitting_group(dim, group))
+        self.group, self.heads = form.group, heads
+        self.tile_bytes = 2 * form.tile_bytes
+        self.range_bytes = -(-tokens // TILE_TOKENS) * self.tile_bytes
+        # 0x7f7f is not a number in fp16: whoever reads what was not written finds out
+        self.memory = torch.full((sequences * self.range_bytes + 64,), 0x7F, dtype=torch.uint8)
+        self.address = self.memory.data_ptr() + -self.memory.data_ptr() % 64
+        self.op = Int8Attention(
+            offset_bytes=form.tile_bytes,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=dim,
+            group=form.group,
+            scale=dim**-0.5,
+            **switches,
+        )
+
+    def step(self, sequences, num_rows, kv_lens, past_only=False) -> Int8AttentionStep:
+        starts = [i * self.range_bytes for i in sequences]
+        return Int8AttentionStep(
+            self.address, self.tile_bytes, starts, num_rows, kv_lens, past_only=past_only
+        )
+
+    def fill(self, k: Tensor, v: Tensor, sequence=0, chunk=10**9) -> None:
+        for at in range(0, len(k), chunk):
+            part = slice(at, min(at + chunk, len(k)))
+            step = self.step([sequence], [part.stop - at], [part.stop])
+            self.op.append(step, k[part], v[part], None)
+
+    def attend(self, q: Tensor, kv_len: int, sequence=0, lse=None) -> Tensor:
+        return self.op.attend(self.step([sequence], [len(q)], [kv_len]), q, lse)
+
+
+def attention64(
+    q, k, v, scale, *, window=None, soft_cap=0.0, slopes=None, sinks=None, first_position=None
+):
+    """(out, lse) in float64. k, v: [L, Hk, D]; q: [n, H, D], at first_position or at the end."""
+    n, heads, _ = q.shape
+    length = len(k)
+    first = length - n if first_position is None else first_position
+    k, v = (x.double().repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("nhd,lhd->hnl", q.double(), k) * scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    row, key = torch.arange(first, first + n)[:, None], torch.arange(length)[None]
+    if slopes is not None:
+        scores = scores + torch.tensor(slopes).double()[:, None, None] * (key - row)
+    seen = key <= row if window is None else (key <= row) & (key > row - window)
+    scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        extra = torch.tensor(sinks).double()[:, None, None].expand(heads, n, 1)
+        scores = torch.cat((scores, extra), -1)
+    weights = scores.softmax(-1)[..., :length].masked_fill(~seen, 0.0)
+    return torch.einsum("hnl,lhd->nhd", weights, v), scores.logsumexp(-1).T
+
+
+def score_error(q: Tensor, stored_k: Tensor, scale: float) -> float:
+    """How far a score may be off: q is rounded to 1 / 32,512 of its largest."""
+    step = float(q.abs().max()) / 32512
+    most = float(stored_k.abs().sum(-1).max()) if len(stored_k) else 0.0
+    return scale * step * most + 1e-5
+
+
+def out_error(of_score: float, stored_v: Tensor) -> float:
+    """Of the result: weights are rounded to 1 / 65,534 of a stretch's largest, 64 of them against
+    values up to 127 steps."""
+    most = float(stored_v.abs().max()) if len(stored_v) else 0.0
+    return most * (2 * of_score + 64 / 65534) + 1e-5

@@ -1,0 +1,27 @@
+"""A small store, and pages that repeat their key: what tests of the disk tier share."""
+
+from __future__ import annotations
+
+from memory.tiers.disk_tier import SpillStore
+
+PAGE = 8192
+HEADER = 128
+
+
+def open_store(directory, *, slots=8, identity=b"model", page=PAGE, **options) -> SpillStore:
+    options = {"io": "threads", "growth_bytes": 4 * page, **options}
+    return SpillStore(directory, page, slots * page, identity, **options)
+
+
+def put(store, pages, *keys, **options) -> list[bool]:
+    """Stores pages that repeat their key."""
+    return [store.store(key, pages.fill(i, key), **options).result() for i, key in enumerate(keys)]
+
+
+def found(store, pages, key) -> bool:
+    """Whether it is there; if so it must be right."""
+    pages.fill(63, b"garbage")
+    if not store.load(key, pages.at(63)).result():
+        return False
+    assert pages.holds(63, key)
+    return True

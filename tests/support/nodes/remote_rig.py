@@ -1,0 +1,162 @@
+"""Memory nodes in the test's own thread, and attention over them beside local attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from memory.attention.grouped import group_layers
+from memory.attention.int8 import Int8KVLayout
+from memory.attention.kv_layout import KVLayout
+from memory.attention.seam import AttentionLayer, AttentionStep
+from memory.nodes.direct import direct_pair
+from memory.nodes.new_part import Int8NewPart, PlainNewPart
+from memory.nodes.node import MemoryNode
+from memory.nodes.node_set import NodeSet, books_of
+from memory.nodes.placement import page_geometry
+from memory.nodes.prompt_tails import PromptTails
+from memory.nodes.remote_attention import RemoteAttention
+from memory.nodes.wire import WireType
+from ops import get_backend
+from tests.support.nodes.remote_books import members_of, template_of
+from transport.base import PeerLostError
+
+MIB = 1 << 20
+NUM_RANGES = 6
+MAX_ROWS = 256
+
+
+class Nodes:
+    """Memory nodes by name, which can be told to be gone."""
+
+    def __init__(self, names, capacity_bytes=16 * MIB):
+        backend = get_backend("cpu")
+        self.nodes = {name: MemoryNode(capacity_bytes, backend) for name in names}
+        self.gone = set()
+        self.ends = {}
+
+    def connect(self, url, timeout_s):
+        if url in self.gone:
+            raise PeerLostError("nobody is there")
+        engine_end, node_end = direct_pair()
+        self.nodes[url].adopt(node_end)
+        self.ends[url] = engine_end
+        return engine_end
+
+    def kill(self, url):
+        self.gone.add(url)
+        self.ends[url].close()
+
+    def leased(self):
+        return sum(node.stats().bytes_leased for node in self.nodes.values())
+
+
+class RemoteRig:
+    """Books, nodes and the seam for some layers."""
+
+    def __init__(
+        self,
+        layers,
+        names=("a", "b"),
+        partition="head",
+        kv_dtype="float32",
+        wire=WireType.FLOAT32,
+        max_len=1024,
+        num_pages=400,
+        tail_bytes=0,
+        capacity_bytes=16 * MIB,
+    ):
+        """capacity_bytes: of each node. tail_bytes: for prompts that are kept here, too."""
+        backend = get_backend("cpu")
+        self.layers = layers
+        self.max_len = max_len
+        self.nodes = Nodes(names, capacity_bytes)
+        groups = group_layers(layers, max_len)
+        token_bytes = []
+        for _, ids in groups:
+            chosen = [layers[i] for i in ids]
+            if kv_dtype == "int8":
+                token_bytes.append(Int8KVLayout(chosen, 64).token_bytes)
+            else:
+                token_bytes.append(KVLayout(chosen, getattr(torch, kv_dtype)).token_bytes)
+        geometry = page_geometry(
+            token_bytes, [window for window, _ in groups], partition, len(names), 1 << 20
+        )
+        template = template_of(
+            geometry,
+            layers,
+            [ids for _, ids in groups],
+            engine="test",
+            max_len=max_len,
+            kv_dtype=kv_dtype,
+            num_ranges=NUM_RANGES,
+            num_pages=num_pages,
+            max_rows=MAX_ROWS,
+        )
+        members = members_of(names, partition, geometry, template)
+        self.set = NodeSet(members, template, partition, self.nodes.connect)
+        for member in members:
+            self.set.place(member)
+        self.kvs = books_of(
+            members, geometry, num_ranges=NUM_RANGES, max_model_len=max_len, max_rows=MAX_ROWS
+        )
+        self.kv = self.kvs[0]
+        self.tails = PromptTails(template, max_len, tail_bytes) if tail_bytes else None
+        if self.tails is not None:
+            for kv in self.kvs:
+                kv.on_close = lambda target: self.tails.drop(target.start)
+        if kv_dtype == "int8":
+            new = Int8NewPart(layers, 64, MAX_ROWS, NUM_RANGES, self.tails)
+        else:
+            new = PlainNewPart(layers, getattr(torch, kv_dtype), backend, self.tails)
+        self.attention = RemoteAttention(
+            layers, new, backend, self.set, self.kv.range_tokens, NUM_RANGES, wire, self.tails
+        )
+
+    def step(self, rows, inputs):
+        """rows: (range, number of rows, tokens after them). inputs: (q, k, v) for each layer.
+        Every layer's result."""
+        for item, num_rows, kv_len in rows:
+            assert self.kv.grow(item, kv_len, kv_len - num_rows)
+        self.kv.commit()
+        num_decodes = sum(1 for _, n, _ in rows if n == 1)
+        step = AttentionStep(
+            num_decodes,
+            [item.start for item, _, _ in rows],
+            [n for _, n, _ in rows],
+            [length for _, _, length in rows],
+        )
+        plan = self.attention.plan(step)
+        outs = []
+        for layer, (q, k, v) in enumerate(inputs):
+            ticket = plan.begin(layer, q)
+            outs.append(plan.finish(ticket, k.clone(), v, None).wait())
+        return outs
+
+    def close(self):
+        self.set.close()
+
+
+def reference(layer: AttentionLayer, q, k, v):
+    """q: [n, H, D], the last n positions; k, v: [L, Hk, D], in fp64."""
+    n, heads, _ = q.shape
+    length, kv_heads, _ = k.shape
+    k = k.double().repeat_interleave(heads // kv_heads, 1)
+    v = v.double().repeat_interleave(heads // kv_heads, 1)
+    scores = torch.einsum("nhd,lhd->hnl", q.double(), k) * layer.scale
+    position = torch.arange(length - n, length)[:, None]
+    key = torch.arange(length)[None]
+    hidden = key > position
+    if layer.window is not None:
+        hidden |= key <= position - layer.window
+    scores.masked_fill_(hidden, float("-inf"))
+    return torch.einsum("hnl,lhd->nhd", scores.softmax(-1), v)
+
+
+def layers_of(count=2, heads=8, kv_heads=4, dim=32, windows=()):
+    layer = AttentionLayer(heads, kv_heads, dim, dim**-0.5, None)
+    made = [layer] * count
+    for number, window in enumerate(windows):
+        made[number] = replace(layer, window=window)
+    return made

@@ -1,0 +1,259 @@
+"""The engine of the fault simulation: its real loop, scheduler, books, links and recovery, driven
+step by step in virtual time."""
+
+from __future__ import annotations
+
+import queue
+from types import SimpleNamespace
+
+import torch
+
+from memory.attention.kv_layout import KVLayout
+from memory.nodes.attach import NodeLayout
+from memory.nodes.direct import direct_pair
+from memory.nodes.new_part import PlainNewPart
+from memory.nodes.node import MemoryNode
+from memory.nodes.node_set import NodeSet, books_of
+from memory.nodes.placement import PageGeometry, page_geometry
+from memory.nodes.prompt_tails import PromptTails
+from memory.nodes.remote_attention import RemoteAttention
+from memory.nodes.wire import WireType
+from memory.prefix.index import PrefixHasher
+from memory.split_kv import SplitKV
+from ops import get_backend
+from serve.engine.core import EngineCore
+from serve.engine.node_recovery import MemoryRecovery, Prober
+from serve.engine.request_limits import RequestLimits
+from serve.engine.request_table import RequestState
+from serve.runner.runner import ModelRunner
+from serve.scheduler.admission import make_policy
+from serve.scheduler.scheduler import Scheduler
+from serve.scheduler.step_plan import SchedulerLimits
+from tests.support.nodes.remote_books import members_of, template_of
+from tests.support.nodes.sim_model import FIRST_TOKEN, NUM_TOKENS, ExactModel, layers
+from tests.support.nodes.sim_nodes import SimNode
+from tests.support.nodes.sim_world import InTurn, SimEndpoint, World
+
+MAX_LEN = 160
+MAX_RUNNING = 5
+MAX_ROWS = 48
+_WAIT_S = 0.02
+_PROBE_S = 1.0
+
+
+def geometry_of(partition: str, num_nodes: int) -> PageGeometry:
+    token_bytes = [KVLayout(layers(), torch.float32).token_bytes]
+    return page_geometry(token_bytes, [None], partition, num_nodes, 1 << 20)
+
+
+class SimProber(Prober):
+    """Asks in virtual time, between two steps."""
+
+    def __init__(self, nodes: NodeSet, world: World) -> None:
+        super().__init__(nodes)
+        self._world = world
+        self._due_at: float | None = None
+
+    def start(self) -> None:
+        if self._due_at is None:
+            self._back = frozenset()
+            self._due_at = self._world.now + _PROBE_S
+
+    def stop(self) -> None:
+        self._due_at = None
+
+    def work(self) -> None:
+        if self._due_at is None or self._world.now < self._due_at:
+            return
+        missing = self._nodes.missing
+        self._back = frozenset(self._nodes.back())
+        self._world.owed_s = 0.0
+        self._due_at = self._world.now + _PROBE_S if missing else None
+
+
+class SimCore(EngineCore):
+    """Without threads: what they would do is called in turn."""
+
+    def __init__(self, world: World, nodes: NodeSet, **settings) -> None:
+        self.world = world
+        super().__init__(
+            nodes=nodes,
+            clock=world.clock,
+            tokenizer=SimpleNamespace(
+                pieces=[b"x"] * (FIRST_TOKEN + NUM_TOKENS), special_ids=frozenset()
+            ),
+            eos_token_ids=frozenset(),
+            compute=None,
+            **settings,
+        )
+        self._output._records = queue.Queue()  # without a bound: nobody takes them meanwhile
+
+    def _make_recovery(self, nodes):
+        recovery = super()._make_recovery(nodes)
+        self.prober = SimProber(nodes, self.world)
+        return MemoryRecovery(
+            nodes,
+            recovery._books,
+            self._scheduler,
+            recovery._end,
+            self.world.clock,
+            self.prober,
+        )
+
+    def _wait_for_memory(self) -> None:
+        self.world.wait(_WAIT_S)
+
+    def begin(self, prompt, params, sink, name) -> RequestState:
+        state = RequestState(name, None, params, sink, self.world.now)
+        self._unfinished.add(state, lambda: None)
+        self._prepare(state, prompt)
+        return state
+
+    def turn(self) -> bool:
+        """Messages and a step; whether there was anything to compute."""
+        self._drain_inbox()
+        self.prober.work()
+        has_work = self._scheduler.has_work()
+        if has_work:
+            self._step()
+        self._output.flush()
+        while not self._output._records.empty():
+            self._output._processor.process(self._output._records.get())
+        self._drain_inbox()
+        return has_work
+
+    def idle(self) -> None:
+        self._recovery.look()
+        self._kv.trim()
+
+    def check(self) -> None:
+        self._kv.check_integrity()
+
+    def finish(self) -> None:
+        assert not self._unfinished.states(), "requests without an end"
+        assert self._kv.num_in_use == 0
+        self._close_memory()
+
+
+class SometimesHalves:
+    """A stagger that follows the dice."""
+
+    def __init__(self, world: World, share: float) -> None:
+        self._world = world
+        self._share = share
+
+    def splits(self, num_decodes, num_prompt_rows):
+        return self._world.random.random() < self._share
+
+    def learn(self, *args):
+        pass
+
+
+class SimEngine:
+    """An engine over the nodes. local_pages: of its own memory, for when no node is left."""
+
+    def __init__(
+        self, world: World, nodes: list[SimNode], partition: str, local_pages: int
+    ) -> None:
+        self.world = world
+        by_url = {node.url: node for node in nodes}
+        geometry = geometry_of(partition, len(nodes))
+        self.template = template_of(
+            geometry,
+            layers(),
+            [[0, 1]],
+            engine=f"engine {world.random.random()}",
+            max_len=MAX_LEN,
+            num_ranges=MAX_RUNNING,
+            num_pages=30_000,
+            max_rows=MAX_ROWS,
+        )
+        members = members_of(by_url, partition, geometry, self.template)
+        backend = get_backend("cpu")
+        self.own = MemoryNode(local_pages * NodeLayout(self.template).page_bytes, backend)
+        self.nodes = NodeSet(
+            members,
+            self.template,
+            partition,
+            lambda url, timeout_s: by_url[url].connect(timeout_s),
+            local=self._attach_own if local_pages else None,
+            clock=world.clock,
+            pool=lambda count: InTurn(world),
+        )
+        for member in members:
+            self.nodes.place(member, needs_all=True)
+        books = books_of(
+            members,
+            geometry,
+            num_ranges=self.template.num_ranges,
+            max_model_len=MAX_LEN,
+            max_rows=self.template.max_rows,
+        )
+        self.nodes.min_pages = books[0].pages_for(MAX_LEN)
+        self.kv = books[0] if len(books) == 1 else SplitKV(books)
+        self.tails = self._make_tails()
+        self.core = self._core(backend)
+
+    def _attach_own(self):
+        engine_end, node_end = direct_pair()
+        self.own.adopt(node_end)
+        return engine_end
+
+    def _make_tails(self) -> PromptTails | None:
+        """Sometimes, and sometimes with room for few."""
+        size_bytes = self.world.random.choice([0, 0, 64 << 10, 1 << 20])
+        if not size_bytes:
+            return None
+        tails = PromptTails(self.template, MAX_LEN, size_bytes)
+        for book in self.kv.members:
+            book.on_close = lambda target: tails.drop(target.start)
+        return tails
+
+    def close(self) -> None:
+        self.core.finish()
+        if self.tails is not None:
+            assert not self.tails.num_pages_in_use
+            self.tails.close()
+
+    def _core(self, backend) -> SimCore:
+        world, kv = self.world, self.kv
+        attention = RemoteAttention(
+            layers(),
+            PlainNewPart(layers(), torch.float32, backend, self.tails),
+            backend,
+            self.nodes,
+            kv.range_tokens,
+            MAX_RUNNING,
+            WireType.FLOAT32,
+            self.tails,
+        )
+        runner = ModelRunner(
+            ExactModel(),
+            kv,
+            attention,
+            memory=self.nodes,
+            stagger=SometimesHalves(world, world.random.choice([0.0, 0.3, 1.0])),
+            clock=world.clock,
+        )
+        policy = make_policy(
+            world.random.choice(["worst_case", "prompt_only", "predicted"]), kv, MAX_ROWS
+        )
+        hasher = PrefixHasher(kv.page_end, b"secret") if world.random.random() < 0.7 else None
+        return SimCore(
+            world,
+            self.nodes,
+            runner=runner,
+            scheduler=Scheduler(
+                SchedulerLimits(MAX_RUNNING, MAX_ROWS, MAX_ROWS * 2 // 3), kv, policy, hasher
+            ),
+            kv=kv,
+            limits=RequestLimits(MAX_LEN, FIRST_TOKEN + NUM_TOKENS, 1000, MAX_RUNNING),
+        )
+
+    def die(self) -> None:
+        """As SIGKILL has it: nobody is told."""
+        for member in self.nodes.members:
+            for link in member.links:
+                if isinstance(link.endpoint, SimEndpoint):
+                    link.endpoint.lose()
+                    link.endpoint.other.lose_soon()

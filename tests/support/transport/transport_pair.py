@@ -1,0 +1,52 @@
+"""Fixtures of the suite that every transport passes: a listener, and two ends that are connected.
+
+TRANSPORT=rdma,rdma-polled in the environment runs it on those alone, where there is a device.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+import transport
+from tests.support.transport.transport_rig import KEY, PATIENCE_S, WINDOW_BYTES
+
+TRANSPORTS = os.environ.get("TRANSPORT", "inproc,shm,tcp").split(",")
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport_name(request) -> str:
+    return request.param
+
+
+def url_for(name: str, tmp_path) -> str:
+    return {
+        "inproc": f"inproc://{tmp_path.name}",
+        "shm": f"shm://{tmp_path}/socket",
+        "tcp": "tcp://127.0.0.1:0",
+        "rdma": "rdma://127.77.0.1:0",
+        "rdma-polled": "rdma://127.77.0.1:0?imm=0",
+    }[name]
+
+
+@pytest.fixture
+def listener(transport_name, tmp_path):
+    made = transport.listen(
+        url_for(transport_name, tmp_path), key=KEY, info={"we": "serve"}, window_bytes=WINDOW_BYTES
+    )
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pair(listener):
+    """The end that connected, and the one that was accepted."""
+    one = transport.connect(
+        listener.url, key=KEY, info={"we": "connect"}, window_bytes=WINDOW_BYTES
+    )
+    other = listener.accept(PATIENCE_S)
+    assert other is not None
+    yield one, other
+    one.close()
+    other.close()

@@ -1,0 +1,280 @@
+"""Who may connect: strangers are refused, counted, learn nothing, and harm nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+import transport
+from tests.support.transport.transport_listeners import (
+    all_from,
+    assert_a_peer_gets_in,
+    connect,
+    listener,
+    wait_for_refusals,
+)
+from tests.support.transport.transport_peer import authenticated, open_socket
+from tests.support.transport.transport_rig import KEY, PATIENCE_S, WINDOW_BYTES, wait_until
+from transport import control
+from transport.base import RefusedError, TransportError
+from transport.listener import MAX_STRANGERS
+
+__all__ = ["listener"]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\nHost: node\r\n\r\n",
+        bytes.fromhex("16030100c8010000c40303") + bytes(range(200)),  # a TLS hello
+        b"\x80\x04\x95\x10" + bytes(20),  # a pickle
+        b"\x00" * 5000,
+        b"\xff" * 8,
+        control.MAGIC[:-1] + b"0" + b"n" * 32,
+    ],
+    ids=["http", "tls", "pickle", "zeros", "ones", "old magic"],
+)
+@pytest.mark.row("M3")
+def test_what_is_no_handshake_is_closed_without_a_word(listener, said):
+    with open_socket(listener.url) as sock:
+        sock.sendall(said)
+        assert all_from(sock) == b""
+    wait_for_refusals(listener, 1)
+    assert_a_peer_gets_in(listener)
+
+
+@pytest.mark.row("M1", "M12")
+def test_a_hundred_strangers_who_say_little(listener, caplog):
+    """Silence, half a handshake, and a byte now and then: none outlasts the deadline, and who has
+    been silent for longest makes room for others. Threads, and lines in the log, stay few."""
+    num_threads = threading.active_count()
+    began = time.monotonic()
+    *silent, slow, half = [open_socket(listener.url) for _ in range(100)]
+    half.sendall(control.MAGIC + b"x")
+    wait_for_refusals(listener, 100 - MAX_STRANGERS)
+    assert threading.active_count() <= num_threads + MAX_STRANGERS + 2  # some just end
+    assert_a_peer_gets_in(listener)
+    with contextlib.suppress(ConnectionError):
+        for byte in control.MAGIC + b"n" * 1000:
+            slow.sendall(bytes([byte]))
+            time.sleep(0.05)
+    wait_for_refusals(listener, 100)
+    assert control.HANDSHAKE_S - 0.2 < time.monotonic() - began < PATIENCE_S / 2
+    for sock in (half, *silent):
+        assert all_from(sock) == b""
+    for sock in (slow, half, *silent):
+        sock.close()
+    assert 1 <= sum("refused" in line.getMessage() for line in caplog.records) <= 2
+    assert_a_peer_gets_in(listener)
+
+
+@pytest.mark.row("M2")
+def test_another_key(listener):
+    with pytest.raises(RefusedError, match="key"):
+        connect(listener, b"not the key that they have here.")
+    wait_for_refusals(listener, 1)
+    assert_a_peer_gets_in(listener)
+
+
+def test_a_stranger_learns_a_nonce_and_nothing_else(listener):
+    with open_socket(listener.url) as sock:
+        sock.sendall(control.MAGIC + b"n" * 32 + b"no proof".ljust(32))
+        said = all_from(sock)
+    assert len(said) == len(control.MAGIC) + 32 and said.startswith(control.MAGIC)
+
+
+class Recorder:
+    """A socket that remembers what was sent on it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self.sent = b""
+
+    def sendall(self, data: bytes) -> None:
+        self.sent += data
+        self._sock.sendall(data)
+
+    def __getattr__(self, name: str):
+        return getattr(self._sock, name)
+
+
+@pytest.mark.row("M2")
+def test_a_recorded_handshake_does_not_work_again(listener):
+    recorder = Recorder(open_socket(listener.url))
+    session = control.authenticate_to(recorder, KEY, time.monotonic() + PATIENCE_S)
+    session.send(control.hello(listener.name, {}, WINDOW_BYTES))
+    assert session.receive()["version"] == control.PROTOCOL_VERSION
+    recorder.close()
+    with open_socket(listener.url) as sock:
+        sock.sendall(recorder.sent)
+        assert len(all_from(sock)) == len(control.MAGIC) + 32
+    wait_until(lambda: listener.num_refused >= 1)  # and the first one, when its time is up
+
+
+def serve_once(tmp_path, behave) -> str:
+    """The url of who answers the first connection with behave(sock)."""
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    server.bind(str(tmp_path / "fake"))
+    server.listen()
+
+    def run():
+        sock, _ = server.accept()
+        with sock, server:
+            sock.settimeout(PATIENCE_S)
+            with contextlib.suppress(TransportError, OSError):
+                behave(sock)
+
+    threading.Thread(target=run, daemon=True).start()
+    return f"shm://{tmp_path}/fake"
+
+
+def echo(sock):
+    while data := sock.recv(4096):
+        sock.sendall(data)
+
+
+def without_the_key(sock):
+    """Lets everybody in, to hear what they say."""
+    control.receive_exactly(sock, len(control.MAGIC) + 32, time.monotonic() + PATIENCE_S)
+    sock.sendall(control.MAGIC + b"s" * 32)
+    control.receive_exactly(sock, 32, time.monotonic() + PATIENCE_S)
+    sock.sendall(b"p" * 32)
+    assert sock.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    ("behave", "reason"),
+    [
+        (echo, "does not speak our protocol"),
+        (without_the_key, "does not know our key"),
+        (lambda sock: None, "ended the handshake"),
+    ],
+    ids=["echo", "without", "closes"],
+)
+def test_a_server_without_the_key_is_refused(tmp_path, behave, reason):
+    with pytest.raises(RefusedError, match=reason):
+        transport.connect(serve_once(tmp_path, behave), key=KEY)
+
+
+def test_a_proof_is_bound_to_its_side(tmp_path):
+    """A server that has only the client's own proof to show."""
+
+    def behave(sock):
+        deadline = time.monotonic() + PATIENCE_S
+        control.receive_exactly(sock, len(control.MAGIC) + 32, deadline)
+        sock.sendall(control.MAGIC + b"s" * 32)
+        sock.sendall(control.receive_exactly(sock, 32, deadline))
+
+    with pytest.raises(RefusedError, match="does not know our key"):
+        transport.connect(serve_once(tmp_path, behave), key=KEY)
+
+
+@pytest.mark.row("M2")
+def test_versions_must_be_the_same(listener, tmp_path):
+    session = authenticated(listener.url)
+    session.send(control.hello(listener.name, {}, WINDOW_BYTES) | {"version": 99})
+    refused = session.receive()["refused"]
+    assert "99" in refused and str(control.PROTOCOL_VERSION) in refused
+    session.sock.close()
+    wait_for_refusals(listener, 1)
+
+    def behave(sock):
+        deadline = time.monotonic() + PATIENCE_S
+        control.receive_exactly(sock, len(control.MAGIC), deadline)
+        other = control.authenticate_from(sock, KEY, deadline)
+        other.receive()
+        other.send(control.hello("shm", {}, WINDOW_BYTES) | {"version": 98})
+
+    with pytest.raises(RefusedError, match=f"98 and {control.PROTOCOL_VERSION}"):
+        transport.connect(serve_once(tmp_path, behave), key=KEY)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": "1"},
+        {"version": None},
+        {"transport": "carrier pigeon"},
+        {"window_bytes": -1},
+        {"window_bytes": 0},
+        {"window_bytes": 2**63},
+        {"window_bytes": 5000},
+        {"window_bytes": 1e6},
+        {"window_bytes": True},
+        {"info": None},
+        {"info": []},
+    ],
+    ids=str,
+)
+def test_a_hello_that_cannot_be_is_refused(listener, change):
+    session = authenticated(listener.url)
+    session.send(control.hello(listener.name, {}, WINDOW_BYTES) | change)
+    assert "refused" in session.receive()
+    session.sock.close()
+    wait_for_refusals(listener, 1)
+
+
+def sealed(session, body: bytes, length: int | None = None) -> bytes:
+    """As Session.send would, without its checks."""
+    length = len(body) if length is None else length
+    return length.to_bytes(2, "big") + body + session._mac(b"client", 1, body)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        lambda s: sealed(s, b""),
+        lambda s: sealed(s, json.dumps(control.hello("tcp", {}, 4096)).encode().ljust(4097)),
+        lambda s: sealed(s, b"{}", 65535),
+        lambda s: sealed(s, b"no json"),
+        lambda s: sealed(s, b"[]"),
+        lambda s: sealed(s, b"\xff\xfe"),
+        lambda s: sealed(s, b"[" * 4096),
+        lambda s: sealed(s, b'{"version":1e999}'),
+        lambda s: sealed(s, json.dumps(control.hello("tcp", {}, 4096)).encode())[:-1] + b"x",
+        lambda s: sealed(s, b"{}").replace(b"{}", b"{]"),
+    ],
+    ids=["empty", "long", "longest", "text", "list", "utf8", "deep", "inf", "mac", "changed"],
+)
+def test_control_messages_are_checked_before_they_are_believed(listener, message):
+    session = authenticated(listener.url)
+    with contextlib.suppress(OSError):  # closed already, with a part unread
+        session.sock.sendall(message(session))
+        session.sock.shutdown(socket.SHUT_WR)
+    said = all_from(session.sock)
+    assert b"refused" in said if b"e999" in message(session) else said == b""
+    session.sock.close()
+    wait_for_refusals(listener, 1)
+    assert_a_peer_gets_in(listener)
+
+
+def sessions() -> tuple[control.Session, control.Session]:
+    one, other = socket.socketpair()
+    deadline = time.monotonic() + PATIENCE_S
+    return (
+        control.Session(one, b"session key", deadline, is_client=True),
+        control.Session(other, b"session key", deadline, is_client=False),
+    )
+
+
+def test_a_control_message_is_believed_once_and_from_the_other_side():
+    client, server = sessions()
+    client.send({"n": 1})
+    sent = server.sock.recv(4096)
+    for replayed in (b"", sent):  # as the first message, and again as the second
+        client.sock.sendall(sent)
+        if not replayed:
+            assert server.receive() == {"n": 1}
+        else:
+            with pytest.raises(RefusedError, match="did not send"):
+                server.receive()
+    server.sock.sendall(sent)  # back to who said it
+    with pytest.raises(RefusedError, match="did not send"):
+        client.receive()
+    client.sock.close()
+    server.sock.close()

@@ -1,0 +1,233 @@
+"""An engine over memory nodes gives the tokens that it gives over its own memory."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+
+from serve import LLM, SamplingParams
+from serve.config import DEFAULT_MODEL
+from tests.support.engine.checkpoints import checkpoint
+from tests.support.nodes.served_nodes import MIB, key_file, nodes
+
+SETTINGS = {
+    "dtype": "float32",
+    "max_num_seqs": 6,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 64,
+    "seed": 1,
+}
+
+
+def model_path(model) -> str:
+    return model if isinstance(model, str) else str(checkpoint(*model))
+
+
+def load(vocab_size, count=14):
+    """Prompts of many lengths, some alike for a while; greedy and sampled, with other ends."""
+    rng = random.Random(11)
+    shared = [rng.randrange(5, vocab_size) for _ in range(200)]
+    prompts, params = [], []
+    for number in range(count):
+        length = rng.choice([1, 3, 17, 40, 90, 150, 180])
+        own = [rng.randrange(5, vocab_size) for _ in range(length)]
+        prompts.append(shared[: rng.choice([0, 0, 100, 163])][: 190 - length] + own)
+        params.append(
+            SamplingParams(
+                max_tokens=rng.choice([1, 8, 30, 60]),
+                temperature=rng.choice([0.0, 0.0, 0.8]),
+                top_p=rng.choice([1.0, 0.9]),
+                seed=number,
+                min_tokens=rng.choice([0, 1]),
+                ignore_eos=rng.random() < 0.8,
+                stop_token_ids=[rng.randrange(5, vocab_size) for _ in range(20)],
+                n=rng.choice([1, 1, 2]),
+            )
+        )
+    return prompts, params
+
+
+def growing(vocab_size):
+    """More than there is room for: all prompts fit, and then they grow."""
+    rng = random.Random(12)
+    prompts = [[rng.randrange(5, vocab_size) for _ in range(50)] for _ in range(8)]
+    return prompts, SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+
+
+def tokens_of(llm, vocab_size, make_load=load):
+    outputs = llm.generate(*make_load(vocab_size), use_tqdm=False)
+    return [[o.token_ids for o in output.outputs] for output in outputs]
+
+
+@functools.cache
+def local_tokens(model, vocab_size, make_load=load):
+    with LLM(model_path(model), kv_cache_bytes=64 * MIB, **SETTINGS) as llm:
+        return tokens_of(llm, vocab_size, make_load)
+
+
+def remote_tokens(model, vocab_size, urls, folder, partition="auto", make_load=load, **settings):
+    with LLM(
+        model_path(model),
+        memory_nodes=urls,
+        memory_partition=partition,
+        memory_node_key_file=key_file(folder) if urls[0].startswith("tcp") else None,
+        kv_cache_bytes=16 * MIB,
+        **(SETTINGS | settings),
+    ) as llm:
+        found = tokens_of(llm, vocab_size, make_load)
+        stats = llm.stats()
+        assert (stats.pages_in_use, stats.num_unfinished) == (0, 0)
+        assert (stats.memory_nodes, stats.memory_nodes_missing) == (len(urls), 0)
+        assert (stats.memory_nodes_lost, stats.recomputed_sequences) == (0, 0)
+        return found, stats
+
+
+MHA = ("llama", "mha")
+COVERED = [
+    (DEFAULT_MODEL, 4096, "inproc", 1, "head", {}),
+    (DEFAULT_MODEL, 4096, "inproc", 2, "sequence", {}),
+    (DEFAULT_MODEL, 4096, "inproc", 4, "request", {"memory_prefill": "remote"}),
+    (DEFAULT_MODEL, 4096, "shm", 2, "head", {"memory_prefill": "remote"}),
+    (DEFAULT_MODEL, 4096, "shm", 4, "sequence", {}),
+    (DEFAULT_MODEL, 4096, "shm", 1, "request", {}),
+    (DEFAULT_MODEL, 4096, "tcp", 2, "head", {}),
+    (DEFAULT_MODEL, 4096, "tcp", 4, "sequence", {"memory_prefill": "remote"}),
+    (DEFAULT_MODEL, 4096, "tcp", 2, "request", {}),
+    (DEFAULT_MODEL, 4096, "tcp", 1, "sequence", {"memory_prefill": "remote"}),
+    (MHA, 320, "inproc", 4, "head", {}),
+    (MHA, 320, "tcp", 3, "head", {"memory_prefill": "remote"}),
+    (("llama", "head-dim"), 320, "shm", 2, "head", {}),
+    (("llama", "head-dim"), 320, "inproc", 2, "sequence", {"memory_prefill": "remote"}),
+    (("gpt2", "base"), 320, "inproc", 2, "head", {}),
+]
+
+
+@pytest.mark.parametrize(("model", "vocab", "scheme", "count", "partition", "more"), COVERED)
+def test_tokens_are_those_of_the_local_engine(
+    model, vocab, scheme, count, partition, more, tmp_path
+):
+    """Prompts of many lengths come in and end while others decode; prefixes are shared."""
+    with nodes(scheme, count, tmp_path) as urls:
+        found, stats = remote_tokens(model, vocab, urls, tmp_path, partition, **more)
+    assert found == local_tokens(model, vocab)
+    if (partition, count) != ("sequence", 4):  # whose pages are longer than what is alike
+        assert stats.prefix_hit_tokens > 0
+
+
+@pytest.mark.parametrize("prefill", ["local", "remote"])
+@pytest.mark.parametrize("partition", ["head", "request"])
+def test_sliding_windows(partition, prefill, tmp_path):
+    """Layers with a window beside layers without one, pages behind it given back."""
+    model = ("qwen2", "long-mixed")
+    with nodes("inproc", 2, tmp_path) as urls:
+        settings = {"memory_prefill": prefill}
+        found, _ = remote_tokens(model, 320, urls, tmp_path, partition, **settings)
+    assert found == local_tokens(model, 320)
+
+
+@pytest.mark.parametrize("partition", ["head", "sequence", "request"])
+def test_without_prefix_sharing(partition, tmp_path):
+    with nodes("inproc", 2, tmp_path) as urls:
+        found, stats = remote_tokens(
+            DEFAULT_MODEL, 4096, urls, tmp_path, partition, prefix_cache=False
+        )
+    assert found == local_tokens(DEFAULT_MODEL, 4096)
+    assert stats.prefix_hit_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("partition", "node_bytes"),
+    [("head", 800 << 10), ("sequence", 800 << 10), ("request", 3 << 19)],
+)
+def test_with_little_memory_sequences_are_preempted(partition, node_bytes, tmp_path):
+    """What was given back is computed again, on pages that others have written since."""
+    with nodes("inproc", 2, tmp_path) as urls:
+        found, stats = remote_tokens(
+            DEFAULT_MODEL,
+            4096,
+            urls,
+            tmp_path,
+            partition,
+            growing,
+            memory_node_bytes=node_bytes,
+            memory_policy="prompt_only",
+        )
+    assert stats.num_preemptions > 0
+    assert found == local_tokens(DEFAULT_MODEL, 4096, growing)
+
+
+class AlwaysSplits:
+    """A step is computed as two halves in turn whenever it can be."""
+
+    num_split = 0
+
+    def splits(self, num_decodes, num_prompt_rows):
+        AlwaysSplits.num_split += 1
+        return True
+
+    def learn(self, num_decodes, num_prompt_rows, is_split, seconds):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("partition", "scheme"), [("head", "tcp"), ("sequence", "inproc"), ("request", "shm")]
+)
+def test_two_batches_in_flight(partition, scheme, tmp_path, monkeypatch):
+    monkeypatch.setattr("serve.runner.runner.StaggerChoice", AlwaysSplits)
+    AlwaysSplits.num_split = 0
+    with nodes(scheme, 2, tmp_path) as urls:
+        found, stats = remote_tokens(DEFAULT_MODEL, 4096, urls, tmp_path, partition)
+    assert found == local_tokens(DEFAULT_MODEL, 4096)
+    assert AlwaysSplits.num_split > stats.num_steps / 2
+
+
+def test_two_engines_share_a_node(tmp_path):
+    with nodes("shm", 1, tmp_path) as urls:
+        half = {"memory_node_bytes": 8 * MIB, "kv_cache_bytes": 16 * MIB}
+        with (
+            LLM(DEFAULT_MODEL, memory_nodes=urls, **(SETTINGS | half)) as one,
+            LLM(DEFAULT_MODEL, memory_nodes=urls, **(SETTINGS | half)) as two,
+        ):
+            assert tokens_of(one, 4096) == local_tokens(DEFAULT_MODEL, 4096)
+            assert tokens_of(two, 4096) == local_tokens(DEFAULT_MODEL, 4096)
+
+
+QUESTIONS = [
+    "What is the opposite of hot?",
+    "What is 3 plus 4?",
+    "What is your name?",
+    "What is the capital of France?",
+    "What is the opposite of up?",
+    "What is the opposite of big?",
+]
+
+
+def answers(**settings):
+    asked = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    with LLM(max_num_seqs=4, max_model_len=300, kv_cache_bytes=32 * MIB, **settings) as llm:
+        outputs = llm.chat(asked, SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)
+    return [(o.outputs[0].text, o.outputs[0].finish_reason) for o in outputs]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "partition", "count", "more"),
+    [
+        ("bfloat16", "head", 2, {}),
+        ("bfloat16", "sequence", 3, {"memory_prefill": "remote"}),
+        ("int8", "head", 2, {}),
+        ("int8", "sequence", 2, {"memory_prefill": "remote"}),
+        ("int8", "request", 2, {}),
+        ("int8", "head", 2, {"memory_wire": "int8"}),
+        ("float32", "head", 2, {"memory_wire": "bfloat16", "kv_dtype": "bfloat16"}),
+    ],
+)
+def test_answers_of_the_trained_model(dtype, partition, count, more, tmp_path):
+    """In fewer bits rounding moves logits, and a story may go another way at a near-tie: what
+    is compared are short answers, which end by themselves."""
+    with nodes("inproc", count, tmp_path) as urls:
+        found = answers(dtype=dtype, memory_nodes=urls, memory_partition=partition, **more)
+    local = answers(dtype=dtype)
+    assert {reason for _, reason in local} == {"stop"}
+    assert found == local

@@ -1,0 +1,86 @@
+"""A memory node that lives and does not answer: an engine that is told to stop does not wait for
+it, although it would wait for half a minute before it takes such a node for lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from memory.nodes.node_link import DEFAULT_ANSWER_S
+from memory.nodes.node_loop import NodeLoop
+from serve import LLM, SamplingParams
+from serve.engine import core
+from tests.support.engine.checkpoints import checkpoint
+from tests.support.nodes.served_nodes import MIB, key_file, nodes
+from tests.support.transport.transport_rig import wait_until
+
+PARAMS = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+
+
+class Hangs:
+    """Nodes do nothing with a message between `begin` and `end`; their heartbeats go on."""
+
+    def __init__(self, monkeypatch):
+        self.num_held = 0
+        self._goes_on = threading.Event()
+        self._goes_on.set()
+        take = NodeLoop.take
+
+        def take_later(loop, frame):
+            if not self._goes_on.is_set():
+                self.num_held += 1
+                self._goes_on.wait(60)
+            take(loop, frame)
+
+        monkeypatch.setattr(NodeLoop, "take", take_later)
+
+    def begin(self):
+        self._goes_on.clear()
+
+    def end(self):
+        self._goes_on.set()
+
+
+@pytest.fixture
+def hangs(monkeypatch):
+    made = Hangs(monkeypatch)
+    yield made
+    made.end()
+
+
+@pytest.mark.parametrize("scheme", ["inproc", "shm", "tcp"])
+def test_an_engine_that_stops_does_not_wait_for_a_node_that_hangs(
+    scheme, hangs, tmp_path, monkeypatch
+):
+    assert core._STEP_END_S <= 2.0 < DEFAULT_ANSWER_S / 4
+    monkeypatch.setattr(core, "_STEP_END_S", 0.5)
+    ended = []
+    with nodes(scheme, 1, tmp_path) as urls:
+        llm = LLM(
+            str(checkpoint("llama")),
+            memory_nodes=urls,
+            memory_node_key_file=key_file(tmp_path) if scheme == "tcp" else None,
+            max_model_len=128,
+            kv_cache_bytes=MIB,
+        )
+        llm.generate("hi", PARAMS, use_tqdm=False)
+
+        def ask():
+            [output] = llm.generate("hi", PARAMS, use_tqdm=False)
+            ended.append(output.outputs[0].finish_reason)
+
+        asking = threading.Thread(target=ask)
+        hangs.begin()
+        asking.start()
+        wait_until(lambda: hangs.num_held)
+        time.sleep(0.1)  # until the loop waits for the answer
+        assert llm.stats().memory_nodes_lost == 0
+        began = time.monotonic()
+        llm.shutdown()
+        seconds = time.monotonic() - began
+        hangs.end()
+        asking.join(10)
+    assert ended == ["abort"]
+    assert 0.4 < seconds < 2.5, "the step has a while to end, and no more"

@@ -1,0 +1,84 @@
+"""q's own product, before that of k and v: the same model to the last bit."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ops import get_backend
+from ops.cpu import native
+from quant.int4 import int4_linear
+from quant.linear import int8_linear
+from serve.models import load_model
+from serve.models.weights import joining
+from tests.support.engine.checkpoints import VARIANTS, Variant, checkpoint
+from tests.support.engine.decoders import ListAttention, run, token_ids
+from tests.support.engine.quantized import CASES, write
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(not native.is_available(), reason="native kernels not built"),
+]
+CHUNKS = [17, 1, 1, 6]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": torch.float32},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "int8": {"dtype": torch.float32, "make_linear": int8_linear},
+    "int4": {"dtype": torch.float32, "make_linear": joining(partial(int4_linear, group=32))},
+}
+
+
+def check_bits(path: Path, settings: dict[str, Any]) -> None:
+    ids = token_ids(sum(CHUNKS))
+    fused, split = (
+        load_model(path, backend=get_backend("cpu"), q_first=q_first, **settings)
+        for q_first in (False, True)
+    )
+    assert all(layer.q is None for layer in fused.weights.layers)
+    assert all(layer.q is not None for layer in split.weights.layers)
+    assert torch.equal(run(split, ids, CHUNKS), run(fused, ids, CHUNKS))
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+def test_every_family_has_the_same_bits(variant: Variant, precision: str) -> None:
+    check_bits(checkpoint(variant.family, variant.name), SETTINGS[precision])
+
+
+def test_int4_has_the_same_bits() -> None:
+    check_bits(checkpoint("qwen2"), SETTINGS["int4"])
+
+
+@pytest.mark.parametrize("case", ["w8a8", "gptq-order", "gptq-asym", "awq"])
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_quantized_checkpoints_have_the_same_bits(
+    case: str, precision: str, tmp_path: Path
+) -> None:
+    packed, _ = write(tmp_path, *CASES[case], variant="bias")
+    check_bits(packed, SETTINGS[precision] | {"unpack": precision == "float32"})
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_attention_begins_between_the_two_products(family: str) -> None:
+    model = load_model(
+        checkpoint(family), dtype=torch.float32, backend=get_backend("cpu"), q_first=True
+    )
+    attention = ListAttention(model.attention_layers())
+    for index, layer in enumerate(model.weights.layers):
+
+        def product(x: torch.Tensor, index: int = index, op: Any = layer.qkv) -> torch.Tensor:
+            attention.calls.append(("k and v", index))
+            out: torch.Tensor = op(x)
+            return out
+
+        layer.qkv = product  # type: ignore[assignment]
+    model.forward(torch.tensor([1, 2]), torch.tensor([0, 1]), attention)
+    assert attention.calls == [
+        (call, index)
+        for index in range(model.spec.num_layers)
+        for call in ("begin", "k and v", "finish")
+    ]

@@ -1,0 +1,185 @@
+"""A step computed as two batches in turn: the same tokens to the last bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from memory.attention.seam import PlannedAttention
+from serve.config import EngineConfig
+from serve.loading.runtime import Runtime, load_runtime
+from serve.request import Request, SamplingParams
+from serve.runner.runner import ModelRunner, StepResult
+from serve.scheduler.microbatches import Stagger
+from serve.scheduler.scheduler import Scheduler
+from serve.scheduler.sequence import Sequence, make_sequences
+from serve.scheduler.step_plan import SchedulerLimits, StepPlan
+from tests.support.engine.checkpoints import checkpoint
+from tests.support.engine.decoders import ListAttention, load
+from tests.support.nodes.late_attention import LateAttention
+
+
+class Scripted:
+    """Splits by a rule; what it was told."""
+
+    def __init__(self, *ways: bool) -> None:
+        self.ways = ways
+        self.asked: list[tuple[int, int]] = []
+        self.told: list[tuple[bool, float]] = []
+
+    def splits(self, num_decodes: int, num_prompt_rows: int) -> bool:
+        self.asked.append((num_decodes, num_prompt_rows))
+        return self.ways[len(self.asked) % len(self.ways)]
+
+    def learn(self, num_decodes: int, num_prompt_rows: int, is_split: bool, seconds: float) -> None:
+        assert self.asked[-1] == (num_decodes, num_prompt_rows)
+        self.told.append((is_split, seconds))
+
+
+def requests(vocab_size: int, count: int) -> list[Sequence]:
+    rng = random.Random(2)
+    made = []
+    for number in range(count):
+        params = SamplingParams(
+            max_tokens=rng.randint(3, 25),
+            temperature=rng.choice([0.0, 0.9]),
+            seed=number,
+            ignore_eos=True,
+            logprobs=1,
+        )
+        prompt = tuple(rng.randrange(2, vocab_size) for _ in range(rng.choice([1, 5, 40, 90])))
+        made += make_sequences(Request(str(number), None, prompt, params, 0.0), frozenset())
+    return made
+
+
+@contextmanager
+def loaded(model: str | Path, **settings: object) -> Iterator[Runtime]:
+    runtime = load_runtime(
+        EngineConfig(
+            model=str(model), max_num_seqs=12, kv_cache_bytes=1 << 24, max_model_len=140, **settings
+        )  # type: ignore[arg-type]
+    )
+    memory = runtime.memory
+    yield runtime
+    del runtime
+    memory.close()
+
+
+def generate(
+    runtime: Runtime, attention: PlannedAttention, stagger: Stagger | None
+) -> list[tuple[list[int], list[object]]]:
+    """Tokens and their log-probabilities, request by request; they come one after the other."""
+    clock = iter(range(10**6))
+    runner = ModelRunner(
+        runtime.model, runtime.kv, attention, stagger=stagger, clock=lambda: float(next(clock))
+    )
+    scheduler = Scheduler(SchedulerLimits(8, 64, 30), runtime.kv)
+    waiting = requests(runtime.spec.vocab_size, 14)
+    everyone, logprobs = list(waiting), {id(s): [] for s in waiting}
+    while waiting or scheduler.has_work():
+        for sequence in waiting[:2]:
+            scheduler.add(sequence)
+        del waiting[:2]
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        result: StepResult = runner.run(plan, lambda: None)
+        expected = [s for s, samples in zip(plan.sequences, plan.samples, strict=True) if samples]
+        assert result.sampled == expected
+        for sequence, found in zip(result.sampled, result.logprobs or [], strict=True):
+            logprobs[id(sequence)].append(found)
+        scheduler.update(plan, result.tokens)
+    runtime.kv.close_all()
+    return [(sequence.token_ids, logprobs[id(sequence)]) for sequence in everyone]
+
+
+CASES = [
+    ("default", {}),
+    (("llama", "base"), {"dtype": "float32"}),
+    (("llama", "base"), {"dtype": "bfloat16"}),
+    (("qwen2", "window"), {"dtype": "float32"}),
+    (("gpt2", "base"), {"dtype": "float32"}),
+    (("qwen3", "base"), {"dtype": "int8"}),
+]
+
+
+@pytest.mark.parametrize(("model", "settings"), CASES, ids=str)
+def test_halves_give_the_same_bits(model, settings) -> None:
+    with loaded(model if model == "default" else checkpoint(*model), **settings) as runtime:
+        expected = generate(runtime, runtime.attention, None)
+        late = LateAttention(runtime.attention)
+        assert generate(runtime, late, Scripted(False)) == expected
+        num_steps = len(late.steps)
+        for ways in ((True,), (True, True, False)):
+            late, stagger = LateAttention(runtime.attention), Scripted(*ways)
+            assert generate(runtime, late, stagger) == expected
+            num_split = sum(is_split for is_split, _ in stagger.told)
+            assert len(late.steps) == num_steps + num_split and num_split > 15
+        # a step of one sequence asks nobody, and times come from the clock
+        assert all(decodes + rows > 1 for decodes, rows in stagger.asked)
+        assert {seconds for _, seconds in stagger.told} == {1.0}
+
+
+@contextmanager
+def one_step(late: LateAttention, runtime: Runtime) -> Iterator[tuple[ModelRunner, StepPlan]]:
+    scheduler = Scheduler(SchedulerLimits(8, 64, 30), runtime.kv)
+    for sequence in requests(320, 4):
+        scheduler.add(sequence)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None and len(plan.sequences) >= 2
+    yield ModelRunner(runtime.model, runtime.kv, late, stagger=Scripted(True)), plan
+    runtime.kv.close_all()
+
+
+def test_one_half_computes_while_the_other_waits() -> None:
+    """Each begins its next layer between the other's begin and wait."""
+    with loaded(checkpoint("llama"), dtype="float32") as runtime:
+        late = LateAttention(runtime.attention)
+        with one_step(late, runtime) as (runner, plan):
+            runner.run(plan, lambda: None)
+        assert late.events == [
+            *[("begin", 0, 0), ("begin", 1, 0)],
+            *[("wait", 0, 0), ("begin", 0, 1), ("wait", 1, 0), ("begin", 1, 1)],
+            *[("wait", 0, 1), ("wait", 1, 1)],
+        ]
+        starts = [set(step.starts) for step in late.steps]
+        assert not starts[0] & starts[1]
+        assert len(starts[0]) + len(starts[1]) == len(plan.sequences)
+
+
+def test_a_failing_half_fails_the_step_and_the_next_one_is_right() -> None:
+    with loaded(checkpoint("llama"), dtype="float32") as runtime:
+        late = LateAttention(runtime.attention, fails_at=(1, 1))
+        with one_step(late, runtime) as (runner, plan):
+            with pytest.raises(ConnectionError):
+                runner.run(plan, lambda: None)
+            again = runner.run(plan, lambda: None)
+            alone = ModelRunner(runtime.model, runtime.kv, runtime.attention)
+            assert again == alone.run(plan, lambda: None) and again.tokens
+
+
+def test_local_attention_is_never_halved() -> None:
+    with loaded(checkpoint("qwen2", "window"), dtype="float32") as runtime:
+        assert not runtime.attention.is_remote
+        assert ModelRunner(runtime.model, runtime.kv, runtime.attention)._stagger is None
+        late = LateAttention(runtime.attention)
+        assert ModelRunner(runtime.model, runtime.kv, late)._stagger is not None
+
+
+@torch.inference_mode()
+def test_a_pass_stops_once_in_each_layer() -> None:
+    decoder = load(checkpoint("gpt2"))
+    attention = ListAttention(decoder.attention_layers())
+    slices = decoder.slices(torch.tensor([1, 2]), torch.tensor([0, 1]), attention)
+    for layer in range(decoder.spec.num_layers):
+        next(slices)
+        assert attention.calls[-1] == ("finish", layer)
+    with pytest.raises(StopIteration) as end:
+        next(slices)
+    fresh = ListAttention(decoder.attention_layers())
+    whole = decoder.forward(torch.tensor([1, 2]), torch.tensor([0, 1]), fresh)
+    assert torch.equal(end.value.value, whole)

@@ -1,0 +1,168 @@
+"""The engine in int8: the same tokens in any company (in bf16 and fp32 too), close to fp32."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ops.cpu import native, sampling
+from quant.kv import MAX_HEAD_DIM, TILE_TOKENS
+from serve import LLM, SamplingParams
+from serve.cli.eval import parse_precision
+from serve.cli.quality import evaluate
+from serve.config import EngineConfig
+from serve.http.openai.requests import MAX_TOP_LOGPROBS
+from serve.loading.runtime import load_runtime
+from serve.machine import usable_processors
+from serve.models import read_spec
+from serve.request import MAX_LOGPROBS
+from tests.support.engine.checkpoints import checkpoint
+
+pytestmark = pytest.mark.skipif(not native.is_available(), reason="native kernels not built")
+HELDOUT = Path(__file__).parents[2] / "bench" / "data" / "heldout.txt"
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "opt", "gpt2"]
+
+
+def _requests(
+    vocab_size: int, seed: int, count: int
+) -> tuple[list[list[int]], list[SamplingParams]]:
+    rng = random.Random(seed)
+    prompts = [
+        [rng.randrange(2, vocab_size) for _ in range(rng.choice([1, 3, 40, 90]))]
+        for _ in range(count)
+    ]
+    params = [
+        SamplingParams(
+            max_tokens=rng.randint(10, 40),
+            temperature=rng.choice([0.0, 0.9]),
+            top_p=0.95,
+            seed=rng.randrange(1000),
+            ignore_eos=True,
+            logprobs=1,
+        )
+        for _ in range(count)
+    ]
+    return prompts, params
+
+
+def _said(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[object]:
+    """Tokens with their log-probabilities to the last bit."""
+    outputs = [r.outputs[0] for r in llm.generate(prompts, params, use_tqdm=False)]
+    return [(o.token_ids, o.cumulative_logprob) for o in outputs]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32"])
+def test_tokens_do_not_depend_on_the_batch_or_the_chunks(family, dtype):
+    path = str(checkpoint(family, "base"))
+    prompts, params = _requests(320, 5, 12)
+    settings = {"dtype": dtype, "max_model_len": 140}
+    with LLM(path, max_num_seqs=12, **settings) as llm:
+        together = _said(llm, prompts, params)
+        alone = [_said(llm, [p], [s])[0] for p, s in zip(prompts, params, strict=True)]
+        assert llm.stats().pages_in_use == 0
+    assert together == alone
+    with LLM(path, max_num_seqs=5, max_chunk_tokens=7, **settings) as llm:
+        assert _said(llm, prompts, params) == alone
+
+
+@pytest.mark.small_pages
+def test_tokens_are_the_same_after_preemption():
+    """Even to the bit: a recomputed row is a prefill row, and those equal decode rows."""
+    path = str(checkpoint("llama", "base"))
+    prompts, params = _requests(320, 6, 12)
+    params = [replace(p, max_tokens=45) for p in params]
+    settings = {"dtype": "int8", "max_model_len": 140, "max_num_seqs": 12, "kv_page_bytes": 4096}
+    with LLM(path, **settings) as llm:
+        roomy = _said(llm, prompts, params)
+        assert llm.stats().num_preemptions == 0
+    with LLM(path, kv_cache_bytes=12 * 4096, memory_policy="prompt_only", **settings) as llm:
+        assert _said(llm, prompts, params) == roomy
+        assert llm.stats().num_preemptions > 0
+        assert llm.stats().pages_in_use == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("precision", ["int8", "int8/float32", "float32/int8", "float32/bfloat16"])
+def test_every_family_is_close_to_fp32(family, precision):
+    """Random checkpoints have flat distributions, so KL shows every error."""
+    rng = random.Random(1)
+    tokens = [rng.randrange(2, 320) for _ in range(60)]
+    if precision.endswith("/int8") and read_spec(checkpoint(family, "base")).head_dim % 16:
+        pytest.skip("int8 K/V needs heads of a multiple of 16")
+    plain = _logprobs(checkpoint(family, "base"), "float32", tokens)
+    other = _logprobs(checkpoint(family, "base"), precision, tokens)
+    kl = (plain.exp() * (plain - other)).sum(-1)
+    bound = 0.01 if precision.startswith("int8") else 0.001
+    assert 0 < float(kl.mean()) < bound
+    assert float(kl.max()) < 10 * bound
+
+
+def _logprobs(path, precision, tokens):
+    from memory.attention.seam import AttentionStep
+
+    dtype, kv_dtype = parse_precision(precision)
+    config = EngineConfig(model=str(path), dtype=dtype, kv_dtype=kv_dtype, max_num_seqs=1)
+    runtime = load_runtime(config)
+    with torch.inference_mode():
+        item = runtime.kv.open(len(tokens))
+        assert runtime.kv.grow(item, len(tokens))
+        runtime.kv.commit()
+        start = item.start
+        attention = runtime.attention.plan(AttentionStep(0, [start], [len(tokens)], [len(tokens)]))
+        positions = torch.arange(len(tokens))
+        hidden = runtime.model.forward(torch.tensor(tokens), positions, attention)
+        result = torch.log_softmax(runtime.model.logits(hidden), -1).double()
+    memory = runtime.memory
+    del runtime
+    memory.close()
+    return result
+
+
+def test_int8_keeps_the_perplexity_of_the_default_model():
+    """The gate of `--dtype auto`: half a percent for the products, half for the K/V."""
+    precisions = ["float32", "int8/float32", "float32/int8", "int8"]
+    results = evaluate(
+        "default",
+        HELDOUT.read_text(encoding="utf-8"),
+        [parse_precision(p) for p in precisions],
+        max_tokens=3000,
+    )
+    reference, products, kv, both = results
+    assert reference.kl == 0.0 and reference.agreement == 1.0
+    assert abs(products.change_from(reference)) < 0.005
+    assert abs(kv.change_from(reference)) < 0.005
+    assert abs(both.change_from(reference)) < 0.01
+    assert 0.0 < kv.kl < products.kl < 0.01
+    assert both.kv_bytes_per_token < reference.kv_bytes_per_token / 3
+
+
+def test_the_default_model_runs_in_int8_by_itself(caplog):
+    if native.instruction_set() == "portable":
+        pytest.skip("auto takes int8 only where there are instructions for it")
+    with caplog.at_level("INFO"), LLM() as llm:
+        (reply,) = llm.chat([{"role": "user", "content": "What is 7 + 8?"}])
+    assert "15" in reply.outputs[0].text
+    assert "dtype auto: int8" in caplog.text
+
+
+def test_a_second_engine_leaves_the_threads_alone():
+    """The first one lowered torch's count, and the second took that for the machine's."""
+    count = usable_processors()
+    with LLM(dtype="int8") as first, LLM(dtype="int8") as second:
+        assert native.num_threads() == count
+        assert first.generate(["a"], use_tqdm=False) and second.generate(["b"], use_tqdm=False)
+    with LLM(dtype="bfloat16"):
+        assert native.num_threads() == count
+
+
+def test_numbers_that_are_written_down_twice_agree():
+    """Callers that must not import the library have copies of its limits."""
+    library = native.library()
+    assert library.TILE == TILE_TOKENS
+    assert library.MAX_HEAD_DIM == MAX_HEAD_DIM
+    assert library.MAX_TOP == sampling.MAX_TOP == MAX_LOGPROBS == MAX_TOP_LOGPROBS

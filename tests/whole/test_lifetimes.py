@@ -1,0 +1,82 @@
+"""Servers that start, load, answer and stop, again and again in one process: nothing is left of
+them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+import aiohttp
+import numpy as np
+import uvloop
+
+from serve import Engine
+from serve.http import HttpServer, HttpSettings
+from tests.support.engine.checkpoints import checkpoint
+
+NUM_LIVES = 100
+WARM = 20  # lives after which caches of libraries are full
+# A life allocates megabytes; of its objects alone, weights aside, 280 KiB would stay.
+MOST_BYTES_A_LIFE = 32 << 10
+
+
+class Held(NamedTuple):
+    """What a process has. mappings: of its address space; rss: resident bytes."""
+
+    files: int
+    threads: int
+    tasks: int
+    mappings: int
+    rss: int
+
+
+def held() -> Held:
+    gc.collect()
+    return Held(
+        len(os.listdir("/proc/self/fd")),
+        threading.active_count(),
+        len(asyncio.all_tasks()),
+        len(Path("/proc/self/maps").read_text().splitlines()),
+        int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+    )
+
+
+async def life() -> None:
+    engine = Engine(str(checkpoint("llama")), served_model_name="m", max_num_seqs=4)
+    async with (
+        HttpServer(engine, HttpSettings(port=0)) as server,
+        aiohttp.ClientSession(server.url) as session,
+    ):
+        for stream in (False, True):
+            body = {"model": "m", "prompt": "the fox", "max_tokens": 3, "stream": stream}
+            async with session.post("/v1/completions", json=body) as response:
+                assert response.status == 200
+                await response.read()
+        # the last one is still running when the server stops
+        body = {"model": "m", "prompt": [5, 6], "max_tokens": 200, "stream": True}
+        response = await session.post("/v1/completions", json={**body, "ignore_eos": True})
+        await response.content.readany()
+    response.close()
+
+
+def test_a_hundred_lives_leave_nothing() -> None:
+    async def main() -> list[Held]:
+        seen = []
+        for _ in range(NUM_LIVES):
+            await life()
+            seen.append(held())
+        return seen
+
+    seen = uvloop.run(main())[WARM:]
+    first, last = seen[0], seen[-1]
+    assert (last.files, last.threads, last.tasks) == (first.files, first.threads, first.tasks)
+    slope = {
+        name: float(np.polyfit(range(len(seen)), [getattr(each, name) for each in seen], 1)[0])
+        for name in ("mappings", "rss")
+    }
+    assert slope["mappings"] < 0.1, slope
+    assert slope["rss"] < MOST_BYTES_A_LIFE, slope

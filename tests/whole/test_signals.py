@@ -1,0 +1,164 @@
+"""SIGTERM to a real `serve run` under 64 streams: none is lost, and nobody new comes in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+NUM_STREAMS = 64
+NUM_TOKENS = 60
+ROOT = Path(__file__).parents[2]
+
+
+@contextlib.contextmanager
+def server(*options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """`serve run` of the embedded model in a process of its own, and its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "serve", "run", "--port", str(port), "--quiet", *options],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    try:
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+async def ready(session: aiohttp.ClientSession) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(aiohttp.ClientConnectionError):
+            async with session.get("/ready") as response:
+                if response.status == 200:
+                    return
+        await asyncio.sleep(0.05)
+    raise AssertionError("the server does not get ready")
+
+
+async def model_of(session: aiohttp.ClientSession) -> str:
+    async with session.get("/v1/models") as response:
+        name: str = (await response.json())["data"][0]["id"]
+        return name
+
+
+class Stream:
+    """One streamed completion. has_begun: a part of it is here."""
+
+    def __init__(self, session: aiohttp.ClientSession, model: str, num_tokens: int) -> None:
+        self.has_begun = False
+        self.text = b""
+        self._session, self._model, self._num_tokens = session, model, num_tokens
+
+    async def run(self) -> None:
+        body = {
+            "model": self._model,
+            "prompt": [5, 6, 7, 8],
+            "max_tokens": self._num_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        async with self._session.post("/v1/completions", json=body) as response:
+            assert response.status == 200
+            async for part in response.content.iter_any():
+                self.text += part
+                self.has_begun = True
+
+    @property
+    def num_tokens(self) -> int:
+        """As told at the end of a whole stream."""
+        assert self.text.endswith(b"data: [DONE]\n\n"), self.text[-200:]
+        usage = json.loads(self.text.split(b"\n\n")[-3].removeprefix(b"data: "))["usage"]
+        count: int = usage["completion_tokens"]
+        return count
+
+
+async def begun(streams: list[Stream]) -> None:
+    while not all(stream.has_begun for stream in streams):
+        await asyncio.sleep(0.01)
+
+
+def session_of(url: str) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0))
+
+
+async def left(process: subprocess.Popen[bytes], limit_s: float) -> int:
+    return await asyncio.to_thread(process.wait, limit_s)
+
+
+def test_sigterm_under_64_streams_loses_none() -> None:
+    async def main(process: subprocess.Popen[bytes], url: str) -> None:
+        async with session_of(url) as session, session_of(url) as others:
+            await ready(session)
+            model = await model_of(session)
+            streams = [Stream(session, model, NUM_TOKENS) for _ in range(NUM_STREAMS)]
+            running = [asyncio.create_task(stream.run()) for stream in streams]
+            await begun(streams)
+            assert not any(task.done() for task in running)
+            process.send_signal(signal.SIGTERM)
+            refused = 0
+            while process.poll() is None and not all(task.done() for task in running):
+                try:
+                    async with others.get("/v1/models") as response:
+                        is_new = response.status == 200
+                        assert not is_new or not refused, "let in after others were refused"
+                        refused += not is_new
+                        if not is_new:
+                            assert response.status == 503
+                            assert (await response.json())["error"]["code"] == "draining"
+                except aiohttp.ClientConnectionError:
+                    refused += 1
+                await asyncio.sleep(0.02)
+            await asyncio.gather(*running)
+            assert refused
+            assert [stream.num_tokens for stream in streams] == [NUM_TOKENS] * NUM_STREAMS
+            assert await left(process, 10) == 0
+
+    with server("--max-num-seqs", "64") as (process, url):
+        asyncio.run(main(process, url))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_at_once(number: signal.Signals) -> None:
+    async def main(process: subprocess.Popen[bytes], url: str) -> None:
+        async with session_of(url) as session:
+            await ready(session)
+            model = await model_of(session)
+            streams = [Stream(session, model, 1000) for _ in range(4)]
+            running = [asyncio.create_task(stream.run()) for stream in streams]
+            await begun(streams)
+            process.send_signal(number)
+            await asyncio.sleep(0.2)
+            assert process.poll() is None
+            began = time.monotonic()
+            process.send_signal(number)
+            assert await left(process, 10) == 0
+            assert time.monotonic() - began < 5
+            await asyncio.gather(*running, return_exceptions=True)
+            for stream in streams:
+                assert b"[DONE]" not in stream.text
+                assert b'"code":"draining"' in stream.text
+
+    with server() as (process, url):
+        asyncio.run(main(process, url))
