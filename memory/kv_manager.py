@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from memory.idle_ranges import IdleRanges
 from memory.pages.address_space import AddressSpace
 from memory.pages.allocator import PageAllocator
-from memory.pages.kv_range import HOLE, PrefixHit, Range, RangePart, check_ranges
+from memory.pages.kv_range import UNMAPPED, PrefixHit, Range, RangePart, check_ranges
 from memory.pages.layer_groups import LayerGroup, PageLayout
 from memory.pages.runs import runs_of
 from memory.pages.vmm import VirtualMemory
@@ -237,7 +237,7 @@ class KVManager:
             for page in (*found.shared, *found.copied):
                 self.prefixes.hold(page)
             part.num_passed = part.valid = found.first
-            part.pages.extend([HOLE] * found.first + found.shared)
+            part.pages.extend([UNMAPPED] * found.first + found.shared)
             part.num_known = part.num_settled = len(part.pages)
         for part, found in zip(target.parts, hit.parts, strict=True):
             for source in found.copied:
@@ -307,7 +307,7 @@ class KVManager:
         self._num_held -= max(0, first - part.num_passed)
         for place in range(part.num_passed, first):
             self.prefixes.let_go(part.pages[place])
-            part.pages[place] = HOLE
+            part.pages[place] = UNMAPPED
         part.num_passed = max(part.num_passed, first)
 
     def close(self, target: Range) -> None:

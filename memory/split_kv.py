@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from memory.kv_manager import KVManager
 from memory.pages.kv_range import PrefixHit, Range
 from memory.prefix.page_store import PrefixStats
-from memory.tiers.disk_health import SpillStats
+from memory.tiers.disk_health import StoreStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class HomedHit(PrefixHit):
     home: int
 
 
-class SplitKV:
+class PartitionedKV:
     """Memories of the same layout, one after the other: number i begins at i * member_tokens."""
 
     def __init__(self, members: Sequence[KVManager]) -> None:
@@ -191,8 +191,8 @@ class SplitPrefixes:
         self._stats.num_evicted = sum([m.prefixes.stats.num_evicted for m in self._members])
         return self._stats
 
-    def store_stats(self) -> SpillStats:
-        return SpillStats()
+    def store_stats(self) -> StoreStats:
+        return StoreStats()
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """As PrefixIndex.match, of the memory that knows most."""
@@ -208,4 +208,4 @@ class SplitPrefixes:
         return False
 
 
-Books = KVManager | SplitKV
+Books = KVManager | PartitionedKV

@@ -16,7 +16,7 @@ import torch
 
 from ops.backend import (
     Backend,
-    Edges,
+    Fusion,
     KeyValues,
     LinearOp,
     Norm,
@@ -38,7 +38,7 @@ MIN_CAPABILITY = (8, 0)  # of a GPU: bf16 and int8 products on tensor cores
 __all__ = [
     "BACKENDS",
     "Backend",
-    "Edges",
+    "Fusion",
     "KeyValues",
     "LinearOp",
     "Norm",

@@ -23,7 +23,7 @@ class Norm(NamedTuple):
     eps: float
 
 
-class Edges(NamedTuple):
+class Fusion(NamedTuple):
     """What is fused around a product: norm before it, activation after it.
 
     With is_gated the weight holds gate and up one under the other, [2F, in], and the result is
@@ -35,7 +35,7 @@ class Edges(NamedTuple):
     is_gated: bool = False
 
 
-PLAIN = Edges()
+NO_FUSION = Fusion()
 
 
 class LinearOp(Protocol):
@@ -73,7 +73,7 @@ class QuantizedLinears(Protocol):
         self,
         parts: Sequence[Tensor],
         bias: Tensor | None,
-        edges: Edges = PLAIN,
+        edges: Fusion = NO_FUSION,
         *,
         scales: Tensor | None = None,
         is_head: bool = False,
@@ -89,7 +89,7 @@ class QuantizedLinears(Protocol):
         scales: Tensor,
         zeros: Tensor | None,
         bias: Tensor | None,
-        edges: Edges = PLAIN,
+        edges: Fusion = NO_FUSION,
         *,
         group: int,
         is_nf4: bool = False,
@@ -99,7 +99,9 @@ class QuantizedLinears(Protocol):
         codes: [out, in] uint8 below 16; scales: [out, groups]; zeros: [out, groups] uint8.
         """
 
-    def fp8(self, parts: Sequence[Tensor], bias: Tensor | None, edges: Edges = PLAIN) -> LinearOp:
+    def fp8(
+        self, parts: Sequence[Tensor], bias: Tensor | None, edges: Fusion = NO_FUSION
+    ) -> LinearOp:
         """As int8, weights and rows in e4m3. ValueError where the device has no fp8 products."""
 
 
@@ -111,7 +113,7 @@ class Backend(Protocol):
     quantized: QuantizedLinears | None
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None = None, edges: Edges = PLAIN
+        self, weight: Tensor, bias: Tensor | None = None, edges: Fusion = NO_FUSION
     ) -> LinearOp:
         """weight: [out, in], bias: [out]; both in the compute dtype. Takes its own copy."""
 

@@ -6,13 +6,15 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ops.backend import Backend, Edges, Norm
+from ops.backend import Backend, Fusion, Norm
 
 
 class PlainLinear:
     """norm, product, activation and residual one after the other."""
 
-    def __init__(self, backend: Backend, product: Callable[[Tensor], Tensor], edges: Edges) -> None:
+    def __init__(
+        self, backend: Backend, product: Callable[[Tensor], Tensor], edges: Fusion
+    ) -> None:
         self._backend = backend
         self._product = product
         self._edges = edges

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ops.backend import PLAIN, Edges, KeyValues, LinearOp, Partial, QuantizedLinears
+from ops.backend import NO_FUSION, Fusion, KeyValues, LinearOp, Partial, QuantizedLinears
 from ops.linear import PlainLinear
 
 
@@ -39,7 +39,7 @@ class ReferenceBackend:
     quantized: QuantizedLinears | None = None
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None = None, edges: Edges = PLAIN
+        self, weight: Tensor, bias: Tensor | None = None, edges: Fusion = NO_FUSION
     ) -> LinearOp:
         weight = weight.clone()
         bias = None if bias is None else bias.clone()

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ops.backend import PLAIN, Edges, LinearOp, QuantizedLinears
+from ops.backend import NO_FUSION, Fusion, LinearOp, QuantizedLinears
 from ops.cpu import native
 from ops.cpu.native_linears import NATIVE
 from quant.int4 import Int4Weight
@@ -45,7 +45,7 @@ class PackedWeight(Protocol):
     """Quantized weights of one product, ready to be packed for the kernels."""
 
     def linear(
-        self, bias: Tensor | None, edges: Edges = PLAIN, linears: QuantizedLinears = NATIVE
+        self, bias: Tensor | None, edges: Fusion = NO_FUSION, linears: QuantizedLinears = NATIVE
     ) -> LinearOp: ...
 
     def plain(self) -> Tensor:
@@ -104,7 +104,7 @@ class Int8Weight:
     scales: Tensor
 
     def linear(
-        self, bias: Tensor | None, edges: Edges = PLAIN, linears: QuantizedLinears = NATIVE
+        self, bias: Tensor | None, edges: Fusion = NO_FUSION, linears: QuantizedLinears = NATIVE
     ) -> LinearOp:
         return linears.int8([self.weight], bias, edges, scales=self.scales)
 
@@ -195,7 +195,7 @@ class GroupedWeight:
     order: Tensor | None
 
     def linear(
-        self, bias: Tensor | None, edges: Edges = PLAIN, linears: QuantizedLinears = NATIVE
+        self, bias: Tensor | None, edges: Fusion = NO_FUSION, linears: QuantizedLinears = NATIVE
     ) -> LinearOp:
         if self.order is None:
             return self.weight.linear(bias, edges, linears)

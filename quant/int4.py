@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from ops.backend import PLAIN, Edges, LinearOp, QuantizedLinears
+from ops.backend import NO_FUSION, Fusion, LinearOp, QuantizedLinears
 from ops.cpu import native
 from ops.cpu.native_linears import NATIVE
 
@@ -32,7 +32,7 @@ class Int4Weight(NamedTuple):
     is_nf4: bool = False
 
     def linear(
-        self, bias: Tensor | None, edges: Edges = PLAIN, linears: QuantizedLinears = NATIVE
+        self, bias: Tensor | None, edges: Fusion = NO_FUSION, linears: QuantizedLinears = NATIVE
     ) -> LinearOp:
         codes, scales, zeros, group, is_nf4 = self
         return linears.int4(codes, scales, zeros, bias, edges, group=group, is_nf4=is_nf4)
@@ -72,7 +72,7 @@ def quantize_nf4(weight: Tensor, group: int = GROUP) -> Int4Weight:
 def int4_linear(
     weight: Tensor,
     bias: Tensor | None,
-    edges: Edges = PLAIN,
+    edges: Fusion = NO_FUSION,
     *,
     group: int = GROUP,
     linears: QuantizedLinears = NATIVE,
@@ -84,7 +84,7 @@ def int4_linear(
 def nf4_linear(
     weight: Tensor,
     bias: Tensor | None,
-    edges: Edges = PLAIN,
+    edges: Fusion = NO_FUSION,
     *,
     group: int = GROUP,
     linears: QuantizedLinears = NATIVE,

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ops.backend import PLAIN, Edges, LinearOp, QuantizedLinears
+from ops.backend import NO_FUSION, Fusion, LinearOp, QuantizedLinears
 from ops.cpu.native_linears import NATIVE
 
 
 def int8_linear(
     parts: Sequence[Tensor],
     bias: Tensor | None,
-    edges: Edges = PLAIN,
+    edges: Fusion = NO_FUSION,
     *,
     linears: QuantizedLinears = NATIVE,
     is_head: bool = False,
@@ -28,7 +28,11 @@ def int8_linear(
 
 
 def fp8_linear(
-    parts: Sequence[Tensor], bias: Tensor | None, edges: Edges = PLAIN, *, linears: QuantizedLinears
+    parts: Sequence[Tensor],
+    bias: Tensor | None,
+    edges: Fusion = NO_FUSION,
+    *,
+    linears: QuantizedLinears,
 ) -> LinearOp:
     """As int8_linear, in e4m3."""
     return linears.fp8(parts, bias, edges)

@@ -20,7 +20,7 @@ from serve.models import ModelSpec, read_spec
 from serve.runner.batch import make_batch
 from serve.runner.runner import Runner, StepResult
 from serve.scheduler.admission import make_policy
-from serve.scheduler.orders import make_order
+from serve.scheduler.orders import make_queue
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_plan import SchedulerLimits, StepPlan
 from serve.text.tokenizer import Tokenizer
@@ -116,7 +116,7 @@ def load_instant(
             limits,
             kv,
             make_policy(config.memory_policy, kv, batched),
-            order=make_order(config.order),
+            order=make_queue(config.order),
         ),
         kv=kv,
         tokenizer=tokenizer,

@@ -164,14 +164,14 @@ def prefill(heads: Heads, length: int, kind: str) -> Figures:
 
 def library_prefill(heads: Heads, length: int, kind: str) -> Figures:
     """As the engine takes a long chunk to a library: what is in the tiles is gathered first."""
-    from ops.cuda.attention import Prompt
+    from ops.cuda.attention import PrefillChunk
     from ops.cuda.prefill import LibraryPrefill
 
     step = make_step(heads, [length], [length], kind)
     library = LibraryPrefill(list(_candidates()), device())
     if not library.prepare([step.tiles]):
         raise RuntimeError("no library's attention is right here")
-    out, prompt = torch.empty_like(step.q), Prompt(0, 0, length, length)
+    out, prompt = torch.empty_like(step.q), PrefillChunk(0, 0, length, length)
     call = partial(library.attend, step.tiles, step.memory.data_ptr(), prompt, step.q, out)
     chosen = ", ".join(candidate.name for candidate in library._chosen.values())
     return _prefill_figures(time_works([call]), heads, length, step) | {"chosen": chosen}

@@ -22,7 +22,7 @@ from torch import Tensor
 from bench.gpu.record import Figures, Record, is_device_fault
 from bench.gpu.timing import device, num_sets, time_works
 from ops import get_backend
-from ops.backend import Edges, LinearOp, Norm
+from ops.backend import Fusion, LinearOp, Norm
 
 _RIVAL_ROWS = (64, 2048)
 _WHOLE_ROWS = (64, 1, 2048)
@@ -88,12 +88,12 @@ def run(record: Record) -> None:
 # ---- our layers
 
 
-def edges_of(layer: Layer, kind: str = "int8") -> Edges:
+def edges_of(layer: Layer, kind: str = "int8") -> Fusion:
     norm = None
     if layer.has_norm:
         weight = torch.rand(layer.num_in, device=device()) + 0.5
         norm = Norm("rms", weight.bfloat16() if kind == "bf16" else weight, None, 1e-5)
-    return Edges(norm, "silu" if layer.is_gated else None, layer.is_gated)
+    return Fusion(norm, "silu" if layer.is_gated else None, layer.is_gated)
 
 
 def make_op(kind: str, layer: Layer) -> LinearOp:

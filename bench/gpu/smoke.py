@@ -19,7 +19,7 @@ from bench.gpu.record import Figures, Record
 from bench.gpu.rows import make_sampler
 from bench.gpu.timing import device, relative_error
 from ops import get_backend
-from ops.backend import Edges, LinearOp
+from ops.backend import Fusion, LinearOp
 from ops.cpu.native import NF4_VALUES
 
 # Of rows in int8 times weights in int8; of both in e4m3; of int4 weights that are exact; of bf16.
@@ -78,7 +78,7 @@ def _linear(kind: str, layer: Layer, count: int) -> Figures:
     return check(op(x, residual), expected, _BOUNDS[kind])
 
 
-def _make(kind: str, layer: Layer) -> tuple[LinearOp, Tensor, Edges]:
+def _make(kind: str, layer: Layer) -> tuple[LinearOp, Tensor, Fusion]:
     """(the layer, the weights it was made of, what is around it)."""
     backend = get_backend("cuda")
     edges = edges_of(layer, kind)
@@ -105,7 +105,7 @@ def _make(kind: str, layer: Layer) -> tuple[LinearOp, Tensor, Edges]:
     return op, exact, edges
 
 
-def _expected(x: Tensor, weight: Tensor, edges: Edges, residual: Tensor | None) -> Tensor:
+def _expected(x: Tensor, weight: Tensor, edges: Fusion, residual: Tensor | None) -> Tensor:
     y = x.double()
     if edges.norm is not None:
         inverse = (y.square().mean(1, keepdim=True) + edges.norm.eps).rsqrt()
@@ -229,7 +229,7 @@ def _norm_rows(count: int, width: int) -> Figures:
     x, norm = torch.randn(count, width, device=device()), edges_of(layer).norm
     assert norm is not None
     eye = torch.eye(width, device=device())
-    return check(norm_rows(x, norm), _expected(x, eye, Edges(norm), None), 1e-5)
+    return check(norm_rows(x, norm), _expected(x, eye, Fusion(norm), None), 1e-5)
 
 
 def _codes(count: int, width: int) -> Figures:
@@ -238,7 +238,7 @@ def _codes(count: int, width: int) -> Figures:
     layer = Layer("", width, width, has_norm=True)
     x, norm = torch.randn(count, width, device=device()), edges_of(layer).norm
     found = quantize_rows(x, norm)
-    expected = _expected(x, torch.eye(width, device=device()), Edges(norm), None)
+    expected = _expected(x, torch.eye(width, device=device()), Fusion(norm), None)
     return check(found.codes[:, :width] * found.scales[:, None], expected, 0.02)
 
 

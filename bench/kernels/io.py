@@ -32,7 +32,7 @@ from bench.common import tables as page
 from bench.kernels.io_paths import Fio, Pattern, Pread, Ring, Sample, Threads, Way
 from memory.tiers.block_file import ThreadFile
 from memory.tiers.direct_io import address_of, choose_io, open_direct, wait_for
-from memory.tiers.disk_tier import SpillStore
+from memory.tiers.disk_tier import DiskTier
 from ops.cpu import native
 from serve.errors import ConfigError, plain
 
@@ -111,7 +111,7 @@ def measure_store(folder: Path, size: int, seconds: float, rounds: int) -> list[
         pairs: dict[str, list[tuple[float, float]]] = {"store": [], "load": []}
         with mmap.mmap(-1, _STORE_DEPTH * page_bytes) as memory:
             memory.write(os.urandom(_MIB) * (len(memory) // _MIB))
-            store = SpillStore(folder / "store", page_bytes, size, b"bench")
+            store = DiskTier(folder / "store", page_bytes, size, b"bench")
             try:
                 driver = _Driver(store, address_of(memory), size // page_bytes)
                 for _ in range(rounds):
@@ -148,7 +148,7 @@ def _raw_way(path: Path, size: int) -> Way:
 class _Driver:
     """Keeps _STORE_DEPTH requests under way, _BATCH more at a time; GB/s."""
 
-    def __init__(self, store: SpillStore, base: int, num_slots: int) -> None:
+    def __init__(self, store: DiskTier, base: int, num_slots: int) -> None:
         self._store, self._base, self._num_slots = store, base, num_slots
         self._stored = 0
 

@@ -26,7 +26,7 @@ from bench.kernels.ops_linear import (
     plain_cases,
 )
 from bench.kernels.ops_plain import Attended, plain_decodes, plain_prefills
-from ops import Edges, Norm
+from ops import Fusion, Norm
 from ops.cpu.native import Ceilings, Int8Attention, Int8AttentionStep, Int8Linear, rotate_
 from ops.cpu.native_partials import merge_into
 from ops.cpu.sampling import Choice, argmax, draw, plans
@@ -199,7 +199,7 @@ def fused_cases(quick: bool) -> Iterator[Case]:
     """
     hidden, inner, vocab, dim = 2048, 8192, 128_256, 64
     normed = Int8Linear(
-        torch.randn(32, hidden), None, Edges(Norm("rms", torch.ones(hidden), None, 1e-5))
+        torch.randn(32, hidden), None, Fusion(Norm("rms", torch.ones(hidden), None, 1e-5))
     )
     plain = Int8Linear(torch.randn(32, inner), None)
     far = 8 << 20 if quick else FAR

@@ -48,7 +48,7 @@ from serve.loading.runtime import Runtime, load_runtime
 from serve.models import load_model
 from serve.request import Request, SamplingParams
 from serve.runner.runner import ModelRunner
-from serve.scheduler.microbatches import Stagger, StaggerChoice
+from serve.scheduler.microbatches import MicrobatchPolicy, StaggerChoice
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import make_sequences
 from serve.scheduler.step_plan import SchedulerLimits
@@ -79,7 +79,7 @@ class Bench:
     def num_layers(self) -> int:
         return self.runtime.spec.num_layers
 
-    def step_s(self, costs: Costs, *, q_first: bool, stagger: Stagger) -> float:
+    def step_s(self, costs: Costs, *, q_first: bool, stagger: MicrobatchPolicy) -> float:
         """A step that decodes ROWS sequences; the median of the last steps."""
         runtime, clock = self.runtime, self.clock
         model = load_model(

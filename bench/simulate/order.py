@@ -28,7 +28,7 @@ from memory.pages.layer_groups import LayerGroup
 from memory.prefix.index import PrefixHasher
 from serve.request import Request, SamplingParams
 from serve.scheduler.admission import make_policy
-from serve.scheduler.orders import ORDERS, make_order
+from serve.scheduler.orders import ORDERS, make_queue
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_plan import SchedulerLimits
@@ -120,7 +120,7 @@ class Simulation:
             self.kv,
             make_policy("predicted", self.kv, ROWS),
             PrefixHasher(self.kv.page_end, b"order"),
-            make_order(order),
+            make_queue(order),
         )
         self.engine = SimulatedEngine(self.scheduler, CPU)
         self.num_rows = 0

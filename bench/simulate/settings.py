@@ -12,7 +12,7 @@ from memory.prefix.index import PrefixHasher
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.scheduler.admission import make_policy
-from serve.scheduler.orders import make_order
+from serve.scheduler.orders import make_queue
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_plan import SchedulerLimits
 
@@ -89,5 +89,5 @@ class SimulationSettings:
             kv,
             make_policy(engine.memory_policy, kv, engine.batched_tokens, engine.length_predictor),
             PrefixHasher(kv.page_end, b"simulation") if is_on else None,
-            make_order(engine.order),
+            make_queue(engine.order),
         )

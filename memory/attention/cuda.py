@@ -135,7 +135,7 @@ class CudaAttention:
         num_decodes: int,
         *,
         is_captured: bool,
-    ) -> Sequence[kernels.Prompt]:
+    ) -> Sequence[kernels.PrefillChunk]:
         """Write a step, with padding up to these numbers, to host memory for `arrays.upload`. What
         it returns is for `view`: chunks for the library, none of a step that was captured."""
         return self.arrays.fill(
@@ -154,7 +154,7 @@ class CudaAttention:
         num_rows: int,
         num_decodes: int,
         has_prompts: bool,
-        chunks: Sequence[kernels.Prompt] = (),
+        chunks: Sequence[kernels.PrefillChunk] = (),
     ) -> CudaPlan:
         """For steps of at most so many rows, of which so many are decode rows, as the arrays have
         it when the device gets there."""
@@ -171,7 +171,7 @@ class CudaPlan:
         num_rows: int,
         num_decodes: int,
         has_prompts: bool,
-        chunks: Sequence[kernels.Prompt],
+        chunks: Sequence[kernels.PrefillChunk],
     ) -> None:
         self._layers, self._arrays = layers, arrays
         self._sizes = num_decodes, num_rows, has_prompts, chunks

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 
 from memory.nodes.attach import AttachRequest
 from memory.nodes.node_loop import Outgoing, post_bytes, view_of
-from memory.nodes.placement import Share
+from memory.nodes.placement import Shard
 from memory.nodes.wire import (
     ErrorCode,
     Header,
     Kind,
-    Plan,
+    NodePlan,
     WireError,
     WireType,
     pack_json,
@@ -46,7 +46,7 @@ class NodeLink:
         self,
         url: str,
         endpoint: Endpoint,
-        share: Share,
+        share: Shard,
         clock: Callable[[], float] = time.monotonic,
         answer_s: float = DEFAULT_ANSWER_S,
     ) -> None:
@@ -99,7 +99,7 @@ class NodeLink:
             self.endpoint.release(frame)
         return num_pages
 
-    def post_plan(self, number: int, plan: Plan) -> None:
+    def post_plan(self, number: int, plan: NodePlan) -> None:
         for key in [key for key in self._arrived if key[0] + _OLD_PLANS < number]:
             self.endpoint.release(self._arrived.pop(key)[1])
         post_bytes(self.endpoint, pack_plan(self._epoch, number, plan))

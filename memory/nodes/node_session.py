@@ -27,14 +27,14 @@ from memory.nodes.wire import (
     EditKind,
     ErrorCode,
     Header,
-    Plan,
+    NodePlan,
     Query,
     WireError,
     read_header,
     read_plan,
 )
 from memory.nodes.wire_rows import WireRows
-from memory.pages.kv_range import HOLE
+from memory.pages.kv_range import UNMAPPED
 from memory.pages.layer_groups import READ_BLOCK
 from memory.pages.vmm import VirtualMemory
 from ops.backend import Backend
@@ -98,7 +98,7 @@ class Places:
             del self._shown[part]
 
     def shown(self, part: int) -> Sequence[int]:
-        """Pages at the places of a part from its first one on; HOLE where nothing is mapped."""
+        """Pages at the places of a part from its first one on; UNMAPPED where nothing is mapped."""
         return self._shown.get(part, array("i"))
 
     def require(self, part: int, first: int, end: int) -> None:
@@ -109,33 +109,33 @@ class Places:
         if not low <= first <= high:
             low, high = first, first
         shown = self._shown.get(part)
-        if shown is None or end > len(shown) or HOLE in shown[high:end]:
+        if shown is None or end > len(shown) or UNMAPPED in shown[high:end]:
             raise WireError(ErrorCode.RANGE, f"places {first} to {end} of part {part}: not mapped")
         self._checked[part] = (low, end)
 
 
 def _num_breaks(shown: array[int], first: int, end: int) -> int:
     """Places from `first` to `end` where a mapping, or a gap behind one, begins."""
-    pages = array("i", [shown[first - 1] if 0 < first <= len(shown) else HOLE])
+    pages = array("i", [shown[first - 1] if 0 < first <= len(shown) else UNMAPPED])
     pages += shown[first : end + 1]
     if end >= len(shown):
-        pages.append(HOLE)
+        pages.append(UNMAPPED)
     if len(pages) < _FEW:
         return sum([not _goes_on(one, other) for one, other in pairwise(pages)])
     every = torch.frombuffer(pages, dtype=torch.int32)
     before, page = every[:-1], every[1:]
-    goes_on = (page == before + 1) & (before != HOLE) & (page != HOLE)
-    goes_on |= (page == HOLE) & (before == HOLE)
+    goes_on = (page == before + 1) & (before != UNMAPPED) & (page != UNMAPPED)
+    goes_on |= (page == UNMAPPED) & (before == UNMAPPED)
     return len(page) - int(goes_on.sum())
 
 
 def _goes_on(before: int, page: int) -> bool:
     """Whether a page, or no page, belongs to the mapping or gap of the place before."""
-    return page == before == HOLE or (page == before + 1 and HOLE not in (before, page))
+    return page == before == UNMAPPED or (page == before + 1 and UNMAPPED not in (before, page))
 
 
 def _holes(count: int) -> array[int]:
-    return array("i", [HOLE]) * count
+    return array("i", [UNMAPPED]) * count
 
 
 @dataclass(slots=True)
@@ -237,7 +237,7 @@ class NodeSession:
             num_views,
         )
 
-    def _check_counts(self, plan: Plan) -> None:
+    def _check_counts(self, plan: NodePlan) -> None:
         """A range is asked for once, and written once. Nothing takes long."""
         for items in (plan.queries, plan.appends):
             if len({item.range for item in items}) < len(items):

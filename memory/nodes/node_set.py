@@ -19,7 +19,7 @@ from memory.kv_manager import KVManager
 from memory.nodes.attach import AttachRequest, NodeLayout, growth_of
 from memory.nodes.edit_log import EditLog
 from memory.nodes.node_link import NodeError, NodeLink
-from memory.nodes.placement import PageGeometry, Share
+from memory.nodes.placement import PageGeometry, Shard
 from memory.nodes.wire import ErrorCode, WireType
 from transport.base import Endpoint, TransportError
 
@@ -243,7 +243,7 @@ class NodeSet:
         except (TransportError, OSError):
             return False
         [most] = [len(member.urls) for member in self.members if url in member.urls]
-        share = Share(self._partition, 0, count or most)
+        share = Shard(self._partition, 0, count or most)
         link = NodeLink(url, endpoint, share, self._clock)
         try:
             link.attach(
@@ -306,7 +306,7 @@ class NodeSet:
         """Share the K/V among them; the url of one that does not take part, else None."""
         self._epoch += 1
         links = [
-            NodeLink(url, endpoint, Share(self._partition, index, len(endpoints)), self._clock)
+            NodeLink(url, endpoint, Shard(self._partition, index, len(endpoints)), self._clock)
             for index, (url, endpoint) in enumerate(endpoints.items())
         ]
         requests = [self._request(link.share, least) for link in links]
@@ -336,7 +336,7 @@ class NodeSet:
         member.max_mappings = promised - growth_of(self._template, member.num_pages)
         return None
 
-    def _request(self, share: Share, least: int) -> AttachRequest:
+    def _request(self, share: Shard, least: int) -> AttachRequest:
         return replace(share_request(self._template, share), min_pages=least)
 
     def _wanted(self, request: AttachRequest, link: NodeLink) -> int:
@@ -358,7 +358,7 @@ class NodeSet:
             member.close()
 
 
-def share_request(template: AttachRequest, share: Share) -> AttachRequest:
+def share_request(template: AttachRequest, share: Shard) -> AttachRequest:
     """What one node is asked for."""
     return replace(
         template,

@@ -57,7 +57,7 @@ def deal(count: int, num_shares: int) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Shard:
     """Of one node: number `index` of `count`."""
 
     partition: str

@@ -22,14 +22,14 @@ from memory.nodes.new_part import NewPart
 from memory.nodes.node_link import NodeLink
 from memory.nodes.node_loop import view_of
 from memory.nodes.node_set import NodeSet
-from memory.nodes.placement import Share
+from memory.nodes.placement import Shard
 from memory.nodes.prompt_tails import PromptTails, TailPlace
 from memory.nodes.wire import (
     HEADER_BYTES,
     Append,
     ErrorCode,
     Kind,
-    Plan,
+    NodePlan,
     Query,
     WireError,
     WireType,
@@ -152,7 +152,7 @@ class RemoteAttention:
 
     def _node_plan(
         self, link: NodeLink, step: AttentionStep, member: int, pasts: Sequence[int]
-    ) -> tuple[_NodePlan, Plan]:
+    ) -> tuple[_NodePlan, NodePlan]:
         """pasts: tokens of each sequence that its rows attend over on the nodes."""
         share, row = link.share, 0
         range_tokens = self._range_tokens
@@ -193,7 +193,7 @@ class RemoteAttention:
             sum([n for _, n in append_runs]),
             rows,
         )
-        return node, Plan([], queries, appends)
+        return node, NodePlan([], queries, appends)
 
     def _send_edits(self) -> None:
         """Outside of a step: for memory that shall go back to the system over there."""
@@ -204,7 +204,7 @@ class RemoteAttention:
             edits = member.edits.take()
             for link in member.links:
                 try:
-                    link.post_plan(number, Plan(edits, [], []))
+                    link.post_plan(number, NodePlan(edits, [], []))
                 except TransportError:
                     link.close()  # its pages are not what the books say; the next step finds out
                     break
@@ -302,7 +302,7 @@ def lost(link: NodeLink, error: Exception) -> NodesLostError:
     return NodesLostError(f"memory node {link.url}: {error}")
 
 
-def _part(share: Share, layer: AttentionLayer) -> _Part:
+def _part(share: Shard, layer: AttentionLayer) -> _Part:
     first, kv_heads = share.heads(layer)
     group = layer.num_heads // layer.num_kv_heads
     heads = group * kv_heads

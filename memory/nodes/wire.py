@@ -155,7 +155,7 @@ class Append(NamedTuple):
     position: int
 
 
-class Plan(NamedTuple):
+class NodePlan(NamedTuple):
     """edits come before everything of this plan, and after everything of earlier ones. queries:
     those of one row first. Rows of q, k and v are in the order of these lists."""
 
@@ -164,7 +164,7 @@ class Plan(NamedTuple):
     appends: Sequence[Append]
 
 
-def pack_plan(epoch: int, number: int, plan: Plan) -> bytes:
+def pack_plan(epoch: int, number: int, plan: NodePlan) -> bytes:
     counts = _COUNTS.pack(len(plan.edits), len(plan.queries), len(plan.appends))
     parts = [Header(Kind.PLAN, epoch, number).packed(), counts]
     parts += [_EDIT.pack(*edit) for edit in plan.edits]
@@ -173,7 +173,7 @@ def pack_plan(epoch: int, number: int, plan: Plan) -> bytes:
     return b"".join(parts)
 
 
-def read_plan(message: memoryview) -> Plan:
+def read_plan(message: memoryview) -> NodePlan:
     """Of a PLAN, whose header was read. WireError if lengths disagree."""
     body = message[HEADER_BYTES:]
     if len(body) < _COUNTS.size:
@@ -186,7 +186,7 @@ def read_plan(message: memoryview) -> Plan:
         raise WireError(ErrorCode.FORM, f"a plan of {len(body)} bytes, not {ends[-1]}")
     edits, queries, appends = (body[ends[i] : ends[i + 1]] for i in range(3))
     try:
-        return Plan(
+        return NodePlan(
             [Edit(EditKind(kind), *rest) for kind, *rest in _EDIT.iter_unpack(edits)],
             [Query(*item) for item in _QUERY.iter_unpack(queries)],
             [Append(*item) for item in _APPEND.iter_unpack(appends)],

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from memory.pages.kv_range import HOLE
+from memory.pages.kv_range import UNMAPPED
 from memory.pages.runs import runs_of
 from memory.pages.vmm import VirtualMemory
 
@@ -110,7 +110,7 @@ class AddressSpace:
             with contextlib.suppress(OSError):
                 self._memory.unmap(offset, length)
             num_stale = min(length, len(self._shown[index]) - place)
-            self._note(index, place, [HOLE] * max(0, num_stale))
+            self._note(index, place, [UNMAPPED] * max(0, num_stale))
             raise
         self._note(index, place, range(first_page, first_page + length))
         self.stats.num_calls += 1
@@ -124,19 +124,19 @@ class AddressSpace:
         new = list(pages)
         if place == len(shown):  # the usual case: the range grows at its end
             runs = _num_runs(new)
-            if shown and new and new[0] == shown[-1] + 1 and shown[-1] != HOLE:
+            if shown and new and new[0] == shown[-1] + 1 and shown[-1] != UNMAPPED:
                 runs -= 1
             shown += new
             self._count(index, self._num_runs[index] + runs)
             return
         if place > len(shown):
-            shown += [HOLE] * (place - len(shown))
+            shown += [UNMAPPED] * (place - len(shown))
         # Runs change where something else is shown, and where that meets what follows.
         first, end = max(0, place - 1), place + len(new) + 1
         before = _num_runs(shown[first:end])
         shown[place : place + len(new)] = new
         runs = _num_runs(shown[first:end]) - before
-        while shown and shown[-1] == HOLE:
+        while shown and shown[-1] == UNMAPPED:
             shown.pop()
         self._count(index, self._num_runs[index] + runs)
 
@@ -173,7 +173,7 @@ class AddressSpace:
         if self._memory.maps_beside_kernels:  # else the thread only prepares the pages
             stale = self._shown[index][place : place + length]
         if stale:  # about to go: nobody may count on it any more
-            self._note(index, place, [HOLE] * len(stale))
+            self._note(index, place, [UNMAPPED] * len(stale))
         return _Job(index, place, self._offset(index, place), first_page, length, stale)
 
     def _restore(self, jobs: Iterable[_Job]) -> None:
@@ -217,10 +217,10 @@ class AddressSpace:
         self.settle()
         shown = self._shown[index]
         end = len(shown) if end is None else min(end, len(shown))
-        mapped = [i for i in range(first, end) if shown[i] != HOLE]
+        mapped = [i for i in range(first, end) if shown[i] != UNMAPPED]
         for place, length in runs_of(mapped):
             self._memory.unmap(self._offset(index, place), length)
-            self._note(index, place, [HOLE] * length)
+            self._note(index, place, [UNMAPPED] * length)
 
     def try_cut(self, index: int, first: int = 0, end: int | None = None) -> bool:
         """As `cut`, where nobody looks, and mapping replaces what is there: an error is logged."""
@@ -366,9 +366,9 @@ def _differing(
 def _num_runs(pages: Sequence[int]) -> int:
     """Mappings that the kernel needs for pages at consecutive places."""
     runs = 0
-    previous = HOLE
+    previous = UNMAPPED
     for page in pages:
-        if page != HOLE and (previous == HOLE or page != previous + 1):
+        if page != UNMAPPED and (previous == UNMAPPED or page != previous + 1):
             runs += 1
         previous = page
     return runs

@@ -12,14 +12,14 @@ from memory.pages.runs import runs_of
 if TYPE_CHECKING:
     from memory.pages.address_space import AddressSpace
 
-HOLE = -1
+UNMAPPED = -1
 """Stands for a page where there is none (any more)."""
 
 
 @dataclass(slots=True)
 class RangePart:
     """The places of one layer group. index: in the address space. pages: by place; the first
-    num_passed of them are HOLE, because no row reaches behind its window any more.
+    num_passed of them are UNMAPPED, because no row reaches behind its window any more.
 
     valid: places before it show their pages in the address space; num_unmapped: places before it
     show nothing. copies: (source page, place) that are due at the next commit. num_known:
@@ -55,7 +55,7 @@ class RangePart:
     def check(self, space: AddressSpace, owners: dict[int, int]) -> None:
         """Adds what it holds to `owners` (page -> how many). AssertionError: what is off."""
         first, valid = self.num_passed, self.valid
-        assert self.pages[:first] == [HOLE] * first, f"places of {self.index}"
+        assert self.pages[:first] == [UNMAPPED] * first, f"places of {self.index}"
         assert space.shows(self.index, self.pages[first:valid], first), f"places of {self.index}"
         for page in (*self.held, *(source for source, _ in self.copies)):
             owners[page] = owners.get(page, 0) + 1

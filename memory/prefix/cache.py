@@ -26,7 +26,7 @@ from memory.prefix.backoff import FAILURES_IN_A_ROW, Backoff
 from memory.prefix.index import PrefixIndex
 from memory.prefix.load_times import LoadTimes
 from memory.prefix.page_store import Chain, Load, PageStore, PrefixStats, Write, has_worked
-from memory.tiers.disk_health import SpillStats
+from memory.tiers.disk_health import StoreStats
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +81,10 @@ class PrefixCache:
     def has_store(self) -> bool:
         return self._store is not None
 
-    def store_stats(self) -> SpillStats:
+    def store_stats(self) -> StoreStats:
         """All zero where there is no store (any more). From any thread."""
         store = self._store
-        return SpillStats() if store is None else store.stats()
+        return StoreStats() if store is None else store.stats()
 
     # ---- references
 

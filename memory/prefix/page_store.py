@@ -7,14 +7,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from memory.tiers.disk_health import SpillStats
+from memory.tiers.disk_health import StoreStats
 
 Chain = Sequence[tuple[bytes, bytes | None]]
 """Keys of pages and their parents' (None: it has none), parents first."""
 
 
 class PageStore(Protocol):
-    """Where pages go for longer; `memory.tiers.disk_tier.SpillStore`. Futures: whether it worked.
+    """Where pages go for longer; `memory.tiers.disk_tier.DiskTier`. Futures: whether it worked.
 
     store_many and load_many raise before they have begun anything, or not at all.
     """
@@ -39,7 +39,7 @@ class PageStore(Protocol):
     def discard(self, key: bytes) -> bool:
         """Forget it, even while it is being written: its memory may change from now on."""
 
-    def stats(self) -> SpillStats:
+    def stats(self) -> StoreStats:
         """From any thread."""
 
     def close(self, timeout_s: float) -> bool:

@@ -14,7 +14,7 @@ _WARNING_S = 60.0
 
 
 @dataclass(slots=True)
-class SpillStats:
+class StoreStats:
     """Counters since the start, and the state now (from `entries` on)."""
 
     hits: int = 0
@@ -38,7 +38,7 @@ class DiskHealth:
     """Not for several threads at once: the store has the lock."""
 
     def __init__(self, where: str, clock: Callable[[], float]) -> None:
-        self.stats = SpillStats()
+        self.stats = StoreStats()
         self._where = where
         self._clock = clock
         self._backoff = Backoff()

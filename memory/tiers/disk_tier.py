@@ -23,7 +23,7 @@ from memory.tiers.block_file import ALIGNMENT, BlockFile, Transfer
 from memory.tiers.direct_io import choose_io, open_block_file
 from memory.tiers.disk_directory import claim_directory
 from memory.tiers.disk_files import open_pages
-from memory.tiers.disk_health import DiskHealth, SpillStats
+from memory.tiers.disk_health import DiskHealth, StoreStats
 from memory.tiers.disk_index import MAX_KEY_BYTES, IndexLog, Placed
 from memory.tiers.disk_slots import Entry, SlotTable
 from memory.tiers.disk_writer import SpillWriter
@@ -35,7 +35,7 @@ MAX_PAGE_BYTES = 65_535 * ALIGNMENT
 _IDLE_SHARE = 0.8  # of the time `close` has, for what is under way; the rest is the index's
 
 
-class SpillStore:
+class DiskTier:
     """Store, load and forget pages from any thread; the futures end in a thread of ours."""
 
     def __init__(
@@ -290,7 +290,7 @@ class SpillStore:
                 self._slots.add_pins(entry, change)
             return entry is not None
 
-    def stats(self) -> SpillStats:
+    def stats(self) -> StoreStats:
         with self._lock:
             now = replace(self._health.stats)
             now.entries = len(self._slots.entries)

@@ -23,7 +23,7 @@ class HostCounters:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class TransferRequest:
     """A page to be kept, or to be brought back."""
 
     key: bytes

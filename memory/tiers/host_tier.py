@@ -1,6 +1,6 @@
 """The host-memory tier of K/V memory: pages of a device wait in host memory, then below it.
 
-Between device memory and the store below (`memory.tiers.disk_tier.SpillStore`, or none) lies a
+Between device memory and the store below (`memory.tiers.disk_tier.DiskTier`, or none) lies a
 bounded arena
 of host memory. Pages are stored into the arena; those used longest ago are written to the store
 below ahead of need and give way to others. A load looks in the arena, then below. Whatever goes
@@ -16,8 +16,8 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 
 from memory.prefix.page_store import PageStore
-from memory.tiers.disk_health import SpillStats
-from memory.tiers.host_request import HostCounters, Request
+from memory.tiers.disk_health import StoreStats
+from memory.tiers.host_request import HostCounters, TransferRequest
 from memory.tiers.host_worker import HostWorker
 from memory.tiers.page_copy import PageCopier
 
@@ -68,14 +68,18 @@ class HostTier:
     def store_many(self, pages: Sequence[tuple[bytes, int]]) -> list[Future[bool]]:
         """Keep the pages at these addresses under these keys, which name their content for good;
         they do not change until the future ends. True: a load may find it. Waits for a slot."""
-        return self._submit([Request(key, address, is_store=True) for key, address in pages])
+        return self._submit(
+            [TransferRequest(key, address, is_store=True) for key, address in pages]
+        )
 
     def load_many(self, pages: Sequence[tuple[bytes, int]]) -> list[Future[bool]]:
         """Copy the keys' pages to these addresses, which are the tier's until the future ends.
         False: a miss, and the content there is undefined."""
-        return self._submit([Request(key, address, is_store=False) for key, address in pages])
+        return self._submit(
+            [TransferRequest(key, address, is_store=False) for key, address in pages]
+        )
 
-    def _submit(self, requests: list[Request]) -> list[Future[bool]]:
+    def _submit(self, requests: list[TransferRequest]) -> list[Future[bool]]:
         is_ordered = bool(requests) and not self._worker.is_over and self._follow()
         self._worker.take(requests, self._max_requests if is_ordered else 0)
         return [request.future for request in requests]
@@ -107,9 +111,9 @@ class HostTier:
     def room(self) -> int:
         return max(0, self._max_requests - len(self._worker.open))
 
-    def stats(self) -> SpillStats:
+    def stats(self) -> StoreStats:
         """Of the store below."""
-        return SpillStats() if self._below is None else self._below.stats()
+        return StoreStats() if self._below is None else self._below.stats()
 
     def host_stats(self) -> HostStats:
         """From any thread."""

@@ -17,7 +17,7 @@ from functools import partial
 
 from memory.prefix.page_store import PageStore
 from memory.tiers.host_arena import Entry, HostArena
-from memory.tiers.host_request import HostCounters, Request
+from memory.tiers.host_request import HostCounters, TransferRequest
 from memory.tiers.page_copy import PageCopier
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _MAX_WRITES = 64  # under way below
 _MAX_BATCH, _BATCH_BYTES = 64, 32 << 20  # of pages copied before the thread looks up
 
 
-_Entry = Entry[Request]
+_Entry = Entry[TransferRequest]
 
 
 class HostWorker:
@@ -42,14 +42,14 @@ class HostWorker:
         below: PageStore | None,
     ) -> None:
         """base: address of the slots."""
-        self.arena: HostArena[Request] = HostArena(num_slots, self._evicted)
+        self.arena: HostArena[TransferRequest] = HostArena(num_slots, self._evicted)
         self._page_bytes = page_bytes
         self._base = base
         self._copier = copier
         self._below = below
         self._batch = min(_MAX_BATCH, max(1, _BATCH_BYTES // page_bytes))
         self.changed = threading.Condition()  # guards the following
-        self.open: set[Request] = set()
+        self.open: set[TransferRequest] = set()
         self.stats = HostCounters()
         self.is_closing = False
         self.is_broken = False  # everything is a miss; slots may still be in use
@@ -57,11 +57,11 @@ class HostWorker:
         self._flushes: list[Future[bool]] = []
         self._num_below = 0  # transfers under way there
         # Of the thread:
-        self._loads: deque[Request] = deque()  # without a slot
-        self._stores: deque[Request] = deque()
-        self._to_device: deque[tuple[Request, _Entry]] = deque()
-        self._to_host: deque[tuple[Request, _Entry]] = deque()
-        self._in_copy: list[Request] = []  # loads whose page the device may be writing
+        self._loads: deque[TransferRequest] = deque()  # without a slot
+        self._stores: deque[TransferRequest] = deque()
+        self._to_device: deque[tuple[TransferRequest, _Entry]] = deque()
+        self._to_host: deque[tuple[TransferRequest, _Entry]] = deque()
+        self._in_copy: list[TransferRequest] = []  # loads whose page the device may be writing
         self._reads: list[_Entry] = []  # to be asked of the store below
         self._writes: list[_Entry] = []
         self._num_writes = 0
@@ -77,7 +77,7 @@ class HostWorker:
     def contains(self, key: bytes) -> bool:
         return not self.is_over and (key in self.arena.entries or self._is_below(key))
 
-    def take(self, requests: Sequence[Request], max_requests: int) -> None:
+    def take(self, requests: Sequence[TransferRequest], max_requests: int) -> None:
         """Begin as many as that leaves room for; the others end at once."""
         for request in requests:
             request.future.set_running_or_notify_cancel()  # so that nobody can cancel it
@@ -184,7 +184,7 @@ class HostWorker:
             self.arena.drop(entry)
             self.arena.let_go(entry)
 
-    def _begin(self, request: Request) -> None:
+    def _begin(self, request: TransferRequest) -> None:
         if self._join(request):
             return
         if request.is_store:
@@ -194,7 +194,7 @@ class HostWorker:
         else:
             self._end(request, False)
 
-    def _join(self, request: Request) -> bool:
+    def _join(self, request: TransferRequest) -> bool:
         """Whether it needs no slot: the page has one already, and the request goes on from there,
         or nobody wants it any more."""
         if request.is_discarded:
@@ -367,7 +367,7 @@ class HostWorker:
 
     # ---- the end of a request
 
-    def _end(self, request: Request, is_right: bool) -> None:
+    def _end(self, request: TransferRequest, is_right: bool) -> None:
         with self.changed:
             if request not in self.open:  # `stop` was quicker
                 return

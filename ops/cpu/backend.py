@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.backend import PLAIN, Edges, KeyValues, LinearOp, Partial, QuantizedLinears
+from ops.backend import NO_FUSION, Fusion, KeyValues, LinearOp, Partial, QuantizedLinears
 from ops.cpu import native, native_attention, native_partials, native_plain
 from ops.cpu.native_linears import NATIVE
 from ops.linear import PlainLinear
@@ -51,7 +51,7 @@ class CpuBackend:
         self._flash_types = _types_that_pass("CPU flash attention", _check_flash)
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None = None, edges: Edges = PLAIN
+        self, weight: Tensor, bias: Tensor | None = None, edges: Fusion = NO_FUSION
     ) -> LinearOp:
         if self._has_native and weight.dtype in native.TYPES:
             return native_plain.PlainLinear(weight, bias, edges)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.backend import PLAIN, Edges, Norm
+from ops.backend import NO_FUSION, Fusion, Norm
 
 try:
     from ops import _native
@@ -69,7 +69,7 @@ class NativeLinear:
     an activation: it is quantized again at once). A row's bits do not depend on the other rows.
     """
 
-    def __init__(self, op: Any, num_in: int, num_out: int, edges: Edges) -> None:
+    def __init__(self, op: Any, num_in: int, num_out: int, edges: Fusion) -> None:
         """op: the packed product of the library. num_out: after gating."""
         self._op, self.num_in, self.num_out = op, num_in, num_out
         self._out_dtype = torch.float32 if edges.activation is None else torch.bfloat16
@@ -116,7 +116,7 @@ class Int8Linear(NativeLinear):
         self,
         weight: Tensor | Sequence[Tensor],
         bias: Tensor | None,
-        edges: Edges = PLAIN,
+        edges: Fusion = NO_FUSION,
         *,
         scales: Tensor | None = None,
     ) -> None:
@@ -162,7 +162,7 @@ class Int4Linear(NativeLinear):
         scales: Tensor,
         zeros: Tensor | None,
         bias: Tensor | None,
-        edges: Edges = PLAIN,
+        edges: Fusion = NO_FUSION,
         *,
         group: int,
         is_nf4: bool = False,
@@ -221,7 +221,7 @@ def set_norm(op: Any, norm: Norm | None, num_in: int) -> tuple[Tensor, Tensor | 
     return weight, bias
 
 
-def sizes(rows: int, num_in: int, edges: Edges) -> tuple[int, int]:
+def sizes(rows: int, num_in: int, edges: Fusion) -> tuple[int, int]:
     """(out after gating, in)"""
     if not edges.is_gated:
         return rows, num_in
@@ -229,7 +229,7 @@ def sizes(rows: int, num_in: int, edges: Edges) -> tuple[int, int]:
     return rows // 2, num_in
 
 
-def checked_bias(bias: Tensor | None, num_out: int, edges: Edges) -> Tensor | None:
+def checked_bias(bias: Tensor | None, num_out: int, edges: Fusion) -> Tensor | None:
     if bias is None:
         return None
     assert bias.shape == ((2 if edges.is_gated else 1) * num_out,), f"{bias.shape} for {num_out}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ops.backend import PLAIN, Edges, LinearOp
+from ops.backend import NO_FUSION, Fusion, LinearOp
 from ops.cpu.native import Int4Linear, Int8Linear
 
 
@@ -17,7 +17,7 @@ class NativeLinears:
         self,
         parts: Sequence[Tensor],
         bias: Tensor | None,
-        edges: Edges = PLAIN,
+        edges: Fusion = NO_FUSION,
         *,
         scales: Tensor | None = None,
         is_head: bool = False,
@@ -30,14 +30,16 @@ class NativeLinears:
         scales: Tensor,
         zeros: Tensor | None,
         bias: Tensor | None,
-        edges: Edges = PLAIN,
+        edges: Fusion = NO_FUSION,
         *,
         group: int,
         is_nf4: bool = False,
     ) -> LinearOp:
         return Int4Linear(codes, scales, zeros, bias, edges, group=group, is_nf4=is_nf4)
 
-    def fp8(self, parts: Sequence[Tensor], bias: Tensor | None, edges: Edges = PLAIN) -> LinearOp:
+    def fp8(
+        self, parts: Sequence[Tensor], bias: Tensor | None, edges: Fusion = NO_FUSION
+    ) -> LinearOp:
         raise ValueError("this processor has no fp8 products")
 
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ops.backend import PLAIN, Edges
+from ops.backend import NO_FUSION, Fusion
 from ops.cpu.native import ACTIVATIONS, TYPES, address, checked_bias, library, set_norm, sizes
 
 
 class PlainLinear:
     """A LinearOp: norm, product, bias, activation and residual in one call."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, edges: Edges = PLAIN) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, edges: Fusion = NO_FUSION) -> None:
         """weight: [out, in] bf16 or fp32, which is the type of rows and results; copied."""
         self.num_out, self.num_in = sizes(weight.shape[0], weight.shape[1], edges)
         self.dtype = weight.dtype

@@ -20,7 +20,7 @@ from ops.triton_kernels.decode import combine, decode
 from ops.triton_kernels.kv import Rotation, append
 from ops.triton_kernels.prefill import prefill, tile_rows
 
-__all__ = ["CudaAttentionLayer", "KVTiles", "Prompt", "Rotation", "StepArrays", "layer_bytes"]
+__all__ = ["CudaAttentionLayer", "KVTiles", "PrefillChunk", "Rotation", "StepArrays", "layer_bytes"]
 
 Integers = NDArray[np.int64]
 MIN_SPLIT = 256
@@ -28,7 +28,7 @@ MAX_SPLITS = 32
 _PROGRAMS_PER_SM = 3
 
 
-class Prompt(NamedTuple):
+class PrefillChunk(NamedTuple):
     """A chunk of a prompt. start: token number of its sequence's position 0; first_row: of the
     step; kv_len: K/V length with these rows."""
 
@@ -41,7 +41,9 @@ class Prompt(NamedTuple):
 class PromptAttention(Protocol):
     """A library's kernel for long chunks (ops/cuda/prefill.py)."""
 
-    def attend(self, tiles: KVTiles, base: int, prompt: Prompt, q: Tensor, out: Tensor) -> None:
+    def attend(
+        self, tiles: KVTiles, base: int, prompt: PrefillChunk, q: Tensor, out: Tensor
+    ) -> None:
         """A chunk's rows of q: [T, H, D] to the same rows of out."""
 
 
@@ -111,7 +113,7 @@ class StepArrays:
         padded_rows: int,
         padded_decodes: int,
         library_rows: int | None = None,
-    ) -> list[Prompt]:
+    ) -> list[PrefillChunk]:
         """Write a step into a host buffer. Per sequence: token number of its position 0, rows in
         this step, K/V length with these rows. ValueError names the limit that is passed.
 
@@ -154,14 +156,14 @@ class StepArrays:
 
     def _fill_rows(
         self, rows: Integers, start: Integers, count: Integers, length: Integers, first_row: int
-    ) -> list[Prompt]:
+    ) -> list[PrefillChunk]:
         ends = np.cumsum(count)
         firsts = ends - count
         if len(start):
             each = np.repeat(start + length - count - firsts, count)
             rows[first_row : first_row + ends[-1]] = each + np.arange(ends[-1])
         table = np.stack((start, firsts + first_row, count, length), 1)
-        return [Prompt(*row) for row in table.tolist()]
+        return [PrefillChunk(*row) for row in table.tolist()]
 
     def _fill_prompts(self, words: NDArray[np.int32], chunks: Integers) -> None:
         start, first, count, length = chunks.T
@@ -262,7 +264,7 @@ class CudaAttentionLayer:
         num_decodes_padded: int,
         num_rows_padded: int,
         has_prefill: bool,
-        prompts: Sequence[Prompt] = (),
+        prompts: Sequence[PrefillChunk] = (),
     ) -> Tensor:
         """q: [T, H, D] with all rows' K/V appended -> [T, H, D]; padding may hold anything.
 

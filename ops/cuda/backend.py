@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ops import MIN_CAPABILITY
-from ops.backend import PLAIN, Edges, LinearOp, Norm, QuantizedLinears
+from ops.backend import NO_FUSION, Fusion, LinearOp, Norm, QuantizedLinears
 from ops.cuda.linear import Fp8Linear, Int4Linear, Int8Linear, PlainLinear
 from ops.reference import ReferenceBackend
 from ops.triton_kernels.kv import Rotation, rotate
@@ -35,7 +35,7 @@ class CudaBackend(ReferenceBackend):
         self.quantized: QuantizedLinears | None = CudaLinears(self.device)
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None = None, edges: Edges = PLAIN
+        self, weight: Tensor, bias: Tensor | None = None, edges: Fusion = NO_FUSION
     ) -> LinearOp:
         return PlainLinear(weight, bias, edges, device=self.device)
 
@@ -65,7 +65,7 @@ class CudaLinears:
         self,
         parts: Sequence[Tensor],
         bias: Tensor | None,
-        edges: Edges = PLAIN,
+        edges: Fusion = NO_FUSION,
         *,
         scales: Tensor | None = None,
         is_head: bool = False,
@@ -81,7 +81,7 @@ class CudaLinears:
         scales: Tensor,
         zeros: Tensor | None,
         bias: Tensor | None,
-        edges: Edges = PLAIN,
+        edges: Fusion = NO_FUSION,
         *,
         group: int,
         is_nf4: bool = False,
@@ -90,7 +90,9 @@ class CudaLinears:
             codes, scales, zeros, bias, edges, group=group, is_nf4=is_nf4, device=self._device
         )
 
-    def fp8(self, parts: Sequence[Tensor], bias: Tensor | None, edges: Edges = PLAIN) -> LinearOp:
+    def fp8(
+        self, parts: Sequence[Tensor], bias: Tensor | None, edges: Fusion = NO_FUSION
+    ) -> LinearOp:
         return Fp8Linear(parts, bias, edges, device=self._device)
 
 

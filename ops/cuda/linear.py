@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from ops.backend import PLAIN, Edges, Norm
+from ops.backend import NO_FUSION, Fusion, Norm
 from ops.cpu.native import GROUPS4, MAX_INT8_INPUTS, split_scales
 from ops.cuda import tune as cuda_tune
-from ops.triton_kernels.few import few_linear
+from ops.triton_kernels.few import small_batch_linear
 from ops.triton_kernels.linear import ScaledWeight, library_linear, scaled_linear, split_scratch
 from ops.triton_kernels.linear4 import int4_linear, pack_int4
 from ops.triton_kernels.rows import activation_rows, gated_rows, norm_rows, quantize_rows
@@ -33,7 +33,7 @@ class CudaLinear:
         kernel: str,
         num_in: int,
         num_rows: int,
-        edges: Edges,
+        edges: Fusion,
         out_dtype: torch.dtype | None,
         device: torch.device,
     ) -> None:
@@ -102,7 +102,7 @@ class ScaledLinear(CudaLinear):
         dtype: torch.dtype,
         weight: Tensor | Sequence[Tensor],
         bias: Tensor | None,
-        edges: Edges,
+        edges: Fusion,
         scales: Tensor | None,
         out_dtype: torch.dtype | None,
         device: torch.device,
@@ -135,7 +135,7 @@ class ScaledLinear(CudaLinear):
         _, activation, is_gated = self.edges
         if choice.implementation == cuda_tune.FUSED:
             whole = x, self._norm, self.weight, out, residual, activation
-            few_linear(*whole, is_gated=is_gated, tile=choice.tile)
+            small_batch_linear(*whole, is_gated=is_gated, tile=choice.tile)
             return
         rows = quantize_rows(x, self._norm, dtype=self.dtype)
         args = rows, self.weight, out, residual, activation
@@ -152,7 +152,7 @@ class Int8Linear(ScaledLinear):
         self,
         weight: Tensor | Sequence[Tensor],
         bias: Tensor | None,
-        edges: Edges = PLAIN,
+        edges: Fusion = NO_FUSION,
         *,
         scales: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
@@ -175,7 +175,7 @@ class Fp8Linear(ScaledLinear):
         self,
         weight: Tensor | Sequence[Tensor],
         bias: Tensor | None,
-        edges: Edges = PLAIN,
+        edges: Fusion = NO_FUSION,
         *,
         scales: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
@@ -197,7 +197,7 @@ class Int4Linear(CudaLinear):
         scales: Tensor,
         zeros: Tensor | None,
         bias: Tensor | None,
-        edges: Edges = PLAIN,
+        edges: Fusion = NO_FUSION,
         *,
         group: int,
         is_nf4: bool = False,
@@ -247,7 +247,7 @@ class PlainLinear:
         self,
         weight: Tensor,
         bias: Tensor | None,
-        edges: Edges = PLAIN,
+        edges: Fusion = NO_FUSION,
         *,
         out_dtype: torch.dtype | None = None,
         device: torch.device,
@@ -314,7 +314,7 @@ def placed_rows(parts: Sequence[Tensor], is_gated: bool) -> Iterator[tuple[Tenso
             start, at = end, at + count
 
 
-def interleaved(values: Tensor, edges: Edges) -> Tensor:
+def interleaved(values: Tensor, edges: Fusion) -> Tensor:
     """[N] in the order of the packed weight."""
     if not edges.is_gated:
         return values.contiguous()
@@ -322,7 +322,7 @@ def interleaved(values: Tensor, edges: Edges) -> Tensor:
 
 
 def packed_bias(
-    bias: Tensor | None, num_rows: int, edges: Edges, device: torch.device
+    bias: Tensor | None, num_rows: int, edges: Fusion, device: torch.device
 ) -> Tensor | None:
     if bias is None:
         return None

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.cuda.attention import CudaAttentionLayer, Prompt, StepArrays
+from ops.cuda.attention import CudaAttentionLayer, PrefillChunk, StepArrays
 from ops.kv_tiles import TILE_TOKENS, KVTiles, layer_bytes
 from ops.triton_kernels.kv import gather
 
@@ -153,7 +153,9 @@ class LibraryPrefill:
             logger.info("prompt attention %s: %s (%s)", key, passed[best].name, timed)
         return True
 
-    def attend(self, tiles: KVTiles, base: int, prompt: Prompt, q: Tensor, out: Tensor) -> None:
+    def attend(
+        self, tiles: KVTiles, base: int, prompt: PrefillChunk, q: Tensor, out: Tensor
+    ) -> None:
         """A chunk's rows of q: [T, H, D] to the same rows of out."""
         shape = (prompt.kv_len, tiles.num_kv_heads, tiles.head_dim)
         k, v = (torch.empty(shape, dtype=torch.bfloat16, device=q.device) for _ in range(2))

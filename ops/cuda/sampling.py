@@ -46,7 +46,7 @@ class Kind(IntEnum):
     DESCRIBED = 2
 
 
-class Plan(NamedTuple):
+class SamplingPlan(NamedTuple):
     """A step on the host. records: uint8; edits: [2, n], tokens and the bits of what is added;
     counts: new rows of the table, each with a slot whose last token is to be counted too, or -1."""
 
@@ -126,7 +126,7 @@ class DeviceSampler:
 
     # -- on the host
 
-    def plan(self, rows: Sequence[Row]) -> Plan:
+    def plan(self, rows: Sequence[Row]) -> SamplingPlan:
         """Packs a step. IndexError for a bias, forbidden token or history beyond the vocabulary."""
         assert len(rows) <= self.max_rows, f"{len(rows)} rows"
         packed = b"".join([row.choice.record for row in rows])
@@ -153,7 +153,7 @@ class DeviceSampler:
                 edited.append((i, choice.edits(row.is_held)))
         if edited:
             edits = self._pack_edits(fields, edited)
-        return Plan(kind, rows, records, edits, counts)
+        return SamplingPlan(kind, rows, records, edits, counts)
 
     def _host(self, size: int, dtype: torch.dtype) -> Tensor:
         """Memory that the device copies from or to; torch does not reuse it before that is done."""
@@ -200,7 +200,7 @@ class DeviceSampler:
 
     # -- on the device
 
-    def upload(self, plan: Plan) -> None:
+    def upload(self, plan: SamplingPlan) -> None:
         """Before run(), on its stream; not part of a graph."""
         if plan.counts:
             self.allocate_counts()

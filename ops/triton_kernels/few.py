@@ -90,7 +90,7 @@ def few_kernel(
         )  # fmt: skip
 
 
-def few_linear(
+def small_batch_linear(
     x: Tensor,
     norm: Norm | None,
     weight: ScaledWeight,

@@ -25,13 +25,13 @@ from serve.engine.node_recovery import MemoryRecovery
 from serve.engine.output_processor import OutputProcessor, Sink, StepRecord
 from serve.engine.output_thread import OutputThread
 from serve.engine.overlapped_executor import make_steps
-from serve.engine.preprocessor import Arrival, Encode, Intake, sequences_of
+from serve.engine.preprocessor import Encode, PreparedRequest, Preprocessor, sequences_of
 from serve.engine.request_limits import RequestLimits
 from serve.engine.request_table import RequestState
 from serve.engine.stats import EngineStats, engine_stats
 from serve.engine.threads import PromptPool
-from serve.engine.unfinished import Unfinished
-from serve.engine.watchdog import Heartbeat
+from serve.engine.unfinished import RequestTable
+from serve.engine.watchdog import Watchdog
 from serve.errors import EngineStoppedError, GenerationError
 from serve.request import FinishReason, Prompt, Request, SamplingParams
 from serve.runner.runner import Runner
@@ -83,18 +83,18 @@ class EngineCore:
         slo_s = limits.ttft_slo_s
         self._rejection = None if slo_s is None else EarlyRejection(scheduler, slo_s)
         self._recovery = None if nodes is None else self._make_recovery(nodes)
-        self._intake = Intake(
+        self._intake = Preprocessor(
             tokenizer, limits, scheduler.prefixes, self._rejection, self._eos, seed
         )
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._unfinished = Unfinished(limits)
+        self._unfinished = RequestTable(limits)
         self._loop_job: Future[None] | None = None
         self._failure: BaseException | None = None
         meter = RequestMeter()
         self._output = make_output(
             OutputProcessor(lambda s, why: self._inbox.put(lambda: self._end(s, why)), meter)
         )
-        self.heartbeat = Heartbeat(time.monotonic, self._output.is_alive)
+        self.watchdog = Watchdog(time.monotonic, self._output.is_alive)
         self._steps = make_steps(
             runner,
             scheduler,
@@ -141,7 +141,7 @@ class EngineCore:
         """Queue a request; its fate is told to the sink. `prompt` may be a function to run in
         pool 1 that returns token ids. Raises OverloadedError or EngineStoppedError."""
         began_s = self._clock() if arrived_s is None else arrived_s
-        state = self._intake.register(prompt, params, sink, began_s, request_id, client)
+        state = self._intake.make_state(prompt, params, sink, began_s, request_id, client)
         compiles = self._intake.masks.is_slow(state.params)
 
         def queue() -> None:
@@ -238,7 +238,7 @@ class EngineCore:
     def _prepare(self, state: RequestState, prompt: Prompt | Encode) -> None:
         """Pool 1's work: hand a request over to the loop, or tell the sink what is wrong."""
         try:
-            request, arrival = self._intake.take_in(state, prompt)
+            request, arrival = self._intake.prepare(state, prompt)
         except Exception as error:
             self._refuse(state, error)
         else:
@@ -297,7 +297,7 @@ class EngineCore:
             if idle:
                 self._steps.drain()
                 self._steps.pause()
-                self.heartbeat.rest()
+                self.watchdog.rest()
             try:
                 if not idle:
                     message = self._inbox.get_nowait()
@@ -308,14 +308,14 @@ class EngineCore:
             except queue.Empty:
                 if not idle:
                     return True
-                self.heartbeat.begin()
+                self.watchdog.begin()
                 if self._recovery is not None:
                     self._recovery.look()
                 self._kv.trim()
                 is_writing = self._kv.prefixes.write_some()
                 trimmed = True
                 continue
-            self.heartbeat.begin()
+            self.watchdog.begin()
             if message is None:
                 return False
             message()
@@ -327,7 +327,7 @@ class EngineCore:
             self._wait_for_memory()
             return
         plan = self._scheduler.schedule(now_s)
-        self.heartbeat.begin(0 if plan is None else plan.num_total_rows)
+        self.watchdog.begin(0 if plan is None else plan.num_total_rows)
         if plan is not None:
             self._steps.run(plan, now_s)
         elif not self._steps.drain():
@@ -352,7 +352,9 @@ class EngineCore:
 
     # ---- pool 2: messages
 
-    def _enqueue_or_refuse(self, state: RequestState, request: Request, arrival: Arrival) -> None:
+    def _enqueue_or_refuse(
+        self, state: RequestState, request: Request, arrival: PreparedRequest
+    ) -> None:
         """A fault while taking in a request ends that request only."""
         try:
             self._enqueue(state, request, arrival)
@@ -360,7 +362,7 @@ class EngineCore:
             logger.exception("queueing %s failed", state.request_id)
             self._refuse(state, GenerationError("the engine failed to queue the request"))
 
-    def _enqueue(self, state: RequestState, request: Request, arrival: Arrival) -> None:
+    def _enqueue(self, state: RequestState, request: Request, arrival: PreparedRequest) -> None:
         if self._rejection is not None:
             self._rejection.queued(arrival.seconds)
         is_shared = self._scheduler.prefixes.is_on

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from serve.engine.counters import PoolMeter, RequestMeter
 from serve.engine.output_thread import OutputThread
-from serve.engine.step_executor import Steps
+from serve.engine.step_executor import StepExecutor
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence
 from serve.structured.masks import MaskMaker
@@ -22,7 +22,7 @@ class CoreView:
     def __init__(
         self,
         scheduler: Scheduler,
-        steps: Steps,
+        steps: StepExecutor,
         requests: RequestMeter,
         tokenize: PoolMeter,
         num_messages: Callable[[], int],

@@ -116,7 +116,7 @@ class Engine:
         if self._loaded is None or self._is_draining:
             return None
         core = self._loaded.core
-        return "the engine has failed" if core.has_failed else core.heartbeat.trouble()
+        return "the engine has failed" if core.has_failed else core.watchdog.trouble()
 
     @property
     def has_memory(self) -> bool:

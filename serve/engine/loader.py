@@ -27,7 +27,7 @@ from serve.models import ModelSpec, read_generation_defaults, read_spec
 from serve.request import SamplingParams
 from serve.runner.runner import ModelRunner
 from serve.scheduler.admission import make_policy
-from serve.scheduler.orders import make_order
+from serve.scheduler.orders import make_queue
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_plan import SchedulerLimits
 from serve.text.tokenizer import Tokenizer
@@ -111,7 +111,7 @@ def _load(
             kv,
             make_policy(config.memory_policy, kv, batched, config.length_predictor),
             PrefixHasher(kv.page_end, runtime.prefix_secret) if config.prefix_cache else None,
-            make_order(config.order),
+            make_queue(config.order),
         ),
         kv=kv,
         tokenizer=tokenizer,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from memory.nodes.remote_attention import NodesLostError
 from serve.engine.output_thread import OutputThread
-from serve.engine.step_executor import End, Steps
+from serve.engine.step_executor import End, StepExecutor
 from serve.runner.runner import OverlappingRunner, PendingStep, Runner, StepResult
 from serve.scheduler.in_flight import advance, resolve, retract, running_part, unfinished_places
 from serve.scheduler.microbatches import on_time, part_of
@@ -28,7 +28,7 @@ from serve.scheduler.step_plan import StepPlan
 logger = logging.getLogger(__name__)
 
 
-class Flight(NamedTuple):
+class LaunchedStep(NamedTuple):
     """A step that was launched, and when making it began."""
 
     plan: StepPlan
@@ -36,7 +36,7 @@ class Flight(NamedTuple):
     began_s: float
 
 
-class Pipeline(Steps):
+class OverlappedExecutor(StepExecutor):
     """Between two calls of `run` one step is in flight."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Pipeline(Steps):
     ) -> None:
         super().__init__(runner, scheduler, output, end=end, forget=forget, lost=None, clock=clock)
         self._device = runner
-        self._flight: Flight | None = None
+        self._flight: LaunchedStep | None = None
 
     def run(self, plan: StepPlan, now_s: float) -> None:
         if self._flight is not None and self._device.needs_tokens(plan):
@@ -67,7 +67,7 @@ class Pipeline(Steps):
             return
         if pending.late:
             plan = on_time(plan, pending.late)
-        before, self._flight = self._flight, Flight(plan, pending, now_s)
+        before, self._flight = self._flight, LaunchedStep(plan, pending, now_s)
         advance(self._scheduler, plan)
         if before is not None:
             self._land(before)
@@ -83,7 +83,7 @@ class Pipeline(Steps):
         if flight is not None:
             _wait_out(flight)
 
-    def _land(self, flight: Flight) -> bool:
+    def _land(self, flight: LaunchedStep) -> bool:
         """Wait for a step and take in its tokens; False: it has failed."""
         try:
             result = flight.pending.wait()
@@ -127,7 +127,7 @@ class Pipeline(Steps):
             self._run(left)
 
 
-def _wait_out(flight: Flight) -> None:
+def _wait_out(flight: LaunchedStep) -> None:
     """The device may be using what is about to be given away."""
     try:
         flight.pending.wait()
@@ -153,9 +153,9 @@ def make_steps(
     forget: Callable[[list[Sequence]], None],
     lost: Callable[[NodesLostError], None] | None,
     clock: Callable[[], float],
-) -> Steps:
+) -> StepExecutor:
     """Overlapped, if the runner can. lost: of memory nodes, which work step by step."""
     if isinstance(runner, OverlappingRunner):
         assert lost is None, "memory nodes need a runner of one step at a time"
-        return Pipeline(runner, scheduler, output, end=end, forget=forget, clock=clock)
-    return Steps(runner, scheduler, output, end=end, forget=forget, lost=lost, clock=clock)
+        return OverlappedExecutor(runner, scheduler, output, end=end, forget=forget, clock=clock)
+    return StepExecutor(runner, scheduler, output, end=end, forget=forget, lost=lost, clock=clock)

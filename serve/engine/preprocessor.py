@@ -38,7 +38,7 @@ Encode = Callable[[], "list[int]"]
 """A prompt that is still to be made, in this pool."""
 
 
-class Arrival(NamedTuple):
+class PreparedRequest(NamedTuple):
     """page_keys of a prompt; the rows of it to compute, and how long they are expected to take;
     masks of its sequences, if not all tokens may come."""
 
@@ -48,7 +48,7 @@ class Arrival(NamedTuple):
     masks: list[SequenceMask] | None = None
 
 
-class Intake:
+class Preprocessor:
     """Tokenizes and checks. Any thread."""
 
     def __init__(
@@ -68,7 +68,7 @@ class Intake:
         self._seed = seed
         self._counter = itertools.count()
 
-    def register(
+    def make_state(
         self,
         prompt: Prompt | Encode,
         params: SamplingParams | PoolingParams,
@@ -88,7 +88,9 @@ class Intake:
         name = request_id or f"req-{number}"
         return RequestState(name, text, params, sink, now_s, client, pooling)
 
-    def take_in(self, state: RequestState, prompt: Prompt | Encode) -> tuple[Request, Arrival]:
+    def prepare(
+        self, state: RequestState, prompt: Prompt | Encode
+    ) -> tuple[Request, PreparedRequest]:
         """MergestepError: what is wrong with it, or OverloadedError: it would come too late."""
         try:
             request = self._request(state, prompt)
@@ -115,12 +117,12 @@ class Intake:
             state.pooling,
         )
 
-    def _arrival(self, request: Request) -> Arrival:
+    def _arrival(self, request: Request) -> PreparedRequest:
         masks = self.masks.make(request) if request.prompt_token_ids else None
         keys = self._prefixes.page_keys(request)
         num_rows = self._prefixes.num_missing_rows(request, keys)
         seconds = 0.0 if self._rejection is None else self._rejection.admit(request, num_rows)
-        return Arrival(keys, num_rows, seconds, masks)
+        return PreparedRequest(keys, num_rows, seconds, masks)
 
     def _token_ids(self, prompt: Prompt | Encode) -> SequenceOf[int]:
         if callable(prompt):
@@ -158,7 +160,7 @@ def _truncated(token_ids: SequenceOf[int], given: dict[str, Any]) -> SequenceOf[
 def sequences_of(
     state: RequestState,
     request: Request,
-    arrival: Arrival,
+    arrival: PreparedRequest,
     eos_token_ids: frozenset[int],
     detokenizers: DetokenizerFactory,
     *,

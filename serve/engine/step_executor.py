@@ -27,7 +27,7 @@ class End(Protocol):
         """A sequence ends, and not with a step."""
 
 
-class Steps:
+class StepExecutor:
     """Runs plans. A step that fails ends only the sequences whose fault it is."""
 
     def __init__(

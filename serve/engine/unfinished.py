@@ -10,7 +10,7 @@ from serve.engine.request_table import RequestState
 from serve.errors import EngineStoppedError, OverloadedError, RequestError
 
 
-class Unfinished:
+class RequestTable:
     """By request id. Any thread."""
 
     def __init__(self, limits: RequestLimits) -> None:

@@ -15,7 +15,7 @@ TIMES_LONGEST = 5.0
 ROW_S = 0.25  # of a model that is too slow to be of use
 
 
-class Heartbeat:
+class Watchdog:
     """The loop is at rest, or busy with one round: a step, or messages in between."""
 
     def __init__(

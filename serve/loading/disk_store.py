@@ -17,7 +17,7 @@ from pathlib import Path
 
 from memory.pages.layer_groups import LayerGroup
 from memory.tiers.disk_directory import SpillDirectoryError, check_parent, is_private
-from memory.tiers.disk_tier import SpillStore
+from memory.tiers.disk_tier import DiskTier
 from ops.cpu import native
 from serve.config import EngineConfig
 from serve.errors import ConfigError, reason
@@ -40,7 +40,7 @@ def open_kv_store(
     backend: str,
     groups: Sequence[LayerGroup],
     page_bytes: int,
-) -> tuple[SpillStore, bytes]:
+) -> tuple[DiskTier, bytes]:
     """The store and the secret for PrefixHasher. backend: its name, for others compute other
     bytes. ConfigError names kv_cache_dir."""
     assert config.kv_cache_dir is not None, "only with a directory"
@@ -60,7 +60,7 @@ def open_kv_store(
             root
             / f"{config.model_name[:64].replace('/', '-')}-{identity.hexdigest()[:_HASH_DIGITS]}"
         )
-        store = SpillStore(
+        store = DiskTier(
             folder,
             page_bytes,
             max(config.kv_disk_bytes or _DEFAULT_BYTES, page_bytes),
@@ -80,7 +80,7 @@ def open_kv_store(
         raise ConfigError(f"kv_cache_dir {root}: {reason(error)}") from error
 
 
-def _log_what_is_there(store: SpillStore, folder: Path) -> None:
+def _log_what_is_there(store: DiskTier, folder: Path) -> None:
     stats = store.stats()
     logger.info(
         "K/V on disk: %d pages (%.3g MiB) found in %s, %.5g MiB at most",

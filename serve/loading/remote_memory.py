@@ -33,7 +33,7 @@ from memory.nodes.placement import (
     MAX_PAGES,
     PageGeometry,
     PlacementError,
-    Share,
+    Shard,
     page_geometry,
     resolve_partition,
 )
@@ -42,7 +42,7 @@ from memory.nodes.remote_attention import RemoteAttention
 from memory.nodes.wire import WireType
 from memory.nodes.wire_rows import fits_int8, largest_message
 from memory.pages.layer_groups import PageLayout
-from memory.split_kv import Books, SplitKV
+from memory.split_kv import Books, PartitionedKV
 from ops.backend import Backend
 from serve.config import EngineConfig
 from serve.errors import ConfigError, reason
@@ -196,7 +196,7 @@ class _Opening:
         """Lower the context to what the nodes have room for."""
         count = len(self._config.memory_nodes)
         requests = [
-            share_request(self.template, Share(self.partition, i, count)) for i in range(count)
+            share_request(self.template, Shard(self.partition, i, count)) for i in range(count)
         ]
         page_bytes = max(NodeLayout(request).page_bytes for request in requests)
         pages_for = PageLayout(
@@ -281,7 +281,7 @@ class _Opening:
                 max_len,
                 nodes.min_pages * geometry.page_bytes,
             )
-        return books[0] if len(books) == 1 else SplitKV(books)
+        return books[0] if len(books) == 1 else PartitionedKV(books)
 
     def tails(self, kv: Books) -> PromptTails | None:
         if self._config.memory_prefill != "local":

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ops.backend import PLAIN, Backend, Edges, LinearOp, Norm
+from ops.backend import NO_FUSION, Backend, Fusion, LinearOp, Norm
 from quant.checkpoint_formats import TensorRule
 from serve.errors import ModelLoadError
 from serve.models.checkpoint import FLOATS, Checkpoint, check_rule
@@ -26,7 +26,7 @@ from serve.models.spec import ModelSpec, read_spec
 
 logger = logging.getLogger(__name__)
 
-MakeLinear = Callable[[Sequence[Tensor], Tensor | None, Edges], LinearOp]
+MakeLinear = Callable[[Sequence[Tensor], Tensor | None, Fusion], LinearOp]
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -77,7 +77,7 @@ def join(parts: Sequence[Tensor]) -> Tensor:
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts))
 
 
-def joining(pack: Callable[[Tensor, Tensor | None, Edges], LinearOp]) -> MakeLinear:
+def joining(pack: Callable[[Tensor, Tensor | None, Fusion], LinearOp]) -> MakeLinear:
     """For what packs a whole weight."""
     return lambda parts, bias, edges: pack(join(parts), bias, edges)
 
@@ -281,7 +281,7 @@ class _Loader:
             if has_projections
             else None,
             layers=layers,
-            project_out=self._linear([prefix + names.project_out], False, Edges(final_norm))
+            project_out=self._linear([prefix + names.project_out], False, Fusion(final_norm))
             if has_projections
             else None,
             head=self._head(None if has_projections else final_norm),
@@ -294,9 +294,9 @@ class _Loader:
         before_attn = before_mlp = None
         if not spec.is_post_norm:
             before_attn, before_mlp = attn_norm, mlp_norm
-        q, qkv = self._qkv([at + part for part in names.qkv], Edges(before_attn))
+        q, qkv = self._qkv([at + part for part in names.qkv], Fusion(before_attn))
         up = [at + part for part in names.up]
-        mlp = Edges(before_mlp, spec.activation, spec.is_gated)
+        mlp = Fusion(before_mlp, spec.activation, spec.is_gated)
         layer = LayerWeights(
             q=q,
             qkv=qkv,
@@ -311,7 +311,7 @@ class _Loader:
         self.checkpoint.release()
         return layer
 
-    def _qkv(self, parts: list[str], edges: Edges) -> tuple[LinearOp | None, LinearOp]:
+    def _qkv(self, parts: list[str], edges: Fusion) -> tuple[LinearOp | None, LinearOp]:
         """(None, the product of all three), or that of q and that of k and v."""
         has_bias = self.spec.has_qkv_bias
         if not self.q_first:
@@ -329,14 +329,14 @@ class _Loader:
 
         return product(slice(size)), product(slice(size, None))
 
-    def _linear(self, parts: list[str], has_bias: bool, edges: Edges = PLAIN) -> LinearOp:
+    def _linear(self, parts: list[str], has_bias: bool, edges: Fusion = NO_FUSION) -> LinearOp:
         bias = join(self._parts([f"{part}.bias" for part in parts])) if has_bias else None
         if self._is_packed(parts):
             return self._packed_linear(parts, bias, edges, self.make_linear)
         return self.make_linear(self._parts([f"{part}.weight" for part in parts]), bias, edges)
 
     def _packed_linear(
-        self, parts: list[str], bias: Tensor | None, edges: Edges, make_linear: MakeLinear
+        self, parts: list[str], bias: Tensor | None, edges: Fusion, make_linear: MakeLinear
     ) -> LinearOp:
         """make_linear: what takes the weights if they are to be unpacked."""
         assert self.spec.packed is not None
@@ -361,9 +361,9 @@ class _Loader:
 
     def _head(self, norm: Norm | None) -> LinearOp:
         if self._is_packed([self.names.head]):
-            return self._packed_linear([self.names.head], None, Edges(norm), self.make_head)
+            return self._packed_linear([self.names.head], None, Fusion(norm), self.make_head)
         weight = self._cast(self.checkpoint.fetch(self._head_name))
-        return self.make_head([weight], None, Edges(norm))
+        return self.make_head([weight], None, Fusion(norm))
 
     def _norm(self, name: str) -> Norm:
         spec = self.spec

@@ -22,15 +22,15 @@ from memory.attention.cuda import CudaAttention
 from memory.attention.seam import AttentionStep
 from memory.kv_manager import KVManager
 from memory.pages.kv_range import Range
-from ops.cuda.attention import Prompt
-from ops.cuda.sampling import DeviceSampler, Fetched, Kind, Plan
+from ops.cuda.attention import PrefillChunk
+from ops.cuda.sampling import DeviceSampler, Fetched, Kind, SamplingPlan
 from serve.models import Decoder
 from serve.runner.device_sampler import rows_of, sampled
 from serve.runner.graph_shapes import StepShape, StepShapes
 from serve.runner.mask_filler import NOBODY, FillingMasks, MaskFiller, has_masks
-from serve.runner.prompt_reader import Reading, Wanted, wanted_rows
+from serve.runner.prompt_reader import PromptReader, PromptRowRequest, wanted_rows
 from serve.runner.runner import LOOK_EVERY, Closes, StepResult, next_needs
-from serve.runner.step_device import Mark, StepDevice, Work
+from serve.runner.step_device import Event, StepDevice, Work
 from serve.runner.step_inputs import block_bytes, fields, fill
 from serve.scheduler.sequence import Sequence as Output
 from serve.scheduler.step_plan import StepPlan
@@ -48,7 +48,7 @@ class _Slot:
 
     rows: Tensor
     attention: Tensor
-    mark: Mark | None = None
+    mark: Event | None = None
 
 
 @dataclass(slots=True)
@@ -56,12 +56,12 @@ class _Step:
     """A step from its launch on. ranges: those that it may touch; wanted: of prompts' rows."""
 
     sampled: list[Output]
-    sampling: Plan
+    sampling: SamplingPlan
     ranges: list[Range]
-    wanted: list[Wanted]
-    mark: Mark | None = None
+    wanted: list[PromptRowRequest]
+    mark: Event | None = None
     fetched: Fetched | None = None
-    reading: Reading | None = None
+    reading: PromptReader | None = None
     late: frozenset[Output] = NOBODY
 
     def wait(self) -> StepResult:
@@ -205,7 +205,7 @@ class CudaRunner:
         launched()
         return step
 
-    def _submit(self, work: Work) -> Mark:
+    def _submit(self, work: Work) -> Event:
         """Of work that fails half way nobody has the mark: it is waited for here."""
         try:
             return self._device.submit(work)
@@ -255,7 +255,7 @@ class CudaRunner:
         step: _Step,
         slot: _Slot,
         shape: StepShape,
-        chunks: Sequence[Prompt],
+        chunks: Sequence[PrefillChunk],
         masks: FillingMasks,
     ) -> None:
         """What the device does, in its order. The masks are made while it runs the model."""
@@ -263,7 +263,7 @@ class CudaRunner:
         graph = self._graphs.get(shape)
         if step.wanted:  # graphs share their memory: what one computed is gone with the next
             hidden = self._hidden(shape, chunks)
-            step.reading = Reading(self._model, hidden, step.wanted, self._fetch)
+            step.reading = PromptReader(self._model, hidden, step.wanted, self._fetch)
         elif graph is None:
             self._body(shape, chunks)
         else:
@@ -289,11 +289,11 @@ class CudaRunner:
         self._block[:size].copy_(slot.rows[:size], non_blocking=True)
         self._attention.arrays.upload(slot.attention)
 
-    def _body(self, shape: StepShape, chunks: Sequence[Prompt] = ()) -> None:
+    def _body(self, shape: StepShape, chunks: Sequence[PrefillChunk] = ()) -> None:
         """The model on whatever rows the buffers have: the last rows' hidden states."""
         self._hidden(shape, chunks)
 
-    def _hidden(self, shape: StepShape, chunks: Sequence[Prompt] = ()) -> Tensor:
+    def _hidden(self, shape: StepShape, chunks: Sequence[PrefillChunk] = ()) -> Tensor:
         """`_body`, and all rows' hidden states."""
         tokens, positions, slots, sampled = fields(self._block, shape.rows)
         attention = self._attention.view(shape.rows, shape.decodes, shape.has_prompts, chunks)
@@ -319,7 +319,7 @@ class CudaRunner:
                 logger.error("giving device memory back failed: %s", error)
 
 
-def _pass(mark: Mark | None) -> None:
+def _pass(mark: Event | None) -> None:
     """Wait for a step, however it ends: whoever launched it is told by `_Step.wait`."""
     if mark is not None:
         with contextlib.suppress(Exception):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from ops.cuda.choice import DeviceChoice, Row
-from ops.cuda.sampling import Fetched, Plan, described
+from ops.cuda.sampling import Fetched, SamplingPlan, described
 from serve.request import TokenLogprobs
 from serve.runner.sampler import Sampled, choice_settings
 from serve.scheduler.sequence import Sequence
@@ -39,7 +39,7 @@ def _choice(sequence: Sequence) -> DeviceChoice:
     return choice
 
 
-def sampled(plan: Plan, fetched: Fetched) -> Sampled:
+def sampled(plan: SamplingPlan, fetched: Fetched) -> Sampled:
     """The tokens of a step, once the copies that fetch() started have ended."""
     token_ids = fetched.tokens.tolist()
     if fetched.logprobs is None:

@@ -23,7 +23,7 @@ from serve.scheduler.step_plan import StepPlan
 _LOGITS_BYTES = 32 << 20  # of fp32 logits at once
 
 
-class Wanted(NamedTuple):
+class PromptRowRequest(NamedTuple):
     """Rows at positions first .. end of a prompt; row: of the first, in the step's."""
 
     outputs: PromptOutputs
@@ -35,10 +35,10 @@ class Wanted(NamedTuple):
         return hidden[self.row : self.row + self.end - self.first]
 
 
-def wanted_rows(plan: StepPlan, rows_at: Sequence[int] | None = None) -> list[Wanted]:
+def wanted_rows(plan: StepPlan, rows_at: Sequence[int] | None = None) -> list[PromptRowRequest]:
     """What the plan's rows are to bring, each once. rows_at: each sequence's first row; None: they
     follow each other. Before the plan counts."""
-    found: list[Wanted] = []
+    found: list[PromptRowRequest] = []
     taken: dict[int, int] = {}  # several outputs of one prompt may compute it side by side
     row = 0
     for place, (sequence, num_rows) in enumerate(zip(plan.sequences, plan.num_rows, strict=True)):
@@ -49,20 +49,20 @@ def wanted_rows(plan: StepPlan, rows_at: Sequence[int] | None = None) -> list[Wa
             end = min(start + num_rows, outputs.end)
             if first < end:
                 at = row if rows_at is None else rows_at[place]
-                found.append(Wanted(outputs, first, end, at + first - start))
+                found.append(PromptRowRequest(outputs, first, end, at + first - start))
                 taken[id(outputs)] = end
         row += num_rows
     return found
 
 
-class Reading:
+class PromptReader:
     """What was read, on the host once the device has got there."""
 
     def __init__(
         self,
         model: Decoder,
         hidden: Tensor,
-        wanted: Sequence[Wanted],
+        wanted: Sequence[PromptRowRequest],
         fetch: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> None:
         """hidden: [T, hidden], as the model returns it. fetch: starts a copy to the host."""
@@ -92,7 +92,7 @@ class Reading:
 def _scores(
     model: Decoder,
     hidden: Tensor,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[PromptRowRequest],
     fetch: Callable[[Tensor], Tensor],
 ) -> list[Drawn | Scores]:
     rows = torch.cat([w.of(hidden) for w in wanted]) if len(wanted) > 1 else wanted[0].of(hidden)
@@ -105,10 +105,10 @@ def _scores(
     ]
 
 
-def _asked(wanted: Wanted) -> PromptScores:
+def _asked(wanted: PromptRowRequest) -> PromptScores:
     assert isinstance(wanted.outputs, PromptScores)
     return wanted.outputs
 
 
-def _next_tokens(wanted: Wanted) -> Sequence[int]:
+def _next_tokens(wanted: PromptRowRequest) -> Sequence[int]:
     return _asked(wanted).token_ids[wanted.first + 1 : wanted.end + 1]

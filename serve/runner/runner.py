@@ -20,9 +20,9 @@ from serve.models import Decoder, take_turns
 from serve.request import TokenLogprobs
 from serve.runner.batch import make_batch
 from serve.runner.mask_filler import NOBODY, MaskFiller
-from serve.runner.prompt_reader import Reading, wanted_rows
+from serve.runner.prompt_reader import PromptReader, wanted_rows
 from serve.runner.sampler import sample
-from serve.scheduler.microbatches import Stagger, StaggerChoice, halve, part_of
+from serve.scheduler.microbatches import MicrobatchPolicy, StaggerChoice, halve, part_of
 from serve.scheduler.prompt_outputs import PromptPart
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_plan import StepPlan
@@ -145,7 +145,7 @@ class ModelRunner:
         attention: PlannedAttention,
         *,
         memory: Closes | None = None,
-        stagger: Stagger | None = None,
+        stagger: MicrobatchPolicy | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """stagger: when a step is computed as two halves in turn; by default it is learned where
@@ -176,7 +176,7 @@ class ModelRunner:
                 computed = self._staggered(self._stagger, plan, launched)
             hidden, sampled, sample_rows, rows_at = computed
             wanted = wanted_rows(plan, rows_at)
-            prompts = Reading(self._model, hidden, wanted).parts() if wanted else ()
+            prompts = PromptReader(self._model, hidden, wanted).parts() if wanted else ()
             if not sampled:
                 return StepResult([], [], None, prompts)
             logits = self._model.logits(hidden if sample_rows is None else hidden[sample_rows])
@@ -191,7 +191,7 @@ class ModelRunner:
         return StepResult(sampled, result.token_ids, result.logprobs, prompts, late)
 
     def _staggered(
-        self, stagger: Stagger, plan: StepPlan, launched: Callable[[], None]
+        self, stagger: MicrobatchPolicy, plan: StepPlan, launched: Callable[[], None]
     ) -> Computed:
         """One way or the other, and how long it took."""
         work = plan.num_decodes, plan.num_total_rows - plan.num_decodes

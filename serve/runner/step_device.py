@@ -18,7 +18,7 @@ from serve.loading.kv_sizing import local_kv_bytes
 Work = Callable[[], None]
 
 
-class Mark(Protocol):
+class Event(Protocol):
     """A place in the order of the device's work."""
 
     def wait(self) -> None:
@@ -32,7 +32,7 @@ class StepDevice(Protocol):
     stream: int
     """For the driver's calls; 0 where there is none."""
 
-    def submit(self, work: Work) -> Mark:
+    def submit(self, work: Work) -> Event:
         """Queue kernels and copies, in the order of submission; `work` does not wait for them."""
 
     def pinned(self, num_bytes: int) -> Tensor:
@@ -54,7 +54,7 @@ class StepDevice(Protocol):
         """Raises if the device cannot compute any more, after an error of its own."""
 
 
-class Passed:
+class CompletedEvent:
     """A mark that is always behind us."""
 
     def wait(self) -> None:
@@ -67,9 +67,9 @@ class HostStepDevice:
     device = torch.device("cpu")
     stream = 0
 
-    def submit(self, work: Work) -> Mark:
+    def submit(self, work: Work) -> Event:
         work()
-        return Passed()
+        return CompletedEvent()
 
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
@@ -102,7 +102,7 @@ class CudaStepDevice:
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._pool = torch.cuda.graph_pool_handle()
 
-    def submit(self, work: Work) -> Mark:
+    def submit(self, work: Work) -> Event:
         work()
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)

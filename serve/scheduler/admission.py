@@ -26,7 +26,7 @@ from serve.scheduler.length_predictor import (
     HistoryPredictor,
     LengthPredictor,
 )
-from serve.scheduler.peak_memory import Entry, Future
+from serve.scheduler.peak_memory import Entry, MemoryForecast
 from serve.scheduler.sequence import Sequence
 
 _NUM_FUTURES = 4
@@ -152,7 +152,7 @@ class _Member:
     entries: list[Entry]
 
 
-class FuturePeak(MemoryPolicy):
+class PeakForecast(MemoryPolicy):
     """The peaks of some futures fit, on average, into what the reserve leaves.
 
     draw(sequence, k): the number of output tokens in future k, more than it has.
@@ -165,7 +165,7 @@ class FuturePeak(MemoryPolicy):
         self._kv = kv
         self._draw = draw
         self._rows = rows
-        self._futures = [Future() for _ in range(num_futures)]
+        self._futures = [MemoryForecast() for _ in range(num_futures)]
         self._members: dict[int, _Member] = {}
         self._keys: dict[Sequence, int] = {}
         self._num_keys = 0
@@ -259,7 +259,7 @@ class FuturePeak(MemoryPolicy):
     def _rows_for_prompts(self) -> int:
         return max(1, self._rows - len(self._members))
 
-    def _settle(self, futures: list[Future], step: int) -> None:
+    def _settle(self, futures: list[MemoryForecast], step: int) -> None:
         """Bring futures up to now: prompts that are not computed yet, and sequences that
         have become longer than they were drawn."""
         self._missing_rows = 0
@@ -298,14 +298,14 @@ def _entry(sequence: Sequence, length: int, first: int, key: int) -> Entry:
     return first + length - sequence.num_output_tokens - 1, start, key
 
 
-class Oracle(FuturePeak):
+class Oracle(PeakForecast):
     """Knows how long every answer will be. Only for simulation."""
 
     def __init__(self, kv: Books, length: Callable[[Sequence], int], rows: int) -> None:
         super().__init__(kv, lambda sequence, k: length(sequence), 1, rows)
 
 
-class PredictedPeak(FuturePeak):
+class PredictedPeak(PeakForecast):
     """Admission by predicted peak.
 
     Every sequence has a length drawn for each future from the predictor's law (stratified over

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from serve.request import Request
 from serve.scheduler.sequence import Sequence
-from serve.scheduler.waiting_queue import Order
+from serve.scheduler.waiting_queue import WaitingQueue
 
 
-class Fair(Order):
+class Fair(WaitingQueue):
     """Tokens served per client, weighted; the client with the fewest is next.
 
     A client that begins to wait is lifted to the fewest of those who wait already, or to the last

@@ -53,7 +53,7 @@ def resolve(scheduler: Scheduler, plan: StepPlan, tokens: list[int]) -> list[Seq
     ):
         sequence.rows_in_flight -= rows
         end = context + rows
-        if end >= sequence.remember_at:
+        if end >= sequence.next_cacheable_at:
             scheduler.prefixes.remember(sequence, end)
         if not sampled:
             if end >= sequence.max_tokens_total:  # it has no answer
@@ -75,7 +75,7 @@ def retract(scheduler: Scheduler, plan: StepPlan) -> None:
     for place in unfinished_places(plan):
         sequence = plan.sequences[place]
         sequence.rows_in_flight -= plan.num_rows[place]
-        sequence.steady_until = 0
+        sequence.recheck_at = 0
         if sequence.status is SequenceStatus.RUNNING:
             sequence.num_computed_tokens = plan.contexts[place]
         if plan.samples[place]:

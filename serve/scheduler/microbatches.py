@@ -78,7 +78,7 @@ def on_time(plan: StepPlan, late: Collection[Sequence]) -> StepPlan:
     return part
 
 
-class Stagger(Protocol):
+class MicrobatchPolicy(Protocol):
     """Whether to halve a step, asked before it and told afterwards."""
 
     def splits(self, num_decodes: int, num_prompt_rows: int) -> bool: ...
@@ -96,7 +96,7 @@ class StaggerChoice:
     """
 
     def __init__(self) -> None:
-        self._kinds: dict[tuple[int, int], _Kind] = {}
+        self._kinds: dict[tuple[int, int], StepClass] = {}
 
     def splits(self, num_decodes: int, num_prompt_rows: int) -> bool:
         return self._kind(num_decodes, num_prompt_rows).next_way
@@ -104,13 +104,13 @@ class StaggerChoice:
     def learn(self, num_decodes: int, num_prompt_rows: int, is_split: bool, seconds: float) -> None:
         self._kind(num_decodes, num_prompt_rows).learn(is_split, seconds)
 
-    def _kind(self, num_decodes: int, num_prompt_rows: int) -> _Kind:
+    def _kind(self, num_decodes: int, num_prompt_rows: int) -> StepClass:
         key = (num_decodes.bit_length(), num_prompt_rows.bit_length())
-        return self._kinds.setdefault(key, _Kind())
+        return self._kinds.setdefault(key, StepClass())
 
 
 @dataclass(slots=True)
-class _Kind:
+class StepClass:
     """Steps alike. kept: whether they are split; steps_left: until the other way is tried."""
 
     kept: bool = False

@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heappush
 
 from serve.request import Request
 from serve.scheduler.sequence import Sequence
-from serve.scheduler.waiting_queue import Order
+from serve.scheduler.waiting_queue import WaitingQueue
 
 
 class _Job:
@@ -25,7 +25,7 @@ class _Job:
         self.since_s = self.until_s = 0.0
 
 
-class MultiLevelFeedback(Order):
+class MultiLevelFeedback(WaitingQueue):
     """Level p lasts BASE_S * 2^p seconds of running; the level is the rank.
 
     A request joins the first level that lasts for its prompt. Giving way costs a swap: it takes
@@ -129,7 +129,7 @@ class MultiLevelFeedback(Order):
         if job.level < self.MAX_LEVEL:
             heappush(self._demotions, (job.until_s, self._numbers[sequence], sequence))
 
-    def outranked(self, sequence: Sequence, running: list[Sequence]) -> list[Sequence]:
+    def victims_for(self, sequence: Sequence, running: list[Sequence]) -> list[Sequence]:
         # Where everybody starves, throwing each other out would serve nobody.
         rank = self._jobs[sequence].earned + self.margin
         return sorted([s for s in running if self.rank(s) > rank], key=self.rank)

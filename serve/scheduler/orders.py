@@ -5,10 +5,10 @@ from __future__ import annotations
 from serve.config import ORDERS as ORDERS
 from serve.scheduler.fair_queue import Fair
 from serve.scheduler.mlfq_queue import MultiLevelFeedback
-from serve.scheduler.waiting_queue import Order, Priority
+from serve.scheduler.waiting_queue import Priority, WaitingQueue
 
 
-def make_order(name: str) -> Order:
+def make_queue(name: str) -> WaitingQueue:
     """One of ORDERS (config.py checks the name)."""
-    made = {"fcfs": Order, "priority": Priority, "mlfq": MultiLevelFeedback, "fair": Fair}
+    made = {"fcfs": WaitingQueue, "priority": Priority, "mlfq": MultiLevelFeedback, "fair": Fair}
     return made[name]()

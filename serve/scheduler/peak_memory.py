@@ -13,7 +13,7 @@ Entry = tuple[int, int, int]
 """(end, start, key): see Future."""
 
 
-class Future:
+class MemoryForecast:
     """One future of the running sequences: when each ends, and so what memory all need.
 
     An entry (end, start, key): the sequence has start + t tokens at step t, up to and including

@@ -49,7 +49,7 @@ class PrefixUse:
             return num_tokens
         return max(num_tokens - self._kv.num_known_tokens(page_keys), min(1, num_tokens))
 
-    def is_under_way(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
+    def is_being_computed(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
         """Whether one of the others, which run, is just computing what the sequence lacks."""
         if self._hasher is None:
             return False
@@ -111,7 +111,7 @@ class PrefixUse:
             return
         self._extend_keys(sequence, num_computed)
         self._kv.remember(sequence.kv_range, sequence.page_keys, num_computed)
-        sequence.remember_at = self._kv.page_end(sequence.kv_range.num_known)
+        sequence.next_cacheable_at = self._kv.page_end(sequence.kv_range.num_known)
 
     def _extend_keys(self, sequence: Sequence, num_tokens: int | None = None) -> None:
         """num_tokens: that are known for certain; None: all are, as of whoever waits."""

@@ -22,11 +22,11 @@ from serve.scheduler.admission import MemoryPolicy, PromptOnly
 from serve.scheduler.chunking import ChunkPolicy
 from serve.scheduler.prefix_lookup import PrefixUse
 from serve.scheduler.sequence import PENDING_TOKEN, Sequence, SequenceStatus, ending
-from serve.scheduler.steady_decode import look_through
+from serve.scheduler.steady_decode import decode_rows
 from serve.scheduler.step_draft import StepDraft
 from serve.scheduler.step_plan import SchedulerLimits, StepPlan, plan_of
 from serve.scheduler.step_time import StepWork
-from serve.scheduler.waiting_queue import Order
+from serve.scheduler.waiting_queue import WaitingQueue
 
 # Waiting sequences that are looked at for one whose beginning nobody else is computing.
 _LOOK_THROUGH = 16
@@ -50,13 +50,13 @@ class Scheduler:
         kv: Books,
         policy: MemoryPolicy | None = None,
         hasher: PrefixHasher | None = None,
-        order: Order | None = None,
+        order: WaitingQueue | None = None,
     ) -> None:
         """hasher: names pages for the prefix cache; None: there is none."""
         self.limits = limits
         self.kv = kv
         self.policy = PromptOnly(kv) if policy is None else policy
-        self.waiting = Order() if order is None else order
+        self.waiting = WaitingQueue() if order is None else order
         self.chunks = ChunkPolicy(
             min(limits.max_num_batched_tokens, limits.max_chunk_tokens),
             limits.inter_token_slo_s,
@@ -91,7 +91,7 @@ class Scheduler:
         self.waiting.tick(now_s)
         self.kv.prefixes.poll()
         rows = self.limits.max_num_batched_tokens
-        decodes, prefilling = look_through(self.running, rows, self._grow, self.prefixes.is_on)
+        decodes, prefilling = decode_rows(self.running, rows, self._grow, self.prefixes.is_on)
         rows -= len(decodes)
         num_certain, num_preemptions = len(decodes), self.num_preemptions
         chunks: list[tuple[Sequence, int]] = []
@@ -129,7 +129,7 @@ class Scheduler:
         missing = len(sequence.token_ids) - context
         rows = draft.budget.rows_for(context, min(missing, self.limits.max_chunk_tokens))
         if not rows or self._grow(sequence, context + rows):
-            draft.give(sequence, rows)
+            draft.add(sequence, rows)
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Pages for the sequence's next rows, preempting others; False if it had (or has) to go,
@@ -172,7 +172,7 @@ class Scheduler:
         self.running.remove(sequence)
         self.kv.close(sequence.kv_range)
         sequence.kv_range = None
-        sequence.num_computed_tokens = sequence.remember_at = sequence.steady_until = 0
+        sequence.num_computed_tokens = sequence.next_cacheable_at = sequence.recheck_at = 0
         sequence.has_fetched = False
         sequence.num_preemptions += 1
         sequence.status = SequenceStatus.WAITING
@@ -202,7 +202,7 @@ class Scheduler:
                 victim = self._gives_way(sequence)
                 if victim is None:
                     break
-                draft.withdraw(victim)
+                draft.remove(victim)
                 paused = [s for s in paused if s is not victim]  # it may be admitted again
                 self._give_way(victim)
                 continue
@@ -243,10 +243,10 @@ class Scheduler:
     def _pause(self, sequence: Sequence, draft: StepDraft, paused: list[Sequence]) -> None:
         """A prompt gives its rows to a waiting one of a higher rank; it gets what that leaves."""
         prompts = [s for s, _ in draft.chunks if not self._is_overdue(s)]
-        victims = self.waiting.outranked(sequence, prompts)
+        victims = self.waiting.victims_for(sequence, prompts)
         if victims:
             paused.append(victims[-1])
-            draft.withdraw(victims[-1])
+            draft.remove(victims[-1])
 
     def _next(self, draft: StepDraft) -> Sequence | None:
         """The first waiting one that is not a long prompt too many, and of whose beginning nobody
@@ -267,7 +267,7 @@ class Scheduler:
                 return None
             if self.chunks.must_wait(sequence, budget):
                 passed = rank
-            elif prompts and self.prefixes.is_under_way(sequence, prompts):
+            elif prompts and self.prefixes.is_being_computed(sequence, prompts):
                 num_under_way += 1
                 if num_under_way == _LOOK_THROUGH:
                     return None
@@ -282,7 +282,7 @@ class Scheduler:
 
     def _gives_way(self, sequence: Sequence) -> Sequence | None:
         """A running one to preempt so that a waiting one of a higher rank can run."""
-        victims = self.waiting.outranked(sequence, self.running)
+        victims = self.waiting.victims_for(sequence, self.running)
         if victims and not self._keeps_all(sequence):
             victims = [s for s in victims if self.waiting.is_worth_a_swap(s)]
         ranges = [s.kv_range for s in victims if s.kv_range is not None]
@@ -336,7 +336,7 @@ class Scheduler:
         for sequence, token in zip(plan.sequences[:num_decodes], next_token, strict=False):
             sequence.num_computed_tokens = num_computed = sequence.num_computed_tokens + 1
             sequence.token_ids.append(token)
-            is_due = num_computed >= sequence.steady_until or token in sequence.stop_ids
+            is_due = num_computed >= sequence.recheck_at or token in sequence.stop_ids
             if is_due or sequence.mask is not None:
                 self._settle(sequence, token, finished)
         for place in range(num_decodes, len(plan.sequences)):
@@ -353,7 +353,7 @@ class Scheduler:
 
     def _settle(self, sequence: Sequence, token: int, finished: list[Sequence]) -> None:
         """Its rows are computed, and with them this token (PENDING_TOKEN: none)."""
-        if sequence.num_computed_tokens >= sequence.remember_at:
+        if sequence.num_computed_tokens >= sequence.next_cacheable_at:
             self.prefixes.remember(sequence, sequence.num_computed_tokens)
         if token != PENDING_TOKEN:
             reason = ending(sequence, token)
@@ -381,7 +381,7 @@ class Scheduler:
         is_aside = sequence.status is SequenceStatus.WAITING
         self._num_aside_pages -= self._pages_aside(sequence) if is_aside else 0
         del sequence.token_ids[num_tokens:]
-        sequence.steady_until = 0
+        sequence.recheck_at = 0
         self._num_aside_pages += self._pages_aside(sequence) if is_aside else 0
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:

@@ -53,11 +53,11 @@ class Sequence:
     num_computed_tokens: int = 0
     # While fewer are computed it is a running one that lacks one row and has a page for it, and
     # neither its length ends it nor a page is complete. The scheduler's alone.
-    steady_until: int = 0
+    recheck_at: int = 0
     rows_in_flight: int = 0  # always 0 where steps are not overlapped
     kv_range: Range | None = None
     page_keys: list[bytes] = field(default_factory=list)  # of its pages, for the prefix cache
-    remember_at: int = 0  # computed tokens at which its next page is complete
+    next_cacheable_at: int = 0  # computed tokens at which its next page is complete
     has_fetched: bool = False  # what the store knows of it is in memory, or on its way
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     num_preemptions: int = 0

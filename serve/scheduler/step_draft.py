@@ -17,7 +17,7 @@ class StepDraft:
     decodes: list[Sequence]
     chunks: list[tuple[Sequence, int]]
 
-    def give(self, sequence: Sequence, rows: int) -> None:
+    def add(self, sequence: Sequence, rows: int) -> None:
         """Its next rows."""
         self.budget.take(rows, sequence.num_computed_tokens)
         if rows == 1:
@@ -25,7 +25,7 @@ class StepDraft:
         elif rows:
             self.chunks.append((sequence, rows))
 
-    def withdraw(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         """Take back the rows that it was given."""
         context = sequence.num_computed_tokens
         given = [(i, rows) for i, (other, rows) in enumerate(self.chunks) if other is sequence]

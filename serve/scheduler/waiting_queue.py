@@ -24,7 +24,7 @@ Entry = tuple[int, int, Sequence]
 """(rank, number of arrival, sequence): sorted, the first is next."""
 
 
-class Order:
+class WaitingQueue:
     """First come, first served, and the base of the others: sorted by `rank`, then by arrival.
 
     Iterating gives the waiting sequences, the next one first. preempts: somebody who waits may
@@ -82,7 +82,7 @@ class Order:
         """Who must go when memory runs out. running: in the order of their admission."""
         return max(reversed(running), key=self.rank)
 
-    def outranked(self, sequence: Sequence, running: list[Sequence]) -> list[Sequence]:
+    def victims_for(self, sequence: Sequence, running: list[Sequence]) -> list[Sequence]:
         """Those of the running who give way to a waiting one, the first to go last."""
         if not self.preempts:
             return []
@@ -127,7 +127,7 @@ class Order:
         del self._waiting[place]
 
 
-class Priority(Order):
+class Priority(WaitingQueue):
     """SamplingParams.priority; a running sequence gives way only if there is no other way."""
 
     preempts = True

@@ -18,7 +18,7 @@ from memory.nodes.wire import (
     Edit,
     EditKind,
     Kind,
-    Plan,
+    NodePlan,
     Query,
     WireError,
     pack_json,
@@ -54,7 +54,7 @@ from tests.fuzz.bodies import (
 Expected = (ApiError, RequestError)
 FORMAT = ChatFormat()
 CALL = b'{"name": "f", "arguments": {"a": "\\"}"}}'
-PLAN = Plan([Edit(next(iter(EditKind)), 1, 2, 3, 4)], [Query(1, 2, 3)], [Append(1, 2, 3)])
+PLAN = NodePlan([Edit(next(iter(EditKind)), 1, 2, 3, 4)], [Query(1, 2, 3)], [Append(1, 2, 3)])
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "</s>", "<s>", "[INST]", "<<", ">>")
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ops import Edges, LinearOp, get_backend
+from ops import Fusion, LinearOp, get_backend
 from ops.cpu import native
 from ops.reference import ReferenceBackend
 from quant.int4 import quantize_int4, quantize_nf4
@@ -38,11 +38,11 @@ from tests.support.engine.quantized import (
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="native kernels not built")
 
 
-def rounding_linear(weight: Tensor, bias: Tensor | None, edges: Edges) -> LinearOp:
+def rounding_linear(weight: Tensor, bias: Tensor | None, edges: Fusion) -> LinearOp:
     """A plain product on rows rounded to int8 as the kernels round them."""
     reference = ReferenceBackend()
     size = weight.shape[1]
-    before = reference.pack_linear(torch.eye(size), None, Edges(edges.norm))
+    before = reference.pack_linear(torch.eye(size), None, Fusion(edges.norm))
     after = reference.pack_linear(weight.float(), bias, edges._replace(norm=None))
 
     def product(x: Tensor, residual: Tensor | None = None) -> Tensor:

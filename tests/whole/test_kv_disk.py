@@ -17,7 +17,7 @@ import pytest
 
 import serve.loading.disk_store
 from memory.prefix.load_times import LoadTimes
-from memory.tiers.disk_tier import SpillStore
+from memory.tiers.disk_tier import DiskTier
 from serve import LLM, SamplingParams
 from serve.errors import ConfigError
 from serve.loading.disk_store import checkpoint_fingerprint
@@ -143,8 +143,8 @@ def test_a_restart_finds_what_was_there(tmp_path, expected):
 )
 def test_whatever_the_disk_does_the_tokens_are_right(tmp_path, expected, monkeypatch, plan):
     opener, opened = faulty(plan)
-    store = functools.partial(SpillStore, open_file=opener)
-    monkeypatch.setattr(serve.loading.disk_store, "SpillStore", store)
+    store = functools.partial(DiskTier, open_file=opener)
+    monkeypatch.setattr(serve.loading.disk_store, "DiskTier", store)
     answers, stats = run_small(tmp_path)
     assert answers == expected
     assert opened and stats.num_preemptions >= 6
@@ -162,8 +162,8 @@ def test_a_disk_that_hangs_holds_nobody_up(tmp_path, expected, monkeypatch):
     opener, opened = faulty(
         lambda kind, number: "hold" if is_hung[0] and (kind == "read" or number > 40) else None
     )
-    store = functools.partial(SpillStore, open_file=opener)
-    monkeypatch.setattr(serve.loading.disk_store, "SpillStore", store)
+    store = functools.partial(DiskTier, open_file=opener)
+    monkeypatch.setattr(serve.loading.disk_store, "DiskTier", store)
     with LLM(str(checkpoint("llama")), kv_cache_dir=str(tmp_path), **(SETTINGS | SMALL)) as llm:
         for requests, right in ((PREFIXES, expected[1]), (PREFIXES, expected[2])):
             assert generate(llm, requests) == right

@@ -12,9 +12,9 @@ from memory.kv_manager import KVManager
 from memory.nodes.attach import AttachRequest, NodeLayout
 from memory.nodes.edit_log import EditLog
 from memory.nodes.node_session import NodeSession
-from memory.nodes.placement import Share, page_geometry
-from memory.nodes.wire import Append, Edit, EditKind, Plan, Query, pack_plan, read_header
-from memory.pages.kv_range import HOLE
+from memory.nodes.placement import Shard, page_geometry
+from memory.nodes.wire import Append, Edit, EditKind, NodePlan, Query, pack_plan, read_header
+from memory.pages.kv_range import UNMAPPED
 from memory.prefix.index import PrefixHasher
 from ops import get_backend
 from tests.support.engine.fakes import FakeMemory
@@ -28,7 +28,7 @@ class NodeModel(KVModel):
     """Sequences whose tokens lie in the pages that the node's places show. The node's session
     is real, only its memory remembers instead of being there."""
 
-    def __init__(self, share: Share, windows) -> None:
+    def __init__(self, share: Shard, windows) -> None:
         layers = [AttentionLayer(8, 8, 64, 0.125, window) for window in windows]
         sizes = [Int8KVLayout([layer], 64).token_bytes for layer in layers]
         geometry = page_geometry(sizes, windows, share.partition, share.count, 1 << 20)
@@ -78,7 +78,9 @@ class NodeModel(KVModel):
         edits = self.log.take()
         for edit in edits:
             self.edits[edit.kind] += 1
-        message = memoryview(bytearray(pack_plan(1, self.num_plans, Plan(edits, queries, appends))))
+        message = memoryview(
+            bytearray(pack_plan(1, self.num_plans, NodePlan(edits, queries, appends)))
+        )
         self.session.plan(read_header(message), message)
 
     def advance(self, sequence, num_tokens) -> bool:
@@ -101,7 +103,7 @@ class NodeModel(KVModel):
         part = number * NUM_RANGES + sequence.kv_range.index
         place = position // self.page_tokens[number]
         page = self.session._places.shown(part)[place]
-        assert page != HOLE
+        assert page != UNMAPPED
         offset = self.session.layout.part_offset(part) + place * self.memory.page_bytes
         assert self.memory.mapped[offset] == page
         return [self.memory.content.setdefault(page, {})]
@@ -112,7 +114,7 @@ class NodeModel(KVModel):
         self.plan([], [])
         for part in range(NUM_RANGES * len(self.page_tokens)):
             there = list(self.session._places.shown(part))
-            while there and there[-1] == HOLE:
+            while there and there[-1] == UNMAPPED:
                 there.pop()
             assert list(self.kv.space.shown(part)) == there
 
@@ -125,11 +127,11 @@ class NodeModel(KVModel):
 
 
 SHARES = [
-    (Share("head", 0, 2), (None,)),
-    (Share("request", 0, 1), (None, 100)),
-    (Share("sequence", 1, 2), (None,)),
-    (Share("sequence", 2, 3), (None,)),
-    (Share("head", 1, 3), (None, 40, 130)),
+    (Shard("head", 0, 2), (None,)),
+    (Shard("request", 0, 1), (None, 100)),
+    (Shard("sequence", 1, 2), (None,)),
+    (Shard("sequence", 2, 3), (None,)),
+    (Shard("head", 1, 3), (None, 40, 130)),
 ]
 
 

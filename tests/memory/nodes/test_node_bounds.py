@@ -16,8 +16,8 @@ from memory.nodes.direct import direct_pair
 from memory.nodes.node import MemoryNode
 from memory.nodes.node_link import NodeError, NodeLink
 from memory.nodes.node_session import NodeSession
-from memory.nodes.placement import Share
-from memory.nodes.wire import Edit, EditKind, ErrorCode, Plan, pack_plan
+from memory.nodes.placement import Shard
+from memory.nodes.wire import Edit, EditKind, ErrorCode, NodePlan, pack_plan
 from memory.pages.vmm import LinuxMemory
 from ops import get_backend
 from tests.support.engine.raw_engine import PATIENCE_S, REQUEST, RawEngine, Witness, page_bytes
@@ -41,7 +41,7 @@ def ask(node, engine, **changed) -> tuple[NodeLink, int]:
     """A link that has attached, and its pages; NodeError if the node refuses."""
     ours, theirs = direct_pair()
     node.adopt(theirs)
-    link = NodeLink("node", ours, Share("head", 0, 1))
+    link = NodeLink("node", ours, Shard("head", 0, 1))
     return link, link.attach(replace(REQUEST, engine=engine, **changed), 0.0)
 
 
@@ -133,7 +133,7 @@ def test_mappings_are_counted_as_the_system_counts_them(few, monkeypatch):
         count = rng.randint(1, most - place)
         kind = rng.choice([EditKind.MAP, EditKind.UNMAP])
         page = rng.randrange(request.num_pages - count) if kind is EditKind.MAP else 0
-        plan = Plan([Edit(kind, part, place, page, count)], [], [])
+        plan = NodePlan([Edit(kind, part, place, page, count)], [], [])
         message = memoryview(pack_plan(request.epoch, number, plan))
         session.plan(session.header(message), message)
         # gaps at the ends of neighbouring parts are one

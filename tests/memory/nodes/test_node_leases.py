@@ -15,7 +15,7 @@ import torch
 import transport
 from memory.nodes.node import MemoryNode
 from memory.nodes.node_link import NodeLink
-from memory.nodes.placement import Share
+from memory.nodes.placement import Shard
 from memory.nodes.wire import EditKind, ErrorCode, Kind, WireError, pack_json
 from ops import get_backend
 from tests.support.engine.raw_engine import (
@@ -227,7 +227,7 @@ def test_drain_does_not_wait_for_ever(served):
 
 
 def test_an_engine_learns_that_its_node_wants_to_go(served):
-    link = NodeLink("node", served.connect(), Share("head", 0, 1))
+    link = NodeLink("node", served.connect(), Shard("head", 0, 1))
     assert link.attach(REQUEST, PATIENCE_S) == 40
     assert not served.node.drain(0.01)
     deadline = time.monotonic() + PATIENCE_S

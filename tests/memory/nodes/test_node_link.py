@@ -10,14 +10,14 @@ import torch
 from memory.nodes.direct import direct_pair
 from memory.nodes.node_link import NodeError, NodeLink
 from memory.nodes.node_loop import post_bytes
-from memory.nodes.placement import Share
+from memory.nodes.placement import Shard
 from memory.nodes.remote_attention import NodesLostError
-from memory.nodes.wire import ErrorCode, Header, Kind, Plan, WireType, pack_json, read_header
+from memory.nodes.wire import ErrorCode, Header, Kind, NodePlan, WireType, pack_json, read_header
 from tests.support.engine.raw_engine import REQUEST
 from tests.support.nodes.remote_rig import RemoteRig, layers_of
 from transport.base import PeerLostError, TransportError, TransportTimeoutError
 
-_EMPTY = Plan([], [], [])
+_EMPTY = NodePlan([], [], [])
 
 
 class Script:
@@ -26,7 +26,7 @@ class Script:
     def __init__(self, *messages: bytes):
         engine_end, self.node_end = direct_pair()
         clock = itertools.count(step=10.0)
-        self.link = NodeLink("node", engine_end, Share("head", 0, 1), lambda: next(clock))
+        self.link = NodeLink("node", engine_end, Shard("head", 0, 1), lambda: next(clock))
         for message in messages:
             self.say(message)
 

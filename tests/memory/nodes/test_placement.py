@@ -16,7 +16,7 @@ from memory.nodes.placement import (
     MAX_PAGES,
     PARTITIONS,
     PlacementError,
-    Share,
+    Shard,
     deal,
     page_geometry,
     resolve_partition,
@@ -29,7 +29,7 @@ TOKENS = st.integers(0, 700)
 
 
 def shares(partition, count):
-    return [Share(partition, index, count) for index in range(count)]
+    return [Shard(partition, index, count) for index in range(count)]
 
 
 def heads(num_kv_heads, group=2, window=None):

@@ -23,7 +23,7 @@ from memory.nodes.wire import (
     ErrorCode,
     Header,
     Kind,
-    Plan,
+    NodePlan,
     Query,
     WireError,
     WireType,
@@ -38,7 +38,7 @@ from memory.nodes.wire_rows import WireRows, encode, kv_type, largest_message
 U8, U16, U32, U64 = (st.integers(0, 2**bits - 1) for bits in (8, 16, 32, 64))
 HEADERS = st.builds(Header, st.sampled_from(Kind), U32, U64, U16, st.sampled_from(WireType), U32)
 PLANS = st.builds(
-    Plan,
+    NodePlan,
     st.lists(st.builds(Edit, st.sampled_from(EditKind), U32, U32, U32, U32), max_size=9),
     st.lists(st.builds(Query, U32, U32, U32), max_size=9),
     st.lists(st.builds(Append, U32, U32, U32), max_size=9),

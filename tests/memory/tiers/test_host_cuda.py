@@ -12,7 +12,7 @@ from memory.kv_manager import KVManager
 from memory.pages.cuda_device import CudaError, CudaUnavailableError
 from memory.pages.cuda_vmm import CudaMemory
 from memory.tiers.cuda_copy import CudaCopier
-from memory.tiers.disk_tier import SpillStore
+from memory.tiers.disk_tier import DiskTier
 from memory.tiers.host_tier import HostTier
 from tests.support.cuda.fakes_cuda import CUresult, FakeDriver
 from tests.support.memory.late_store import LateStore, content
@@ -122,8 +122,8 @@ def test_pages_that_were_forgotten_come_back_from_host_memory():
 def test_two_tiers_hold_more_than_host_memory(tmp_path):
     """And after a restart the disk still has all of it."""
 
-    def open_disk() -> SpillStore:
-        return SpillStore(tmp_path, PAGE, 64 * PAGE, b"m", "threads", persistent=True)
+    def open_disk() -> DiskTier:
+        return DiskTier(tmp_path, PAGE, 64 * PAGE, b"m", "threads", persistent=True)
 
     device = Device(num_pages=8, host_pages=6, below=open_disk())
     for number in range(10):

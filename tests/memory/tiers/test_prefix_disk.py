@@ -9,7 +9,7 @@ import pytest
 from memory.kv_manager import KVManager
 from memory.pages.vmm import LinuxMemory
 from memory.prefix.index import PrefixHasher
-from memory.tiers.disk_tier import SpillStore
+from memory.tiers.disk_tier import DiskTier
 
 PAGE = 4096
 TOKENS = 4  # to a page
@@ -27,7 +27,7 @@ class Rig:
             in_background=False,
         )
         self.memory.reserve(self.kv.total_bytes)
-        self.store = SpillStore(folder, PAGE, disk_pages * PAGE, b"test")
+        self.store = DiskTier(folder, PAGE, disk_pages * PAGE, b"test")
         self.kv.prefixes.use_store(self.store, self.memory.page_address, self.memory.keep_pages)
         self.hasher = PrefixHasher(self.kv.page_end, b"test")
 

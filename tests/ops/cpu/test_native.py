@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from ops import Edges, Norm
+from ops import Fusion, Norm
 from ops.cpu import native
 from ops.cpu.native import MAX_INT8_INPUTS, Int8Linear
 from tests.support.engine.child import output_of
@@ -84,13 +84,13 @@ def test_what_would_overflow_or_be_read_beyond_its_end_is_refused():
     with pytest.raises(AssertionError):
         Int8Linear(torch.ones(40, 64), torch.ones(1))
     with pytest.raises(AssertionError):
-        Int8Linear(torch.ones(40, 64), None, Edges(Norm("rms", torch.ones(8), None, 1e-5)))
+        Int8Linear(torch.ones(40, 64), None, Fusion(Norm("rms", torch.ones(8), None, 1e-5)))
     with pytest.raises(AssertionError):
         Int8Linear(torch.ones(40, 64), None)(x, torch.ones(40, 2).T)
     with pytest.raises(AssertionError):
-        Int8Linear(torch.ones(41, 64), None, Edges(None, "silu", True))
+        Int8Linear(torch.ones(41, 64), None, Fusion(None, "silu", True))
     with pytest.raises(AssertionError):
-        Int8Linear(torch.ones(40, 64), None, Edges(None, "silu", True))(x, torch.ones(2, 20))
+        Int8Linear(torch.ones(40, 64), None, Fusion(None, "silu", True))(x, torch.ones(2, 20))
 
 
 def test_python_goes_on_while_a_kernel_runs():

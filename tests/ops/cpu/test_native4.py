@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops import Edges, Norm
+from ops import Fusion, Norm
 from ops.cpu import native
 from ops.cpu.native import GROUPS4, Int8Linear, split_scales
 from ops.reference import ReferenceBackend
@@ -91,7 +91,7 @@ def test_a_row_does_not_depend_on_the_others(isa, kind):
 def test_activation_and_bias_are_fused(isa, activation, is_gated, kind):
     weight, x, bias = random_weight(90, 64, kind), whole_rows(5, 64), torch.randn(90)
     weight = weight._replace(scales=weight.scales / 64)
-    edges = Edges(None, activation, is_gated)
+    edges = Fusion(None, activation, is_gated)
     y = weight.linear(bias, edges)(x)
     expected = REFERENCE.pack_linear(plain(weight), bias.double(), edges)(x.double())
     assert y.dtype == torch.bfloat16
@@ -104,9 +104,9 @@ def test_norm_is_fused(isa, kind, size):
     norm_bias = torch.randn(size) if kind == "layer" else None
     norm = Norm(kind, torch.rand(size) + 0.5, norm_bias, 1e-5)
     weight, x = random_weight(40, size, "centred"), torch.randn(7, size) * 3 + 1
-    y = weight.linear(None, Edges(norm))(x)
+    y = weight.linear(None, Fusion(norm))(x)
     wide = Norm(kind, norm.weight.double(), None if norm_bias is None else norm_bias.double(), 1e-5)
-    normed = REFERENCE.pack_linear(torch.eye(size).double(), None, Edges(wide))(x.double())
+    normed = REFERENCE.pack_linear(torch.eye(size).double(), None, Fusion(wide))(x.double())
     step = normed.abs().amax(1, keepdim=True) / 127
     bound = 0.52 * step * plain(weight).abs().sum(1) + 1e-4
     assert bool(((y - normed @ plain(weight).T).abs() <= bound).all())
@@ -132,11 +132,11 @@ def test_ready_int8_weights_are_taken_as_they_are(isa):
     y = Int8Linear(weight, bias, scales=scales)(x)
     expected = x.double() @ (weight.double() * scales[:, None]).T + bias
     assert torch.allclose(y.double(), expected, rtol=1e-6, atol=1e-3)
-    gated = Int8Linear(weight[:70], None, Edges(None, "silu", True), scales=scales[:70])
+    gated = Int8Linear(weight[:70], None, Fusion(None, "silu", True), scales=scales[:70])
     wide = (weight[:70].double() * scales[:70, None]) / 1e3
-    small = Int8Linear(weight[:70], None, Edges(None, "silu", True), scales=scales[:70] / 1e3)
+    small = Int8Linear(weight[:70], None, Fusion(None, "silu", True), scales=scales[:70] / 1e3)
     assert gated(x).shape == (9, 35)
-    expected = REFERENCE.pack_linear(wide, None, Edges(None, "silu", True))(x.double())
+    expected = REFERENCE.pack_linear(wide, None, Fusion(None, "silu", True))(x.double())
     assert torch.allclose(small(x).double(), expected, rtol=5e-3, atol=1e-4)
 
 

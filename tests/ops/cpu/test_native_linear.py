@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops import Edges, Norm
+from ops import Fusion, Norm
 from ops.cpu import native
 from ops.cpu.native import Int8Linear
 from ops.reference import ReferenceBackend
@@ -75,8 +75,8 @@ def test_activation_and_bias_are_fused(isa, kind, is_gated):
     weight = torch.randint(-127, 128, (90, 64)).float()
     x[:, 0], weight[:, 0] = 127.0, 127.0
     weight, bias = weight / 4e4, torch.randn(90)
-    y = Int8Linear(weight, bias, Edges(None, kind, is_gated))(x)
-    plain = REFERENCE.pack_linear(weight.double(), bias.double(), Edges(None, kind, is_gated))
+    y = Int8Linear(weight, bias, Fusion(None, kind, is_gated))(x)
+    plain = REFERENCE.pack_linear(weight.double(), bias.double(), Fusion(None, kind, is_gated))
     expected = plain(x.double())
     assert y.dtype == torch.bfloat16
     assert torch.allclose(y.double(), expected, rtol=5e-3, atol=1e-4)
@@ -88,9 +88,9 @@ def test_norm_is_fused(isa, kind, size):
     norm_bias = torch.randn(size) if kind == "layer" else None
     norm = Norm(kind, torch.rand(size) + 0.5, norm_bias, 1e-5)
     x, weight = torch.randn(7, size) * 3 + 1, torch.randn(40, size)
-    y = Int8Linear(weight, None, Edges(norm))(x)
+    y = Int8Linear(weight, None, Fusion(norm))(x)
     wide = Norm(kind, norm.weight.double(), None if norm_bias is None else norm_bias.double(), 1e-5)
-    normed = REFERENCE.pack_linear(torch.eye(size).double(), None, Edges(wide))(x.double())
+    normed = REFERENCE.pack_linear(torch.eye(size).double(), None, Fusion(wide))(x.double())
     exact, bound = expected_product(normed.float(), weight)
     assert bool(((y - exact).abs() <= bound + 1e-3).all())
 
@@ -120,7 +120,7 @@ def test_zeros_and_empty_and_strided_rows(isa):
 def test_a_row_with_a_nan_or_an_infinity_shows_it(isa, bad, norm):
     """And only that row does."""
     x = torch.randn(5, 100)
-    layer = Int8Linear(torch.randn(40, 100), None, Edges(norm))
+    layer = Int8Linear(torch.randn(40, 100), None, Fusion(norm))
     expected = layer(x)
     for at in (0, 17, 31, 63, 99):
         spoilt = x.clone()

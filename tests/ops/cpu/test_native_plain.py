@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops import Edges, Norm
+from ops import Fusion, Norm
 from ops.cpu import native
 from ops.cpu.backend import CpuBackend
 from ops.cpu.native_plain import PlainLinear
@@ -64,9 +64,9 @@ def test_whole_numbers_sum_exactly(isa, dtype, k, n):
 @pytest.mark.parametrize(
     "edges",
     [
-        Edges(),
-        Edges(Norm("rms", torch.rand(1301) + 0.5, None, 1e-5), "silu", True),
-        Edges(Norm("layer", torch.rand(1301) + 0.5, torch.randn(1301), 1e-5), "gelu"),
+        Fusion(),
+        Fusion(Norm("rms", torch.rand(1301) + 0.5, None, 1e-5), "silu", True),
+        Fusion(Norm("layer", torch.rand(1301) + 0.5, torch.randn(1301), 1e-5), "gelu"),
     ],
     ids=["plain", "rms-gated", "layer-gelu"],
 )
@@ -94,7 +94,7 @@ def test_activation_and_bias_are_fused(isa, dtype, kind, is_gated):
     # about 10 bits before the rounding, of a size that activations bend
     x, weight = whole(14, 70, dtype=dtype), whole(90, 70, dtype=dtype, largest=31) / 256
     bias = whole(90, dtype=dtype)
-    edges = Edges(None, kind, is_gated)
+    edges = Fusion(None, kind, is_gated)
     got = PlainLinear(weight, bias, edges)(x)
     # as separate operators: the product is rounded, then the activation, then what it multiplies
     expected = SeparateCalls(CpuBackend(), lambda x: product(x, weight, bias), edges)(x)
@@ -113,7 +113,7 @@ def test_activation_and_bias_are_fused(isa, dtype, kind, is_gated):
 def test_residual_is_added_to_the_rounded_result(isa, dtype, rows, kind, size):
     x, weight = torch.randn(rows, 64).to(dtype), torch.randn(size, 64).to(dtype)
     residual = torch.randn(rows, size).to(dtype)
-    layer = PlainLinear(weight, None, Edges(None, kind))
+    layer = PlainLinear(weight, None, Fusion(None, kind))
     expected = residual + layer(x)
     got = layer(x, residual=residual)
     assert got is residual
@@ -128,9 +128,9 @@ def test_norm_is_fused(isa, dtype, kind, size):
     norm_bias = torch.randn(size).to(dtype) if kind == "layer" else None
     norm = Norm(kind, (torch.rand(size) + 0.5).to(dtype), norm_bias, 1e-5)
     x = (torch.randn(7, size) * 3 + 1).to(dtype)
-    y = PlainLinear(torch.eye(size).to(dtype), None, Edges(norm))(x)
+    y = PlainLinear(torch.eye(size).to(dtype), None, Fusion(norm))(x)
     wide = Norm(kind, norm.weight.double(), None if norm_bias is None else norm_bias.double(), 1e-5)
-    exact = REFERENCE.pack_linear(torch.eye(size).double(), None, Edges(wide))(x.double())
+    exact = REFERENCE.pack_linear(torch.eye(size).double(), None, Fusion(wide))(x.double())
     assert bool(((y.double() - exact).abs() <= UNIT[dtype] * exact.abs() + 5e-6).all())
 
 
@@ -141,7 +141,7 @@ def test_what_is_not_finite_stays_in_its_row(isa, dtype):
     expected = product(x, weight)
     x[1, 32], x[4, 0] = torch.nan, torch.inf
     for kind in (None, "silu", "gelu", "gelu_tanh", "relu"):
-        y = PlainLinear(weight, None, Edges(None, kind))(x)
+        y = PlainLinear(weight, None, Fusion(None, kind))(x)
         assert bool(y[1].isnan().all()), f"{kind}"
     y = PlainLinear(weight, None)(x)
     by_sign = torch.where(weight[:, 0] == 0, torch.nan, torch.inf * weight[:, 0])

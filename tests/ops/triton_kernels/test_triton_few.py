@@ -10,12 +10,12 @@ import torch
 
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
-from ops.backend import PLAIN, Edges, Norm
+from ops.backend import NO_FUSION, Fusion, Norm
 from ops.cuda import tune as cuda_tune
 from ops.cuda.linear import Int8Linear
 from ops.cuda.tune import FUSED, TRITON, Choice
 from ops.triton_kernels import few as triton_few
-from ops.triton_kernels.few import few_linear
+from ops.triton_kernels.few import small_batch_linear
 from ops.triton_kernels.linear import ScaledWeight, Tile, scaled_linear
 from ops.triton_kernels.rows import quantize_rows
 
@@ -36,7 +36,7 @@ def some_weight(outputs: int, inputs: int, *, has_bias: bool = True) -> ScaledWe
 
 
 def both(
-    x: torch.Tensor, edges: Edges, weight: ScaledWeight, *, adds: bool = False, tile: Tile = TILE
+    x: torch.Tensor, edges: Fusion, weight: ScaledWeight, *, adds: bool = False, tile: Tile = TILE
 ) -> list[torch.Tensor]:
     """What the separate kernels give and what the fused one gives, the residual in place."""
     num_out = len(weight.codes) // (2 if edges.is_gated else 1)
@@ -48,7 +48,7 @@ def both(
             out = residual.clone()
         rest = weight, out, out if adds else None, edges.activation
         if is_fused:
-            few_linear(x, edges.norm, *rest, is_gated=edges.is_gated, tile=tile)
+            small_batch_linear(x, edges.norm, *rest, is_gated=edges.is_gated, tile=tile)
         else:
             rows = quantize_rows(x, edges.norm)
             scaled_linear(rows, *rest, is_gated=edges.is_gated, tile=tile)
@@ -57,11 +57,11 @@ def both(
 
 
 EDGES = {
-    "plain": (PLAIN, True),
-    "rms": (Edges(some_norm("rms", 75)), False),
-    "layer": (Edges(some_norm("layer", 75)), True),
-    "relu": (Edges(None, "relu"), False),
-    "gated": (Edges(some_norm("rms", 75), "silu", True), False),
+    "plain": (NO_FUSION, True),
+    "rms": (Fusion(some_norm("rms", 75)), False),
+    "layer": (Fusion(some_norm("layer", 75)), True),
+    "relu": (Fusion(None, "relu"), False),
+    "gated": (Fusion(some_norm("rms", 75), "silu", True), False),
 }
 
 
@@ -81,7 +81,7 @@ def test_parts_of_the_inputs(split):
     x = torch.randn(2, 256, device=DEVICE)
     for _ in range(2):
         tile = TILE._replace(split_k=split)
-        want, found = both(x, Edges(some_norm("rms", 256)), weight, tile=tile)
+        want, found = both(x, Fusion(some_norm("rms", 256)), weight, tile=tile)
         assert torch.equal(found, want)
 
 
@@ -90,7 +90,7 @@ def test_rows_longer_than_the_registers(kind):
     norm = None if kind is None else some_norm(kind, 1100)
     x = torch.randn(2, 1200, device=DEVICE).bfloat16()[:, 50:1150]
     tile = TILE._replace(num_warps=1, k=512, n=16)
-    want, found = both(x, Edges(norm), some_weight(20, 1100), tile=tile)
+    want, found = both(x, Fusion(norm), some_weight(20, 1100), tile=tile)
     assert torch.equal(found, want)
 
 
@@ -98,7 +98,7 @@ def test_zeros_and_what_is_not_finite():
     x = torch.randn(4, 50, device=DEVICE)
     x[0], x[1, 3], x[2, 7] = 0, float("nan"), float("inf")
     for norm in (None, some_norm("rms", 50)):
-        want, found = both(x, Edges(norm), some_weight(20, 50, has_bias=False))
+        want, found = both(x, Fusion(norm), some_weight(20, 50, has_bias=False))
         assert not found[0].any() and not found[1:3].isfinite().any()
         assert found[3].isfinite().all() and torch.equal(found[[0, 3]], want[[0, 3]])
 
@@ -107,18 +107,19 @@ def test_rows_under_the_results_are_refused():
     weight, wide = some_weight(32, 32), torch.randn(3, 64, device=DEVICE)
     x, out = wide[:2, :32], wide[1:, 31:63]
     with pytest.raises(AssertionError, match="others write"):
-        few_linear(x, None, weight, out, out, tile=TILE)
+        small_batch_linear(x, None, weight, out, out, tile=TILE)
     assert triton_few._overlap(wide[0], wide[0, 63:])
     assert not triton_few._overlap(wide[0], wide[1]) and not triton_few._overlap(wide[1], wide[0])
 
 
 def test_a_layer_takes_it(monkeypatch):
     """Where it was measured to be best."""
-    layer = Int8Linear(torch.randn(36, 50), None, Edges(some_norm("rms", 50)), device=DEVICE)
+    layer = Int8Linear(torch.randn(36, 50), None, Fusion(some_norm("rms", 50)), device=DEVICE)
     x = torch.randn(3, 50, device=DEVICE)
     calls = []
     monkeypatch.setattr(
-        "ops.cuda.linear.few_linear", lambda *a, **k: calls.append(few_linear(*a, **k))
+        "ops.cuda.linear.small_batch_linear",
+        lambda *a, **k: calls.append(small_batch_linear(*a, **k)),
     )
     whole = layer(x)
     assert not calls and torch.equal(layer(x[:1]), whole[:1])

@@ -10,7 +10,7 @@ import torch.nn.functional as functional
 
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
-from ops.backend import PLAIN, Edges, Norm
+from ops.backend import NO_FUSION, Fusion, Norm
 from ops.cuda import linear as cuda_linear
 from ops.cuda import tune as cuda_tune
 from ops.cuda.linear import Int8Linear
@@ -108,16 +108,16 @@ def test_no_tile_changes_a_bit():
 
 
 EDGES = {
-    "plain": PLAIN,
-    "rms": Edges(some_norm("rms", 50)),
-    "layer": Edges(some_norm("layer", 50)),
-    "relu": Edges(None, "relu"),
-    "gated": Edges(some_norm("rms", 50), "silu", True),
+    "plain": NO_FUSION,
+    "rms": Fusion(some_norm("rms", 50)),
+    "layer": Fusion(some_norm("layer", 50)),
+    "relu": Fusion(None, "relu"),
+    "gated": Fusion(some_norm("rms", 50), "silu", True),
 }
 
 
 def layer_reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, edges: Edges
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, edges: Fusion
 ) -> torch.Tensor:
     """fp64, with weights and rows rounded as the layer rounds them."""
     rows, w = quantize_rows(x, edges.norm), quantize_rows(weight.float())
@@ -148,7 +148,7 @@ def test_layer(edges, rows):
 def test_parts_pieces_and_given_codes(monkeypatch):
     """However a weight comes, the packed one is the same."""
     weight, bias = torch.randn(34, 48, dtype=torch.bfloat16), torch.randn(34)
-    for edges in (PLAIN, Edges(None, "silu", True)):
+    for edges in (NO_FUSION, Fusion(None, "silu", True)):
         whole = Int8Linear(weight, bias, edges, device=DEVICE).weight
         with monkeypatch.context() as patched:
             patched.setattr(cuda_linear, "PACK_VALUES", 5 * 48)

@@ -12,7 +12,7 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else 
 import triton
 import triton.language as tl
 
-from ops.backend import PLAIN, Edges, Norm
+from ops.backend import NO_FUSION, Fusion, Norm
 from ops.cpu.native import NF4_VALUES
 from ops.cuda.linear import Fp8Linear, Int4Linear, PlainLinear
 from ops.reference import ReferenceBackend, _activate
@@ -27,8 +27,8 @@ TILES = (
     Tile(8, 16, 256, 4, 3, swap=True),
     Tile(64, 128, 64, 4, 3, swap=True),
 )
-GATED = Edges(Norm("rms", 1 + 0.2 * torch.randn(90), None, 1e-5), "silu", True)
-EDGES = {"plain": PLAIN, "relu": Edges(None, "relu"), "gated": GATED}
+GATED = Fusion(Norm("rms", 1 + 0.2 * torch.randn(90), None, 1e-5), "silu", True)
+EDGES = {"plain": NO_FUSION, "relu": Fusion(None, "relu"), "gated": GATED}
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -42,14 +42,14 @@ def with_zeros(weight: torch.Tensor, group: int) -> Int4Weight:
 KINDS = {"int4": quantize_int4, "zeros": with_zeros, "nf4": quantize_nf4}
 
 
-def layer4(weight: Int4Weight, bias=None, edges: Edges = PLAIN, **how) -> Int4Linear:
+def layer4(weight: Int4Weight, bias=None, edges: Fusion = NO_FUSION, **how) -> Int4Linear:
     codes, scales, zeros, group, is_nf4 = weight
     return Int4Linear(
         codes, scales, zeros, bias, edges, group=group, is_nf4=is_nf4, device=DEVICE, **how
     )
 
 
-def reference(x: torch.Tensor, plain: torch.Tensor, bias, edges: Edges, dtype=torch.int8):
+def reference(x: torch.Tensor, plain: torch.Tensor, bias, edges: Fusion, dtype=torch.int8):
     """fp64, with rows rounded as the layer rounds them. plain: [out, in]."""
     norm = edges.norm and edges.norm._replace(weight=edges.norm.weight.to(DEVICE))
     codes, scales = quantize_rows(x, norm, dtype=dtype)
@@ -82,7 +82,7 @@ def test_int4_products(group, quantize):
             int4_linear(codes, layer.weight, torch.empty(rows, outputs, device=DEVICE), tile=tile)
             for tile in TILES
         ]
-        check_close(outs[0], reference(x, weight.plain(), None, PLAIN))
+        check_close(outs[0], reference(x, weight.plain(), None, NO_FUSION))
         assert all(torch.equal(outs[0], other) for other in outs)
 
 

@@ -14,7 +14,7 @@ from bench.common.instant import load_instant
 from serve import Engine, SamplingParams
 from serve.engine.compute_thread import ComputeThread
 from serve.engine.core import EngineCore
-from serve.engine.overlapped_executor import Pipeline
+from serve.engine.overlapped_executor import OverlappedExecutor
 from serve.errors import EngineStoppedError
 from serve.request import FinishReason
 from serve.text.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ class Rig:
     async def __aenter__(self):
         await self.engine.start()
         self.core = self.engine.loaded.core
-        assert isinstance(self.core._steps, Pipeline) == self.overlaps
+        assert isinstance(self.core._steps, OverlappedExecutor) == self.overlaps
         return self
 
     async def __aexit__(self, *exc):

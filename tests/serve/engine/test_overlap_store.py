@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from memory.tiers.disk_health import SpillStats
+from memory.tiers.disk_health import StoreStats
 from serve.request import FinishReason
 from serve.scheduler.orders import ORDERS
 from tests.serve.engine.test_overlap_walk import Walk
@@ -52,8 +52,8 @@ class LateStore:
     def discard(self, key: bytes) -> bool:
         return self._pages.pop(key, None) is not None
 
-    def stats(self) -> SpillStats:
-        return SpillStats()
+    def stats(self) -> StoreStats:
+        return StoreStats()
 
     def close(self, timeout_s: float) -> bool:
         self.go_on(to_the_end=True)

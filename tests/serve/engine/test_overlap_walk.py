@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from memory.pages.layer_groups import LayerGroup
-from serve.engine.overlapped_executor import Pipeline
+from serve.engine.overlapped_executor import OverlappedExecutor
 from serve.request import FinishReason
 from serve.scheduler.admission import POLICIES
 from serve.scheduler.orders import ORDERS
@@ -55,7 +55,7 @@ class Walk(Bench):
             fails_wait=lambda s: fails == "wait" and self._fails(s),
             needs=lambda s: needy and s.seed % 5 == 0,
         )
-        assert isinstance(self.steps, Pipeline)
+        assert isinstance(self.steps, OverlappedExecutor)
         self.prefixes = [[rng.randrange(10, 1000) for _ in range(60)] for _ in range(3)]
         self.all = []
         self.alive = []

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from serve.engine import watchdog as heartbeat
-from serve.engine.watchdog import BOUND_S, ROW_S, Heartbeat
+from serve.engine import watchdog as watchdog
+from serve.engine.watchdog import BOUND_S, ROW_S, Watchdog
 from serve.request import SamplingParams
 from tests.support.engine.engine_rig import PROMPT, Rig
 
@@ -23,7 +23,7 @@ class Clock:
 
 def test_at_rest_it_never_hangs() -> None:
     clock = Clock()
-    beat = Heartbeat(clock)
+    beat = Watchdog(clock)
     for _ in range(3):
         clock.now_s += 1e6
         assert beat.hangs_s() is None
@@ -34,7 +34,7 @@ def test_at_rest_it_never_hangs() -> None:
 
 def test_a_round_hangs_after_the_bound() -> None:
     clock = Clock()
-    beat = Heartbeat(clock)
+    beat = Watchdog(clock)
     beat.begin(1)
     clock.now_s += BOUND_S
     assert beat.hangs_s() is None
@@ -47,7 +47,7 @@ def test_a_round_hangs_after_the_bound() -> None:
 def test_slow_steps_are_learned() -> None:
     """A machine whose steps take a minute each has none that hangs before five."""
     clock = Clock()
-    beat = Heartbeat(clock)
+    beat = Watchdog(clock)
     beat.begin(512)
     clock.now_s += 60
     assert beat.hangs_s() is None
@@ -63,7 +63,7 @@ def test_slow_steps_are_learned() -> None:
 
 def test_a_step_larger_than_any_before_has_time_by_its_rows() -> None:
     clock = Clock()
-    beat = Heartbeat(clock)
+    beat = Watchdog(clock)
     for _ in range(100):
         beat.begin(32)
         clock.now_s += 0.01
@@ -78,8 +78,8 @@ def test_a_step_larger_than_any_before_has_time_by_its_rows() -> None:
 
 def test_a_frozen_step_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow steps below the bound are no trouble; a frozen one is, until it goes on."""
-    monkeypatch.setattr(heartbeat, "BOUND_S", 0.25)
-    monkeypatch.setattr(heartbeat, "ROW_S", 0.01)
+    monkeypatch.setattr(watchdog, "BOUND_S", 0.25)
+    monkeypatch.setattr(watchdog, "ROW_S", 0.01)
     frozen = threading.Event()
     frozen.set()
     slow_s = 0.03
@@ -118,8 +118,8 @@ def test_a_frozen_step_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_dead_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with Rig() as rig:
-            heartbeat = rig.engine.loaded.core.heartbeat
-            monkeypatch.setattr(heartbeat, "_is_output_alive", lambda: False)
+            watchdog = rig.engine.loaded.core.watchdog
+            monkeypatch.setattr(watchdog, "_is_output_alive", lambda: False)
             assert rig.engine.trouble() == "the thread that delivers answers has ended"
 
     asyncio.run(main())

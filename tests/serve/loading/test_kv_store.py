@@ -10,7 +10,7 @@ import time
 import pytest
 
 import serve.loading.disk_store
-from memory.tiers.disk_tier import SpillStore
+from memory.tiers.disk_tier import DiskTier
 from serve import LLM, SamplingParams
 from serve.errors import ConfigError
 from tests.support.engine.checkpoints import checkpoint
@@ -154,8 +154,8 @@ def test_the_disk_is_in_the_statistics(tmp_path, monkeypatch):
     """Three pages: the first comes back, the second was torn, the third cannot be read."""
     faults = {("write", 1): "torn"}
     opener, _ = faulty(lambda kind, number: faults.get((kind, number)))
-    store = functools.partial(SpillStore, open_file=opener)
-    monkeypatch.setattr(serve.loading.disk_store, "SpillStore", store)
+    store = functools.partial(DiskTier, open_file=opener)
+    monkeypatch.setattr(serve.loading.disk_store, "DiskTier", store)
     store_some(tmp_path, kv_page_bytes=8192)
     faults["read", 2] = errno.EIO
     with open_llm(tmp_path, kv_page_bytes=8192) as llm:
@@ -172,8 +172,8 @@ def test_the_disk_is_in_the_statistics(tmp_path, monkeypatch):
 def test_a_disk_that_fails_for_a_while_gets_the_pages_later(tmp_path, monkeypatch):
     broken = [True]
     opener, _ = faulty(lambda kind, n: errno.EIO if kind == "write" and broken[0] else None)
-    store = functools.partial(SpillStore, open_file=opener)
-    monkeypatch.setattr(serve.loading.disk_store, "SpillStore", store)
+    store = functools.partial(DiskTier, open_file=opener)
+    monkeypatch.setattr(serve.loading.disk_store, "DiskTier", store)
     with open_llm(tmp_path) as llm:
         llm.generate(PROMPT, GREEDY)
         end_s = time.monotonic() + 20

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from memory.attention.seam import AttentionLayer
-from ops import Edges, LinearOp
+from ops import Fusion, LinearOp
 from ops.reference import ReferenceBackend
 from serve.models import load_model, read_generation_defaults, read_spec
 from tests.support.engine.checkpoints import (
@@ -34,7 +34,7 @@ def test_loading_holds_one_product_at_a_time() -> None:
     alive: list[weakref.ref[Tensor]] = []
     shapes: list[tuple[int, ...]] = []
 
-    def make_linear(parts: Sequence[Tensor], bias: Tensor | None, edges: Edges) -> LinearOp:
+    def make_linear(parts: Sequence[Tensor], bias: Tensor | None, edges: Fusion) -> LinearOp:
         assert all(part.dtype == torch.bfloat16 for part in parts)
         assert all(item() is None for item in alive)
         alive.extend(weakref.ref(part) for part in parts)

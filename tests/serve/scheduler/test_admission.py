@@ -11,13 +11,13 @@ from memory.pages.layer_groups import LayerGroup
 from serve.request import FinishReason
 from serve.scheduler.admission import (
     POLICIES,
-    FuturePeak,
     Oracle,
+    PeakForecast,
     PredictedPeak,
     WorstCase,
     make_policy,
 )
-from serve.scheduler.peak_memory import Future
+from serve.scheduler.peak_memory import MemoryForecast
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import SequenceStatus
 from serve.scheduler.step_plan import SchedulerLimits
@@ -43,7 +43,7 @@ def futures(rng, step):
 
 
 def filled(sequences):
-    future = Future()
+    future = MemoryForecast()
     for key, (end, start) in enumerate(sequences):
         future.add((end, start, key))
     return future
@@ -278,7 +278,7 @@ def test_asking_again_is_not_trying_ones_luck_again():
         draws.append(sequence)
         return 50
 
-    rig = Rig(lambda kv, rows: FuturePeak(kv, draw, 1, rows), num_pages=32)
+    rig = Rig(lambda kv, rows: PeakForecast(kv, draw, 1, rows), num_pages=32)
     rig.add(40, 50)
     second = rig.add(40, 50)
     for _ in range(40):

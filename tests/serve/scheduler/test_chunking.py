@@ -12,7 +12,7 @@ from serve.engine.compute_thread import ComputeThread
 from serve.engine.core import EngineCore
 from serve.engine.early_rejection import predicted_ttft_s
 from serve.request import FinishReason, Request, SamplingParams
-from serve.scheduler.orders import make_order
+from serve.scheduler.orders import make_queue
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import make_sequences
 from serve.scheduler.step_plan import SchedulerLimits
@@ -179,7 +179,7 @@ def test_equal_long_prompts_are_computed_once():
 @pytest.mark.parametrize("order", ["fcfs", "priority", "mlfq", "fair"])
 @pytest.mark.parametrize("slo_s", [SLO_S, None])
 def test_a_short_prompt_does_not_wait_for_a_long_one_of_its_rank(order, slo_s):
-    simulation = Simulation(slo_s, order=make_order(order))
+    simulation = Simulation(slo_s, order=make_queue(order))
     simulation.warm_up()
     simulation.start_streams(4)
     simulation.add("long", 20_000)
@@ -193,7 +193,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_of_its_rank(order, slo_s):
 
 def test_who_is_behind_in_rank_comes_after_a_long_prompt():
     """Two of rank 0, one long; the one of rank 1 has what they leave, which is nothing."""
-    simulation = Simulation(None, order=make_order("priority"))
+    simulation = Simulation(None, order=make_queue("priority"))
     simulation.warm_up()
     simulation.start_streams(2)
     simulation.add("behind", 3000, priority=1)
@@ -213,7 +213,7 @@ def test_who_is_behind_in_rank_comes_after_a_long_prompt():
 @pytest.mark.parametrize("order", ["priority", "mlfq", "fair"])
 def test_other_orders_keep_the_slo_too(order):
     """Also where a prompt gives its rows to another: priority and levels."""
-    simulation = Simulation(order=make_order(order))
+    simulation = Simulation(order=make_queue(order))
     simulation.warm_up()
     simulation.start_streams(8)
     simulation.add("late", 4000, priority=1)

@@ -8,8 +8,8 @@ import pytest
 
 from serve.scheduler.fair_queue import Fair
 from serve.scheduler.mlfq_queue import MultiLevelFeedback
-from serve.scheduler.orders import ORDERS, make_order
-from serve.scheduler.waiting_queue import Order, Priority
+from serve.scheduler.orders import ORDERS, make_queue
+from serve.scheduler.waiting_queue import Priority, WaitingQueue
 from tests.support.engine.fakes import make_request
 from tests.support.engine.order_rig import at_rate, drained, make, name_of, names, seq
 
@@ -50,7 +50,7 @@ from tests.support.engine.order_rig import at_rate, drained, make, name_of, name
     ],
 )
 def test_who_is_next(order, arrivals, expected):
-    made = at_rate(make_order(order), 1000)
+    made = at_rate(make_queue(order), 1000)
     for name, settings in arrivals:
         made.add(seq(name, **settings))
     assert len(made) == len(arrivals)
@@ -59,7 +59,7 @@ def test_who_is_next(order, arrivals, expected):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_who_comes_back_is_before_those_who_came_later(order):
-    made = make_order(order)
+    made = make_queue(order)
     first, second, third = seq("a"), seq("b"), seq("c")
     for sequence in (first, second, third):
         made.add(sequence)
@@ -77,7 +77,7 @@ def test_who_comes_back_is_before_those_who_came_later(order):
     ("order", "expected"), [("fcfs", "d"), ("priority", "c"), ("mlfq", "b"), ("fair", "c")]
 )
 def test_who_goes_when_memory_runs_out(order, expected):
-    made = at_rate(make_order(order), 1000)
+    made = at_rate(make_queue(order), 1000)
     running = [
         seq("a", priority=2, client="x"),
         seq("b", num_prompt=100, client="y"),
@@ -147,11 +147,11 @@ def test_who_starves_outranks_only_those_it_did_before():
         order.take(sequence)
     long = seq("l", num_prompt=100)  # level 4; the others 0, 7, 10
     order.add(long)
-    assert names(order.outranked(long, running)) == "bc"
+    assert names(order.victims_for(long, running)) == "bc"
     running[1].token_ids.append(1)
     order.tick(6.1)
     assert order.rank(long) == 0
-    assert names(order.outranked(long, running)) == "abc"
+    assert names(order.victims_for(long, running)) == "abc"
 
 
 def test_a_swap_must_be_worth_it_where_its_tokens_would_be_lost():
@@ -218,7 +218,7 @@ def test_idle_clients_are_forgotten_when_there_are_many():
 def test_seconds_before(order, expected):
     """What a request of client y with priority 1 and 15 tokens has to wait for. In fair its
     client's own 20, and as much of x's as those and its own 15."""
-    made = at_rate(make_order(order), 1000)
+    made = at_rate(make_queue(order), 1000)
     for name, client, num_prompt, priority in (
         ("a", "x", 100, 0),
         ("b", "x", 100, 2),
@@ -232,8 +232,8 @@ def test_seconds_before(order, expected):
 
 
 def test_orders_have_names():
-    assert [type(make_order(name)) for name in ORDERS] == [
-        Order,
+    assert [type(make_queue(name)) for name in ORDERS] == [
+        WaitingQueue,
         Priority,
         MultiLevelFeedback,
         Fair,

@@ -11,7 +11,7 @@ from memory.pages.layer_groups import LayerGroup
 from memory.prefix.index import PrefixHasher
 from serve.request import FinishReason
 from serve.scheduler.admission import POLICIES, make_policy
-from serve.scheduler.orders import ORDERS, make_order
+from serve.scheduler.orders import ORDERS, make_queue
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import make_sequences
 from serve.scheduler.step_plan import SchedulerLimits
@@ -48,7 +48,7 @@ class Walk:
             self.kv,
             make_policy(self.policy, self.kv, budget),
             PrefixHasher(self.kv.page_end) if rng.random() < 0.6 else None,
-            make_order(order),
+            make_queue(order),
         )
         self.prefixes = [[rng.randrange(10, 1000) for _ in range(200)] for _ in range(3)]
         self.alive = []

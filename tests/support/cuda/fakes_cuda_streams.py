@@ -26,7 +26,7 @@ _OFFSET = 256  # of host memory from a page's start: nobody promises more
 
 
 @dataclass(eq=False)
-class Mark:
+class Event:
     """A place in a stream's queue."""
 
     stream: int = 0
@@ -42,7 +42,7 @@ class Streams:
     def __init__(self) -> None:
         self.host: dict[int, mmap.mmap] = {}
         self._queues: dict[int, collections.deque[Callable[[], None]]] = {0: collections.deque()}
-        self._events: dict[int, Mark] = {}
+        self._events: dict[int, Event] = {}
         self._dead: CUresult | None = None
         self._next_name = 100
 
@@ -61,7 +61,7 @@ class Streams:
         require(stream in self._queues, CUresult.CUDA_ERROR_INVALID_HANDLE)
         self._queues[stream].append(work)
 
-    def run(self, stream: int, until: Mark | None = None) -> None:
+    def run(self, stream: int, until: Event | None = None) -> None:
         require(stream in self._queues, CUresult.CUDA_ERROR_INVALID_HANDLE)
         queue = self._queues[stream]
         try:
@@ -79,7 +79,7 @@ class Streams:
         self._next_name += 1
         return self._next_name
 
-    def _event(self, event: int) -> Mark:
+    def _event(self, event: int) -> Event:
         require(event in self._events, CUresult.CUDA_ERROR_INVALID_HANDLE)
         return self._events[event]
 
@@ -132,7 +132,7 @@ class Streams:
     def cuEventCreate(self, flags: int) -> int:
         require(flags & ~7 == 0)
         name = self._name()
-        self._events[name] = Mark()
+        self._events[name] = Event()
         return name
 
     @driver_call()
@@ -143,7 +143,7 @@ class Streams:
     @driver_call()
     def cuEventRecord(self, event: int, stream: int) -> None:
         self._event(event)
-        mark = self._events[event] = Mark(stream, is_over=False)
+        mark = self._events[event] = Event(stream, is_over=False)
         self.queue(stream, lambda: setattr(mark, "is_over", True))
 
     @driver_call()

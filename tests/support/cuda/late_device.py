@@ -22,7 +22,7 @@ from memory.kv_manager import KVManager
 from memory.pages.kv_range import Range
 from ops.cpu.sampling import DRAWN
 from serve.request import TokenDelta, TokenLogprobs
-from serve.runner.prompt_reader import Wanted, wanted_rows
+from serve.runner.prompt_reader import PromptRowRequest, wanted_rows
 from serve.runner.runner import StepResult
 from serve.scheduler.prompt_outputs import Pooled, PromptPart, PromptScores
 from serve.scheduler.sequence import PENDING_TOKEN, Sequence
@@ -357,7 +357,7 @@ class Late:
         sampled: list[Sequence],
         faults: list[str],
         behind: Late | None,
-        read: tuple[list[Wanted], list[int]],
+        read: tuple[list[PromptRowRequest], list[int]],
     ) -> None:
         """read: the rows that are wanted of prompts, and what all rows are followed by."""
         self._runner = runner
@@ -379,7 +379,7 @@ class Late:
         logprobs = [TokenLogprobs(token, 0.0, (), 1) for token in tokens]
         return StepResult(self._sampled, tokens, [*logprobs], [*map(self._part, self._wanted)])
 
-    def _part(self, wanted: Wanted) -> PromptPart:
+    def _part(self, wanted: PromptRowRequest) -> PromptPart:
         """Log-probabilities with what was seen as their rank; or its sum."""
         outputs, first, end, row = wanted
         values = self._seen[row : row + end - first]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from serve.runner.step_device import Mark, Work
+from serve.runner.step_device import Event, Work
 
 
 class LateMark:
@@ -53,7 +53,7 @@ class LateStepDevice:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def submit(self, work: Work) -> Mark:
+    def submit(self, work: Work) -> Event:
         mark = LateMark()
         self.marks.append(mark)
         self._note("submit", self.num_submitted)

@@ -7,7 +7,7 @@ from typing import Any
 
 from memory.kv_manager import KVManager
 from memory.pages.layer_groups import LayerGroup
-from memory.split_kv import SplitKV
+from memory.split_kv import PartitionedKV
 from serve.request import Request, SamplingParams
 from serve.runner.runner import StepResult
 from serve.scheduler.scheduler import Scheduler
@@ -95,14 +95,16 @@ def make_kv(
     return kv, memory
 
 
-def make_split_kv(num_members: int, *args: Any, **kwargs: Any) -> tuple[SplitKV, list[FakeMemory]]:
+def make_split_kv(
+    num_members: int, *args: Any, **kwargs: Any
+) -> tuple[PartitionedKV, list[FakeMemory]]:
     """As many of make_kv's, one after the other."""
     made = [make_kv(*args, **kwargs)]
     first = made[0][0]
     for number in range(1, num_members):
         start = number * first.range_tokens * len(first.ranges)
         made.append(make_kv(*args, **kwargs, first_start=start))
-    return SplitKV([kv for kv, _ in made]), [memory for _, memory in made]
+    return PartitionedKV([kv for kv, _ in made]), [memory for _, memory in made]
 
 
 def check_mapping(kv: KVManager, memory: FakeMemory) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from zlib import crc32
 
 from memory.prefix.index import PrefixHasher
-from serve.scheduler.orders import make_order
+from serve.scheduler.orders import make_queue
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import make_sequences
 from serve.scheduler.step_plan import SchedulerLimits
@@ -66,7 +66,7 @@ class Rig:
             self.kv = make_split_kv(num_memories, num_pages, max_num_seqs, 256)[0]
         hasher = PrefixHasher(self.kv.page_end) if cache else None
         limits = SchedulerLimits(max_num_seqs, budget, chunk or budget)
-        self.order = make_order(order) if isinstance(order, str) else order
+        self.order = make_queue(order) if isinstance(order, str) else order
         self.scheduler = Scheduler(limits, self.kv, hasher=hasher, order=self.order)
         self.limits = limits
         self.now_s = 0.0

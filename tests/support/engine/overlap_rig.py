@@ -9,7 +9,7 @@ from memory.pages.layer_groups import LayerGroup
 from memory.prefix.index import PrefixHasher
 from serve.engine.overlapped_executor import make_steps
 from serve.scheduler.admission import make_policy
-from serve.scheduler.orders import make_order
+from serve.scheduler.orders import make_queue
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import PENDING_TOKEN, make_sequences
 from serve.scheduler.step_plan import SchedulerLimits
@@ -81,7 +81,7 @@ class Bench:
             self.kv,
             make_policy(policy, self.kv, self.limits.max_num_batched_tokens),
             PrefixHasher(self.kv.page_end) if cache else None,
-            make_order(order),
+            make_queue(order),
         )
         self.runner = LateRunner(self.kv, self.device, self.memory, **settings)
         self.records = Records()

@@ -19,7 +19,7 @@ from memory.nodes.wire import (
     ErrorCode,
     Header,
     Kind,
-    Plan,
+    NodePlan,
     Query,
     WireType,
     pack_json,
@@ -113,7 +113,7 @@ class RawEngine:
         """Tuples of integers; EditKind first in edits. Its number."""
         self.num_plans += 1
         number = self.num_plans if number is None else number
-        plan = Plan(
+        plan = NodePlan(
             [Edit(*edit) for edit in edits],
             [Query(*query) for query in queries],
             [Append(*append) for append in appends],

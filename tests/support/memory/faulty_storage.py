@@ -19,7 +19,7 @@ Plan = Callable[[str, int], int | str | None]
 
 
 class FaultyFile:
-    """`plan` decides for every transfer; `opener` is what SpillStore takes as open_file."""
+    """`plan` decides for every transfer; `opener` is what DiskTier takes as open_file."""
 
     def __init__(self, file: BlockFile, plan: Plan) -> None:
         self._file = file

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from memory.tiers.disk_health import SpillStats
+from memory.tiers.disk_health import StoreStats
 
 
 def content(key: bytes, size: int) -> bytes:
@@ -96,8 +96,8 @@ class LateStore:
     def room(self) -> int:
         return 1000
 
-    def stats(self) -> SpillStats:
-        return SpillStats(entries=len(self.pages))
+    def stats(self) -> StoreStats:
+        return StoreStats(entries=len(self.pages))
 
     def close(self, timeout_s: float) -> bool:
         self.num_closed += 1

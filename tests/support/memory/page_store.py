@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from memory.tiers.disk_health import SpillStats
+from memory.tiers.disk_health import StoreStats
 from tests.support.engine.fakes import FakeMemory
 
 # "store", "load" or "contains" and a key -> None (it works, at once), "fail", "raise" or "hold"
@@ -87,8 +87,8 @@ class FakeStore:
         ]
         return self.pages.pop(key, None) is not None
 
-    def stats(self) -> SpillStats:
-        return SpillStats(entries=len(self.pages))
+    def stats(self) -> StoreStats:
+        return StoreStats(entries=len(self.pages))
 
     def close(self, timeout_s: float) -> bool:
         self.close_s = timeout_s

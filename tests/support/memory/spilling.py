@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from memory.tiers.disk_tier import SpillStore
+from memory.tiers.disk_tier import DiskTier
 
 PAGE = 8192
 HEADER = 128
 
 
-def open_store(directory, *, slots=8, identity=b"model", page=PAGE, **options) -> SpillStore:
+def open_store(directory, *, slots=8, identity=b"model", page=PAGE, **options) -> DiskTier:
     options = {"io": "threads", "growth_bytes": 4 * page, **options}
-    return SpillStore(directory, page, slots * page, identity, **options)
+    return DiskTier(directory, page, slots * page, identity, **options)
 
 
 def put(store, pages, *keys, **options) -> list[bool]:

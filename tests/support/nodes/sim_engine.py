@@ -19,7 +19,7 @@ from memory.nodes.prompt_tails import PromptTails
 from memory.nodes.remote_attention import RemoteAttention
 from memory.nodes.wire import WireType
 from memory.prefix.index import PrefixHasher
-from memory.split_kv import SplitKV
+from memory.split_kv import PartitionedKV
 from ops import get_backend
 from serve.engine.core import EngineCore
 from serve.engine.node_recovery import MemoryRecovery, Prober
@@ -190,7 +190,7 @@ class SimEngine:
             max_rows=self.template.max_rows,
         )
         self.nodes.min_pages = books[0].pages_for(MAX_LEN)
-        self.kv = books[0] if len(books) == 1 else SplitKV(books)
+        self.kv = books[0] if len(books) == 1 else PartitionedKV(books)
         self.tails = self._make_tails()
         self.core = self._core(backend)
 

@@ -8,7 +8,7 @@ from memory.nodes.attach import AttachRequest
 from memory.nodes.direct import direct_pair
 from memory.nodes.node import MemoryNode
 from memory.nodes.node_link import NodeLink
-from memory.nodes.placement import Share
+from memory.nodes.placement import Shard
 from memory.nodes.wire import HEADER_BYTES, Header, read_header
 from tests.support.nodes.sim_world import SimEndpoint, World, connected
 from transport.base import Peer, PeerLostError, TransportError, TransportTimeoutError
@@ -164,7 +164,7 @@ class SimNode:
         page_bytes = max(4096, free - bytes_left) // 4096 * 4096
         engine_end, node_end = direct_pair()
         self.process.adopt(node_end)
-        link = NodeLink("rival", engine_end, Share("request", 0, 1), self.world.clock)
+        link = NodeLink("rival", engine_end, Shard("request", 0, 1), self.world.clock)
         self._num_rivals += 1
         try:
             link.attach(rival_request(request, self._num_rivals, page_bytes), 1.0)

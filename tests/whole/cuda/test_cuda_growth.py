@@ -14,7 +14,7 @@ from memory.attention.seam import AttentionLayer
 from ops.cuda.sampling import DeviceSampler
 from serve.runner.cuda_runner import CudaRunner
 from serve.runner.graph_shapes import StepShapes
-from serve.runner.step_device import HostStepDevice, Mark, Passed
+from serve.runner.step_device import CompletedEvent, Event, HostStepDevice
 from serve.scheduler.sequence import Sequence, SequenceStatus
 from serve.scheduler.step_plan import StepPlan
 from tests.support.engine.fakes import check_mapping, make_kv, make_seq
@@ -26,8 +26,8 @@ CPU = torch.device("cpu")
 class Idle(HostStepDevice):
     """Takes work and forgets it."""
 
-    def submit(self, work) -> Mark:
-        return Passed()
+    def submit(self, work) -> Event:
+        return CompletedEvent()
 
 
 def rig(num_pages: int) -> tuple[CudaRunner, object, object]:

@@ -15,7 +15,7 @@ from serve.config import EngineConfig
 from serve.loading.runtime import Runtime, load_runtime
 from serve.request import Request, SamplingParams
 from serve.runner.runner import ModelRunner, StepResult
-from serve.scheduler.microbatches import Stagger
+from serve.scheduler.microbatches import MicrobatchPolicy
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence, make_sequences
 from serve.scheduler.step_plan import SchedulerLimits, StepPlan
@@ -71,7 +71,7 @@ def loaded(model: str | Path, **settings: object) -> Iterator[Runtime]:
 
 
 def generate(
-    runtime: Runtime, attention: PlannedAttention, stagger: Stagger | None
+    runtime: Runtime, attention: PlannedAttention, stagger: MicrobatchPolicy | None
 ) -> list[tuple[list[int], list[object]]]:
     """Tokens and their log-probabilities, request by request; they come one after the other."""
     clock = iter(range(10**6))
