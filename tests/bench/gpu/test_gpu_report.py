@@ -136,7 +136,7 @@ def test_the_report_is_written_after_each_section(tmp_path, monkeypatch):
 
 
 def test_what_is_ended_from_outside_leaves_a_report_and_no_process(tmp_path):
-    code = "import signal; from bench import gpu_report as r\n"
+    code = "import signal; from bench.gpu import report as r\n"
     code += "signal.signal(signal.SIGTERM, r._interrupt)\n"
     code += "p = r.Parent(r.Path(r.sys.argv[1]), budget_s=60)\n"
     code += "p.run([r.Section('environment', 'tests.support.cuda.gpu_sections:named', 9, ''),\n"

@@ -33,7 +33,7 @@ def test_threads_are_limited_to_the_processors():
 
 FORKED = """
 import os, sys, time, torch
-from ops import native
+from ops.cpu import native
 from ops.cpu.native import Int8Linear
 torch.set_num_threads(1)  # libgomp does not survive a fork; our team has to
 layer, x = Int8Linear(torch.ones(4096, 64), None), torch.ones(64, 64)

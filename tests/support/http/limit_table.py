@@ -32,7 +32,7 @@ class Limit(NamedTuple):
         return number
 
 
-_LIMITS, _REQUEST = HTTP + "limits:", "serve.request:"
+_LIMITS, _REQUEST = HTTP + "edge.limits:", "serve.request:"
 _LONG, _MANY = "400 `string_above_max_length`", "400 `array_above_max_length`"
 _VALUE = "400 `invalid_value`"
 _LATE = "408 `request_timeout`, closed"
@@ -118,7 +118,7 @@ CONNECTIONS = (
         "closed by the kernel",
         "write_timeout_s",
     ),
-    Limit("silence of a connection too many", HTTP + "connection:SPARE_S", SECONDS, "closed"),
+    Limit("silence of a connection too many", HTTP + "edge.connection:SPARE_S", SECONDS, "closed"),
     Limit(
         "kernel's buffer of a stream",
         _LIMITS + "SEND_BUFFER_BYTES",
@@ -126,58 +126,69 @@ CONNECTIONS = (
         "the stream waits",
         "send_buffer_bytes",
     ),
-    Limit("watchers of the live view", HTTP + "live:MAX_WATCHERS", COUNT, "429"),
+    Limit("watchers of the live view", HTTP + "monitoring.live:MAX_WATCHERS", COUNT, "429"),
 )
 SAMPLING = (
     Limit("n", _REQUEST + "MAX_N", COUNT, _VALUE),
-    Limit("best_of", HTTP + "schema:MAX_BEST_OF", COUNT, _VALUE),
-    Limit("prompts times n", HTTP + "schema:MAX_SEQUENCES", COUNT, _MANY),
-    Limit("max_tokens", HTTP + "sampling_fields:MAX_TOKENS", COUNT, "400, the context's length"),
+    Limit("best_of", HTTP + "openai.requests:MAX_BEST_OF", COUNT, _VALUE),
+    Limit("prompts times n", HTTP + "openai.requests:MAX_SEQUENCES", COUNT, _MANY),
+    Limit(
+        "max_tokens", HTTP + "calls.sampling_fields:MAX_TOKENS", COUNT, "400, the context's length"
+    ),
     Limit("stop strings", _REQUEST + "MAX_STOP_STRINGS", COUNT, _MANY),
     Limit("one stop string", _REQUEST + "MAX_STOP_LENGTH", CHARS, _LONG),
     Limit("stop_token_ids", _REQUEST + "MAX_STOP_TOKEN_IDS", COUNT, _MANY),
     Limit("logit_bias", _REQUEST + "MAX_LOGIT_BIAS", COUNT, _MANY),
-    Limit("allowed_token_ids", HTTP + "sampling_fields:MAX_ALLOWED_TOKEN_IDS", COUNT, _MANY),
+    Limit("allowed_token_ids", HTTP + "calls.sampling_fields:MAX_ALLOWED_TOKEN_IDS", COUNT, _MANY),
     Limit("prompts times allowed_token_ids", _LIMITS + "ALLOWED_IDS", COUNT, _MANY),
     Limit("bad_words", _REQUEST + "MAX_BAD_WORDS", COUNT, _MANY),
     Limit("one bad word", _REQUEST + "MAX_BAD_WORD_LENGTH", CHARS, _LONG),
-    Limit("logprobs", HTTP + "schema:MAX_COMPLETION_LOGPROBS", COUNT, _VALUE),
-    Limit("top_logprobs", HTTP + "schema:MAX_TOP_LOGPROBS", COUNT, _VALUE),
+    Limit("logprobs", HTTP + "openai.requests:MAX_COMPLETION_LOGPROBS", COUNT, _VALUE),
+    Limit("top_logprobs", HTTP + "openai.requests:MAX_TOP_LOGPROBS", COUNT, _VALUE),
     Limit("n x max_tokens x (1 + top_logprobs), in all", _LIMITS + "LOGPROBS", COUNT, _VALUE),
-    Limit("prompt_logprobs, in all", HTTP + "completion_answer:MAX_PROMPT_LOGPROBS", COUNT, _VALUE),
     Limit(
-        "prompt tokens that are repeated, in all",
-        HTTP + "completion_answer:MAX_REPEATED_TOKENS",
+        "prompt_logprobs, in all",
+        HTTP + "openai.completion_answer:MAX_PROMPT_LOGPROBS",
         COUNT,
         _VALUE,
     ),
-    Limit("metadata", HTTP + "sampling_fields:MAX_METADATA", COUNT, _MANY),
-    Limit("user and other names", HTTP + "sampling_fields:MAX_CLIENT_CHARS", CHARS, _LONG),
-    Limit("other strings", HTTP + "fields:MAX_NAME_CHARS", CHARS, _LONG),
-    Limit("a token's id", HTTP + "fields:MAX_TOKEN_ID", COUNT, _VALUE),
+    Limit(
+        "prompt tokens that are repeated, in all",
+        HTTP + "openai.completion_answer:MAX_REPEATED_TOKENS",
+        COUNT,
+        _VALUE,
+    ),
+    Limit("metadata", HTTP + "calls.sampling_fields:MAX_METADATA", COUNT, _MANY),
+    Limit("user and other names", HTTP + "calls.sampling_fields:MAX_CLIENT_CHARS", CHARS, _LONG),
+    Limit("other strings", HTTP + "schema.fields:MAX_NAME_CHARS", CHARS, _LONG),
+    Limit("a token's id", HTTP + "schema.fields:MAX_TOKEN_ID", COUNT, _VALUE),
 )
 PROMPTS = (
-    Limit("prompts", HTTP + "prompts:MAX_PROMPTS", COUNT, _MANY),
-    Limit("one prompt", HTTP + "prompts:MAX_PROMPT_CHARS", CHARS, _LONG),
-    Limit("one prompt", HTTP + "prompts:MAX_PROMPT_TOKENS", TOKENS, _MANY),
-    Limit("inputs of embeddings", HTTP + "endpoints.embeddings:MAX_INPUTS", COUNT, _MANY),
-    Limit("text to tokenize", HTTP + "endpoints.tokenize:MAX_TEXT_CHARS", CHARS, _LONG),
-    Limit("tokens to detokenize", HTTP + "endpoints.tokenize:MAX_TOKENS", COUNT, _MANY),
-    Limit("messages", HTTP + "messages:MAX_MESSAGES", COUNT, _MANY),
-    Limit("text of a message", HTTP + "messages:MAX_TEXT_CHARS", CHARS, _LONG),
-    Limit("name in a message", HTTP + "messages:MAX_NAME_CHARS", CHARS, _LONG),
-    Limit("tool calls of a message", HTTP + "messages:MAX_TOOL_CALLS", COUNT, _MANY),
-    Limit("id of a tool call", HTTP + "messages:MAX_CALL_ID_CHARS", CHARS, _LONG),
-    Limit("depth of a call's arguments", HTTP + "messages:MAX_ARGUMENTS_DEPTH", COUNT, _VALUE),
-    Limit("chat_template_kwargs", HTTP + "conversation:MAX_TEMPLATE_KWARGS", COUNT, _MANY),
-    Limit("one of them", HTTP + "conversation:MAX_KWARG_CHARS", CHARS, _LONG),
-    Limit("one of them, as a number", HTTP + "conversation:MAX_KWARG_INTEGER", COUNT, _VALUE),
+    Limit("prompts", HTTP + "openai.prompts:MAX_PROMPTS", COUNT, _MANY),
+    Limit("one prompt", HTTP + "openai.prompts:MAX_PROMPT_CHARS", CHARS, _LONG),
+    Limit("one prompt", HTTP + "openai.prompts:MAX_PROMPT_TOKENS", TOKENS, _MANY),
+    Limit("inputs of embeddings", HTTP + "openai.embeddings_endpoint:MAX_INPUTS", COUNT, _MANY),
+    Limit("text to tokenize", HTTP + "openai.tokenize_endpoint:MAX_TEXT_CHARS", CHARS, _LONG),
+    Limit("tokens to detokenize", HTTP + "openai.tokenize_endpoint:MAX_TOKENS", COUNT, _MANY),
+    Limit("messages", HTTP + "calls.messages:MAX_MESSAGES", COUNT, _MANY),
+    Limit("text of a message", HTTP + "calls.messages:MAX_TEXT_CHARS", CHARS, _LONG),
+    Limit("name in a message", HTTP + "calls.messages:MAX_NAME_CHARS", CHARS, _LONG),
+    Limit("tool calls of a message", HTTP + "calls.messages:MAX_TOOL_CALLS", COUNT, _MANY),
+    Limit("id of a tool call", HTTP + "calls.messages:MAX_CALL_ID_CHARS", CHARS, _LONG),
+    Limit(
+        "depth of a call's arguments", HTTP + "calls.messages:MAX_ARGUMENTS_DEPTH", COUNT, _VALUE
+    ),
+    Limit("chat_template_kwargs", HTTP + "calls.conversation:MAX_TEMPLATE_KWARGS", COUNT, _MANY),
+    Limit("one of them", HTTP + "calls.conversation:MAX_KWARG_CHARS", CHARS, _LONG),
+    Limit("one of them, as a number", HTTP + "calls.conversation:MAX_KWARG_INTEGER", COUNT, _VALUE),
     Limit("Anthropic: text", HTTP + "anthropic.blocks:MAX_TEXT_CHARS", CHARS, _LONG),
     Limit("Anthropic: blocks of a message", HTTP + "anthropic.blocks:MAX_BLOCKS", COUNT, _MANY),
     Limit("Anthropic: input of a tool", HTTP + "anthropic.blocks:MAX_ARGUMENT_BYTES", SIZE, _LONG),
     Limit("Anthropic: ids", HTTP + "anthropic.blocks:MAX_ID_CHARS", CHARS, _LONG),
     Limit("Responses: text", HTTP + "responses.items:MAX_TEXT_CHARS", CHARS, _LONG),
-    Limit("Responses: items, with those before", HTTP + "messages:MAX_MESSAGES", COUNT, _MANY),
+    Limit(
+        "Responses: items, with those before", HTTP + "calls.messages:MAX_MESSAGES", COUNT, _MANY
+    ),
     Limit("Responses: parts of an item", HTTP + "responses.items:MAX_PARTS", COUNT, _MANY),
     Limit(
         "Responses: instructions",
@@ -189,17 +200,17 @@ PROMPTS = (
     Limit("Responses: ids", HTTP + "responses.items:MAX_ID_CHARS", CHARS, _LONG),
 )
 SHAPES = (
-    Limit("tools", HTTP + "tools:MAX_TOOLS", COUNT, _MANY),
-    Limit("all tools, as JSON", HTTP + "tools:MAX_TOOLS_BYTES", SIZE, _VALUE),
-    Limit("schema of a tool", HTTP + "tools:MAX_SCHEMA_BYTES", SIZE, _VALUE),
-    Limit("its depth", HTTP + "tools:MAX_SCHEMA_DEPTH", COUNT, _VALUE),
-    Limit("a pattern in it", HTTP + "tools:MAX_PATTERN_CHARS", CHARS, _VALUE),
-    Limit("description of a tool", HTTP + "tools:MAX_DESCRIPTION_CHARS", CHARS, _LONG),
-    Limit("schema of an answer", HTTP + "structured_fields:MAX_SCHEMA_BYTES", SIZE, _VALUE),
-    Limit("guided_grammar", HTTP + "structured_fields:MAX_GRAMMAR_CHARS", CHARS, _LONG),
-    Limit("guided_regex", HTTP + "structured_fields:MAX_REGEX_CHARS", CHARS, _LONG),
-    Limit("guided_choice", HTTP + "structured_fields:MAX_CHOICES", COUNT, _MANY),
-    Limit("one choice", HTTP + "structured_fields:MAX_CHOICE_CHARS", CHARS, _LONG),
+    Limit("tools", HTTP + "calls.tools:MAX_TOOLS", COUNT, _MANY),
+    Limit("all tools, as JSON", HTTP + "calls.tools:MAX_TOOLS_BYTES", SIZE, _VALUE),
+    Limit("schema of a tool", HTTP + "calls.tools:MAX_SCHEMA_BYTES", SIZE, _VALUE),
+    Limit("its depth", HTTP + "calls.tools:MAX_SCHEMA_DEPTH", COUNT, _VALUE),
+    Limit("a pattern in it", HTTP + "calls.tools:MAX_PATTERN_CHARS", CHARS, _VALUE),
+    Limit("description of a tool", HTTP + "calls.tools:MAX_DESCRIPTION_CHARS", CHARS, _LONG),
+    Limit("schema of an answer", HTTP + "calls.structured_fields:MAX_SCHEMA_BYTES", SIZE, _VALUE),
+    Limit("guided_grammar", HTTP + "calls.structured_fields:MAX_GRAMMAR_CHARS", CHARS, _LONG),
+    Limit("guided_regex", HTTP + "calls.structured_fields:MAX_REGEX_CHARS", CHARS, _LONG),
+    Limit("guided_choice", HTTP + "calls.structured_fields:MAX_CHOICES", COUNT, _MANY),
+    Limit("one choice", HTTP + "calls.structured_fields:MAX_CHOICE_CHARS", CHARS, _LONG),
 )
 TABLE: dict[str, tuple[Limit, ...]] = {
     "The head of a request": HEAD,
