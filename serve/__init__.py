@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from serve.config import EngineConfig
-    from serve.engine.embedding import EmbeddingOutput
     from serve.engine.engine import Engine
     from serve.engine.llm import LLM
-    from serve.engine.outputs import CompletionOutput, RequestOutput
+    from serve.engine.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
     from serve.engine.request_stream import RequestStream
     from serve.request import (
         FinishReason,
@@ -27,7 +26,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "LLM": "serve.engine.llm",
     "CompletionOutput": "serve.engine.outputs",
-    "EmbeddingOutput": "serve.engine.embedding",
+    "EmbeddingOutput": "serve.engine.outputs",
     "Engine": "serve.engine.engine",
     "EngineConfig": "serve.config",
     "FinishReason": "serve.request",

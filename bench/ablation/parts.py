@@ -13,7 +13,7 @@ from typing import Any
 
 from serve.engine.core import EngineCore
 from serve.engine.output_processor import OutputProcessor
-from serve.engine.output_thread import OutputThread
+from serve.engine.threads import OutputThread
 from serve.scheduler.microbatches import part_of
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence

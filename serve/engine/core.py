@@ -17,20 +17,17 @@ from concurrent.futures import Executor, Future
 
 from memory.nodes.node_set import NodeSet
 from memory.split_kv import Books
-from serve.engine.compute_thread import ComputeThread
 from serve.engine.core_view import CoreView
 from serve.engine.counters import RequestMeter
 from serve.engine.early_rejection import EarlyRejection
 from serve.engine.node_recovery import MemoryRecovery
 from serve.engine.output_processor import OutputProcessor, Sink, StepRecord
-from serve.engine.output_thread import OutputThread
 from serve.engine.overlapped_executor import make_steps
 from serve.engine.preprocessor import Encode, PreparedRequest, Preprocessor, sequences_of
 from serve.engine.request_limits import RequestLimits
-from serve.engine.request_table import RequestState
+from serve.engine.request_table import RequestState, RequestTable
 from serve.engine.stats import EngineStats, engine_stats
-from serve.engine.threads import PromptPool
-from serve.engine.unfinished import RequestTable
+from serve.engine.threads import ComputeThread, OutputThread, PromptPool
 from serve.engine.watchdog import Watchdog
 from serve.errors import EngineStoppedError, GenerationError
 from serve.request import FinishReason, Prompt, Request, SamplingParams

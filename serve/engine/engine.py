@@ -14,9 +14,14 @@ from typing import Any, Protocol
 
 from serve.config import EngineConfig
 from serve.engine.chat_prompt import encode_chat, make_chat_format, make_chat_template
-from serve.engine.embedding import EmbeddingOutput, embedding_output
 from serve.engine.loader import LoadedEngine, load_engine
-from serve.engine.outputs import CompletionOutput, RequestOutput, spelled_prompt
+from serve.engine.outputs import (
+    CompletionOutput,
+    EmbeddingOutput,
+    RequestOutput,
+    embedding_output,
+    spelled_prompt,
+)
 from serve.engine.request_stream import Hub
 from serve.engine.request_stream import RequestStream as RequestStream
 from serve.engine.stats import EngineStats

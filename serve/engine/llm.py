@@ -19,9 +19,14 @@ from rich.progress import Progress
 from serve.config import EngineConfig
 from serve.engine.chat_prompt import encode_chat, make_chat_template
 from serve.engine.core import EngineCore
-from serve.engine.embedding import EmbeddingOutput, embedding_output
 from serve.engine.loader import LoadedEngine, load_engine
-from serve.engine.outputs import CompletionOutput, RequestOutput, spelled_prompt
+from serve.engine.outputs import (
+    CompletionOutput,
+    EmbeddingOutput,
+    RequestOutput,
+    embedding_output,
+    spelled_prompt,
+)
 from serve.engine.request_table import RequestState
 from serve.engine.stats import EngineStats
 from serve.errors import RequestError

@@ -17,9 +17,9 @@ import torch
 from memory.prefix.index import PrefixHasher
 from memory.split_kv import Books
 from serve.config import EngineConfig
-from serve.engine.compute_thread import ComputeThread
 from serve.engine.core import EngineCore
 from serve.engine.request_limits import RequestLimits
+from serve.engine.threads import ComputeThread
 from serve.errors import ModelLoadError, RequestError
 from serve.loading.precision import Precision, choose_backend
 from serve.loading.runtime import load_runtime

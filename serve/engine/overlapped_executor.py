@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from memory.nodes.remote_attention import NodesLostError
-from serve.engine.output_thread import OutputThread
 from serve.engine.step_executor import End, StepExecutor
+from serve.engine.threads import OutputThread
 from serve.runner.runner import OverlappingRunner, PendingStep, Runner, StepResult
 from serve.scheduler.in_flight import advance, resolve, retract, running_part, unfinished_places
 from serve.scheduler.microbatches import on_time, part_of

@@ -1,12 +1,15 @@
-"""What the core keeps of a request while it is inside."""
+"""The requests inside the engine: one state for each, and the table of all of them."""
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
 from serve.engine.output_processor import RequestTimes, Sink
+from serve.engine.request_limits import RequestLimits
+from serve.errors import EngineStoppedError, OverloadedError, RequestError
 from serve.request import RequestMetrics, SamplingParams
 from serve.scheduler.prompt_outputs import PoolingParams
 from serve.scheduler.sequence import Sequence
@@ -66,3 +69,53 @@ class RequestState:
             self.sink.wake()
         except Exception:
             logger.exception("the consumer of %s cannot be told", self.request_id)
+
+
+class RequestTable:
+    """By request id. Any thread."""
+
+    def __init__(self, limits: RequestLimits) -> None:
+        self._limits = limits
+        self._states: dict[str, RequestState] = {}
+        self._num_sequences = 0
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def add(self, state: RequestState, queue: Callable[[], object]) -> None:
+        """Take it in and call queue() before anybody can look. OverloadedError: there are too
+        many; EngineStoppedError: the table is closed; RequestError: its id is there already."""
+        num_sequences = state.params.n
+        with self._lock:
+            if self._is_closed:
+                raise EngineStoppedError("the engine has stopped")
+            limit = self._limits.max_num_waiting + self._limits.max_num_seqs
+            if self._num_sequences and self._num_sequences + num_sequences > limit:
+                raise OverloadedError(
+                    f"the queue is full: {self._num_sequences} sequences are running or waiting"
+                )
+            if state.request_id in self._states:
+                raise RequestError("a request with this id is running", param="request_id")
+            self._states[state.request_id] = state
+            self._num_sequences += num_sequences
+            queue()
+
+    def get(self, request_id: str) -> RequestState | None:
+        return self._states.get(request_id)
+
+    def remove(self, state: RequestState) -> None:
+        """Does nothing when it has gone."""
+        with self._lock:
+            if self._states.pop(state.request_id, None) is not None:
+                self._num_sequences -= state.params.n
+
+    def states(self) -> list[RequestState]:
+        with self._lock:
+            return list(self._states.values())
+
+    def close(self) -> None:
+        """Nothing comes in any more."""
+        with self._lock:
+            self._is_closed = True

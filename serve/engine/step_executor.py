@@ -9,9 +9,9 @@ from typing import Protocol
 
 from memory.nodes.remote_attention import NodesLostError
 from serve.engine.output_processor import StepRecord
-from serve.engine.output_thread import OutputThread
 from serve.engine.stats import StepCounts
 from serve.engine.step_trace import StepTraces
+from serve.engine.threads import OutputThread
 from serve.request import FinishReason
 from serve.runner.runner import Runner, StepResult
 from serve.scheduler.microbatches import on_time, part_of

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
-from serve.engine.embedding import EmbeddingOutput, embedding_output
+from serve.engine.outputs import EmbeddingOutput, embedding_output
 from serve.http.calls.context import ApiContext, Call, Route
 from serve.http.calls.generation import checked
 from serve.http.calls.renamed import parameters_named

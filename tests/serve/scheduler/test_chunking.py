@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from serve.engine.compute_thread import ComputeThread
 from serve.engine.core import EngineCore
 from serve.engine.early_rejection import predicted_ttft_s
+from serve.engine.threads import ComputeThread
 from serve.request import FinishReason, Request, SamplingParams
 from serve.scheduler.orders import make_queue
 from serve.scheduler.scheduler import Scheduler
