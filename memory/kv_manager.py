@@ -22,11 +22,10 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from memory.idle_ranges import IdleRanges
-from memory.pages.address_space import AddressSpace
-from memory.pages.allocator import PageAllocator
-from memory.pages.kv_range import UNMAPPED, PrefixHit, Range, RangePart, check_ranges
+from memory.pages.address_space import AddressSpace, check_ranges
+from memory.pages.allocator import PageAllocator, runs_of
+from memory.pages.kv_range import UNMAPPED, PrefixHit, Range, RangePart
 from memory.pages.layer_groups import LayerGroup, PageLayout
-from memory.pages.runs import runs_of
 from memory.pages.vmm import VirtualMemory
 from memory.prefix.cache import PrefixCache
 from memory.prefix.finder import PrefixFinder

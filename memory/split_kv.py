@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from memory.kv_manager import KVManager
 from memory.pages.kv_range import PrefixHit, Range
 from memory.prefix.page_store import PrefixStats
-from memory.tiers.disk_health import StoreStats
+from memory.prefix.store_stats import StoreStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
-from memory.pages.kv_range import UNMAPPED
-from memory.pages.runs import runs_of
+from memory.pages.allocator import runs_of
+from memory.pages.kv_range import UNMAPPED, Range, RangePart
+from memory.pages.map_worker import MapJob, MapWorker
 from memory.pages.vmm import VirtualMemory
 
 logger = logging.getLogger(__name__)
@@ -60,7 +59,7 @@ class AddressSpace:
         self._offsets = offsets
         self._shown: list[list[int]] = [[] for _ in offsets]
         self._num_runs = [0] * len(offsets)
-        self._worker = _Worker(memory) if in_background else None
+        self._worker = MapWorker(memory) if in_background else None
 
     def shown(self, index: int) -> Sequence[int]:
         """Pages at the places of a range from its first one on; -1 where nothing is mapped."""
@@ -168,15 +167,15 @@ class AddressSpace:
             self._worker = None
             self._restore(jobs)
 
-    def _job(self, index: int, place: int, first_page: int, length: int) -> _Job:
+    def _job(self, index: int, place: int, first_page: int, length: int) -> MapJob:
         stale: list[int] = []
         if self._memory.maps_beside_kernels:  # else the thread only prepares the pages
             stale = self._shown[index][place : place + length]
         if stale:  # about to go: nobody may count on it any more
             self._note(index, place, [UNMAPPED] * len(stale))
-        return _Job(index, place, self._offset(index, place), first_page, length, stale)
+        return MapJob(index, place, self._offset(index, place), first_page, length, stale)
 
-    def _restore(self, jobs: Iterable[_Job]) -> None:
+    def _restore(self, jobs: Iterable[MapJob]) -> None:
         """They were not begun: what was there still is."""
         for job in jobs:
             if job.stale:
@@ -246,99 +245,6 @@ class AddressSpace:
             self._worker = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    index: int
-    place: int
-    offset: int
-    first_page: int
-    length: int
-    stale: list[int]  # what is there until the job is done
-
-
-class _Worker:
-    """The thread that maps ahead. Started with the first jobs."""
-
-    def __init__(self, memory: VirtualMemory) -> None:
-        self.done: deque[_Job] = deque()
-        self._memory = memory
-        self._pending: deque[_Job] = deque()
-        self._current: _Job | None = None
-        self._is_stopping = False
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-
-    @property
-    def is_busy(self) -> bool:
-        with self._changed:  # a job is never between the two
-            return bool(self._pending) or self._current is not None
-
-    def put(self, jobs: list[_Job]) -> None:
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="mergestep-map", daemon=True)
-            thread.start()
-            self._thread = thread
-        with self._changed:
-            self._pending.extend(jobs)
-            self._changed.notify_all()
-
-    def settle(self) -> tuple[bool, list[_Job]]:
-        """Drop what has not begun, wait for what has. Whether there was something to wait for,
-        and what was dropped.
-
-        Where all cores compute, the thread may get its turn late: whoever needs a page now maps
-        it faster than it would wait.
-        """
-        if not self.is_busy:
-            return False, []
-        with self._changed:
-            dropped = list(self._pending)
-            self._pending.clear()
-            has_begun = self._current is not None
-            self._changed.wait_for(lambda: self._current is None)
-        return has_begun, dropped
-
-    def stop(self) -> None:
-        if self._thread is not None:
-            with self._changed:
-                self._is_stopping = True
-                self._changed.notify_all()
-            self._thread.join()
-            self._thread = None
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._current = None
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._pending or self._is_stopping)
-                if self._is_stopping:
-                    return
-                job = self._current = self._pending.popleft()
-            try:
-                self._do(job)
-            except OSError as error:  # the step that needs the page maps it, or fails, itself
-                logger.warning("mapping ahead failed: %s", error)
-                self._undo(job)
-            except Exception:  # our bug: the thread must go on, others wait for it
-                logger.exception("mapping ahead failed")
-                self._undo(job)
-
-    def _undo(self, job: _Job) -> None:
-        """Part of the run may be mapped, beside what was there: it becomes the hole it is noted
-        as. What was only prepared is mapped nowhere, and its places are not ours to touch."""
-        if self._memory.maps_beside_kernels:
-            with contextlib.suppress(OSError):
-                self._memory.unmap(job.offset, job.length)
-
-    def _do(self, job: _Job) -> None:
-        if self._memory.maps_beside_kernels:
-            self._memory.map(job.offset, job.first_page, job.length)
-            self.done.append(job)
-        else:
-            self._memory.prepare(job.first_page, job.length)
-
-
 def _differing(
     shown: Sequence[int], pages: Sequence[int], first: int, place: int = 0
 ) -> Iterable[tuple[int, int]]:
@@ -372,3 +278,33 @@ def _num_runs(pages: Sequence[int]) -> int:
             runs += 1
         previous = page
     return runs
+
+
+def check_ranges(
+    ranges: Iterable[Range], idle: Container[int], dirty: Container[int], space: AddressSpace
+) -> dict[int, int]:
+    """Returns how many holders each page has. Raises AssertionError for a broken invariant.
+
+    dirty: indices of the ranges with edits due at the next commit.
+    """
+    owners: dict[int, int] = {}
+    for item in ranges:
+        assert item.is_open != (item.index in idle), f"range {item.index}"
+        assert item.is_open or not (item.pages or item.promised), f"range {item.index}"
+        assert item.capacity == min(p.group.tokens_in(len(p.pages)) for p in item.parts)
+        for part in item.parts:
+            _check_part(part, space, owners)
+        is_dirty = not all(part.is_settled for part in item.parts)
+        assert is_dirty == (item.index in dirty), f"range {item.index}"
+    return owners
+
+
+def _check_part(part: RangePart, space: AddressSpace, owners: dict[int, int]) -> None:
+    """Adds the pages that the part holds to `owners`."""
+    first, valid = part.num_passed, part.valid
+    assert part.pages[:first] == [UNMAPPED] * first, f"places of {part.index}"
+    assert space.shows(part.index, part.pages[first:valid], first), f"places of {part.index}"
+    for page in (*part.held, *(source for source, _ in part.copies)):
+        owners[page] = owners.get(page, 0) + 1
+    for page in part.pages[max(part.num_known, first) :]:
+        assert owners[page] == 1, f"page {page} is written"

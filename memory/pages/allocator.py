@@ -139,3 +139,14 @@ class PageAllocator:
             assert not is_cold or self._listed[page], f"page {page} is lost"
             num_cold += is_cold
         assert num_cold == self._num_cold, f"{num_cold} cold pages, counted {self._num_cold}"
+
+
+def runs_of(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """(first, length) of the runs of consecutive numbers in a list."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and number == sum(found[-1]):
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+        else:
+            found.append((number, 1))
+    return found

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from memory.pages.allocator import runs_of
 from memory.pages.layer_groups import GroupPages
-from memory.pages.runs import runs_of
-
-if TYPE_CHECKING:
-    from memory.pages.address_space import AddressSpace
 
 UNMAPPED = -1
 """Stands for a page where there is none (any more)."""
@@ -52,16 +47,6 @@ class RangePart:
         """Nothing is due at the next commit."""
         return self.valid == len(self.pages) and not self.copies
 
-    def check(self, space: AddressSpace, owners: dict[int, int]) -> None:
-        """Adds what it holds to `owners` (page -> how many). AssertionError: what is off."""
-        first, valid = self.num_passed, self.valid
-        assert self.pages[:first] == [UNMAPPED] * first, f"places of {self.index}"
-        assert space.shows(self.index, self.pages[first:valid], first), f"places of {self.index}"
-        for page in (*self.held, *(source for source, _ in self.copies)):
-            owners[page] = owners.get(page, 0) + 1
-        for page in self.pages[max(self.num_known, first) :]:
-            assert owners[page] == 1, f"page {page} is written"
-
 
 @dataclass(slots=True)
 class Range:
@@ -83,14 +68,6 @@ class Range:
     def pages(self) -> list[int]:
         """All that it holds."""
         return [page for part in self.parts for page in part.held]
-
-    def check(self, space: AddressSpace, owners: dict[int, int]) -> bool:
-        """As RangePart.check, for all parts; whether anything is due at the next commit."""
-        assert self.is_open or not (self.pages or self.promised), f"range {self.index}"
-        assert self.capacity == min(p.group.tokens_in(len(p.pages)) for p in self.parts)
-        for part in self.parts:
-            part.check(space, owners)
-        return not all(part.is_settled for part in self.parts)
 
     @property
     def num_known(self) -> int:
@@ -119,15 +96,3 @@ class PrefixHit:
     def num_calls(self) -> int:
         """System calls and copies to map it, at most: one for a run of consecutive pages."""
         return sum([len(runs_of(part.shared)) + len(part.copied) for part in self.parts])
-
-
-def check_ranges(
-    ranges: Iterable[Range], idle: Container[int], dirty: Container[int], space: AddressSpace
-) -> dict[int, int]:
-    """How many hold each page. AssertionError: what is off. dirty: due at the next commit."""
-    owners: dict[int, int] = {}
-    for item in ranges:
-        assert item.is_open != (item.index in idle), f"range {item.index}"
-        is_dirty = item.check(space, owners)
-        assert is_dirty == (item.index in dirty), f"range {item.index}"
-    return owners

@@ -26,7 +26,7 @@ from memory.prefix.backoff import FAILURES_IN_A_ROW, Backoff
 from memory.prefix.index import PrefixIndex
 from memory.prefix.load_times import LoadTimes
 from memory.prefix.page_store import Chain, Load, PageStore, PrefixStats, Write, has_worked
-from memory.tiers.disk_health import StoreStats
+from memory.prefix.store_stats import StoreStats
 
 logger = logging.getLogger(__name__)
 

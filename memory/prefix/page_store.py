@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from memory.tiers.disk_health import StoreStats
+from memory.prefix.store_stats import StoreStats
 
 Chain = Sequence[tuple[bytes, bytes | None]]
 """Keys of pages and their parents' (None: it has none), parents first."""

@@ -4,34 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from memory.prefix.backoff import Backoff
+from memory.prefix.store_stats import StoreStats
 
 logger = logging.getLogger(__name__)
 
 _WARNING_S = 60.0
-
-
-@dataclass(slots=True)
-class StoreStats:
-    """Counters since the start, and the state now (from `entries` on)."""
-
-    hits: int = 0
-    misses: int = 0  # for every reason
-    stores: int = 0  # pages written
-    corrupt: int = 0  # checksum wrong, page dropped
-    read_errors: int = 0
-    write_errors: int = 0
-    refused: int = 0  # too many requests, no room, or writing is paused
-    evictions: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
-    entries: int = 0
-    pinned: int = 0
-    bytes_used: int = 0
-    requests: int = 0  # under way
-    is_paused: bool = False
 
 
 class DiskHealth:

@@ -19,11 +19,12 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
+from memory.prefix.store_stats import StoreStats
 from memory.tiers.block_file import ALIGNMENT, BlockFile, Transfer
 from memory.tiers.direct_io import choose_io, open_block_file
 from memory.tiers.disk_directory import claim_directory
 from memory.tiers.disk_files import open_pages
-from memory.tiers.disk_health import DiskHealth, StoreStats
+from memory.tiers.disk_health import DiskHealth
 from memory.tiers.disk_index import MAX_KEY_BYTES, IndexLog, Placed
 from memory.tiers.disk_slots import Entry, SlotTable
 from memory.tiers.disk_writer import SpillWriter

@@ -16,8 +16,8 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 
 from memory.prefix.page_store import PageStore
-from memory.tiers.disk_health import StoreStats
-from memory.tiers.host_request import HostCounters, TransferRequest
+from memory.prefix.store_stats import StoreStats
+from memory.tiers.host_arena import HostCounters, TransferRequest
 from memory.tiers.host_worker import HostWorker
 from memory.tiers.page_copy import PageCopier
 

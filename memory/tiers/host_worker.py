@@ -16,8 +16,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from memory.prefix.page_store import PageStore
-from memory.tiers.host_arena import Entry, HostArena
-from memory.tiers.host_request import HostCounters, TransferRequest
+from memory.tiers.host_arena import Entry, HostArena, HostCounters, TransferRequest
 from memory.tiers.page_copy import PageCopier
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,6 @@ PURE = [
     "serve/scheduler/steady_decode.py",
     "serve/scheduler/step_draft.py",
     "memory/prefix/load_times.py",
-    "memory/pages/runs.py",
     "serve/scheduler/length_predictor.py",
     "serve/scheduler/sequence.py",
     "serve/request.py",

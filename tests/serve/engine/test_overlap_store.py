@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from memory.tiers.disk_health import StoreStats
+from memory.prefix.store_stats import StoreStats
 from serve.request import FinishReason
 from serve.scheduler.orders import ORDERS
 from tests.serve.engine.test_overlap_walk import Walk

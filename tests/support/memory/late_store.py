@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from memory.tiers.disk_health import StoreStats
+from memory.prefix.store_stats import StoreStats
 
 
 def content(key: bytes, size: int) -> bytes:

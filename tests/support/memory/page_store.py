@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from memory.tiers.disk_health import StoreStats
+from memory.prefix.store_stats import StoreStats
 from tests.support.engine.fakes import FakeMemory
 
 # "store", "load" or "contains" and a key -> None (it works, at once), "fail", "raise" or "hold"

@@ -1,0 +1,106 @@
+"""The thread that maps pages ahead of need."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+from memory.pages.vmm import VirtualMemory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class MapJob:
+    index: int
+    place: int
+    offset: int
+    first_page: int
+    length: int
+    stale: list[int]  # what is there until the job is done
+
+
+class MapWorker:
+    """The thread that maps ahead. Started with the first jobs."""
+
+    def __init__(self, memory: VirtualMemory) -> None:
+        self.done: deque[MapJob] = deque()
+        self._memory = memory
+        self._pending: deque[MapJob] = deque()
+        self._current: MapJob | None = None
+        self._is_stopping = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        with self._changed:  # a job is never between the two
+            return bool(self._pending) or self._current is not None
+
+    def put(self, jobs: list[MapJob]) -> None:
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="mergestep-map", daemon=True)
+            thread.start()
+            self._thread = thread
+        with self._changed:
+            self._pending.extend(jobs)
+            self._changed.notify_all()
+
+    def settle(self) -> tuple[bool, list[MapJob]]:
+        """Drop what has not begun, wait for what has. Whether there was something to wait for,
+        and what was dropped.
+
+        Where all cores compute, the thread may get its turn late: whoever needs a page now maps
+        it faster than it would wait.
+        """
+        if not self.is_busy:
+            return False, []
+        with self._changed:
+            dropped = list(self._pending)
+            self._pending.clear()
+            has_begun = self._current is not None
+            self._changed.wait_for(lambda: self._current is None)
+        return has_begun, dropped
+
+    def stop(self) -> None:
+        if self._thread is not None:
+            with self._changed:
+                self._is_stopping = True
+                self._changed.notify_all()
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._current = None
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._pending or self._is_stopping)
+                if self._is_stopping:
+                    return
+                job = self._current = self._pending.popleft()
+            try:
+                self._do(job)
+            except OSError as error:  # the step that needs the page maps it, or fails, itself
+                logger.warning("mapping ahead failed: %s", error)
+                self._undo(job)
+            except Exception:  # our bug: the thread must go on, others wait for it
+                logger.exception("mapping ahead failed")
+                self._undo(job)
+
+    def _undo(self, job: MapJob) -> None:
+        """Part of the run may be mapped, beside what was there: it becomes the hole it is noted
+        as. What was only prepared is mapped nowhere, and its places are not ours to touch."""
+        if self._memory.maps_beside_kernels:
+            with contextlib.suppress(OSError):
+                self._memory.unmap(job.offset, job.length)
+
+    def _do(self, job: MapJob) -> None:
+        if self._memory.maps_beside_kernels:
+            self._memory.map(job.offset, job.first_page, job.length)
+            self.done.append(job)
+        else:
+            self._memory.prepare(job.first_page, job.length)

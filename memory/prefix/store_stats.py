@@ -1,0 +1,26 @@
+"""The counters of a page store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class StoreStats:
+    """Counters since the start, and the state now (from `entries` on)."""
+
+    hits: int = 0
+    misses: int = 0  # for every reason
+    stores: int = 0  # pages written
+    corrupt: int = 0  # checksum wrong, page dropped
+    read_errors: int = 0
+    write_errors: int = 0
+    refused: int = 0  # too many requests, no room, or writing is paused
+    evictions: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    entries: int = 0
+    pinned: int = 0
+    bytes_used: int = 0
+    requests: int = 0  # under way
+    is_paused: bool = False
