@@ -15,7 +15,7 @@ from rich.table import Table
 from bench.ablation.pools import OnDevice
 from bench.ablation.run import Found
 from bench.ablation.variants import OURS, SHORT, Variant
-from bench.common import tables as page
+from bench.common import tables
 from bench.load.results.metrics import percentile
 from serve.errors import ConfigError
 
@@ -113,9 +113,9 @@ def show_device(found: OnDevice, console: Console) -> None:
     console.print(
         f"pipelined pools beside a device that computes by itself ({1e3 * found.device_s:.0f} ms a"
         f" step, {found.num_seqs} sequences; scripted, no model):"
-        f" {page.spread([1e3 * s for s in found.pools_s])} ms a step, in one thread"
-        f" {page.spread([1e3 * s for s in found.serial_s])}: gain"
-        f" {page.spread([100 * (gain - 1) for gain in found.gains], '{:+.0f}'.format)} %",
+        f" {tables.spread([1e3 * s for s in found.pools_s])} ms a step, in one thread"
+        f" {tables.spread([1e3 * s for s in found.serial_s])}: gain"
+        f" {tables.spread([100 * (gain - 1) for gain in found.gains], '{:+.0f}'.format)} %",
         highlight=False,
         soft_wrap=True,
     )
@@ -128,7 +128,7 @@ def _throughput(rows: Sequence[Row]) -> Table:
         table.add_row(
             row.optimisation,
             row.name if row.optimisation else f"[bold]{row.name}[/bold]",
-            page.spread(row.requests_per_s),
+            tables.spread(row.requests_per_s),
             "" if row.name == row.against else _gain(row),
             row.claim,
             f"{row.running_mean:.1f}" + (f", {_less(row)}" if row.against == SHORT else ""),
@@ -139,7 +139,7 @@ def _throughput(rows: Sequence[Row]) -> Table:
 
 
 def _gain(row: Row) -> str:
-    return page.spread([100 * (gain - 1) for gain in row.gain], "{:+.0f}".format) + " %"
+    return tables.spread([100 * (gain - 1) for gain in row.gain], "{:+.0f}".format) + " %"
 
 
 def _less(row: Row) -> str:
@@ -170,7 +170,7 @@ def draw(path: Path, rows: Sequence[Row], title: str) -> None:
 
     bars = [row for row in rows if row.name != row.against and row.name != SHORT]
     medians = [statistics.median(row.gain) for row in bars]
-    ends = [page.interval(row.gain) for row in bars]
+    ends = [tables.interval(row.gain) for row in bars]
     low = [median - end[0] for median, end in zip(medians, ends, strict=True)]
     high = [end[1] - median for median, end in zip(medians, ends, strict=True)]
     figure = Figure(figsize=(9, 0.6 * len(bars) + 1.6), layout="constrained")

@@ -14,7 +14,7 @@ from bench.ablation.parts import serial_core
 from bench.ablation.pools import measure_pools
 from bench.ablation.run import Plan, measure
 from bench.ablation.variants import Variant, all_variants, chosen
-from bench.common import tables as page
+from bench.common import tables
 from bench.common.checkpoints import model_directory
 from bench.load.workload.work import Work
 from bench.offline.requests import fixed_requests
@@ -63,7 +63,7 @@ def ablation(
     if qps is not None and not qps > 0:
         raise ConfigError(f"qps must be a positive number, not {qps}")
     for file in (json_file, png_file):
-        page.check_file(file)
+        tables.check_file(file)
     if png_file is not None:
         report.require_matplotlib()
     path = model_directory(model)
@@ -90,8 +90,8 @@ def ablation(
         qps=qps,
         kv_cache_bytes=kv_cache_bytes,
     )
-    head = page.Head.now(f"ablation, {EngineConfig.from_settings(path).model_name}")
-    with page.progress() as bar:
+    head = tables.Head.now(f"ablation, {EngineConfig.from_settings(path).model_name}")
+    with tables.progress() as bar:
         total = 1 + len(wanted) * plan.num_turns + num_rounds
         task = bar.add_task("loading", total=total)
 
@@ -101,7 +101,7 @@ def ablation(
         found = uvloop.run(measure(plan, wanted, advance))
         device = uvloop.run(measure_pools(num_rounds, advance)) if _has_pools(wanted) else None
     rows = report.rows_of(wanted, found)
-    console = page.console()
+    console = tables.console()
     console.print(str(head), highlight=False, soft_wrap=True)
     report.show(rows, found, max_num_seqs, console)
     if device is not None:
@@ -115,7 +115,7 @@ def ablation(
         "variants": [asdict(row) for row in rows],
         "own_device": None if device is None else device._asdict(),
     }
-    page.write(json_file, head, result)
+    tables.write(json_file, head, result)
     if png_file is not None:
         report.draw(png_file, rows, str(head))
     return result
@@ -152,5 +152,5 @@ def _plain(model: str | None, settings: dict[str, Any]) -> str | None:
     precision = resolve_precision(config, spec)
     if not precision.is_int8 or precision.kv != "int8":
         return None
-    has_bf16 = choose_backend(config, spec) == "cuda" or page.has_bf16_product()
+    has_bf16 = choose_backend(config, spec) == "cuda" or tables.has_bf16_product()
     return "bfloat16" if has_bf16 else "float32"

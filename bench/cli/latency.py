@@ -10,7 +10,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from bench.common import tables as page
+from bench.common import tables
 from bench.common.ceilings import MAX_DRIFT, Ceiling
 from bench.common.checkpoints import model_directory
 from bench.offline.latency import Shape, Tally, measure, needs_peer_shape
@@ -44,7 +44,7 @@ def latency(
     batches, prefills: None takes the usual ones. peers: NAME=COMMAND, run in every round.
     Returns what is written to json_file. ConfigError before anything runs.
     """
-    page.check_file(json_file)
+    tables.check_file(json_file)
     commands = parse_peers(peers)
     if batches is None:
         batches = (1, 4) if quick else BATCHES
@@ -77,8 +77,8 @@ def latency(
         )
     if commands and not needs_peer_shape(shape):
         raise ConfigError("peers decode 32 steps from a context of 256: leave both as they are")
-    head = page.Head.now(f"latency, {engine.model_name}")
-    with page.progress() as bar:
+    head = tables.Head.now(f"latency, {engine.model_name}")
+    with tables.progress() as bar:
         task = bar.add_task("loading", total=num_rounds * (len(shape.columns) + len(commands)))
         tally, start_s = uvloop.run(
             measure(
@@ -90,10 +90,10 @@ def latency(
             )
         )
     result = {"model": engine.model_name, "start_s": start_s, **tally.summary()}
-    console = page.console()
+    console = tables.console()
     console.print(str(head), highlight=False, soft_wrap=True)
     _show(tally, result, shape, console)
-    page.write(json_file, head, result)
+    tables.write(json_file, head, result)
     return result
 
 
@@ -109,14 +109,14 @@ def _show(tally: Tally, result: dict[str, Any], shape: Shape, console: Console) 
     for column in shape.columns:
         ms, share = result["ms"][column], result["share_of_bound"][column]
         note = " (unreliable)" if column in result["unreliable"] else ""
-        cells = [column.replace("_", " "), page.spread(tally.rates["ours"][column])]
+        cells = [column.replace("_", " "), tables.spread(tally.rates["ours"][column])]
         cells += [
-            page.number(ms["p50"]),
-            page.number(ms["p99"]),
+            tables.number(ms["p50"]),
+            tables.number(ms["p99"]),
             f"{share:.0%}{note}" if share else "",
         ]
         rates = [result["tokens_per_s"][name].get(column) for name in names]
-        cells += ["" if rate is None else page.number(rate) for rate in rates]
+        cells += ["" if rate is None else tables.number(rate) for rate in rates]
         best = max((rate for rate in rates if rate), default=None)
         if names:
             ours = result["tokens_per_s"]["ours"][column]

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.common import tables as page
+from bench.common import tables
 from bench.common.checkpoints import model_directory
 from bench.offline.startup import Start, import_seconds, measure
 from serve.config import EngineConfig
@@ -38,7 +38,7 @@ def startup(
     Returns what is written to json_file. ConfigError before anything runs, MergestepError where
     a server does not come up.
     """
-    page.check_file(json_file)
+    tables.check_file(json_file)
     num_repeats = repeats or (1 if quick else 5)
     if num_repeats < 1 or not limit_s > 0:
         raise ConfigError("repeats and limit_s must be positive")
@@ -48,9 +48,9 @@ def startup(
     options = ["--dtype", dtype]
     if compute_threads is not None:
         options += ["--compute-threads", str(compute_threads)]
-    head = page.Head.now(f"startup, {config.model_name}")
+    head = tables.Head.now(f"startup, {config.model_name}")
     is_cold = cold and not quick
-    with page.progress() as bar:
+    with tables.progress() as bar:
         task = bar.add_task("starting", total=num_repeats * (1 + is_cold))
         starts, was_dropped = measure(
             path,
@@ -62,7 +62,7 @@ def startup(
             advance=lambda name: bar.update(task, description=name, advance=1),
         )
     imports = import_seconds()
-    console = page.console()
+    console = tables.console()
     console.print(str(head), highlight=False, soft_wrap=True)
     _show(starts, imports, console)
     if is_cold and not was_dropped:
@@ -72,7 +72,7 @@ def startup(
         "was_cold": is_cold and was_dropped,
         "import_seconds": imports,
     }
-    page.write(json_file, head, result)
+    tables.write(json_file, head, result)
     return result
 
 
@@ -80,9 +80,11 @@ def _show(starts: dict[str, list[Start]], imports: dict[str, float], console: Co
     table = Table("seconds since the spawn", *starts, title="medians and ranges")
     table.title_justify = "left"
     for mark in starts["warm"][0].at_s:
-        cells = [page.spread([start.at_s[mark] for start in found]) for found in starts.values()]
+        cells = [tables.spread([start.at_s[mark] for start in found]) for found in starts.values()]
         table.add_row(mark, *cells)
-    sizes = [page.spread([start.rss_bytes / 2**20 for start in found]) for found in starts.values()]
+    sizes = [
+        tables.spread([start.rss_bytes / 2**20 for start in found]) for found in starts.values()
+    ]
     table.add_row("resident when ready, MiB", *sizes)
     console.print(table)
     lines = _phases(starts["warm"])

@@ -20,7 +20,7 @@ from typing import Any
 import uvloop
 from rich.table import Table
 
-from bench.common import tables as page
+from bench.common import tables
 from bench.common.checkpoints import model_directory
 from bench.common.instant import InstantRunner, load_instant
 from serve import Engine, RequestStream, SamplingParams
@@ -97,15 +97,15 @@ def engine(
     quick: bool = False,
 ) -> dict[str, Any]:
     """Medians over the repeats, printed and returned. model: whose tokenizer is used."""
-    page.check_file(json_file)
+    tables.check_file(json_file)
     num_tokens, num_repeats = tokens or (20 if quick else 400), repeats or (1 if quick else 5)
     if min(seqs, num_tokens, num_repeats) < 1:
         raise ConfigError("seqs, tokens and repeats must be positive")
     path = model_directory(model)
-    head = page.Head.now("engine")
+    head = tables.Head.now("engine")
     runs = [uvloop.run(measure(seqs, num_tokens, path)) for _ in range(num_repeats)]
     result = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-    console = page.console()
+    console = tables.console()
     console.print(str(head), highlight=False, soft_wrap=True)
     title = f"{seqs} running sequences, {num_tokens} tokens each, medians of {num_repeats} runs"
     table = Table("", "rows/s delivered", "ms a step, everything", title=title)
@@ -119,7 +119,7 @@ def engine(
         f" {mean:.3f} mean, {p99:.3f} p99",
         highlight=False,
     )
-    page.write(json_file, head, result)
+    tables.write(json_file, head, result)
     return result
 
 

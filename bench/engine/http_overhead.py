@@ -24,7 +24,7 @@ import aiohttp
 import uvloop
 from rich.table import Table
 
-from bench.common import tables as page
+from bench.common import tables
 from bench.common.checkpoints import model_directory
 from serve import Engine, SamplingParams
 from serve.config import EngineConfig
@@ -139,24 +139,24 @@ def http(
 ) -> dict[str, Any]:
     """Medians over the rounds, printed and returned. model: a directory, "random:SHAPE", None for
     the embedded one. output_len: 256 for the embedded model, 32 for others."""
-    page.check_file(json_file)
+    tables.check_file(json_file)
     path = model_directory(model)
     num_tokens = output_len or (4 if quick else 256 if path is None else 32)
     num_rounds = rounds or (1 if quick else 5)
     if min(streams, input_len, num_tokens, num_rounds) < 1:
         raise ConfigError("streams, lengths and rounds must be positive")
-    head = page.Head.now(f"http, {EngineConfig.from_settings(path).model_name}")
+    head = tables.Head.now(f"http, {EngineConfig.from_settings(path).model_name}")
     shape = Shape(streams, input_len, num_tokens)
     result = uvloop.run(measure(path, dtype, shape, num_rounds))
-    console = page.console()
+    console = tables.console()
     console.print(str(head), highlight=False, soft_wrap=True)
     title = f"{streams} streams of {num_tokens} tokens at once, medians of {num_rounds} rounds"
     table = Table("", "tokens/s", title=title, title_justify="left")
-    table.add_row("in this process", page.number(result["in_process"]))
-    table.add_row("over HTTP", page.number(result["http"]))
-    table.add_row("ratio", page.spread(result["ratios"], "{:.3f}".format))
+    table.add_row("in this process", tables.number(result["in_process"]))
+    table.add_row("over HTTP", tables.number(result["http"]))
+    table.add_row("ratio", tables.spread(result["ratios"], "{:.3f}".format))
     console.print(table)
-    page.write(json_file, head, result)
+    tables.write(json_file, head, result)
     return result
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.table import Table
 
-from bench.common import tables as page
+from bench.common import tables
 from bench.common.checkpoints import model_directory
 from serve import LLM, SamplingParams
 from serve.config import EngineConfig
@@ -36,14 +36,14 @@ def prefix_cache(
 ) -> dict[str, Any]:
     """Printed and returned. model: a directory, "random:SHAPE", None for the embedded one. prefix:
     tokens that the prompts share."""
-    page.check_file(json_file)
+    tables.check_file(json_file)
     path = model_directory("random:tiny" if quick and model == "random:llama-1b" else model)
     config = EngineConfig.from_settings(path)
     longest = read_spec(config.model_path).max_model_len
     length, num_repeats = prefix or (500 if quick else 4000), repeats or (2 if quick else 5)
     if not 1 <= length <= longest - _ROOM or num_repeats < 1:
         raise ConfigError(f"prefix must be 1 to {longest - _ROOM} tokens here, repeats positive")
-    head = page.Head.now(f"prefix-cache, {config.model_name}")
+    head = tables.Head.now(f"prefix-cache, {config.model_name}")
     with tempfile.TemporaryDirectory(prefix="mergestep-prefix-") as folder:
         found = measure(path, length, folder, num_repeats)
     table = Table("prefix", "first token ms", "times sooner", "cached tokens", "same token")
@@ -57,11 +57,11 @@ def prefix_cache(
         cached = asked[0][1]
         rows[name] = {"ms": ms, "cached_tokens": cached, "is_same": is_same}
         sooner = 1e3 * base / statistics.median(ms)
-        table.add_row(name, page.spread(ms), f"{sooner:.0f}", str(cached), str(is_same))
-    console = page.console()
+        table.add_row(name, tables.spread(ms), f"{sooner:.0f}", str(cached), str(is_same))
+    console = tables.console()
     console.print(str(head), highlight=False, soft_wrap=True)
     console.print(table)
-    page.write(json_file, head, rows)
+    tables.write(json_file, head, rows)
     return rows
 
 

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench.common import tables as page
+from bench.common import tables
 from bench.kernels.io_paths import Fio, Pattern, Pread, Ring, Sample, Threads, Way
 from memory.tiers.block_file import ThreadFile
 from memory.tiers.direct_io import address_of, choose_io, open_direct, wait_for
@@ -245,7 +245,7 @@ def checksum_rate() -> float:
 
 def run_and_report(directory: Path, *, quick: bool, json_file: Path | None = None) -> None:
     """Measure in `directory`, print the tables and the JSON line. ConfigError for an unfit one."""
-    page.check_file(json_file)
+    tables.check_file(json_file)
     if not directory.is_dir():
         what = "is a file, not a directory" if directory.exists() else "does not exist"
         raise ConfigError(f"--dir {directory} {what}")
@@ -261,7 +261,7 @@ def run_and_report(directory: Path, *, quick: bool, json_file: Path | None = Non
     depths = (1, 16) if quick else (1, 2, 4, 8, 16, 32, 64)
     seconds = 0.06 if quick else 0.2
     logging.getLogger("memory").setLevel(logging.ERROR)
-    console = page.console()
+    console = tables.console()
     cells = []
     with tempfile.TemporaryDirectory(prefix=".bench-io-", dir=directory) as name:
         folder = Path(name)
@@ -292,7 +292,7 @@ def run_and_report(directory: Path, *, quick: bool, json_file: Path | None = Non
     console.print(_headline(head), highlight=False)
     report(cells, store, console)
     result = {**head, "cells": cells, "store": store}
-    page.write(json_file, page.Head.now("io"), {"disk": result})
+    tables.write(json_file, tables.Head.now("io"), {"disk": result})
     print(json.dumps(result))
 
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench.common import tables as page
+from bench.common import tables
 from bench.kernels.ops_cases import cases
 from bench.kernels.ops_linear import Case, Run, Timed
 from ops.cpu import native
@@ -144,10 +144,10 @@ def report(readings: list[Reading], console: Console) -> None:
 
 def run_and_report(*, quick: bool, only: str = "", json_file: Path | None = None) -> None:
     """Measure the cases whose name holds `only`, print the table and the JSON line."""
-    page.check_file(json_file)
+    tables.check_file(json_file)
     keep_freed_memory()  # as the engine does: results are not paid for with page faults
     torch.set_num_threads(1)  # the other team of threads stays out of the way
-    console = page.console()
+    console = tables.console()
     head = {
         "isa": native.instruction_set(),
         "threads": native.num_threads(),
@@ -165,7 +165,7 @@ def run_and_report(*, quick: bool, only: str = "", json_file: Path | None = None
             readings.append(measure(case, limits, rounds))
     report(readings, console)
     result = {"readings": [asdict(r) for r in readings]}
-    page.write(json_file, page.Head.now("ops"), result)
+    tables.write(json_file, tables.Head.now("ops"), result)
     print(json.dumps({**head, **result}))
 
 

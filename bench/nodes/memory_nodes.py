@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.table import Table
 
-from bench.common import tables as page
+from bench.common import tables
 from bench.common.checkpoints import random_checkpoint
 from bench.common.node_processes import memory_nodes
 from bench.nodes.node_layer import measure_layers
@@ -40,18 +40,18 @@ def nodes(
     what: Sequence[str] = (), *, json_file: Path | None = None, quick: bool = False
 ) -> dict[str, Any]:
     """Printed and returned. what: names of MEASUREMENTS; all of them by default."""
-    page.check_file(json_file)
+    tables.check_file(json_file)
     if unknown := [name for name in what if name not in MEASUREMENTS]:
         raise ConfigError(
             f"what: there is no {', '.join(unknown)}; there are {', '.join(MEASUREMENTS)}"
         )
-    head, results, console = page.Head.now("nodes"), {}, page.console()
+    head, results, console = tables.Head.now("nodes"), {}, tables.console()
     console.print(str(head), highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="mergestep-nodes-") as folder:
         for name in what or MEASUREMENTS:
             table, results[name] = MEASUREMENTS[name](Path(folder), quick)
             console.print(table)
-    page.write(json_file, head, results)
+    tables.write(json_file, head, results)
     return results
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from bench.load.client import run as load
+from bench.load.client import run
 from bench.load.client.record import Outcome, Record
 from bench.load.client.targets import EngineTarget, OnChunk, TakeSteps
 from bench.load.workload.options import LoadOptions
@@ -106,7 +106,7 @@ class Saturated:
 
 async def offer(target: Asking, schedule: Schedule, seed: int = 0) -> list[Record]:
     """GenerationError where one of them fails: figures of the others would say nothing."""
-    records = (await load.offer(schedule, target, LoadOptions(seed=seed))).records
+    records = (await run.offer(schedule, target, LoadOptions(seed=seed))).records
     failed = [record for record in records if record.outcome is not Outcome.OK]
     if failed:
         raise GenerationError(f"{len(failed)} requests failed, the first: {failed[0].error}")

@@ -18,7 +18,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from bench.common import tables as page
+from bench.common import tables
 from bench.common.ceilings import Ceiling, ModelCost, probe_for
 from bench.common.checkpoints import model_directory
 from bench.load.workload.work import Work
@@ -82,7 +82,7 @@ def throughput(
     "transformers".
     Returns what is written to json_file. ConfigError before anything runs.
     """
-    page.check_file(json_file)
+    tables.check_file(json_file)
     num_repeats = repeats or (1 if quick else 3)
     if num_repeats < 1:
         raise ConfigError(f"repeats must be a positive number, not {repeats}")
@@ -110,19 +110,19 @@ def throughput(
         prefix_cache=False,
         seed=0,
     )
-    head = page.Head.now(f"throughput, {engine.model_name}")
-    with page.progress() as bar:
+    head = tables.Head.now(f"throughput, {engine.model_name}")
+    with tables.progress() as bar:
         task = bar.add_task("loading", total=num_repeats * (1 if peer is None else 1 + len(WAYS)))
 
         def advance(what: str) -> None:
             bar.update(task, description=what, advance=1)
 
         found = uvloop.run(_measure(engine, works, num_repeats, peer is not None, advance))
-    console = page.console()
+    console = tables.console()
     console.print(str(head), highlight=False, soft_wrap=True)
     result = _result(engine, found)
     _show(found, result, console)
-    page.write(json_file, head, result)
+    tables.write(json_file, head, result)
     return result
 
 
@@ -184,14 +184,16 @@ def _show(found: Found, result: dict[str, Any], console: Console) -> None:
     )
     table = Table("", title.partition(":")[0], title=title, title_justify="left")
     for name, values in found.figures().items():
-        table.add_row(name, page.spread(values))
+        table.add_row(name, tables.spread(values))
     shares = [100 * share for share in found.shares]
     if any(shares):
-        table.add_row("share of the bound", page.spread(shares, "{:.0f}".format) + " %")
+        table.add_row("share of the bound", tables.spread(shares, "{:.0f}".format) + " %")
     console.print(table)
     console.print(f"ceilings: {found.ceilings[0]}", highlight=False)
     for way, seconds in found.peer_s.items():
         rate = result["output_tokens"] / statistics.median(seconds)
-        console.print(f"transformers, {way}: {page.spread(seconds)} s, {rate:.1f} output tokens/s")
+        console.print(
+            f"transformers, {way}: {tables.spread(seconds)} s, {rate:.1f} output tokens/s"
+        )
     if found.peer_s:
         console.print(f"over the faster way: {result['over_peer']:.2f}x")
