@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from bench.corpus import heldout_text
+from examples.default_model.corpus import heldout_text
 from examples.default_model.data import Batch, Encoder, make_batch, train_tokenizer
 from examples.default_model.evaluate import evaluate, perplexity, table
 from examples.default_model.export import read_weights, write_model

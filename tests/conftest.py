@@ -36,7 +36,7 @@ TESTS = Path(__file__).parent
 PARALLEL_FILES = {
     "bench/ablation/test_ablation",
     "bench/cli/test_bench_cli",
-    "bench/corpus/test_corpus",
+    "examples/test_corpus",
     "bench/load/report/test_report",
     "bench/load/report/test_report_failed",
     "bench/load/report/test_report_files",

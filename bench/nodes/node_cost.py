@@ -31,7 +31,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.load.workload.calls import fit_context
 from bench.load.workload.published import (
     AZURE_CODE,
     AZURE_CONV,
@@ -40,6 +39,7 @@ from bench.load.workload.published import (
     Published,
     published_calls,
 )
+from bench.load.workload.work import fit_context
 from bench.plan.cost import Machine, MachineCost
 from bench.plan.disaggregated import Figures, Split, best, homogeneous
 from bench.plan.efficiency import Efficiency

@@ -29,11 +29,10 @@ import uvloop
 from bench.load.client.record import Record, RunResult, StepRow
 from bench.load.client.run import offer
 from bench.load.client.targets import EngineTarget
-from bench.load.workload.calls import Call
 from bench.load.workload.datasets import DatasetSettings
 from bench.load.workload.options import LoadOptions
 from bench.load.workload.schedule import ArrivalSettings, make_schedule
-from bench.load.workload.work import Work
+from bench.load.workload.work import Call, Work
 from bench.plan.calibrate import FittedCost, fit_times
 from bench.simulate.load import simulate
 from bench.simulate.resampled import ResampledCost

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from bench.load.client.record import RunResult
 from bench.load.report.live import LiveView
-from bench.load.workload.calls import Call
 from bench.load.workload.schedule import ArrivalSettings, make_calls
+from bench.load.workload.work import Call
 from bench.simulate.load import OnProgress, simulate
 from bench.simulate.machine import SimulatedMachine, simulated_machine
 from serve.errors import ConfigError

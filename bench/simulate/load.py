@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 
 from bench.load.client.record import Outcome, Progress, Record, RunResult
-from bench.load.workload.calls import Call
+from bench.load.workload.work import Call
 from bench.plan.cost import StepCost
 from bench.simulate.engine import OTHER, SimulatedEngine, make_sequence
 from bench.simulate.keep import MOST_CHUNKS, Keeper

@@ -31,8 +31,8 @@ from multiprocessing import get_context
 
 from bench.common import simulated
 from bench.load.workload.arrivals import arrival_times
-from bench.load.workload.calls import Call
 from bench.load.workload.published import AZURE_CODE, AZURE_CONV, KIMI_CONV, Published
+from bench.load.workload.work import Call
 from bench.simulate.engine import OTHER, SimulatedEngine, Step, make_sequence
 from bench.simulate.memory import make_books
 from bench.simulate.memory_traces import embedded_trace, published_trace

@@ -9,9 +9,9 @@ benchmark runs; max_tokens as there.
 
 from __future__ import annotations
 
-from bench.corpus import mixed_requests
-from bench.load.workload.calls import Call
+from bench.load.workload.mixed import mixed_requests
 from bench.load.workload.published import Published, published_calls, with_max_tokens
+from bench.load.workload.work import Call
 
 
 def published_trace(trace: Published, count: int, max_model_len: int) -> list[Call]:
@@ -22,10 +22,9 @@ def embedded_trace(count: int, max_model_len: int, seed: int = 0) -> list[Call]:
     """The embedded model's own requests."""
     from serve import LLM, SamplingParams
 
-    conversations = [[dict(turn) for turn in dialog] for dialog in mixed_requests(seed, count)]
     params = SamplingParams(max_tokens=None, temperature=0.0)
     with LLM(max_model_len=max_model_len) as llm:
-        outputs = llm.chat(conversations, params, use_tqdm=False)
+        outputs = llm.chat(mixed_requests(seed, count), params, use_tqdm=False)
     calls = with_max_tokens(
         [0] * len(outputs),
         [len(output.prompt_token_ids) for output in outputs],

@@ -12,7 +12,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from bench.corpus import Dialog, dialogs
+from examples.default_model.corpus import Dialog, dialogs
 
 BOS, SYSTEM, USER, ASSISTANT, END = SPECIAL = (
     "<|bos|>",

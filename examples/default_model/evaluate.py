@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.corpus.dialogs import heldout_turns
-from bench.corpus.tasks import list_is_right
-from bench.corpus.turn import Turn
+from examples.default_model.corpus.dialogs import heldout_turns
+from examples.default_model.corpus.tasks import list_is_right
+from examples.default_model.corpus.turn import Turn
 from examples.default_model.data import END, Encoder
 from examples.default_model.greedy import greedy
 from examples.default_model.model import Llama

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.corpus import mixed_requests
-from bench.load.workload.calls import Call, Run, fit_context
+from bench.load.workload.mixed import mixed_requests, num_mixed
 from bench.load.workload.published import PUBLISHED, Marginal, published_calls
 from bench.load.workload.text_files import jsonl_calls, sharegpt_calls
 from bench.load.workload.traces import Part, read_trace
-from bench.load.workload.work import Work
+from bench.load.workload.work import Call, Run, Work, fit_context
 from serve.errors import ConfigError
 
 DEFAULT_OUTPUT_LEN = 128
@@ -102,6 +101,8 @@ def load_calls(
         calls = _generated(kind, settings, count, seed)
         if kind in PUBLISHED:
             notes.append(f"{kind}: made up, with the published lengths (docs/workloads.md)")
+        if kind == "mixed" and count > num_mixed():
+            notes.append(f"mixed has {num_mixed():,} different requests, which are repeated")
     calls = fit_context(calls, settings.max_model_len, notes)
     if not calls:
         raise ConfigError(f"dataset {settings.name}: no request is left to send")
@@ -153,8 +154,7 @@ def _mixed(settings: DatasetSettings, count: int, seed: int) -> list[Call]:
         limit = fixed_length("output_len", settings.output_len)
     count_tokens = settings.count_tokens or four_characters
     calls = []
-    for dialog in mixed_requests(seed, count):
-        messages = [dict(message) for message in dialog]
+    for messages in mixed_requests(seed, count):
         size = sum(count_tokens(message["content"]) for message in messages)
         work = Work(messages=messages, max_tokens=limit)
         calls.append(Call(size, None, limit, work=work))

@@ -8,8 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from bench.load.workload.calls import Call
-from bench.load.workload.work import Work
+from bench.load.workload.work import Call, Work
 from serve.errors import ConfigError
 
 MAX_TOKENS = 200_000_000  # in one schedule; 8 bytes each

@@ -27,7 +27,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from bench.load.workload.calls import Call, Run
+from bench.load.workload.work import Call, Run
 
 NUM_CLIENTS = 24
 BETWEEN_CLIENTS = 0.4

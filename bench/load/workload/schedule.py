@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bench.load.workload.arrivals import arrival_times, count_requests, parse_arrival, ramp_qps
-from bench.load.workload.calls import Call
 from bench.load.workload.datasets import TIMED, DatasetSettings, check, load_calls, split_name
 from bench.load.workload.prompts import WORDS, make_works
-from bench.load.workload.work import Schedule, Work
+from bench.load.workload.work import Call, Schedule, Work
 from serve.errors import ConfigError
 
 WARM_UP_SEED = 1_000_003  # added: the prefix cache must not know the measured prompts

@@ -9,9 +9,8 @@ from typing import Any
 
 import orjson
 
-from bench.load.workload.calls import Call
 from bench.load.workload.traces import Part, json_lines, whole
-from bench.load.workload.work import Work
+from bench.load.workload.work import Call, Work
 from serve.errors import ConfigError
 
 MAX_FILE_BYTES = 2 << 30

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from bench.load.workload.calls import Call
+from bench.load.workload.work import Call
 from serve.errors import ConfigError
 
 MAX_LINE_BYTES = 64 << 20

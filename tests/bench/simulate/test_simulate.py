@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from bench.load.client.record import Outcome
-from bench.load.workload.calls import Call
+from bench.load.workload.work import Call
 from bench.simulate import keep
 from bench.simulate.load import LoadSimulation, simulate
 from bench.simulate.settings import PoolDelays, SimulationSettings

@@ -8,7 +8,7 @@ import pytest
 
 from bench.cli.load import OnlineOptions
 from bench.load.client.record import Outcome
-from bench.load.workload.calls import Call
+from bench.load.workload.work import Call
 from bench.plan.calibrate import FittedCost
 from bench.simulate.check import calibrate, compare
 from bench.simulate.command import simulated

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.load.workload.calls import Call
 from bench.load.workload.datasets import DatasetSettings, load_calls
+from bench.load.workload.mixed import mixed_requests
 from bench.load.workload.prompts import WORDS, make_works, random_run
 from bench.load.workload.schedule import ArrivalSettings, make_calls, make_schedule, make_warm_up
-from bench.load.workload.work import Work
+from bench.load.workload.work import Call, Work
 from serve.errors import ConfigError
 
 TOKENS = range(40, 90)
@@ -78,6 +78,18 @@ def test_another_seed_gives_other_prompts(settings: dict[str, Any]) -> None:
     begins = [{str(work.messages or work.token_ids[:12]) for work in works} for works in runs]
     assert not begins[0] & begins[1] and not begins[0] & begins[2]
     assert runs[0] == works_of(count=8, seed=0, **settings)
+
+
+def test_mixed_takes_other_seeds_in_another_order_and_repeats_itself() -> None:
+    """Seed 0 has the order of the file. A larger load than the file has says that it repeats."""
+    first, other = mixed_requests(0, 2000), mixed_requests(1, 2000)
+    assert mixed_requests(0, 10) == first[:10]
+    assert first != other
+    assert sorted(map(str, first)) == sorted(map(str, other))
+    assert mixed_requests(0, 2001)[:2000] == first
+    notes: list[str] = []
+    assert len(load_calls(DatasetSettings("mixed"), 2001, 0, notes)) == 2001
+    assert notes == ["mixed has 2,000 different requests, which are repeated"]
 
 
 def test_mixed_is_conversations() -> None:
@@ -364,8 +376,7 @@ def test_many_requests_are_cheap() -> None:
 
 def test_made_up_requests_do_not_ask_for_more_than_there_is_room_for():
     """A server with that context refuses what asks for more; texts are sent as they are."""
-    from bench.load.workload.calls import Call, fit_context
-    from bench.load.workload.work import Work
+    from bench.load.workload.work import Call, Work, fit_context
 
     text = Call(10, 5, max_tokens=4096, work=Work(prompt="a", max_tokens=4096))
     calls = [Call(100, 50, max_tokens=4096), Call(5000, 50, max_tokens=256), Call(9, 9), text]

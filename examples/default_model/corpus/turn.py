@@ -8,7 +8,7 @@ import random
 import re
 from dataclasses import dataclass
 
-from bench.corpus.words import split_words
+from examples.default_model.corpus.words import split_words
 
 _ORDERS = frozenset(
     split_words(

@@ -7,8 +7,8 @@ import random
 import re
 from dataclasses import dataclass, field
 
-from bench.corpus import words
-from bench.corpus.plots import PLOTS, Plot
+from examples.default_model.corpus import words
+from examples.default_model.corpus.plots import PLOTS, Plot
 
 MAX_SENTENCES = 12
 _FIELD = re.compile(r"\{(\w+)\}")

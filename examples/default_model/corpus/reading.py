@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from bench.corpus import unknowns, words
-from bench.corpus.turn import Turn
-from bench.corpus.words import split_words
+from examples.default_model.corpus import unknowns, words
+from examples.default_model.corpus.turn import Turn
+from examples.default_model.corpus.words import split_words
 
 NOT_SAID = "The story does not say that."
 

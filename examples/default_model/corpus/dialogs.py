@@ -4,15 +4,16 @@ Everything follows from the seed alone. Training draws from `train_seed`s and ev
 `heldout_seed`s, which never meet.
 """
 
+import json
 import random
 from collections.abc import Callable, Iterator
 
-from bench.corpus import unknowns, words
-from bench.corpus.reading import reading_turns
-from bench.corpus.smalltalk import OFFER, SMALL, grouped, name_game, said_no
-from bench.corpus.stories import Story, tell
-from bench.corpus.tasks import TASKS
-from bench.corpus.turn import Turn, typed
+from examples.default_model.corpus import unknowns, words
+from examples.default_model.corpus.reading import reading_turns
+from examples.default_model.corpus.smalltalk import OFFER, SMALL, grouped, name_game, said_no
+from examples.default_model.corpus.stories import Story, tell
+from examples.default_model.corpus.tasks import TASKS
+from examples.default_model.corpus.turn import Turn, typed
 
 Message = dict[str, str]
 Dialog = list[Message]
@@ -255,9 +256,18 @@ def dialogs(seed: int | str) -> Iterator[Dialog]:
 
 
 def mixed_requests(seed: int, n: int) -> list[Dialog]:
-    """n requests in the natural mixture: dialogs that end with a question."""
+    """Returns n requests in the natural mixture: dialogs that end with a question."""
     stream = dialogs(f"requests-{seed}")
     return [next(stream)[:-1] for _ in range(n)]
+
+
+def frozen_requests(n: int = 2000) -> str:
+    """Returns the first n requests of seed 0 as JSON lines, which are bench/data/mixed.jsonl."""
+    lines = [
+        json.dumps({"messages": dialog}, ensure_ascii=False, separators=(",", ":"))
+        for dialog in mixed_requests(0, n)
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def heldout_turns(number: int, count: int) -> list[list[Turn]]:

@@ -6,8 +6,8 @@ Replies are drawn from small fixed sets, so that a reply is judged by membership
 import random
 from collections.abc import Callable
 
-from bench.corpus import unknowns, words
-from bench.corpus.turn import Turn, typed
+from examples.default_model.corpus import unknowns, words
+from examples.default_model.corpus.turn import Turn, typed
 
 ABILITIES = (
     "I can tell a story of 1 to 8 sentences, add and subtract small numbers, count to 20, name "

@@ -11,12 +11,25 @@ from pathlib import Path
 
 import pytest
 
-from bench.corpus import dialogs, heldout_text, mixed_requests, render, words
-from bench.corpus.dialogs import heldout_seed, heldout_turns, story_turn, train_seed, turns
-from bench.corpus.plots import PLOTS
-from bench.corpus.reading import reading_turns
-from bench.corpus.stories import MAX_SENTENCES, tell
-from bench.corpus.tasks import (
+from examples.default_model.corpus import (
+    dialogs,
+    frozen_requests,
+    heldout_text,
+    mixed_requests,
+    render,
+    words,
+)
+from examples.default_model.corpus.dialogs import (
+    heldout_seed,
+    heldout_turns,
+    story_turn,
+    train_seed,
+    turns,
+)
+from examples.default_model.corpus.plots import PLOTS
+from examples.default_model.corpus.reading import reading_turns
+from examples.default_model.corpus.stories import MAX_SENTENCES, tell
+from examples.default_model.corpus.tasks import (
     MAX_COUNT,
     TOO_LONG_LIST,
     add,
@@ -28,10 +41,10 @@ from bench.corpus.tasks import (
     subtract,
     times,
 )
-from bench.corpus.turn import Turn, count_sentences
+from examples.default_model.corpus.turn import Turn, count_sentences
 from tests.support.engine.child import output_of
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def _digest(seed: int, count: int) -> str:
@@ -48,7 +61,7 @@ def test_same_seed_same_dialogs_in_another_process() -> None:
     """Sets and hashes of strings differ between processes; the text must not."""
     code = (
         "import sys; from itertools import islice; import hashlib\n"
-        "from bench.corpus import dialogs, render\n"
+        "from examples.default_model.corpus import dialogs, render\n"
         "text = ''.join(render(d) for d in islice(dialogs(7), 300))\n"
         "print(hashlib.sha256(text.encode()).hexdigest())"
     )
@@ -177,6 +190,11 @@ def test_heldout_text_is_of_other_seeds() -> None:
 def test_heldout_file_is_what_the_generator_writes() -> None:
     kept = (ROOT / "bench" / "data" / "heldout.txt").read_text(encoding="utf-8")
     assert kept == heldout_text()
+
+
+def test_requests_of_serve_bench_are_what_the_generator_writes() -> None:
+    kept = (ROOT / "bench" / "data" / "mixed.jsonl").read_text(encoding="utf-8")
+    assert kept == frozen_requests()
 
 
 def test_mixed_requests_end_with_the_user() -> None:

@@ -6,8 +6,8 @@ model learns "none of what I know" from the shape and not from a list.
 
 import random
 
-from bench.corpus import words
-from bench.corpus.words import split_words
+from examples.default_model.corpus import words
+from examples.default_model.corpus.words import split_words
 
 _TOPICS = split_words(
     "weather news president election football stock market price bitcoin money tax "

@@ -7,8 +7,8 @@ by equality.
 import random
 from collections.abc import Callable
 
-from bench.corpus import unknowns, words
-from bench.corpus.turn import Turn, typed
+from examples.default_model.corpus import unknowns, words
+from examples.default_model.corpus.turn import Turn, typed
 
 MAX_NUMBER = 20
 MAX_COMPARED = 20
