@@ -14,11 +14,8 @@ if TYPE_CHECKING:
     from serve.engine.llm import LLM
     from serve.engine.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
     from serve.engine.request_stream import RequestStream
-    from serve.request import (
-        FinishReason,
-        SamplingParams,
-        TokenDelta,
-    )
+    from serve.request import FinishReason, TokenDelta
+    from serve.sampling_params import SamplingParams
     from serve.scheduler.prompt_outputs import PoolingParams
 
 __version__ = "0.1.0"
@@ -33,7 +30,7 @@ _PUBLIC = {
     "PoolingParams": "serve.scheduler.prompt_outputs",
     "RequestOutput": "serve.engine.outputs",
     "RequestStream": "serve.engine.request_stream",
-    "SamplingParams": "serve.request",
+    "SamplingParams": "serve.sampling_params",
     "TokenDelta": "serve.request",
 }
 

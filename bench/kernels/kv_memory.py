@@ -27,8 +27,9 @@ from ops.cpu.native import Int8Attention, Int8AttentionStep
 from quant.kv import TILE_TOKENS, Int8KVFormat
 from serve.config import EngineConfig
 from serve.loading.runtime import Runtime, load_runtime
-from serve.request import Request, SamplingParams
+from serve.request import Request
 from serve.runner.runner import ModelRunner
+from serve.sampling_params import SamplingParams
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence, make_sequences
 from serve.scheduler.step_plan import SchedulerLimits

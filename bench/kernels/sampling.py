@@ -17,8 +17,9 @@ from functools import partial
 import torch
 
 from ops.cpu import native, sampling
-from serve.request import Request, SamplingParams
+from serve.request import Request
 from serve.runner.sampler import sample
+from serve.sampling_params import SamplingParams
 from serve.scheduler.sequence import Sequence, make_sequences
 
 WAYS: dict[str, dict[str, float | int]] = {

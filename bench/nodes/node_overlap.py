@@ -28,8 +28,9 @@ from memory.attention.seam import (
 )
 from serve.config import EngineConfig
 from serve.loading.runtime import Runtime, load_runtime
-from serve.request import Request, SamplingParams
+from serve.request import Request
 from serve.runner.runner import ModelRunner
+from serve.sampling_params import SamplingParams
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import make_sequences
 from serve.scheduler.step_plan import SchedulerLimits, StepPlan

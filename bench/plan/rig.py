@@ -14,8 +14,9 @@ from typing import Self
 
 from serve.config import EngineConfig
 from serve.loading.runtime import Runtime, load_runtime
-from serve.request import Request, SamplingParams
+from serve.request import Request
 from serve.runner.runner import ModelRunner
+from serve.sampling_params import SamplingParams
 from serve.scheduler.sequence import Sequence, SequenceStatus, make_sequences
 from serve.scheduler.step_plan import StepPlan, plan_of
 

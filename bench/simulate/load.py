@@ -16,7 +16,8 @@ from bench.simulate.keep import MOST_CHUNKS, Keeper
 from bench.simulate.settings import SimulationSettings
 from serve.engine.early_rejection import EarlyRejection
 from serve.errors import OverloadedError
-from serve.request import Request, SamplingParams
+from serve.request import Request
+from serve.sampling_params import SamplingParams
 
 _REPORT_STEPS = 4096  # from one word about the progress to the next
 

@@ -38,7 +38,8 @@ from bench.simulate.memory import make_books
 from bench.simulate.memory_traces import embedded_trace, published_trace
 from memory.kv_manager import KVManager
 from memory.pages.layer_groups import LayerGroup
-from serve.request import Request, SamplingParams
+from serve.request import Request
+from serve.sampling_params import SamplingParams
 from serve.scheduler.admission import MemoryPolicy, Oracle, PredictedPeak, make_policy
 from serve.scheduler.length_predictor import Coverage
 from serve.scheduler.scheduler import Scheduler

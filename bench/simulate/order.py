@@ -26,7 +26,8 @@ from bench.simulate.memory import make_books
 from bench.simulate.memory_policy import CPU
 from memory.pages.layer_groups import LayerGroup
 from memory.prefix.index import PrefixHasher
-from serve.request import Request, SamplingParams
+from serve.request import Request
+from serve.sampling_params import SamplingParams
 from serve.scheduler.admission import make_policy
 from serve.scheduler.orders import ORDERS, make_queue
 from serve.scheduler.scheduler import Scheduler

@@ -24,8 +24,8 @@ FIELDS = np.dtype(
 )
 NO_ROW = _RECORD.pack(0, 0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0, -1, -1, 0, 0)
 MAX_TOP = 20
-# Room for a row's biases and forbidden tokens: serve/request.py allows 1024 of each, and there are
-# the model's own ends.
+# Room for a row's biases and forbidden tokens: serve/sampling_params.py allows 1024 of each, and
+# there are the model's own ends.
 MAX_EDITS = 2048 + 64
 _MASK64 = (1 << 64) - 1
 _MAX_INT32 = (1 << 31) - 1

@@ -16,7 +16,7 @@ from serve.cli.chat_speakers import SETTABLE, Message, Speaker
 from serve.cli.reporting import shown
 from serve.cli.run_settings import nearest
 from serve.errors import ConfigError, MergestepError, RequestError, plain
-from serve.request import SamplingParams
+from serve.sampling_params import SamplingParams
 
 HELP = """\
 /reset             forget the conversation

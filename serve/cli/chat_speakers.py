@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Protocol, Self
 from serve.engine.engine import Engine
 from serve.errors import ConfigError, GenerationError
 from serve.http.client import ApiCallError, ApiClient
-from serve.request import FinishReason, SamplingParams
+from serve.request import FinishReason
+from serve.sampling_params import SamplingParams
 
 Message = dict[str, Any]
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -24,8 +24,8 @@ from serve.errors import ModelLoadError, RequestError
 from serve.loading.precision import Precision, choose_backend
 from serve.loading.runtime import load_runtime
 from serve.models import ModelSpec, read_generation_defaults, read_spec
-from serve.request import SamplingParams
 from serve.runner.runner import ModelRunner
+from serve.sampling_params import SamplingParams
 from serve.scheduler.admission import make_policy
 from serve.scheduler.orders import make_queue
 from serve.scheduler.scheduler import Scheduler

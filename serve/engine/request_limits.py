@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from serve.errors import ContextLengthError, RequestError
-from serve.request import Request, SamplingParams
+from serve.request import Request
+from serve.sampling_params import SamplingParams
 from serve.scheduler.prompt_outputs import PoolingParams
 from serve.text.tokenizer import Tokenizer
 

@@ -14,12 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from serve.errors import GenerationError, RequestError
-from serve.request import (
-    Request,
-    SamplingParams,
-    TokenDelta,
-    TokenLogprobs,
-)
+from serve.request import Request, TokenDelta, TokenLogprobs
+from serve.sampling_params import SamplingParams
 
 POOLING_KINDS = ("mean", "last")
 MAX_DIMENSIONS = 1 << 20

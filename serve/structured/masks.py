@@ -6,7 +6,8 @@ import threading
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
-from serve.request import Request, SamplingParams
+from serve.request import Request
+from serve.sampling_params import SamplingParams
 from serve.structured.token_mask import BadWords, Bits, Effort, Matcher, SequenceMask, bits_of
 from serve.text.tokenizer import Tokenizer
 

@@ -36,7 +36,7 @@ from serve.http.responses.head import response_head
 from serve.http.responses.items import REFERENCE
 from serve.http.responses.request import parse_response_call
 from serve.models.config_file import ConfigReader
-from serve.request import SamplingParams
+from serve.sampling_params import SamplingParams
 from serve.structured.grammar_source import grammar_of
 from serve.text.chat_parser import AnswerParser, ChatFormat, ToolCallArguments, ToolCallStart
 from serve.text.chat_parser.calls import ToolCallParser

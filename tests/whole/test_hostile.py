@@ -16,8 +16,8 @@ from serve import Engine, PoolingParams, SamplingParams
 from serve.engine.output_processor import OutputState
 from serve.engine.request_stream import RequestStream
 from serve.errors import GenerationError, RequestError
-from serve.request import MAX_N, MAX_STOP_STRINGS
 from serve.runner.runner import ModelRunner
+from serve.sampling_params import MAX_N, MAX_STOP_STRINGS
 from serve.structured_output import StructuredOutput
 from tests.support.engine.checkpoints import checkpoint
 

@@ -19,7 +19,7 @@ from serve.http.openai.requests import MAX_TOP_LOGPROBS
 from serve.loading.runtime import load_runtime
 from serve.machine import usable_processors
 from serve.models import read_spec
-from serve.request import MAX_LOGPROBS
+from serve.sampling_params import MAX_LOGPROBS
 from tests.support.engine.checkpoints import checkpoint
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="native kernels not built")

@@ -109,7 +109,7 @@ class EngineTarget:
         await self.send(self.prepare(work), Record(-1, 0.0))
 
     def prepare(self, work: Work) -> Any:
-        from serve.request import SamplingParams
+        from serve.sampling_params import SamplingParams
 
         params = SamplingParams(
             max_tokens=work.max_tokens, temperature=0.0, ignore_eos=work.ignore_eos

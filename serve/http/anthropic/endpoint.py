@@ -17,7 +17,7 @@ from serve.http.calls.context import ApiContext, Call, Route
 from serve.http.calls.renamed import parameters_named
 from serve.http.edge.errors import json_response
 from serve.http.openai.answer import event_stream
-from serve.request import SamplingParams
+from serve.sampling_params import SamplingParams
 
 # SamplingParams' and the engine's names, in this API's.
 NAMES = {

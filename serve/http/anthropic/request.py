@@ -34,7 +34,7 @@ from serve.http.schema.fields import (
     Unsupported,
 )
 from serve.http.schema.tagged import Tagged
-from serve.request import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
+from serve.sampling_params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
 
 MIN_THINKING_TOKENS = 1024
 _DISPLAY = OneOfNames(("summarized", "omitted"))

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from serve.errors import RequestError
 from serve.http.edge.keys import ApiKey
-from serve.request import Prompt, RequestMetrics, SamplingParams
+from serve.request import Prompt, RequestMetrics
+from serve.sampling_params import SamplingParams
 from serve.scheduler.prompt_outputs import PoolingParams
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from serve.errors import RequestError
 from serve.http.calls.call_engine import CallEngine
 from serve.http.calls.generation import Generation
 from serve.http.calls.renamed import parameters_named
-from serve.request import FinishReason, SamplingParams, TokenDelta
+from serve.request import FinishReason, TokenDelta
+from serve.sampling_params import SamplingParams
 from serve.structured_output import StructuredOutput
 from serve.text.chat_parser import (
     AnswerParser,

@@ -21,7 +21,7 @@ from serve.http.schema.fields import (
     check_length,
     wrong_type,
 )
-from serve.request import SamplingParams
+from serve.sampling_params import SamplingParams
 
 MAX_TEMPLATE_KWARGS = 16
 MAX_KWARG_CHARS = 1024

@@ -21,7 +21,7 @@ from serve.http.schema.fields import (
     TokenIds,
     Unsupported,
 )
-from serve.request import (
+from serve.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORDS,

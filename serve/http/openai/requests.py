@@ -30,7 +30,8 @@ from serve.http.schema.fields import (
     Unknown,
     Unsupported,
 )
-from serve.request import MAX_LOGPROBS, Prompt, SamplingParams
+from serve.request import Prompt
+from serve.sampling_params import MAX_LOGPROBS, SamplingParams
 
 COMPLETION_MAX_TOKENS = 16
 MAX_SEQUENCES = 1024

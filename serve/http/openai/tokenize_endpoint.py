@@ -24,7 +24,7 @@ from serve.http.schema.fields import (
     Unknown,
     Unsupported,
 )
-from serve.request import SamplingParams
+from serve.sampling_params import SamplingParams
 
 MAX_TEXT_CHARS = 1 << 20
 MAX_TOKENS = 1 << 18

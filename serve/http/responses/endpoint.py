@@ -27,7 +27,7 @@ from serve.http.responses.listing import item_list, kept_items, named_items
 from serve.http.responses.request import ResponseCall, parse_count_call, parse_response_call
 from serve.http.responses.store import ResponseStore, StoredResponse
 from serve.http.responses.writer import ResponseWriter
-from serve.request import SamplingParams
+from serve.sampling_params import SamplingParams
 
 # SamplingParams' and the engine's names, in this API's.
 NAMES = {

@@ -37,7 +37,7 @@ from serve.http.schema.fields import (
     Unsupported,
 )
 from serve.http.schema.tagged import Tagged
-from serve.request import MAX_LOGPROBS, SamplingParams
+from serve.sampling_params import MAX_LOGPROBS, SamplingParams
 from serve.structured_output import StructuredOutput
 
 MAX_INSTRUCTIONS_CHARS = 8 << 20

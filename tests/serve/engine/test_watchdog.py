@@ -10,7 +10,7 @@ import pytest
 
 from serve.engine import watchdog as watchdog
 from serve.engine.watchdog import BOUND_S, ROW_S, Watchdog
-from serve.request import SamplingParams
+from serve.sampling_params import SamplingParams
 from tests.support.engine.engine_rig import PROMPT, Rig
 
 

@@ -11,7 +11,8 @@ import pytest
 from serve.engine.core import EngineCore
 from serve.engine.early_rejection import predicted_ttft_s
 from serve.engine.threads import ComputeThread
-from serve.request import FinishReason, Request, SamplingParams
+from serve.request import FinishReason, Request
+from serve.sampling_params import SamplingParams
 from serve.scheduler.orders import make_queue
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import make_sequences

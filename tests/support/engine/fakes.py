@@ -8,8 +8,9 @@ from typing import Any
 from memory.kv_manager import KVManager
 from memory.pages.layer_groups import LayerGroup
 from memory.split_kv import PartitionedKV
-from serve.request import Request, SamplingParams
+from serve.request import Request
 from serve.runner.runner import StepResult
+from serve.sampling_params import SamplingParams
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence, make_sequences
 from serve.scheduler.step_plan import SchedulerLimits, StepPlan

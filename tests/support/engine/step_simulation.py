@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 from memory.prefix.index import PrefixHasher
-from serve.request import Request, SamplingParams
+from serve.request import Request
+from serve.sampling_params import SamplingParams
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import make_sequences
 from serve.scheduler.step_plan import SchedulerLimits

@@ -18,15 +18,8 @@ import uvloop
 from serve.config import EngineConfig
 from serve.errors import ContextLengthError, EngineStoppedError, OverloadedError, RequestError
 from serve.http import HttpServer, HttpSettings
-from serve.request import (
-    FinishReason,
-    Prompt,
-    Request,
-    RequestMetrics,
-    SamplingParams,
-    TokenDelta,
-    TokenLogprobs,
-)
+from serve.request import FinishReason, Prompt, Request, RequestMetrics, TokenDelta, TokenLogprobs
+from serve.sampling_params import SamplingParams
 from serve.text.chat_parser import ChatFormat
 
 

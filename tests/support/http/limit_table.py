@@ -32,7 +32,7 @@ class Limit(NamedTuple):
         return number
 
 
-_LIMITS, _REQUEST = HTTP + "edge.limits:", "serve.request:"
+_LIMITS, _SAMPLING = HTTP + "edge.limits:", "serve.sampling_params:"
 _LONG, _MANY = "400 `string_above_max_length`", "400 `array_above_max_length`"
 _VALUE = "400 `invalid_value`"
 _LATE = "408 `request_timeout`, closed"
@@ -129,20 +129,20 @@ CONNECTIONS = (
     Limit("watchers of the live view", HTTP + "monitoring.live:MAX_WATCHERS", COUNT, "429"),
 )
 SAMPLING = (
-    Limit("n", _REQUEST + "MAX_N", COUNT, _VALUE),
+    Limit("n", _SAMPLING + "MAX_N", COUNT, _VALUE),
     Limit("best_of", HTTP + "openai.requests:MAX_BEST_OF", COUNT, _VALUE),
     Limit("prompts times n", HTTP + "openai.requests:MAX_SEQUENCES", COUNT, _MANY),
     Limit(
         "max_tokens", HTTP + "calls.sampling_fields:MAX_TOKENS", COUNT, "400, the context's length"
     ),
-    Limit("stop strings", _REQUEST + "MAX_STOP_STRINGS", COUNT, _MANY),
-    Limit("one stop string", _REQUEST + "MAX_STOP_LENGTH", CHARS, _LONG),
-    Limit("stop_token_ids", _REQUEST + "MAX_STOP_TOKEN_IDS", COUNT, _MANY),
-    Limit("logit_bias", _REQUEST + "MAX_LOGIT_BIAS", COUNT, _MANY),
+    Limit("stop strings", _SAMPLING + "MAX_STOP_STRINGS", COUNT, _MANY),
+    Limit("one stop string", _SAMPLING + "MAX_STOP_LENGTH", CHARS, _LONG),
+    Limit("stop_token_ids", _SAMPLING + "MAX_STOP_TOKEN_IDS", COUNT, _MANY),
+    Limit("logit_bias", _SAMPLING + "MAX_LOGIT_BIAS", COUNT, _MANY),
     Limit("allowed_token_ids", HTTP + "calls.sampling_fields:MAX_ALLOWED_TOKEN_IDS", COUNT, _MANY),
     Limit("prompts times allowed_token_ids", _LIMITS + "ALLOWED_IDS", COUNT, _MANY),
-    Limit("bad_words", _REQUEST + "MAX_BAD_WORDS", COUNT, _MANY),
-    Limit("one bad word", _REQUEST + "MAX_BAD_WORD_LENGTH", CHARS, _LONG),
+    Limit("bad_words", _SAMPLING + "MAX_BAD_WORDS", COUNT, _MANY),
+    Limit("one bad word", _SAMPLING + "MAX_BAD_WORD_LENGTH", CHARS, _LONG),
     Limit("logprobs", HTTP + "openai.requests:MAX_COMPLETION_LOGPROBS", COUNT, _VALUE),
     Limit("top_logprobs", HTTP + "openai.requests:MAX_TOP_LOGPROBS", COUNT, _VALUE),
     Limit("n x max_tokens x (1 + top_logprobs), in all", _LIMITS + "LOGPROBS", COUNT, _VALUE),

@@ -23,7 +23,7 @@ import torch
 
 from memory.nodes.attach import NodeLayout
 from ops import get_backend
-from serve.request import SamplingParams
+from serve.sampling_params import SamplingParams
 from tests.support.nodes.sim_clients import Client, Sink
 from tests.support.nodes.sim_engine import MAX_LEN, SimEngine, geometry_of
 from tests.support.nodes.sim_model import FIRST_TOKEN, NUM_TOKENS

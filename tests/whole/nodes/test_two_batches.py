@@ -13,8 +13,9 @@ import torch
 from memory.attention.seam import PlannedAttention
 from serve.config import EngineConfig
 from serve.loading.runtime import Runtime, load_runtime
-from serve.request import Request, SamplingParams
+from serve.request import Request
 from serve.runner.runner import ModelRunner, StepResult
+from serve.sampling_params import SamplingParams
 from serve.scheduler.microbatches import MicrobatchPolicy
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence, make_sequences

@@ -18,7 +18,7 @@ from serve.http.edge.keys import ApiKey
 from serve.http.edge.large_json import PIECE, drained, json_list, large_response
 from serve.http.responses import endpoint as responses
 from serve.http.responses.listing import kept_items
-from serve.request import SamplingParams
+from serve.sampling_params import SamplingParams
 from tests.support.http.fakes_http import (
     FakeEngine,
     FakeStream,

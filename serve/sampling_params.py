@@ -1,0 +1,221 @@
+"""How the tokens of a request are sampled, and when its sequences end.
+
+Values are checked here, once, when a `SamplingParams` is made: everything behind it may trust
+them. Nothing here knows HTTP.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+
+from serve.errors import RequestError
+from serve.parameter_checks import as_tuple, check_float, check_int, check_length
+from serve.structured_output import StructuredOutput
+
+MAX_N = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGPROBS = 20
+MIN_TEMPERATURE = 1e-5
+MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 1 << 16
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_LENGTH = 256
+SEED_LIMIT = 1 << 63
+PRIORITY_LIMIT = 1 << 31
+_SALT = re.compile(r"[A-Za-z0-9_-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when a sequence ends.
+
+    max_tokens: None means up to the model's context. temperature 0 is greedy. top_k 0 or -1
+    means off. logprobs: number of alternatives per token (0: only the chosen one, None: off).
+    seed: with the same seed and prompt the same tokens come out in any batch; None draws one.
+    logit_bias: token id -> value added to its logit. cache_salt: prefixes are shared only
+    between requests with the same salt. priority: a lower one goes first, where the engine's
+    order is "priority". default_max_tokens: a bound where max_tokens is None. structured: what
+    the text must look like. allowed_token_ids: no others come. bad_words: texts that do not come.
+    shown_special_tokens: are text although skip_special_tokens is set, for who reads a model's
+    markup. prompt_logprobs: as logprobs, of the prompt's tokens but the first one, which nothing
+    says; with it max_tokens 0 computes the prompt.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] | list[str] | str | None = ()
+    stop_token_ids: tuple[int, ...] | list[int] | None = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    skip_special_tokens: bool = True
+    shown_special_tokens: tuple[str, ...] = ()
+    cache_salt: str | None = None
+    priority: int = 0
+    default_max_tokens: int | None = None
+    structured: StructuredOutput | None = None
+    allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    bad_words: tuple[str, ...] | list[str] = ()
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        stop = self.stop
+        stops = () if stop is None else (stop,) if isinstance(stop, str) else stop
+        object.__setattr__(self, "stop", as_tuple("stop", stops))
+        object.__setattr__(
+            self, "stop_token_ids", as_tuple("stop_token_ids", self.stop_token_ids or ())
+        )
+        check_int("n", self.n, 1, MAX_N)
+        if self.max_tokens is not None:
+            check_int("max_tokens", self.max_tokens, 0, SEED_LIMIT)
+        if self.default_max_tokens is not None:
+            check_int("default_max_tokens", self.default_max_tokens, 1, SEED_LIMIT)
+        check_int("min_tokens", self.min_tokens, 0, SEED_LIMIT)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})",
+                param="min_tokens",
+            )
+        check_float("temperature", self.temperature, 0.0, 2.0)
+        check_float("top_p", self.top_p, 0.0, 1.0)
+        check_int("top_k", self.top_k, -1, 1 << 31)
+        check_float("min_p", self.min_p, 0.0, 1.0)
+        check_float("repetition_penalty", self.repetition_penalty, 1e-2, 100.0)
+        check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            check_int("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
+        if self.logprobs is not None:
+            check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        check_int("priority", self.priority, -PRIORITY_LIMIT, PRIORITY_LIMIT - 1)
+        self._check_stops()
+        self._check_logit_bias()
+        self._check_cache_salt()
+        self._check_masks()
+
+    def _check_stops(self) -> None:
+        if len(self.stop_strings) > MAX_STOP_STRINGS:
+            raise RequestError(
+                f"stop has more than {MAX_STOP_STRINGS} strings",
+                param="stop",
+                code="array_above_max_length",
+            )
+        for text in self.stop_strings:
+            if not isinstance(text, str) or not text:
+                raise RequestError("stop must hold non-empty strings", param="stop")
+            if len(text) > MAX_STOP_LENGTH:
+                raise RequestError(
+                    f"a stop string is longer than {MAX_STOP_LENGTH} characters",
+                    param="stop",
+                    code="string_above_max_length",
+                )
+        if len(self.stop_ids) > MAX_STOP_TOKEN_IDS:
+            raise RequestError(
+                f"stop_token_ids has more than {MAX_STOP_TOKEN_IDS} entries",
+                param="stop_token_ids",
+                code="array_above_max_length",
+            )
+        for token in self.stop_ids:
+            check_int("stop_token_ids", token, 0, 1 << 31)
+
+    def _check_logit_bias(self) -> None:
+        if not self.logit_bias:
+            return
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise RequestError(
+                f"logit_bias has more than {MAX_LOGIT_BIAS} entries",
+                param="logit_bias",
+                code="array_above_max_length",
+            )
+        for token, value in self.logit_bias.items():
+            check_int("logit_bias", token, 0, 1 << 31)
+            check_float("logit_bias", value, -100.0, 100.0)
+
+    def _check_cache_salt(self) -> None:
+        salt = self.cache_salt
+        if salt is not None and not (isinstance(salt, str) and _SALT.fullmatch(salt)):
+            raise RequestError(
+                "cache_salt must be 1 to 128 letters, digits, - or _", param="cache_salt"
+            )
+
+    def _check_masks(self) -> None:
+        object.__setattr__(self, "bad_words", as_tuple("bad_words", self.bad_words or ()))
+        check_length("bad_words", self.bad_words, MAX_BAD_WORDS)
+        for word in self.bad_words:
+            if not isinstance(word, str) or not word.strip():
+                raise RequestError("bad_words must hold words", param="bad_words")
+            if len(word) > MAX_BAD_WORD_LENGTH:
+                raise RequestError(
+                    f"a bad word is longer than {MAX_BAD_WORD_LENGTH} characters",
+                    param="bad_words",
+                    code="string_above_max_length",
+                )
+        if self.structured is not None and not isinstance(self.structured, StructuredOutput):
+            raise RequestError(
+                f"structured must be a StructuredOutput, not {type(self.structured).__name__}",
+                param="structured",
+                code="invalid_type",
+            )
+        if self.allowed_token_ids is None:
+            return
+        allowed = as_tuple("allowed_token_ids", self.allowed_token_ids)
+        object.__setattr__(self, "allowed_token_ids", allowed)
+        if not allowed:
+            raise RequestError("allowed_token_ids is empty", param="allowed_token_ids")
+        if self.structured is not None:
+            raise RequestError(
+                "allowed_token_ids cannot be used together with structured",
+                param="allowed_token_ids",
+            )
+        check_length("allowed_token_ids", allowed, MAX_ALLOWED_TOKEN_IDS)
+        if not all(type(token) is int and 0 <= token < 1 << 31 for token in allowed):
+            for token in allowed:  # which one, and what is wrong with it
+                check_int("allowed_token_ids", token, 0, 1 << 31)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return self.stop  # type: ignore[return-value]  # normalized in __post_init__
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return self.stop_token_ids  # type: ignore[return-value]  # normalized in __post_init__
+
+    @property
+    def is_greedy(self) -> bool:
+        """Temperatures too small to divide by are 0."""
+        return self.temperature < MIN_TEMPERATURE
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    def changed(self, **changes: object) -> SamplingParams:
+        """A copy with other values, which are right already: nothing is checked again, since the
+        lists may be long and a call may have a thousand prompts."""
+        copy = object.__new__(SamplingParams)
+        for name in _PARAMETERS:
+            value = changes[name] if name in changes else getattr(self, name)
+            object.__setattr__(copy, name, value)
+        return copy
+
+
+_PARAMETERS = tuple(item.name for item in fields(SamplingParams))
