@@ -13,13 +13,18 @@ from pathlib import Path
 from quant.kv import GROUPS as KV_GROUPS
 from serve.errors import ConfigError
 from serve.scheduler.length_predictor import LengthPredictor
-from serve.text.chat_parser import REASONING_PARSERS, TOOL_PARSERS
 
 DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "nf4", "fp8")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 PARTITIONS = ("auto", "head", "request", "sequence")  # of memory.nodes.placement, which needs torch
 MEMORY_POLICIES = ("predicted", "worst_case", "prompt_only")  # of serve.scheduler.admission
 ORDERS = ("fcfs", "priority", "mlfq", "fair")  # of serve.scheduler.orders
+TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "none")
+REASONING_PARSERS = (
+    "auto",
+    "deepseek_r1",
+    "none",
+)  # of serve.text.chat_parser
 MEMORY_PREFILLS = ("local", "remote")
 LOAD_FORMATS = ("safetensors", "random")
 MEMORY_WIRES = ("auto", "float32", "bfloat16", "int8")

@@ -8,7 +8,9 @@ import typer
 from typer.core import TyperCommand
 
 from bench.cli.measurements import measurements
+from bench.cli.plan import plan
 from bench.common import cli_options as own
+from serve.cli import examples
 from serve.cli import options as opt
 from serve.cli.reporting import reported, set_up_logging
 from serve.config import DEFAULT_MODEL
@@ -135,3 +137,14 @@ def _not_a_measurement(model: str) -> None:
     group: Any = typer.main.get_command(measurements)
     if model in group.commands:  # a model directory of that name is ./ops
         raise ConfigError(f"options come after the name: `serve bench {model} [OPTIONS]`")
+
+
+app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich")
+app.command("bench", cls=Bench, epilog=examples.BENCH)(online)
+app.command("plan", epilog=examples.PLAN)(plan)
+
+
+def command(name: str | None) -> Any:
+    """The click command `serve bench` or `serve plan`."""
+    group: Any = typer.main.get_command(app)
+    return group.commands[name]

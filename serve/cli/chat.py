@@ -95,7 +95,7 @@ def _rate(num_tokens: int | None, first_s: float, total_s: float) -> str:
     return f"{text}, the first after {first_s:.2f} s"
 
 
-def chat(speaker: Speaker, *, system: str | None, message: str | None) -> None:
+def run_chat(speaker: Speaker, *, system: str | None, message: str | None) -> None:
     """With `message`, or input that is no terminal: one turn. Else until /quit."""
     console = Console(highlight=False)
     conversation = Conversation(speaker, console, system)

@@ -1,16 +1,24 @@
-"""Configuration files: TOML in, TOML out. Knows no setting."""
+"""How values are written: on the command line, in the environment and in TOML files.
+
+Nothing here knows a setting.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from serve.errors import ConfigError, reason
 
 MAX_BYTES = 1 << 20
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +27,19 @@ class ConfigFile:
 
     path: str
     values: dict[str, Any]
+
+
+def parse_size(text: str | int) -> int:
+    """ "2GiB", "512M", "1e3"-free plain bytes. K, M, G and T are powers of 1024 here."""
+    match = _SIZE.fullmatch(str(text).strip())
+    if match is None:
+        raise typer.BadParameter(f"{str(text)[:40]!r} is not a size such as 512M or 2GiB")
+    return int(float(match[1]) * 1024 ** _POWERS[match[2].upper()])
+
+
+def split_list(text: str) -> tuple[str, ...]:
+    """ "a, b" -> ("a", "b")."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def read_config_file(path: str) -> ConfigFile:

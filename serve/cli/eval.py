@@ -21,7 +21,7 @@ _HELDOUT = Path(__file__).parents[2] / "bench" / "data" / "heldout.txt"
 MAX_TEXT_BYTES = 64 << 20
 
 
-def run(
+def run_eval(
     model: str,
     text_file: Path | None,
     precisions: Sequence[str] | None,

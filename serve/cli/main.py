@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from bench.cli import main as bench_cli
-from bench.cli import plan as plan_cli
-from serve.cli import examples as cli_examples
-from serve.cli import options as opt
-from serve.cli import run as run_command
+from serve.cli import examples, options
 from serve.cli.client_key import read_client_key
 from serve.cli.model_files import find_model
 from serve.cli.reporting import reported, set_up_logging
+from serve.cli.run import RUN_HELP, run_command
 from serve.cli.run_options import SERVER
 from serve.config import DEFAULT_MODEL
 from serve.errors import ConfigError
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="serve",
     help="A lightweight LLM server: OpenAI-compatible HTTP, chat, load tests and plans.",
-    epilog=cli_examples.ALL,
+    epilog=examples.ALL,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -54,30 +52,28 @@ def top(
     """What stands before a command."""
 
 
-app.command("run", help=run_command.HELP, epilog=cli_examples.RUN)(run_command.run_signed)
+app.command("run", help=RUN_HELP, epilog=examples.RUN)(run_command)
 
 
-@app.command(epilog=cli_examples.NODE)
+@app.command(epilog=examples.NODE)
 def node(
-    url: opt.NodeUrl = "tcp://127.0.0.1:7000",
-    kv_cache_bytes: opt.NodeKVBytes = None,
-    memory_node_key_file: opt.NodeKey = None,
-    threads: opt.ComputeThreads = None,
+    url: options.NodeUrl = "tcp://127.0.0.1:7000",
+    kv_cache_bytes: options.NodeKVBytes = None,
+    memory_node_key_file: options.NodeKey = None,
+    threads: options.ComputeThreads = None,
     drain_s: Annotated[float, typer.Option(help="How long a stop waits for engines.")] = 30.0,
     max_engines: Annotated[int, typer.Option(help="Engines at once.")] = 64,
-    log_level: opt.LogLevel = "info",
+    log_level: options.LogLevel = "info",
 ) -> None:
     """Hold K/V of engines elsewhere, and attend over it (`serve run --memory-nodes`)."""
-    from serve.cli import node as node_cli
+    from serve.cli.node import serve_node
 
     set_up_logging(log_level)
     with reported():
-        node_cli.serve_node(
-            url, kv_cache_bytes, memory_node_key_file, threads, drain_s, max_engines
-        )
+        serve_node(url, kv_cache_bytes, memory_node_key_file, threads, drain_s, max_engines)
 
 
-@app.command(epilog=cli_examples.CHAT)
+@app.command(epilog=examples.CHAT)
 def chat(
     model: Annotated[
         str | None,
@@ -89,21 +85,21 @@ def chat(
     url: Annotated[
         str | None, typer.Option(help="Talk to this server.", rich_help_panel=SERVER)
     ] = None,
-    api_key_file: opt.ClientKeyFile = None,
+    api_key_file: options.ClientKeyFile = None,
     message: Annotated[
         str | None, typer.Option("--message", "-m", help="Say this, print the answer, leave.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer in tokens.")] = None,
-    dtype: opt.DType = "auto",
-    max_model_len: opt.MaxModelLen = None,
-    compute_threads: opt.ComputeThreads = None,
-    backend: opt.Backend = "auto",
+    dtype: options.DType = "auto",
+    max_model_len: options.MaxModelLen = None,
+    compute_threads: options.ComputeThreads = None,
+    backend: options.Backend = "auto",
 ) -> None:
     """Chat in the terminal, with a model in this process or a server."""
     given = {"temperature": temperature, "max_tokens": max_tokens}
-    options = {name: value for name, value in given.items() if value is not None}
+    sampling = {name: value for name, value in given.items() if value is not None}
     engine = {
         "dtype": dtype,
         "max_model_len": max_model_len,
@@ -112,23 +108,43 @@ def chat(
     }
     set_up_logging("warning")
     with reported():
-        from serve.cli import chat as terminal_chat
+        from serve.cli.chat import run_chat
         from serve.cli.chat_speakers import EngineSpeaker, ServerSpeaker, Speaker
 
         speaker: Speaker
         if url is not None:
             key = read_client_key(api_key_file)
-            speaker = ServerSpeaker(url, options, model=model, api_key=key)
+            speaker = ServerSpeaker(url, sampling, model=model, api_key=key)
         else:
-            speaker = EngineSpeaker(_engine(model, **engine), options)
-        terminal_chat.chat(speaker, system=system, message=message)
+            speaker = EngineSpeaker(_engine(model, **engine), sampling)
+        run_chat(speaker, system=system, message=message)
 
 
-app.command("bench", cls=bench_cli.Bench, epilog=cli_examples.BENCH)(bench_cli.online)
-app.command("plan", epilog=cli_examples.PLAN)(plan_cli.plan)
+class BenchCommand(TyperCommand):
+    """A command that `bench` implements, which is imported when the command is chosen.
+
+    The function below it only names and describes it in `serve --help`.
+    """
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
+        from bench.cli.main import command
+
+        return command(self.name).make_context(info_name, args, parent, **extra)
 
 
-@app.command(epilog=cli_examples.MODELS)
+@app.command(cls=BenchCommand)
+def bench() -> None:
+    """Offer a load to a server, an engine in this process or a simulated one; say how it did."""
+
+
+@app.command(cls=BenchCommand)
+def plan() -> None:
+    """What MODEL can do on machines, and which to buy: from sizes and peaks."""
+
+
+@app.command(epilog=examples.MODELS)
 def models(
     where: Annotated[
         list[str] | None,
@@ -141,31 +157,31 @@ def models(
     url: Annotated[
         str | None, typer.Option(help="What this server serves.", rich_help_panel=SERVER)
     ] = None,
-    api_key_file: opt.ClientKeyFile = None,
+    api_key_file: options.ClientKeyFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the models that can be served here, or those of a server. Nothing is downloaded."""
     set_up_logging("warning")
     with reported():
-        from serve.cli import models as models_cli
+        from serve.cli.models import fetch_models, show_local, show_served
 
         places = list(where or ())
         if url is None and len(places) == 1 and "://" in places[0]:
             url = places.pop()
         if url is None:
-            models_cli.show_local([Path(place) for place in places], as_json=as_json)
+            show_local([Path(place) for place in places], as_json=as_json)
             return
         if places:
             raise ConfigError("either folders or the URL of one server")
         import asyncio
 
-        found = asyncio.run(models_cli.fetch_models(url, read_client_key(api_key_file)))
-        models_cli.show_served(found, as_json=as_json)
+        found = asyncio.run(fetch_models(url, read_client_key(api_key_file)))
+        show_served(found, as_json=as_json)
 
 
-@app.command("eval", epilog=cli_examples.EVAL)
+@app.command("eval", epilog=examples.EVAL)
 def evaluate(
-    model: opt.Model = DEFAULT_MODEL,
+    model: options.Model = DEFAULT_MODEL,
     text: Annotated[
         Path | None, typer.Option(help="A text file; the built-in held-out text by default.")
     ] = None,
@@ -175,16 +191,16 @@ def evaluate(
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="How much of the text is read.")] = 4096,
     window: Annotated[int, typer.Option(help="Tokens read from an empty context.")] = 512,
-    weight_group: opt.WeightGroup = 64,
-    kv_group: opt.KVGroup = 64,
+    weight_group: options.WeightGroup = 64,
+    kv_group: options.KVGroup = 64,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the table here.")] = None,
 ) -> None:
     """Compare precisions: perplexity, KL divergence and greedy agreement on a text."""
-    from serve.cli import eval as evaluate_cli
+    from serve.cli.eval import run_eval
 
     set_up_logging("warning")
     with reported():
-        evaluate_cli.run(
+        run_eval(
             find_model(model).model,
             text,
             precision,

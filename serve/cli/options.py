@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from serve.cli.cli_values import parse_size
 from serve.cli.client_key import API_KEY_ENV
+from serve.cli.config_file import parse_size
 from serve.cli.run_options import ENGINE_OPTIONS, PROCESS_OPTIONS, SERVER
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
 from serve.cli import run_options
-from serve.cli.cli_values import parse_size
-from serve.cli.config_file import read_config_file
+from serve.cli.config_file import parse_size, read_config_file
 from serve.cli.options import completion
 from serve.cli.reporting import reported, set_up_logging, warn
 from serve.cli.run_options import Option
@@ -26,15 +24,15 @@ from serve.cli.run_settings import (
 )
 from serve.units import format_size
 
-HELP = (
+RUN_HELP = (
     "Serve MODEL over an OpenAI-compatible HTTP API.\n\n"
     "Every setting is a flag, an environment variable (in brackets) and a key of the TOML file that"
     " --config names: the flag's name with underscores."
 )
 
 
-def run(context: typer.Context, **given: Any) -> None:
-    """The command. Its options are those of `_signature`."""
+def run_command(context: typer.Context, **given: Any) -> None:
+    """Runs `serve run`. typer makes its options from `_signature`."""
     with reported():
         path = given["config"]
         settings = resolve(
@@ -50,9 +48,9 @@ def run(context: typer.Context, **given: Any) -> None:
         if given["print_config"]:
             _print_config(settings)
             return
-        from serve.cli import server_process as run_cli
+        from serve.cli.server_process import run_server
 
-        run_cli.run(settings, is_quiet=process.quiet)
+        run_server(settings, is_quiet=process.quiet)
 
 
 def _print_config(settings: RunSettings) -> None:
@@ -132,5 +130,4 @@ def _signature() -> inspect.Signature:
     return inspect.Signature([context, *own, *map(_parameter, settings)])
 
 
-run_signed: Callable[..., None] = run
-run_signed.__signature__ = _signature()  # type: ignore[attr-defined]
+run_command.__signature__ = _signature()  # type: ignore[attr-defined]

@@ -17,9 +17,10 @@ from serve.config import (
     MEMORY_WIRES,
     ORDERS,
     PARTITIONS,
+    REASONING_PARSERS,
+    TOOL_PARSERS,
 )
 from serve.http.edge.settings import LOG_FORMATS, UNKNOWN_FIELDS
-from serve.text.chat_parser import REASONING_PARSERS, TOOL_PARSERS
 
 SERVER = "Server"
 SECURITY = "Security"

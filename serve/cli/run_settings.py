@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from serve.cli.cli_values import parse_size, split_list
-from serve.cli.config_file import ConfigFile
+from serve.cli.config_file import ConfigFile, parse_size, split_list
 from serve.cli.run_options import ENGINE_OPTIONS, HTTP_OPTIONS, PROCESS_OPTIONS, Option
 from serve.config import EngineConfig
 from serve.errors import ConfigError

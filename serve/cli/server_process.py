@@ -21,7 +21,7 @@ from serve.http.server import HttpServer, serve_until_signal
 MAX_FILES = 65_536
 
 
-def run(asked: RunSettings, *, is_quiet: bool) -> None:
+def run_server(asked: RunSettings, *, is_quiet: bool) -> None:
     """Until a signal. ConfigError, ModelLoadError, OSError where the port cannot be had."""
     asked.make(EngineConfig)  # says where a wrong value came from
     http: HttpSettings = asked.make(HttpSettings)

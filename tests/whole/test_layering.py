@@ -29,7 +29,6 @@ PURE = [
     "serve/scheduler/orders.py",
     "serve/scheduler/step_plan.py",
     "serve/scheduler/prefix_lookup.py",
-    "serve/rotation.py",
     "serve/scheduler/microbatches.py",
     "serve/scheduler/steady_decode.py",
     "serve/scheduler/step_draft.py",

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from serve.text.chat_parser.answer import AnswerParser
 from serve.text.chat_parser.formats import (
-    REASONING_PARSERS,
-    TOOL_PARSERS,
     ChatFormat,
     ReasoningFormat,
     ToolFormat,
@@ -17,8 +15,6 @@ from serve.text.chat_parser.formats import (
 from serve.text.chat_parser.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallStart
 
 __all__ = [
-    "REASONING_PARSERS",
-    "TOOL_PARSERS",
     "AnswerParser",
     "ChatFormat",
     "Part",

@@ -67,8 +67,6 @@ TOOL_FORMATS = {
     )
 }
 REASONING_FORMATS = {"deepseek_r1": ReasoningFormat("deepseek_r1", "<think>", "</think>")}
-TOOL_PARSERS = ("auto", *TOOL_FORMATS, "none")
-REASONING_PARSERS = ("auto", *REASONING_FORMATS, "none")
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,6 @@ from bench.plan.disaggregated import (
 )
 from bench.plan.hardware import Device, Link
 from bench.plan.shapes import Shape
-from serve.rotation import simulate
 from tests.support.engine.child import last_json, output_of
 
 LLAMA_33B, LLAMA_65B, LLAMA_70B = MODELS
@@ -181,15 +180,6 @@ def test_two_batches_in_flight() -> None:
         one = turn_s(products, attention, 0.002, 0.001, 1, 1)
         two = turn_s(half, attention / 2, 0.002, 0.0005, 2, 1)
         assert one / 2 <= two < one
-
-
-@pytest.mark.parametrize("times", [(1.0, 0.25), (0.5, 1.0), (3.0, 1.0)])
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_a_turn_is_what_the_simulated_rotation_takes(
-    replicas: int, times: tuple[float, float]
-) -> None:
-    slice_s = simulate(replicas + 1, *times).slice_s
-    assert slice_s == pytest.approx(turn_s(*times, 0.0, 0.0, replicas + 1, replicas), rel=0.02)
 
 
 def test_links_bound_a_turn() -> None:

@@ -22,9 +22,9 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from serve.cli import chat as terminal_chat
+from serve.cli.chat import Conversation, run_chat
 from serve.cli.chat_speakers import Piece, ServerSpeaker
-from serve.cli.cli_values import parse_size
+from serve.cli.config_file import parse_size
 from serve.cli.main import app
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.http.fakes_http import FakeEngine, ServerThread
@@ -185,7 +185,7 @@ def test_a_conversation(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     engine = FakeEngine(reply="yes")
     with ServerThread(engine) as server:
         speaker = ServerSpeaker(server.url, {}, model=None, api_key=None)
-        terminal_chat.chat(speaker, system="s", message=None)
+        run_chat(speaker, system="s", message=None)
     told = [[message["content"] for message in prompt] for prompt, _ in engine.submitted]
     assert told == [["s", "one"], ["s", "one", "yes", "two"], ["s", "three"]]
     output = capsys.readouterr().out
@@ -201,7 +201,7 @@ def test_a_model_cannot_steer_the_terminal() -> None:
             yield Piece("a\x1b]0;title\x07b\n\tc\x9b2J")
 
     console = Console(force_terminal=True, file=io.StringIO())
-    conversation = terminal_chat.Conversation(Speaker(), console, None)  # type: ignore[arg-type]
+    conversation = Conversation(Speaker(), console, None)  # type: ignore[arg-type]
     asyncio.run(conversation.turn("x", show_rate=False))
     assert console.file.getvalue() == "a]0;titleb\n        c2J\n"  # type: ignore[attr-defined]
 
@@ -225,7 +225,7 @@ def test_interrupting_an_answer_keeps_the_conversation(
     try:
         with ServerThread(engine) as server:
             speaker = ServerSpeaker(server.url, {}, model=None, api_key=None)
-            terminal_chat.chat(speaker, system=None, message=None)
+            run_chat(speaker, system=None, message=None)
             deadline = time.monotonic() + 2
             while engine.running and time.monotonic() < deadline:
                 time.sleep(0.01)

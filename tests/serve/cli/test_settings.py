@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from serve.cli.cli_values import parse_size
-from serve.cli.config_file import ConfigFile, toml_value
+from serve.cli.config_file import ConfigFile, parse_size, toml_value
 from serve.cli.main import app
 from serve.cli.print_config import config_lines
-from serve.cli.run import run_signed
+from serve.cli.run import run_command
 from serve.cli.run_options import PANELS
 from serve.cli.run_settings import IN_PYTHON_ONLY, OWNERS, SETTINGS, Setting, resolve
 from serve.config import EngineConfig
@@ -38,7 +37,7 @@ VALUES: dict[str, Any] = {
 }
 PLAIN = {name: item for name, item in SETTINGS.items() if not item.option.is_secret}
 ONLY_RUN = typer.Typer(pretty_exceptions_enable=False)  # quicker to build than all commands
-ONLY_RUN.command()(run_signed)
+ONLY_RUN.command()(run_command)
 
 
 def invoke(*arguments: str, env: dict[str, str] | None = None) -> Any:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve.config import REASONING_PARSERS, TOOL_PARSERS
 from serve.text.chat_parser import (
     AnswerParser,
     Part,
@@ -35,6 +36,11 @@ def make(tools: str | None, *, reasoning: bool = False, is_open: bool = False) -
         ReasoningParser(thinking, is_open=is_open) if reasoning else None,
         None if tools is None else ToolCallParser(TOOL_FORMATS[tools], NAMES),
     )
+
+
+def test_the_settings_name_the_formats() -> None:
+    assert ("auto", *TOOL_FORMATS, "none") == TOOL_PARSERS
+    assert ("auto", *REASONING_FORMATS, "none") == REASONING_PARSERS
 
 
 def parse(parser: AnswerParser, pieces: list[str]) -> list[tuple[str, ...]]:
