@@ -1,5 +1,7 @@
 """What the device can do at most, measured on random data in the same run as everything else."""
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
 from __future__ import annotations
 
 import importlib
@@ -13,12 +15,62 @@ from functools import partial
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
+from torch import Tensor
 
 from bench.gpu.record import Figures, Record
 from bench.gpu.timing import device, time_works
 
 _QUERIED = "clocks.sm,clocks.mem,clocks.max.sm,temperature.gpu,power.draw,power.limit,pstate"
+READ_BLOCK = 8192  # values that a program reads at once
 _PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "flash-attn", "cuda-bindings")
+
+
+@triton.jit
+def read_kernel(x_at, out_at, num_blocks, BLOCK: tl.constexpr):
+    """x: num_blocks * BLOCK int32, below 2^31 -> out[program]: the xor of what it reads."""
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.int32)
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        total = total ^ tl.load(x_at + block * BLOCK + lanes)
+    tl.store(out_at + tl.program_id(0) * BLOCK + lanes, total)
+
+
+def read_all(x: Tensor, out: Tensor) -> None:
+    """x: int32, a multiple of READ_BLOCK values; out: [programs, READ_BLOCK] int32."""
+    read_kernel[(out.shape[0],)](x, out, x.numel() // READ_BLOCK, BLOCK=READ_BLOCK, num_warps=8)
+
+
+@triton.jit
+def multiply_kernel(
+    a_at, b_at, out_at, repeats,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, IS_INT8: tl.constexpr,
+):  # fmt: skip
+    """The product of the same two tiles, added up `repeats` times: a: [M, K], b: [N, K]."""
+    rows, cols, depth = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    a = tl.load(a_at + rows[:, None] * K + depth[None, :])
+    b = tl.load(b_at + cols[None, :] * K + depth[:, None])
+    if IS_INT8:
+        total = tl.zeros((M, N), tl.int32)
+        for _ in range(repeats):
+            total = tl.dot(a, b, total, out_dtype=tl.int32)
+    else:
+        total = tl.zeros((M, N), tl.float32)
+        for _ in range(repeats):
+            total = tl.dot(a, b, total)
+    at = tl.program_id(0).to(tl.int64) * M * N
+    tl.store(out_at + at + rows[:, None] * N + cols[None, :], total)
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor, repeats: int, num_warps: int = 8) -> int:
+    """Every program multiplies a: [M, K] by b: [N, K]; out: [programs, M, N]. The operations."""
+    (rows, depth), cols = a.shape, b.shape[0]
+    multiply_kernel[(out.shape[0],)](
+        a, b, out, repeats,
+        M=rows, N=cols, K=depth, IS_INT8=a.dtype == torch.int8, num_warps=num_warps,
+    )  # fmt: skip
+    return 2 * rows * cols * depth * repeats * out.shape[0]
 
 
 def environment(record: Record) -> None:
@@ -91,8 +143,6 @@ def _copy(size: int) -> Figures:
 
 def _read(size: int) -> Figures:
     """The best of some numbers of programs."""
-    from bench.gpu.gpu_probes import READ_BLOCK, read_all
-
     values = _random_bytes(size).view(torch.int32)
     counts = (132, 264, 528, 1056) if torch.cuda.is_available() else (2,)
     best: Figures = {"rate": 0.0}
@@ -165,7 +215,6 @@ def _fp8_ways(width: int, is_dry: bool) -> dict[str, Way]:
 
 def _loops(dtype: torch.dtype, sums: torch.dtype, is_dry: bool) -> dict[str, Way]:
     """Products of tiles that stay where they are, in some shapes."""
-    from bench.gpu.gpu_probes import multiply
 
     def loop(rows: int, cols: int, depth: int, num_warps: int) -> Figures:
         a, b = _matrix(rows, depth, dtype), _matrix(cols, depth, dtype)

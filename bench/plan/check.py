@@ -28,7 +28,7 @@ from bench.common.ceilings import MAX_DRIFT, Ceiling
 from bench.common.checkpoints import random_checkpoint
 from bench.plan.cost import Machine, MachineCost
 from bench.plan.efficiency import BOUND, expected
-from bench.plan.here import READ_BYTES, device_of
+from bench.plan.hardware import READ_BYTES, device_of
 from bench.plan.rig import StepRig, rig_config
 from bench.plan.shapes import Precision, Shape, load_shape
 from serve.scheduler.step_time import StepWork

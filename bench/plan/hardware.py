@@ -1,17 +1,25 @@
-"""What devices can do: the packaged table of data sheets, and a user's own in the same form."""
+"""What devices can do: the packaged table of data sheets, a user's own file in the same form, and
+this machine, whose ceilings are measured."""
 
 from __future__ import annotations
 
 import math
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from serve.errors import ConfigError
+from serve.machine import available_memory
 
+if TYPE_CHECKING:
+    from bench.common.ceilings import Ceiling
+
+HERE = "here"  # the name of this machine
+READ_BYTES = 256 << 20
 KINDS = ("gpu", "cpu")
 ARITHMETIC = ("fp32", "bf16", "fp8", "int8", "int4")
 _SIZES = {"memory_gb": "memory_bytes", "bandwidth_gb_s": "bytes_per_s"}
@@ -120,3 +128,43 @@ def _link(value: object, where: str) -> Link:
     if not isinstance(value, dict) or value.keys() != {"gb_s", "us"}:
         raise ConfigError(f"{where} must be {{ gb_s = ..., us = ... }}, not {value!r}")
     return Link(1e9 * _number(value["gb_s"], where), _number(value["us"], where) / 1e6)
+
+
+def measure_here() -> Device:
+    """Measures this machine's ceilings, which takes a second, and imports torch. Raises
+    ConfigError without the native kernels, whose instructions are what is measured."""
+    import torch
+
+    from bench.common.ceilings import Ceiling
+    from ops.cpu import native
+
+    if not native.is_available():
+        raise ConfigError("machine here: the native kernels are not built")
+    return device_of(Ceiling.now(torch.ones(READ_BYTES, dtype=torch.uint8)))
+
+
+def device_of(ceiling: Ceiling) -> Device:
+    """Returns this machine with the measured ceilings and the memory that is free.
+
+    fp32 multiplies at half the rate of bf16, or at a quarter of the rate of int8 where there is no
+    bf16 instruction (as on Zen and on Xeons without AMX).
+    """
+    operations = {"int8": ceiling.i8, "fp32": ceiling.bf16 / 2 or ceiling.i8 / 4}
+    if ceiling.bf16:
+        operations["bf16"] = ceiling.bf16
+    return Device(
+        name=HERE,
+        kind="cpu",
+        memory_bytes=available_memory(),
+        bytes_per_s=ceiling.read,
+        operations=operations,
+        cache_bytes=_cache_bytes(),
+    )
+
+
+def _cache_bytes() -> float:
+    """Returns the size of the last cache level, 0 where the system does not report it."""
+    try:
+        return float(max(0, os.sysconf("SC_LEVEL3_CACHE_SIZE")))
+    except (OSError, ValueError):
+        return 0.0

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from bench.plan.cost import Machine, MachineCost
 from bench.plan.efficiency import BOUND, expected
-from bench.plan.hardware import Device, load_devices
+from bench.plan.hardware import HERE, Device, load_devices, measure_here
 from bench.plan.plots import plot, require_matplotlib
 from bench.plan.search import Budget, all_machines, rank, rank_splits
 from bench.plan.serving import Load, Slo
@@ -25,7 +25,6 @@ from serve.errors import ConfigError
 
 BATCHES = (1, 8, 16, 32, 64, 128)
 CONTEXTS = (512, 2048, 8192)
-HERE = "here"
 PROMPT, OUTPUT = 1024, 256  # tokens, or what the context has room for
 _COUNTED = re.compile(r"(?:([0-9]{1,3})x)?(.+)")
 
@@ -178,8 +177,6 @@ def find_machine(name: str, devices: dict[str, Device]) -> Machine:
     assert matched is not None or not name, f"{name!r}"
     number, kind = (matched[1], matched[2]) if matched else (None, name)
     if kind == HERE and number is None:
-        from bench.plan.here import measure_here  # torch comes with it
-
         return Machine(measure_here())
     if kind not in devices:
         raise ConfigError(f"machine {name!r} is neither here nor one of: {', '.join(devices)}")

@@ -1,18 +1,16 @@
-"""How many requests a second fixed K/V memory serves, by admission policy.
+"""How many requests a second a fixed K/V memory serves, by admission policy.
 
-One run, the same traces for all policies (bench/simulate/memory_traces.py), through the real
-scheduler,
-K/V manager and policies; only the memory's system calls and the time are simulated. Memory is
-that of two sequences of the whole context. For each policy: by bisection, the highest rate at
-which the 99th percentile of the time per output token stays within the same bound and the queue
-is stable (the 90th percentile of the time to first token below five times what an average
-request takes alone). A step has at most 256 rows; the bound is the time of such a step whose
-prompt rows stand in the middle of the context. The row "unlimited" has memory for everyone:
-what the computing alone allows. Where that is less than 2.5 times the worst case no policy can
-reach 2.5 times.
+All policies see the same traces in one run, through the real scheduler, K/V manager and policies;
+only the memory's system calls and the time are simulated. The memory is that of two sequences of
+the whole context. For each policy a bisection finds the highest rate at which the 99th percentile
+of the time per output token stays within one bound and the queue is stable: the 90th percentile of
+the time to first token is below five times what an average request takes alone. A step has at most
+256 rows; the bound is the time of such a step whose prompt rows stand in the middle of the context.
+The row "unlimited" has memory for all requests, so it shows what the computing alone allows. Where
+that is less than 2.5 times the worst case, no policy can reach 2.5 times.
 
 A step takes fixed + rows * row + (K/V read by decode rows) * read + (products of prompt rows
-and the tokens before them) * pair. Coefficients, in seconds:
+and the tokens before them) * pair. The coefficients, in seconds:
 
     1B on 2 vCPUs   fitted by hand to docs/performance.md, within 20 % of its decode and prefill
     8B on a GPU     not measured: int8 weights at 80 % of 4.8 TB/s and 0.8 ms of launching, 50 %
@@ -31,11 +29,18 @@ from multiprocessing import get_context
 
 from bench.common import simulated
 from bench.load.workload.arrivals import arrival_times
-from bench.load.workload.published import AZURE_CODE, AZURE_CONV, KIMI_CONV, Published
+from bench.load.workload.mixed import mixed_requests
+from bench.load.workload.published import (
+    AZURE_CODE,
+    AZURE_CONV,
+    KIMI_CONV,
+    Published,
+    published_calls,
+    with_max_tokens,
+)
 from bench.load.workload.work import Call
 from bench.simulate.engine import OTHER, SimulatedEngine, Step, make_sequence
 from bench.simulate.memory import make_books
-from bench.simulate.memory_traces import embedded_trace, published_trace
 from memory.kv_manager import KVManager
 from memory.pages.layer_groups import LayerGroup
 from serve.request import Request
@@ -256,6 +261,42 @@ def highest_qps(case: Case, calls: list[Call], policy: str) -> Result:
         else:
             high = found.qps
     return best
+
+
+def published_trace(trace: Published, count: int, max_model_len: int) -> list[Call]:
+    """Returns requests with the lengths, clients and max_tokens of a published trace;
+    bench/load/workload/published.py says which of them are known and which assumed."""
+    return _bounded(published_calls(trace, count, 0), max_model_len)
+
+
+def embedded_trace(count: int, max_model_len: int, seed: int = 0) -> list[Call]:
+    """Returns the embedded model's mixed requests with the lengths of its greedy answers, which
+    are computed here, and max_tokens as in a published trace."""
+    from serve import LLM, SamplingParams
+
+    params = SamplingParams(max_tokens=None, temperature=0.0)
+    with LLM(max_model_len=max_model_len) as llm:
+        outputs = llm.chat(mixed_requests(seed, count), params, use_tqdm=False)
+    calls = with_max_tokens(
+        [0] * len(outputs),
+        [len(output.prompt_token_ids) for output in outputs],
+        [len(output.outputs[0].token_ids) for output in outputs],
+    )
+    return _bounded(calls, max_model_len)
+
+
+def _bounded(calls: list[Call], max_model_len: int) -> list[Call]:
+    """Cuts prompts to half of the context and answers to the rest; a request without a max_tokens
+    of its own may fill the context."""
+    bounded = []
+    for call in calls:
+        assert call.num_output is not None
+        prompt = min(call.num_prompt, max_model_len // 2)
+        room = max_model_len - prompt
+        max_tokens = room if call.max_tokens is None else min(call.max_tokens, room)
+        output = min(call.num_output, room)
+        bounded.append(Call(prompt, output, max_tokens, client=call.client))
+    return bounded
 
 
 def _trace(case: Case) -> list[Call]:

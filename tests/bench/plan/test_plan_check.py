@@ -11,7 +11,7 @@ from rich.console import Console
 from bench.common.ceilings import Ceiling
 from bench.common.checkpoints import random_checkpoint
 from bench.plan.check import QUICK, Case, check, report, run_and_report
-from bench.plan.here import device_of, measure_here
+from bench.plan.hardware import device_of, measure_here
 from bench.plan.rig import StepRig, rig_config
 from bench.plan.run import run
 from ops.cpu import native

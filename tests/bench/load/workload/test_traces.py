@@ -11,7 +11,7 @@ import pytest
 from bench.load.workload.published import BLOCK, PUBLISHED, Marginal, Published, published_calls
 from bench.load.workload.traces import Part, read_trace
 from bench.load.workload.work import Call, cut_runs, fit_context, fit_lengths
-from bench.simulate.memory_traces import published_trace
+from bench.simulate.memory_policy import published_trace
 from serve.errors import ConfigError
 
 MOONCAKE = """\
