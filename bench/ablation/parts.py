@@ -28,7 +28,7 @@ class InLoop(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         assert self.core is not None
-        self.core.post(partial(fn, *args, **kwargs))
+        self.core.run_in_loop(partial(fn, *args, **kwargs))
         return Future()  # nobody waits for it
 
 

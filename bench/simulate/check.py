@@ -152,7 +152,7 @@ class Rig:
         )
 
     def settings(self, delays: PoolDelays) -> SimulationSettings:
-        books = self._engine.loaded.core.books
+        books = self._engine.loaded.core.kv
         config = EngineConfig(
             max_model_len=books.max_model_len,
             kv_cache_bytes=books.num_pages * books.page_bytes,

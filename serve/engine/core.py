@@ -18,12 +18,12 @@ from concurrent.futures import Executor, Future
 from memory.nodes.node_set import NodeSet
 from memory.split_kv import Books
 from serve.engine.core_view import CoreView
-from serve.engine.counters import RequestMeter
+from serve.engine.counters import RequestCounters
 from serve.engine.early_rejection import EarlyRejection
-from serve.engine.node_recovery import MemoryRecovery
+from serve.engine.node_recovery import NodeRecovery
 from serve.engine.output_processor import OutputProcessor, Sink, StepRecord
-from serve.engine.overlapped_executor import make_steps
-from serve.engine.preprocessor import Encode, PreparedRequest, Preprocessor, sequences_of
+from serve.engine.overlapped_executor import make_executor
+from serve.engine.preprocessor import Encode, PreparedRequest, Preprocessor, prepare_sequences
 from serve.engine.request_limits import RequestLimits
 from serve.engine.request_table import RequestState, RequestTable
 from serve.engine.stats import EngineStats, engine_stats
@@ -81,48 +81,50 @@ class EngineCore:
         slo_s = limits.ttft_slo_s
         self._rejection = None if slo_s is None else EarlyRejection(scheduler, slo_s)
         self._recovery = None if nodes is None else self._make_recovery(nodes)
-        self._intake = Preprocessor(
+        self._preprocessor = Preprocessor(
             tokenizer, limits, scheduler.prefixes, self._rejection, self._eos, seed
         )
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._unfinished = RequestTable(limits)
-        self._loop_job: Future[None] | None = None
+        self._requests = RequestTable(limits)
+        self._loop_future: Future[None] | None = None
         self._failure: BaseException | None = None
-        meter = RequestMeter()
+        counters = RequestCounters()
         self._output = make_output(
-            OutputProcessor(lambda s, why: self._inbox.put(lambda: self._end(s, why)), meter)
+            OutputProcessor(
+                lambda s, why: self._inbox.put(lambda: self._end_sequence(s, why)), counters
+            )
         )
         self.watchdog = Watchdog(time.monotonic, self._output.is_alive)
-        self._steps = make_steps(
+        self._executor = make_executor(
             runner,
             scheduler,
             self._output,
-            end=self._end,
-            forget=self._forget,
-            lost=None if self._recovery is None else self._recovery.lost,
+            end_sequence=self._end_sequence,
+            on_finished=self._release,
+            on_nodes_lost=None if self._recovery is None else self._recovery.handle_loss,
             clock=clock,
         )
-        self._prompts = PromptPool(tokenize_threads, tokenize)
+        self._prompt_pool = PromptPool(tokenize_threads, tokenize)
         self._compute = compute
         self.view = CoreView(
             scheduler,
-            self._steps,
-            meter,
-            self._prompts.meter,
+            self._executor,
+            counters,
+            self._prompt_pool.counters,
             self._inbox.qsize,
             self._output,
-            self._intake.masks,
+            self._preprocessor.masks,
         )
 
-    def _make_recovery(self, nodes: NodeSet) -> MemoryRecovery:
+    def _make_recovery(self, nodes: NodeSet) -> NodeRecovery:
         members, scheduler = self._kv.members, self._scheduler
-        return MemoryRecovery(
-            nodes, members, scheduler, lambda s, why: self._end(s, FinishReason.ERROR, why)
+        return NodeRecovery(
+            nodes, members, scheduler, lambda s, why: self._end_sequence(s, FinishReason.ERROR, why)
         )
 
     def start(self) -> None:
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
-        self._loop_job = self._compute.submit(self._compute_loop)
+        self._loop_future = self._compute.submit(self._compute_loop)
         self._output.start()
 
     # ---- any thread
@@ -139,26 +141,26 @@ class EngineCore:
         """Queue a request; its fate is told to the sink. `prompt` may be a function to run in
         pool 1 that returns token ids. Raises OverloadedError or EngineStoppedError."""
         began_s = self._clock() if arrived_s is None else arrived_s
-        state = self._intake.make_state(prompt, params, sink, began_s, request_id, client)
-        compiles = self._intake.masks.is_slow(state.params)
+        state = self._preprocessor.make_state(prompt, params, sink, began_s, request_id, client)
+        compiles = self._preprocessor.masks.is_slow(state.params)
 
         def queue() -> None:
-            self._prompts.submit(lambda: self._prepare(state, prompt), compiles=compiles)
+            self._prompt_pool.submit(lambda: self._prepare(state, prompt), compiles=compiles)
 
-        self._unfinished.add(state, queue)  # before a shutdown that begins now looks there
+        self._requests.add(state, queue)  # before a shutdown that begins now looks there
         return state
 
-    def check_room(self, params: SamplingParams) -> None:
+    def check_grammar_queue(self, params: SamplingParams) -> None:
         """OverloadedError: too many wait for their grammars. For who is better told than waits."""
-        if self._intake.masks.is_slow(params):
-            self._prompts.check_room()
+        if self._preprocessor.masks.is_slow(params):
+            self._prompt_pool.check_compile_queue()
 
     def abort(self, state: RequestState) -> None:
         """End the request; its memory is free at the next step. Does nothing when it has ended."""
         state.is_aborted = True
         self._inbox.put(lambda: self._abort(state))
 
-    def post(self, job: Callable[[], None]) -> None:
+    def run_in_loop(self, job: Callable[[], None]) -> None:
         """Run it in the loop's thread, between two steps."""
         self._inbox.put(job)
 
@@ -168,7 +170,7 @@ class EngineCore:
         return self._failure is not None
 
     @property
-    def books(self) -> Books:
+    def kv(self) -> Books:
         """The K/V manager; of it only the sizes may be read outside the loop."""
         return self._kv
 
@@ -178,33 +180,33 @@ class EngineCore:
         return self._kv.num_pages > 0
 
     def num_unfinished(self) -> int:
-        return len(self._unfinished)
+        return len(self._requests)
 
     def stats(self) -> EngineStats:
         return engine_stats(
             self._scheduler,
             self._rejection,
             self._recovery,
-            self._steps.counts,
-            num_unfinished=len(self._unfinished),
+            self._executor.counts,
+            num_unfinished=len(self._requests),
             clock=self._clock,
         )
 
     def stop_accepting(self) -> None:
-        self._unfinished.close()
+        self._requests.close()
 
     def shutdown(self) -> None:
         """Abort what is left, end the threads, give memory back. Blocks; may be called twice."""
         self.stop_accepting()
-        for state in self._unfinished.states():
+        for state in self._requests.states():
             self.abort(state)
-        self._prompts.shutdown()  # quick: what is aborted is neither tokenized nor compiled
-        self._intake.masks.close()
-        if self._loop_job is not None:
+        self._prompt_pool.shutdown()  # quick: what is aborted is neither tokenized nor compiled
+        self._preprocessor.masks.close()
+        if self._loop_future is not None:
             self._inbox.put(None)
-            self._wait_for_loop(self._loop_job)
+            self._wait_for_loop(self._loop_future)
             self._output.stop()
-            self._loop_job = None
+            self._loop_future = None
         elif self._compute.is_alive():  # loaded, but never started
             self._compute.submit(self._close_memory)
         if self._compute.is_alive():
@@ -230,17 +232,17 @@ class EngineCore:
             self._runner.close()
 
     def _refuse(self, state: RequestState, error: Exception) -> None:
-        self._unfinished.remove(state)
-        state.tell(lambda: state.sink.fail(error))
+        self._requests.remove(state)
+        state.notify_sink(lambda: state.sink.fail(error))
 
     def _prepare(self, state: RequestState, prompt: Prompt | Encode) -> None:
         """Pool 1's work: hand a request over to the loop, or tell the sink what is wrong."""
         try:
-            request, arrival = self._intake.prepare(state, prompt)
+            request, arrival = self._preprocessor.prepare(state, prompt)
         except Exception as error:
             self._refuse(state, error)
         else:
-            state.tell(lambda: state.sink.accept(request))
+            state.notify_sink(lambda: state.sink.accept(request))
             self._inbox.put(lambda: self._enqueue_or_refuse(state, request, arrival))
 
     # ---- pool 2: the loop
@@ -253,38 +255,38 @@ class EngineCore:
         except BaseException as error:
             logger.exception("the compute loop failed; no new requests are accepted")
             self._failure = error
-            self._unfinished.close()
-            self._answer_failed()
+            self._requests.close()
+            self._refuse_until_shutdown()
         finally:
-            self._answer_all(FinishReason.ABORT)
-            self._answer_rest()
-            self._steps.abandon()
+            self._end_all(FinishReason.ABORT)
+            self._refuse_rest()
+            self._executor.abandon()
             self._close_memory()
 
-    def _answer_failed(self) -> None:
+    def _refuse_until_shutdown(self) -> None:
         """The loop has failed: until shutdown, whatever still comes in is told so."""
-        self._answer_all(FinishReason.ERROR, "the engine failed")
+        self._end_all(FinishReason.ERROR, "the engine failed")
         while (message := self._inbox.get()) is not None:
             message()
-            self._answer_all(FinishReason.ERROR, "the engine failed")
+            self._end_all(FinishReason.ERROR, "the engine failed")
 
     def _drain_inbox(self) -> None:
         while not self._inbox.empty():
             if (message := self._inbox.get()) is not None:
                 message()
 
-    def _answer_all(self, reason: FinishReason, error: str | None = None) -> None:
+    def _end_all(self, reason: FinishReason, error: str | None = None) -> None:
         """End every sequence, even if the books turn out to be broken."""
         try:
             for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
-                self._end(sequence, reason, error)
+                self._end_sequence(sequence, reason, error)
         except Exception:
             logger.exception("ending the sequences failed")
         self._output.flush()
 
-    def _answer_rest(self) -> None:
+    def _refuse_rest(self) -> None:
         """Nobody may wait for ever for a request that got lost."""
-        for state in self._unfinished.states():
+        for state in self._requests.states():
             self._refuse(state, EngineStoppedError("the engine has stopped"))
 
     def _take_messages(self) -> bool:
@@ -293,8 +295,8 @@ class EngineCore:
         while True:
             idle = not self._scheduler.has_work()
             if idle:
-                self._steps.drain()
-                self._steps.pause()
+                self._executor.drain()
+                self._executor.pause()
                 self.watchdog.rest()
             try:
                 if not idle:
@@ -308,7 +310,7 @@ class EngineCore:
                     return True
                 self.watchdog.begin()
                 if self._recovery is not None:
-                    self._recovery.look()
+                    self._recovery.poll()
                 self._kv.trim()
                 is_writing = self._kv.prefixes.write_some()
                 trimmed = True
@@ -321,28 +323,28 @@ class EngineCore:
     def _step(self) -> None:
         now_s = self._clock()
         if self._recovery is not None and not self._recovery.is_ready():
-            self._steps.pause()
+            self._executor.pause()
             self._wait_for_memory()
             return
         plan = self._scheduler.schedule(now_s)
         self.watchdog.begin(0 if plan is None else plan.num_total_rows)
         if plan is not None:
-            self._steps.run(plan, now_s)
-        elif not self._steps.drain():
+            self._executor.run(plan, now_s)
+        elif not self._executor.drain():
             self._wait_for_room()
 
     def _wait_for_room(self) -> None:
         """Nothing can be scheduled."""
         if self._kv.prefixes.is_transferring:
             # The head waits for its pages, or the pages it needs are still being written.
-            self._steps.pause()
+            self._executor.pause()
             self._kv.prefixes.wait(_FETCH_WAIT_S)
         elif not self._scheduler.running:
             # One sequence of max_model_len always fits (checked at start-up), except into what
             # is left when memory nodes are lost.
             is_short = self._recovery is not None and self._recovery.is_short
             assert is_short, "work, but nothing can be scheduled"
-            self._steps.pause()
+            self._executor.pause()
             self._wait_for_memory()
 
     def _wait_for_memory(self) -> None:
@@ -364,7 +366,7 @@ class EngineCore:
         if self._rejection is not None:
             self._rejection.queued(arrival.seconds)
         is_shared = self._scheduler.prefixes.is_on
-        sequences = sequences_of(
+        sequences = prepare_sequences(
             state, request, arrival, self._eos, self._detokenizers, is_shared=is_shared
         )
         state.sequences = sequences
@@ -374,7 +376,7 @@ class EngineCore:
             for sequence in sequences:
                 sequence.status = SequenceStatus.FINISHED
                 sequence.finish_reason = reason
-            self._tell_ended(sequences)
+            self._deliver_ended(sequences)
             return
         for sequence in sequences:
             self._scheduler.add(sequence)
@@ -382,20 +384,22 @@ class EngineCore:
     def _abort(self, state: RequestState) -> None:
         ended = [s for s in state.sequences if self._scheduler.finish(s, FinishReason.ABORT)]
         if ended:
-            self._tell_ended(ended)
+            self._deliver_ended(ended)
 
-    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+    def _end_sequence(
+        self, sequence: Sequence, reason: FinishReason, error: str | None = None
+    ) -> None:
         if self._scheduler.finish(sequence, reason):
-            self._tell_ended([sequence], error)
+            self._deliver_ended([sequence], error)
 
-    def _tell_ended(self, sequences: list[Sequence], error: str | None = None) -> None:
+    def _deliver_ended(self, sequences: list[Sequence], error: str | None = None) -> None:
         """These ended, and not with a step."""
         self._output.add(StepRecord([], [], None, sequences, self._clock(), error))
-        self._forget(sequences)
+        self._release(sequences)
 
-    def _forget(self, finished: list[Sequence]) -> None:
+    def _release(self, finished: list[Sequence]) -> None:
         """A request whose sequences have all ended is not unfinished any more."""
         for request_id in {s.request.request_id for s in finished}:
-            state = self._unfinished.get(request_id)
+            state = self._requests.get(request_id)
             if state is not None and all(s.is_finished for s in state.sequences):
-                self._unfinished.remove(state)
+                self._requests.remove(state)

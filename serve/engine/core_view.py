@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from serve.engine.counters import PoolMeter, RequestMeter
+from serve.engine.counters import PoolCounters, RequestCounters
 from serve.engine.step_executor import StepExecutor
 from serve.engine.threads import OutputThread
 from serve.scheduler.scheduler import Scheduler
@@ -23,8 +23,8 @@ class CoreView:
         self,
         scheduler: Scheduler,
         steps: StepExecutor,
-        requests: RequestMeter,
-        tokenize: PoolMeter,
+        requests: RequestCounters,
+        tokenize: PoolCounters,
         num_messages: Callable[[], int],
         output: OutputThread,
         masks: MaskMaker,

@@ -50,7 +50,7 @@ class Histogram:
         return sum(self.counts)
 
 
-class RequestMeter:
+class RequestCounters:
     """Written by pool 3. A request's n answers count one by one, its prompt once."""
 
     def __init__(self) -> None:
@@ -70,13 +70,13 @@ class RequestMeter:
         self.num_generation_tokens = 0
         self.num_ended = dict.fromkeys(FinishReason, 0)
 
-    def began(self, index: int, num_prompt_tokens: int, ttft_s: float) -> None:
+    def count_first_token(self, index: int, num_prompt_tokens: int, ttft_s: float) -> None:
         """Answer number `index` of its request has its first token."""
         self.ttft_s.observe(ttft_s)
         if index == 0:
             self.num_prompt_tokens += num_prompt_tokens
 
-    def ended(
+    def count_end(
         self,
         reason: FinishReason,
         num_tokens: int,
@@ -97,14 +97,14 @@ class RequestMeter:
             if num_tokens > 1:
                 self.per_token_s.observe((end_s - first_s) / (num_tokens - 1))
 
-    def asked(self, num_prompt_tokens: int, max_tokens: int, n: int) -> None:
+    def count_request(self, num_prompt_tokens: int, max_tokens: int, n: int) -> None:
         """What a request that ended had asked for."""
         self.prompt_tokens.observe(num_prompt_tokens)
         self.max_tokens.observe(max_tokens)
         self.n.observe(n)
 
 
-class PoolMeter:
+class PoolCounters:
     """Of a pool of several threads: jobs that wait, and seconds of work."""
 
     def __init__(self) -> None:

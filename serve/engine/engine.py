@@ -19,8 +19,8 @@ from serve.engine.outputs import (
     CompletionOutput,
     EmbeddingOutput,
     RequestOutput,
+    decode_prompt_logprobs,
     embedding_output,
-    spelled_prompt,
 )
 from serve.engine.request_stream import Hub
 from serve.engine.request_stream import RequestStream as RequestStream
@@ -113,12 +113,12 @@ class Engine:
             self._loaded is not None and not self._is_draining and not self._loaded.core.has_failed
         )
 
-    def trouble(self) -> str | None:
+    def stall_reason(self) -> str | None:
         """What keeps the engine from going on, in words; None: nothing."""
         if self._loaded is None or self._is_draining:
             return None
         core = self._loaded.core
-        return "the engine has failed" if core.has_failed else core.watchdog.trouble()
+        return "the engine has failed" if core.has_failed else core.watchdog.stall_reason()
 
     @property
     def has_memory(self) -> bool:
@@ -157,9 +157,9 @@ class Engine:
         """What every step from now on computes; the last max_steps are kept. 0: ends the trace."""
         return self.loaded.core.view.traces.measure(max_steps)
 
-    def check_room(self, params: SamplingParams) -> None:
+    def check_grammar_queue(self, params: SamplingParams) -> None:
         """OverloadedError: too many requests wait for their grammars to be compiled."""
-        self.loaded.core.check_room(params)
+        self.loaded.core.check_grammar_queue(params)
 
     def submit(
         self,
@@ -293,7 +293,7 @@ class Engine:
             outputs,
             True,
             stream.metrics,
-            None if of_prompt is None else spelled_prompt(of_prompt, token_text),
+            None if of_prompt is None else decode_prompt_logprobs(of_prompt, token_text),
         )
 
     async def shutdown(self, *, drain_s: float = 0.0) -> None:

@@ -24,8 +24,8 @@ from serve.engine.outputs import (
     CompletionOutput,
     EmbeddingOutput,
     RequestOutput,
+    decode_prompt_logprobs,
     embedding_output,
-    spelled_prompt,
 )
 from serve.engine.request_table import RequestState
 from serve.engine.stats import EngineStats
@@ -85,7 +85,7 @@ class _Collector:
             self.outputs,
             all(o.finish_reason != FinishReason.ABORT.value for o in self.outputs),
             _metrics(state),
-            None if of_prompt is None else spelled_prompt(of_prompt, self._token_text),
+            None if of_prompt is None else decode_prompt_logprobs(of_prompt, self._token_text),
         )
 
     def embedding(self, state: RequestState) -> EmbeddingOutput:

@@ -37,7 +37,7 @@ _MOST_SETTLED_S = 300.0
 _POOR_S = 60.0  # with this machine's memory alone: then a node is taken whatever it costs
 
 
-class MemoryRecovery:
+class NodeRecovery:
     """Used by the thread that computes."""
 
     def __init__(
@@ -47,12 +47,12 @@ class MemoryRecovery:
         scheduler: Scheduler,
         end: Callable[[TokenSequence, str], None],
         clock: Callable[[], float] = time.monotonic,
-        prober: Prober | None = None,
+        prober: NodeProber | None = None,
     ) -> None:
         """books: of each member. end: ends a sequence with an error. prober: looks for nodes
         that are missing; a thread of its own by default."""
         self.nodes = nodes
-        self._books = list(books)
+        self._managers = list(books)
         self._scheduler = scheduler
         self._end = end
         self._clock = clock
@@ -64,12 +64,12 @@ class MemoryRecovery:
         self._said = ""  # why there was no memory, the last time
         self._num_tries = 0  # since there was memory
         self.num_recomputed = 0  # sequences
-        self._prober = Prober(nodes) if prober is None else prober
+        self._prober = NodeProber(nodes) if prober is None else prober
 
-    def lost(self, error: Exception) -> None:
+    def handle_loss(self, error: Exception) -> None:
         """A step has failed because of a node."""
         logger.warning("%s", error)
-        self._prober.forget()
+        self._prober.invalidate()
         self._lose()
         if self._lost_at is None:
             self._lost_at = self._clock()
@@ -77,7 +77,7 @@ class MemoryRecovery:
 
     def _lose(self) -> None:
         numbers = set(self.nodes.lose())
-        members = [book.ranges[0].start for book in self._books]
+        members = [book.ranges[0].start for book in self._managers]
         ends = [*members[1:], 1 << 62]
 
         def is_lost(start: int) -> bool:
@@ -86,12 +86,12 @@ class MemoryRecovery:
         num_lost = self._scheduler.lose(lambda target: is_lost(target.start))
         self.num_recomputed += num_lost
         for number in numbers:
-            self._books[number].reset(0)
+            self._managers[number].reset(0)
             self.nodes.members[number].edits.take()
         if num_lost:
             logger.info("K/V of %d sequences is computed again", num_lost)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """In idle moments: nodes that want to go are left, those that are back are taken."""
         self.is_ready()
 
@@ -104,7 +104,7 @@ class MemoryRecovery:
         if is_due:
             self._look_at = now_s + _LOOK_S
         if self.nodes.is_leaving or (is_due and self.nodes.look()):
-            self._prober.forget()
+            self._prober.invalidate()
             self._lose()
             self._try_at = 0.0
         empty = [i for i, member in enumerate(self.nodes.members) if not member.num_pages]
@@ -139,7 +139,7 @@ class MemoryRecovery:
                     logger.warning("no memory for K/V yet: %s", error)
                 self._said = str(error)
                 continue
-            self._books[number].reset(member.num_pages, member.max_mappings)
+            self._managers[number].reset(member.num_pages, member.max_mappings)
             member.edits.take()
             self._changed_at = now_s
             self._said = ""
@@ -218,7 +218,7 @@ class MemoryRecovery:
         self._prober.stop()
 
 
-class Prober:
+class NodeProber:
     """A thread that asks nodes that are missing whether they have memory for us."""
 
     def __init__(self, nodes: NodeSet) -> None:
@@ -232,7 +232,7 @@ class Prober:
     def is_back(self, url: str) -> bool:
         return url in self._back
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """What was found, or is being found, before somebody was lost says nothing of now."""
         with self._lock:
             self._back = frozenset()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from serve.engine.counters import RequestMeter
+from serve.engine.counters import RequestCounters
 from serve.request import FinishReason, Request, RequestMetrics, TokenDelta, TokenLogprobs
 from serve.scheduler.prompt_outputs import PromptOutputs
 from serve.scheduler.sequence import Sequence
@@ -188,10 +188,12 @@ class OutputProcessor:
     (STOP) or its text cannot be made (ERROR)."""
 
     def __init__(
-        self, on_end: Callable[[Sequence, FinishReason], None], meter: RequestMeter | None = None
+        self,
+        on_end: Callable[[Sequence, FinishReason], None],
+        counters: RequestCounters | None = None,
     ) -> None:
         self._on_end = on_end
-        self._meter = meter or RequestMeter()
+        self._counters = counters or RequestCounters()
         self._last_s = -1.0  # of the step before
 
     def process(self, record: StepRecord) -> None:
@@ -221,8 +223,8 @@ class OutputProcessor:
                 self._fail(sequence, state, error, record.now_s)
             touched[id(state.sink)] = state.sink
         if num_usual:
-            self._meter.num_generation_tokens += num_usual
-            self._meter.inter_token_s.observe(now_s - last_s, num_usual)
+            self._counters.num_generation_tokens += num_usual
+            self._counters.inter_token_s.observe(now_s - last_s, num_usual)
         if record.sequences:
             self._last_s = now_s
         if record.finished:
@@ -276,13 +278,15 @@ class OutputProcessor:
 
     def _note_token(self, sequence: Sequence, state: OutputState, now_s: float) -> None:
         """One whose last token did not come with the step before."""
-        self._meter.num_generation_tokens += 1
+        self._counters.num_generation_tokens += 1
         if state.last_token_s is not None:
-            self._meter.inter_token_s.observe(now_s - state.last_token_s)
+            self._counters.inter_token_s.observe(now_s - state.last_token_s)
             return
         state.first_token_s = now_s
         times = state.times
-        self._meter.began(state.index, sequence.num_prompt_tokens, now_s - times.arrival_s)
+        self._counters.count_first_token(
+            state.index, sequence.num_prompt_tokens, now_s - times.arrival_s
+        )
         if times.first_token_s is None:
             self._note_first(sequence, times, now_s)
 
@@ -291,19 +295,21 @@ class OutputProcessor:
         is_computed = sequence.first_scheduled_s is not None
         if not (is_computed and sequence.finish_reason is FinishReason.LENGTH):
             return
-        self._meter.began(sequence.index, sequence.num_prompt_tokens, now_s - times.arrival_s)
+        self._counters.count_first_token(
+            sequence.index, sequence.num_prompt_tokens, now_s - times.arrival_s
+        )
         if times.first_token_s is None:
             self._note_first(sequence, times, now_s)
 
     def _ended(
         self, sequence: Sequence, state: OutputState, reason: FinishReason, now_s: float
     ) -> None:
-        meter, times = self._meter, state.times
+        counters, times = self._counters, state.times
         scheduled_s, first_s = sequence.first_scheduled_s, state.first_token_s
-        meter.ended(reason, state.num_output, (times.arrival_s, scheduled_s, first_s, now_s))
+        counters.count_end(reason, state.num_output, (times.arrival_s, scheduled_s, first_s, now_s))
         if state.index == 0:
             params = sequence.request.params
-            meter.asked(sequence.num_prompt_tokens, params.max_tokens or 0, params.n)
+            counters.count_request(sequence.num_prompt_tokens, params.max_tokens or 0, params.n)
 
     @staticmethod
     def _note_first(sequence: Sequence, times: RequestTimes, now_s: float) -> None:

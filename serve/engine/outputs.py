@@ -40,21 +40,21 @@ class CompletionOutput:
         for item in delta.logprobs or ():
             self.logprobs = [] if self.logprobs is None else self.logprobs
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + item.logprob
-            self.logprobs.append(_spelled(item, token_text))
+            self.logprobs.append(_decode_logprobs(item, token_text))
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason.value
             self.stop_reason = delta.stop_reason
             self.error = delta.error
 
 
-def spelled_prompt(
+def decode_prompt_logprobs(
     logprobs: Iterable[TokenLogprobs | None], token_text: Callable[[int], str]
 ) -> list[dict[int, Logprob] | None]:
     """As CompletionOutput.logprobs, for TokenDelta.prompt_logprobs."""
-    return [None if item is None else _spelled(item, token_text) for item in logprobs]
+    return [None if item is None else _decode_logprobs(item, token_text) for item in logprobs]
 
 
-def _spelled(item: TokenLogprobs, token_text: Callable[[int], str]) -> dict[int, Logprob]:
+def _decode_logprobs(item: TokenLogprobs, token_text: Callable[[int], str]) -> dict[int, Logprob]:
     entry = {item.token_id: Logprob(item.logprob, item.rank, token_text(item.token_id))}
     for rank, (token, logprob) in enumerate(item.top, start=1):
         entry.setdefault(token, Logprob(logprob, rank, token_text(token)))

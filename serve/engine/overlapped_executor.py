@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from memory.nodes.remote_attention import NodesLostError
-from serve.engine.step_executor import End, StepExecutor
+from serve.engine.step_executor import EndSequence, StepExecutor
 from serve.engine.threads import OutputThread
 from serve.runner.runner import OverlappingRunner, PendingStep, Runner, StepResult
 from serve.scheduler.in_flight import advance, resolve, retract, running_part, unfinished_places
@@ -45,16 +45,24 @@ class OverlappedExecutor(StepExecutor):
         scheduler: Scheduler,
         output: OutputThread,
         *,
-        end: End,
-        forget: Callable[[list[Sequence]], None],
+        end_sequence: EndSequence,
+        on_finished: Callable[[list[Sequence]], None],
         clock: Callable[[], float],
     ) -> None:
-        super().__init__(runner, scheduler, output, end=end, forget=forget, lost=None, clock=clock)
+        super().__init__(
+            runner,
+            scheduler,
+            output,
+            end_sequence=end_sequence,
+            on_finished=on_finished,
+            on_nodes_lost=None,
+            clock=clock,
+        )
         self._device = runner
-        self._flight: LaunchedStep | None = None
+        self._in_flight: LaunchedStep | None = None
 
     def run(self, plan: StepPlan, now_s: float) -> None:
-        if self._flight is not None and self._device.needs_tokens(plan):
+        if self._in_flight is not None and self._device.needs_tokens(plan):
             self.drain()
             left = running_part(plan)
             if left is None:
@@ -67,38 +75,40 @@ class OverlappedExecutor(StepExecutor):
             return
         if pending.late:
             plan = on_time(plan, pending.late)
-        before, self._flight = self._flight, LaunchedStep(plan, pending, now_s)
+        before, self._in_flight = self._in_flight, LaunchedStep(plan, pending, now_s)
         advance(self._scheduler, plan)
         if before is not None:
-            self._land(before)
+            self._complete(before)
 
     def drain(self) -> bool:
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            self._land(flight)
-        return flight is not None
+        launched, self._in_flight = self._in_flight, None
+        if launched is not None:
+            self._complete(launched)
+        return launched is not None
 
     def abandon(self) -> None:
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            _wait_out(flight)
+        launched, self._in_flight = self._in_flight, None
+        if launched is not None:
+            _wait_out(launched)
 
-    def _land(self, flight: LaunchedStep) -> bool:
+    def _complete(self, launched: LaunchedStep) -> bool:
         """Wait for a step and take in its tokens; False: it has failed."""
         try:
-            result = flight.pending.wait()
+            result = launched.pending.wait()
         except Exception as error:
-            self._step_failed(flight.plan, error)
+            self._step_failed(launched.plan, error)
             return False
         busy_since_s = self._busy_since_s
-        now_s = self._ended(flight.plan, flight.began_s if busy_since_s is None else busy_since_s)
-        plan, result = _without_wasted(flight.plan, result)
-        self._hand_over(plan, result, resolve(self._scheduler, plan, result.tokens), now_s)
+        now_s = self._ended(
+            launched.plan, launched.began_s if busy_since_s is None else busy_since_s
+        )
+        plan, result = _without_wasted(launched.plan, result)
+        self._deliver(plan, result, resolve(self._scheduler, plan, result.tokens), now_s)
         return True
 
     def _launch_failed(self, plan: StepPlan, error: Exception) -> None:
-        before, self._flight = self._flight, None
-        is_sound = before is None or self._land(before)
+        before, self._in_flight = self._in_flight, None
+        is_sound = before is None or self._complete(before)
         # A device may tell of a step's failure when the next one is launched: then that one is
         # made again.
         if is_sound:
@@ -110,7 +120,7 @@ class OverlappedExecutor(StepExecutor):
 
     def _step_failed(self, plan: StepPlan, error: Exception) -> None:
         """What was launched behind it has computed with its tokens."""
-        later, self._flight = self._flight, None
+        later, self._in_flight = self._in_flight, None
         if later is not None:
             _wait_out(later)
             retract(self._scheduler, later.plan)
@@ -127,10 +137,10 @@ class OverlappedExecutor(StepExecutor):
             self._run(left)
 
 
-def _wait_out(flight: LaunchedStep) -> None:
+def _wait_out(launched: LaunchedStep) -> None:
     """The device may be using what is about to be given away."""
     try:
-        flight.pending.wait()
+        launched.pending.wait()
     except Exception:
         logger.info("a step in flight failed, too", exc_info=True)
 
@@ -144,18 +154,33 @@ def _without_wasted(plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepR
     return part_of(plan, places), result.without(finished)
 
 
-def make_steps(
+def make_executor(
     runner: Runner,
     scheduler: Scheduler,
     output: OutputThread,
     *,
-    end: End,
-    forget: Callable[[list[Sequence]], None],
-    lost: Callable[[NodesLostError], None] | None,
+    end_sequence: EndSequence,
+    on_finished: Callable[[list[Sequence]], None],
+    on_nodes_lost: Callable[[NodesLostError], None] | None,
     clock: Callable[[], float],
 ) -> StepExecutor:
-    """Overlapped, if the runner can. lost: of memory nodes, which work step by step."""
+    """Overlapped, if the runner can. on_nodes_lost: of memory nodes, which work step by step."""
     if isinstance(runner, OverlappingRunner):
-        assert lost is None, "memory nodes need a runner of one step at a time"
-        return OverlappedExecutor(runner, scheduler, output, end=end, forget=forget, clock=clock)
-    return StepExecutor(runner, scheduler, output, end=end, forget=forget, lost=lost, clock=clock)
+        assert on_nodes_lost is None, "memory nodes need a runner of one step at a time"
+        return OverlappedExecutor(
+            runner,
+            scheduler,
+            output,
+            end_sequence=end_sequence,
+            on_finished=on_finished,
+            clock=clock,
+        )
+    return StepExecutor(
+        runner,
+        scheduler,
+        output,
+        end_sequence=end_sequence,
+        on_finished=on_finished,
+        on_nodes_lost=on_nodes_lost,
+        clock=clock,
+    )

@@ -158,7 +158,7 @@ def _truncated(token_ids: SequenceOf[int], given: dict[str, Any]) -> SequenceOf[
     return token_ids[:size] if side == "right" else token_ids[-size:]
 
 
-def sequences_of(
+def prepare_sequences(
     state: RequestState,
     request: Request,
     arrival: PreparedRequest,

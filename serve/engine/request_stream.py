@@ -36,12 +36,12 @@ class Mailbox:
 
     # ---- in the event loop
 
-    async def news(self) -> None:
+    async def wait(self) -> None:
         """Until wake() is called."""
         self._waiter = self._hub.loop.create_future()
         await self._waiter
 
-    def resolve_waiter(self) -> None:
+    def wake_consumer(self) -> None:
         waiter = self._waiter
         if waiter is not None:
             self._waiter = None
@@ -88,7 +88,7 @@ class RequestStream:
             if sink.error is not None:
                 self._is_over = True
                 raise sink.error
-            await sink.news()
+            await sink.wait()
         return sink.request
 
     def abort(self) -> None:
@@ -107,7 +107,7 @@ class RequestStream:
             if sink.error is not None:
                 self._is_over = True
                 raise sink.error
-            await sink.news()
+            await sink.wait()
         delta = self._take()
         if delta.finish_reason is not None:
             self._num_left -= 1
@@ -160,4 +160,4 @@ class Hub:
         self._is_scheduled = False
         woken = self._woken
         while woken:
-            woken.popleft().resolve_waiter()
+            woken.popleft().wake_consumer()

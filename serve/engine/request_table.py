@@ -63,7 +63,7 @@ class RequestState:
             finish_reasons=tuple(s.finish_reason.value for s in sequences if s.finish_reason),
         )
 
-    def tell(self, act: Callable[[], None]) -> None:
+    def notify_sink(self, act: Callable[[], None]) -> None:
         """A consumer's own fault is logged and harms nobody else."""
         try:
             act()

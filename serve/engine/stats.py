@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from serve.engine.counters import STEP_SECONDS, TOKENS, Histogram
 from serve.engine.early_rejection import EarlyRejection
-from serve.engine.node_recovery import MemoryRecovery
+from serve.engine.node_recovery import NodeRecovery
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_plan import StepPlan
 
@@ -79,7 +79,7 @@ class EngineStats:
 
 
 @dataclass(slots=True)
-class StepCounts:
+class StepCounters:
     """Steps that ran through and their rows; when the last one ended. num_mixed_steps: with rows
     of both kinds. Seconds are those of steps that did not fail, so pool 2's work."""
 
@@ -109,8 +109,8 @@ class StepCounts:
 def engine_stats(
     scheduler: Scheduler,
     rejection: EarlyRejection | None,
-    recovery: MemoryRecovery | None,
-    steps: StepCounts,
+    recovery: NodeRecovery | None,
+    steps: StepCounters,
     *,
     num_unfinished: int,
     clock: Callable[[], float],

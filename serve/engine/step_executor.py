@@ -9,7 +9,7 @@ from typing import Protocol
 
 from memory.nodes.remote_attention import NodesLostError
 from serve.engine.output_processor import StepRecord
-from serve.engine.stats import StepCounts
+from serve.engine.stats import StepCounters
 from serve.engine.step_trace import StepTraces
 from serve.engine.threads import OutputThread
 from serve.request import FinishReason
@@ -22,7 +22,7 @@ from serve.scheduler.step_plan import StepPlan
 logger = logging.getLogger(__name__)
 
 
-class End(Protocol):
+class EndSequence(Protocol):
     def __call__(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         """A sequence ends, and not with a step."""
 
@@ -36,20 +36,21 @@ class StepExecutor:
         scheduler: Scheduler,
         output: OutputThread,
         *,
-        end: End,
-        forget: Callable[[list[Sequence]], None],
-        lost: Callable[[NodesLostError], None] | None,
+        end_sequence: EndSequence,
+        on_finished: Callable[[list[Sequence]], None],
+        on_nodes_lost: Callable[[NodesLostError], None] | None,
         clock: Callable[[], float],
     ) -> None:
-        """forget: of sequences that ended with a step. lost: memory nodes, with a step."""
-        self.counts = StepCounts()
+        """on_finished: gets the sequences that ended with a step. on_nodes_lost: gets the error
+        of a step during which memory nodes were lost."""
+        self.counts = StepCounters()
         self.traces = StepTraces()
         self._runner = runner
         self._scheduler = scheduler
         self._output = output
-        self._end = end
-        self._forget = forget
-        self._lost = lost
+        self._end_sequence = end_sequence
+        self._on_finished = on_finished
+        self._on_nodes_lost = on_nodes_lost
         self._clock = clock
         # Since when the loop has been busy with the next step; None: it was idle.
         self._busy_since_s: float | None = None
@@ -78,9 +79,9 @@ class StepExecutor:
         try:
             result = self._runner.run(plan, self._output.flush)
         except NodesLostError as error:
-            assert self._lost is not None
+            assert self._on_nodes_lost is not None
             self._busy_since_s = None
-            self._lost(error)
+            self._on_nodes_lost(error)
             return
         except Exception as error:
             self._busy_since_s = None
@@ -89,7 +90,7 @@ class StepExecutor:
         now_s = self._ended(plan, began_s)
         if result.late:
             plan = on_time(plan, result.late)
-        self._hand_over(plan, result, self._scheduler.update(plan, result.tokens), now_s)
+        self._deliver(plan, result, self._scheduler.update(plan, result.tokens), now_s)
 
     def _ended(self, plan: StepPlan, began_s: float | None) -> float:
         """Its tokens are here: now."""
@@ -102,7 +103,7 @@ class StepExecutor:
         self._busy_since_s = now_s
         return now_s
 
-    def _hand_over(
+    def _deliver(
         self, plan: StepPlan, result: StepResult, finished: list[Sequence], now_s: float
     ) -> None:
         self.counts.add(plan, now_s)
@@ -113,7 +114,7 @@ class StepExecutor:
                 StepRecord(result.sampled, result.tokens, result.logprobs, finished, now_s)
             )
         if finished:
-            self._forget(finished)
+            self._on_finished(finished)
 
     def _isolate(self, plan: StepPlan, error: Exception) -> None:
         """A step failed: find whose fault it is by halves. Rows are idempotent (they write the
@@ -122,7 +123,9 @@ class StepExecutor:
         if len(plan.sequences) == 1:
             sequence = plan.sequences[0]
             logger.error("a step of %s failed", sequence.request.request_id, exc_info=error)
-            self._end(sequence, FinishReason.ERROR, f"{type(error).__name__} in the engine")
+            self._end_sequence(
+                sequence, FinishReason.ERROR, f"{type(error).__name__} in the engine"
+            )
             return
         middle = len(plan.sequences) // 2
         for part in (range(middle), range(middle, len(plan.sequences))):

@@ -9,7 +9,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from time import monotonic
 from typing import Any, TypeVar
 
-from serve.engine.counters import PoolMeter
+from serve.engine.counters import PoolCounters
 from serve.engine.output_processor import OutputProcessor, StepRecord
 from serve.errors import OverloadedError
 
@@ -24,21 +24,21 @@ class PromptPool:
 
     def __init__(self, num_threads: int, executor: Executor | None = None) -> None:
         """executor: runs all jobs instead of num_threads threads of this pool's own."""
-        self.meter = PoolMeter()
+        self.counters = PoolCounters()
         self._tokenizing = executor or ThreadPoolExecutor(num_threads, "mergestep-tokenize")
         # Compiling a grammar is slow: requests without a new grammar must not wait for it.
         self._compiling = executor or ThreadPoolExecutor(1, "mergestep-compile")
         self._num_compiling = 0  # jobs that wait for the compiling thread or run in it
         self._lock = threading.Lock()
 
-    def check_room(self) -> None:
+    def check_compile_queue(self) -> None:
         """Raises OverloadedError when too many requests wait for their grammars."""
         if self._num_compiling >= MAX_COMPILING:
             raise OverloadedError(f"{self._num_compiling} requests wait for grammars")
 
     def submit(self, job: Callable[[], None], *, compiles: bool) -> None:
         """Queues a job; `compiles` sends it to the thread that compiles grammars."""
-        self.meter.queued()
+        self.counters.queued()
         if not compiles:
             self._tokenizing.submit(self._work, job)
             return
@@ -59,7 +59,7 @@ class PromptPool:
                 self._num_compiling -= 1
 
     def _work(self, job: Callable[[], None]) -> None:
-        with self.meter.working():
+        with self.counters.working():
             job()
 
 

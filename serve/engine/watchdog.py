@@ -1,8 +1,8 @@
 """Whether the engine goes on: a step that takes far longer than any before it hangs.
 
-How long steps take is learned, so that long prompts and slow machines are not taken for a hang,
-and a step that is larger than all before it gets time by its rows. Nothing hangs before BOUND_S.
-Written by the loop's thread, read by any.
+The watchdog learns how long steps take, so that it does not report long prompts or slow machines
+as a stall, and gives a step that is larger than all before it time for its rows. It reports
+nothing before MIN_STALL_S. The loop's thread writes; any thread reads.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-BOUND_S = 30.0
-TIMES_LONGEST = 5.0
-ROW_S = 0.25  # of a model that is too slow to be of use
+MIN_STALL_S = 30.0
+MAX_TIMES_LONGEST = 5.0
+MAX_ROW_S = 0.25  # of a model that is too slow to be of use
 
 
 class Watchdog:
@@ -46,21 +46,21 @@ class Watchdog:
             self._longest_s = max(self._longest_s, now_s - began_s)
             self._most_rows = max(self._most_rows, num_rows)
 
-    def trouble(self) -> str | None:
+    def stall_reason(self) -> str | None:
         """In words; None: none."""
         if not self._is_output_alive():
             return "the thread that delivers answers has ended"
-        seconds = self.hangs_s()
+        seconds = self.stalled_s()
         return None if seconds is None else f"a step has taken {seconds:.0f} s and goes on"
 
-    def hangs_s(self) -> float | None:
+    def stalled_s(self) -> float | None:
         """Seconds that the round has taken so far, if they are too many."""
         current = self._round  # once: the loop may go on meanwhile
         if current is None:
             return None
         began_s, num_rows = current
-        allowed_s = max(BOUND_S, TIMES_LONGEST * self._longest_s)
+        allowed_s = max(MIN_STALL_S, MAX_TIMES_LONGEST * self._longest_s)
         if num_rows > 2 * self._most_rows:
-            allowed_s = max(allowed_s, ROW_S * num_rows)
+            allowed_s = max(allowed_s, MAX_ROW_S * num_rows)
         age_s = self._clock() - began_s
         return age_s if age_s > allowed_s else None

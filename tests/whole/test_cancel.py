@@ -66,7 +66,7 @@ class Watched:
 
     def sequence(self) -> Sequence | None:
         """Of the request that is no holder's, once it is in the scheduler."""
-        states = [s for s in self.core._unfinished.states() if s.request_id not in self.holders]
+        states = [s for s in self.core._requests.states() if s.request_id not in self.holders]
         return states[0].sequences[0] if states and states[0].sequences else None
 
     def is_at(self, stage: str) -> bool:
@@ -91,7 +91,7 @@ class Watched:
         """Nothing is left but what the holders have."""
         scheduler, num_held = self.scheduler, len(self.holders)
         return (
-            len(self.core._unfinished) == num_held
+            len(self.core._requests) == num_held
             and len(scheduler.running) + len(scheduler.waiting) == num_held
             and (num_held > 0 or scheduler.kv.num_in_use == 0)
         )

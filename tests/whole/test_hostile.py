@@ -193,7 +193,7 @@ async def leave(engine: Engine, num_deltas: int) -> None:
 async def leave_in_its_prompt(engine: Engine) -> None:
     stream = submit(engine, [5] * 200, params_of())
     core = engine.loaded.core
-    while not any(s.num_computed_tokens for s in core._unfinished.states()[-1].sequences):
+    while not any(s.num_computed_tokens for s in core._requests.states()[-1].sequences):
         await asyncio.sleep(0.001)
     stream.abort()
 

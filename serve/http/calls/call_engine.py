@@ -153,7 +153,7 @@ class CallEngine:
         if self._expired is not None:
             raise self._expired
         if params.structured is not None and not self.streams:  # a call's prompts share a grammar
-            self._engine.check_room(params)
+            self._engine.check_grammar_queue(params)
         if self._key is None:
             return params
         if self._last_allowed is None or self._last_allowed[0] is not params:

@@ -18,7 +18,7 @@ def routes(context: ApiContext) -> list[Route]:
     exposition = Exposition(context)
 
     async def health(call: Call) -> web.Response:
-        trouble = context.engine.trouble()
+        trouble = context.engine.stall_reason()
         if trouble is not None:
             raise engine_stuck(trouble)
         return json_response({"status": "ok"}, call.request_id)

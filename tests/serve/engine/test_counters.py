@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from serve import Engine, SamplingParams
-from serve.engine.counters import Histogram, PoolMeter, RequestMeter
+from serve.engine.counters import Histogram, PoolCounters, RequestCounters
 from serve.engine.output_processor import OutputProcessor, OutputState, RequestTimes, StepRecord
-from serve.engine.stats import StepCounts
+from serve.engine.stats import StepCounters
 from serve.engine.step_trace import StepTraces
 from serve.engine.threads import MAX_COMPILING, PromptPool
 from serve.errors import OverloadedError
@@ -32,33 +32,37 @@ def test_a_value_counts_in_the_first_bucket_that_holds_it() -> None:
 
 
 def test_requests_that_came_to_nothing() -> None:
-    meter = RequestMeter()
-    meter.ended(FinishReason.ABORT, 0, (1.0, None, None, 3.0))
-    meter.ended(FinishReason.ERROR, 0, (1.0, 2.0, None, 3.0))
-    meter.ended(FinishReason.LENGTH, 1, (1.0, 2.0, 2.5, 2.5))
-    assert [meter.num_ended[r] for r in FinishReason] == [0, 1, 1, 1]
-    assert (meter.e2e_s.count, meter.queue_s.count, meter.inference_s.count) == (3, 2, 2)
-    assert (meter.prefill_s.count, meter.decode_s.count, meter.per_token_s.count) == (1, 1, 0)
-    assert meter.e2e_s.sum == pytest.approx(2.0 + 2.0 + 1.5)
+    counters = RequestCounters()
+    counters.count_end(FinishReason.ABORT, 0, (1.0, None, None, 3.0))
+    counters.count_end(FinishReason.ERROR, 0, (1.0, 2.0, None, 3.0))
+    counters.count_end(FinishReason.LENGTH, 1, (1.0, 2.0, 2.5, 2.5))
+    assert [counters.num_ended[r] for r in FinishReason] == [0, 1, 1, 1]
+    assert (counters.e2e_s.count, counters.queue_s.count, counters.inference_s.count) == (3, 2, 2)
+    assert (counters.prefill_s.count, counters.decode_s.count, counters.per_token_s.count) == (
+        1,
+        1,
+        0,
+    )
+    assert counters.e2e_s.sum == pytest.approx(2.0 + 2.0 + 1.5)
 
 
 def test_tokens_are_timed_from_one_to_the_next() -> None:
     """Two that go on together, one that pauses, one that comes later."""
-    meter = RequestMeter()
-    processor = OutputProcessor(lambda sequence, reason: None, meter)
+    counters = RequestCounters()
+    processor = OutputProcessor(lambda sequence, reason: None, counters)
     a, b, c = _sequences()
     steps = [(0.0, [a, b]), (1.0, [a, b]), (3.0, [a]), (4.0, [a, b, c]), (6.0, [a, b, c])]
     for now_s, sequences in steps:
         processor.process(StepRecord(sequences, [7] * len(sequences), None, [], now_s))
-    assert meter.ttft_s.count == 3 and meter.num_generation_tokens == 11
+    assert counters.ttft_s.count == 3 and counters.num_generation_tokens == 11
     # a: 1 2 1 2, b: 1 3 2, c: 2
-    assert meter.inter_token_s.count == 8 and meter.inter_token_s.sum == pytest.approx(14.0)
+    assert counters.inter_token_s.count == 8 and counters.inter_token_s.sum == pytest.approx(14.0)
     for sequence in (a, b, c):
         sequence.finish_reason = FinishReason.STOP
     processor.process(StepRecord([a], [7], None, [a, b, c], 7.0))
-    assert meter.inter_token_s.count == 9 and meter.inter_token_s.sum == pytest.approx(15.0)
-    assert meter.generation_tokens.sum == 12 == meter.num_generation_tokens
-    assert meter.num_ended[FinishReason.STOP] == 3
+    assert counters.inter_token_s.count == 9 and counters.inter_token_s.sum == pytest.approx(15.0)
+    assert counters.generation_tokens.sum == 12 == counters.num_generation_tokens
+    assert counters.num_ended[FinishReason.STOP] == 3
 
 
 def _sequences() -> list[Sequence]:
@@ -76,47 +80,47 @@ def _sequences() -> list[Sequence]:
 
 
 def test_a_pool_counts_jobs_that_fail_too() -> None:
-    meter = PoolMeter()
-    meter.queued()
-    meter.queued()
+    counters = PoolCounters()
+    counters.queued()
+    counters.queued()
 
     def work() -> None:
-        with meter.working():
-            assert meter.num_waiting == 1
+        with counters.working():
+            assert counters.num_waiting == 1
             time.sleep(0.01)
             raise ValueError("bad")
 
     with pytest.raises(ValueError, match="bad"):
         work()
-    assert meter.num_waiting == 1 and meter.busy_s >= 0.01
+    assert counters.num_waiting == 1 and counters.busy_s >= 0.01
 
 
 def test_reasons_and_methods_are_bounded() -> None:
-    meter = HttpMeter()
+    counters = HttpMeter()
     for number in range(2 * MAX_REASONS):
-        meter.refuse(f"code_{number}")
-        meter.answered("/x", f"METHOD{number}", 204)
-    meter.refuse(None)
-    assert len(meter.refused) == MAX_REASONS + 1
-    assert meter.refused["other"] == MAX_REASONS + 1
-    assert meter.answers == {("/x", "other", "2xx"): 2 * MAX_REASONS}
+        counters.refuse(f"code_{number}")
+        counters.answered("/x", f"METHOD{number}", 204)
+    counters.refuse(None)
+    assert len(counters.refused) == MAX_REASONS + 1
+    assert counters.refused["other"] == MAX_REASONS + 1
+    assert counters.answers == {("/x", "other", "2xx"): 2 * MAX_REASONS}
 
 
 def test_a_loop_that_is_held_up_is_seen() -> None:
     async def main() -> HttpMeter:
-        meter = HttpMeter()
-        meter.start(lambda: 3)
+        counters = HttpMeter()
+        counters.start(lambda: 3)
         await asyncio.sleep(LAG_POLL_S / 2)
         time.sleep(LAG_POLL_S)  # noqa: ASYNC251
         await asyncio.sleep(LAG_POLL_S / 2)
-        meter.stop()
-        count = meter.lag_s.count
+        counters.stop()
+        count = counters.lag_s.count
         await asyncio.sleep(2 * LAG_POLL_S)
-        assert meter.lag_s.count == count
-        return meter
+        assert counters.lag_s.count == count
+        return counters
 
-    meter = asyncio.run(main())
-    assert meter.lag_s.sum > LAG_POLL_S / 3 and meter.num_connections() == 3
+    counters = asyncio.run(main())
+    assert counters.lag_s.sum > LAG_POLL_S / 3 and counters.num_connections() == 3
 
 
 def test_traces_do_not_disturb_each_other() -> None:
@@ -149,7 +153,7 @@ def test_counting_takes_less_than_a_hundredth_of_a_step() -> None:
 
 def _cost_s(num_sequences: int, repeats: int = 200) -> float:
     """Of all that is counted in a step in which everybody gets a token."""
-    counts, meter = StepCounts(), RequestMeter()
+    counts, counters = StepCounters(), RequestCounters()
     plan: Any = SimpleNamespace(num_decodes=num_sequences, num_total_rows=num_sequences)
     states = [SimpleNamespace(last_token_s=0.5, num_output=0) for _ in range(num_sequences)]
     began = time.perf_counter()
@@ -162,8 +166,8 @@ def _cost_s(num_sequences: int, repeats: int = 200) -> float:
                 num_usual += 1
             state.last_token_s = 0.5
             state.num_output += 1
-        meter.num_generation_tokens += num_usual
-        meter.inter_token_s.observe(0.003, num_usual)
+        counters.num_generation_tokens += num_usual
+        counters.inter_token_s.observe(0.003, num_usual)
     return (time.perf_counter() - began) / repeats
 
 
@@ -171,12 +175,12 @@ def test_few_wait_for_the_thread_that_compiles() -> None:
     """Whoever comes then is refused, and those who only tokenize are not."""
     pool, go_on, done = PromptPool(1), threading.Event(), threading.Event()
     for _ in range(MAX_COMPILING):
-        pool.check_room()
+        pool.check_compile_queue()
         pool.submit(go_on.wait, compiles=True)
     with pytest.raises(OverloadedError, match=f"{MAX_COMPILING} requests wait for grammars"):
-        pool.check_room()
+        pool.check_compile_queue()
     pool.submit(done.set, compiles=False)
     assert done.wait(5)
     go_on.set()
     pool.shutdown()
-    pool.check_room()
+    pool.check_compile_queue()

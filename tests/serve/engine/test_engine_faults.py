@@ -132,8 +132,8 @@ def test_a_failed_loop_answers_everybody_and_is_remembered():
 
     async def main():
         async with Rig(before=explode) as rig:
-            rig.engine.loaded.core._prompts.submit(lambda: time.sleep(0.02), compiles=False)
-            rig.engine.loaded.core._prompts.submit(lambda: time.sleep(0.02), compiles=False)
+            rig.engine.loaded.core._prompt_pool.submit(lambda: time.sleep(0.02), compiles=False)
+            rig.engine.loaded.core._prompt_pool.submit(lambda: time.sleep(0.02), compiles=False)
             # all three are accepted before the first one reaches the device
             streams = [rig.engine.submit(PROMPT, params()) for _ in range(3)]
             for stream in streams:

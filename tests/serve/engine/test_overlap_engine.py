@@ -47,7 +47,7 @@ class Rig:
     async def __aenter__(self):
         await self.engine.start()
         self.core = self.engine.loaded.core
-        assert isinstance(self.core._steps, OverlappedExecutor) == self.overlaps
+        assert isinstance(self.core._executor, OverlappedExecutor) == self.overlaps
         return self
 
     async def __aexit__(self, *exc):

@@ -129,7 +129,7 @@ class Walk(Bench):
             assert sequence.kv_range is None and sequence.num_computed_tokens == 0
         for sequence in self.alive:
             num_pending = sequence.token_ids.count(PENDING_TOKEN)
-            assert num_pending <= 1 or not self.steps._flight
+            assert num_pending <= 1 or not self.steps._in_flight
             assert num_pending <= sequence.rows_in_flight
 
     def walk(self, num_requests):

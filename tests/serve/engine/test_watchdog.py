@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from serve.engine import watchdog as watchdog
-from serve.engine.watchdog import BOUND_S, ROW_S, Watchdog
+from serve.engine import watchdog as watchdog_module
+from serve.engine.watchdog import MAX_ROW_S, MIN_STALL_S, Watchdog
 from serve.sampling_params import SamplingParams
 from tests.support.engine.engine_rig import PROMPT, Rig
 
@@ -23,63 +23,63 @@ class Clock:
 
 def test_at_rest_it_never_hangs() -> None:
     clock = Clock()
-    beat = Watchdog(clock)
+    watchdog = Watchdog(clock)
     for _ in range(3):
         clock.now_s += 1e6
-        assert beat.hangs_s() is None
-        beat.begin(8)
+        assert watchdog.stalled_s() is None
+        watchdog.begin(8)
         clock.now_s += 1
-        beat.rest()
+        watchdog.rest()
 
 
 def test_a_round_hangs_after_the_bound() -> None:
     clock = Clock()
-    beat = Watchdog(clock)
-    beat.begin(1)
-    clock.now_s += BOUND_S
-    assert beat.hangs_s() is None
+    watchdog = Watchdog(clock)
+    watchdog.begin(1)
+    clock.now_s += MIN_STALL_S
+    assert watchdog.stalled_s() is None
     clock.now_s += 1
-    assert beat.hangs_s() == pytest.approx(BOUND_S + 1)
-    beat.begin(1)
-    assert beat.hangs_s() is None
+    assert watchdog.stalled_s() == pytest.approx(MIN_STALL_S + 1)
+    watchdog.begin(1)
+    assert watchdog.stalled_s() is None
 
 
 def test_slow_steps_are_learned() -> None:
     """A machine whose steps take a minute each has none that hangs before five."""
     clock = Clock()
-    beat = Watchdog(clock)
-    beat.begin(512)
+    watchdog = Watchdog(clock)
+    watchdog.begin(512)
     clock.now_s += 60
-    assert beat.hangs_s() is None
+    assert watchdog.stalled_s() is None
     for _ in range(3):
-        beat.begin(512)
+        watchdog.begin(512)
         clock.now_s += 299
-        assert beat.hangs_s() is None
+        assert watchdog.stalled_s() is None
         clock.now_s -= 239
-    beat.begin(1)
+    watchdog.begin(1)
     clock.now_s += 301
-    assert beat.hangs_s() is not None
+    assert watchdog.stalled_s() is not None
 
 
 def test_a_step_larger_than_any_before_has_time_by_its_rows() -> None:
     clock = Clock()
-    beat = Watchdog(clock)
+    watchdog = Watchdog(clock)
     for _ in range(100):
-        beat.begin(32)
+        watchdog.begin(32)
         clock.now_s += 0.01
-    beat.begin(8192)
-    clock.now_s += ROW_S * 8192
-    assert beat.hangs_s() is None
+    watchdog.begin(8192)
+    clock.now_s += MAX_ROW_S * 8192
+    assert watchdog.stalled_s() is None
     clock.now_s += 1
-    assert beat.hangs_s() is not None
-    beat.begin(8192)  # it ended after all: from now on such steps are known
-    assert beat.hangs_s() is None
+    assert watchdog.stalled_s() is not None
+    watchdog.begin(8192)  # it ended after all: from now on such steps are known
+    assert watchdog.stalled_s() is None
 
 
 def test_a_frozen_step_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow steps below the bound are no trouble; a frozen one is, until it goes on."""
-    monkeypatch.setattr(watchdog, "BOUND_S", 0.25)
-    monkeypatch.setattr(watchdog, "ROW_S", 0.01)
+    monkeypatch.setattr(watchdog_module, "MIN_STALL_S", 0.25)
+    monkeypatch.setattr(watchdog_module, "MAX_ROW_S", 0.01)
     frozen = threading.Event()
     frozen.set()
     slow_s = 0.03
@@ -94,23 +94,23 @@ def test_a_frozen_step_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
             engine = rig.engine
             running = asyncio.create_task(engine.generate(PROMPT, params))
             while not running.done():
-                assert engine.trouble() is None
+                assert engine.stall_reason() is None
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.4)  # idle for longer than the bound
-            assert engine.trouble() is None
+            assert engine.stall_reason() is None
             running = asyncio.create_task(engine.generate(PROMPT, params))
             await asyncio.sleep(0.1)
-            assert engine.trouble() is None
+            assert engine.stall_reason() is None
             frozen.clear()
             began = time.monotonic()
-            while engine.trouble() is None:
+            while engine.stall_reason() is None:
                 await asyncio.sleep(0.01)
                 assert time.monotonic() - began < 5
-            assert "a step has taken" in (engine.trouble() or "")
+            assert "a step has taken" in (engine.stall_reason() or "")
             assert time.monotonic() - began > 0.2
             frozen.set()
             await running
-            assert engine.trouble() is None
+            assert engine.stall_reason() is None
 
     asyncio.run(main())
 
@@ -120,6 +120,6 @@ def test_a_dead_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         async with Rig() as rig:
             watchdog = rig.engine.loaded.core.watchdog
             monkeypatch.setattr(watchdog, "_is_output_alive", lambda: False)
-            assert rig.engine.trouble() == "the thread that delivers answers has ended"
+            assert rig.engine.stall_reason() == "the thread that delivers answers has ended"
 
     asyncio.run(main())

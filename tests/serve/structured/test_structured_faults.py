@@ -106,7 +106,7 @@ def test_preempted_sequences_go_on_where_they_were(alone):
 def test_steps_that_fail_are_run_again(alone, when):
     """As a whole they fail, in halves they do not: the masks of a row are made several times."""
     with make_llm() as llm:
-        steps = llm._loaded.core._steps
+        steps = llm._loaded.core._executor
         runner, numbers = steps._runner, itertools.count()
 
         class Failing:

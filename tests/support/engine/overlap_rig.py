@@ -7,7 +7,7 @@ from collections import defaultdict
 from memory.kv_manager import KVManager
 from memory.pages.layer_groups import LayerGroup
 from memory.prefix.index import PrefixHasher
-from serve.engine.overlapped_executor import make_steps
+from serve.engine.overlapped_executor import make_executor
 from serve.scheduler.admission import make_policy
 from serve.scheduler.orders import make_queue
 from serve.scheduler.scheduler import Scheduler
@@ -86,13 +86,13 @@ class Bench:
         self.runner = LateRunner(self.kv, self.device, self.memory, **settings)
         self.records = Records()
         self.ended = {}
-        self.steps = make_steps(
+        self.steps = make_executor(
             self.runner if overlaps else OneByOne(self.runner),
             self.scheduler,
             self.records,
-            end=self._end,
-            forget=lambda finished: None,
-            lost=None,
+            end_sequence=self._end,
+            on_finished=lambda finished: None,
+            on_nodes_lost=None,
             clock=lambda: self.device.now_s,
         )
 

@@ -22,7 +22,7 @@ from memory.prefix.index import PrefixHasher
 from memory.split_kv import PartitionedKV
 from ops import get_backend
 from serve.engine.core import EngineCore
-from serve.engine.node_recovery import MemoryRecovery, Prober
+from serve.engine.node_recovery import NodeProber, NodeRecovery
 from serve.engine.request_limits import RequestLimits
 from serve.engine.request_table import RequestState
 from serve.runner.runner import ModelRunner
@@ -46,7 +46,7 @@ def geometry_of(partition: str, num_nodes: int) -> PageGeometry:
     return page_geometry(token_bytes, [None], partition, num_nodes, 1 << 20)
 
 
-class SimProber(Prober):
+class SimProber(NodeProber):
     """Asks in virtual time, between two steps."""
 
     def __init__(self, nodes: NodeSet, world: World) -> None:
@@ -91,9 +91,9 @@ class SimCore(EngineCore):
     def _make_recovery(self, nodes):
         recovery = super()._make_recovery(nodes)
         self.prober = SimProber(nodes, self.world)
-        return MemoryRecovery(
+        return NodeRecovery(
             nodes,
-            recovery._books,
+            recovery._managers,
             self._scheduler,
             recovery._end,
             self.world.clock,
@@ -105,7 +105,7 @@ class SimCore(EngineCore):
 
     def begin(self, prompt, params, sink, name) -> RequestState:
         state = RequestState(name, None, params, sink, self.world.now)
-        self._unfinished.add(state, lambda: None)
+        self._requests.add(state, lambda: None)
         self._prepare(state, prompt)
         return state
 
@@ -123,14 +123,14 @@ class SimCore(EngineCore):
         return has_work
 
     def idle(self) -> None:
-        self._recovery.look()
+        self._recovery.poll()
         self._kv.trim()
 
     def check(self) -> None:
         self._kv.check_integrity()
 
     def finish(self) -> None:
-        assert not self._unfinished.states(), "requests without an end"
+        assert not self._requests.states(), "requests without an end"
         assert self._kv.num_in_use == 0
         self._close_memory()
 

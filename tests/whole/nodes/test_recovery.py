@@ -10,14 +10,14 @@ from dataclasses import replace
 
 from memory.kv_manager import MAX_MAPPINGS
 from serve.engine import node_recovery as recovery
-from serve.engine.node_recovery import SETTLED_S, TOO_LITTLE_LEFT, MemoryRecovery, Prober
+from serve.engine.node_recovery import SETTLED_S, TOO_LITTLE_LEFT, NodeProber, NodeRecovery
 from tests.support.engine.fakes import make_scheduler, make_seq
 from tests.support.engine.raw_engine import REQUEST, RawEngine, page_bytes
 from tests.support.nodes.remote_rig import RemoteRig, layers_of
 from tests.support.transport.transport_rig import wait_until
 
 
-class SaysBack(Prober):
+class SaysBack(NodeProber):
     """Believes that these nodes are back."""
 
     def __init__(self, *urls):
@@ -27,7 +27,7 @@ class SaysBack(Prober):
     def is_back(self, url):
         return url in self.urls
 
-    def forget(self):
+    def invalidate(self):
         self.num_forgotten += 1
 
     def start(self):
@@ -46,7 +46,7 @@ class Recovering:
         self.ended = {}
         self.scheduler = make_scheduler(self.rig.kv)
         self.prober = SaysBack(*said_back)
-        self.recovery = MemoryRecovery(
+        self.recovery = NodeRecovery(
             self.rig.set,
             self.rig.kvs,
             self.scheduler,
@@ -123,7 +123,7 @@ def test_what_was_found_before_a_loss_is_forgotten():
     assert run.recovery.is_ready()
     assert run.prober.num_forgotten == 1, "found out between steps"
     run.rig.nodes.kill("a")
-    run.recovery.lost(ConnectionError("a step failed"))
+    run.recovery.handle_loss(ConnectionError("a step failed"))
     assert run.prober.num_forgotten == 2
     run.close()
 
@@ -273,7 +273,7 @@ class Missing:
 def test_without_a_thread_nodes_are_asked_later(monkeypatch, caplog):
     monkeypatch.setattr(recovery, "_PROBE_S", 0.01)
     nodes = Missing("b")
-    prober, other = Prober(nodes), Prober(nodes)
+    prober, other = NodeProber(nodes), NodeProber(nodes)
 
     def fail(thread):
         raise RuntimeError("can't start new thread")
@@ -295,7 +295,7 @@ def test_what_was_found_in_an_earlier_search_is_forgotten(monkeypatch):
     """b was back, and has gone again since: whoever believed it would place the K/V in vain."""
     monkeypatch.setattr(recovery, "_PROBE_S", 0.01)
     nodes = Missing("b")
-    prober = Prober(nodes)
+    prober = NodeProber(nodes)
     prober.start()
     wait_until(lambda: prober.is_back("b"))
     first = prober._thread
@@ -314,13 +314,13 @@ def test_what_was_found_in_an_earlier_search_is_forgotten(monkeypatch):
 def test_what_is_being_found_when_somebody_is_lost_is_forgotten(monkeypatch):
     monkeypatch.setattr(recovery, "_PROBE_S", 0.01)
     nodes = Missing("b")
-    prober = Prober(nodes)
+    prober = NodeProber(nodes)
     found = nodes.back
 
     def lost_meanwhile(is_over):
         if nodes.num_asked < 3:
             assert not prober.is_back("b")
-            prober.forget()
+            prober.invalidate()
         return found(is_over)
 
     nodes.back = lost_meanwhile
