@@ -10,14 +10,26 @@ BIN := $(VENV)/bin
 GUEST := build/guest
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard ops/csrc/* transport/csrc/*)
 
-.PHONY: serve test test-rdma check format bench cross-aarch64 clean test-faults gpu fuzz
+.PHONY: serve test test-full test-rest test-rdma check format bench cross-aarch64 clean test-faults gpu fuzz
 
 serve: $(VENV)/.serve
 	$(BIN)/serve run --port $(PORT)
 
+# Three tiers: `test` is what one runs before each commit; `test-full` adds what takes long, starts
+# processes or measures time, and is what CI runs. JOBS: test processes side by side.
+JOBS ?= $(shell n=$$(nproc); echo $$((n > 8 ? 8 : n)))
+PARALLEL := -n $(JOBS) --dist loadfile
+
 test: check
-	$(BIN)/python -m pytest -m 'not triton and not parallel'
-	$(BIN)/python -m pytest -m 'triton or parallel' -n 2 --dist loadgroup
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not (timing or process or exhaustive)' --durations 20
+
+test-full: test test-rest
+
+# What `test` leaves out, and property-based tests with all their examples.
+test-rest: export TEST_PROFILE := thorough
+test-rest: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PARALLEL) -m '(exhaustive or property) and not (timing or process)'
+	$(BIN)/python -m pytest -m 'timing or process' --durations 20
 
 # The tests that need an RDMA device, over real verbs, in a virtual machine.
 test-rdma: $(VENV)/.dev

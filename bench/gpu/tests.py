@@ -26,10 +26,13 @@ _LIBRARIES = {"ops._native": "_native*.so", "transport._windows": "_windows*.so"
 
 # The kernels, then what stands on them.
 TESTS = (
-    "tests/test_ops_triton_*.py",
-    "tests/test_ops_cuda*.py",
-    "tests/test_serve_cuda*.py",
-    "tests/test_memory_cuda*.py",
+    "tests/ops/triton_kernels/test_*.py",
+    "tests/ops/cuda/test_*.py",
+    "tests/serve/runner/test_cuda_runner.py",
+    "tests/serve/loading/test_cuda_tuning.py",
+    "tests/whole/cuda/test_*.py",
+    "tests/memory/pages/test_cuda_*.py",
+    "tests/memory/attention/test_cuda_kv.py",
     "tests/ops/test_operators.py",
     "tests/serve/engine/test_engine.py",
     "tests/whole/test_equality.py",

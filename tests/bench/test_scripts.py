@@ -8,6 +8,8 @@ from ops.cpu import native
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.engine.child import last_json, output_of
 
+pytestmark = pytest.mark.exhaustive
+
 
 def run_script(module, tmp_path, *options):
     environment = {"XDG_CACHE_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
@@ -83,7 +85,6 @@ def test_ops_without_a_bf16_product(name):
     assert all(0 < r["share"] < 20 for r in readings if r["ceiling"] != "bf16")
 
 
-@pytest.mark.slow
 def test_connections():
     """Small numbers: that they are cheap is shown by the large ones."""
     result = last_json(

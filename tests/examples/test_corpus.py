@@ -205,7 +205,8 @@ def test_mixed_requests_end_with_the_user() -> None:
     assert all(r[-1]["role"] == "user" for r in requests)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.exhaustive
 def test_training_smoke(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     pytest.importorskip("tqdm")

@@ -7,7 +7,6 @@ import random
 import time
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -21,6 +20,7 @@ import memory.range_mapper
 from memory.pages.layer_groups import LayerGroup
 from tests.support.engine.fakes import check_mapping, make_kv
 from tests.support.memory.kv_model import KVModel
+from tests.support.profile import examples
 
 PROMPTS = [[(i * i * k) % 3 for i in range(40)] for k in (1, 2)]
 # tiles within pages, across pages, tokens across pages; the last one maps in a thread
@@ -360,7 +360,7 @@ class KVMachine(RuleBasedStateMachine):
 
 TestKVMachine = KVMachine.TestCase
 # 40,000 operations at most
-TestKVMachine.settings = settings(max_examples=400, stateful_step_count=100, deadline=None)
+TestKVMachine.settings = examples(400, steps=100)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS + GROUPS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -20,6 +19,7 @@ from memory.prefix.index import PrefixHasher
 from memory.split_kv import HomedHit
 from tests.support.engine.fakes import check_mapping, make_split_kv
 from tests.support.memory.kv_model import KVModel, ModelSequence
+from tests.support.profile import examples
 
 PROMPTS = [[(i * i * k) % 3 for i in range(40)] for k in (1, 2)]
 LAYOUTS = [
@@ -233,7 +233,7 @@ class SplitMachine(RuleBasedStateMachine):
 
 
 TestSplitMachine = SplitMachine.TestCase
-TestSplitMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSplitMachine.settings = examples(60, steps=40)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -48,6 +48,7 @@ def test_what_is_no_handshake_is_closed_without_a_word(listener, said):
     assert_a_peer_gets_in(listener)
 
 
+@pytest.mark.timing
 @pytest.mark.row("M1", "M12")
 def test_a_hundred_strangers_who_say_little(listener, caplog):
     """Silence, half a handshake, and a byte now and then: none outlasts the deadline, and who has

@@ -20,6 +20,8 @@ from tests.support.transport.transport_rig import (
 )
 from transport.base import PeerLostError
 
+pytestmark = pytest.mark.process
+
 __all__ = ["listener", "pair", "transport_name"]
 
 

@@ -71,6 +71,7 @@ def test_nothing_to_poll_is_none_at_once_and_after_the_time(pair):
     assert time.monotonic() - began >= 0.05
 
 
+@pytest.mark.timing
 def test_poll_waits_for_what_comes_later(pair):
     one, other = pair
     for _ in range(3):
@@ -251,6 +252,7 @@ def test_both_post_more_than_any_buffer_holds(transport_name, tmp_path):
         end.close()
 
 
+@pytest.mark.timing
 def test_a_peer_that_is_busy_for_long_is_not_lost(tmp_path):
     """It neither polls nor posts for a while; whoever posts to it waits, and that is all. Its heart
     is heard. All transports at once, to wait once."""

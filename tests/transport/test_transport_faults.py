@@ -35,6 +35,8 @@ from transport.base import (
     TransportTimeoutError,
 )
 
+pytestmark = pytest.mark.timing
+
 HEAD_BYTES = 40  # of a descriptor; the rest means nothing
 
 

@@ -25,6 +25,8 @@ from serve.config import DEFAULT_MODEL
 from serve.http import HttpServer, HttpSettings
 from serve.scheduler.sequence import Sequence, SequenceStatus
 
+pytestmark = pytest.mark.process
+
 NUM_LEAVES = 1000
 LIMIT_S = 0.1
 STAGES = ("queued", "prompt", "decode")

@@ -21,6 +21,7 @@ OVER_HTTP = ("openai_client", "chat_http")
 ELSEWHERE = ("train_default_model",)  # takes a long time; has its own test
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", IN_PROCESS)
 def test_in_process(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     importlib.import_module(f"examples.{name}").main(str(checkpoint("llama")))

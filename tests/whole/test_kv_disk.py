@@ -237,6 +237,7 @@ with LLM(sys.argv[1], kv_cache_dir=sys.argv[2], **(SETTINGS | SMALL)) as llm:
 """
 
 
+@pytest.mark.process
 def test_killed_and_started_again(tmp_path, expected):
     """In ample memory nothing comes back from the disk but what the killed ones left."""
     rng = random.Random(2)

@@ -12,11 +12,14 @@ from typing import NamedTuple
 
 import aiohttp
 import numpy as np
+import pytest
 import uvloop
 
 from serve import Engine
 from serve.http import HttpServer, HttpSettings
 from tests.support.engine.checkpoints import checkpoint
+
+pytestmark = pytest.mark.process
 
 NUM_LIVES = 100
 WARM = 20  # lives after which caches of libraries are full

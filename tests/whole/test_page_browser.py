@@ -16,7 +16,10 @@ from serve.engine.loader import LoadedEngine
 from serve.http import HttpServer, HttpSettings
 from tests.support.http.browser import CHROMIUM, Tab, browser, open_tab
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium"),
+]
 
 KEY = "page-0123456789abcdef"
 HOSTILE = (

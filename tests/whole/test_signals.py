@@ -17,6 +17,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+pytestmark = pytest.mark.process
+
 NUM_STREAMS = 64
 NUM_TOKENS = 60
 ROOT = Path(__file__).parents[2]

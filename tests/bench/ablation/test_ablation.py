@@ -114,6 +114,7 @@ def test_a_serial_core_does_everything_in_the_loops_thread(core):
         assert names == {"mergestep-compute"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not native.is_available(), reason="needs int8 products")
 def test_ablation_of_the_embedded_model(tmp_path, capsys):
     """Every optimisation off in turn; the same tokens wherever the arithmetic is the same."""
@@ -178,6 +179,7 @@ def test_what_cannot_be_run_is_refused_before(options, named):
         ablation(**options)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("keeps", [True, False])
 def test_requests_of_a_data_set_are_taken_as_they_are(keeps, monkeypatch, tmp_path):
     """With engines that stay, and with such as are loaded for their turn."""

@@ -107,6 +107,7 @@ def test_a_search_that_ends_early_is_reported(offered, tmp_path, capsys):
         run(searched(json_file=path))
 
 
+@pytest.mark.process
 def test_a_server_that_dies_after_the_first_rate(tmp_path, monkeypatch):
     server = contextlib.ExitStack()
     url = server.enter_context(scripted_server(Profile()))

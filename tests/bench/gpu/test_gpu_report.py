@@ -82,6 +82,7 @@ def test_a_device_that_goes_on_is_not_lost(monkeypatch):
     assert is_device_fault(refused)
 
 
+@pytest.mark.timing
 def test_a_section_that_hangs_is_killed_with_its_children(tmp_path):
     began = time.monotonic()
     report, text, _ = run(tmp_path, section("hang", 2.0), section("good"))
@@ -93,6 +94,8 @@ def test_a_section_that_hangs_is_killed_with_its_children(tmp_path):
     assert "### hang: killed at its limit" in text
 
 
+@pytest.mark.timing
+@pytest.mark.process
 def test_the_budget_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_report, "_MIN_S", 0.5)
     budget_s = gpu_report._RESERVE_S + 3.0
@@ -104,6 +107,7 @@ def test_the_budget_is_kept(tmp_path, monkeypatch):
     assert report["sections"]["good"]["cases"] == {}
 
 
+@pytest.mark.timing
 def test_sections_of_one_stage_run_at_once(tmp_path):
     began = time.monotonic()
     hanging = [
@@ -135,6 +139,7 @@ def test_the_report_is_written_after_each_section(tmp_path, monkeypatch):
     assert seen["sections"]["look"]["status"] == "running"
 
 
+@pytest.mark.process
 def test_what_is_ended_from_outside_leaves_a_report_and_no_process(tmp_path):
     code = "import signal; from bench.gpu import report as r\n"
     code += "signal.signal(signal.SIGTERM, r._interrupt)\n"
@@ -170,6 +175,7 @@ def test_without_a_gpu_it_says_so(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.process
 def test_the_command_line(tmp_path):
     """Everything from the command to the files, with sections that need no device."""
     options = ["--dry-run", "--only", "memory,build", "--out", tmp_path]
@@ -310,6 +316,7 @@ def test_gaps_and_late_steps_by_hand():
     assert idle_times([(0, 2), (1, 5), (3, 4), (7, 8), (8, 9)]) == [2]
 
 
+@pytest.mark.timing
 def test_timing_on_the_host():
     calls: list[int] = []
     timing = time_works([lambda: (calls.append(1), time.sleep(0.01)), lambda: time.sleep(0.03)])
@@ -332,6 +339,7 @@ def test_every_section_exists():
 DRY = ("ceilings", "smoke-linear", "smoke-formats", "smoke-attention", "smoke-sampling")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs for real where there is a GPU")
 @pytest.mark.parametrize("name", [*DRY, "linear", "attention", "rows", "transformers"])
 def test_dry_run(name, tmp_path):
@@ -341,6 +349,7 @@ def test_dry_run(name, tmp_path):
     assert record.errors == {} and record.cases
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs for real where there is a GPU")
 def test_dry_run_of_the_engine(tmp_path):
     """In a process of its own, as it watches every step device."""

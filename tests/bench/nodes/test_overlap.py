@@ -30,6 +30,7 @@ def test_two_batches_where_attention_takes_as_long_as_the_products() -> None:
     assert bound.learned_s == pytest.approx(bound.one_s)
 
 
+@pytest.mark.exhaustive
 def test_overlap_quick() -> None:
     """In real time, however busy the machine is."""
     result = last_json(output_of("-m", "bench.nodes.overlap", "--quick"))

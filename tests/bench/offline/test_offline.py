@@ -153,6 +153,7 @@ def test_throughput_counts_what_was_answered(tiny, tmp_path, capsys):
     assert json.loads(file.read_text())["head"]["what"] == "throughput, random-tiny"
 
 
+@pytest.mark.exhaustive
 @needs_kernels
 def test_throughput_beside_transformers(tiny):
     result = throughput(tiny, requests=3, output_len=4, repeats=1, peer="transformers")
@@ -161,6 +162,7 @@ def test_throughput_beside_transformers(tiny):
     assert result["over_peer"] == pytest.approx(best / result["seconds"][0])
 
 
+@pytest.mark.process
 def test_startup_in_order(capsys):
     result = measure_startup(str(checkpoint("llama")), quick=True)
     (start,) = result["starts"]["warm"]
@@ -172,6 +174,7 @@ def test_startup_in_order(capsys):
     assert "to ready" in capsys.readouterr().out
 
 
+@pytest.mark.process
 def test_a_server_that_does_not_start_says_why():
     with pytest.raises(MergestepError, match=r"(?s)/ready.*kv_cache_bytes"):
         startup.start_once(str(checkpoint("llama")), ["--kv-cache-bytes", "1"], limit_s=30)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.common.checkpoints import SHAPES, random_checkpoint
@@ -22,6 +22,7 @@ from serve.config import DEFAULT_MODEL, default_model_path
 from serve.errors import ConfigError, ModelLoadError
 from serve.models import read_spec
 from serve.scheduler.step_time import StepWork
+from tests.support.profile import examples
 
 # As their authors count them (model cards; "total parameters" of the published checkpoints).
 PARAMETERS = {
@@ -317,7 +318,7 @@ costs = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.sampled_from(costs), works, st.integers(1, 300), st.integers(0, 9000), st.booleans())
 def test_more_work_never_takes_less(
     cost: MachineCost, parts: list[tuple[int, int]], rows: int, context: int, samples: bool
@@ -330,7 +331,7 @@ def test_more_work_never_takes_less(
     assert cost.seconds(work) >= before_s * (1 - 1e-12)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.sampled_from(range(0, len(costs), 2)), works, st.booleans())
 def test_nothing_beats_the_bound(index: int, parts: list[tuple[int, int]], samples: bool) -> None:
     work = StepWork(samples=samples)

@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.plan.calibrate import MIN_STEPS, TERMS, FittedCost, fit, fit_times
 from serve.engine.step_trace import TracedStep
 from serve.errors import ConfigError
 from serve.scheduler.step_time import StepWork
+from tests.support.profile import examples
 
 TRUTH = FittedCost(
     bend=32,
@@ -125,7 +126,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
         FittedCost.load(tmp_path / "none.json")
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.lists(st.tuples(st.integers(1, 64), st.integers(0, 500)), min_size=1, max_size=8),
     st.integers(1, 64),

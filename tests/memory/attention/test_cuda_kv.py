@@ -6,7 +6,6 @@ import contextlib
 import time
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -16,6 +15,7 @@ from memory.pages.cuda_vmm import CudaMemory
 from memory.pages.kv_range import Range
 from memory.pages.layer_groups import LayerGroup
 from tests.support.cuda.fakes_cuda import CUresult, FakeDriver
+from tests.support.profile import examples
 
 PAGE = 4096
 
@@ -183,11 +183,11 @@ class AheadMachine(DeviceKVMachine):
 
 
 TestWindowMachine = WindowMachine.TestCase
-TestWindowMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestWindowMachine.settings = examples(200, steps=40)
 TestDeviceKVMachine = DeviceKVMachine.TestCase
-TestDeviceKVMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestDeviceKVMachine.settings = examples(200, steps=40)
 TestAheadMachine = AheadMachine.TestCase
-TestAheadMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAheadMachine.settings = examples(60, steps=40)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -217,6 +217,7 @@ def test_drain_asks_engines_to_leave_and_waits_for_them(served):
     assert served.node.stats().num_attached == 2
 
 
+@pytest.mark.timing
 def test_drain_does_not_wait_for_ever(served):
     engine = served.engine()
     engine.attach()

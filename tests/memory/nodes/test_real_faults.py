@@ -7,6 +7,8 @@ import pytest
 from bench.nodes.fault_rig import can_have_namespaces
 from bench.nodes.node_faults import Run, reference
 
+pytestmark = pytest.mark.process
+
 REASON = can_have_namespaces()
 
 

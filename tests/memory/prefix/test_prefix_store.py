@@ -270,6 +270,7 @@ def test_a_hung_write_is_given_up_and_the_rest_goes_on():
     rig.kv.check_integrity()
 
 
+@pytest.mark.timing
 def test_a_hung_disk_does_not_hold_up_the_end(caplog):
     """Real time: the futures never end."""
     rig = Rig(plan=lambda kind, key: "hold" if kind in ("store", "load") else None)
@@ -285,6 +286,7 @@ def test_a_hung_disk_does_not_hold_up_the_end(caplog):
     rig.kv.check_integrity()
 
 
+@pytest.mark.timing
 def test_a_slow_disk_gets_its_time_and_no_more(caplog):
     rig = Rig(plan=lambda kind, key: "hold")
     rig.prefixes.use_store(rig.store, lambda page: page, rig.keep)
@@ -305,6 +307,7 @@ def test_a_slow_disk_gets_its_time_and_no_more(caplog):
     assert 3 <= len(rig.store.pages) <= 7 and "pages were not written" in caplog.text
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("fate", ["fail", "raise"])
 def test_a_broken_store_can_be_closed(fate):
     rig = Rig(plan=lambda kind, key: fate if kind != "contains" else None)

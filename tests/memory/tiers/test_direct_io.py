@@ -128,6 +128,7 @@ class HungRing:
         return [(tag, BLOCK) for tag in ended]
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("kind", ["ring", "threads"])
 def test_a_close_in_time_tells_what_it_leaves(tmp_path, pages, kind):
     """One transfer hangs, one waits behind it: that one never touches its memory any more."""

@@ -145,6 +145,7 @@ def test_all_of_a_batch_is_begun_or_nothing(tmp_path, pages):
     assert store.close(1.0)
 
 
+@pytest.mark.timing
 def test_a_disk_that_hangs_does_not_hold_up_the_end(tmp_path, pages, caplog):
     """What it still does with the memory is told; the folder is nobody else's meanwhile."""
     is_hung = threading.Event()

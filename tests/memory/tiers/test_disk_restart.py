@@ -223,6 +223,7 @@ for turn in itertools.count():
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("io", "kills"), [("auto", (24, 20_000, 24)), ("threads", (24, 20_000))])
 def test_killed_at_any_moment(tmp_path, pages, io, kills):
     """After every kill only whole and right pages are found. Where nothing had to be evicted,

@@ -8,12 +8,12 @@ import random
 import threading
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.support.memory.faulty_storage import Pages, faulty
 from tests.support.memory.spilling import PAGE, found, open_store, put
+from tests.support.profile import examples
 
 
 @pytest.fixture
@@ -244,6 +244,4 @@ class SpillMachine(RuleBasedStateMachine):
 
 
 TestSpillMachine = SpillMachine.TestCase
-TestSpillMachine.settings = settings(
-    max_examples=15, stateful_step_count=30, deadline=None, derandomize=True
-)
+TestSpillMachine.settings = examples(15, steps=30, derandomize=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+
 from memory.tiers.host_tier import HostTier
 from memory.tiers.page_copy import MemoryCopier
 from tests.support.memory.host_pages import PAGE, FailingCopier, fill, name, pages, results
@@ -13,6 +15,7 @@ from tests.support.memory.late_store import LateStore, content
 __all__ = ["pages"]
 
 
+@pytest.mark.timing
 def test_closing_is_bounded_in_time(pages, caplog):
     """With a store below that never ends: its slots keep their memory, everybody is answered."""
     copier, below = FailingCopier(), LateStore(PAGE)

@@ -7,7 +7,6 @@ import time
 from concurrent.futures import Future, wait
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -25,6 +24,7 @@ from tests.support.memory.host_pages import (
     results,
 )
 from tests.support.memory.late_store import LateStore, content
+from tests.support.profile import examples
 
 __all__ = ["pages"]
 
@@ -406,4 +406,4 @@ class HostTierMachine(RuleBasedStateMachine):
 
 
 TestHostTierMachine = HostTierMachine.TestCase
-TestHostTierMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestHostTierMachine.settings = examples(100, steps=40)

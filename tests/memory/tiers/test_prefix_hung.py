@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import time
 
+import pytest
+
 from memory.kv_manager import KVManager
 from memory.pages.vmm import LinuxMemory
 from memory.prefix.index import PrefixHasher
@@ -12,6 +14,8 @@ from tests.support.engine.fakes import make_kv
 from tests.support.memory.faulty_storage import faulty
 from tests.support.memory.page_store import FakeStore
 from tests.support.memory.spilling import open_store
+
+pytestmark = pytest.mark.timing
 
 PAGE_BYTES = 4096
 

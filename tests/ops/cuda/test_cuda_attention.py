@@ -216,6 +216,7 @@ run(torch.bfloat16, None, [1, 31, 65], [1, 1, 65], 2, None)
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter reads the host's memory")
 def test_what_is_not_mapped_is_never_touched():
     """A range's tiles end at a hole, and the first page of the reservation is one."""

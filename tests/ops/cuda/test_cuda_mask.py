@@ -22,6 +22,7 @@ CUTS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [5, 32, 300, 600])
 def test_only_what_the_mask_has(size):
     generator = torch.Generator().manual_seed(size)

@@ -83,6 +83,7 @@ def test_each_library_passes_the_test_against_exact_attention(name, window):
     assert is_right == (window is None or candidate.has_windows)
 
 
+@pytest.mark.exhaustive
 def test_our_kernel_is_what_they_are_held_against():
     prefill = LibraryPrefill([LIBRARIES["flash_attn"]], DEVICE)
     assert prefill.prepare([layer(), layer(window=40)])

@@ -13,6 +13,8 @@ import torch
 from ops.kv_tiles import KVTiles, layer_bytes
 from tests.support.cuda.triton_compile import SHARED_LIMITS, Case, Compiled, compile_module
 
+pytestmark = pytest.mark.exhaustive
+
 BF16, FP32, INT8 = torch.bfloat16, torch.float32, torch.int8
 NAMES = {BF16: "bf16", FP32: "fp32"}
 # heads per K/V head, dim, type, group, window, type of q

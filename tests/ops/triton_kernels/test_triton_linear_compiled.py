@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.cuda.triton_compile import SHARED_LIMITS, Case, Compiled, compile_module
 
+pytestmark = pytest.mark.exhaustive
+
 ROW_STRIDES = dict.fromkeys(
     ("x_stride", "x_inner_stride", "inner", "out_stride", "n", "n_padded"), "i32"
 )

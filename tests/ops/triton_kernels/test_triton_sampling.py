@@ -147,6 +147,7 @@ def test_nan_is_never_drawn():
     assert all(token % 2 for token in got)
 
 
+@pytest.mark.exhaustive
 def test_distribution():
     """Chi-square, 5 degrees of freedom, p ~ 0.001."""
     size, count = 6, 120

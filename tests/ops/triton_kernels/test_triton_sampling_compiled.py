@@ -15,6 +15,8 @@ from ops.triton_kernels import triton_mask
 from ops.triton_kernels.sampling import EDGES, Config
 from tests.support.cuda.triton_compile import SHARED_LIMITS, Case, compile_module
 
+pytestmark = pytest.mark.exhaustive
+
 ARCHS = (80, 90)
 CONFIG = Config()
 TYPES = {

@@ -243,6 +243,7 @@ class _Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.process
 def test_the_life_of_a_server(tmp_path: Path) -> None:
     """Ready is printed with a curl to paste; a signal drains; the exit code is 0."""
     with socket.create_server(("127.0.0.1", 0)) as free:

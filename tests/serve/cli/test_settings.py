@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import typer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -24,6 +24,7 @@ from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.units import format_size
 from tests.support.http.settings_table import PAGE, with_table
+from tests.support.profile import examples
 
 # A valid value that is not the default, where its kind alone does not give one.
 VALUES: dict[str, Any] = {
@@ -203,7 +204,7 @@ VALUES_OF_TOML = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@examples(400, derandomize=True)
 @given(st.dictionaries(st.sampled_from([*SETTINGS, "modell", "a b"]), VALUES_OF_TOML, max_size=4))
 def test_any_file_is_settings_or_an_error(values: dict[str, Any]) -> None:
     """Nothing but ConfigError comes of what somebody writes into a file."""

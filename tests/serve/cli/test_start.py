@@ -147,6 +147,7 @@ def test_memory_of_a_container(
     assert machine.available_memory() == (7 * 1024 if free is None else free)
 
 
+@pytest.mark.timing
 def test_help_imports_nothing_heavy() -> None:
     """`serve --help` and `serve run --print-config` are quick because of it."""
     script = (

@@ -122,6 +122,7 @@ def test_leaving_the_stream_aborts():
     go(main())
 
 
+@pytest.mark.timing
 def test_shutdown_does_not_tokenize_the_backlog():
     async def main():
         async with Rig(max_num_waiting=500) as rig:

@@ -115,6 +115,7 @@ def test_a_broken_sink_harms_no_other():
     go(main())
 
 
+@pytest.mark.timing
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized():
     async def main():
         async with Rig(max_model_len=64) as rig:

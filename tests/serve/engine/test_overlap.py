@@ -30,6 +30,7 @@ def stopping(num_output, num_prompt=5):
 # ---- time
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("host_s", [0.0005, 0.004, 0.009])
 def test_the_device_does_not_wait_for_the_host(host_s):
     bench = Bench(seconds=DEVICE_S, host_s=host_s)

@@ -22,6 +22,8 @@ from tests.support.engine.engine_rig import Rig
 from tests.support.http.fakes_http import FakeEngine, Served, run_with_server
 from tests.support.http.raw_requests import RAW_BODY, request
 
+pytestmark = pytest.mark.timing
+
 CHAT = "/v1/chat/completions"
 CHAT_BODY: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
 

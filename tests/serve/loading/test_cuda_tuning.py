@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from ops.backend import PLAIN
+from ops.backend import NO_FUSION
 from ops.cuda import tune as cuda_tune
 from ops.cuda.linear import Int8Linear, PlainLinear
 from serve.loading import cuda_tuning
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def product(num_in: int, num_out: int) -> Int8Linear:
-    return Int8Linear(torch.randn(num_out, num_in), None, PLAIN, device=CPU)
+    return Int8Linear(torch.randn(num_out, num_in), None, NO_FUSION, device=CPU)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_what_is_known_is_not_measured_again(model, table, monkeypatch):
 
 def test_a_model_without_int8_products_has_nothing_to_measure(model, table, monkeypatch):
     found = measured(monkeypatch, table)
-    plain = PlainLinear(torch.randn(8, 8), None, PLAIN, device=CPU)
+    plain = PlainLinear(torch.randn(8, 8), None, NO_FUSION, device=CPU)
     layer = SimpleNamespace(qkv=plain, o=plain, up=plain, down=plain)
     weights = SimpleNamespace(layers=[layer], head=plain)
     cuda_tuning.tune_products(SimpleNamespace(weights=weights), StepShapes(64, 20), CPU)

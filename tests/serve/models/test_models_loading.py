@@ -125,6 +125,7 @@ def test_generation_defaults(tmp_path: Path) -> None:
     assert read_generation_defaults(path) == {"eos_token_ids": (3, 4)}
 
 
+@pytest.mark.process
 @pytest.mark.row("X10")
 def test_a_running_model_does_not_notice_that_its_files_change() -> None:
     root = Path(__file__).parents[3]

@@ -26,7 +26,10 @@ from tests.support.cuda.late_step_device import LateStepDevice
 from tests.support.engine.checkpoints import checkpoint, reference_greedy
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels must be interpreted")
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels must be interpreted"),
+]
 
 NUM_TOKENS = 6
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import MemoryForecast
+from concurrent.futures import Future
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_load_times_are_of_batches_and_seen_when_they_end():
     assert times.seconds(100) == 0.0
 
     def batch(num_pages, seconds, looked_at_after_s):
-        futures = [MemoryForecast() for _ in range(num_pages)]
+        futures = [Future() for _ in range(num_pages)]
         times.begin(futures)
         clock.now_s += seconds
         for future in futures:
@@ -49,7 +49,7 @@ def test_load_times_are_of_batches_and_seen_when_they_end():
     assert times.seconds(1) == pytest.approx(0.012), "nothing was under way"
     batch(1, 20.0, looked_at_after_s=0.0)
     assert times.seconds(1) == pytest.approx(0.012 * (0.8 + 0.2 * 4)), "it hung once"
-    times.begin([MemoryForecast()])
+    times.begin([Future()])
     times.end()
     assert times.seconds(1) == pytest.approx(0.0192), "whose end was not noted yet"
 

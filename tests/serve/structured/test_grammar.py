@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serve.config import default_model_path
@@ -21,6 +21,7 @@ from serve.structured.grammar_source import check_regex, grammar_of
 from serve.structured.schema_ends import has_end
 from serve.structured_output import StructuredOutput
 from serve.text.tokenizer import Tokenizer
+from tests.support.profile import examples
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +172,7 @@ def test_schemas_that_require_themselves(value, ends):
     assert has_end(value) is ends
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("pattern", ["(a+)+$", "(a|a)*b", "([a-z]*)*x", "(.*)*", "^(\\w+\\s?)*$"])
 def test_no_pattern_backtracks(compiler, pattern):
     began = time.monotonic()
@@ -193,6 +195,7 @@ def test_json_is_written_without_runs_of_spaces():
     assert guidance["whitespace_flexible"] is False
 
 
+@pytest.mark.timing
 def test_a_compile_bomb_ends_with_its_child(monkeypatch):
     """G10: too long, too large, frozen, killed; the next one is served."""
     tokenizer = Tokenizer.load(default_model_path())
@@ -296,7 +299,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(st.dictionaries(KEYWORDS, VALUES, max_size=5))
 def test_any_schema_is_a_grammar_or_refused(compiler, value):
     """Whatever is in it: compiled, or refused with its reason; the child lives."""
@@ -310,7 +313,7 @@ def test_any_schema_is_a_grammar_or_refused(compiler, value):
         assert "process ended" not in str(error)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     st.sampled_from(["regex", "grammar", "choice", "json_schema"]),
     st.lists(

@@ -172,6 +172,7 @@ def test_what_a_template_may_not_do(make: Any, source: str, said: str) -> None:
         assert caught.value.param == "messages"
 
 
+@pytest.mark.timing
 @pytest.mark.row("X8")
 def test_a_template_that_never_ends(make: Any) -> None:
     loop = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serve.errors import RequestError
@@ -23,6 +23,7 @@ from tests.support.engine.tokenizer_files import (
     sentencepiece_model,
     write_config,
 )
+from tests.support.profile import examples
 
 TEXTS = [
     "",
@@ -181,7 +182,7 @@ def test_pieces_give_the_decoded_text(text: str, tokenizer: Tokenizer) -> None:
 def test_pieces_of_any_text(kind: str, tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(make_directory(kind, tmp_path))
 
-    @settings(max_examples=200, deadline=None)
+    @examples(200)
     @given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=40))
     def check(text: str) -> None:
         ids = tokenizer.encode_plain(text)

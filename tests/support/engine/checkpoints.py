@@ -1,6 +1,6 @@
 """Small random Hugging Face checkpoints of every family, made with Transformers itself.
 
-`make_checkpoint` writes one; `checkpoint` caches them for the test session. Weights are drawn
+`make_checkpoint` writes one; `checkpoint` keeps them in build/test-checkpoints. Weights are drawn
 so that greedy decoding visits many tokens: large products beside small embeddings, random
 norms and biases. Transformers is imported only when a checkpoint is made or a reference is
 loaded.
@@ -8,10 +8,11 @@ loaded.
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import functools
+import hashlib
+import importlib.metadata
 import json
-import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+ROOT = Path(__file__).parents[3]
 
 Json = dict[str, Any]
 
@@ -264,16 +267,24 @@ def write_tokenizer(path: Path, num_tokens: int = 315) -> None:
 
 
 @functools.cache
-def _session_directory() -> Path:
-    path = Path(tempfile.mkdtemp(prefix="mergestep-checkpoints-"))
-    atexit.register(shutil.rmtree, path, ignore_errors=True)
-    return path
+def _directory() -> Path:
+    """Checkpoints stay between runs: they depend on this file and on Transformers' version only."""
+    source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    name = f"transformers-{importlib.metadata.version('transformers')}-{source}"
+    return ROOT / "build" / "test-checkpoints" / name
 
 
 @functools.cache
 def checkpoint(family: str, variant: str = "base", seed: int = 0) -> Path:
-    """The checkpoint, made once in a test session. Read-only: copy it to change it."""
-    return make_checkpoint(_session_directory(), family, variant, seed)
+    """The checkpoint, made once on this machine. Read-only: copy it to change it."""
+    path = _directory() / f"{find_variant(family, variant)}-{seed}"
+    if not path.is_dir():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix="making-") as folder:
+            made = make_checkpoint(Path(folder), family, variant, seed)
+            with contextlib.suppress(OSError):  # another process has just made it
+                made.rename(path)
+    return path
 
 
 @functools.cache

@@ -19,6 +19,8 @@ from serve.errors import ConfigError
 from serve.loading.runtime import load_runtime
 from tests.support.engine.checkpoints import checkpoint, reference_greedy
 
+pytestmark = pytest.mark.exhaustive
+
 pytest.importorskip("triton")
 
 NUM_TOKENS = 4

@@ -11,6 +11,8 @@ from tests.serve.engine.test_embeddings import check as check_embedding
 from tests.serve.runner.test_prompt_logprobs import check
 from tests.support.engine.checkpoints import checkpoint, reference_greedy
 
+pytestmark = pytest.mark.exhaustive
+
 pytest.importorskip("triton")
 
 

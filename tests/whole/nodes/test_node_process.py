@@ -14,8 +14,12 @@ import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from serve import LLM, SamplingParams
 from tests.support.nodes.served_nodes import KEY, key_file
+
+pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 60

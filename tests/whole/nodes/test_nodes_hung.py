@@ -50,6 +50,7 @@ def hangs(monkeypatch):
     made.end()
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("scheme", ["inproc", "shm", "tcp"])
 def test_an_engine_that_stops_does_not_wait_for_a_node_that_hangs(
     scheme, hangs, tmp_path, monkeypatch

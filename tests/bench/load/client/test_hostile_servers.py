@@ -162,6 +162,7 @@ def test_an_event_has_a_limit() -> None:
         assert len(stream.feed(b": " + b"c" * 4096 + b"\n\ndata: " + b"x" * 4096 + b"\n\n")) == 1
 
 
+@pytest.mark.timing
 def test_a_long_line_costs_as_much_as_it_is_long() -> None:
     """Copied whole with each piece these would be 17 GB."""
     stream, began_s = EventStream(), time.process_time()

@@ -25,6 +25,8 @@ from tests.support.http.fakes_raw_http import (
     text,
 )
 
+pytestmark = pytest.mark.timing
+
 # ---- server-sent events
 
 

@@ -34,6 +34,8 @@ from serve.engine.step_trace import StepTrace
 from serve.errors import ConfigError
 from tests.support.http.fakes_http import FakeEngine
 
+pytestmark = pytest.mark.timing
+
 QUICK = Profile(first_s=(0.005, 0.01), gap_s=(0.001, 0.002), chunks=(2, 5))
 SLOW = Profile(first_s=(0.02, 0.02), gap_s=(0.4, 0.4), chunks=(20, 20))
 

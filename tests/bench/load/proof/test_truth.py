@@ -20,6 +20,8 @@ from bench.load.proof.truth import (
 from bench.load.results.summary import summarize
 from bench.load.workload.work import Schedule, Work
 
+pytestmark = pytest.mark.timing
+
 PLAIN = Profile(
     first_s=(0.1, 0.1),
     gap_s=(0.05, 0.05),

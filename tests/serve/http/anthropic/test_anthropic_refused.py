@@ -288,6 +288,7 @@ def test_a_server_that_warns_answers_unknown_names() -> None:
     run_with_server(FakeEngine(), check, unknown_fields="warn")
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("kind", ["messages", "blocks"])
 def test_thousands_of_pieces_are_joined_in_no_time(kind: str) -> None:
     """A body of 8 MB may hold thousands of pieces that become one message."""

@@ -17,7 +17,10 @@ from serve.http import HttpSettings
 from tests.support.http.fakes_http import FakeEngine, Served, run_with_server
 from tests.support.http.raw_requests import BODY, CHAT, RAW_BODY, request
 
-pytestmark = pytest.mark.usefixtures("nothing_in_the_log")
+pytestmark = [
+    pytest.mark.timing,
+    pytest.mark.usefixtures("nothing_in_the_log"),
+]
 
 
 def test_a_large_body_is_parsed_off_the_loop() -> None:

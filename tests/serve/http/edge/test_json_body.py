@@ -81,6 +81,7 @@ def test_as_deep_as_allowed() -> None:
     assert parse_object(b'{"a":' + b"[" * depth + b"]" * depth + b"}")
 
 
+@pytest.mark.timing
 @pytest.mark.row("J14")
 def test_many_small_objects_take_linear_time() -> None:
     body = b'{"a":[' + b",".join([b"{}"] * 60_000) + b"]}"
@@ -89,6 +90,7 @@ def test_many_small_objects_take_linear_time() -> None:
     assert time.perf_counter() - started_s < 3.0
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(
     ("body", "told"),
     [

@@ -24,6 +24,7 @@ GET_MODELS = request(b"", first="GET /v1/models HTTP/1.1", kind=None, length=Non
 # ---- overload
 
 
+@pytest.mark.timing
 @pytest.mark.row("A13")
 def test_refusals_are_quick_and_nothing_is_queued() -> None:
     """Ten times as many as fit: those that do not are told within 50 ms."""
@@ -169,6 +170,7 @@ uvloop.run(main())
 """
 
 
+@pytest.mark.process
 def test_without_files_health_is_answered_and_all_is_well_again_afterwards() -> None:
     """The process may open 96 files, and 200 connections come."""
     command = [sys.executable, "-c", FEW_FILES]
@@ -199,6 +201,7 @@ def answer_of(port: int, data: bytes) -> bytes:
 # ---- time
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_deadline_before_the_first_token_is_504(stream: bool) -> None:
     """Also for who waits; then nothing is left of the request."""

@@ -64,6 +64,7 @@ def test_the_models_name_is_in_it(document: Any) -> None:
     assert properties["temperature"] == temperature
 
 
+@pytest.mark.exhaustive
 def test_the_server_keeps_it(server: ServerThread) -> None:
     """No 5xx, no answer that is not described, no forbidden request that is taken."""
     assert send_examples(server.url, valid=4, invalid=1) > 60

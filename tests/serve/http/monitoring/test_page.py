@@ -248,6 +248,7 @@ def test_a_server_that_drains_ends_the_view() -> None:
     with_live(check)
 
 
+@pytest.mark.timing
 def test_a_snapshot_takes_less_than_two_milliseconds() -> None:
     async def main() -> tuple[float, dict[str, Any]]:
         async with engine_of(0.005, 1 << 15, max_num_seqs=200) as engine:

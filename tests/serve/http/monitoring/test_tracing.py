@@ -138,6 +138,7 @@ def test_spans_reach_a_collector() -> None:
     assert message.resource_spans[0].scope_spans[0].spans[0].name == "chat fake"
 
 
+@pytest.mark.timing
 def test_a_collector_that_is_not_there_disturbs_nobody() -> None:
     async def check(served: Served) -> None:
         for _ in range(3):
@@ -156,6 +157,7 @@ def test_without_the_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
         make_tracer("localhost:4318")
 
 
+@pytest.mark.process
 def test_off_it_is_not_even_imported() -> None:
     code = (
         "import sys, serve.http.app; from serve.http.monitoring.tracing import make_tracer;"

@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serve.errors import RequestError
@@ -14,6 +14,7 @@ from serve.http.openai.requests import CHAT as CHAT_BODY
 from serve.http.openai.requests import COMPLETION as COMPLETION_BODY
 from serve.http.openai.requests import parse_chat, parse_completion
 from tests.support.http.http_bodies import CHAT, COMPLETION
+from tests.support.profile import examples
 
 
 def test_completion_defaults() -> None:
@@ -160,7 +161,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(
     st.dictionaries(
         st.sampled_from(sorted({*COMPLETION_BODY.fields, *CHAT_BODY.fields})), JSON, max_size=6

@@ -22,7 +22,10 @@ from serve.http.edge.connection import Connection
 from tests.support.http.fakes_http import FakeEngine, Served, run_with_server
 from tests.support.http.raw_requests import BODY, CHAT, request
 
-pytestmark = pytest.mark.usefixtures("nothing_in_the_log")
+pytestmark = [
+    pytest.mark.timing,
+    pytest.mark.usefixtures("nothing_in_the_log"),
+]
 
 GET_HEALTH = request(b"", first="GET /health HTTP/1.1", kind=None, length=None)
 

@@ -33,6 +33,7 @@ def test_a_flood_of_pipelined_requests() -> None:
     run_with_server(FakeEngine(), check)
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.row("F27", "F28")
 def test_a_hundred_megabytes_are_refused_unread(chunked: bool) -> None:
@@ -102,6 +103,7 @@ def test_a_chunk_extension_without_end() -> None:
     run_with_server(FakeEngine(), check)
 
 
+@pytest.mark.timing
 @pytest.mark.row("F29")
 def test_a_megabyte_in_chunks_of_a_byte() -> None:
     """It is given up as too slow, before it costs much."""

@@ -68,6 +68,7 @@ def test_what_is_no_json_is_refused_everywhere() -> None:
     run_with_server(FakeEngine(), check)
 
 
+@pytest.mark.timing
 @pytest.mark.row("J14")
 def test_many_tiny_objects_do_not_keep_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """That the list is too long is found out in another thread, and the loop's gets its turn

@@ -54,6 +54,7 @@ def refused(answer: requests.Response) -> tuple[str, str]:
 # ---- what a request must not reach
 
 
+@pytest.mark.process
 @pytest.mark.row("P2", "P5", "A5", "G3")
 def test_no_file_is_opened_and_nobody_is_called() -> None:
     """Whatever a request names: the process is watched while it answers."""
@@ -155,6 +156,7 @@ def test_around_the_context(url: str) -> None:
         assert refused(complete(url, [5] * count, max_tokens=0)) == ("prompt", code)
 
 
+@pytest.mark.timing
 @pytest.mark.row("T5")
 def test_a_text_of_megabytes_is_refused_untokenized(
     url: str, monkeypatch: pytest.MonkeyPatch

@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serve.config import REASONING_PARSERS, TOOL_PARSERS
@@ -24,6 +24,7 @@ from serve.text.chat_parser import (
 from serve.text.chat_parser.calls import MAX_EXTRA_CHARS, MAX_HELD_CHARS, ToolCallParser
 from serve.text.chat_parser.formats import REASONING_FORMATS, TOOL_FORMATS
 from serve.text.chat_parser.reasoning import ReasoningParser
+from tests.support.profile import examples
 
 NAMES = frozenset({"f", "weather"})
 CALL = '{"name": "f", "arguments": {"a": 1}}'
@@ -164,7 +165,7 @@ FRAGMENTS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@examples(400, derandomize=True, database=None)
 @given(
     fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=14),
     style=st.sampled_from([*TOOL_FORMATS, None]),
