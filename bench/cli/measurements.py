@@ -219,16 +219,29 @@ def engine(
     seqs: Annotated[int, typer.Option(help="Sequences at once.")] = 256,
     tokens: Annotated[int | None, typer.Option(help="Of each answer; 400.")] = None,
     repeats: Annotated[int | None, typer.Option(help="5 by default.")] = None,
+    long_prompt: Annotated[
+        bool,
+        typer.Option(
+            "--long-prompt",
+            help="Measure streams and short requests beside a prompt of 32k tokens instead: chunks"
+            " by SLO against static chunk sizes.",
+        ),
+    ] = False,
     json_file: JsonFile = None,
     quick: opt.Quick = False,
 ) -> None:
     """Our own machinery, beside a device that takes no time."""
     settings = dict(locals())
+    is_long_prompt = settings.pop("long_prompt")
     from bench.engine.engine_overhead import engine as measure
+    from bench.engine.long_prompt import long_prompt as measure_long_prompt
 
     set_up_logging("warning")
     with reported():
-        measure(**settings)
+        if is_long_prompt:
+            measure_long_prompt(json_file=json_file, quick=quick)
+        else:
+            measure(**settings)
 
 
 @measurements.command()

@@ -1,34 +1,30 @@
-"""A long prompt beside streams and short requests: chunks by SLO against static ones.
+"""A long prompt beside streams and short requests: chunks by SLO against static chunk sizes.
 
-The real engine, a random checkpoint, one engine per setting. Short requests come alone, then
-beside 8 decoding streams, then (every half second on average, the same times in every run)
-beside the streams while a prompt of 32k tokens is computed. Times are taken where a client has
-them, in the event loop of this process.
+`serve bench engine --long-prompt` runs one real engine per setting on a random checkpoint. Short
+requests come alone, then beside 8 decoding streams, then (every half second on average, at the
+same times in every run) beside the streams while a prompt of 32k tokens is computed. Times are
+taken where a client has them, in the event loop of this process.
 
     streams          time between two tokens while the long prompt is computed
     short            time to first token of the short requests: alone, beside the streams, and
-                     beside both; the bound is twice the time without load plus one step (the
-                     99th percentile of the streams: who comes when a step has just begun
-                     waits for all of it)
-    long             time to first token of the long prompt, and against static chunk sizes: the
-                     quickest of all, and the quickest of those that keep the same SLO
-    error            of the step-time model, median relative, as the engine reports it
+                     beside both. The bound is twice the time without load plus one step (the 99th
+                     percentile of the streams), since a request that comes when a step has just
+                     begun waits for all of it
+    long             time to first token of the long prompt, and its ratio to static chunk sizes:
+                     to the quickest of all, and to the quickest of those that keep the same SLO
+    error            median relative error of the step-time model, as the engine reports it
     others           cores that other processes took meanwhile: more than 0.1 spoils the figures,
                      and the setting is run again, up to twice; the least disturbed run counts
 
-A static chunk size is the prompt rows of every step; its model learns, but decides nothing.
-
-Run: python -m bench.engine.long_prompt [--quick]
+A static chunk size is the number of prompt rows of every step; its step-time model learns, but
+decides nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
-import json
 import os
-import platform
 import random
 import statistics
 import time
@@ -38,6 +34,7 @@ from typing import Any
 
 import uvloop
 
+from bench.common import tables
 from bench.common.checkpoints import random_checkpoint
 from serve import Engine, RequestStream, SamplingParams
 
@@ -46,6 +43,8 @@ NUM_STREAMS = 8
 MAX_NUM_SEQS = 32
 BUDGET = 512  # rows of a step where the SLO decides
 EVERY_S = 0.5
+SLOS_MS = [50.0, 100.0, 200.0]
+STATIC_CHUNKS = [32, 64, 128, 256, 512]
 DISTURBED_CORES = 0.1
 MAX_RUNS = 3
 VOCABULARY = range(300, 4000)
@@ -260,33 +259,25 @@ def as_json(results: list[Result], statics: list[Result]) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a short prompt, for tests")
-    parser.add_argument("--slo", type=float, nargs="*", default=[50.0, 100.0, 200.0])
-    parser.add_argument("--static", type=int, nargs="*", default=[32, 64, 128, 256, 512])
-    args = parser.parse_args()
-    load, slos, chunks = Load(), args.slo, args.static
-    if args.quick:
+def long_prompt(*, json_file: Path | None = None, quick: bool = False) -> dict[str, Any]:
+    """Measures all settings and prints and returns their figures by name; json_file gets them,
+    too. quick: a shorter prompt with one static chunk size and one SLO. Raises ConfigError where
+    json_file cannot be written."""
+    tables.check_file(json_file)
+    head = tables.Head.now("engine --long-prompt")
+    load, slos, chunks = Load(), SLOS_MS, STATIC_CHUNKS
+    if quick:
         load, slos, chunks = Load(long_tokens=3000, num_alone=5), slos[1:2], chunks[2:3]
     path = random_checkpoint(SHAPE)
-    machine = platform.processor() or platform.machine()
-    print(f"machine: {machine}, Python {platform.python_version()}; {SHAPE}, {load}")
-    settings = [(None, chunk) for chunk in chunks] + [(slo, None) for slo in slos]
-    results = [undisturbed(path, load, slo, chunk) for slo, chunk in settings]
-    show(results)
-    statics = [result for result in results if result.slo_ms is None]
-    for result in results:
-        if result.slo_ms is not None and statics:
-            print(result.name)
-            for text, (figure, is_reached) in verdicts(result, statics).items():
-                number = "none does" if figure is None else f"{figure:.3f}"
-                print(f"  {text}: {number}{'' if is_reached else ' NOT REACHED'}")
-    if statics:
-        print(json.dumps(as_json(results, statics)))
-
-
-if __name__ == "__main__":
-    main()
+    print(f"{head}; {SHAPE}, {load}")
+    statics = [undisturbed(path, load, None, chunk) for chunk in chunks]
+    adaptive = [undisturbed(path, load, slo, None) for slo in slos]
+    show([*statics, *adaptive])
+    for result in adaptive:
+        print(result.name)
+        for text, (figure, is_reached) in verdicts(result, statics).items():
+            number = "none does" if figure is None else f"{figure:.3f}"
+            print(f"  {text}: {number}{'' if is_reached else ' NOT REACHED'}")
+    found = as_json([*statics, *adaptive], statics)
+    tables.write(json_file, head, found)
+    return found

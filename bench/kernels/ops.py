@@ -136,7 +136,7 @@ def report(readings: list[Reading], console: Console) -> None:
             f"{r.rate:,.1f} {units[r.ceiling]}",
             limit,
             share,
-            f"{r.target:.0%}",
+            f"{r.target:.0%}" if r.target else "",
             "" if r.speedup is None else f"{r.speedup:.1f}x",
         )
     console.print(table)

@@ -9,13 +9,24 @@ pieces of megabytes, however small the kernel's parts are.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.nn.functional as functional
 from torch import Tensor
 
+from bench.kernels.ops_attention import (
+    HEADS,
+    KV_HEADS,
+    Int8KV,
+    decode_cases,
+    past_cases,
+    plain_decode_cases,
+    plain_prefill_cases,
+    prefill_cases,
+)
 from bench.kernels.ops_linear import (
     FAR,
     Case,
@@ -25,125 +36,26 @@ from bench.kernels.ops_linear import (
     linear_cases,
     plain_cases,
 )
-from bench.kernels.ops_plain import Attended, plain_decodes, plain_prefills
 from ops import Fusion, Norm
-from ops.cpu.native import Ceilings, Int8Attention, Int8AttentionStep, Int8Linear, rotate_
+from ops.cpu.native import Ceilings, Int8AttentionStep, Int8Linear, rotate_
 from ops.cpu.native_partials import merge_into
 from ops.cpu.sampling import Choice, argmax, draw, plans
 from quant.kv import TILE_TOKENS, Int8KVFormat
+from serve.request import Request
+from serve.runner.sampler import sample
+from serve.sampling_params import SamplingParams
+from serve.scheduler.sequence import Sequence, make_sequences
 
-HEADS, KV_HEADS = 32, 8
+# of one request; each row of a case has its own seed and history
+SAMPLED: dict[str, dict[str, float | int]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 0.8},
+    "top-p": {"temperature": 0.8, "top_p": 0.9},
+    "top-k, top-p": {"temperature": 0.8, "top_k": 40, "top_p": 0.95},
+    "min-p": {"temperature": 1.0, "min_p": 0.05},
+    "logprobs": {"temperature": 0.0, "logprobs": 5},
+}
 _PIECE = 2 << 20  # of a copy: the second-level caches of two cores
-
-
-def _attend_all(kv: KV, step: Int8AttentionStep, q: Tensor) -> None:
-    for op in kv.ops:
-        op.attend(step, q)
-
-
-class KV:
-    """Int8 K/V of some sequences of one length, in several layers; all zero until filled.
-
-    The kernels know only its address: whoever runs them holds on to it.
-    """
-
-    def __init__(self, sequences: int, context: int, dim: int, layers: int) -> None:
-        form = Int8KVFormat(KV_HEADS, dim, 64)
-        tile_bytes = form.tile_bytes * layers
-        range_bytes = -(-context // TILE_TOKENS) * tile_bytes
-        self.memory = torch.zeros(sequences * range_bytes + 64, dtype=torch.uint8)
-        self.address = self.memory.data_ptr() + -self.memory.data_ptr() % 64
-        self.tile_bytes, self.context, self.dim = tile_bytes, context, dim
-        self.starts = [i * range_bytes for i in range(sequences)]
-        self.ops = [
-            Int8Attention(
-                offset_bytes=i * form.tile_bytes,
-                num_heads=HEADS,
-                num_kv_heads=KV_HEADS,
-                head_dim=dim,
-                group=form.group,
-                scale=dim**-0.5,
-            )
-            for i in range(layers)
-        ]
-        self.bytes_read = form.token_bytes * context * sequences * layers
-
-    def fill(self) -> KV:
-        """Every position of every layer, with random values."""
-        k = torch.randn(len(self.starts) * self.context, KV_HEADS, self.dim)
-        whole = self.step(self.context)
-        for op in self.ops:
-            op.append(whole, k, k.roll(1, 0), None)
-        return self
-
-    def step(
-        self, rows: int, starts: Sequence[int] | None = None, *, past_only: bool = False
-    ) -> Int8AttentionStep:
-        """The last `rows` positions of each sequence, or of those that begin at `starts`; with
-        past_only those behind them."""
-        starts = self.starts if starts is None else starts
-        n = len(starts)
-        where = (self.address, self.tile_bytes)
-        return Int8AttentionStep(
-            *where, starts, [rows] * n, [self.context] * n, past_only=past_only
-        )
-
-
-def decode_cases(quick: bool) -> Iterator[Case]:
-    shapes = [(d, b, n) for d in (64, 128) for b in (1, 8, 32) for n in (512, 4096)]
-    for dim, batch, context in [(64, 1, 512)] if quick else shapes:
-        layer_bytes = Int8KVFormat(KV_HEADS, dim, 64).token_bytes * context * batch
-        kv = KV(batch, context, dim, 1 if quick else max(1, min(32, FAR // layer_bytes))).fill()
-        step, q = kv.step(1), torch.randn(batch, HEADS, dim)
-        keys = torch.randn(batch, KV_HEADS, context, dim).bfloat16()
-        query = q.bfloat16()[:, :, None]
-        yield Case(
-            "decode attention",
-            f"B={batch} L={context} {HEADS}/{KV_HEADS} D={dim}",
-            "read",
-            kv.bytes_read,
-            0.8,
-            Timed(partial(_attend_all, kv, step, q)),
-            peer=partial(
-                functional.scaled_dot_product_attention, query, keys, keys, enable_gqa=True
-            ),
-            peer_work=layer_bytes,
-        )
-
-
-def prefill_cases(quick: bool) -> Iterator[Case]:
-    """Only the unmasked part counts as work."""
-    shapes = [(d, past) for d in (64, 128) for past in (0, 4096)]
-    for dim, past in [(64, 0)] if quick else shapes:
-        rows = 64 if quick else 512
-        kv = KV(1, past + rows, dim, 1).fill()
-        step, q = kv.step(rows), torch.randn(rows, HEADS, dim)
-        yield Case(
-            "prefill attention",
-            f"{rows} on {past} {HEADS}/{KV_HEADS} D={dim}",
-            "bf16",
-            4 * HEADS * dim * (rows * past + rows * (rows + 1) // 2),
-            0.5,
-            Timed(partial(_attend_all, kv, step, q)),
-        )
-
-
-def past_cases(quick: bool) -> Iterator[Case]:
-    """What a memory node does: decode rows and chunks over the keys held before the step."""
-    for dim, batch, context in [(64, 1, 512)] if quick else [(64, 8, 4096), (128, 8, 4096)]:
-        layer_bytes = Int8KVFormat(KV_HEADS, dim, 64).token_bytes * context * batch
-        kv = KV(batch, context, dim, 1 if quick else max(1, FAR // layer_bytes)).fill()
-        step, q = kv.step(1, past_only=True), torch.randn(batch, HEADS, dim)
-        timed = Timed(partial(_attend_all, kv, step, q))
-        shape = f"B={batch} L={context} {HEADS}/{KV_HEADS} D={dim}"
-        yield Case("past attention", shape, "read", kv.bytes_read, 0.8, timed)
-    for dim, rows in [(64, 16)] if quick else [(d, n) for d in (64, 128) for n in (64, 256)]:
-        past = 64 if quick else 4096
-        kv = KV(1, past, dim, 1).fill()
-        step, q = kv.step(rows, past_only=True), torch.randn(rows, HEADS, dim)
-        timed = Timed(partial(_attend_all, kv, step, q))
-        shape = f"{rows} on {past} {HEADS}/{KV_HEADS} D={dim}"
-        yield Case("past attention", shape, "bf16", 4.0 * HEADS * dim * rows * past, 0.5, timed)
 
 
 def merge_cases(quick: bool) -> Iterator[Case]:
@@ -161,34 +73,9 @@ def merge_cases(quick: bool) -> Iterator[Case]:
         yield _moving("merge parts", rows, operands, size, timed, to=written.view(torch.uint8))
 
 
-def _merge_all(parts: Sequence[tuple[Tensor, Tensor]], lse: Tensor) -> None:
+def _merge_all(parts: abc.Sequence[tuple[Tensor, Tensor]], lse: Tensor) -> None:
     for out, part in parts:
         merge_into(out, lse[0], part, lse[1])
-
-
-def plain_prefill_cases(quick: bool) -> Iterator[Case]:
-    """Only the unmasked part counts as work, for the peer too."""
-    for found in plain_prefills(quick, HEADS, KV_HEADS):
-        yield _plain_case("bf16 prefill attention", "bf16", 0.5, found)
-
-
-def plain_decode_cases(quick: bool) -> Iterator[Case]:
-    """K/V in bf16, what is taken where int8 K/V is off."""
-    for found in plain_decodes(quick, HEADS, KV_HEADS, FAR):
-        yield _plain_case("bf16 decode attention", "read", 0.8, found)
-
-
-def _plain_case(name: str, ceiling: str, target: float, found: Attended) -> Case:
-    return Case(
-        name,
-        found.shape,
-        ceiling,
-        found.work,
-        target,
-        Timed(found.run),
-        peer=found.peer,
-        peer_work=found.peer_work,
-    )
 
 
 def fused_cases(quick: bool) -> Iterator[Case]:
@@ -242,12 +129,40 @@ def row_cases(quick: bool) -> Iterator[Case]:
             yield _moving("top-p sampling", rows, logits, 0, timed)
 
 
-def _rotate_all(parts: Sequence[Tensor], rotation: tuple[Tensor, Tensor]) -> None:
+def sampler_cases(quick: bool) -> Iterator[Case]:
+    """Yields the runner's whole sampler, by sampling parameters, against reading the logits once.
+
+    The logits are like a model's: 50 likely tokens over a wide floor. Small vocabularies stay in
+    caches, as they do in serving; there the calls themselves take the time.
+    """
+    for vocab in (300,) if quick else (256, 128_000):
+        for rows in (2,) if quick else (1, 8, 32):
+            count = max(1, min(64, FAR // (4 * rows * vocab)))
+            logits = torch.randn(count, rows, vocab) * 2
+            logits[..., torch.randperm(vocab)[:50]] += torch.linspace(6, 14, 50)
+            for name, params in SAMPLED.items():
+                timed = Timed(partial(_sample_all, list(logits), _sampled_rows(rows, params)))
+                case = _moving(f"sampler, {name}", rows, logits, 0, timed)
+                yield replace(case, shape=f"V={vocab} M={rows}", target=0.0)
+
+
+def _sampled_rows(count: int, params: dict[str, float | int]) -> list[Sequence]:
+    settings = SamplingParams(max_tokens=9, seed=0, **params)  # type: ignore[arg-type]
+    requests = [Request(str(i), None, (1, 2, 3), settings, 0.0) for i in range(count)]
+    return [make_sequences(request, frozenset({2}))[0] for request in requests]
+
+
+def _sample_all(parts: abc.Sequence[Tensor], sequences: list[Sequence]) -> None:
+    for part in parts:
+        sample(part, sequences)
+
+
+def _rotate_all(parts: abc.Sequence[Tensor], rotation: tuple[Tensor, Tensor]) -> None:
     for part in parts:
         rotate_(part, *rotation)
 
 
-def _draw_all(parts: Sequence[Tensor], packed: bytearray) -> None:
+def _draw_all(parts: abc.Sequence[Tensor], packed: bytearray) -> None:
     for part in parts:
         draw(part, packed)
 
@@ -264,7 +179,7 @@ def _append_case(rows: int, dim: int, far: int) -> Case:
     context, tiles = (rows, rows // TILE_TOKENS) if is_prompt else (TILE_TOKENS, rows)
     form = Int8KVFormat(KV_HEADS, dim, 64)
     count = max(1, far // (tiles * form.tile_bytes))
-    kv = KV(count if is_prompt else count * rows, context, dim, 1)
+    kv = Int8KV(count if is_prompt else count * rows, context, dim, 1)
     # the sequences of a step lie as far apart as the memory lets them
     steps = [kv.step(rows if is_prompt else 1, kv.starts[i::count]) for i in range(count)]
     angle = torch.randn(rows, dim // 2)
@@ -281,8 +196,8 @@ def _append_case(rows: int, dim: int, far: int) -> Case:
 
 
 def _append_all(
-    kv: KV,
-    calls: Sequence[tuple[Int8AttentionStep, Tensor, Tensor]],
+    kv: Int8KV,
+    calls: abc.Sequence[tuple[Int8AttentionStep, Tensor, Tensor]],
     rotation: tuple[Tensor, Tensor],
 ) -> None:
     """Also holds on to kv: the steps know addresses."""
@@ -333,5 +248,5 @@ def cases(quick: bool) -> Iterator[Case]:
     linear = (linear_cases, gated_cases, plain_cases, int4_cases)
     plain = (plain_decode_cases, plain_prefill_cases)
     attention = (decode_cases, prefill_cases, past_cases, *plain)
-    for make in (*linear, *attention, merge_cases, fused_cases, row_cases):
+    for make in (*linear, *attention, merge_cases, fused_cases, row_cases, sampler_cases):
         yield from make(quick)

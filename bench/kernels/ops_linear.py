@@ -29,10 +29,11 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kernel at one shape. work: bytes or operations that it must move or do.
+    """One kernel at one shape. work: the bytes or operations that it must move or do.
 
-    ceiling: read, i8, bf16, or moved, which is what `beside` does with the same bytes.
-    peer: what a user would call otherwise; its work is peer_work.
+    ceiling: read, i8, bf16, or moved, which is what `beside` does with the same bytes. target: the
+    share of the ceiling that the kernel has to reach, 0 where there is none. peer: what a user
+    would call otherwise; its work is peer_work.
     """
 
     name: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from ops.cpu import native
@@ -47,6 +49,7 @@ def test_ops_quick():
     assert {"int8 linear", "decode attention", "prefill attention", "RoPE + append"} <= names
     assert {"past attention", "merge parts", "int8 gated linear", "bf16 decode attention"} <= names
     assert {"RoPE of q", "greedy sampling", "top-p sampling", "int4 linear"} <= names
+    assert {"sampler, greedy", "sampler, top-k, top-p", "sampler, logprobs"} <= names
     assert all(0 < r["share"] < 20 for r in readings if r["ceiling"] != "bf16")
     assert all(r["speedup"] > 0 for r in readings if r["name"] == "decode attention")
 
@@ -63,11 +66,11 @@ def test_memory_policy_quick():
 
 def test_long_prompt_quick(tmp_path):
     """A prompt, streams and short requests on the real engine, with an SLO and without."""
-    found = last_json(
-        output_of("-m", "bench.engine.long_prompt", "--quick", XDG_CACHE_HOME=str(tmp_path))
-    )
-    assert found.keys() == {"static 128", "SLO 100 ms"}
-    for result in found.values():
+    file = tmp_path / "found.json"
+    command = ("-m", "serve", "bench", "engine", "--long-prompt", "--quick", "--json", file)
+    output_of(*command, XDG_CACHE_HOME=str(tmp_path))
+    found = json.loads(file.read_text())
+    for result in (found["static 128"], found["SLO 100 ms"]):
         assert 0 < result["gap_p50_s"] <= result["gap_p99_s"] < result["long_s"]
         assert result["alone_p99_s"] > 0 and result["beside_long_p99_s"] > 0
         assert 0 < result["error"] < 1

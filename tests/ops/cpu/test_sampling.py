@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from typing import NamedTuple
 
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from bench.kernels.sampling import main as bench
 from ops.cpu import native, sampling
 from serve.runner.sampler import uniform
 
@@ -254,9 +252,3 @@ def test_history_follows_a_growing_list():
         tokens += range(length - len(tokens))
         assert history.tokens(tokens).tolist() == tokens
         assert history.follow(tokens) == length
-
-
-def test_the_bench_runs(capsys):
-    bench(["--smoke"])
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert len(last["results"][0]["us"]) == len(last["ways"])
