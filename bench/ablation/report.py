@@ -17,7 +17,6 @@ from bench.ablation.run import Found
 from bench.ablation.variants import OURS, SHORT, Variant
 from bench.common import tables
 from bench.load.results.metrics import percentile
-from serve.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +153,6 @@ def _latency(rows: Sequence[Row], qps: float) -> Table:
         figures = (row.ttft_p50_ms, row.ttft_p99_ms, row.tpot_p50_ms, row.tpot_p99_ms)
         table.add_row(row.name, *("" if ms is None else f"{ms:.1f}" for ms in figures))
     return table
-
-
-def require_matplotlib() -> None:
-    """ConfigError."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("png needs matplotlib, which is not installed") from error
 
 
 def draw(path: Path, rows: Sequence[Row], title: str) -> None:

@@ -16,6 +16,7 @@ from bench.ablation.run import Plan, measure
 from bench.ablation.variants import Variant, all_variants, chosen
 from bench.common import tables
 from bench.common.checkpoints import model_directory
+from bench.common.plot_style import require_matplotlib
 from bench.load.workload.work import Work
 from bench.offline.requests import fixed_requests
 from serve.config import EngineConfig
@@ -65,7 +66,7 @@ def ablation(
     for file in (json_file, png_file):
         tables.check_file(file)
     if png_file is not None:
-        report.require_matplotlib()
+        require_matplotlib()
     path = model_directory(model)
     works = fixed_requests(
         path,

@@ -7,7 +7,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.load.report.plots import (
+from bench.common.plot_style import (
     BLUE,
     GREEN,
     MUTED,
@@ -29,14 +29,6 @@ if TYPE_CHECKING:
 
 MAX_CURVES = 10
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY)  # a second time with crosses
-
-
-def require_matplotlib() -> None:
-    """ConfigError where it is not installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("png needs matplotlib: pip install 'mergestep[plots]'") from error
 
 
 def curve(cost: MachineCost, load: Load) -> list[tuple[float, float]]:

@@ -12,10 +12,11 @@ from typing import Any
 
 from rich.console import Console
 
+from bench.common.plot_style import require_matplotlib
 from bench.plan.cost import Machine, MachineCost
 from bench.plan.efficiency import BOUND, expected
 from bench.plan.hardware import HERE, Device, load_devices, measure_here
-from bench.plan.plots import plot, require_matplotlib
+from bench.plan.plots import plot
 from bench.plan.search import Budget, all_machines, rank, rank_splits
 from bench.plan.serving import Load, Slo
 from bench.plan.shapes import KV, WEIGHTS, Precision, Shape, load_shape

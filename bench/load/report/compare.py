@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bench.load.report.comparison import Comparison, Row, overlap_text, ratio_text
+from bench.load.report.plots_compare import document_latencies, write_overlays
 from bench.load.report.terminal import number
 from bench.load.results.confidence import Estimate
 from bench.load.results.document import check_writable, estimate, read_json
@@ -33,35 +34,6 @@ NAMES = {
     "max_qps": "max requests/s",
 }
 _OWN_SETTINGS = ("json", "jsonl", "html", "png")
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One figure in both. ratio: other / first. differs: the intervals do not overlap; where one
-    is not known, it cannot be said (None). worse_by: of the first figure; negative: better."""
-
-    rate: str
-    name: str
-    first: Estimate
-    other: Estimate
-    ratio: float
-    differs: bool | None
-    worse_by: float
-
-    def is_regression(self, fail_over: float) -> bool:
-        """Worse than the limit allows, and not by what the intervals explain."""
-        return self.worse_by > fail_over and self.differs is not False
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Of one result with the first one."""
-
-    name: str
-    rows: list[Row]
-    warnings: list[str]
-    is_usable: bool
-    regressions: list[Row] = field(default_factory=list)
 
 
 def parse_share(text: str) -> float:
@@ -102,8 +74,6 @@ def compare(
         for comparison in found:
             _print(console, first_name, comparison, limit)
     if is_drawn:
-        from bench.load.report.plots_compare import write_overlays
-
         write_overlays([first_name, *names], documents, found, html_file, png_file)
     return limit is None or all(c.is_usable and not c.regressions for c in found)
 
@@ -132,8 +102,6 @@ def _whole(document: dict[str, Any], path: Path, is_drawn: bool) -> dict[str, An
     try:
         compared(document, document, "itself", math.inf)
         if is_drawn:
-            from bench.load.report.plots_compare import document_latencies
-
             for rate in document["rates"]:
                 document_latencies(document, rate["qps"])
     except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -252,17 +220,7 @@ def _print(console: Console, first_name: str, comparison: Comparison, limit: flo
         console.print(f"nothing is more than {100 * limit:g} % worse", highlight=False)
 
 
-def ratio_text(row: Row) -> str:
-    return "-" if math.isnan(row.ratio) else f"{row.ratio:.3f}"
-
-
 def _worse_text(row: Row) -> str:
     if math.isinf(row.worse_by):
         return f"was 0 and is {number(row.other.value)}"
     return f"is {100 * row.worse_by:.1f} % worse"
-
-
-def overlap_text(row: Row) -> str:
-    if row.differs is None:
-        return "not known"
-    return "apart" if row.differs else "overlap"

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench.load.report.compare import Comparison, overlap_text, ratio_text
-from bench.load.report.page import STYLE
-from bench.load.report.plots import (
+from bench.common.plot_style import (
     BLUE,
     GREEN,
     ORANGE,
     PURPLE,
     VERMILLION,
     WIDTH_IN,
-    Plot,
     plain_log,
     require_matplotlib,
     styled,
-    svg,
 )
+from bench.load.report.comparison import Comparison, overlap_text, ratio_text
+from bench.load.report.html import STYLE
+from bench.load.report.plots import Plot
 from bench.load.report.plots_latency import LOG_FROM, SHARES
 from bench.load.report.terminal import number
+from bench.load.report.write_pictures import svg
 from bench.load.results.columns import Floats
 from bench.load.results.summary import nominal
 from serve.errors import ConfigError

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bench.load.client.record import RunResult
-from bench.load.report.plots import (
+from bench.common.plot_style import (
     BLUE,
     GREEN,
     ORANGE,
     PAPER,
     PURPLE,
     VERMILLION,
-    Plot,
     horizontal,
     plain_log,
     rate_ticks,
     vertical,
 )
+from bench.load.client.record import RunResult
+from bench.load.report.plots import Plot
 from bench.load.results.columns import Columns, Floats
 from bench.load.results.confidence import Estimate
 from bench.load.results.metrics import latencies

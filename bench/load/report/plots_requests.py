@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bench.common.plot_style import BLUE, MUTED, ORANGE, SKY, VERMILLION, horizontal
 from bench.load.client.record import RunResult
-from bench.load.report.plots import BLUE, MUTED, ORANGE, SKY, VERMILLION, Plot, horizontal
+from bench.load.report.plots import Plot
 from bench.load.results.columns import Columns, Floats, Ints
 from bench.load.results.metrics import concurrency
 from bench.load.results.slo import Slo

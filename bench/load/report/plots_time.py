@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bench.common.plot_style import BLUE, GREEN, GRID, ORANGE, PAPER, PURPLE, SKY, VERMILLION
 from bench.load.client.record import RunResult
-from bench.load.report.plots import BLUE, GREEN, GRID, ORANGE, PAPER, PURPLE, SKY, VERMILLION, Plot
+from bench.load.report.plots import Plot
 from bench.load.results.columns import Columns, Floats
 from bench.load.results.metrics import concurrency, level_at
 

@@ -26,7 +26,7 @@ def check_files(
     """Before anything is sent: ConfigError for what could not be written afterwards."""
     document.check_writable(json=json_file, jsonl=jsonl_file, html=html_file, png=png_file)
     if html_file is not None or png_file is not None:
-        from bench.load.report.plots import require_matplotlib
+        from bench.common.plot_style import require_matplotlib
 
         require_matplotlib()
 
@@ -59,7 +59,7 @@ def report(
 
         write_html(html_file, made)
     if png_file is not None:
-        from bench.load.report.plots import write_png
+        from bench.load.report.write_pictures import write_png
 
         write_png(png_file, made)
     if console is not None:  # last: whoever reads it may leave

@@ -9,11 +9,11 @@ from functools import partial
 
 import pytest
 
-from bench.ablation import report
 from bench.ablation.parts import PrefillFirst, StaticBatches, serial_core
 from bench.ablation.variants import OURS, SHORT, all_variants, chosen
 from bench.cli import ablation as command
 from bench.cli.ablation import ablation
+from bench.common.plot_style import require_matplotlib
 from ops.cpu import native
 from serve import Engine, FinishReason, SamplingParams
 from serve.engine.core import EngineCore
@@ -148,7 +148,7 @@ def test_ablation_of_the_embedded_model(tmp_path, capsys):
 
 def _has_matplotlib():
     try:
-        report.require_matplotlib()
+        require_matplotlib()
     except ConfigError:
         return False
     return True

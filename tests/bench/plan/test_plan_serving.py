@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench.load.report.plots import plain_log
+from bench.common.plot_style import plain_log
 from bench.plan.capacity import kv_bytes, max_sequences, max_tokens, sequence_bytes
 from bench.plan.cost import Machine, MachineCost
 from bench.plan.efficiency import BOUND, expected

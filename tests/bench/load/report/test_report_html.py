@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.common.plot_style import VARIABLES
 from bench.load.client.record import Outcome, Record, RunResult
-from bench.load.report.plots import VARIABLES, Plot, svg
+from bench.load.report.plots import Plot
 from bench.load.report.plots_requests import MIN_LANES, NUM_LANES, lanes_plot
 from bench.load.report.plots_time import _rows_in
 from bench.load.report.report import report
+from bench.load.report.write_pictures import svg
 from bench.load.results.columns import Columns
 from bench.load.results.search import find_max_qps
 from bench.load.results.slo import Slo
@@ -249,7 +251,7 @@ def test_all_requests_have_lanes_where_they_fit():
 def test_a_limit_outside_the_plot_is_named_and_not_drawn():
     from matplotlib.figure import Figure
 
-    from bench.load.report.plots import horizontal
+    from bench.common.plot_style import horizontal
 
     axes = Figure().subplots()
     axes.set_ylim(0, 50)
