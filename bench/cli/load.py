@@ -6,15 +6,15 @@ import asyncio
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import uvloop
 from rich.console import Console
 
-from bench.load.client.record import RunResult
+from bench.load.client.record import OfferOnce, RunResult
 from bench.load.client.redact import command_line
 from bench.load.client.run import offer
 from bench.load.client.targets import EngineTarget, ServerSettings, ServerTarget, Target
@@ -22,138 +22,18 @@ from bench.load.report.live import LiveView
 from bench.load.report.report import check_files, report
 from bench.load.results.search import ENDINGS, SearchResult, ending, find_max_qps
 from bench.load.results.slo import Slo, parse_slo
-from bench.load.workload.arrivals import DEFAULT_REQUESTS, parse_arrival, parse_qps
+from bench.load.workload.arrivals import DEFAULT_REQUESTS
 from bench.load.workload.datasets import DatasetSettings
-from bench.load.workload.options import LoadOptions
+from bench.load.workload.load_options import OnlineOptions
 from bench.load.workload.schedule import ArrivalSettings, make_schedule, make_warm_up
 from serve.cli.client_key import read_client_key
 from serve.cli.model_files import find_model
 from serve.config import DEFAULT_MODEL, EngineConfig
 from serve.errors import ConfigError
 
-DEFAULT_CANCEL_CHUNKS = 3
 LOWEST_SHARE = 64  # a search begins at a rate, and goes no lower than this part of it
 MIN_SEARCH_S = 30.0
 SEARCH_LIMITS = 10  # a queue that grows by a tenth of the time is over the limit at the end
-
-# rate, seed, and how many requests (None: as the options say)
-OfferOnce = Callable[[float | None, int, int | None], RunResult]
-
-
-@dataclass(frozen=True, slots=True)
-class OnlineOptions:
-    """The command's options, as bench/common/cli_options.py explains them. engine: EngineConfig's
-    settings, for an engine in this process or a simulated one."""
-
-    model: str
-    qps: str | None = None
-    arrival: str = "poisson"
-    requests: int | None = None
-    duration: float | None = None
-    speedup: float | None = None
-    seed: int = 0
-    seeds: int = 1
-    warmup: int = 4
-    warmup_s: float = 0.0
-    grace_s: float | None = None
-    max_concurrency: int | None = None
-    cancel_rate: float = 0.0
-    cancel_after_s: float | None = None
-    cancel_after_chunks: int | None = None
-    probe_qps: float = 0.0
-    processes: int | None = None
-    dataset: str | None = None
-    input_len: str | None = None
-    output_len: str | None = None
-    trace_start: float = 0.0
-    trace_end: float | None = None
-    block_size: int = 512
-    num_groups: int = 8
-    prefix_len: int = 512
-    num_turns: int = 4
-    as_text: bool = False
-    url: str | None = None
-    in_process: bool = False
-    simulate: bool = False
-    machine: str | None = None
-    server_model: str | None = None
-    api_key_file: Path | None = None
-    header: list[str] | None = None
-    timeout: float | None = None
-    slo: str | None = None
-    slo_from: str = "schedule"
-    find_max_qps: bool = False
-    attainment: float = 0.99
-    resolution: float = 0.05
-    json_file: Path | None = None
-    jsonl_file: Path | None = None
-    html_file: Path | None = None
-    png_file: Path | None = None
-    engine: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if sum((self.url is not None, self.in_process, self.simulate)) > 1:
-            raise ConfigError("give only one of url, in_process and simulate")
-        for name in ("machine",) if not self.simulate else ():
-            if getattr(self, name) is not None:
-                raise ConfigError(f"{name} goes with simulate")
-        for name in ("server_model", "api_key_file", "header", "timeout"):
-            if getattr(self, name) is not None and self.url is None:
-                raise ConfigError(f"{name} goes with url")
-        if self.seeds < 1:
-            raise ConfigError(f"seeds must be at least 1, not {self.seeds}")
-        if self.warmup < 0:
-            raise ConfigError(f"warmup must not be negative, not {self.warmup}")
-        if self.find_max_qps and self.slo is None:
-            raise ConfigError("find_max_qps needs an slo")
-        if self.slo_from not in ("schedule", "send"):
-            raise ConfigError(f"slo_from must be schedule or send, not {self.slo_from!r}")
-
-    @property
-    def rates(self) -> list[float | None]:
-        """None: the arrivals have their own."""
-        if self.qps is None and parse_arrival(self.arrival)[0] in ("ramp", "trace", "inf"):
-            return [None]
-        return [*parse_qps("1" if self.qps is None else self.qps)]
-
-    @property
-    def dataset_settings(self) -> DatasetSettings:
-        name = self.dataset or ("mixed" if self.input_len is None else "random")
-        return DatasetSettings(
-            name=name,
-            input_len=self.input_len,
-            output_len=self.output_len,
-            max_model_len=self.engine.get("max_model_len"),
-            start_s=self.trace_start,
-            end_s=math.inf if self.trace_end is None else self.trace_end,
-            block_size=self.block_size,
-            num_groups=self.num_groups,
-            prefix_len=self.prefix_len,
-            num_turns=self.num_turns,
-            as_text=self.as_text,
-        )
-
-    def load_options(self, seed: int) -> LoadOptions:
-        chunks = self.cancel_after_chunks
-        if self.cancel_rate and chunks is None and self.cancel_after_s is None:
-            chunks = DEFAULT_CANCEL_CHUNKS
-        return LoadOptions(
-            seed=seed,
-            warmup_s=self.warmup_s,
-            grace_s=self.grace_s,
-            max_concurrency=self.max_concurrency,
-            cancel_rate=self.cancel_rate,
-            cancel_after_s=self.cancel_after_s,
-            cancel_after_chunks=chunks,
-            probe_qps=self.probe_qps,
-            processes=self.processes,
-        )
-
-    @property
-    def slo_limits(self) -> Slo | None:
-        if self.slo is None:
-            return None
-        return parse_slo(self.slo, from_schedule=self.slo_from == "schedule")
 
 
 def run(options: OnlineOptions) -> bool:
@@ -165,7 +45,7 @@ def run(options: OnlineOptions) -> bool:
         "png_file": options.png_file,
     }
     check_files(**files)
-    slo = options.slo_limits
+    slo = _slo(options)
     options.load_options(0)
     runs: list[RunResult] = []
     search: SearchResult | None = None
@@ -191,6 +71,12 @@ def run(options: OnlineOptions) -> bool:
     if error is not None:
         raise error
     return is_valid
+
+
+def _slo(options: OnlineOptions) -> Slo | None:
+    if options.slo is None:
+        return None
+    return parse_slo(options.slo, from_schedule=options.slo_from == "schedule")
 
 
 def _kept(offer_once: OfferOnce, runs: list[RunResult]) -> OfferOnce:

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+import typing
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from bench.cli.measurements import measurements
 from bench.cli.plan import plan
-from bench.common import cli_options as own
+from bench.common.cli_options import ENGINE, ENGINE_SETTINGS, LOAD_OPTIONS
+from bench.load.workload.load_options import OnlineOptions
 from serve.cli import examples
 from serve.cli import options as opt
 from serve.cli.reporting import reported, set_up_logging
-from serve.config import DEFAULT_MODEL
+from serve.config import DEFAULT_MODEL, EngineConfig
 from serve.errors import ConfigError
 
 
 class Bench(TyperCommand):
     """A first word that names a measurement of its own gets its own options and help."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        for option in self.params:
-            if option.name in _ENGINE_SETTINGS:
-                setattr(option, "rich_help_panel", "The engine, here or simulated")  # noqa: B010
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
@@ -36,66 +35,7 @@ class Bench(TyperCommand):
         return named.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
 
 
-def online(
-    model: opt.Model = DEFAULT_MODEL,
-    qps: own.Qps = None,
-    arrival: own.Arrival = "poisson",
-    requests: own.Requests = None,
-    duration: own.Duration = None,
-    speedup: own.Speedup = None,
-    seed: own.Seed = 0,
-    seeds: own.Seeds = 1,
-    warmup: own.Warmup = 4,
-    warmup_s: own.WarmupS = 0.0,
-    grace_s: own.Grace = None,
-    max_concurrency: own.MaxConcurrency = None,
-    cancel_rate: own.CancelRate = 0.0,
-    cancel_after_s: own.CancelAfter = None,
-    cancel_after_chunks: own.CancelAfterChunks = None,
-    probe_qps: own.ProbeQps = 0.0,
-    processes: own.Processes = None,
-    dataset: own.Dataset = None,
-    input_len: own.InputLen = None,
-    output_len: own.OutputLen = None,
-    trace_start: own.TraceStart = 0.0,
-    trace_end: own.TraceEnd = None,
-    block_size: own.BlockSize = 512,
-    num_groups: own.Groups = 8,
-    prefix_len: own.PrefixLen = 512,
-    num_turns: own.Turns = 4,
-    as_text: own.TextPrompts = False,
-    url: own.Url = None,
-    in_process: own.InProcess = False,
-    simulate: own.Simulate = False,
-    machine: own.Machine = None,
-    server_model: own.ServerModel = None,
-    api_key_file: own.ApiKeyFile = None,
-    header: own.Header = None,
-    timeout: own.Timeout = None,
-    slo: own.SLOs = None,
-    slo_from: own.SLOFrom = "schedule",
-    find_max_qps: own.FindMaxQps = False,
-    attainment: own.Attainment = 0.99,
-    resolution: own.Resolution = 0.05,
-    json_file: own.JsonFile = None,
-    jsonl_file: own.JsonlFile = None,
-    html_file: own.HtmlFile = None,
-    png_file: own.PngFile = None,
-    load_format: opt.LoadFormat = "safetensors",
-    dtype: opt.DType = "auto",
-    kv_dtype: opt.KVDType = "auto",
-    max_model_len: opt.MaxModelLen = None,
-    max_num_seqs: opt.MaxNumSeqs = 256,
-    max_num_batched_tokens: opt.MaxNumBatchedTokens = None,
-    inter_token_slo_ms: opt.InterTokenSLO = None,
-    kv_cache_bytes: opt.KVCacheBytes = None,
-    prefix_cache: opt.UsePrefixCache = True,
-    memory_policy: opt.MemoryPolicy = "predicted",
-    order: opt.Order = "fcfs",
-    ttft_slo: opt.TTFTSLO = None,
-    compute_threads: opt.ComputeThreads = None,
-    backend: opt.Backend = "auto",
-) -> None:
+def online(**given: Any) -> None:
     """Offer a load to a server, an engine in this process or a simulated one; say how it did.
 
     How soon answers came is counted from when each request was due.
@@ -103,34 +43,38 @@ def online(
     `serve bench NAME --help` goes with each measurement of its own: throughput, latency, startup,
     ops, io, engine, http, prefix-cache, nodes and ablation; compare sets results side by side.
     """
-    given = dict(locals())
-    engine = {name: given.pop(name) for name in _ENGINE_SETTINGS}
-    from bench.cli.load import OnlineOptions, run
+    engine = {name: given.pop(name) for name in ENGINE_SETTINGS}
+    from bench.cli.load import run
 
     set_up_logging("warning")
     with reported():
-        _not_a_measurement(model)
+        _not_a_measurement(given["model"])
         is_valid = run(OnlineOptions(**given, engine=engine))
     if not is_valid:
         raise typer.Exit(3)
 
 
-_ENGINE_SETTINGS = (
-    "load_format",
-    "dtype",
-    "kv_dtype",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "inter_token_slo_ms",
-    "kv_cache_bytes",
-    "prefix_cache",
-    "memory_policy",
-    "order",
-    "ttft_slo",
-    "compute_threads",
-    "backend",
-)
+def _signature() -> inspect.Signature:
+    """Returns the command's parameters: the fields of OnlineOptions, then those of the engine."""
+    parameters = [_keyword("model", opt.Model, DEFAULT_MODEL)]
+    types = typing.get_type_hints(OnlineOptions)
+    for item in fields(OnlineOptions):
+        option = LOAD_OPTIONS.get(item.name)
+        if option is not None:
+            flag = option.flag or "--" + item.name.replace("_", "-")
+            made = typer.Option(flag, help=option.help, rich_help_panel=option.panel)
+            parameters.append(_keyword(item.name, Annotated[types[item.name], made], item.default))
+    types = typing.get_type_hints(EngineConfig)
+    defaults = {item.name: item.default for item in fields(EngineConfig)}
+    for name in ENGINE_SETTINGS:
+        made = opt.of_run(name, rich_help_panel=ENGINE)
+        parameters.append(_keyword(name, Annotated[types[name], made], defaults[name]))
+    return inspect.Signature(parameters)
+
+
+def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
 def _not_a_measurement(model: str) -> None:
@@ -139,8 +83,11 @@ def _not_a_measurement(model: str) -> None:
         raise ConfigError(f"options come after the name: `serve bench {model} [OPTIONS]`")
 
 
+online_signed: Callable[..., None] = online
+online_signed.__signature__ = _signature()  # type: ignore[attr-defined]
+
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich")
-app.command("bench", cls=Bench, epilog=examples.BENCH)(online)
+app.command("bench", cls=Bench, epilog=examples.BENCH)(online_signed)
 app.command("plan", epilog=examples.PLAN)(plan)
 
 

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from bench.load.client.record import RunResult
+from bench.load.client.record import OfferOnce, RunResult
 from bench.load.report.live import LiveView
+from bench.load.workload.load_options import OnlineOptions
 from bench.load.workload.schedule import ArrivalSettings, make_calls
 from bench.load.workload.work import Call
 from bench.simulate.load import OnProgress, simulate
 from bench.simulate.machine import SimulatedMachine, simulated_machine
 from serve.errors import ConfigError
-
-if TYPE_CHECKING:
-    from bench.cli.load import OfferOnce, OnlineOptions
 
 ASSUMED_OUTPUT = 128
 _NOT_SIMULATED = (

@@ -19,7 +19,7 @@ from serve.cli.run_options import ENGINE_OPTIONS, PROCESS_OPTIONS, SERVER
 def of_run(name: str, **more: Any) -> Any:
     """The same option as `serve run` has, for another command: without its variable."""
     option = (ENGINE_OPTIONS | PROCESS_OPTIONS)[name]
-    more["rich_help_panel"] = option.panel
+    more.setdefault("rich_help_panel", option.panel)
     if option.is_size:
         more |= {"parser": parse_size, "metavar": "SIZE"}
     elif option.metavar:

@@ -4,6 +4,7 @@ clock; everything turns into JSON and back."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -139,3 +140,7 @@ class RunResult:
     gaps: list[tuple[float, int]] = field(default_factory=list)
     is_closed_loop: bool = False
     was_interrupted: bool = False
+
+
+# rate, seed, and how many requests (None: as the options say)
+OfferOnce = Callable[[float | None, int, int | None], RunResult]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import typer
 from typer.testing import CliRunner
 
 from bench.cli.measurements import measurements
+from bench.common.cli_options import LOAD_OPTIONS
+from bench.load.workload.load_options import OnlineOptions
 from serve.cli.main import app
 from tests.support.http.fakes_http import FakeEngine, ServerThread
 
@@ -32,6 +35,11 @@ def test_help_names_every_measurement() -> None:
     for name in group.commands:
         assert re.search(rf"\b{name}\b", text), name
         assert invoke("bench", name, "--help").exit_code == 0, name
+
+
+def test_every_option_of_a_load_is_offered() -> None:
+    names = {item.name for item in fields(OnlineOptions)}
+    assert names - {"model", "engine"} == set(LOAD_OPTIONS)
 
 
 @pytest.mark.parametrize(

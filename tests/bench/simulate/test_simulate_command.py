@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from bench.cli.load import OnlineOptions
 from bench.load.client.record import Outcome
+from bench.load.workload.load_options import OnlineOptions
 from bench.load.workload.work import Call
 from bench.plan.calibrate import FittedCost
 from bench.simulate.check import calibrate, compare

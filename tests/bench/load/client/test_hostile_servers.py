@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from bench.cli.load import OnlineOptions, _target
+from bench.cli.load import _target
 from bench.load.client.answer import CallError, call_error, count
 from bench.load.client.health import health_notes
 from bench.load.client.http_client import Address
@@ -23,6 +23,7 @@ from bench.load.client.run import offer
 from bench.load.client.server_metrics import read_metrics
 from bench.load.client.sse import MAX_EVENT, EventStream, EventTooLongError
 from bench.load.client.targets import EngineTarget, ServerTarget
+from bench.load.workload.load_options import OnlineOptions
 from bench.load.workload.options import LoadOptions
 from bench.load.workload.work import Schedule, Work
 from serve.engine.step_trace import StepTrace, TracedStep
