@@ -2,7 +2,7 @@
 
 Integers only. A *range* is max_model_len token places of contiguous virtual memory that gets
 pages as its sequence grows (`grow`). Growing only changes the books; `commit` edits the address
-space, at the step boundary, before anything may touch the new positions. `look_ahead` lets a
+space, at the step boundary, before anything may touch the new positions. `map_ahead` lets a
 thread map what the next steps will need. Pages whose tokens are computed can be remembered
 (`remember`) and mapped into other ranges that begin with the same tokens (`match`, `open`):
 prefix sharing without a copy. A range has a part for each group of layers (layer_groups.py);
@@ -75,7 +75,7 @@ class KVManager:
         self.prefixes = PrefixCache(self.allocator, self.pages_for(max_model_len))
         self._finder = PrefixFinder(self.layout, self.prefixes)
         self.match = self._finder.match
-        self.num_held = self._finder.num_held
+        self.num_shared_pages = self._finder.num_shared_pages
         numbered = list(enumerate(self.layout.groups))
         self.ranges = [
             Range(
@@ -98,7 +98,7 @@ class KVManager:
         self._promised = 0
         self._num_held = 0  # by ranges; a page as often as ranges hold it
         self._mapper = RangeMapper(
-            self.ranges, self._idle, self.space, memory, self.prefixes.let_go
+            self.ranges, self._idle, self.space, memory, self.prefixes.release
         )
         self.commit = self._mapper.commit
 
@@ -127,9 +127,12 @@ class KVManager:
         ]
 
     @property
-    def members(self) -> list[KVManager]:
-        """The memories: this one."""
+    def partitions(self) -> list[KVManager]:
         return [self]
+
+    @property
+    def maps_ahead(self) -> bool:
+        return self.space.maps_ahead
 
     @property
     def num_pages(self) -> int:
@@ -141,7 +144,7 @@ class KVManager:
         return self.allocator.num_free + self.prefixes.num_evictable
 
     @property
-    def num_spare(self) -> int:
+    def num_unpromised(self) -> int:
         """Free pages that are promised to nobody."""
         return self.allocator.num_free - self._promised
 
@@ -161,7 +164,7 @@ class KVManager:
         return self.num_pages - self.allocator.num_free + self.allocator.num_warm
 
     @property
-    def most_pages(self) -> int:
+    def max_sequence_pages(self) -> int:
         """That one sequence may have."""
         return self.num_pages
 
@@ -175,13 +178,13 @@ class KVManager:
         need = self.pages_for(num_tokens)
         if hit is not None:
             references = self.allocator.num_references
-            need -= self.num_held(hit)
+            need -= self.num_shared_pages(hit)
             for part in hit.parts:
                 need += sum([references(page) == 1 for page in part.copied])
         unpromised = self.num_available - self._promised - spare_pages
         return bool(self._idle) and need <= unpromised and self._mapper.has_room(hit)
 
-    def room_without(self, num_tokens: int, leaving: Sequence[Range]) -> list[Range] | None:
+    def ranges_to_close(self, num_tokens: int, leaving: Sequence[Range]) -> list[Range] | None:
         """Of ranges that could be closed, those that have to do with room for so many tokens;
         None where there would be none even without them all."""
         num_pages = sum([len(target.pages) + target.promised for target in leaving])
@@ -199,7 +202,7 @@ class KVManager:
 
     # ---- prefix cache
 
-    def num_known_tokens(self, keys: Sequence[bytes]) -> int:
+    def num_cached_tokens(self, keys: Sequence[bytes]) -> int:
         """Of a sequence with these page keys, tokens that memory knows. From any thread."""
         return self._finder.num_tokens(keys, self.range_tokens, self.prefixes.index.has_key)
 
@@ -213,10 +216,10 @@ class KVManager:
         PrefixFinder.fetch has it); whether something is on its way."""
         return self._finder.fetch(keys, self.num_available - self._promised, compute_s)
 
-    def remember(self, target: Range, keys: Sequence[bytes], num_computed: int) -> None:
+    def insert_prefix(self, target: Range, keys: Sequence[bytes], num_computed: int) -> None:
         """Let the prefix cache know the range's pages that are complete by now. keys: of its
         pages, as far as they are known."""
-        self._finder.remember(target, keys, num_computed)
+        self._finder.insert(target, keys, num_computed)
 
     # ---- pages of ranges
 
@@ -305,7 +308,7 @@ class KVManager:
         assert first <= part.valid, f"place {first} of {part.valid} was never mapped"
         self._num_held -= max(0, first - part.num_passed)
         for place in range(part.num_passed, first):
-            self.prefixes.let_go(part.pages[place])
+            self.prefixes.release(part.pages[place])
             part.pages[place] = UNMAPPED
         part.num_passed = max(part.num_passed, first)
 
@@ -321,14 +324,14 @@ class KVManager:
             if part.group.window is not None:
                 self.prefixes.use(part.held)
             for page in (*part.held, *(source for source, _ in part.copies)):
-                self.prefixes.let_go(page)
+                self.prefixes.release(page)
             part.clear()
         self._mapper.due.discard(target.index)
         self._idle.put_back(target)
 
     # ---- the address space
 
-    def look_ahead(self, wanted: Iterable[tuple[Range, int]]) -> None:
+    def map_ahead(self, wanted: Iterable[tuple[Range, int]]) -> None:
         """Let the thread map what the ranges need for that many tokens, and a little for the
         next one to come. Nothing is granted: whoever is in need may still take those pages."""
         if self.space.is_busy:

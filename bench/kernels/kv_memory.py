@@ -316,7 +316,7 @@ def _replace_half(kv: KVManager, lengths: dict[int, int], count: int, rng: rando
             is_grown = kv.grow(item, max(1, lengths[item.index] * share // 10))
             assert is_grown, "the pool is too small"
         kv.commit()
-        kv.look_ahead([(item, item.capacity + 1) for item in new[:: 1 + len(new) // 4]])
+        kv.map_ahead([(item, item.capacity + 1) for item in new[:: 1 + len(new) // 4]])
 
 
 # ---- windows

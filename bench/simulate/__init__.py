@@ -1,7 +1,7 @@
 """The real scheduler and memory manager under a virtual clock (docs/simulator.md).
 
 engine.py     one step after the other: schedule, commit, wait for nothing, update
-memory.py     K/V memory that is only in the books
+memory.py     K/V memory that is only accounted for
 settings.py   what an engine is told
 load.py       a whole load: requests' lengths and times in, a run's result out
 keep.py       what is kept of a run, however long it is

@@ -152,13 +152,13 @@ class Rig:
         )
 
     def settings(self, delays: PoolDelays) -> SimulationSettings:
-        books = self._engine.loaded.core.kv
+        kv = self._engine.loaded.core.kv
         config = EngineConfig(
-            max_model_len=books.max_model_len,
-            kv_cache_bytes=books.num_pages * books.page_bytes,
-            kv_page_bytes=books.page_bytes,
+            max_model_len=kv.max_model_len,
+            kv_cache_bytes=kv.num_pages * kv.page_bytes,
+            kv_page_bytes=kv.page_bytes,
         )
-        groups = tuple(group.layers for group in books.layout.groups)
+        groups = tuple(group.layers for group in kv.layout.groups)
         return SimulationSettings(config, groups, delays)
 
 

@@ -1,4 +1,4 @@
-"""K/V memory that is only in the books: the real manager over pages that nobody maps."""
+"""K/V memory that is only accounted for: the real `KVManager` over pages that are never mapped."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class AssumedMapping(MappingStats):
         return num_calls * self.call_s
 
 
-def make_books(
+def make_kv(
     groups: Sequence[LayerGroup],
     *,
     page_bytes: int,

@@ -40,7 +40,7 @@ from bench.load.workload.published import (
 )
 from bench.load.workload.work import Call
 from bench.simulate.engine import OTHER, SimulatedEngine, Step, make_sequence
-from bench.simulate.memory import make_books
+from bench.simulate.memory import make_kv
 from memory.kv_manager import KVManager
 from memory.pages.layer_groups import LayerGroup
 from serve.request import Request
@@ -155,7 +155,7 @@ class Simulation:
     def _kv(self, policy: str) -> KVManager:
         machine, length = self.case.machine, self.case.max_model_len
         sequences = MAX_NUM_SEQS if policy == "unlimited" else 2
-        return make_books(
+        return make_kv(
             [LayerGroup(machine.token_bytes, machine.tile_tokens)],
             page_bytes=machine.page_bytes,
             num_pages=sequences * -(-length * machine.token_bytes // machine.page_bytes),

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 
 from bench.common import simulated
 from bench.simulate.engine import OTHER, SimulatedEngine, Step, make_sequence
-from bench.simulate.memory import make_books
+from bench.simulate.memory import make_kv
 from bench.simulate.memory_policy import CPU
 from memory.pages.layer_groups import LayerGroup
 from memory.prefix.index import PrefixHasher
@@ -108,7 +108,7 @@ class Simulation:
 
     def __init__(self, calls: list[Call], order: str, num_pages: int) -> None:
         self.calls = calls
-        self.kv = make_books(
+        self.kv = make_kv(
             [LayerGroup(CPU.token_bytes, CPU.tile_tokens)],
             page_bytes=CPU.page_bytes,
             num_pages=num_pages,

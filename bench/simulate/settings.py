@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from bench.simulate.memory import make_books
+from bench.simulate.memory import make_kv
 from memory.kv_manager import KVManager
 from memory.pages.layer_groups import LayerGroup
 from memory.prefix.index import PrefixHasher
@@ -54,11 +54,11 @@ class SimulationSettings:
         assert self.engine.max_model_len is not None, "checked"
         return self.engine.max_model_len
 
-    def make_books(self) -> KVManager:
+    def make_kv(self) -> KVManager:
         """ConfigError: memory does not hold one whole context."""
         engine = self.engine
         assert engine.kv_cache_bytes is not None and engine.kv_page_bytes is not None, "checked"
-        kv = make_books(
+        kv = make_kv(
             self.groups,
             page_bytes=engine.kv_page_bytes,
             num_pages=engine.kv_cache_bytes // engine.kv_page_bytes,
@@ -76,7 +76,7 @@ class SimulationSettings:
 
     def make_scheduler(self, *, has_prefixes: bool) -> Scheduler:
         """As serve/engine/loader.py makes it."""
-        engine, kv = self.engine, self.make_books()
+        engine, kv = self.engine, self.make_kv()
         limits = SchedulerLimits(
             engine.max_num_seqs,
             engine.batched_tokens,

@@ -56,7 +56,7 @@ class GroupPages:
         self._tile_bytes = group.token_bytes * group.tile_tokens
         self.unit_tokens = lcm(page_bytes, self._tile_bytes) // group.token_bytes
         self.most_pages = self._pages_in_reach(max_rows)
-        self.most_pages_of_decode = self._pages_in_reach(1)
+        self.max_decode_pages = self._pages_in_reach(1)
         # Which key of a sequence names a place; they are in the order in which pages of all
         # groups become complete. Without other groups, key i names place i.
         self.key_numbers: Sequence[int] = range(sys.maxsize)
@@ -137,4 +137,4 @@ class PageLayout:
 
     def pages_at(self, num_tokens: int) -> int:
         """Pages that a sequence holds at most while it decodes at so many tokens."""
-        return sum([min(g.places_for(num_tokens), g.most_pages_of_decode) for g in self.groups])
+        return sum([min(g.places_for(num_tokens), g.max_decode_pages) for g in self.groups])

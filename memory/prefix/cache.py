@@ -86,6 +86,9 @@ class PrefixCache:
         store = self._store
         return StoreStats() if store is None else store.stats()
 
+    def is_cached(self, key: bytes) -> bool:
+        return self.index.has_key(key)
+
     # ---- references
 
     def hold(self, page: int) -> None:
@@ -93,12 +96,12 @@ class PrefixCache:
         self.num_evictable -= self._allocator.num_references(page) == 1
         self._allocator.share(page)
 
-    def let_go(self, page: int) -> None:
+    def release(self, page: int) -> None:
         """One less, of whatever page."""
         if not self._allocator.give_back(page) and page in self.index:
             self.num_evictable += self._allocator.num_references(page) == 1
 
-    def remember(self, key: bytes, parent: bytes | None, page: int) -> None:
+    def insert(self, key: bytes, parent: bytes | None, page: int) -> None:
         """A page that a sequence has computed. Where its key is known with another page, it takes
         that one's place if nobody uses it: what continues a page of a sequence shall not depend
         on one that can be forgotten. Nothing happens if the parent is not known."""
@@ -164,7 +167,7 @@ class PrefixCache:
         if self._unwritten and clean < _CLEAN_SHARE * self._allocator.num_pages:
             self._write()
 
-    def write_some(self) -> bool:
+    def write_unwritten(self) -> bool:
         """With nothing else to do, begin to write what is not on the disk yet. False: all is, or
         the disk has refused for so long that it shall be left alone."""
         if self._store is None:
@@ -251,7 +254,7 @@ class PrefixCache:
             self._backoff.failed(now_s)
             if self.index.has_key(write.key):  # maybe with another page by now
                 self._unwritten[self.index.page_of(write.key)] = write.key
-        self.let_go(write.page)
+        self.release(write.page)
 
     def _end_load(self, load: Load) -> None:
         is_here = has_worked(load.future)
@@ -303,7 +306,7 @@ class PrefixCache:
                 self._allocator.give_back(page)
             self.stats.num_lost += max(1, len(pages))
         for page in known:
-            self.let_go(page)
+            self.release(page)
         # More than the store takes at once follows when this is here.
         self._rest = (chain, num_spare - len(pages)) if self._loads else None
         return bool(self._loads)

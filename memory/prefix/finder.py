@@ -54,7 +54,7 @@ class PrefixFinder:
                 self._cache.use(pages)
         return PrefixHit(num_tokens, parts)
 
-    def num_held(self, hit: PrefixHit) -> int:
+    def num_shared_pages(self, hit: PrefixHit) -> int:
         """Pages of a hit that others hold already, so that they cost nothing. Behind a window
         other pages take their place: those do not count."""
         references = self._cache.num_references
@@ -64,7 +64,7 @@ class PrefixFinder:
             if group.window is None
         )
 
-    def remember(self, target: Range, keys: Sequence[bytes], num_computed: int) -> None:
+    def insert(self, target: Range, keys: Sequence[bytes], num_computed: int) -> None:
         """Let the cache know the range's pages that are complete by now."""
         for part in target.parts:
             group, end, numbers = part.group, part.num_known, part.group.key_numbers
@@ -77,7 +77,7 @@ class PrefixFinder:
                 first = self._first_unsettled(part, keys)
             for place in range(first, end):
                 parent = self._parent(group, keys, place)
-                self._cache.remember(keys[numbers[place]], parent, part.pages[place])
+                self._cache.insert(keys[numbers[place]], parent, part.pages[place])
             part.num_known = end
 
     def _first_unsettled(self, part: RangePart, keys: Sequence[bytes]) -> int:

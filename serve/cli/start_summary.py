@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memory.split_kv import Books
+from memory.kv_memory import KVMemory
 from ops.cpu import native
 from serve.engine.loader import LoadedEngine
 from serve.loading.precision import Precision
@@ -81,7 +81,7 @@ def _device(precision: Precision) -> str:
     return f"on the CPU: {kernels}, {native.num_threads()} threads"
 
 
-def _memory(engine: Engine, kv: Books) -> str:
+def _memory(engine: Engine, kv: KVMemory) -> str:
     """Tokens and users that fit at once."""
     stats = engine.stats()
     total = stats.pages_total * stats.kv_page_bytes

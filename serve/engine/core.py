@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 
+from memory.kv_memory import KVMemory
 from memory.nodes.node_set import NodeSet
-from memory.split_kv import Books
 from serve.engine.core_view import CoreView
 from serve.engine.counters import RequestCounters
 from serve.engine.early_rejection import EarlyRejection
@@ -59,7 +59,7 @@ class EngineCore:
         *,
         runner: Runner,
         scheduler: Scheduler,
-        kv: Books,
+        kv: KVMemory,
         tokenizer: Tokenizer,
         eos_token_ids: frozenset[int],
         limits: RequestLimits,
@@ -117,9 +117,12 @@ class EngineCore:
         )
 
     def _make_recovery(self, nodes: NodeSet) -> NodeRecovery:
-        members, scheduler = self._kv.members, self._scheduler
+        partitions, scheduler = self._kv.partitions, self._scheduler
         return NodeRecovery(
-            nodes, members, scheduler, lambda s, why: self._end_sequence(s, FinishReason.ERROR, why)
+            nodes,
+            partitions,
+            scheduler,
+            lambda s, why: self._end_sequence(s, FinishReason.ERROR, why),
         )
 
     def start(self) -> None:
@@ -170,7 +173,7 @@ class EngineCore:
         return self._failure is not None
 
     @property
-    def kv(self) -> Books:
+    def kv(self) -> KVMemory:
         """The K/V manager; of it only the sizes may be read outside the loop."""
         return self._kv
 
@@ -276,7 +279,7 @@ class EngineCore:
                 message()
 
     def _end_all(self, reason: FinishReason, error: str | None = None) -> None:
-        """End every sequence, even if the books turn out to be broken."""
+        """End every sequence, even if the accounting of memory turns out to be broken."""
         try:
             for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
                 self._end_sequence(sequence, reason, error)
@@ -312,7 +315,7 @@ class EngineCore:
                 if self._recovery is not None:
                     self._recovery.poll()
                 self._kv.trim()
-                is_writing = self._kv.prefixes.write_some()
+                is_writing = self._kv.prefixes.write_unwritten()
                 trimmed = True
                 continue
             self.watchdog.begin()

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from memory.kv_memory import KVMemory
 from memory.prefix.index import PrefixHasher
-from memory.split_kv import Books
 from serve.config import EngineConfig
 from serve.engine.core import EngineCore
 from serve.engine.request_limits import RequestLimits
@@ -47,7 +47,7 @@ class LoadedEngine:
     limits: RequestLimits
     generation_defaults: dict[str, object]
     precision: Precision | None = None
-    kv: Books | None = None
+    kv: KVMemory | None = None
 
     @property
     def max_model_len(self) -> int:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from memory.kv_manager import KVManager
+from memory.kv_memory import KVPartition
 from memory.nodes.node_set import Member, NodeSet, NoNodeError
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence as TokenSequence
@@ -43,16 +43,16 @@ class NodeRecovery:
     def __init__(
         self,
         nodes: NodeSet,
-        books: Sequence[KVManager],
+        partitions: Sequence[KVPartition],
         scheduler: Scheduler,
         end: Callable[[TokenSequence, str], None],
         clock: Callable[[], float] = time.monotonic,
         prober: NodeProber | None = None,
     ) -> None:
-        """books: of each member. end: ends a sequence with an error. prober: looks for nodes
-        that are missing; a thread of its own by default."""
+        """partitions: the K/V accounting of each member of nodes. end: ends a sequence with an
+        error. prober: looks for nodes that are missing; a thread of its own by default."""
         self.nodes = nodes
-        self._managers = list(books)
+        self._partitions = list(partitions)
         self._scheduler = scheduler
         self._end = end
         self._clock = clock
@@ -77,16 +77,16 @@ class NodeRecovery:
 
     def _lose(self) -> None:
         numbers = set(self.nodes.lose())
-        members = [book.ranges[0].start for book in self._managers]
-        ends = [*members[1:], 1 << 62]
+        starts = [partition.ranges[0].start for partition in self._partitions]
+        ends = [*starts[1:], 1 << 62]
 
         def is_lost(start: int) -> bool:
-            return any(members[i] <= start < ends[i] for i in numbers)
+            return any(starts[i] <= start < ends[i] for i in numbers)
 
         num_lost = self._scheduler.lose(lambda target: is_lost(target.start))
         self.num_recomputed += num_lost
         for number in numbers:
-            self._managers[number].reset(0)
+            self._partitions[number].reset(0)
             self.nodes.members[number].edits.take()
         if num_lost:
             logger.info("K/V of %d sequences is computed again", num_lost)
@@ -139,7 +139,7 @@ class NodeRecovery:
                     logger.warning("no memory for K/V yet: %s", error)
                 self._said = str(error)
                 continue
-            self._managers[number].reset(member.num_pages, member.max_mappings)
+            self._partitions[number].reset(member.num_pages, member.max_mappings)
             member.edits.take()
             self._changed_at = now_s
             self._said = ""
@@ -190,7 +190,7 @@ class NodeRecovery:
     def _mind_the_long(self) -> None:
         """Memory may be left that some sequences do not fit into. They wait a while for more."""
         kv, now_s = self._scheduler.kv, self._clock()
-        if kv.most_pages >= self.nodes.min_pages:
+        if kv.max_sequence_pages >= self.nodes.min_pages:
             self._short_at = None
             return
         if self._short_at is None:
@@ -202,7 +202,7 @@ class NodeRecovery:
         for sequence in list(self._scheduler.waiting):
             if now_s < sequence.request.arrival_s + _GIVE_UP_S:
                 continue
-            if kv.num_pages and kv.pages_for(sequence.max_tokens_total) > kv.most_pages:
+            if kv.num_pages and kv.pages_for(sequence.max_tokens_total) > kv.max_sequence_pages:
                 self._end(sequence, TOO_LITTLE_LEFT)
 
     def _give_up(self) -> None:

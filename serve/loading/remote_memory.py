@@ -15,6 +15,7 @@ from memory.attention.grouped import group_layers
 from memory.attention.int8 import Int8KVLayout
 from memory.attention.kv_layout import KVLayout
 from memory.attention.seam import AttentionLayer
+from memory.kv_memory import KVMemory
 from memory.nodes.attach import AttachRequest, NodeLayout, book_bytes
 from memory.nodes.direct import direct_pair
 from memory.nodes.edit_log import EditLog
@@ -42,7 +43,7 @@ from memory.nodes.remote_attention import RemoteAttention
 from memory.nodes.wire import WireType
 from memory.nodes.wire_rows import fits_int8, largest_message
 from memory.pages.layer_groups import PageLayout
-from memory.split_kv import Books, PartitionedKV
+from memory.partitioned_kv import PartitionedKV
 from ops.backend import Backend
 from serve.config import EngineConfig
 from serve.errors import ConfigError, reason
@@ -67,7 +68,7 @@ _WIRE_TYPES = {torch.float32: WireType.FLOAT32, torch.bfloat16: WireType.BFLOAT1
 class RemoteKV:
     """What takes the place of local K/V: books, the seam, and the nodes (closed last)."""
 
-    kv: Books
+    kv: KVMemory
     attention: RemoteAttention
     nodes: NodeSet
 
@@ -122,7 +123,7 @@ def open_remote(
         _new_part(config, precision, layers, backend, tails),
         backend,
         nodes,
-        kv.range_tokens,
+        kv.layout.range_tokens,
         config.max_num_seqs,
         opening.wire,
         tails,
@@ -256,7 +257,7 @@ class _Opening:
             bytes_per_node=config.memory_node_bytes,
         )
 
-    def books(self, nodes: NodeSet) -> Books:
+    def books(self, nodes: NodeSet) -> KVMemory:
         config, geometry, max_len = self._config, self.geometry, self._max_len
         books = books_of(
             nodes.members,
@@ -283,12 +284,12 @@ class _Opening:
             )
         return books[0] if len(books) == 1 else PartitionedKV(books)
 
-    def tails(self, kv: Books) -> PromptTails | None:
+    def tails(self, kv: KVMemory) -> PromptTails | None:
         if self._config.memory_prefill != "local":
             return None
         tails = PromptTails(self.template, self._max_len, self._local_bytes)
-        for book in kv.members:
-            book.on_close = lambda target: tails.drop(target.start)
+        for partition in kv.partitions:
+            partition.on_close = lambda target: tails.drop(target.start)
         return tails
 
 

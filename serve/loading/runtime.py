@@ -18,10 +18,10 @@ from memory.attention.kv_layout import KVCache, KVLayout
 from memory.attention.local import LocalAttention
 from memory.attention.seam import AttentionLayer, PlannedAttention
 from memory.kv_manager import KVManager
+from memory.kv_memory import KVMemory
 from memory.nodes.node_set import NodeSet
 from memory.pages.layer_groups import LayerGroup
 from memory.pages.vmm import LinuxMemory
-from memory.split_kv import Books
 from ops import Backend, get_backend
 from ops.cpu import native
 from ops.cpu.heap import keep_freed_memory
@@ -53,7 +53,7 @@ class Runtime:
     precision: Precision
     model: Decoder
     attention: PlannedAttention
-    kv: Books
+    kv: KVMemory
     memory: Closes
     prefix_secret: bytes | None = None  # of the pages on disk, if there are any
     nodes: NodeSet | None = None

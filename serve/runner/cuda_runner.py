@@ -176,8 +176,8 @@ class CudaRunner:
         self._kv.commit(targets)
         self._num_steps += 1
         has_prompts = plan.num_total_rows > plan.num_decodes
-        if self._kv.space.maps_ahead and (has_prompts or self._num_steps % LOOK_EVERY == 0):
-            self._kv.look_ahead(next_needs(plan))
+        if self._kv.maps_ahead and (has_prompts or self._num_steps % LOOK_EVERY == 0):
+            self._kv.map_ahead(next_needs(plan))
         shape = self._shapes.of(plan)
         slot = self._free_slot()
         fill(slot.rows, plan, shape.rows)
@@ -222,7 +222,7 @@ class CudaRunner:
         """Sequences of one length need their next page in one step, and mapping many pages takes
         longer than a step. So each grows some steps ahead, by its range's number, while memory is
         plentiful."""
-        if self._kv.num_spare < _PLENTY * len(plan.sequences):
+        if self._kv.num_unpromised < _PLENTY * len(plan.sequences):
             return
         num_left = 1 + plan.num_decodes // _SPREAD_STEPS * 2
         for sequence in plan.sequences[: plan.num_decodes]:

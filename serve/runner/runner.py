@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 
 from memory.attention.seam import PlannedAttention
+from memory.kv_memory import KVMemory
 from memory.pages.kv_range import Range
-from memory.split_kv import Books
 from serve.models import Decoder, take_turns
 from serve.request import TokenLogprobs
 from serve.runner.batch import make_batch
@@ -141,7 +141,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Decoder,
-        kv: Books,
+        kv: KVMemory,
         attention: PlannedAttention,
         *,
         memory: Closes | None = None,
@@ -166,8 +166,8 @@ class ModelRunner:
         self._kv.commit(s.kv_range for s in plan.sequences if s.kv_range is not None)
         self._num_steps += 1
         has_prompts = len(plan.num_rows) > plan.num_decodes
-        if self._kv.space.maps_ahead and (has_prompts or self._num_steps % LOOK_EVERY == 0):
-            self._kv.look_ahead(next_needs(plan))
+        if self._kv.maps_ahead and (has_prompts or self._num_steps % LOOK_EVERY == 0):
+            self._kv.map_ahead(next_needs(plan))
         masks = self._masks.begin(plan)
         try:
             if self._stagger is None or len(plan.sequences) < 2:

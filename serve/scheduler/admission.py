@@ -16,8 +16,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from memory.kv_memory import KVMemory
 from memory.pages.kv_range import PrefixHit
-from memory.split_kv import Books
 from serve.config import MEMORY_POLICIES
 from serve.request import FinishReason
 from serve.scheduler.length_predictor import (
@@ -86,20 +86,20 @@ class MemoryPolicy:
         return False
 
 
-def _num_shared(kv: Books, hit: PrefixHit | None) -> int:
+def _num_shared(kv: KVMemory, hit: PrefixHit | None) -> int:
     """Pages that count once for each sequence, and are there once for several: those that the
     running ones share, and those of a hit that some of them hold. When a sharer ends, what it
     needed goes with it, so the difference never turns against the others. With windows it
     would: pages are shared only until the window has passed them. There nothing is taken off."""
     if any(group.window is not None for group in kv.layout.groups):
         return 0
-    return kv.num_saved + (kv.num_held(hit) if hit is not None else 0)
+    return kv.num_saved + (kv.num_shared_pages(hit) if hit is not None else 0)
 
 
 class PromptOnly(MemoryPolicy):
     """Grow greedily."""
 
-    def __init__(self, kv: Books) -> None:
+    def __init__(self, kv: KVMemory) -> None:
         self._kv = kv
 
     def admits(
@@ -118,7 +118,7 @@ class PromptOnly(MemoryPolicy):
 class WorstCase(MemoryPolicy):
     """Nobody is ever preempted: prompt and max_tokens of everyone fit."""
 
-    def __init__(self, kv: Books) -> None:
+    def __init__(self, kv: KVMemory) -> None:
         self._kv = kv
         self._reserved = 0
 
@@ -160,7 +160,7 @@ class PeakForecast(MemoryPolicy):
     """
 
     def __init__(
-        self, kv: Books, draw: Callable[[Sequence, int], int], num_futures: int, rows: int
+        self, kv: KVMemory, draw: Callable[[Sequence, int], int], num_futures: int, rows: int
     ) -> None:
         self._kv = kv
         self._draw = draw
@@ -301,7 +301,7 @@ def _entry(sequence: Sequence, length: int, first: int, key: int) -> Entry:
 class Oracle(PeakForecast):
     """Knows how long every answer will be. Only for simulation."""
 
-    def __init__(self, kv: Books, length: Callable[[Sequence], int], rows: int) -> None:
+    def __init__(self, kv: KVMemory, length: Callable[[Sequence], int], rows: int) -> None:
         super().__init__(kv, lambda sequence, k: length(sequence), 1, rows)
 
 
@@ -321,7 +321,7 @@ class PredictedPeak(PeakForecast):
     STEP = 0.01
     MAX_RESERVE = 0.3
 
-    def __init__(self, kv: Books, rows: int, predictor: LengthPredictor | None = None) -> None:
+    def __init__(self, kv: KVMemory, rows: int, predictor: LengthPredictor | None = None) -> None:
         super().__init__(kv, self._draw_length, _NUM_FUTURES, rows)
         self.predictor = HistoryPredictor() if predictor is None else predictor
         self.reserve = 0.05
@@ -380,7 +380,7 @@ POLICIES = MEMORY_POLICIES
 
 def make_policy(
     name: str,
-    kv: Books,
+    kv: KVMemory,
     max_num_batched_tokens: int,
     predictor: LengthPredictor | None = None,
 ) -> MemoryPolicy:

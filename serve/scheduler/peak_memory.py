@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 from itertools import accumulate, count
 from operator import add, mul
 
-from memory.split_kv import Books
+from memory.kv_memory import KVMemory
 
 Entry = tuple[int, int, int]
 """(end, start, key): see Future."""
@@ -37,7 +37,7 @@ class MemoryForecast:
         """Those that should have ended before `step`."""
         return self.entries[: bisect_left(self.entries, (step,))]
 
-    def peak_pages(self, kv: Books, capacity: int) -> int:
+    def peak_pages(self, kv: KVMemory, capacity: int) -> int:
         """Pages at the peak, exact where that decides whether they are more than `capacity`.
 
         The peak is found in tokens and half a page for each sequence. Where rounding to pages
@@ -54,7 +54,7 @@ class MemoryForecast:
         last = alive[0][0]
         return sum([kv.layout.pages_at(start + last) for _, start, _ in alive])
 
-    def _peak(self, kv: Books) -> tuple[int, int]:
+    def _peak(self, kv: KVMemory) -> tuple[int, int]:
         """Pages at the peak, and how many sequences are alive then."""
         half_page = kv.page_bytes // kv.token_bytes // 2
         last_first = self.entries[::-1]
@@ -64,7 +64,7 @@ class MemoryForecast:
         most = max(needs, default=0)
         return most * kv.token_bytes // kv.page_bytes, needs.index(most) + 1 if needs else 0
 
-    def _peak_with_windows(self, kv: Books) -> tuple[int, int]:
+    def _peak_with_windows(self, kv: KVMemory) -> tuple[int, int]:
         """The same where a group of layers needs no more than so many tokens of a sequence.
 
         Going back from the last end, sequences that were full at one end are below the bound at
@@ -73,7 +73,7 @@ class MemoryForecast:
         ends = [end for end, _, _ in reversed(self.entries)]
         need = [0] * len(ends)
         for group in kv.layout.groups:
-            most = group.most_pages_of_decode * kv.page_bytes // group.token_bytes
+            most = group.max_decode_pages * kv.page_bytes // group.token_bytes
             full: list[int] = []  # starts of those that need `most`, a heap
             total = count = 0  # of the others: their starts
             for number, (end, start, _) in enumerate(reversed(self.entries)):

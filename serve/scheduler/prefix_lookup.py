@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from memory.kv_memory import KVMemory
 from memory.pages.kv_range import PrefixHit
 from memory.prefix.index import PrefixHasher
-from memory.split_kv import Books
 from serve.request import Request
 from serve.scheduler.sequence import Sequence
 
@@ -19,7 +19,7 @@ class PrefixUse:
 
     def __init__(
         self,
-        kv: Books,
+        kv: KVMemory,
         hasher: PrefixHasher | None,
         prefill_seconds: Callable[[int, int], float],
     ) -> None:
@@ -47,7 +47,7 @@ class PrefixUse:
         num_tokens = len(request.prompt_token_ids)
         if request.reads_prompt:
             return num_tokens
-        return max(num_tokens - self._kv.num_known_tokens(page_keys), min(1, num_tokens))
+        return max(num_tokens - self._kv.num_cached_tokens(page_keys), min(1, num_tokens))
 
     def is_being_computed(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
         """Whether one of the others, which run, is just computing what the sequence lacks."""
@@ -64,7 +64,7 @@ class PrefixUse:
             page = other.kv_range.num_known
             key = keys[page : page + 1]
             is_shared = key and key == other.page_keys[page : page + 1]
-            if is_shared and not self._kv.prefixes.index.match(key):
+            if is_shared and not self._kv.prefixes.is_cached(key[0]):
                 return True
         return False
 
@@ -110,7 +110,7 @@ class PrefixUse:
         if self._hasher is None or sequence.kv_range is None:
             return
         self._extend_keys(sequence, num_computed)
-        self._kv.remember(sequence.kv_range, sequence.page_keys, num_computed)
+        self._kv.insert_prefix(sequence.kv_range, sequence.page_keys, num_computed)
         sequence.next_cacheable_at = self._kv.page_end(sequence.kv_range.num_known)
 
     def _extend_keys(self, sequence: Sequence, num_tokens: int | None = None) -> None:

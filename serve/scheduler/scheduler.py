@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import islice
 
+from memory.kv_memory import KVMemory
 from memory.pages.kv_range import PrefixHit, Range
 from memory.prefix.index import PrefixHasher
-from memory.split_kv import Books
 from serve.request import FinishReason
 from serve.scheduler.admission import MemoryPolicy, PromptOnly
 from serve.scheduler.chunking import ChunkPolicy
@@ -47,7 +47,7 @@ class Scheduler:
     def __init__(
         self,
         limits: SchedulerLimits,
-        kv: Books,
+        kv: KVMemory,
         policy: MemoryPolicy | None = None,
         hasher: PrefixHasher | None = None,
         order: WaitingQueue | None = None,
@@ -260,7 +260,7 @@ class Scheduler:
         for sequence in islice(self.waiting, _MAX_PASSED):
             if sequence.rows_in_flight:
                 return None  # preempted just now: its next token is not known yet
-            if self.kv.pages_for(sequence.num_tokens) > self.kv.most_pages:
+            if self.kv.pages_for(sequence.num_tokens) > self.kv.max_sequence_pages:
                 continue  # memory was lost: until there is more, this one keeps nobody waiting
             rank = self.waiting.rank(sequence)
             if passed is not None and rank > passed:
@@ -286,7 +286,7 @@ class Scheduler:
         if victims and not self._keeps_all(sequence):
             victims = [s for s in victims if self.waiting.is_worth_a_swap(s)]
         ranges = [s.kv_range for s in victims if s.kv_range is not None]
-        leaving = self.kv.room_without(sequence.num_tokens, ranges)
+        leaving = self.kv.ranges_to_close(sequence.num_tokens, ranges)
         if leaving:
             starts = {target.start for target in leaving}
             victims = [s for s in victims if s.kv_range is not None and s.kv_range.start in starts]

@@ -220,7 +220,7 @@ def test_mapping_ahead_leaves_nothing_to_do_at_the_step():
     item = kv.open(4)
     kv.grow(item, 4)
     kv.commit()
-    kv.look_ahead([(item, 6)])
+    kv.map_ahead([(item, 6)])
     wait_for_thread(kv)
     calls, at_steps = memory.num_calls, kv.space.stats.num_calls
     assert kv.grow(item, 6)
@@ -245,7 +245,7 @@ def test_what_cannot_be_mapped_ahead_is_mapped_at_the_step(fails, beside_kernels
     kv.grow(item, 4)
     kv.commit()
     memory.fail_next = fails
-    kv.look_ahead([(item, 6)])
+    kv.map_ahead([(item, 6)])
     wait_for_thread(kv)
     assert memory.fail_next is None and "mapping ahead failed" in caplog.text
     assert len(kv.space.shown(item.index)) == 1
@@ -268,7 +268,7 @@ def test_a_bug_in_mapping_ahead_does_not_stop_the_thread(beside_kernels, monkeyp
     kv.commit()
     with monkeypatch.context() as patch:
         patch.setattr(memory, "map" if beside_kernels else "prepare", lambda *_: 1 / 0)
-        kv.look_ahead([(item, 6)])
+        kv.map_ahead([(item, 6)])
         wait_for_thread(kv)
     assert "ZeroDivisionError" in caplog.text
     assert kv.grow(item, 6)
@@ -379,7 +379,7 @@ def test_25_000_random_operations(layout, monkeypatch):
         elif operation < 0.92 and model.running:
             model.close(rng.choice(model.running))
         elif operation < 0.97:
-            model.look_ahead()
+            model.map_ahead()
         elif operation < 0.975:
             model.kv.trim()
         if number % 20 == 0:

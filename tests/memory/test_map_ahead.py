@@ -25,7 +25,7 @@ def test_without_a_thread_nothing_is_mapped_ahead(monkeypatch, caplog):
     monkeypatch.setattr(threading.Thread, "start", refuse)
     shown = [list(kv.space.shown(i)) for i in range(2)]
     for _ in range(2):
-        kv.look_ahead([(item, 12)])
+        kv.map_ahead([(item, 12)])
         kv.check_integrity()
         check_mapping(kv, memory)
     assert [list(kv.space.shown(i)) for i in range(2)] == shown
@@ -44,10 +44,10 @@ def test_pages_for_mapping_ahead_are_given_back_whatever_happens(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(kv.space, "ahead", lambda places: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            kv.look_ahead([(item, 12)])
+            kv.map_ahead([(item, 12)])
     kv.check_integrity()
     assert kv.num_in_use == 1
-    kv.look_ahead([(item, 12)])
+    kv.map_ahead([(item, 12)])
     monkeypatch.setattr(kv.prefixes, "close", lambda timeout_s: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         kv.close_all()

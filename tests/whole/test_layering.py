@@ -40,6 +40,7 @@ PURE = [
     "memory/pages/allocator.py",
     "memory/idle_ranges.py",
     "memory/kv_manager.py",
+    "memory/kv_memory.py",
     "memory/pages/kv_range.py",
     "memory/pages/layer_groups.py",
     "memory/prefix/finder.py",

@@ -84,7 +84,7 @@ def test_a_fitted_cost_is_a_machine(tmp_path):
         simulated_machine("default", file, {})
     made = simulated_machine("default", file, {"kv_cache_bytes": 64 << 20})
     assert made.cost == cost and made.settings.engine.batched_tokens == 256
-    kv = made.settings.make_books()
+    kv = made.settings.make_kv()
     assert kv.max_model_len == 1024 and kv.num_pages * kv.page_bytes <= 64 << 20
 
 
@@ -97,7 +97,7 @@ def test_the_plans_sizes():
     assert made.settings.groups[0].token_bytes == 32 * 2 * 1024 * (1 + 2 / 64)  # and scales
     small = simulated_machine("llama-3.1-8b", None, {"kv_cache_bytes": 1 << 30})
     assert 10_000 < small.settings.max_model_len < 16_384
-    small.settings.make_books()
+    small.settings.make_kv()
 
 
 def simulated_run(seed, count=400, qps=60.0, factor=1.0):

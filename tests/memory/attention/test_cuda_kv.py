@@ -75,12 +75,12 @@ class DeviceKVMachine(RuleBasedStateMachine):
         del self.written[index]
 
     @rule(num_tokens=st.integers(1, 12), fails=st.booleans())
-    def look_ahead(self, num_tokens: int, fails: bool) -> None:
+    def map_ahead(self, num_tokens: int, fails: bool) -> None:
         """To its end, so that failures come at places that can be repeated."""
         if fails:
             self.driver.fail("cuMemCreate", CUresult.CUDA_ERROR_OUT_OF_MEMORY)
         ranges = [self.kv.ranges[index] for index in self.written]
-        self.kv.look_ahead([(item, item.capacity + num_tokens) for item in ranges])
+        self.kv.map_ahead([(item, item.capacity + num_tokens) for item in ranges])
         while self.kv.space.is_busy:
             time.sleep(1e-4)
         self.driver.fail_no_more()
@@ -210,7 +210,7 @@ def test_preparing_ahead_changes_no_place(fails, caplog):
     if fails:
         driver.fail("cuMemCreate", CUresult.CUDA_ERROR_OUT_OF_MEMORY)
     num_created = driver.calls["cuMemCreate"]
-    kv.look_ahead([(again, 16)])
+    kv.map_ahead([(again, 16)])
     while kv.space.is_busy:
         time.sleep(1e-3)
     kv.space.collect()

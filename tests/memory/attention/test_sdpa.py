@@ -55,7 +55,7 @@ class Sequence:
         for layer, (k, v) in enumerate(self.views(len(tokens))):
             k[0, :, self.num_hit :] = self.values[layer, 0, :, self.num_hit :]
             v[0, :, self.num_hit :] = self.values[layer, 1, :, self.num_hit :]
-        kv.remember(self.item, keys, len(tokens))
+        kv.insert_prefix(self.item, keys, len(tokens))
 
     def views(self, num_tokens: int):
         return self.cache.views(self.item.start, num_tokens)

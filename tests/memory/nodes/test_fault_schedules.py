@@ -71,7 +71,7 @@ def test_a_killed_node_is_a_short_pause(partition):
 def test_a_stopped_node_is_left_in_time(partition):
     run = make(partition)
     [sequence] = run.clients[0].state.sequences
-    node = run.nodes[run.engine.kv.home_of(sequence.kv_range) if partition == "request" else 0]
+    node = run.nodes[run.engine.kv.partition_of(sequence.kv_range) if partition == "request" else 0]
     node.stop()
     run.world.after(20.0, node.go_on)
     assert 1.25 < finish(run) < 3.0
@@ -223,7 +223,7 @@ def test_a_node_that_is_back_in_time_helps_the_long_one():
 def test_a_node_without_sequences_can_go_beside_the_work():
     run = make("request", num_nodes=2, num_tokens=79)
     [sequence] = run.clients[0].state.sequences
-    other = run.nodes[1 - run.engine.kv.home_of(sequence.kv_range)]
+    other = run.nodes[1 - run.engine.kv.partition_of(sequence.kv_range)]
     other.drain()
     go_on(run, 0.3)
     assert other.bytes_leased == 0

@@ -18,7 +18,7 @@ def side_by_side(kv, num_tokens: int) -> list[bytes]:
     kv.commit()
     keys: list[bytes] = []
     PrefixHasher(kv.page_end, b"secret").extend(keys, list(range(num_tokens)))
-    kv.remember(items[0], keys, num_tokens)
+    kv.insert_prefix(items[0], keys, num_tokens)
     for item in items:
         kv.close(item)
     return keys
@@ -87,7 +87,7 @@ def test_a_promised_prompt_whose_last_page_is_copied_can_grow(num_pages):
     item = kv.open(16)
     assert kv.grow(item, 16)
     kv.commit()
-    kv.remember(item, keys, 16)
+    kv.insert_prefix(item, keys, 16)
     kv.close(item)
     hit = kv.match(keys, 15)
     assert [len(hit.parts[0].shared), len(hit.parts[0].copied)] == [3, 1]

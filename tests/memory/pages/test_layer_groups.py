@@ -143,7 +143,7 @@ def filled(kv, num_tokens: int, close: bool = True) -> list[bytes]:
         end = min(num_tokens, position + 8)
         assert kv.grow(item, end, position)
         kv.commit()
-        kv.remember(item, keys, end)
+        kv.insert_prefix(item, keys, end)
     if close:
         kv.close(item)
     return keys

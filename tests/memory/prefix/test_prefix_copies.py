@@ -25,7 +25,7 @@ class Copies:
     def compute(self, item, num_tokens: int) -> None:
         assert self.kv.grow(item, num_tokens)
         self.kv.commit()
-        self.kv.remember(item, self.keys, num_tokens)
+        self.kv.insert_prefix(item, self.keys, num_tokens)
         self.kv.check_integrity()
 
     def open(self, num_tokens: int):
@@ -84,7 +84,7 @@ def test_a_running_sequence_is_known_again_after_it_was_forgotten():
     rig.compute(second, 80)
     rig.kv.close(second)
     assert rig.num_hit() == 79
-    while rig.prefixes.write_some():
+    while rig.prefixes.write_unwritten():
         pass
     assert set(rig.store.pages) == set(rig.keys)
 
@@ -94,7 +94,7 @@ def test_a_page_that_is_being_written_is_replaced_too(works):
     rig = Copies(lambda kind, key: "hold" if kind == "store" else None)
     first, second = rig.open(16), rig.open(16)
     rig.kv.close(first)
-    rig.prefixes.write_some()
+    rig.prefixes.write_unwritten()
     assert rig.store.num_held == 4 and rig.kv.num_in_use == 8
     rig.compute(second, 20)
     assert [rig.prefixes.index.page_of(key) for key in rig.keys[:5]] == second.pages
@@ -115,7 +115,7 @@ def test_what_has_no_parent_is_not_remembered():
     item = rig.kv.open(4)
     assert rig.kv.grow(item, 4)
     rig.kv.commit()
-    rig.prefixes.remember(rig.keys[1], rig.keys[0], item.pages[0])
+    rig.prefixes.insert(rig.keys[1], rig.keys[0], item.pages[0])
     rig.kv.check_integrity()
     rig.kv.close(item)
     assert rig.kv.allocator.num_free == 40

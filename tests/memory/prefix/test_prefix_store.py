@@ -63,7 +63,7 @@ class Rig:
         self.kv.commit()
         for page, key in zip(item.pages, keys, strict=True):
             self.memory.content[page] = {0: hash(key)}
-        self.kv.remember(item, keys, len(tokens))
+        self.kv.insert_prefix(item, keys, len(tokens))
         self.kv.close(item)
         return keys
 
@@ -92,14 +92,14 @@ def test_pages_that_could_not_be_written_are_written_later():
     for _ in range(1000):  # steps of a busy second
         rig.clock.now_s += 0.001
         before = rig.prefixes.stats.num_failed
-        rig.prefixes.write_some()
+        rig.prefixes.write_unwritten()
         calls.append(rig.prefixes.stats.num_failed > before)
         rig.kv.check_integrity()
     assert sum(calls) <= 4, "a disk that fails is not asked at every step"
     broken[0] = False
     rig.clock.now_s += 5
     for _ in range(4):
-        is_writing = rig.prefixes.write_some()
+        is_writing = rig.prefixes.write_unwritten()
     assert not is_writing
     assert rig.prefixes.stats.num_stored == 10 and len(rig.store.pages) == 10
     assert rig.prefixes.stats.num_failed >= 3
@@ -111,7 +111,7 @@ def test_one_bad_page_does_not_keep_the_others():
     rig.compute()
     for _ in range(10):
         rig.clock.now_s += 100
-        rig.prefixes.write_some()
+        rig.prefixes.write_unwritten()
     assert len(rig.store.pages) == 9 and bad not in rig.store.pages
 
 
@@ -120,7 +120,7 @@ def test_idle_moments_leave_a_dead_disk_alone():
     rig.compute()
     for asked in range(10_000):  # noqa: B007
         rig.clock.now_s += 0.05
-        if not rig.prefixes.write_some():
+        if not rig.prefixes.write_unwritten():
             break
     assert rig.clock.now_s < 120 and rig.prefixes.stats.num_failed < 200
     assert asked > 100, "but not at the first error"
@@ -129,7 +129,7 @@ def test_idle_moments_leave_a_dead_disk_alone():
 def test_a_page_forgotten_meanwhile_is_not_written_again():
     rig = Rig(plan=lambda kind, key: "hold" if kind == "store" else None)
     keys = rig.compute()
-    rig.prefixes.write_some()  # the first four: an eighth of 32 pages
+    rig.prefixes.write_unwritten()  # the first four: an eighth of 32 pages
     assert rig.store.num_held == 4
     tree = rig.prefixes.index.forget_tree(rig.prefixes.index.match(keys)[0])
     rig.prefixes._forget(tree)
@@ -147,13 +147,13 @@ def test_a_store_that_raises_when_writing(kind):
     broken = [True]
     rig = Rig(plan=lambda k, key: "raise" if k == kind and broken[0] else None)
     rig.compute()
-    rig.prefixes.write_some()
+    rig.prefixes.write_unwritten()
     rig.kv.check_integrity()
     assert rig.prefixes.stats.num_failed > 0 and rig.kv.num_in_use == 0
     broken[0] = False
     for _ in range(5):
         rig.clock.now_s += 10
-        rig.prefixes.write_some()
+        rig.prefixes.write_unwritten()
     assert rig.prefixes.stats.num_stored == 10
     rig.prefixes.close()
     assert rig.kv.allocator.num_free == 32 and not rig.num_kept
@@ -176,7 +176,7 @@ def test_a_store_that_raises_when_reading(kind):
 def test_futures_may_raise_too():
     rig = Rig(plan=lambda kind, key: "hold")
     rig.compute()
-    rig.prefixes.write_some()
+    rig.prefixes.write_unwritten()
     *_, future, _ = rig.store._held.pop()
     future.set_exception(OSError("no"))
     rig.store._held[0][3].cancel()
@@ -250,7 +250,7 @@ def test_what_a_fetch_continues_is_forgotten_last():
 def test_a_hung_write_is_given_up_and_the_rest_goes_on():
     rig = Rig(plan=lambda kind, key: "hold")
     rig.compute()
-    rig.prefixes.write_some()
+    rig.prefixes.write_unwritten()
     assert rig.kv.num_in_use == 4
     *_, future, _ = rig.store._held.pop()
     future.set_result(True)  # not the first one
@@ -366,7 +366,7 @@ class StoreModel(KVModel):
         elif operation < 0.9:
             self.store.let_go(self.rng.randint(1, 5))
         elif operation < 0.95:
-            self.kv.prefixes.write_some()
+            self.kv.prefixes.write_unwritten()
         else:
             self.clock.now_s += self.rng.choice([0.1, 1.0, 12.0])
         self.kv.prefixes.poll()

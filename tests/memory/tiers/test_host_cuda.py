@@ -53,7 +53,7 @@ class Device:
         start = self.base + target.index * self.kv.range_tokens * self.kv.token_bytes
         for place, key in enumerate(keys):
             self.driver.launch(start + place * PAGE, content(key, PAGE))
-        self.kv.remember(target, keys, len(keys) * TOKENS)
+        self.kv.insert_prefix(target, keys, len(keys) * TOKENS)
         self.kv.close(target)
 
     def find(self, keys: list[bytes]) -> int:
@@ -76,7 +76,7 @@ class Device:
 
     def settle(self) -> None:
         """Until everything is stored and nothing is on its way."""
-        while self.kv.prefixes.write_some() or self.kv.prefixes.is_transferring:
+        while self.kv.prefixes.write_unwritten() or self.kv.prefixes.is_transferring:
             self.kv.prefixes.wait(10)
             self.now_s += not self.kv.prefixes.is_transferring  # a pause after failures
         self.kv.check_integrity()

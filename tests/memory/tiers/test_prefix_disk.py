@@ -41,10 +41,10 @@ class Rig:
         item = self.kv.open(len(tokens))
         assert self.kv.grow(item, len(tokens))
         self.kv.commit()
-        self.kv.remember(item, self.keys(tokens), len(tokens))
+        self.kv.insert_prefix(item, self.keys(tokens), len(tokens))
         self.kv.close(item)
         for _ in range(1000):
-            if not self.kv.prefixes.write_some():
+            if not self.kv.prefixes.write_unwritten():
                 return
             time.sleep(0.001)
         raise AssertionError("it writes for ever")
@@ -60,7 +60,7 @@ class Rig:
         while self.kv.prefixes.is_fetching:
             self.kv.prefixes.wait(1.0)
             self.kv.prefixes.poll()
-        return self.kv.num_known_tokens(keys) // TOKENS
+        return self.kv.num_cached_tokens(keys) // TOKENS
 
     def close(self):
         self.kv.close_all()

@@ -51,18 +51,18 @@ def test_nothing_comes_back_from_a_write_that_was_given_up(tmp_path):
     assert kv.grow(item, 8)
     kv.commit()
     fill(kv, memory, item.pages, 10)
-    kv.remember(item, keys[:2], 8)
+    kv.insert_prefix(item, keys[:2], 8)
     kv.close(item)
-    while kv.prefixes.write_some():
+    while kv.prefixes.write_unwritten():
         kv.prefixes.wait(0.1)
     is_hung[0] = True
     item = kv.open(12, kv.match(keys[:2], 8))
     assert kv.grow(item, 12)
     kv.commit()
     fill(kv, memory, item.pages[2:], 12)
-    kv.remember(item, keys, 12)
+    kv.insert_prefix(item, keys, 12)
     kv.close(item)
-    assert kv.prefixes.write_some()
+    assert kv.prefixes.write_unwritten()
     while kv.prefixes.num_evictable:
         kv.prefixes.evict()
     assert not kv.prefixes.index.has_key(keys[2]), "it went with what it continues"
@@ -102,7 +102,7 @@ class Hung:
         self.kv.prefixes.use_store(self.store, lambda page: page, lambda: None, lambda: self.now_s)
         self.hasher = PrefixHasher(self.kv.page_end, b"secret")
         old = self.compute(0, 15)
-        while self.kv.prefixes.write_some():
+        while self.kv.prefixes.write_unwritten():
             pass
         while self.kv.prefixes.num_evictable:
             self.kv.prefixes.evict()
@@ -120,7 +120,7 @@ class Hung:
         item = self.kv.open(4 * num_pages)
         assert self.kv.grow(item, 4 * num_pages)
         self.kv.commit()
-        self.kv.remember(item, keys, 4 * num_pages)
+        self.kv.insert_prefix(item, keys, 4 * num_pages)
         self.kv.close(item)
         return keys
 

@@ -89,7 +89,7 @@ class Rig:
 
     def forget_memory(self):
         """Only the store knows the pages now."""
-        while self.kv.prefixes.write_some():
+        while self.kv.prefixes.write_unwritten():
             pass
         while self.kv.num_cached:
             self.kv.prefixes.evict()

@@ -58,7 +58,7 @@ def test_only_who_is_in_the_same_memory_gives_way():
     first, second = (rig.add(name, num_prompt=100, num_tokens=5, priority=0) for name in "ab")
     third = rig.add("x", num_prompt=20, num_tokens=30, priority=2)
     rig.step()
-    homes = [rig.kv.home_of(s.kv_range) for s in (first, second, third)]
+    homes = [rig.kv.partition_of(s.kv_range) for s in (first, second, third)]
     assert homes[0] != homes[1]
     rig.add("c", num_prompt=240, num_tokens=5, priority=1)
     for _ in range(3):

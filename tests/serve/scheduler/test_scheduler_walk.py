@@ -16,7 +16,7 @@ from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import make_sequences
 from serve.scheduler.step_plan import SchedulerLimits
 from tests.serve.scheduler.test_scheduler import check_invariants
-from tests.support.engine.fakes import make_kv, make_request, make_split_kv
+from tests.support.engine.fakes import make_kv, make_partitioned_kv, make_request
 
 EOS, OTHER = 5, 9
 MAX_LEN = 256
@@ -41,7 +41,7 @@ class Walk:
         pages = longest + rng.choice([0, 3, 20, 300])
         self.kv, _ = make_kv(pages, max_num_seqs, MAX_LEN, **settings)
         if num_memories > 1:
-            self.kv, _ = make_split_kv(num_memories, pages, max_num_seqs, MAX_LEN, **settings)
+            self.kv, _ = make_partitioned_kv(num_memories, pages, max_num_seqs, MAX_LEN, **settings)
         self.policy = rng.choice(POLICIES)
         self.scheduler = Scheduler(
             self.limits,

@@ -7,7 +7,7 @@ from typing import Any
 
 from memory.kv_manager import KVManager
 from memory.pages.layer_groups import LayerGroup
-from memory.split_kv import PartitionedKV
+from memory.partitioned_kv import PartitionedKV
 from serve.request import Request
 from serve.runner.runner import StepResult
 from serve.sampling_params import SamplingParams
@@ -96,7 +96,7 @@ def make_kv(
     return kv, memory
 
 
-def make_split_kv(
+def make_partitioned_kv(
     num_members: int, *args: Any, **kwargs: Any
 ) -> tuple[PartitionedKV, list[FakeMemory]]:
     """As many of make_kv's, one after the other."""

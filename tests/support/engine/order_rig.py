@@ -11,7 +11,7 @@ from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import make_sequences
 from serve.scheduler.step_plan import SchedulerLimits
 from tests.serve.scheduler.test_scheduler import check_invariants
-from tests.support.engine.fakes import make_kv, make_request, make_split_kv
+from tests.support.engine.fakes import make_kv, make_partitioned_kv, make_request
 
 NEVER = frozenset()
 
@@ -63,7 +63,7 @@ class Rig:
     ):
         self.kv = make_kv(num_pages, max_num_seqs, 256)[0]
         if num_memories > 1:
-            self.kv = make_split_kv(num_memories, num_pages, max_num_seqs, 256)[0]
+            self.kv = make_partitioned_kv(num_memories, num_pages, max_num_seqs, 256)[0]
         hasher = PrefixHasher(self.kv.page_end) if cache else None
         limits = SchedulerLimits(max_num_seqs, budget, chunk or budget)
         self.order = make_queue(order) if isinstance(order, str) else order

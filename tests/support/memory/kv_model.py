@@ -63,7 +63,7 @@ class KVModel:
                     page[position] = self._value(sequence, number, position)
         sequence.num_computed = end
         self.hasher.extend(sequence.keys, sequence.tokens, sequence.salt)
-        self.kv.remember(sequence.kv_range, sequence.keys, end)
+        self.kv.insert_prefix(sequence.kv_range, sequence.keys, end)
         return True
 
     def num_missing(self, sequence: ModelSequence, num_tokens: int) -> int:
@@ -71,8 +71,8 @@ class KVModel:
         parts = sequence.kv_range.parts
         return sum(max(0, p.group.places_for(num_tokens) - len(p.pages)) for p in parts)
 
-    def look_ahead(self) -> None:
-        self.kv.look_ahead([(s.kv_range, s.num_computed + 3) for s in self.running])
+    def map_ahead(self) -> None:
+        self.kv.map_ahead([(s.kv_range, s.num_computed + 3) for s in self.running])
 
     def close(self, sequence: ModelSequence) -> None:
         self.kv.close(sequence.kv_range)

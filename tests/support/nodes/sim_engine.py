@@ -18,8 +18,8 @@ from memory.nodes.placement import PageGeometry, page_geometry
 from memory.nodes.prompt_tails import PromptTails
 from memory.nodes.remote_attention import RemoteAttention
 from memory.nodes.wire import WireType
+from memory.partitioned_kv import PartitionedKV
 from memory.prefix.index import PrefixHasher
-from memory.split_kv import PartitionedKV
 from ops import get_backend
 from serve.engine.core import EngineCore
 from serve.engine.node_recovery import NodeProber, NodeRecovery
@@ -93,7 +93,7 @@ class SimCore(EngineCore):
         self.prober = SimProber(nodes, self.world)
         return NodeRecovery(
             nodes,
-            recovery._managers,
+            recovery._partitions,
             self._scheduler,
             recovery._end,
             self.world.clock,
@@ -205,8 +205,8 @@ class SimEngine:
         if not size_bytes:
             return None
         tails = PromptTails(self.template, MAX_LEN, size_bytes)
-        for book in self.kv.members:
-            book.on_close = lambda target: tails.drop(target.start)
+        for partition in self.kv.partitions:
+            partition.on_close = lambda target: tails.drop(target.start)
         return tails
 
     def close(self) -> None:

@@ -15,9 +15,9 @@ from hypothesis.stateful import (
 )
 
 from memory.pages.layer_groups import LayerGroup
+from memory.partitioned_kv import PartitionHit
 from memory.prefix.index import PrefixHasher
-from memory.split_kv import HomedHit
-from tests.support.engine.fakes import check_mapping, make_split_kv
+from tests.support.engine.fakes import check_mapping, make_partitioned_kv
 from tests.support.memory.kv_model import KVModel, ModelSequence
 from tests.support.profile import examples
 
@@ -33,7 +33,9 @@ class SplitModel(KVModel):
     """What every page must hold, in the memory of each sequence's home."""
 
     def __init__(self, num_members: int, **layout) -> None:
-        self.kv, self.memories = make_split_kv(num_members, NUM_PAGES, NUM_RANGES, 40, **layout)
+        self.kv, self.memories = make_partitioned_kv(
+            num_members, NUM_PAGES, NUM_RANGES, 40, **layout
+        )
         self.hasher = PrefixHasher(self.kv.page_end, b"secret")
         self.running: list[ModelSequence] = []
         self.num_hit_tokens = 0
@@ -45,15 +47,15 @@ class SplitModel(KVModel):
         hit = self.kv.match(keys, len(tokens) - 1)
         found = [
             found.num_tokens
-            for member in self.kv.members
+            for member in self.kv.partitions
             if (found := member.match(keys, len(tokens) - 1)) is not None
             and member.can_fit(len(tokens), 0, found)
         ]
         has_opened = super().open(tokens, salt)
         if has_opened and hit is not None:
             assert hit.num_tokens == max(found)
-            assert isinstance(hit, HomedHit)
-            assert self.kv.home_of(self.running[-1].kv_range) == hit.home
+            assert isinstance(hit, PartitionHit)
+            assert self.kv.partition_of(self.running[-1].kv_range) == hit.partition
         return has_opened
 
     @property
@@ -62,20 +64,20 @@ class SplitModel(KVModel):
         return self.memories[self._home]
 
     def _pages(self, sequence, number, position):
-        self._home = self.kv.home_of(sequence.kv_range)
+        self._home = self.kv.partition_of(sequence.kv_range)
         return super()._pages(sequence, number, position)
 
     def check(self) -> None:
         super().check()
-        kv, members = self.kv, self.kv.members
+        kv, members = self.kv, self.kv.partitions
         for name in ("num_pages", "num_available", "num_cached", "num_in_use", "num_mapped"):
             assert getattr(kv, name) == sum(getattr(member, name) for member in members), name
         assert kv.num_in_use + kv.num_available == kv.num_pages
         for sequence in self.running:
-            home = members[kv.home_of(sequence.kv_range)]
+            home = members[kv.partition_of(sequence.kv_range)]
             assert any(sequence.kv_range is item for item in home.ranges)
             for other in self.running:
-                is_one = kv.home_of(other.kv_range) == kv.home_of(sequence.kv_range)
+                is_one = kv.partition_of(other.kv_range) == kv.partition_of(sequence.kv_range)
                 assert kv.shares_memory(sequence.kv_range, other.kv_range) == is_one
         num_live = sum(member.num_pages > 0 for member in members)
         for spare in (0, 3):
@@ -84,12 +86,12 @@ class SplitModel(KVModel):
 
     def lose(self, home: int, num_pages: int) -> None:
         """A member is placed anew: other pages, and nothing that it held."""
-        for sequence in [s for s in self.running if self.kv.home_of(s.kv_range) == home]:
+        for sequence in [s for s in self.running if self.kv.partition_of(s.kv_range) == home]:
             self.close(sequence)
-        self.kv.members[home].reset(num_pages)
+        self.kv.partitions[home].reset(num_pages)
         self.memories[home].mapped.clear()
         self.memories[home].content.clear()
-        assert self.kv.most_pages == max(member.num_pages for member in self.kv.members)
+        assert self.kv.max_sequence_pages == max(member.num_pages for member in self.kv.partitions)
 
     def finish(self) -> None:
         for sequence in list(self.running):
@@ -97,34 +99,34 @@ class SplitModel(KVModel):
         self.check()
         assert self.kv.num_in_use == 0
         self.kv.close_all()
-        for member, memory in zip(self.kv.members, self.memories, strict=True):
+        for member, memory in zip(self.kv.partitions, self.memories, strict=True):
             check_mapping(member, memory)
             assert not memory.mapped
         assert self.kv.num_mapped == 0
 
 
 def test_ranges_lie_one_after_the_other():
-    kv, _ = make_split_kv(3, NUM_PAGES, NUM_RANGES, 40)
+    kv, _ = make_partitioned_kv(3, NUM_PAGES, NUM_RANGES, 40)
     starts = [item.start for item in kv.ranges]
     assert starts == [i * kv.range_tokens for i in range(9)]
-    assert [kv.home_of(item) for item in kv.ranges] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert [kv.partition_of(item) for item in kv.ranges] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
 def test_a_sequence_goes_where_most_is_free():
-    kv, _ = make_split_kv(2, NUM_PAGES, NUM_RANGES, 40)
+    kv, _ = make_partitioned_kv(2, NUM_PAGES, NUM_RANGES, 40)
     homes = []
     for _ in range(6):
         assert kv.can_fit(8)
         item = kv.open(8)
         assert kv.grow(item, 8)
-        homes.append(kv.home_of(item))
+        homes.append(kv.partition_of(item))
     assert sorted(homes) == [0, 0, 0, 1, 1, 1] and homes[0] != homes[1]
     assert not kv.can_fit(8), "no range is idle"
 
 
 def test_a_sequence_is_never_in_two_memories():
     """Although both together would have room."""
-    kv, _ = make_split_kv(2, 6, NUM_RANGES, 40, tokens_per_page=4)
+    kv, _ = make_partitioned_kv(2, 6, NUM_RANGES, 40, tokens_per_page=4)
     for _ in range(2):
         assert kv.grow(kv.open(12), 12)
     assert kv.num_available == 6
@@ -138,55 +140,55 @@ def open_computed(kv, tokens):
     item = kv.open(len(tokens), kv.match(keys, len(tokens) - 1))
     assert kv.grow(item, len(tokens))
     kv.commit([item])
-    kv.remember(item, keys, len(tokens))
+    kv.insert_prefix(item, keys, len(tokens))
     return item, keys
 
 
 def test_a_full_memory_that_knows_a_prompt_keeps_it_from_no_other():
-    kv, _ = make_split_kv(2, 12, NUM_RANGES, 40, tokens_per_page=4)
+    kv, _ = make_partitioned_kv(2, 12, NUM_RANGES, 40, tokens_per_page=4)
     tokens = list(range(16))
     first, keys = open_computed(kv, tokens)
-    home = kv.home_of(first)
+    home = kv.partition_of(first)
     hit = kv.match(keys, 15)
-    assert isinstance(hit, HomedHit) and hit.home == home
-    while kv.members[home].can_fit(16, 0, kv.members[home].match(keys, 15)):
-        kv.members[home].open(40)
+    assert isinstance(hit, PartitionHit) and hit.partition == home
+    while kv.partitions[home].can_fit(16, 0, kv.partitions[home].match(keys, 15)):
+        kv.partitions[home].open(40)
     assert kv.match(keys, 15) is None and kv.can_fit(16), "there is room elsewhere"
-    assert kv.home_of(kv.open(16, None)) != home
+    assert kv.partition_of(kv.open(16, None)) != home
     while kv.can_fit(1):
         kv.open(1)
     assert kv.match(keys, 15) is not None, "it waits for the one that knows it"
 
 
 def test_only_ranges_of_one_memory_make_room():
-    kv, _ = make_split_kv(2, 6, NUM_RANGES, 40, tokens_per_page=4)
+    kv, _ = make_partitioned_kv(2, 6, NUM_RANGES, 40, tokens_per_page=4)
     ranges = []
     for num_tokens in (8, 8, 12, 12):  # two memories of 6 pages: 5 are in use in each
         ranges.append(kv.open(num_tokens))
         assert kv.grow(ranges[-1], num_tokens)
-    by_home = [[item for item in ranges if kv.home_of(item) == home] for home in (0, 1)]
+    by_home = [[item for item in ranges if kv.partition_of(item) == home] for home in (0, 1)]
     assert [sum(len(item.pages) for item in items) for items in by_home] == [5, 5]
-    assert kv.room_without(24, [by_home[0][0], by_home[1][0]]) is None, "no memory has 6"
-    assert kv.room_without(24, [*by_home[1], *by_home[0]]) == by_home[0], "of the last one"
-    assert kv.room_without(24, [*by_home[1], by_home[0][0]]) == by_home[1]
-    assert kv.room_without(4, []) == []
+    assert kv.ranges_to_close(24, [by_home[0][0], by_home[1][0]]) is None, "no memory has 6"
+    assert kv.ranges_to_close(24, [*by_home[1], *by_home[0]]) == by_home[0], "of the last one"
+    assert kv.ranges_to_close(24, [*by_home[1], by_home[0][0]]) == by_home[1]
+    assert kv.ranges_to_close(4, []) == []
 
 
 def test_pages_that_are_promised_make_no_room():
-    kv, _ = make_split_kv(2, 20, NUM_RANGES, 80, tokens_per_page=4)
+    kv, _ = make_partitioned_kv(2, 20, NUM_RANGES, 80, tokens_per_page=4)
     assert kv.open(72).promised == 18
-    running, *leaving = ranges = [kv.members[1].open(num_tokens) for num_tokens in (48, 8, 8)]
+    running, *leaving = ranges = [kv.partitions[1].open(num_tokens) for num_tokens in (48, 8, 8)]
     for item, num_tokens in zip(ranges, (48, 8, 8), strict=True):
-        assert kv.home_of(item) == 1 and kv.grow(item, num_tokens)
-    assert kv.room_without(60, leaving) is None
-    assert kv.room_without(60, [running, *leaving]) == [running, *leaving]
-    assert kv.room_without(32, leaving) == leaving
+        assert kv.partition_of(item) == 1 and kv.grow(item, num_tokens)
+    assert kv.ranges_to_close(60, leaving) is None
+    assert kv.ranges_to_close(60, [running, *leaving]) == [running, *leaving]
+    assert kv.ranges_to_close(32, leaving) == leaving
 
 
 def test_what_is_to_stay_free_is_asked_of_those_that_have_memory():
-    kv, _ = make_split_kv(2, 6, NUM_RANGES, 40, tokens_per_page=4)
+    kv, _ = make_partitioned_kv(2, 6, NUM_RANGES, 40, tokens_per_page=4)
     assert kv.can_fit(16, 4)
-    kv.members[0].reset(0)
+    kv.partitions[0].reset(0)
     assert kv.can_fit(16, 2) and not kv.can_fit(16, 4)
 
 
@@ -215,7 +217,7 @@ class SplitMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), num_pages=st.sampled_from([0, 12, NUM_PAGES]))
     def lose(self, data, num_pages) -> None:
-        home = data.draw(st.integers(0, len(self.model.kv.members) - 1))
+        home = data.draw(st.integers(0, len(self.model.kv.partitions) - 1))
         self.model.lose(home, num_pages)
 
     @rule()

@@ -1,0 +1,209 @@
+"""Several K/V memories as one: whole sequences are in one of them (the request partition).
+
+What `KVManager` is for one memory this is for some: the scheduler sees the same methods. A
+sequence goes where its beginning is known, else where most pages can be had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from memory.kv_manager import KVManager
+from memory.pages.kv_range import PrefixHit, Range
+from memory.prefix.page_store import PrefixStats
+from memory.prefix.store_stats import StoreStats
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionHit(PrefixHit):
+    """partition: number of the memory that knows it."""
+
+    partition: int
+
+
+class PartitionedKV:
+    """Memories of the same layout, one after the other: number i begins at i * partition_tokens."""
+
+    def __init__(self, partitions: Sequence[KVManager]) -> None:
+        first = partitions[0]
+        self.partitions = list(partitions)
+        self.page_bytes = first.page_bytes
+        self.max_model_len = first.max_model_len
+        self.layout = first.layout
+        self.token_bytes = first.token_bytes
+        self.range_tokens = first.range_tokens
+        self.page_end = first.page_end
+        self.pages_for = first.pages_for
+        self.ranges = [item for partition in partitions for item in partition.ranges]
+        self.prefixes = PartitionedPrefixes(self.partitions)
+        self._partition_tokens = first.range_tokens * len(first.ranges)
+
+    def partition_of(self, target: Range) -> int:
+        return target.start // self._partition_tokens
+
+    def _of(self, target: Range) -> KVManager:
+        return self.partitions[self.partition_of(target)]
+
+    def shares_memory(self, one: Range, other: Range) -> bool:
+        return self.partition_of(one) == self.partition_of(other)
+
+    # ---- sizes
+
+    @property
+    def num_pages(self) -> int:
+        return sum([partition.num_pages for partition in self.partitions])
+
+    @property
+    def num_available(self) -> int:
+        return sum([partition.num_available for partition in self.partitions])
+
+    @property
+    def num_cached(self) -> int:
+        return sum([partition.num_cached for partition in self.partitions])
+
+    @property
+    def num_in_use(self) -> int:
+        return sum([partition.num_in_use for partition in self.partitions])
+
+    @property
+    def num_mapped(self) -> int:
+        return sum([partition.num_mapped for partition in self.partitions])
+
+    @property
+    def num_saved(self) -> int:
+        return sum([partition.num_saved for partition in self.partitions])
+
+    @property
+    def max_sequence_pages(self) -> int:
+        """That one sequence may have."""
+        return max(partition.num_pages for partition in self.partitions)
+
+    def can_fit(self, num_tokens: int, spare_pages: int = 0, hit: PrefixHit | None = None) -> bool:
+        if isinstance(hit, PartitionHit):
+            return self.partitions[hit.partition].can_fit(num_tokens, self._share(spare_pages), hit)
+        return self._fitting(num_tokens, self._share(spare_pages)) is not None
+
+    def _share(self, pages: int) -> int:
+        """Of pages that are to stay free, those of one memory; a lost one has none."""
+        return -(-pages // max(1, sum([partition.num_pages > 0 for partition in self.partitions])))
+
+    def _fitting(self, num_tokens: int, spare_pages: int) -> KVManager | None:
+        fitting = [m for m in self.partitions if m.can_fit(num_tokens, spare_pages)]
+        return max(fitting, key=lambda partition: partition.num_available, default=None)
+
+    def ranges_to_close(self, num_tokens: int, leaving: Sequence[Range]) -> list[Range] | None:
+        """As KVManager's: of ranges in one memory, that of the last one if that will do."""
+        homes = [self.partition_of(target) for target in reversed(leaving)]
+        for home in dict.fromkeys([*homes, *range(len(self.partitions))]):
+            own = [target for target in leaving if self.partition_of(target) == home]
+            if self.partitions[home].ranges_to_close(num_tokens, own) is not None:
+                return own
+        return None
+
+    def map_seconds(self, hit: PrefixHit) -> float:
+        assert isinstance(hit, PartitionHit)
+        return self.partitions[hit.partition].map_seconds(hit)
+
+    # ---- prefix cache
+
+    def match(self, keys: Sequence[bytes], max_tokens: int) -> PrefixHit | None:
+        """The longest one whose memory has room for it; with room elsewhere alone, none: rather
+        compute it again than leave a node idle. max_tokens: one less than the sequence has."""
+        found = [(item.match(keys, max_tokens), i) for i, item in enumerate(self.partitions)]
+        hits = [PartitionHit(hit.num_tokens, hit.parts, i) for hit, i in found if hit is not None]
+        if not hits:
+            return None
+        fitting = [hit for hit in hits if self.can_fit(max_tokens + 1, hit=hit)]
+        if not fitting and self.can_fit(max_tokens + 1):
+            return None
+        return max(fitting or hits, key=lambda hit: hit.num_tokens)
+
+    def num_shared_pages(self, hit: PrefixHit) -> int:
+        assert isinstance(hit, PartitionHit)
+        return self.partitions[hit.partition].num_shared_pages(hit)
+
+    def num_cached_tokens(self, keys: Sequence[bytes]) -> int:
+        return max([partition.num_cached_tokens(keys) for partition in self.partitions])
+
+    def fetch(
+        self,
+        keys: Sequence[bytes],
+        compute_s: Callable[[int, int], float] = lambda num_tokens, num_known: 0.0,
+    ) -> bool:
+        return False  # there is no store
+
+    def insert_prefix(self, target: Range, keys: Sequence[bytes], num_computed: int) -> None:
+        self._of(target).insert_prefix(target, keys, num_computed)
+
+    # ---- ranges
+
+    def open(self, num_tokens: int, hit: PrefixHit | None = None) -> Range:
+        if isinstance(hit, PartitionHit):
+            return self.partitions[hit.partition].open(num_tokens, hit)
+        partition = self._fitting(num_tokens, 0)
+        assert partition is not None, f"no memory has room for {num_tokens} tokens"
+        return partition.open(num_tokens)
+
+    def grow(self, target: Range, num_tokens: int, num_computed: int = 0) -> bool:
+        return self._of(target).grow(target, num_tokens, num_computed)
+
+    def close(self, target: Range) -> None:
+        self._of(target).close(target)
+
+    def commit(self, targets: Iterable[Range] | None = None) -> None:
+        wanted = None if targets is None else list(targets)
+        for home, partition in enumerate(self.partitions):
+            if wanted is None:
+                partition.commit()
+            else:
+                partition.commit([item for item in wanted if self.partition_of(item) == home])
+
+    @property
+    def maps_ahead(self) -> bool:
+        return False
+
+    def map_ahead(self, wanted: Iterable[tuple[Range, int]]) -> None:
+        """Nothing is mapped ahead."""
+
+    def trim(self) -> None:
+        for partition in self.partitions:
+            partition.trim()
+
+    def close_all(self, timeout_s: float = 30.0) -> None:
+        for partition in self.partitions:
+            partition.close_all(timeout_s)
+
+    def check_integrity(self) -> None:
+        for partition in self.partitions:
+            partition.check_integrity()
+
+
+class PartitionedPrefixes:
+    """The prefix caches of several memories: keys are looked for in all of them."""
+
+    is_fetching = is_transferring = has_store = False
+
+    def __init__(self, partitions: Sequence[KVManager]) -> None:
+        self._partitions = partitions
+        self._stats = PrefixStats()
+
+    @property
+    def stats(self) -> PrefixStats:
+        self._stats.num_evicted = sum([m.prefixes.stats.num_evicted for m in self._partitions])
+        return self._stats
+
+    def store_stats(self) -> StoreStats:
+        return StoreStats()
+
+    def is_cached(self, key: bytes) -> bool:
+        return any(partition.prefixes.is_cached(key) for partition in self._partitions)
+
+    def poll(self) -> None:
+        pass
+
+    def wait(self, timeout_s: float) -> None:
+        pass
+
+    def write_unwritten(self) -> bool:
+        return False
