@@ -1,103 +1,358 @@
-"""Imports point down, and the pure files know neither torch nor asyncio (DESIGN 4)."""
+"""Imports point down: a table of which folder may import which, and no circles.
+
+A folder may import those that its row lists, and itself. Imports under TYPE_CHECKING and inside
+functions count. A folder without a row of its own belongs to the nearest one above it.
+"""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ALLOWED = {
-    "ops": set(),
-    "transport": set(),
-    "quant": {"ops"},
-    "memory": {"ops", "quant", "transport"},
-    "serve": {"ops", "quant", "memory", "transport", "bench"},
+PACKAGES = ("serve", "memory", "ops", "quant", "transport", "bench")
+LOWER = {
+    "ops": (),
+    "transport": (),
+    "quant": ("ops",),
+    "memory": ("ops", "quant", "transport"),
+    "serve": ("memory", "ops", "quant", "transport"),
+    "bench": ("serve", "memory", "ops", "quant", "transport"),
 }
-OURS = {*ALLOWED, "bench", "examples", "tests"}
-PURE = [
-    "serve/scheduler/scheduler.py",
-    "serve/scheduler/chunking.py",
-    "serve/scheduler/step_time.py",
-    "serve/scheduler/peak_memory.py",
-    "serve/scheduler/in_flight.py",
-    "serve/scheduler/admission.py",
-    "serve/scheduler/waiting_queue.py",
-    "serve/scheduler/fair_queue.py",
-    "serve/scheduler/mlfq_queue.py",
-    "serve/scheduler/orders.py",
-    "serve/scheduler/step_plan.py",
-    "serve/scheduler/prefix_lookup.py",
-    "serve/scheduler/microbatches.py",
-    "serve/scheduler/steady_decode.py",
-    "serve/scheduler/step_draft.py",
-    "memory/prefix/load_times.py",
-    "serve/scheduler/length_predictor.py",
-    "serve/scheduler/sequence.py",
-    "serve/request.py",
-    "memory/pages/address_space.py",
-    "memory/pages/allocator.py",
-    "memory/idle_ranges.py",
-    "memory/kv_manager.py",
-    "memory/kv_memory.py",
-    "memory/pages/kv_range.py",
-    "memory/pages/layer_groups.py",
-    "memory/prefix/finder.py",
-    "memory/range_mapper.py",
-    "memory/prefix/index.py",
-    "memory/pages/vmm.py",
-]
+"""Which packages a package may import at all; the rows below are about its own folders."""
+
+TABLE: dict[str, tuple[str, ...]] = {
+    "serve": (),
+    "serve/cli": (
+        "serve",
+        "serve/http",
+        "serve/http/edge",
+        "serve/engine",
+        "serve/loading",
+        "serve/text",
+        "serve/models",
+    ),
+    "serve/http": (
+        "serve",
+        "serve/engine",
+        "serve/http/openai",
+        "serve/http/responses",
+        "serve/http/anthropic",
+        "serve/http/monitoring",
+        "serve/http/calls",
+        "serve/http/schema",
+        "serve/http/edge",
+    ),
+    "serve/http/monitoring": (
+        "serve",
+        "serve/engine",
+        "serve/http/openai",
+        "serve/http/calls",
+        "serve/http/schema",
+        "serve/http/edge",
+    ),
+    "serve/http/responses": (
+        "serve",
+        "serve/engine",
+        "serve/http/openai",
+        "serve/http/calls",
+        "serve/http/schema",
+        "serve/http/edge",
+    ),
+    "serve/http/openai": (
+        "serve",
+        "serve/engine",
+        "serve/scheduler",
+        "serve/text",
+        "serve/http/calls",
+        "serve/http/schema",
+        "serve/http/edge",
+    ),
+    "serve/http/anthropic": (
+        "serve",
+        "serve/engine",
+        "serve/text",
+        "serve/http/calls",
+        "serve/http/schema",
+        "serve/http/edge",
+    ),
+    "serve/http/calls": (
+        "serve",
+        "serve/engine",
+        "serve/scheduler",
+        "serve/structured",
+        "serve/text",
+        "serve/models",
+        "serve/http/schema",
+        "serve/http/edge",
+    ),
+    "serve/http/schema": ("serve", "serve/http/edge"),
+    "serve/http/edge": ("serve", "serve/engine"),
+    "serve/engine": (
+        "serve",
+        "serve/loading",
+        "serve/runner",
+        "serve/scheduler",
+        "serve/structured",
+        "serve/text",
+        "serve/models",
+    ),
+    "serve/loading": ("serve", "serve/runner", "serve/models"),
+    "serve/runner": ("serve", "serve/scheduler", "serve/models"),
+    "serve/scheduler": ("serve", "serve/structured"),
+    "serve/structured": ("serve", "serve/text", "serve/sandbox"),
+    "serve/text": ("serve", "serve/models", "serve/sandbox"),
+    "serve/models": ("serve",),
+    "serve/sandbox": ("serve",),
+    "memory/nodes": ("memory", "memory/attention", "memory/pages"),
+    "memory": ("memory/prefix", "memory/pages"),
+    "memory/tiers": ("memory/prefix", "memory/pages"),
+    "memory/attention": ("memory/pages",),
+    "memory/prefix": ("memory/pages",),
+    "memory/pages": (),
+    "ops/cuda": ("ops/triton_kernels", "ops"),
+    "ops/cpu": ("ops",),
+    "ops/triton_kernels": ("ops",),
+    "ops": (),
+    "quant": (),
+    "transport": (),
+    "bench/cli": ("*",),
+    "bench/common": (),
+    "bench/load": (),
+    "bench/load/report": ("bench/load/results", "bench/load/client", "bench/load/workload"),
+    "bench/load/results": ("bench/load/client", "bench/load/workload"),
+    "bench/load/client": ("bench/load/workload",),
+    "bench/load/workload": ("bench/common",),
+    "bench/load/proof": ("bench/load/results", "bench/load/client", "bench/load/workload"),
+    "bench/plan": ("bench/common",),
+    "bench/gpu": ("bench/common",),
+    "bench/offline": ("bench/common", "bench/load"),
+    "bench/engine": ("bench/common", "bench/load"),
+    "bench/kernels": ("bench/common", "bench/load"),
+    "bench/ablation": ("bench/common", "bench/load", "bench/offline"),
+    "bench/simulate": ("bench/common", "bench/load", "bench/plan"),
+    "bench/nodes": ("bench/common", "bench/load", "bench/plan"),
+    "bench/peers": (),
+    "bench": (),
+}
+SUBTREES = {"bench/load"}
+"""A row that lists one of these allows every folder below it."""
+
+COMMAND = Path("serve/cli/main.py")
+"""The one module of serve that may import bench, inside functions: `serve bench`, `serve plan`."""
+ENTRIES = {Path("serve/__init__.py"), Path("serve/__main__.py")}
+"""They hand names on, from anywhere in serve."""
+
+PURE = ("serve/scheduler", "memory", "memory/prefix", "memory/pages")
+"""Folders whose own files know no torch, asyncio, numpy or aiohttp."""
+NOT_COMMAND = Path("serve/cli/main.py")
+"""The one module of serve that may import bench, inside functions: `serve bench`, `serve plan`."""
+ENTRIES = {Path("serve/__init__.py"), Path("serve/__main__.py")}
+"""They hand names on, from anywhere in serve."""
+
+PURE = ("serve/scheduler/prompt_outputs.py", "memory/pages/cuda_")
+
+ASYNCIO = (
+    "serve/engine/engine.py",
+    "serve/engine/request_stream.py",
+    "serve/http/",
+    "serve/cli/main.py",
+    "serve/cli/chat.py",
+)
 FORBIDDEN_EVERYWHERE = {"pickle", "dill", "marshal", "shelve"}
+MAX_MODULES = 22
 
 
-def imported(path: Path) -> set[str]:
-    """Top-level names of all imports, those inside functions and TYPE_CHECKING included."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def sources(*packages: str) -> list[Path]:
+    found = [path for package in packages for path in (ROOT / package).rglob("*.py")]
+    return sorted(path.relative_to(ROOT) for path in found)
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text())
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Dotted names of all imports; `from package import module` gives both."""
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            found.add((node.module or "").partition(".")[0])
+            assert node.level == 0 and node.module, f"{path}: relative import"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def file_of(name: str) -> Path | None:
+    """The file that a dotted name stands for; None: a name inside a module, or not ours."""
+    path = Path(*name.split("."))
+    for candidate in (path.with_suffix(".py"), path / "__init__.py"):
+        if (ROOT / candidate).is_file():
+            return candidate
+    return None
+
+
+@cache
+def imports_of(path: Path) -> frozenset[Path]:
+    """Our files that a file imports. A package stands for its __init__.py only where a name is
+    taken from it that is no module."""
+    found = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            found |= {file_of(alias.name) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = str(node.module)
+            for alias in node.names:
+                found.add(file_of(f"{module}.{alias.name}") or file_of(module))
+    return frozenset(other for other in found if other is not None and other != path)
+
+
+def row_of(path: Path) -> str:
+    """The table's row for a file."""
+    folder = path.parent
+    while str(folder) not in TABLE:
+        folder = folder.parent
+    return str(folder)
+
+
+def is_allowed(row: str, other: str) -> bool:
+    allowed = TABLE[row]
+    if row == other or "*" in allowed or other in allowed:
+        return True
+    return any(tree in allowed and other.startswith(f"{tree}/") for tree in SUBTREES)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_point_down(package: str) -> None:
+    wrong = []
+    for path in sources(package):
+        for other in imports_of(path):
+            top = other.parts[0]
+            if top == package:
+                is_right = path in ENTRIES or is_allowed(row_of(path), row_of(other))
+            else:
+                is_right = top in LOWER[package] or (top == "bench" and path == COMMAND)
+            if not is_right:
+                wrong.append(f"{path} imports {other}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_command_line_imports_bench_inside_functions_only() -> None:
+    top_level = tree(COMMAND).body
+    names = {node.module for node in top_level if isinstance(node, ast.ImportFrom) and node.module}
+    assert not [name for name in names if name.startswith("bench")]
+
+
+def test_the_scheduler_sees_integers_of_memory_only() -> None:
+    for path in sources("serve/scheduler"):
+        seen = {row_of(other) for other in imports_of(path) if other.parts[0] == "memory"}
+        assert seen <= {"memory", "memory/pages", "memory/prefix"}, path
+
+
+def test_text_knows_of_models_the_configuration_file_only() -> None:
+    for path in sources("serve/text"):
+        seen = {other for other in imports_of(path) if row_of(other) == "serve/models"}
+        assert seen <= {Path("serve/models/config_file.py")}, path
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Strongly connected components of more than one node (Tarjan 1972)."""
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        number[node] = low[node] = len(number)
+        stack.append(node)
+        for other in sorted(edges.get(node, ())):
+            if other not in number:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], number[other])
+        if low[node] == number[node]:
+            component = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for node in sorted(edges):
+        if node not in number:
+            visit(node)
     return found
 
 
-def sources(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
+def edges_between(paths: Iterable[Path], *, folders: bool) -> dict[str, set[str]]:
+    edges: dict[str, set[str]] = {}
+    for path in paths:
+        here = str(path.parent if folders else path)
+        # A package's __init__ only hands names on: it belongs to no folder's work.
+        if folders and (path.name == "__init__.py" or path in ENTRIES):
+            continue
+        for other in imports_of(path):
+            if path == COMMAND and other.parts[0] == "bench":
+                continue
+            there = str(other.parent if folders else other)
+            if there != here:
+                edges.setdefault(here, set()).add(there)
+    return edges
 
 
-@pytest.mark.parametrize("package", sorted(ALLOWED))
-def test_imports_point_down(package):
-    for path in sources(package):
-        ours = (imported(path) & OURS) - {package}
-        # only the command line may start the load generator
-        allowed = ALLOWED[package] - ({"bench"} if path.name != "main.py" else set())
-        assert ours <= allowed, f"{path.relative_to(ROOT)} imports {sorted(ours - allowed)}"
+@pytest.mark.parametrize("folders", [False, True], ids=["files", "folders"])
+def test_no_circles(folders: bool) -> None:
+    found = circles(edges_between(sources(*PACKAGES), folders=folders))
+    assert not found, "\n".join(" <-> ".join(circle) for circle in found)
 
 
-@pytest.mark.parametrize("name", PURE)
-def test_pure_files(name):
-    assert not imported(ROOT / name) & {"torch", "asyncio", "numpy", "aiohttp"}
+def test_a_circle_is_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
 
 
-def test_asyncio_stays_at_the_edge():
-    edge = {
-        "serve/engine/engine.py",
-        "serve/engine/request_stream.py",
-        "serve/cli/main.py",
-        "serve/cli/chat.py",
-    }
+def test_no_folder_has_more_modules_than_one_can_overlook() -> None:
+    folders: dict[Path, int] = {}
+    for path in sources(*PACKAGES, "tests", "examples"):
+        if path.name != "__init__.py":
+            folders[path.parent] = folders.get(path.parent, 0) + 1
+    assert {folder: n for folder, n in folders.items() if n > MAX_MODULES} == {}
+
+
+def test_every_folder_of_modules_says_what_it_owns() -> None:
+    for folder in {path.parent for path in sources(*PACKAGES)}:
+        init = folder / "__init__.py"
+        assert (ROOT / init).is_file(), f"{folder} has no __init__.py and is not packaged"
+        assert ast.get_docstring(tree(init)), f"{init} has no docstring"
+
+
+@pytest.mark.parametrize("folder", PURE)
+def test_pure_folders(folder: str) -> None:
+    for path in sources(folder):
+        if str(path.parent) == folder and not str(path).startswith(NOT_PURE):
+            tops = {name.partition(".")[0] for name in imported(path)}
+            assert not tops & {"torch", "asyncio", "numpy", "aiohttp"}, path
+
+
+def test_asyncio_stays_at_the_edge() -> None:
     for path in sources("serve"):
-        name = str(path.relative_to(ROOT))
-        if name not in edge and not name.startswith("serve/http/"):
-            assert "asyncio" not in imported(path), name
+        if not str(path).startswith(ASYNCIO):
+            assert "asyncio" not in {name.partition(".")[0] for name in imported(path)}, path
 
 
-@pytest.mark.parametrize("package", sorted(OURS - {"tests"}))
-def test_nothing_unpickles_or_evaluates(package):
+@pytest.mark.parametrize("package", [*PACKAGES, "examples"])
+def test_nothing_unpickles_or_evaluates(package: str) -> None:
     for path in sources(package):
-        assert not imported(path) & FORBIDDEN_EVERYWHERE, path
-        for node in ast.walk(ast.parse(path.read_text())):
+        tops = {name.partition(".")[0] for name in imported(path)}
+        assert not tops & FORBIDDEN_EVERYWHERE, path
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in {"eval", "exec"}, f"{path}:{node.lineno}"
+
+
+def test_nobody_imports_tests() -> None:
+    for path in sources(*PACKAGES, "examples"):
+        assert "tests" not in {name.partition(".")[0] for name in imported(path)}, path
