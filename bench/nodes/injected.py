@@ -1,6 +1,7 @@
-"""A model and attention elsewhere that take the seconds they are told to: for bench.nodes.overlap.
+"""A model and a memory node that take the seconds they are given: injected costs of overlap.py.
 
-Products sleep, and so does whoever waits for the node; the numbers are those of the real model.
+Products sleep, and so does the engine while it waits for the node; the numbers are those of the
+real model.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ MS = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of one layer with ROWS rows. fixed_share: of a product's, whatever its rows."""
+    """Seconds of one layer with ROWS rows. fixed_share: the share of a product's time that does
+    not depend on the number of rows."""
 
     q_s: float = 2 * MS
     kv_s: float = 4 * MS
@@ -42,13 +44,13 @@ class Clock(Protocol):
     def sleep_until(self, moment: float) -> None: ...
 
     def turn_back(self, moment: float) -> None:
-        """What was done since then is not to count."""
+        """Discounts the time since `moment`."""
 
 
 class RealClock:
-    """Of this machine. Who is woken late makes up for it in the next sleep, as a device would not
-    have waited: a step is off by one late awakening and not by the sum of all. So it does for
-    what is not to count."""
+    """This machine's clock. A thread that wakes up late makes up for it in its next sleep, as a
+    device would not have waited: a step is off by one late awakening and not by the sum of all.
+    Discounted time is made up for likewise."""
 
     def __init__(self) -> None:
         self._late = 0.0
@@ -69,7 +71,7 @@ class RealClock:
 
 
 class VirtualClock:
-    """Nothing but sleeping takes time."""
+    """A clock on which nothing but sleeping takes time."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -81,7 +83,7 @@ class VirtualClock:
         self._now = max(self._now, moment)
 
     def turn_back(self, moment: float) -> None:
-        """Nothing has counted."""
+        """Does nothing: no computing has counted."""
 
 
 class TimedOp:
@@ -100,18 +102,17 @@ class TimedOp:
 
 
 def slow_down(model: Decoder, costs: Costs, clock: Clock) -> None:
-    """q, k and v in one product, or two, and what follows attention in three."""
+    """Gives the products of a model that computes q first (q; k and v; three after attention)
+    their injected times."""
     for layer in model.weights.layers:
-        if layer.q is None:
-            layer.qkv = TimedOp(layer.qkv, costs.q_s + costs.kv_s, costs, clock)
-        else:
-            layer.q = TimedOp(layer.q, costs.q_s, costs, clock)
-            layer.qkv = TimedOp(layer.qkv, costs.kv_s, costs, clock)
+        assert layer.q is not None, "loaded with q_first"
+        layer.q = TimedOp(layer.q, costs.q_s, costs, clock)
+        layer.qkv = TimedOp(layer.qkv, costs.kv_s, costs, clock)
         for name in ("o", "up", "down"):
             setattr(layer, name, TimedOp(getattr(layer, name), costs.rest_s / 3, costs, clock))
 
 
-class Way:
+class LinkDirection:
     """One direction of a link: one message after the other, then the delay."""
 
     def __init__(self, costs: Costs) -> None:
@@ -119,29 +120,30 @@ class Way:
         self._free = 0.0
 
     def arrival(self, sent: float, num_bytes: int) -> float:
+        """Returns when a message arrives that is sent at `sent`."""
         self._free = max(sent, self._free) + num_bytes / self._costs.bytes_per_s
         return self._free + self._costs.delay_s
 
 
 class TimedNode:
-    """PlannedAttention whose numbers are computed here and whose time passes on one node, which
+    """A PlannedAttention whose numbers are computed here and whose time passes on one node, which
     attends for one batch after the other."""
 
     is_remote = True
 
     def __init__(self, inner: PlannedAttention, costs: Costs, clock: Clock) -> None:
         self.inner, self.costs, self.clock = inner, costs, clock
-        self.there, self.back = Way(costs), Way(costs)
+        self.to_node, self.from_node = LinkDirection(costs), LinkDirection(costs)
         self._free = 0.0
 
     def plan(self, step: AttentionStep) -> TimedPlan:
         return TimedPlan(self, self.inner.plan(step))
 
     def answer_at(self, arrived: float, num_rows: int, num_bytes: int) -> float:
-        """When the result of a query is in the engine."""
+        """Returns when the result of a query is in the engine."""
         seconds = self.costs.past_s * num_rows / ROWS
         self._free = max(arrived, self._free) + seconds
-        return self.back.arrival(self._free, num_bytes)
+        return self.from_node.arrival(self._free, num_bytes)
 
 
 class TimedPlan:
@@ -151,18 +153,18 @@ class TimedPlan:
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
         node = self._node
-        arrived = node.there.arrival(node.clock.now(), q.nbytes)
+        arrived = node.to_node.arrival(node.clock.now(), q.nbytes)
         self._answer_at = node.answer_at(arrived, len(q), q.nbytes)
         return self._inner.begin(layer, q)
 
     def finish(
         self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None
     ) -> TimedPending:
-        self._node.there.arrival(self._node.clock.now(), k.nbytes + v.nbytes)
+        self._node.to_node.arrival(self._node.clock.now(), k.nbytes + v.nbytes)
         clock = self._node.clock
         began = clock.now()
         out = self._inner.finish(ticket, k, v, rotation).wait()
-        clock.turn_back(began)  # it was the node that did this
+        clock.turn_back(began)  # the node did this
         return TimedPending(out, self._answer_at, clock)
 
 

@@ -26,7 +26,7 @@ from bench.common import tables
 from bench.common.checkpoints import random_checkpoint
 from bench.common.node_processes import memory_nodes
 from bench.nodes.node_layer import measure_layers
-from bench.nodes.node_overlap import measure_overlap
+from bench.nodes.overlap import measure_overlap
 from serve import LLM, SamplingParams
 from serve.errors import ConfigError
 from serve.request import Prompt

@@ -1,22 +1,26 @@
-"""What overlap with attention elsewhere is worth, at injected costs: `python -m
-bench.nodes.overlap`.
+"""What overlap with attention on a memory node is worth, at injected costs or over a real node.
 
-The embedded model runs through the real decoder, runner and scheduler. Its products take the
-seconds they are told to (t_q, t_kv, and t_rest for what follows attention), and its attention is
-"on a node": it takes t_past there, behind a link with a delay each way and a bandwidth. All of
-that is sleeping, so the machine may be busy.
+Decode steps run through the real decoder, runner and scheduler in several modes, by turns, so that
+other work on the machine meets all of them alike: late q (the node gets q once k and v are ready),
+early q (it gets q first), and early q with the step in two micro-batches. Prompts are not
+computed: the K/V is what the pages hold, which takes as long to attend over.
 
-Early q. One layer takes, with `link` the delay and the time of its bytes:
+Injected costs (`python -m bench.nodes.overlap`): the embedded model's products sleep for t_q, t_kv
+and t_rest, which follows attention, and its attention takes t_past on a "node" behind a link with a
+delay each way and a bandwidth (injected.py). Nothing computes, so the machine may be busy. One
+layer takes, with `link` the delay and the time of its bytes:
 
     late q    t_q + t_kv + link + t_past + link + t_rest
     early q   t_q + max(t_kv, link + t_past + link) + t_rest
 
-so a step saves layers * min(t_kv, link + t_past + link).
+so early q saves layers * min(t_kv, link + t_past + link) a step. With t_model = t_q + t_kv +
+t_rest for all rows and half of it for half of them, one batch takes layers * (t_model +
+t_attention), where t_attention is what it then waits, and two take the larger of both in each
+layer: at most 2x. Where a share of t_model is spent whatever the number of rows, two batches spend
+it twice; from some share on they lose, and the engine learns not to split.
 
-Two batches. With t_model = t_q + t_kv + t_rest for all rows and half of it for half of them, one
-batch takes layers * (t_model + t_attention), with t_attention what it then waits, and two take the
-larger of both in each layer: at most 2x. Where a share of t_model is spent whatever the rows,
-two batches spend it twice; from some share on they lose, and the engine does not split.
+A real node (`serve bench nodes overlap`): an engine and a node process with one thread each on this
+machine. Both share its memory bandwidth, which machines of their own would not.
 """
 
 from __future__ import annotations
@@ -24,14 +28,18 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from bench.common.checkpoints import random_checkpoint
+from bench.common.node_processes import memory_nodes
 from bench.nodes.injected import (
     MS,
     ROWS,
@@ -42,21 +50,32 @@ from bench.nodes.injected import (
     VirtualClock,
     slow_down,
 )
+from memory.attention.seam import (
+    Attention,
+    AttentionStep,
+    Pending,
+    PlannedAttention,
+    Rotation,
+    Ticket,
+)
 from ops import get_backend
 from serve.config import EngineConfig
 from serve.loading.runtime import Runtime, load_runtime
 from serve.models import load_model
-from serve.request import Request
+from serve.request import Request, SamplingParams
 from serve.runner.runner import ModelRunner
-from serve.sampling_params import SamplingParams
-from serve.scheduler.microbatches import MicrobatchPolicy, StaggerChoice
+from serve.scheduler.microbatches import StaggerChoice
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import make_sequences
 from serve.scheduler.step_plan import SchedulerLimits
 
+_STEP_ROWS = 256
+_LEARNING_STEPS = 20
+_PROMPT = 3  # tokens, with injected costs
 
-class Fixed:
-    """Always split, or never."""
+
+class FixedMode:
+    """A micro-batch policy that always splits a step, or never."""
 
     def __init__(self, is_split: bool) -> None:
         self._is_split = is_split
@@ -65,106 +84,108 @@ class Fixed:
         return self._is_split
 
     def learn(self, num_decodes: int, num_prompt_rows: int, is_split: bool, seconds: float) -> None:
-        """It stays as it is."""
+        """Does nothing."""
 
 
-@dataclass(slots=True)
-class Bench:
-    """The embedded model in fp32, and how many steps each figure is the median of."""
+class LateQ:
+    """Attention that sends q only when k and v are ready."""
 
-    runtime: Runtime
-    clock: Clock
-    num_steps: int
+    is_remote = True
 
-    @property
-    def num_layers(self) -> int:
-        return self.runtime.spec.num_layers
+    def __init__(self, attention: PlannedAttention) -> None:
+        self._attention = attention
 
-    def step_s(self, costs: Costs, *, q_first: bool, stagger: MicrobatchPolicy) -> float:
-        """A step that decodes ROWS sequences; the median of the last steps."""
-        runtime, clock = self.runtime, self.clock
-        model = load_model(
-            EngineConfig().model_path,
-            dtype=torch.float32,
-            backend=get_backend("cpu"),
-            q_first=q_first,
-        )
-        slow_down(model, costs, clock)
-        node = TimedNode(runtime.attention, costs, clock)
-        runner = ModelRunner(model, runtime.kv, node, stagger=stagger, clock=clock.now)
-        scheduler = Scheduler(SchedulerLimits(ROWS, 8 * ROWS, 8), runtime.kv)
-        num_steps = self.num_steps if isinstance(stagger, Fixed) else 20 + self.num_steps
-        params = SamplingParams(max_tokens=num_steps + 1, temperature=0.0, seed=0, ignore_eos=True)
-        for number in range(ROWS):
-            request = Request(str(number), None, (3, 4, 5 + number), params, 0.0)
-            scheduler.add(make_sequences(request, frozenset())[0])
-        times: list[float] = []
-        while (plan := scheduler.schedule(0.0)) is not None:
-            began = clock.now()
-            result = runner.run(plan, lambda: None)
-            if plan.num_decodes == ROWS:
-                times.append(clock.now() - began)
-            scheduler.update(plan, result.tokens)
-        runtime.kv.close_all()
-        return statistics.median(times[-self.num_steps :])
+    def plan(self, step: AttentionStep) -> Attention:
+        return _LatePlan(self._attention.plan(step))
+
+
+class _LatePlan:
+    def __init__(self, plan: Attention) -> None:
+        self._plan = plan
+
+    def begin(self, layer: int, q: Any) -> Ticket:
+        return Ticket(layer, q)
+
+    def finish(self, ticket: Ticket, k: Any, v: Any, rotation: Rotation | None) -> Pending:
+        return self._plan.finish(self._plan.begin(*ticket), k, v, rotation)
+
+
+def answer_tokens(count: int, context: int, num_steps: int) -> int:
+    """Returns how long answers have to be so that the first sequence still decodes when the last
+    prompt has been read, and for num_steps steps after that."""
+    return 2 + num_steps + count * context // (_STEP_ROWS - count)
+
+
+def step_times(
+    runtime: Runtime,
+    runners: Mapping[str, tuple[ModelRunner, int]],
+    count: int,
+    context: int,
+    num_steps: int,
+    now: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
+    """Returns the median seconds of a step that decodes `count` sequences after `context` tokens.
+
+    runners: by mode, with the number of steps that precede its num_steps timed ones.
+    """
+    left = {mode: num_steps + first for mode, (_, first) in runners.items()}
+    scheduler = Scheduler(SchedulerLimits(count, _STEP_ROWS, _STEP_ROWS), runtime.kv)
+    answer = answer_tokens(count, context, sum(left.values()))
+    params = SamplingParams(max_tokens=answer, temperature=0.0, seed=0, ignore_eos=True)
+    for number in range(count):
+        prompt = tuple((7 * number + 3 * i) % 900 + 300 for i in range(context))
+        request = Request(str(number), None, prompt, params, 0.0)
+        scheduler.add(make_sequences(request, frozenset())[0])
+    times: dict[str, list[float]] = {mode: [] for mode in runners}
+    while any(left.values()):
+        plan = scheduler.schedule(0.0)
+        assert plan is not None, "answers are long enough"
+        if plan.num_decodes != count:
+            runtime.kv.commit([s.kv_range for s in plan.sequences if s.kv_range is not None])
+            scheduler.update(plan, [0] * sum(plan.samples))
+            continue
+        mode = max(left, key=left.__getitem__)
+        began = now()
+        result = runners[mode][0].run(plan, lambda: None)
+        times[mode].append(now() - began)
+        left[mode] -= 1
+        scheduler.update(plan, result.tokens)
+    for sequence in list(scheduler.running):
+        assert sequence.kv_range is not None
+        runtime.kv.close(sequence.kv_range)
+    return {mode: statistics.median(found[-num_steps:]) for mode, found in times.items()}
+
+
+# ---- injected costs
 
 
 @dataclass(frozen=True, slots=True)
-class EarlyQ:
-    """Seconds a step. saved_s beside predicted_s, by the formula."""
+class InjectedResult:
+    """Seconds a step, by mode: late_s, early_s, two_s (two micro-batches), learned_s (as the
+    engine learns to split). ideal_s is two_s where only the injected costs take time;
+    predicted_s is what early q saves by the formula."""
 
     costs: Costs
+    predicted_s: float
+    ideal_s: float
     late_s: float
     early_s: float
-    saved_s: float
-    predicted_s: float
-
-    @property
-    def error(self) -> float:
-        return self.saved_s / self.predicted_s - 1
-
-
-def early_q(bench: Bench, cases: Iterable[Costs]) -> list[EarlyQ]:
-    found = []
-    spec = bench.runtime.spec
-    num_bytes = 4 * ROWS * spec.num_heads * spec.head_dim
-    for costs in cases:
-        late, early = (
-            bench.step_s(costs, q_first=q_first, stagger=Fixed(False)) for q_first in (False, True)
-        )
-        round_trip = 2 * (costs.delay_s + num_bytes / costs.bytes_per_s) + costs.past_s
-        predicted = bench.num_layers * min(costs.kv_s, round_trip)
-        found.append(EarlyQ(costs, late, early, late - early, predicted))
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class TwoBatches:
-    """Seconds a step with one batch, with two, with two if only the costs took time, and as the
-    engine learns to do it."""
-
-    costs: Costs
-    one_s: float
     two_s: float
-    ideal_s: float
     learned_s: float
 
     @property
+    def saved_s(self) -> float:
+        return self.late_s - self.early_s
+
+    @property
+    def error(self) -> float:
+        """By how much the saving differs from the formula, relative."""
+        return self.saved_s / self.predicted_s - 1
+
+    @property
     def speedup(self) -> float:
-        return self.one_s / self.two_s
-
-
-def two_batches(bench: Bench, cases: Iterable[Costs]) -> list[TwoBatches]:
-    ideal = replace(bench, clock=VirtualClock(), num_steps=1)
-    found = []
-    for costs in cases:
-        one, two = (
-            bench.step_s(costs, q_first=True, stagger=Fixed(is_split)) for is_split in (False, True)
-        )
-        ideal_s = ideal.step_s(costs, q_first=True, stagger=Fixed(True))
-        learned = bench.step_s(costs, q_first=True, stagger=StaggerChoice())
-        found.append(TwoBatches(costs, one, two, ideal_s, learned))
-    return found
+        """Of two micro-batches over one."""
+        return self.early_s / self.two_s
 
 
 EARLY_Q = [
@@ -181,61 +202,137 @@ TWO_BATCHES = [
 ]
 
 
-def measure(
-    clock: Clock, num_steps: int, early: Iterable[Costs], two: Iterable[Costs]
-) -> tuple[list[EarlyQ], list[TwoBatches]]:
+def measure_injected(clock: Clock, num_steps: int, cases: Iterable[Costs]) -> list[InjectedResult]:
+    """Measures the embedded model in fp32 with ROWS sequences, each figure from num_steps steps."""
     runtime = load_runtime(
         EngineConfig(
             dtype="float32",
-            compute_threads=1,  # who sleeps between products wakes a team each time
+            compute_threads=1,  # a thread that sleeps between products would wake a team each time
             max_num_seqs=ROWS,
             kv_cache_bytes=64 << 20,
         )
     )
-    memory = runtime.memory
+    memory, spec = runtime.memory, runtime.spec
+    num_bytes = 4 * ROWS * spec.num_heads * spec.head_dim
+    found = []
     try:
-        bench = Bench(runtime, clock, num_steps)
-        return early_q(bench, early), two_batches(bench, two)
+        for costs in cases:
+            times = _injected_times(runtime, costs, clock, num_steps)
+            ideal = _injected_times(runtime, costs, VirtualClock(), 1)
+            round_trip = 2 * (costs.delay_s + num_bytes / costs.bytes_per_s) + costs.past_s
+            predicted = spec.num_layers * min(costs.kv_s, round_trip)
+            found.append(InjectedResult(costs, predicted, ideal["two_s"], **times))
+        return found
     finally:
-        del runtime, bench
+        runtime.kv.close_all()
+        del runtime
         memory.close()
 
 
-def report(early: list[EarlyQ], two: list[TwoBatches]) -> None:
-    table = Table(
-        *("k, v ms", "past ms", "delay ms", "MB/s", "late q ms", "early q ms"),
-        *("saved ms", "predicted", "off by"),
-        title=f"Early q: a step of {ROWS} rows",
+def _injected_times(
+    runtime: Runtime, costs: Costs, clock: Clock, num_steps: int
+) -> dict[str, float]:
+    model = load_model(
+        EngineConfig().model_path, dtype=torch.float32, backend=get_backend("cpu"), q_first=True
     )
-    for row in early:
+    slow_down(model, costs, clock)
+
+    def runner(policy: Any, *, is_late: bool = False) -> ModelRunner:
+        node = TimedNode(runtime.attention, costs, clock)
+        attention = LateQ(node) if is_late else node
+        return ModelRunner(model, runtime.kv, attention, stagger=policy, clock=clock.now)
+
+    runners = {
+        "late_s": (runner(FixedMode(False), is_late=True), 0),
+        "early_s": (runner(FixedMode(False)), 0),
+        "two_s": (runner(FixedMode(True)), 0),
+        "learned_s": (runner(StaggerChoice()), _LEARNING_STEPS),
+    }
+    return step_times(runtime, runners, ROWS, _PROMPT, num_steps, clock.now)
+
+
+def report(results: Iterable[InjectedResult]) -> None:
+    table = Table(
+        *("k, v", "products", "fixed", "past", "delay", "MB/s", "late q", "early q"),
+        *("saved", "predicted", "off by", "two batches", "ideal", "speedup", "learned"),
+        title=f"A step of {ROWS} rows at injected costs, milliseconds",
+        caption="fixed: share of the products' time whatever the rows. two batches: with early q",
+    )
+    for row in results:
         costs = row.costs
-        given = (costs.kv_s, costs.past_s, costs.delay_s)
+        times = (row.late_s, row.early_s, row.saved_s, row.predicted_s)
         table.add_row(
-            *(f"{1e3 * seconds:.1f}" for seconds in given),
+            *(f"{1e3 * seconds:.1f}" for seconds in (costs.kv_s, costs.model_s)),
+            f"{costs.fixed_share:.0%}",
+            *(f"{1e3 * seconds:.2f}" for seconds in (costs.past_s, costs.delay_s)),
             f"{costs.bytes_per_s / 1e6:,.0f}",
-            *(f"{1e3 * s:.2f}" for s in (row.late_s, row.early_s, row.saved_s, row.predicted_s)),
+            *(f"{1e3 * seconds:.2f}" for seconds in times),
             f"{row.error:+.1%}",
+            *(f"{1e3 * seconds:.2f}" for seconds in (row.two_s, row.ideal_s)),
+            f"{row.speedup:.2f}x",
+            f"{1e3 * row.learned_s:.2f}",
         )
     console = Console()
-    console.width = max(console.width, 110)
+    console.width = max(console.width, 140)
     console.print(table)
+
+
+# ---- a real node
+
+
+def measure_overlap(folder: Path, is_quick: bool) -> tuple[Table, dict[str, Any]]:
+    """Returns the milliseconds of a decode step in each mode over one node, and their table."""
+    full = [(16, 512), (16, 2048), (64, 4096)]
+    shape, cases = ("tiny", [(8, 64)]) if is_quick else ("llama-1b", full)
+    num_steps = 4 if is_quick else 12
+    model = str(random_checkpoint(shape))
     table = Table(
-        *("products ms", "fixed share", "past ms", "delay ms", "one batch ms", "two ms"),
-        *("ideal", "speedup", "learned ms"),
-        title=f"Two batches in flight: a step of {ROWS} rows",
+        "sequences", "context", "late q ms", "early q ms", "saved", "two batches ms", "speedup"
     )
-    for other in two:
-        costs = other.costs
-        table.add_row(
-            f"{1e3 * costs.model_s:.1f}",
-            f"{costs.fixed_share:.0%}",
-            f"{1e3 * costs.past_s:.1f}",
-            f"{1e3 * costs.delay_s:.2f}",
-            *(f"{1e3 * seconds:.2f}" for seconds in (other.one_s, other.two_s, other.ideal_s)),
-            f"{other.speedup:.2f}x",
-            f"{1e3 * other.learned_s:.2f}",
+    table.title = f"decode steps over one node (shm), a thread each, {shape}"
+    table.caption = "medians of steps in turn; two batches beside early q"
+    found: dict[str, Any] = {}
+    for count, context in cases:
+        with memory_nodes(1, folder, capacity="6G") as urls:
+            times = _node_times(model, urls, folder, count, context, num_steps)
+        late, early, two = (1e3 * times[mode] for mode in ("late", "early", "two"))
+        found[f"{count} x {context}"] = {"late": late, "early": early, "two": two}
+        cells = (f"{late:.1f}", f"{early:.1f}", f"{1 - early / late:.1%}", f"{two:.1f}")
+        table.add_row(str(count), str(context), *cells, f"{early / two:.2f}x")
+    return table, found
+
+
+def _node_times(
+    model: str, urls: list[str], folder: Path, count: int, context: int, num_steps: int
+) -> dict[str, float]:
+    runtime = load_runtime(
+        EngineConfig(
+            model=model,
+            memory_nodes=tuple(urls),
+            memory_node_key_file=folder / "key",
+            compute_threads=1,
+            max_num_seqs=count,
+            max_model_len=context + answer_tokens(count, context, 3 * num_steps),
         )
-    console.print(table)
+    )
+    memory, remote = runtime.memory, runtime.attention
+    try:
+        runners = {
+            mode: (
+                ModelRunner(runtime.model, runtime.kv, attention, stagger=FixedMode(is_split)),
+                0,
+            )
+            for mode, attention, is_split in (
+                ("late", LateQ(remote), False),
+                ("early", remote, False),
+                ("two", remote, True),
+            )
+        }
+        return step_times(runtime, runners, count, context, num_steps)
+    finally:
+        runtime.kv.close_all()
+        del runtime, remote
+        memory.close()
 
 
 def main() -> None:
@@ -247,16 +344,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="each figure is the median of these")
     parser.add_argument("--quick", action="store_true", help="few cases and steps, for tests")
     args = parser.parse_args()
-    early, two = EARLY_Q, TWO_BATCHES
-    if args.quick:
-        early, two = EARLY_Q[1:2], TWO_BATCHES[2:3]
-    found = measure(RealClock(), 5 if args.quick else args.steps, early, two)
-    report(*found)
-    result: dict[str, Any] = {
-        "early_q": [asdict(row) | {"error": row.error} for row in found[0]],
-        "two_batches": [asdict(row) | {"speedup": row.speedup} for row in found[1]],
-    }
-    print(json.dumps(result))
+    cases = [EARLY_Q[1], TWO_BATCHES[2]] if args.quick else [*EARLY_Q, *TWO_BATCHES]
+    found = measure_injected(RealClock(), 5 if args.quick else args.steps, cases)
+    report(found)
+    print(json.dumps([asdict(row) | {"error": row.error, "speedup": row.speedup} for row in found]))
 
 
 if __name__ == "__main__":
