@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from serve.engine.counters import PoolCounters, RequestCounters
 from serve.engine.step_executor import StepExecutor
@@ -14,6 +14,16 @@ from serve.structured.masks import MaskMaker
 
 if TYPE_CHECKING:
     from serve.structured.compiler import GrammarCache
+
+
+class SequenceView(NamedTuple):
+    """The sizes of a running sequence. key: the same object in each view of the same sequence."""
+
+    key: object
+    num_pages: int
+    num_tokens: int
+    num_prompt_tokens: int
+    num_computed_tokens: int
 
 
 class CoreView:
@@ -38,9 +48,10 @@ class CoreView:
         self._output = output
         self._masks = masks
 
-    def sequences(self) -> list[Sequence]:
-        """Those that run."""
-        return list(self._scheduler.running)
+    def sequences(self, max_sequences: int) -> list[SequenceView]:
+        """Returns the first max_sequences of the running sequences, the oldest first."""
+        running = self._scheduler.running[:max_sequences]
+        return [_view_of(sequence) for sequence in running]
 
     @property
     def grammars(self) -> GrammarCache | None:
@@ -55,3 +66,15 @@ class CoreView:
             "compute": (self._num_messages(), self.steps.seconds.sum),
             "output": (self._output.num_waiting, self._output.busy_s),
         }
+
+
+def _view_of(sequence: Sequence) -> SequenceView:
+    target = sequence.kv_range  # the compute thread may take it away
+    pages = 0 if target is None else sum(len(p.pages) - p.num_passed for p in target.parts)
+    return SequenceView(
+        sequence,
+        pages,
+        sequence.num_tokens,
+        sequence.num_prompt_tokens,
+        sequence.num_computed_tokens,
+    )

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from serve.config import EngineConfig
+from serve.engine.call_policy import CallPolicy
 from serve.engine.chat_prompt import encode_chat, make_chat_format, make_chat_template
 from serve.engine.loader import LoadedEngine, load_engine
 from serve.engine.outputs import (
@@ -168,13 +169,13 @@ class Engine:
         *,
         request_id: str | None = None,
         client: str | None = None,
-        arrived_s: float | None = None,
+        policy: CallPolicy | None = None,
     ) -> RequestStream:
         """Queue a prompt. Raises OverloadedError or EngineStoppedError at once; what is wrong
         with the prompt itself is raised by the stream. client: any name of who or which
-        application asks; lengths of answers are predicted per client. arrived_s: on the
-        monotonic clock, if it was before now."""
-        return self._submit(prompt, params, request_id, client, arrived_s)
+        application asks; lengths of answers are predicted per client. policy: the limits of the
+        API call that the request belongs to."""
+        return self._submit(prompt, params, request_id, client, policy)
 
     def submit_chat(
         self,
@@ -183,7 +184,7 @@ class Engine:
         *,
         request_id: str | None = None,
         client: str | None = None,
-        arrived_s: float | None = None,
+        policy: CallPolicy | None = None,
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
@@ -209,7 +210,7 @@ class Engine:
                 continue_final_message=continue_final_message,
             )
 
-        return self._submit(encode, params, request_id, client, arrived_s)
+        return self._submit(encode, params, request_id, client, policy)
 
     def _submit(
         self,
@@ -217,16 +218,22 @@ class Engine:
         params: SamplingParams | PoolingParams,
         request_id: str | None,
         client: str | None,
-        arrived_s: float | None,
+        policy: CallPolicy | None,
     ) -> RequestStream:
         loaded, hub = self.loaded, self._hub
         assert hub is not None
         if self._is_draining:
             raise EngineStoppedError("the engine is shutting down")
+        arrived_s = None
+        if policy is not None:
+            params, client = policy.allowed(params), policy.client(client)
+            arrived_s = policy.arrived_s
         stream = RequestStream(hub, params.n)
         core = loaded.core
         state = core.submit(prompt, params, stream.sink, request_id, client, arrived_s)
         stream.attach(core, state)
+        if policy is not None:
+            policy.submitted(stream)
         return stream
 
     async def stream(self, prompt: Prompt, params: SamplingParams) -> AsyncIterator[TokenDelta]:
@@ -269,10 +276,10 @@ class Engine:
         *,
         request_id: str | None = None,
         client: str | None = None,
-        arrived_s: float | None = None,
+        policy: CallPolicy | None = None,
     ) -> RequestStream:
         """Queue a prompt as `submit` does; its one delta has the embedding."""
-        return self._submit(prompt, params or PoolingParams(), request_id, client, arrived_s)
+        return self._submit(prompt, params or PoolingParams(), request_id, client, policy)
 
     async def collect(self, stream: RequestStream) -> RequestOutput:
         """Everything a stream has to give; cancelling aborts the request."""

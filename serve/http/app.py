@@ -15,13 +15,13 @@ from urllib.parse import unquote
 
 from aiohttp import web
 
-from serve.http.calls.call_engine import CallEngine
 from serve.http.calls.context import ApiContext, Call, ErrorShape, Handler, Route, ServerState
+from serve.http.calls.key_policy import KeyPolicy
 from serve.http.edge import limits
-from serve.http.edge.access import HostCheck, authenticate
+from serve.http.edge.access import HostCheck, authenticate, timeout_of
 from serve.http.edge.body import check_framing
 from serve.http.edge.cors import Cors
-from serve.http.edge.deadline import timeout_of
+from serve.http.edge.counters import CLIENT_LEFT
 from serve.http.edge.errors import (
     ApiError,
     common_headers,
@@ -32,8 +32,7 @@ from serve.http.edge.errors import (
     quoted,
     to_api_error,
 )
-from serve.http.edge.keys import ApiKey, KeyRing
-from serve.http.edge.meter import CLIENT_LEFT
+from serve.http.edge.keys import KeyRing
 from serve.http.edge.quota import Quotas
 from serve.http.edge.settings import HttpSettings
 from serve.http.monitoring.access_log import CLIENT_REQUEST_ID, AccessLog
@@ -83,7 +82,7 @@ class HttpApp:
     @property
     def is_computing(self) -> bool:
         """The engine has something to do for somebody."""
-        return any(engine.is_computing for engine in self.context.calls)
+        return any(policy.is_computing for policy in self.context.calls)
 
     async def handle(
         self, request: web.BaseRequest, refusal: ApiError | None = None
@@ -110,11 +109,11 @@ class HttpApp:
         client_id = request.headers.get("X-Request-Id")
         if client_id is not None and _REQUEST_ID.fullmatch(client_id):
             headers[CLIENT_REQUEST_ID] = client_id
-        return Call(request, new_request_id(), self._engine_of(None, 0.0), headers=headers)
+        return Call(request, new_request_id(), self.context.engine, KeyPolicy(), headers=headers)
 
     def _end(self, call: Call, status: int) -> None:
         path = "" if call.route is None else call.route.path
-        self.context.meter.answered(path, call.request.method, status)
+        self.context.counters.answered(path, call.request.method, status)
         self._access_log.answered(call, status)
         if self._tracer is not None:
             self._tracer.answered(call, status)
@@ -143,7 +142,7 @@ class HttpApp:
             error = to_api_error(exc, call.request_id)
             error.closes |= refusal is not None
             call.error_code = error.code
-            self.context.meter.refuse(error.code)
+            self.context.counters.refuse(error.code)
             response = shape(error, call.request_id)
             response.headers.update(call.headers)
         call.response = response
@@ -158,8 +157,8 @@ class HttpApp:
             raise refusal
         key = authenticate(request, self._keys) if self._keys.num_keys else None
         handler = _handler(route, request)
-        call.key = key
-        call.engine = self._engine_of(key, call.arrived_s)
+        share = self.context.settings.share_prefixes
+        call.policy = KeyPolicy(key, share_prefixes=share, arrived_s=call.arrived_s)
         with self._place(call):
             return await self._run(handler, call)
 
@@ -175,32 +174,27 @@ class HttpApp:
             await self._send_whole(call.request, response)
         return response
 
-    def _engine_of(self, key: ApiKey | None, arrived_s: float) -> CallEngine:
-        context = self.context
-        share = context.settings.share_prefixes
-        return CallEngine(context.engine, key, share_prefixes=share, arrived_s=arrived_s)
-
     @contextmanager
     def _place(self, call: Call) -> Iterator[None]:
         """Of the calls that are answered at once, and of those of its key; until its time is over.
         ApiError 429."""
-        context, key, engine = self.context, call.key, call.engine
+        context, key, policy = self.context, call.key, call.policy
         seconds = timeout_of(call.request, context.settings.request_timeout_s)
         if len(context.calls) >= context.settings.max_calls:
             raise overloaded("the server has too many requests")
         is_counted = key is not None and call.request.method not in ("GET", "HEAD")
         if key is not None and is_counted:
             self.quotas.enter(key)
-        context.calls.add(engine)
+        context.calls.add(policy)
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(seconds, engine.expire, generation_timeout(seconds))
+        timer = loop.call_later(seconds, policy.expire, generation_timeout(seconds))
         try:
             yield
         finally:
             timer.cancel()
-            context.calls.discard(engine)
+            context.calls.discard(policy)
             if key is not None and is_counted:
-                usage = engine.usage()
+                usage = policy.usage()
                 tokens = sum(m.num_prompt_tokens + m.num_output_tokens for m in usage)
                 self.quotas.leave(key, tokens)
 

@@ -1,32 +1,32 @@
-"""The endpoints, a file each: a function from the context to its routes."""
+"""The table of endpoints. Each function takes the context and returns the routes of an endpoint."""
 
 from __future__ import annotations
 
-from serve.http.anthropic import endpoint as messages
+from serve.http.anthropic.endpoint import messages_routes
 from serve.http.calls.context import ApiContext, Route
-from serve.http.monitoring import health
-from serve.http.monitoring import openapi_endpoint as openapi
-from serve.http.monitoring import page_endpoint as page
-from serve.http.openai import chat_endpoint as chat
-from serve.http.openai import completions_endpoint as completions
-from serve.http.openai import embeddings_endpoint as embeddings
-from serve.http.openai import models_endpoint as models
-from serve.http.openai import tokenize_endpoint as tokenize
-from serve.http.responses import endpoint as responses
+from serve.http.monitoring.health import health_routes
+from serve.http.monitoring.openapi_endpoint import openapi_routes
+from serve.http.monitoring.page_endpoint import page_routes
+from serve.http.openai.chat_endpoint import chat_routes
+from serve.http.openai.completions_endpoint import completion_routes
+from serve.http.openai.embeddings_endpoint import embedding_routes
+from serve.http.openai.models_endpoint import model_routes
+from serve.http.openai.tokenize_endpoint import tokenize_routes
+from serve.http.responses.endpoint import response_routes
 
 ENDPOINTS = (
-    health.routes,
-    models.routes,
-    completions.routes,
-    chat.routes,
-    responses.routes,
-    messages.routes,
-    embeddings.routes,
-    tokenize.routes,
-    page.routes,
+    health_routes,
+    model_routes,
+    completion_routes,
+    chat_routes,
+    response_routes,
+    messages_routes,
+    embedding_routes,
+    tokenize_routes,
+    page_routes,
 )
 
 
 def all_routes(context: ApiContext) -> list[Route]:
-    found = [route for routes in ENDPOINTS for route in routes(context)]
-    return [*found, *openapi.routes(context, found)]
+    routes = [route for endpoint in ENDPOINTS for route in endpoint(context)]
+    return [*routes, *openapi_routes(context, routes)]

@@ -88,7 +88,7 @@ class HttpServer:
         for listening in self._listener.sockets:
             notice_dead_peers(listening, self.settings.write_timeout_s)
         self._port = self._listener.sockets[0].getsockname()[1]
-        self.app.context.meter.start(lambda: connections.num_connections)
+        self.app.context.counters.start(lambda: connections.num_connections)
         if self.metrics is not None:
             await self.metrics.start()
 
@@ -143,7 +143,7 @@ class HttpServer:
     async def stop(self) -> None:
         """Aborts what still runs, lets the answers out, closes the listener."""
         self.app.state = ServerState.DRAINING
-        self.app.context.meter.stop()
+        self.app.context.counters.stop()
         await self._engine.shutdown(drain_s=0.0)
         if self.metrics is not None:
             await self.metrics.stop()

@@ -11,12 +11,12 @@ from serve.http.anthropic import description
 from serve.http.anthropic.errors import anthropic_error
 from serve.http.anthropic.request import MessagesCall, parse_count_call, parse_messages_call
 from serve.http.anthropic.writer import MessageWriter
+from serve.http.calls.answer_head import event_stream
 from serve.http.calls.chat_answer import write_stream, write_whole
 from serve.http.calls.chat_run import ChatRun
 from serve.http.calls.context import ApiContext, Call, Route
-from serve.http.calls.renamed import parameters_named
+from serve.http.calls.generation import parameters_named
 from serve.http.edge.errors import json_response
-from serve.http.openai.answer import event_stream
 from serve.sampling_params import SamplingParams
 
 # SamplingParams' and the engine's names, in this API's.
@@ -28,7 +28,7 @@ NAMES = {
 }
 
 
-def routes(context: ApiContext) -> list[Route]:
+def messages_routes(context: ApiContext) -> list[Route]:
     async def create(call: Call) -> web.StreamResponse:
         call.headers["request-id"] = call.request_id
         parse = partial(parse_messages_call, defaults=call.engine.generation_defaults)
@@ -39,7 +39,7 @@ def routes(context: ApiContext) -> list[Route]:
         call.headers["request-id"] = call.request_id
         asked = await context.read(call, parse_count_call)
         chat = replace(asked.chat, params=SamplingParams(max_tokens=0))  # rendered, never scheduled
-        with parameters_named(NAMES), ChatRun(call.engine, chat, call.request_id) as run:
+        with parameters_named(NAMES), ChatRun(call, chat) as run:
             await run.accepted()
             return json_response({"input_tokens": run.prompt_tokens}, call.request_id)
 
@@ -62,7 +62,7 @@ def routes(context: ApiContext) -> list[Route]:
 async def _answer(context: ApiContext, call: Call, asked: MessagesCall) -> web.StreamResponse:
     with (
         parameters_named(NAMES),
-        ChatRun(call.engine, asked.chat, call.request_id) as run,
+        ChatRun(call, asked.chat) as run,
     ):
         await run.accepted()
         writer = MessageWriter(

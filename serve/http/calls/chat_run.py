@@ -9,9 +9,8 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from serve.errors import RequestError
-from serve.http.calls.call_engine import CallEngine
-from serve.http.calls.generation import Generation
-from serve.http.calls.renamed import parameters_named
+from serve.http.calls.context import Call
+from serve.http.calls.generation import Generation, parameters_named
 from serve.request import FinishReason, TokenDelta
 from serve.sampling_params import SamplingParams
 from serve.structured_output import StructuredOutput
@@ -63,10 +62,10 @@ class ChatRun:
     """The engine's work on one ChatRequest. Use it in a `with` block: leaving it aborts whatever
     still runs. reasoning_tokens: of all choices up to now."""
 
-    def __init__(self, engine: CallEngine, asked: ChatRequest, request_id: str) -> None:
+    def __init__(self, call: Call, asked: ChatRequest) -> None:
         """Submits it. OverloadedError, EngineStoppedError; RequestError for tools or a template
         that the model cannot do."""
-        self._engine = engine
+        engine = self._engine = call.engine
         self._asked = asked
         self._format = engine.chat_format
         self._uses_tools = bool(asked.tools) and asked.tool_choice != "none"
@@ -82,11 +81,14 @@ class ChatRun:
             structured is None or structured.kind != "grammar"
         )
         self._drops_parts = not (asked.include_reasoning and asked.parallel_tool_calls)
+        params = self._params()
+        engine.check_room(params)
         self._stream = engine.submit_chat(
             asked.messages,
-            self._params(),
-            request_id=request_id,
+            params,
+            request_id=call.request_id,
             client=asked.client,
+            policy=call.policy,
             tools=asked.tools if self._uses_tools else None,
             template_kwargs=asked.template_kwargs,
             add_generation_prompt=asked.add_generation_prompt,

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from aiohttp import web
 
 from serve import __version__
-from serve.http.calls.call_engine import CallEngine
+from serve.http.calls.key_policy import KeyPolicy
 from serve.http.edge.body import Bodies, read_call
+from serve.http.edge.counters import HttpCounters
 from serve.http.edge.errors import (
     MAX_QUOTED,
     ApiError,
@@ -26,7 +27,6 @@ from serve.http.edge.errors import (
     quoted,
 )
 from serve.http.edge.keys import ApiKey
-from serve.http.edge.meter import HttpMeter
 from serve.http.edge.settings import HttpSettings
 from serve.http.schema.describe import Operation
 from serve.http.schema.fields import MAX_LISTED, Unknown
@@ -62,22 +62,27 @@ class ServerState(Enum):
 class Call:
     """One HTTP request on its way.
 
-    engine: whatever is submitted goes through it, since it keeps what the key allows. argument:
-    what stands for `{...}` in the route's path. key: None where none is asked for. headers: of
-    the answer, beside the common ones. arrived_s: when its head was there, on the monotonic clock.
-    error_code: of the error it was answered with.
+    policy: what the call's key allows; every request that goes to the engine carries it.
+    argument: the part of the path that stands for `{...}` in the route's path. headers: headers of
+    the answer, beside the common ones. arrived_s: when the head had arrived, in seconds of the
+    monotonic clock. error_code: the code of the error that answered the call.
     """
 
     request: web.BaseRequest
     request_id: str
-    engine: CallEngine
+    engine: Engine
+    policy: KeyPolicy
     argument: str = ""
-    key: ApiKey | None = None
     headers: dict[str, str] = field(default_factory=dict)
     arrived_s: float = field(default_factory=time.monotonic)
     route: Route | None = None
     response: web.StreamResponse | None = None
     error_code: str | None = None
+
+    @property
+    def key(self) -> ApiKey | None:
+        """The key that the call has shown; None where the server asks for none."""
+        return self.policy.key
 
 
 Handler = Callable[[Call], Awaitable[web.StreamResponse]]
@@ -111,8 +116,8 @@ class ApiContext:
     settings: HttpSettings
     state: ServerState = ServerState.LOADING
     created: int = field(default_factory=lambda: int(time.time()))
-    meter: HttpMeter = field(default_factory=HttpMeter)
-    calls: set[CallEngine] = field(default_factory=set)
+    counters: HttpCounters = field(default_factory=HttpCounters)
+    calls: set[KeyPolicy] = field(default_factory=set)
     bodies: Bodies = field(default_factory=Bodies)
     logged_names: set[str] = field(default_factory=set)
     _fingerprint: str = ""

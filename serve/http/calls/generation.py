@@ -3,44 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from serve.engine.node_recovery import NO_MEMORY
 from serve.errors import GenerationError, MemoryLostError, RequestError
 from serve.http.edge import limits
 from serve.http.edge.errors import draining
-from serve.request import FinishReason, Request, TokenDelta
+from serve.request import FinishReason, Prompt, Request, TokenDelta
 from serve.structured.token_mask import REQUEST_FAULTS
 
 if TYPE_CHECKING:
     from serve.engine.engine import RequestStream
 
 CHOICES_IN_FLIGHT = 4
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerKind:
-    """What differs between chat and plain completions."""
-
-    id_prefix: str
-    object_name: str
-
-
-CHAT = AnswerKind("chatcmpl-", "chat.completion")
-COMPLETION = AnswerKind("cmpl-", "text_completion")
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerHead:
-    """The part of an answer known before any token."""
-
-    kind: AnswerKind
-    answer_id: str
-    created: int
-    model: str
-    fingerprint: str
+SUBMITTED_AT_ONCE = 8  # each takes some tenths of a millisecond
 
 
 class Generation:
@@ -146,3 +125,36 @@ def checked(delta: TokenDelta) -> TokenDelta:
     if delta.finish_reason is FinishReason.ABORT:
         raise draining()
     return delta
+
+
+async def submit_each(
+    prompts: Sequence[Prompt], request_id: str, submit: Callable[[Prompt, str], RequestStream]
+) -> list[RequestStream]:
+    """One engine request for each prompt, under names of their own; all or none, also if the
+    client leaves meanwhile. Others have their turn after every SUBMITTED_AT_ONCE."""
+    streams: list[RequestStream] = []
+    try:
+        for position, prompt in enumerate(prompts):
+            if position and position % SUBMITTED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            name = request_id if position == 0 else f"{request_id}-{position}"
+            streams.append(submit(prompt, name))
+    except BaseException:
+        for stream in streams:
+            stream.abort()
+        raise
+    return streams
+
+
+@contextmanager
+def parameters_named(names: Mapping[str, str]) -> Iterator[None]:
+    """Inside, a RequestError that names one of our parameters comes out with the API's name."""
+    try:
+        yield
+    except RequestError as exc:
+        ours = exc.param or ""
+        if ours not in names:
+            raise
+        theirs = names[ours]
+        message = re.sub(rf"(?<!the )\b{ours}\b", theirs, str(exc))  # "the prompt" is no name
+        raise RequestError(message, param=theirs, code=exc.code) from exc

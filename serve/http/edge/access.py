@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from aiohttp import hdrs, web
 
 from serve.http.edge.errors import ApiError
@@ -9,8 +11,10 @@ from serve.http.edge.keys import ApiKey, KeyRing
 from serve.http.edge.settings import HttpSettings
 
 API_KEY_HEADER = "x-api-key"
+TIMEOUT_HEADER = "X-Request-Timeout"
 ANY = "*"
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+_SECONDS = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,3})?")
 
 
 class HostCheck:
@@ -69,3 +73,19 @@ def _presented(request: web.BaseRequest) -> bytes:
         if scheme.lower() != "bearer":
             text = ""
     return text.strip(" ").encode("utf-8", "surrogateescape")
+
+
+def timeout_of(request: web.BaseRequest, most_s: float) -> float:
+    """Seconds; most_s without the header. ApiError 400 names the header."""
+    text = request.headers.get(TIMEOUT_HEADER)
+    if text is None:
+        return most_s
+    seconds = float(text) if _SECONDS.fullmatch(text) else 0.0
+    if not seconds or len(request.headers.getall(TIMEOUT_HEADER)) > 1:
+        raise ApiError(
+            400,
+            f"{TIMEOUT_HEADER} must be a positive number of seconds, such as 30 or 0.5",
+            param=TIMEOUT_HEADER,
+            code="invalid_value",
+        )
+    return min(seconds, most_s)

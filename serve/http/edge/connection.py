@@ -11,7 +11,9 @@ import ipaddress
 import logging
 import resource
 import socket
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,6 @@ from serve.http.edge.errors import (
     new_request_id,
     overloaded,
 )
-from serve.http.edge.log_limit import LimitedLog
 from serve.http.edge.settings import HttpSettings
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,36 @@ PIECE_BYTES = 16 << 10  # parsed at once
 CHUNK_OVERHEAD, SLOW_OVERHEAD = 8, 3
 CHUNK_PADDING_BYTES = 8 << 10
 PROBE_AFTER_S, PROBE_EVERY_S = 10, 5  # of silence
+LOG_INTERVAL_S = 10.0
+MAX_LOG_TEXTS = 64
 FILES_FOR_OTHERS = 32  # beside connections: checkpoints, spilled K/V, worker processes
+
+
+class LimitedLog:
+    """A warning of each text in LOG_INTERVAL_S; the next one says how many were left out."""
+
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger = logger
+        self._clock = clock
+        self._told: dict[str, tuple[float, int]] = {}
+
+    def warning(self, text: str, *values: object) -> None:
+        """text: a constant, with places for the values."""
+        now_s = self._clock()
+        told = self._told.get(text)
+        if told is not None and now_s - told[0] < LOG_INTERVAL_S:
+            self._told[text] = told[0], told[1] + 1
+            return
+        left_out = told[1] if told is not None else 0
+        if len(self._told) >= MAX_LOG_TEXTS:
+            self._told.clear()
+        self._told[text] = now_s, 0
+        if left_out:
+            self._logger.warning(f"{text} (and %d more times)", *values, left_out)
+        else:
+            self._logger.warning(text, *values)
+
+
 _warnings = LimitedLog(logger)
 
 

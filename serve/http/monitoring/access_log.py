@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from serve.http.edge.meter import METHODS
+from serve.http.edge.counters import METHODS
 
 if TYPE_CHECKING:
     from serve.http.calls.context import Call
@@ -49,7 +49,7 @@ def access_fields(call: Call, status: int) -> dict[str, Any]:
         fields["error"] = call.error_code
     if CLIENT_REQUEST_ID in call.headers:
         fields["client_id"] = call.headers[CLIENT_REQUEST_ID]
-    usage = call.engine.usage()
+    usage = call.policy.usage()
     if usage:
         first = [m.first_token_s - call.arrived_s for m in usage if m.first_token_s is not None]
         if first:

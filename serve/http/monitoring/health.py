@@ -14,7 +14,7 @@ LIVE = ("/health", "/health/live", "/ping")
 READY = ("/ready", "/health/ready")
 
 
-def routes(context: ApiContext) -> list[Route]:
+def health_routes(context: ApiContext) -> list[Route]:
     exposition = Exposition(context)
 
     async def health(call: Call) -> web.Response:

@@ -20,7 +20,6 @@ from serve.http.edge.sse import EventStream
 
 if TYPE_CHECKING:
     from serve.engine.engine import Engine
-    from serve.scheduler.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class Snapshots:
         self._trace = self._view.traces.watch(MAX_STEPS)
         self._began_s = self._last_s = time.monotonic()
         self._counts = self._read_counts()
-        self._numbers: dict[Sequence, int] = {}
+        self._numbers: dict[object, int] = {}
         self._num_seen = 0
 
     def close(self) -> None:
@@ -98,30 +97,17 @@ class Snapshots:
             found.append((took_ms, work.num_decodes, work.num_rows - work.num_decodes))
         return found[-MAX_STEPS:]
 
-    def _sequences(self) -> list[tuple[int, int, int, int, int]]:
-        """(number, pages, tokens, of those the prompt's, computed tokens), the oldest first."""
-        running = self._view.sequences()
-        numbers = self._numbers
-        self._numbers = {}
-        for sequence in running:
-            if (number := numbers.get(sequence)) is None:
+    def _sequences(self) -> list[list[int]]:
+        """Returns [number, pages, tokens, prompt tokens, computed tokens] per running sequence,
+        the oldest first."""
+        numbers, self._numbers = self._numbers, {}
+        listed = []
+        for key, *sizes in self._view.sequences(MAX_SEQUENCES):
+            if (number := numbers.get(key)) is None:
                 number = self._num_seen = self._num_seen + 1
-            self._numbers[sequence] = number
-        return [
-            (
-                self._numbers[sequence],
-                _num_pages(sequence),
-                sequence.num_tokens,
-                sequence.num_prompt_tokens,
-                sequence.num_computed_tokens,
-            )
-            for sequence in running[:MAX_SEQUENCES]
-        ]
-
-
-def _num_pages(sequence: Sequence) -> int:
-    target = sequence.kv_range  # the compute thread may take it away
-    return 0 if target is None else sum(len(p.pages) - p.num_passed for p in target.parts)
+            self._numbers[key] = number
+            listed.append([number, *sizes])
+        return listed
 
 
 class Watcher:
@@ -162,13 +148,13 @@ class LiveFeed:
 
     def _join(self, watcher: Watcher) -> None:
         self._watchers.add(watcher)
-        self._context.meter.num_watchers = len(self._watchers)
+        self._context.counters.num_watchers = len(self._watchers)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
 
     def _leave(self, watcher: Watcher) -> None:
         self._watchers.discard(watcher)
-        self._context.meter.num_watchers = len(self._watchers)
+        self._context.counters.num_watchers = len(self._watchers)
         if not self._watchers and self._task is not None:
             self._task.cancel()
             self._task = None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from serve.engine.counters import Histogram
 from serve.engine.stats import EngineStats
-from serve.http.edge.meter import HttpMeter
+from serve.http.edge.counters import HttpCounters
 
 if TYPE_CHECKING:
     from serve.engine.core_view import CoreView
@@ -23,7 +23,7 @@ class Reading:
 
     stats: EngineStats
     view: CoreView
-    http: HttpMeter
+    http: HttpCounters
     cache: dict[str, str]
 
 

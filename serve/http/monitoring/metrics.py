@@ -75,7 +75,7 @@ class Exposition:
             "cache_dtype": config.kv_dtype,
             "enable_prefix_caching": str(config.prefix_cache),
         }
-        return Reading(stats, engine.loaded.core.view, self._context.meter, cache)
+        return Reading(stats, engine.loaded.core.view, self._context.counters, cache)
 
 
 def _family(figure: Figure, name: str, labels: dict[str, str], reading: Reading) -> Metric:

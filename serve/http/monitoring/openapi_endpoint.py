@@ -15,7 +15,7 @@ from serve.http.openai.answer_schemas import VERSION_ANSWER
 from serve.http.schema.describe import Operation
 
 
-def routes(context: ApiContext, others: Sequence[Route]) -> list[Route]:
+def openapi_routes(context: ApiContext, others: Sequence[Route]) -> list[Route]:
     """others: the routes that are described beside these."""
 
     @cache

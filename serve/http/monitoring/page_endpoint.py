@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from aiohttp import hdrs, web
 
+from serve.http.calls.answer_head import event_stream
 from serve.http.calls.context import ApiContext, Call, Handler, Route
 from serve.http.edge.errors import common_headers
 from serve.http.monitoring.live import LiveFeed
 from serve.http.monitoring.page_files import PageFile, read_page
-from serve.http.openai.answer import event_stream
 from serve.http.schema.describe import Operation
 
 EVENTS_TYPE = "text/event-stream; charset=utf-8"
 
 
-def routes(context: ApiContext) -> list[Route]:
+def page_routes(context: ApiContext) -> list[Route]:
     feed = LiveFeed(context)
 
     async def live(call: Call) -> web.StreamResponse:

@@ -116,7 +116,7 @@ def _attributes(call: Call, status: int) -> dict[str, Any]:
         attributes["gen_ai.response.model"] = call.engine.model_name
         attributes["gen_ai.usage.input_tokens"] = fields["prompt_tokens"]
         attributes["gen_ai.usage.output_tokens"] = fields["completion_tokens"]
-        reasons = [reason for m in call.engine.usage() for reason in m.finish_reasons]
+        reasons = [reason for m in call.policy.usage() for reason in m.finish_reasons]
         attributes["gen_ai.response.finish_reasons"] = reasons[:128]
     if "ttft" in fields:
         attributes["gen_ai.server.time_to_first_token"] = fields["ttft"]

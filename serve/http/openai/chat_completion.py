@@ -9,16 +9,16 @@ from typing import Any
 import orjson
 
 from serve.errors import RequestError
+from serve.http.calls.answer_head import AnswerHead
 from serve.http.calls.chat_run import ChatRun, ChatStep
-from serve.http.calls.generation import AnswerHead
 from serve.http.edge.errors import ApiError
 from serve.http.edge.large_json import CHARS_PER_VALUE, drained, json_list
 from serve.http.edge.sse import DONE
 from serve.http.openai import shapes
 from serve.http.openai.completion_answer import FIELDS, MAX_PROMPT_LOGPROBS
 from serve.http.openai.requests import ChatCall
-from serve.http.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallStart
 from serve.request import TokenLogprobs
+from serve.text.chat_parser.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallStart
 
 
 @dataclass(slots=True)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from serve.http.calls.answer_head import CHAT, answer_head, event_stream
 from serve.http.calls.chat_answer import write_stream, write_whole
 from serve.http.calls.chat_run import ChatRun
 from serve.http.calls.context import ApiContext, Call, Route
-from serve.http.calls.generation import CHAT
-from serve.http.calls.renamed import parameters_named
+from serve.http.calls.generation import parameters_named
 from serve.http.edge.large_json import large_response
 from serve.http.openai import requests as schema
-from serve.http.openai.answer import answer_head, event_stream
 from serve.http.openai.answer_schemas import CHAT_ANSWER
 from serve.http.openai.chat_completion import ChatStream, WholeChat, check_size
 from serve.http.schema.describe import Operation
 
 
-def routes(context: ApiContext) -> list[Route]:
+def chat_routes(context: ApiContext) -> list[Route]:
     async def chat(call: Call) -> web.StreamResponse:
         defaults = context.engine.generation_defaults
         asked = await context.read(
@@ -34,7 +33,7 @@ def routes(context: ApiContext) -> list[Route]:
 async def _answer(context: ApiContext, call: Call, asked: schema.ChatCall) -> web.StreamResponse:
     with (
         parameters_named({"structured": asked.structured_name, "prompt": "messages"}),
-        ChatRun(call.engine, asked.chat, call.request_id) as run,
+        ChatRun(call, asked.chat) as run,
     ):
         await run.accepted()
         check_size(run, asked)

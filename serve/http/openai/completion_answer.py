@@ -12,7 +12,8 @@ import orjson
 from aiohttp import web
 
 from serve.errors import RequestError
-from serve.http.calls.generation import AnswerHead, Generation
+from serve.http.calls.answer_head import AnswerHead
+from serve.http.calls.generation import Generation
 from serve.http.edge.large_json import (
     CHARS_PER_VALUE,
     INLINE_VALUES,

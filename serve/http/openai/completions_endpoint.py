@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from serve.http.calls.answer_head import COMPLETION, answer_head, event_stream
 from serve.http.calls.context import ApiContext, Call, Route
-from serve.http.calls.submitting import submit_each
+from serve.http.calls.generation import Generation, parameters_named, submit_each
 from serve.http.openai import requests as schema
-from serve.http.openai.answer import answer_completion
 from serve.http.openai.answer_schemas import COMPLETION_ANSWER
+from serve.http.openai.completion_answer import CompletionStream, Wording, check_size, whole_answer
 from serve.http.schema.describe import Operation
 from serve.request import Prompt
 
@@ -19,20 +19,13 @@ if TYPE_CHECKING:
     from serve.engine.engine import RequestStream
 
 
-def routes(context: ApiContext) -> list[Route]:
+def completion_routes(context: ApiContext) -> list[Route]:
     async def completions(call: Call) -> web.StreamResponse:
         defaults = context.engine.generation_defaults
         asked = await context.read(
             call, lambda body, unknown: schema.parse_completion(body, defaults, unknown)
         )
-
-        def submit(prompt: Prompt, name: str) -> RequestStream:
-            return call.engine.submit(prompt, asked.params, request_id=name, client=asked.client)
-
-        def submit_all() -> Awaitable[list[RequestStream]]:
-            return submit_each(asked.prompts, call.request_id, submit)
-
-        return await answer_completion(context, call, submit_all, asked)
+        return await _answer(context, call, asked)
 
     described = Operation(
         "The continuation of one or many prompts",
@@ -41,3 +34,25 @@ def routes(context: ApiContext) -> list[Route]:
         streams=True,
     )
     return [Route("/v1/completions", {"POST": completions}, describe={"POST": described})]
+
+
+async def _answer(
+    context: ApiContext, call: Call, asked: schema.CompletionCall
+) -> web.StreamResponse:
+    def submit(prompt: Prompt, name: str) -> RequestStream:
+        return call.engine.submit(
+            prompt, asked.params, request_id=name, client=asked.client, policy=call.policy
+        )
+
+    head = answer_head(context, call, COMPLETION)
+    with parameters_named({"structured": asked.structured_name}):
+        call.engine.check_room(asked.params)
+        streams = await submit_each(asked.prompts, call.request_id, submit)
+        with Generation(streams, asked.params.n) as generation:
+            await generation.accepted()
+            check_size(asked, generation)
+            wording = Wording(asked, generation, context.engine.tokenizer)
+            if asked.stream:
+                stream = CompletionStream(generation, head, wording)
+                return await stream.run(event_stream(context, call))
+            return await whole_answer(generation, head, wording, call.request_id)

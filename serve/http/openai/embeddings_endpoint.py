@@ -13,8 +13,7 @@ from aiohttp import web
 
 from serve.engine.outputs import EmbeddingOutput, embedding_output
 from serve.http.calls.context import ApiContext, Call, Route
-from serve.http.calls.generation import checked
-from serve.http.calls.renamed import parameters_named
+from serve.http.calls.generation import checked, parameters_named, submit_each
 from serve.http.calls.sampling_fields import (
     CLIENT_FIELDS,
     IGNORED_FIELDS,
@@ -23,7 +22,6 @@ from serve.http.calls.sampling_fields import (
     SAMPLING_FIELDS,
     client_name,
 )
-from serve.http.calls.submitting import submit_each
 from serve.http.edge.errors import JSON_TYPE, common_headers
 from serve.http.edge.large_json import json_list
 from serve.http.openai.answer_schemas import EMBEDDINGS_ANSWER
@@ -86,7 +84,7 @@ def parse_embeddings(body: Mapping[str, Any], unknown: Unknown) -> EmbeddingCall
     )
 
 
-def routes(context: ApiContext) -> list[Route]:
+def embedding_routes(context: ApiContext) -> list[Route]:
     async def embeddings(call: Call) -> web.Response:
         asked = await context.read(call, parse_embeddings)
         with parameters_named({"prompt": "input"}):
@@ -108,7 +106,7 @@ async def _embed(call: Call, asked: EmbeddingCall) -> list[EmbeddingOutput]:
 
     def submit(prompt: Prompt, name: str) -> RequestStream:
         return call.engine.submit_embedding(
-            prompt, asked.params, request_id=name, client=asked.client
+            prompt, asked.params, request_id=name, client=asked.client, policy=call.policy
         )
 
     streams = await submit_each(asked.prompts, call.request_id, submit)

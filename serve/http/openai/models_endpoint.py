@@ -11,7 +11,7 @@ from serve.http.openai.answer_schemas import MODEL_ANSWER, MODELS_ANSWER
 from serve.http.schema.describe import Operation
 
 
-def routes(context: ApiContext) -> list[Route]:
+def model_routes(context: ApiContext) -> list[Route]:
     def model_object() -> dict[str, object]:
         engine = context.engine
         return shapes.model_object(

@@ -97,7 +97,7 @@ def parse_detokenize(body: Mapping[str, Any], unknown: Unknown) -> DetokenizeCal
     return DetokenizeCall(values.get("model"), values["tokens"])
 
 
-def routes(context: ApiContext) -> list[Route]:
+def tokenize_routes(context: ApiContext) -> list[Route]:
     async def tokenize(call: Call) -> web.Response:
         asked = await context.read(call, parse_tokenize)
         tokens = await _tokens(call, asked)
@@ -140,7 +140,7 @@ def routes(context: ApiContext) -> list[Route]:
 
 async def _tokens(call: Call, asked: TokenizeCall) -> list[int]:
     if asked.chat is not None:
-        with ChatRun(call.engine, asked.chat, call.request_id) as run:
+        with ChatRun(call, asked.chat) as run:
             await run.accepted()
             return list(run.generation.requests[0].prompt_token_ids)
     tokenizer = call.engine.tokenizer

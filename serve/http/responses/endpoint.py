@@ -12,14 +12,14 @@ import orjson
 from aiohttp import web
 
 from serve.errors import RequestError
+from serve.http.calls.answer_head import event_stream
 from serve.http.calls.chat_answer import write_stream, write_whole
 from serve.http.calls.chat_run import ChatRequest, ChatRun
 from serve.http.calls.context import ApiContext, Call, Route
+from serve.http.calls.generation import parameters_named
 from serve.http.calls.messages import MAX_MESSAGES
-from serve.http.calls.renamed import parameters_named
 from serve.http.edge.errors import ApiError, body_response, json_response, quoted
 from serve.http.edge.large_json import CHARS_PER_VALUE, json_bytes, large_response
-from serve.http.openai.answer import event_stream
 from serve.http.responses import description
 from serve.http.responses.head import response_head
 from serve.http.responses.items import REFERENCE
@@ -38,7 +38,7 @@ NAMES = {
 }
 
 
-def routes(context: ApiContext) -> list[Route]:
+def response_routes(context: ApiContext) -> list[Route]:
     endpoints = _Endpoints(context)
     return [
         Route(
@@ -90,7 +90,7 @@ class _Endpoints:
         with parameters_named(NAMES):
             conversation = await self._conversation(call, asked)
             with (
-                ChatRun(call.engine, conversation.chat, call.request_id) as run,
+                ChatRun(call, conversation.chat) as run,
             ):
                 await run.accepted()
                 run.generation.check_logprobs("top_logprobs")
@@ -102,7 +102,7 @@ class _Endpoints:
             # rendered, never scheduled
             none = SamplingParams(max_tokens=0)
             chat = replace((await self._conversation(call, asked)).chat, params=none)
-            with ChatRun(call.engine, chat, call.request_id) as run:
+            with ChatRun(call, chat) as run:
                 await run.accepted()
                 counts = {"object": "response.input_tokens", "input_tokens": run.prompt_tokens}
                 return json_response(counts, call.request_id)

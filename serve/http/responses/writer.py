@@ -14,8 +14,8 @@ from serve.http.edge.errors import ApiError
 from serve.http.edge.large_json import json_bytes
 from serve.http.edge.sse import named_event
 from serve.http.openai import shapes
-from serve.http.parts import Part, Reasoning, Text, ToolCallStart
 from serve.request import TokenLogprobs
+from serve.text.chat_parser.parts import Part, Reasoning, Text, ToolCallStart
 
 MESSAGE, REASONING, CALL = "message", "reasoning", "function_call"
 _NO_LOGPROBS = orjson.Fragment(b"[]")

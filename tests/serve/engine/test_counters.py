@@ -17,7 +17,7 @@ from serve.engine.stats import StepCounters
 from serve.engine.step_trace import StepTraces
 from serve.engine.threads import MAX_COMPILING, PromptPool
 from serve.errors import OverloadedError
-from serve.http.edge.meter import LAG_POLL_S, MAX_REASONS, HttpMeter
+from serve.http.edge.counters import LAG_POLL_S, MAX_REASONS, HttpCounters
 from serve.request import FinishReason, Request
 from serve.scheduler.sequence import Sequence, make_sequences
 
@@ -96,7 +96,7 @@ def test_a_pool_counts_jobs_that_fail_too() -> None:
 
 
 def test_reasons_and_methods_are_bounded() -> None:
-    counters = HttpMeter()
+    counters = HttpCounters()
     for number in range(2 * MAX_REASONS):
         counters.refuse(f"code_{number}")
         counters.answered("/x", f"METHOD{number}", 204)
@@ -107,8 +107,8 @@ def test_reasons_and_methods_are_bounded() -> None:
 
 
 def test_a_loop_that_is_held_up_is_seen() -> None:
-    async def main() -> HttpMeter:
-        counters = HttpMeter()
+    async def main() -> HttpCounters:
+        counters = HttpCounters()
         counters.start(lambda: 3)
         await asyncio.sleep(LAG_POLL_S / 2)
         time.sleep(LAG_POLL_S)  # noqa: ASYNC251

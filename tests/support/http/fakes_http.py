@@ -16,6 +16,7 @@ import aiohttp
 import uvloop
 
 from serve.config import EngineConfig
+from serve.engine.call_policy import CallPolicy
 from serve.errors import ContextLengthError, EngineStoppedError, OverloadedError, RequestError
 from serve.http import HttpServer, HttpSettings
 from serve.request import FinishReason, Prompt, Request, RequestMetrics, TokenDelta, TokenLogprobs
@@ -99,13 +100,13 @@ class FakeEngine:
         *,
         request_id: str | None = None,
         client: str | None = None,
-        arrived_s: float | None = None,
+        policy: CallPolicy | None = None,
     ) -> FakeStream:
         inner: Any = prompt
         if isinstance(prompt, dict):
             inner = prompt.get("prompt_token_ids", prompt.get("prompt"))
         tokens = [ord(char) for char in inner] if isinstance(inner, str) else list(inner)
-        return self._submit(prompt, tokens, params, request_id, arrived_s)
+        return self._submit(prompt, tokens, params, request_id, policy)
 
     def submit_chat(
         self,
@@ -114,7 +115,7 @@ class FakeEngine:
         *,
         request_id: str | None = None,
         client: str | None = None,
-        arrived_s: float | None = None,
+        policy: CallPolicy | None = None,
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
@@ -132,7 +133,7 @@ class FakeEngine:
         )
         text = "".join(str(message["content"]) for message in messages) + self.prompt_end
         tokens = [ord(char) for char in text]
-        return self._submit(messages, tokens, params, request_id, arrived_s)
+        return self._submit(messages, tokens, params, request_id, policy)
 
     def _submit(
         self,
@@ -140,8 +141,11 @@ class FakeEngine:
         tokens: list[int],
         params: SamplingParams,
         request_id: str | None,
-        arrived_s: float | None,
+        policy: CallPolicy | None,
     ) -> FakeStream:
+        arrived_s = None
+        if policy is not None:
+            params, arrived_s = policy.allowed(params), policy.arrived_s  # type: ignore[assignment]
         if self.is_stopped:
             raise EngineStoppedError("stopped")
         if len(self.waiting) >= self.max_waiting:
@@ -150,6 +154,8 @@ class FakeEngine:
         stream = FakeStream(self, tokens, params, request_id or "", arrived_s)
         self.waiting.append(stream)
         self.admit()
+        if policy is not None:
+            policy.submitted(stream)  # type: ignore[arg-type]
         return stream
 
     def admit(self) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from serve.http.calls.chat_run import ChatRequest, ChatStep
 from serve.http.calls.generation import Generation
-from serve.http.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallStart
 from serve.request import TokenDelta, TokenLogprobs
+from serve.text.chat_parser.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallStart
 
 PROMPT_TOKENS = 20
 CACHED_TOKENS = 8
@@ -25,7 +25,7 @@ class ScriptedRun:
     stop_reason: str | int | None = None
     asked: ChatRequest
 
-    def __init__(self, engine: Any, asked: ChatRequest, request_id: str) -> None:
+    def __init__(self, call: Any, asked: ChatRequest) -> None:
         type(self).asked = asked
         self.generation = Generation([], asked.params.n)
         self.prompt_tokens = PROMPT_TOKENS
@@ -69,8 +69,8 @@ def script_answers(
     """From now on the endpoints of responses and messages answer with these parts."""
     fields = {"script": steps, "finish_reason": finish_reason, "stop_reason": stop_reason}
     run = type("Run", (ScriptedRun,), fields)
-    for endpoint in ("messages", "responses"):
-        monkeypatch.setattr(f"serve.http.routes.{endpoint}.ChatRun", run)
+    for api in ("anthropic", "responses"):
+        monkeypatch.setattr(f"serve.http.{api}.endpoint.ChatRun", run)
     return run
 
 

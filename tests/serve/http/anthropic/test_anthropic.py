@@ -8,8 +8,8 @@ from typing import Any
 import anthropic
 import pytest
 
-from serve.http.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallStart
 from serve.text.chat_parser import choose_format
+from serve.text.chat_parser.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallStart
 from tests.support.http.fakes_http import FakeEngine, ServerThread
 from tests.support.http.official_clients import anthropic_client
 from tests.support.http.scripted_chat import CACHED_TOKENS, PROMPT_TOKENS, SCRIPT, script_answers

@@ -12,7 +12,7 @@ import pytest
 
 from serve.errors import GenerationError
 from serve.http import HttpSettings
-from serve.http.parts import Part, Text
+from serve.text.chat_parser.parts import Part, Text
 from tests.support.http.fakes_http import FakeEngine, ServerThread
 from tests.support.http.official_clients import anthropic_client
 from tests.support.http.scripted_chat import script_answers

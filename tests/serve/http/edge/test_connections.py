@@ -319,7 +319,7 @@ def test_a_large_answer_to_a_stalled_reader_is_given_up() -> None:
         await loop.sock_sendall(stalled, data)
         await served.until(lambda: len(served.engine.submitted) == 64)
         await served.until(lambda: not served.engine.running, timeout_s=10)
-        connections = served.server.app.context.meter.num_connections
+        connections = served.server.app.context.counters.num_connections
         await served.until(lambda: not connections(), timeout_s=10)
         size = 0
         with contextlib.suppress(ConnectionResetError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import hashlib
 import hmac
@@ -19,7 +20,7 @@ import uvloop
 
 from serve.errors import ConfigError
 from serve.http import HttpServer, HttpSettings
-from serve.http.calls.call_engine import salt_of
+from serve.http.calls.key_policy import salt_of
 from serve.http.edge.keys import ApiKey, KeyLimits, KeyRing, load_keys
 from serve.http.server import serve_until_signal
 from tests.support.http.fakes_http import FakeEngine, Served, run_with_server, send_raw
@@ -338,12 +339,15 @@ def test_an_operator_may_let_all_share() -> None:
 
 
 def test_no_endpoint_goes_around_the_key() -> None:
-    """What a key may do is kept by Call.engine; the engine itself takes anything."""
+    """Each request that goes to the engine carries the policy of its call."""
     for path in Path("serve/http").rglob("*.py"):
-        if path.name != "call_engine.py":
-            text = path.read_text()
-            assert not re.search(r"context\.engine\.(submit|embed|generate|stream)\b", text), path
-            assert not re.search(r"ChatRun\(\s*(self\.)?_?context\.engine", text), path
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            if ast.unparse(node.func.value).rpartition(".")[2].lstrip("_") == "engine":
+                assert node.func.attr not in ("embed", "generate", "stream", "collect"), path
+                if node.func.attr.startswith("submit"):
+                    assert "policy" in [keyword.arg for keyword in node.keywords], path
 
 
 def limited(tmp_path: Path, **limits: int) -> str:

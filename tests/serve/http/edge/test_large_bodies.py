@@ -10,9 +10,9 @@ import orjson
 import pytest
 
 from serve.errors import OverloadedError
-from serve.http.calls.call_engine import CallEngine
+from serve.http.calls.generation import SUBMITTED_AT_ONCE, submit_each
+from serve.http.calls.key_policy import KeyPolicy
 from serve.http.calls.messages import MAX_MESSAGES
-from serve.http.calls.submitting import SLICE, submit_each
 from serve.http.edge import large_json, limits
 from serve.http.edge.keys import ApiKey
 from serve.http.edge.large_json import PIECE, drained, json_list, large_response
@@ -69,7 +69,7 @@ def test_many_prompts_are_submitted_in_slices() -> None:
 
     run_with_server(engine, check)
     assert len(engine.submitted) == PROMPTS
-    assert engine.most_at_once <= SLICE
+    assert engine.most_at_once <= SUBMITTED_AT_ONCE
 
 
 def test_a_call_that_is_cancelled_between_slices_aborts_what_it_has_submitted() -> None:
@@ -86,7 +86,7 @@ def test_a_call_that_is_cancelled_between_slices_aborts_what_it_has_submitted() 
         with pytest.raises(asyncio.CancelledError):
             await task
         names = ["req", *(f"req-{number}" for number in range(1, len(engine.aborted)))]
-        assert SLICE <= len(engine.submitted) < PROMPTS
+        assert SUBMITTED_AT_ONCE <= len(engine.submitted) < PROMPTS
         assert engine.aborted == names
         assert len(names) == len(engine.submitted)
 
@@ -95,14 +95,14 @@ def test_a_call_that_is_cancelled_between_slices_aborts_what_it_has_submitted() 
 
 def test_one_that_is_refused_takes_the_others_back() -> None:
     async def main() -> None:
-        engine = FakeEngine(slots=0, max_waiting=SLICE + 3)
+        engine = FakeEngine(slots=0, max_waiting=SUBMITTED_AT_ONCE + 3)
 
         def submit(prompt: Any, name: str) -> Any:
             return engine.submit(prompt, SamplingParams(), request_id=name)
 
         with pytest.raises(OverloadedError):
             await submit_each(["a"] * PROMPTS, "req", submit)
-        assert len(engine.aborted) == len(engine.submitted) == SLICE + 3
+        assert len(engine.aborted) == len(engine.submitted) == SUBMITTED_AT_ONCE + 3
 
     asyncio.run(main())
 
@@ -115,11 +115,11 @@ def test_the_prompts_of_a_call_are_not_validated_one_by_one(
     params = SamplingParams(allowed_token_ids=(1, 2, 3))
     checks.clear()
     inner = FakeEngine()
-    engine = CallEngine(inner, ApiKey("alice", b""), share_prefixes=False, arrived_s=0.0)  # type: ignore[arg-type]
+    policy = KeyPolicy(ApiKey("alice", b""))
 
     async def main() -> None:
         for _ in range(PROMPTS):
-            engine.submit("a", params)
+            inner.submit("a", params, policy=policy)
 
     asyncio.run(main())
     assert checks == []

@@ -99,7 +99,7 @@ def test_one_connection_too_many() -> None:
 
     async def check(served: Served) -> None:
         idle = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(3)]
-        connections = served.server.app.context.meter.num_connections
+        connections = served.server.app.context.counters.num_connections
         await served.until(lambda: connections() == 3)
         answer = await served.raw(GET_MODELS)
         assert (answer.status, answer.error()["code"]) == (429, "too_many_connections")

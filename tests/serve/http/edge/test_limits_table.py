@@ -25,8 +25,8 @@ OURS = {
     "serve.http.monitoring.live:MAX_BEHIND",
     "serve.http.monitoring.live:MAX_SEQUENCES",
     "serve.http.monitoring.live:MAX_STEPS",
-    "serve.http.edge.log_limit:MAX_TEXTS",
-    "serve.http.edge.meter:MAX_REASONS",
+    "serve.http.edge.connection:MAX_LOG_TEXTS",
+    "serve.http.edge.counters:MAX_REASONS",
 }
 # the same as those of the fields
 ALIASED = ("LOGPROBS", "BAD_WORDS", "BAD_WORD_LENGTH", "ALLOWED_TOKEN_IDS")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from serve.cli.log_format import JsonFormatter, TextFormatter, use_format
-from serve.http.edge.log_limit import INTERVAL_S, LimitedLog
+from serve.http.edge.connection import LOG_INTERVAL_S, LimitedLog
 from tests.support.http.fakes_http import FakeEngine, Served, run_with_server
 from tests.support.http.raw_requests import BODY, CHAT, RAW_BODY, request
 
@@ -210,7 +210,7 @@ def test_warnings_are_not_repeated_without_end(caplog: pytest.LogCaptureFixture)
     for _ in range(1000):
         log.warning("too many of %d", 3)
         log.warning("something else")
-    now_s[0] += INTERVAL_S
+    now_s[0] += LOG_INTERVAL_S
     log.warning("too many of %d", 4)
     assert [record.getMessage() for record in caplog.records] == [
         "too many of 3",

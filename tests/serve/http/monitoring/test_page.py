@@ -166,8 +166,8 @@ def test_nobody_looks_and_nothing_is_traced() -> None:
         async with session.get("/live") as first, session.get("/live") as second:
             await first.content.readline()
             await second.content.readline()
-            assert len(view.traces.open) == 2 and context.meter.num_watchers == 2
-        while context.meter.num_watchers:
+            assert len(view.traces.open) == 2 and context.counters.num_watchers == 2
+        while context.counters.num_watchers:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.01)
         assert view.traces.open == (trace,)
@@ -190,7 +190,7 @@ def test_a_head_of_the_view_is_only_that() -> None:
         for _ in "ab":  # on one connection
             async with session.head("/live") as response:
                 assert response.status == 200 and response.content_type == "text/event-stream"
-        assert server.app.context.meter.num_watchers == 0
+        assert server.app.context.counters.num_watchers == 0
 
     with_live(check)
 
@@ -206,7 +206,7 @@ def test_watchers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         ):
             assert response.status == 429 and response.headers["Retry-After"] == "5"
             assert (await response.json())["error"]["code"] == "too_many_watchers"
-        while server.app.context.meter.num_watchers:
+        while server.app.context.counters.num_watchers:
             await asyncio.sleep(0.01)
         assert await snapshots(session, 1)
 
@@ -225,7 +225,7 @@ def test_who_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
             await loop.sock_connect(sock, ("127.0.0.1", port))
             await loop.sock_sendall(sock, b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
             async with session.get("/live") as healthy:
-                meter = server.app.context.meter
+                meter = server.app.context.counters
                 while meter.num_watchers != 2:
                     assert await healthy.content.readline()
                 while meter.num_watchers == 2:
@@ -277,7 +277,7 @@ def test_whoever_looks_and_leaves_has_made_no_mistake() -> None:
     async def check(server: HttpServer, session: aiohttp.ClientSession) -> None:
         async with aiohttp.ClientSession(server.url) as visitor:
             await snapshots(visitor, 1)
-        meter = server.app.context.meter
+        meter = server.app.context.counters
         while not meter.answers:
             await asyncio.sleep(0.01)
         assert dict(meter.answers) == {("/live", "GET", "2xx"): 1}

@@ -10,8 +10,8 @@ import pytest
 from openai.types.responses import Response
 
 from serve.errors import GenerationError
-from serve.http.parts import Part, Reasoning, Text
 from serve.text.chat_parser import choose_format
+from serve.text.chat_parser.parts import Part, Reasoning, Text
 from tests.support.http.fakes_http import FakeEngine, ServerThread
 from tests.support.http.official_clients import openai_client
 from tests.support.http.scripted_chat import CACHED_TOKENS, PROMPT_TOKENS, SCRIPT, script_answers

@@ -108,7 +108,7 @@ def test_connections_that_say_nothing_or_half_a_head(half: bool) -> None:
         if half:
             for sock in socks:
                 sock.send(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nX-A: ")
-        connections = served.server.app.context.meter.num_connections
+        connections = served.server.app.context.counters.num_connections
         await served.until(lambda: connections() >= count)
         assert resident_bytes() - before < count * 25_000  # both ends are here
         took = []
@@ -132,7 +132,7 @@ def test_a_storm_of_connections() -> None:
     count = 3000
 
     async def check(served: Served) -> None:
-        connections = served.server.app.context.meter.num_connections
+        connections = served.server.app.context.counters.num_connections
         began_s = time.monotonic()
         socks = await connect_all(served.port, count)
         assert time.monotonic() - began_s < 2

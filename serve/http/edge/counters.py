@@ -15,7 +15,7 @@ CLIENT_LEFT = 499
 MAX_REASONS = 64
 
 
-class HttpMeter:
+class HttpCounters:
     """Written by the event loop. answers: by (route's path, method, "2xx" and so on). refused:
     by the error's code."""
 

@@ -1,0 +1,54 @@
+"""The part of an answer that is known before any token, and the stream it is sent on."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from serve.http.calls.context import ApiContext, Call
+from serve.http.edge.sse import EventStream
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerKind:
+    """What differs between chat and plain completions."""
+
+    id_prefix: str
+    object_name: str
+
+
+CHAT = AnswerKind("chatcmpl-", "chat.completion")
+COMPLETION = AnswerKind("cmpl-", "text_completion")
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """The part of an answer known before any token."""
+
+    kind: AnswerKind
+    answer_id: str
+    created: int
+    model: str
+    fingerprint: str
+
+
+def answer_head(context: ApiContext, call: Call, kind: AnswerKind) -> AnswerHead:
+    return AnswerHead(
+        kind=kind,
+        answer_id=kind.id_prefix + call.request_id.removeprefix("req_"),
+        created=int(time.time()),
+        model=context.engine.model_name,
+        fingerprint=context.fingerprint,
+    )
+
+
+def event_stream(context: ApiContext, call: Call) -> EventStream:
+    """Not begun yet: until its start an error can be an answer of its own."""
+    settings = context.settings
+    return EventStream(
+        call.request,
+        call.request_id,
+        write_timeout_s=settings.write_timeout_s,
+        send_buffer_bytes=settings.send_buffer_bytes,
+        headers=call.headers,
+    )

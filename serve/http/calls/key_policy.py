@@ -1,0 +1,108 @@
+"""What an API key allows, applied to each request of one call.
+
+Requests share cached K/V only with requests of the same key, unless the operator lets all keys
+share it: the time to the first token would otherwise reveal which prompts other keys have sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from serve.errors import RequestError
+from serve.http.edge.keys import ApiKey
+from serve.request import RequestMetrics
+from serve.sampling_params import SamplingParams
+from serve.scheduler.prompt_outputs import PoolingParams
+
+if TYPE_CHECKING:
+    from serve.engine.engine import RequestStream
+
+
+class KeyPolicy:
+    """The engine's CallPolicy of one HTTP call, and the call's streams.
+
+    key: None where the server asks for no key. share_prefixes: keys share cached prompts.
+    arrived_s: when the call arrived, in seconds of the monotonic clock.
+    """
+
+    def __init__(
+        self, key: ApiKey | None = None, *, share_prefixes: bool = False, arrived_s: float = 0.0
+    ) -> None:
+        self.key = key
+        self.arrived_s = arrived_s
+        self.streams: list[RequestStream] = []
+        self._share_prefixes = share_prefixes
+        self._expired: Exception | None = None
+        self._num_sequences = 0
+        self._last_allowed: tuple[SamplingParams, SamplingParams] | None = None
+
+    def allowed(self, params: SamplingParams | PoolingParams) -> SamplingParams | PoolingParams:
+        """Returns the parameters with the key's limits and salt; the prompts of a call that share
+        `params` share the result. Raises RequestError where the key does not allow them."""
+        if self._expired is not None:
+            raise self._expired
+        self._num_sequences = params.n  # the same for all requests of a call
+        if self.key is None:
+            return params
+        if isinstance(params, PoolingParams):
+            allowed = self._under_key(params.sampling(), self.key)
+            return replace(params, cache_salt=allowed.cache_salt, priority=allowed.priority)
+        if self._last_allowed is None or self._last_allowed[0] is not params:
+            self._last_allowed = params, self._under_key(params, self.key)
+        return self._last_allowed[1]
+
+    def client(self, name: str | None) -> str | None:
+        if self.key is None:
+            return name
+        return f"{self.key.name}/{name}" if name else self.key.name
+
+    def submitted(self, stream: RequestStream) -> None:
+        self.streams.append(stream)
+
+    def expire(self, error: Exception) -> None:
+        """Ends all streams of the call with the error; later requests of the call raise it."""
+        self._expired = error
+        for stream in self.streams:
+            stream.fail(error)
+            stream.abort()
+            stream.wake()
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the engine still computes something for the call."""
+        return any(len(m.finish_reasons) < self._num_sequences for m in self.usage())
+
+    def usage(self) -> list[RequestMetrics]:
+        """Returns the metrics of each stream up to now."""
+        return [stream.metrics for stream in self.streams]
+
+    def _under_key(self, params: SamplingParams, key: ApiKey) -> SamplingParams:
+        changes: dict[str, Any] = {}
+        if not self._share_prefixes:
+            changes["cache_salt"] = salt_of(key.name, params.cache_salt)
+        limit = key.limits.max_tokens
+        if limit is not None:
+            own = params.default_max_tokens
+            changes["default_max_tokens"] = limit if own is None else own
+            for name in ("max_tokens", "default_max_tokens", "min_tokens"):
+                if (getattr(params, name) or 0) > limit:
+                    raise RequestError(
+                        f"{name} is above {limit}, the limit of this API key", param=name
+                    )
+        lowest = key.limits.min_priority
+        if lowest is not None and params.priority < lowest:
+            if params.priority:  # 0 is the default and is raised to the limit
+                raise RequestError(
+                    f"priority is below {lowest}, the limit of this API key", param="priority"
+                )
+            changes["priority"] = lowest
+        return params.changed(**changes) if changes else params
+
+
+def salt_of(name: str, salt: str | None) -> str:
+    """Returns a key's cache salt. It is the same after a restart, so that K/V on disk stays
+    usable."""
+    own = b"" if salt is None else b"\0" + salt.encode()
+    return "key-" + hashlib.blake2b(name.encode() + own, digest_size=16).hexdigest()
