@@ -2,5 +2,5 @@
 
 It owns the common form of a conversation, tools, sampling and structured-output fields, and the
 run of a generation from submission to its deltas. It does not know how OpenAI or Anthropic shape
-their answers. Begin with call_engine.py and generation.py.
+their answers. Begin with key_policy.py and generation.py.
 """

@@ -82,7 +82,7 @@ class ChatRun:
         )
         self._drops_parts = not (asked.include_reasoning and asked.parallel_tool_calls)
         params = self._params()
-        engine.check_room(params)
+        engine.check_grammar_queue(params)
         self._stream = engine.submit_chat(
             asked.messages,
             params,

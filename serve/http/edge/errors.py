@@ -96,8 +96,8 @@ def generation_timeout(seconds: float) -> ApiError:
     )
 
 
-def engine_stuck(trouble: str) -> ApiError:
-    return ApiError(503, trouble, kind=SERVER_ERROR, code="engine_stuck")
+def engine_stuck(stall_reason: str) -> ApiError:
+    return ApiError(503, stall_reason, kind=SERVER_ERROR, code="engine_stuck")
 
 
 def not_ready() -> ApiError:

@@ -18,9 +18,9 @@ def health_routes(context: ApiContext) -> list[Route]:
     exposition = Exposition(context)
 
     async def health(call: Call) -> web.Response:
-        trouble = context.engine.stall_reason()
-        if trouble is not None:
-            raise engine_stuck(trouble)
+        stall = context.engine.stall_reason()
+        if stall is not None:
+            raise engine_stuck(stall)
         return json_response({"status": "ok"}, call.request_id)
 
     async def ready(call: Call) -> web.Response:

@@ -46,7 +46,7 @@ async def _answer(
 
     head = answer_head(context, call, COMPLETION)
     with parameters_named({"structured": asked.structured_name}):
-        call.engine.check_room(asked.params)
+        call.engine.check_grammar_queue(asked.params)
         streams = await submit_each(asked.prompts, call.request_id, submit)
         with Generation(streams, asked.params.n) as generation:
             await generation.accepted()

@@ -78,7 +78,7 @@ class FakeEngine:
         self.running: set[FakeStream] = set()
         self.waiting: list[FakeStream] = []
 
-    def trouble(self) -> str | None:
+    def stall_reason(self) -> str | None:
         return self.stuck
 
     async def start(self) -> None:
@@ -90,7 +90,7 @@ class FakeEngine:
         for stream in [*self.running, *self.waiting]:
             stream.stop()
 
-    def check_room(self, params: SamplingParams) -> None:
+    def check_grammar_queue(self, params: SamplingParams) -> None:
         """There is always some."""
 
     def submit(
