@@ -58,6 +58,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "serve/http/responses": (
         "serve",
         "serve/engine",
+        "serve/text",
         "serve/http/openai",
         "serve/http/calls",
         "serve/http/schema",

@@ -110,7 +110,7 @@ def test_who_runs_and_who_waits() -> None:
         # the same number may wait before all have come
         while ((now := core.stats()).num_running, now.num_waiting) != (4, 3):
             await asyncio.sleep(0)
-        core.post(go_on.wait)  # between two steps
+        core.run_in_loop(go_on.wait)  # between two steps
         try:
             told = await figures(session)
         finally:
