@@ -13,6 +13,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+INT4_GROUPS = (32, 64, 128)
+# A sum of products of int8 fits 32 bits up to this many inputs: 2^31 / (127 * 128).
+MAX_INT8_INPUTS = 132_104
+# The values of QLoRA (arXiv 2305.14314), rounded to 127ths as the kernels do.
+NF4_VALUES = tuple(
+    n / 127 for n in (-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127)
+)
+
 
 class Norm(NamedTuple):
     """kind: "rms" or "layer". weight: [N]; bias: [N] or None."""
@@ -73,7 +81,7 @@ class QuantizedLinears(Protocol):
         self,
         parts: Sequence[Tensor],
         bias: Tensor | None,
-        edges: Fusion = NO_FUSION,
+        fusion: Fusion = NO_FUSION,
         *,
         scales: Tensor | None = None,
         is_head: bool = False,
@@ -89,7 +97,7 @@ class QuantizedLinears(Protocol):
         scales: Tensor,
         zeros: Tensor | None,
         bias: Tensor | None,
-        edges: Fusion = NO_FUSION,
+        fusion: Fusion = NO_FUSION,
         *,
         group: int,
         is_nf4: bool = False,
@@ -100,7 +108,7 @@ class QuantizedLinears(Protocol):
         """
 
     def fp8(
-        self, parts: Sequence[Tensor], bias: Tensor | None, edges: Fusion = NO_FUSION
+        self, parts: Sequence[Tensor], bias: Tensor | None, fusion: Fusion = NO_FUSION
     ) -> LinearOp:
         """As int8, weights and rows in e4m3. ValueError where the device has no fp8 products."""
 
@@ -113,7 +121,7 @@ class Backend(Protocol):
     quantized: QuantizedLinears | None
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None = None, edges: Fusion = NO_FUSION
+        self, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = NO_FUSION
     ) -> LinearOp:
         """weight: [out, in], bias: [out]; both in the compute dtype. Takes its own copy."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ops.backend import Backend, Fusion, Norm
@@ -13,14 +14,14 @@ class PlainLinear:
     """norm, product, activation and residual one after the other."""
 
     def __init__(
-        self, backend: Backend, product: Callable[[Tensor], Tensor], edges: Fusion
+        self, backend: Backend, product: Callable[[Tensor], Tensor], fusion: Fusion
     ) -> None:
         self._backend = backend
         self._product = product
-        self._edges = edges
+        self._fusion = fusion
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        norm, activation, is_gated = self._edges
+        norm, activation, is_gated = self._fusion
         if norm is not None:
             x = apply_norm(self._backend, x, norm)
         y = self._product(x)
@@ -35,3 +36,11 @@ def apply_norm(backend: Backend, x: Tensor, norm: Norm) -> Tensor:
     if norm.kind == "rms":
         return backend.rms_norm(x, norm.weight, norm.eps)
     return backend.layer_norm(x, norm.weight, norm.bias, norm.eps)
+
+
+def split_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
+    """[out, groups] as fp16 [out, groups] times fp32 powers of two [out]."""
+    largest = scales.float().abs().amax(1)
+    _, exponent = torch.frexp(largest)
+    channels = torch.ldexp(torch.ones_like(largest), exponent.clamp(-126, 127))  # of fp32
+    return (scales.float() / channels[:, None]).half().contiguous(), channels.contiguous()

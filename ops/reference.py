@@ -39,7 +39,7 @@ class ReferenceBackend:
     quantized: QuantizedLinears | None = None
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None = None, edges: Fusion = NO_FUSION
+        self, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = NO_FUSION
     ) -> LinearOp:
         weight = weight.clone()
         bias = None if bias is None else bias.clone()
@@ -48,7 +48,7 @@ class ReferenceBackend:
             y = _wide(x) @ _wide(weight).T
             return (y if bias is None else y + _wide(bias)).to(x.dtype)
 
-        return PlainLinear(self, product, edges)
+        return PlainLinear(self, product, fusion)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = _wide(x)

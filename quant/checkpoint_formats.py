@@ -19,8 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ops.backend import NO_FUSION, Fusion, LinearOp, QuantizedLinears
-from ops.cpu import native
+from ops.backend import INT4_GROUPS, NO_FUSION, Fusion, LinearOp, QuantizedLinears
 from ops.cpu.native_linears import NATIVE
 from quant.int4 import Int4Weight
 
@@ -45,7 +44,7 @@ class PackedWeight(Protocol):
     """Quantized weights of one product, ready to be packed for the kernels."""
 
     def linear(
-        self, bias: Tensor | None, edges: Fusion = NO_FUSION, linears: QuantizedLinears = NATIVE
+        self, bias: Tensor | None, fusion: Fusion = NO_FUSION, linears: QuantizedLinears = NATIVE
     ) -> LinearOp: ...
 
     def plain(self) -> Tensor:
@@ -104,9 +103,9 @@ class Int8Weight:
     scales: Tensor
 
     def linear(
-        self, bias: Tensor | None, edges: Fusion = NO_FUSION, linears: QuantizedLinears = NATIVE
+        self, bias: Tensor | None, fusion: Fusion = NO_FUSION, linears: QuantizedLinears = NATIVE
     ) -> LinearOp:
-        return linears.int8([self.weight], bias, edges, scales=self.scales)
+        return linears.int8([self.weight], bias, fusion, scales=self.scales)
 
     def plain(self) -> Tensor:
         return self.weight.float().mul_(self.scales[:, None])
@@ -195,16 +194,16 @@ class GroupedWeight:
     order: Tensor | None
 
     def linear(
-        self, bias: Tensor | None, edges: Fusion = NO_FUSION, linears: QuantizedLinears = NATIVE
+        self, bias: Tensor | None, fusion: Fusion = NO_FUSION, linears: QuantizedLinears = NATIVE
     ) -> LinearOp:
         if self.order is None:
-            return self.weight.linear(bias, edges, linears)
-        norm = edges.norm
+            return self.weight.linear(bias, fusion, linears)
+        norm = fusion.norm
         if norm is not None:
             order = self.order.to(norm.weight.device)
             norm_bias = None if norm.bias is None else norm.bias[order]
             norm = norm._replace(weight=norm.weight[order], bias=norm_bias)
-        return Reordered(self.weight.linear(bias, edges._replace(norm=norm), linears), self.order)
+        return Reordered(self.weight.linear(bias, fusion._replace(norm=norm), linears), self.order)
 
     def plain(self) -> Tensor:
         weight = self.weight.plain()
@@ -270,7 +269,7 @@ class GroupedInt4:
             codes = codes[:, order]
         group = self.group_size
         if group == -1:  # the same scale all along
-            group = native.GROUPS4[-1]
+            group = INT4_GROUPS[-1]
             count = -(-codes.shape[1] // group)
             scales, zeros = scales.expand(-1, count), zeros.expand(-1, count)
         return Int4Weight(codes.contiguous(), scales, zeros.contiguous(), group), order
@@ -317,7 +316,7 @@ def read_awq(config: Config) -> GroupedInt4:
 
 def _expect_int4(config: Config, bits: str, group_size: str) -> None:
     _expect(config, bits, (4,))
-    _expect(config, group_size, (*native.GROUPS4, -1))
+    _expect(config, group_size, (*INT4_GROUPS, -1))
     _expect(config, "pack_dtype", ("int32", None))
 
 

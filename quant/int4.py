@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from ops.backend import NO_FUSION, Fusion, LinearOp, QuantizedLinears
-from ops.cpu import native
+from ops.backend import NF4_VALUES, NO_FUSION, Fusion, LinearOp, QuantizedLinears
 from ops.cpu.native_linears import NATIVE
+from ops.linear import split_scales
 
 GROUP = 64
 
@@ -22,7 +22,7 @@ GROUP = 64
 class Int4Weight(NamedTuple):
     """codes: [out, in] uint8 below 16; scales: [out, groups] fp32; zeros: the same in uint8.
 
-    is_nf4: codes are places in native.NF4_VALUES; else numbers around zeros, or around 8.
+    is_nf4: codes are places in NF4_VALUES; else numbers around zeros, or around 8.
     """
 
     codes: Tensor
@@ -32,16 +32,16 @@ class Int4Weight(NamedTuple):
     is_nf4: bool = False
 
     def linear(
-        self, bias: Tensor | None, edges: Fusion = NO_FUSION, linears: QuantizedLinears = NATIVE
+        self, bias: Tensor | None, fusion: Fusion = NO_FUSION, linears: QuantizedLinears = NATIVE
     ) -> LinearOp:
         codes, scales, zeros, group, is_nf4 = self
-        return linears.int4(codes, scales, zeros, bias, edges, group=group, is_nf4=is_nf4)
+        return linears.int4(codes, scales, zeros, bias, fusion, group=group, is_nf4=is_nf4)
 
     def plain(self) -> Tensor:
         """[out, in] fp32."""
         out = self.codes.float()
         if self.is_nf4:
-            out = torch.tensor(native.NF4_VALUES)[self.codes.int()]
+            out = torch.tensor(NF4_VALUES)[self.codes.int()]
         for group, scales in enumerate(self.scales.unbind(1)):
             part = out[:, group * self.group : (group + 1) * self.group]
             if not self.is_nf4:
@@ -64,7 +64,7 @@ def quantize_nf4(weight: Tensor, group: int = GROUP) -> Int4Weight:
     """[out, in] in any float type, to the nearest NF4 value times the group's largest."""
     parts = _groups(weight, group)
     scales = _as_stored(parts.abs().amax(2))
-    values = torch.tensor(native.NF4_VALUES, device=weight.device)
+    values = torch.tensor(NF4_VALUES, device=weight.device)
     codes = torch.bucketize(parts / _nonzero(scales)[..., None], (values[1:] + values[:-1]) / 2)
     return Int4Weight(_rows(codes.to(torch.uint8), weight), scales, None, group, is_nf4=True)
 
@@ -72,25 +72,25 @@ def quantize_nf4(weight: Tensor, group: int = GROUP) -> Int4Weight:
 def int4_linear(
     weight: Tensor,
     bias: Tensor | None,
-    edges: Fusion = NO_FUSION,
+    fusion: Fusion = NO_FUSION,
     *,
     group: int = GROUP,
     linears: QuantizedLinears = NATIVE,
 ) -> LinearOp:
     """What load_model takes as make_linear."""
-    return quantize_int4(weight, group).linear(bias, edges, linears)
+    return quantize_int4(weight, group).linear(bias, fusion, linears)
 
 
 def nf4_linear(
     weight: Tensor,
     bias: Tensor | None,
-    edges: Fusion = NO_FUSION,
+    fusion: Fusion = NO_FUSION,
     *,
     group: int = GROUP,
     linears: QuantizedLinears = NATIVE,
 ) -> LinearOp:
     """What load_model takes as make_linear."""
-    return quantize_nf4(weight, group).linear(bias, edges, linears)
+    return quantize_nf4(weight, group).linear(bias, fusion, linears)
 
 
 def _groups(weight: Tensor, group: int) -> Tensor:
@@ -105,7 +105,7 @@ def _rows(codes: Tensor, weight: Tensor) -> Tensor:
 
 def _as_stored(scales: Tensor) -> Tensor:
     """Scales as the kernels keep them, so that rounding allows for it."""
-    halves, channels = native.split_scales(scales)
+    halves, channels = split_scales(scales)
     return halves.float() * channels[:, None]
 
 

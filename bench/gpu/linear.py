@@ -88,7 +88,7 @@ def run(record: Record) -> None:
 # ---- our layers
 
 
-def edges_of(layer: Layer, kind: str = "int8") -> Fusion:
+def fusion_of(layer: Layer, kind: str = "int8") -> Fusion:
     norm = None
     if layer.has_norm:
         weight = torch.rand(layer.num_in, device=device()) + 0.5
@@ -101,21 +101,21 @@ def make_op(kind: str, layer: Layer) -> LinearOp:
     backend = get_backend("cuda")
     weight = torch.randn(layer.num_rows, layer.num_in, device=device(), dtype=torch.bfloat16)
     weight *= layer.num_in**-0.5
-    edges = edges_of(layer, kind)
+    fusion = fusion_of(layer, kind)
     if kind == "bf16":
-        return backend.pack_linear(weight, None, edges)
+        return backend.pack_linear(weight, None, fusion)
     if kind == "int8":
         assert backend.quantized is not None
-        return backend.quantized.int8([weight], None, edges, is_head=layer.is_head)
+        return backend.quantized.int8([weight], None, fusion, is_head=layer.is_head)
     from ops.cuda.linear import Fp8Linear, Int4Linear
 
     if kind == "fp8":
-        return Fp8Linear([weight], None, edges, device=device())
+        return Fp8Linear([weight], None, fusion, device=device())
     group = 64
     codes = torch.randint(0, 16, weight.shape, dtype=torch.uint8, device=device())
     shape = layer.num_rows, layer.num_in // group
     scales = torch.rand(shape, device=device()) * 0.02 + 0.001
-    return Int4Linear(codes, scales, None, None, edges, group=group, device=device())
+    return Int4Linear(codes, scales, None, None, fusion, group=group, device=device())
 
 
 def make_rows(kind: str, layer: Layer, count: int) -> tuple[Tensor, Tensor | None]:
@@ -166,7 +166,7 @@ def product(layer: Layer, count: int) -> Figures:
         weight = op.weight if i == 0 else op.weight._replace(codes=codes.clone())
         works.append(
             partial(
-                call, rows, weight, out, residual, op.edges.activation,
+                call, rows, weight, out, residual, op.fusion.activation,
                 is_gated=layer.is_gated, **tile,
             )
         )  # fmt: skip
@@ -198,11 +198,11 @@ def _jobs(layers: tuple[Layer, ...]) -> Iterator[tuple[Layer, int]]:
 
 def _tune(layers: tuple[Layer, ...], budget_s: float) -> Figures:
     """The engine's sections find the table in the cache."""
-    from ops.cuda import tune as cuda_tune
+    from ops.cuda import tune
 
     ops: dict[str, Any] = {layer.name: make_op("int8", layer) for layer in layers}
     jobs = (ops[layer.name].job(count, layer.adds) for layer, count in _jobs(layers))
-    told = cuda_tune.tune(jobs, device(), budget_s=budget_s)
+    told = tune.tune(jobs, device(), budget_s=budget_s)
     lines = {f"{s.rows} x {s.num_in} -> {s.num_out}": line for s, line in told.items()}
     return {"count": len(told), "table": lines}
 
@@ -230,7 +230,7 @@ def _warm(record: Record) -> Figures:
 
 
 def _run_candidates(layer: Layer, count: int, ends_s: float) -> tuple[int, dict[str, str]]:
-    from ops.cuda import tune as cuda_tune
+    from ops.cuda import tune
 
     op: Any = make_op("int8", layer)
     job = op.job(count, layer.adds)
@@ -239,7 +239,7 @@ def _run_candidates(layer: Layer, count: int, ends_s: float) -> tuple[int, dict[
         major, minor = torch.cuda.get_device_capability()
         capability = 10 * major + minor
     done, failed = 0, {}
-    for choice in cuda_tune.candidates(job.shape, capability):
+    for choice in tune.candidates(job.shape, capability):
         if time.time() > ends_s:
             break
         try:

@@ -94,7 +94,7 @@ def _append(heads: Heads, count: int, kind: str) -> Figures:
 
 def make_sampler(kind: str, batch: int, vocab: int) -> tuple[Any, Any]:
     """A DeviceSampler that has been told what to choose, and the step's plan."""
-    from ops.cuda.sampling import DeviceChoice, DeviceSampler, Row
+    from ops.cuda.sampling import DeviceSampler, DeviceSamplingInputs, Row
 
     options: dict[str, Any] = {"temperature": float(kind != "greedy")}  # 1: logits stay
     if kind.startswith("top-p"):
@@ -102,7 +102,7 @@ def make_sampler(kind: str, batch: int, vocab: int) -> tuple[Any, Any]:
     if kind.startswith("top-k"):
         options["top_k"] = int(kind.split()[1])
     sampler = DeviceSampler(vocab, batch, batch, device())
-    rows = [Row(DeviceChoice(seed=7 + i, **options), i, [1, 2, 3]) for i in range(batch)]
+    rows = [Row(DeviceSamplingInputs(seed=7 + i, **options), i, [1, 2, 3]) for i in range(batch)]
     plan = sampler.plan(rows)
     sampler.upload(plan)
     return sampler, plan

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from bench.gpu.attention import Heads, make_step
-from bench.gpu.linear import Layer, edges_of, make_rows
+from bench.gpu.linear import Layer, fusion_of, make_rows
 from bench.gpu.record import Figures, Record
 from bench.gpu.rows import make_sampler
 from bench.gpu.timing import device, relative_error
 from ops import get_backend
-from ops.backend import Fusion, LinearOp
-from ops.cpu.native import NF4_VALUES
+from ops.backend import NF4_VALUES, Fusion, LinearOp
 
 # Of rows in int8 times weights in int8; of both in e4m3; of int4 weights that are exact; of bf16.
 _BOUNDS = {"int8": 0.03, "fp8": 0.08, "int4": 0.03, "nf4": 0.03, "bf16": 0.02}
@@ -72,27 +71,27 @@ def _products(record: Record, kind: str, large: tuple[int, ...], small: tuple[in
 
 
 def _linear(kind: str, layer: Layer, count: int) -> Figures:
-    op, weight, edges = _make(kind, layer)
+    op, weight, fusion = _make(kind, layer)
     x, residual = make_rows(kind, layer, count)
-    expected = _expected(x, weight, edges, residual)  # the residual may be overwritten
+    expected = _expected(x, weight, fusion, residual)  # the residual may be overwritten
     return check(op(x, residual), expected, _BOUNDS[kind])
 
 
 def _make(kind: str, layer: Layer) -> tuple[LinearOp, Tensor, Fusion]:
     """(the layer, the weights it was made of, what is around it)."""
     backend = get_backend("cuda")
-    edges = edges_of(layer, kind)
+    fusion = fusion_of(layer, kind)
     weight = torch.randn(layer.num_rows, layer.num_in, device=device()) * layer.num_in**-0.5
     weight = weight.bfloat16()
     if kind == "bf16":
-        return backend.pack_linear(weight, None, edges), weight, edges
+        return backend.pack_linear(weight, None, fusion), weight, fusion
     if kind == "int8":
         assert backend.quantized is not None
-        return backend.quantized.int8([weight], None, edges), weight, edges
+        return backend.quantized.int8([weight], None, fusion), weight, fusion
     from ops.cuda.linear import Fp8Linear, Int4Linear
 
     if kind == "fp8":
-        return Fp8Linear([weight], None, edges, device=device()), weight, edges
+        return Fp8Linear([weight], None, fusion, device=device()), weight, fusion
     group = 64
     codes = torch.randint(0, 16, weight.shape, dtype=torch.uint8, device=device())
     scales = torch.rand(layer.num_rows, layer.num_in // group, device=device()) * 0.02 + 0.001
@@ -101,17 +100,17 @@ def _make(kind: str, layer: Layer) -> tuple[LinearOp, Tensor, Fusion]:
     values = torch.tensor(NF4_VALUES).double() if is_nf4 else torch.arange(-8.0, 8.0).double()
     exact = values.to(codes.device)[codes.long()]
     exact *= scales.double().repeat_interleave(group, 1)
-    op = Int4Linear(codes, scales, None, None, edges, group=group, is_nf4=is_nf4, device=device())
-    return op, exact, edges
+    op = Int4Linear(codes, scales, None, None, fusion, group=group, is_nf4=is_nf4, device=device())
+    return op, exact, fusion
 
 
-def _expected(x: Tensor, weight: Tensor, edges: Fusion, residual: Tensor | None) -> Tensor:
+def _expected(x: Tensor, weight: Tensor, fusion: Fusion, residual: Tensor | None) -> Tensor:
     y = x.double()
-    if edges.norm is not None:
-        inverse = (y.square().mean(1, keepdim=True) + edges.norm.eps).rsqrt()
-        y = y * inverse * edges.norm.weight.double()
+    if fusion.norm is not None:
+        inverse = (y.square().mean(1, keepdim=True) + fusion.norm.eps).rsqrt()
+        y = y * inverse * fusion.norm.weight.double()
     y = y @ weight.double().t()
-    if edges.is_gated:
+    if fusion.is_gated:
         gate, up = y.chunk(2, 1)
         y = torch.nn.functional.silu(gate) * up
     return y if residual is None else y + residual.double()
@@ -226,7 +225,7 @@ def _norm_rows(count: int, width: int) -> Figures:
     from ops.triton_kernels.rows import norm_rows
 
     layer = Layer("", width, width, has_norm=True)
-    x, norm = torch.randn(count, width, device=device()), edges_of(layer).norm
+    x, norm = torch.randn(count, width, device=device()), fusion_of(layer).norm
     assert norm is not None
     eye = torch.eye(width, device=device())
     return check(norm_rows(x, norm), _expected(x, eye, Fusion(norm), None), 1e-5)
@@ -236,7 +235,7 @@ def _codes(count: int, width: int) -> Figures:
     from ops.triton_kernels.rows import quantize_rows
 
     layer = Layer("", width, width, has_norm=True)
-    x, norm = torch.randn(count, width, device=device()), edges_of(layer).norm
+    x, norm = torch.randn(count, width, device=device()), fusion_of(layer).norm
     found = quantize_rows(x, norm)
     expected = _expected(x, torch.eye(width, device=device()), Fusion(norm), None)
     return check(found.codes[:, :width] * found.scales[:, None], expected, 0.02)

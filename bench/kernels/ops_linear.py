@@ -71,8 +71,8 @@ def gated_cases(quick: bool) -> Iterator[Case]:
     num_in, num_out = LINEAR_SHAPE
     size = 2 * num_in * num_out
     copies = 2 if quick else FAR // size
-    edges = Fusion(Norm("rms", torch.ones(num_in), None, 1e-5), "silu", True)
-    layers = [Int8Linear(torch.randn(2 * num_out, num_in), None, edges) for _ in range(copies)]
+    fusion = Fusion(Norm("rms", torch.ones(num_in), None, 1e-5), "silu", True)
+    layers = [Int8Linear(torch.randn(2 * num_out, num_in), None, fusion) for _ in range(copies)]
     targets = {1: 0.85, 8: 0.8, 32: 0.7, 512: 0.8}
     for rows in [1] if quick else list(targets):
         x = torch.randn(rows, num_in)

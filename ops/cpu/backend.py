@@ -51,11 +51,11 @@ class CpuBackend:
         self._flash_types = _types_that_pass("CPU flash attention", _check_flash)
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None = None, edges: Fusion = NO_FUSION
+        self, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = NO_FUSION
     ) -> LinearOp:
         if self._has_native and weight.dtype in native.TYPES:
-            return native_plain.PlainLinear(weight, bias, edges)
-        return PlainLinear(self, self._product(weight, bias), edges)
+            return native_plain.PlainLinear(weight, bias, fusion)
+        return PlainLinear(self, self._product(weight, bias), fusion)
 
     def _product(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         bias = None if bias is None else bias.clone()

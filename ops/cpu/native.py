@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.backend import NO_FUSION, Fusion, Norm
+from ops.backend import INT4_GROUPS, MAX_INT8_INPUTS, NO_FUSION, Fusion, Norm
+from ops.linear import split_scales
 
 try:
     from ops import _native
@@ -24,13 +25,6 @@ except ImportError as error:  # a source tree that was never built
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
 NORMS = {"rms": 1, "layer": 2}
-GROUPS4 = (32, 64, 128)
-# Beyond it a sum of products of int8 may not fit 32 bits: 2^31 / (127 * 128).
-MAX_INT8_INPUTS = 132_104
-# Of QLoRA (arXiv 2305.14314), rounded to 127ths as the kernels do.
-NF4_VALUES = tuple(
-    n / 127 for n in (-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127)
-)
 
 
 def is_available() -> bool:
@@ -69,12 +63,12 @@ class NativeLinear:
     an activation: it is quantized again at once). A row's bits do not depend on the other rows.
     """
 
-    def __init__(self, op: Any, num_in: int, num_out: int, edges: Fusion) -> None:
+    def __init__(self, op: Any, num_in: int, num_out: int, fusion: Fusion) -> None:
         """op: the packed product of the library. num_out: after gating."""
         self._op, self.num_in, self.num_out = op, num_in, num_out
-        self._out_dtype = torch.float32 if edges.activation is None else torch.bfloat16
-        self._is_gated = edges.is_gated
-        self._norm = set_norm(op, edges.norm, num_in)
+        self._out_dtype = torch.float32 if fusion.activation is None else torch.bfloat16
+        self._is_gated = fusion.is_gated
+        self._norm = set_norm(op, fusion.norm, num_in)
 
     @property
     def size_bytes(self) -> int:
@@ -116,9 +110,10 @@ class Int8Linear(NativeLinear):
         self,
         weight: Tensor | Sequence[Tensor],
         bias: Tensor | None,
-        edges: Fusion = NO_FUSION,
+        fusion: Fusion = NO_FUSION,
         *,
         scales: Tensor | None = None,
+        is_head: bool = False,
     ) -> None:
         """weight: [out, in] fp32 or bf16 (any other float is converted); copied and packed.
 
@@ -127,10 +122,10 @@ class Int8Linear(NativeLinear):
         inputs.
         """
         parts = [weight] if isinstance(weight, Tensor) else list(weight)
-        num_out, num_in = sizes(sum(len(part) for part in parts), parts[0].shape[1], edges)
+        num_out, num_in = sizes(sum(len(part) for part in parts), parts[0].shape[1], fusion)
         if num_in > MAX_INT8_INPUTS:
             raise ValueError(f"{num_in:,} inputs: int8 products sum at most {MAX_INT8_INPUTS:,}")
-        bias, kind = checked_bias(bias, num_out, edges), ACTIVATIONS[edges.activation]
+        bias, kind = checked_bias(bias, num_out, fusion), ACTIVATIONS[fusion.activation]
         args: tuple[object, ...]
         if scales is not None:
             whole, scales = torch.cat(parts).contiguous(), scales.float().contiguous()
@@ -140,8 +135,8 @@ class Int8Linear(NativeLinear):
             parts = _packable(parts)
             flat = [x for part in parts for x in (part.data_ptr(), part.stride(0), len(part))]
             args = (flat, TYPES[parts[0].dtype])
-        op = library().Int8Linear(num_in, num_out, *args, address(bias), kind, edges.is_gated)
-        super().__init__(op, num_in, num_out, edges)
+        op = library().Int8Linear(num_in, num_out, *args, address(bias), kind, fusion.is_gated)
+        super().__init__(op, num_in, num_out, fusion)
 
 
 def _packable(parts: list[Tensor]) -> list[Tensor]:
@@ -162,7 +157,7 @@ class Int4Linear(NativeLinear):
         scales: Tensor,
         zeros: Tensor | None,
         bias: Tensor | None,
-        edges: Fusion = NO_FUSION,
+        fusion: Fusion = NO_FUSION,
         *,
         group: int,
         is_nf4: bool = False,
@@ -170,15 +165,15 @@ class Int4Linear(NativeLinear):
         """(codes - zeros) * scales, codes - 8 without zeros, or NF4_VALUES[codes] * scales.
 
         codes: [out, in] uint8 below 16; scales: [out, groups]; zeros: [out, groups] uint8. group:
-        one of GROUPS4; the last one may be cut short. Scales are kept as fp16 times a power of
+        one of INT4_GROUPS; the last one may be cut short. Scales are kept as fp16 times a power of
         two of the channel: fp16 and bf16 scales exactly, if within 1 : 2^14 of its largest.
         """
-        num_out, num_in = sizes(codes.shape[0], codes.shape[1], edges)
+        num_out, num_in = sizes(codes.shape[0], codes.shape[1], fusion)
         shape = (codes.shape[0], -(-num_in // group))
-        assert group in GROUPS4 and codes.dtype == torch.uint8
+        assert group in INT4_GROUPS and codes.dtype == torch.uint8
         assert not (is_nf4 and zeros is not None)
         assert scales.shape == shape and (zeros is None or zeros.shape == shape), f"{scales.shape}"
-        codes, bias = codes.contiguous(), checked_bias(bias, num_out, edges)
+        codes, bias = codes.contiguous(), checked_bias(bias, num_out, fusion)
         assert int(codes.max()) < 16, "codes of 4 bits"
         halves, channels = split_scales(scales)
         if is_nf4:  # the kernel's values are whole 127ths
@@ -195,18 +190,10 @@ class Int4Linear(NativeLinear):
             group,
             is_nf4,
             address(bias),
-            ACTIVATIONS[edges.activation],
-            edges.is_gated,
+            ACTIVATIONS[fusion.activation],
+            fusion.is_gated,
         )
-        super().__init__(op, num_in, num_out, edges)
-
-
-def split_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """[out, groups] as fp16 [out, groups] times fp32 powers of two [out]."""
-    largest = scales.float().abs().amax(1)
-    _, exponent = torch.frexp(largest)
-    channels = torch.ldexp(torch.ones_like(largest), exponent.clamp(-126, 127))  # of fp32
-    return (scales.float() / channels[:, None]).half().contiguous(), channels.contiguous()
+        super().__init__(op, num_in, num_out, fusion)
 
 
 def set_norm(op: Any, norm: Norm | None, num_in: int) -> tuple[Tensor, Tensor | None] | None:
@@ -221,18 +208,18 @@ def set_norm(op: Any, norm: Norm | None, num_in: int) -> tuple[Tensor, Tensor | 
     return weight, bias
 
 
-def sizes(rows: int, num_in: int, edges: Fusion) -> tuple[int, int]:
+def sizes(rows: int, num_in: int, fusion: Fusion) -> tuple[int, int]:
     """(out after gating, in)"""
-    if not edges.is_gated:
+    if not fusion.is_gated:
         return rows, num_in
-    assert rows % 2 == 0 and edges.activation is not None, "gates, as many factors, an activation"
+    assert rows % 2 == 0 and fusion.activation is not None, "gates, as many factors, an activation"
     return rows // 2, num_in
 
 
-def checked_bias(bias: Tensor | None, num_out: int, edges: Fusion) -> Tensor | None:
+def checked_bias(bias: Tensor | None, num_out: int, fusion: Fusion) -> Tensor | None:
     if bias is None:
         return None
-    assert bias.shape == ((2 if edges.is_gated else 1) * num_out,), f"{bias.shape} for {num_out}"
+    assert bias.shape == ((2 if fusion.is_gated else 1) * num_out,), f"{bias.shape} for {num_out}"
     return bias.float().contiguous()
 
 

@@ -11,35 +11,13 @@ from ops.cpu.native import Int4Linear, Int8Linear
 
 
 class NativeLinears:
-    """QuantizedLinears of ops.cpu.native. RuntimeError at the first product if it was not built."""
+    """QuantizedLinears of ops.cpu.native. A product raises RuntimeError if they are not built."""
 
-    def int8(
-        self,
-        parts: Sequence[Tensor],
-        bias: Tensor | None,
-        edges: Fusion = NO_FUSION,
-        *,
-        scales: Tensor | None = None,
-        is_head: bool = False,
-    ) -> LinearOp:
-        return Int8Linear(parts, bias, edges, scales=scales)
+    int8 = Int8Linear
+    int4 = Int4Linear
 
-    def int4(
-        self,
-        codes: Tensor,
-        scales: Tensor,
-        zeros: Tensor | None,
-        bias: Tensor | None,
-        edges: Fusion = NO_FUSION,
-        *,
-        group: int,
-        is_nf4: bool = False,
-    ) -> LinearOp:
-        return Int4Linear(codes, scales, zeros, bias, edges, group=group, is_nf4=is_nf4)
-
-    def fp8(
-        self, parts: Sequence[Tensor], bias: Tensor | None, edges: Fusion = NO_FUSION
-    ) -> LinearOp:
+    @staticmethod
+    def fp8(parts: Sequence[Tensor], bias: Tensor | None, fusion: Fusion = NO_FUSION) -> LinearOp:
         raise ValueError("this processor has no fp8 products")
 
 

@@ -17,13 +17,13 @@ from ops.cpu.native import ACTIVATIONS, TYPES, address, checked_bias, library, s
 class PlainLinear:
     """A LinearOp: norm, product, bias, activation and residual in one call."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, edges: Fusion = NO_FUSION) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, fusion: Fusion = NO_FUSION) -> None:
         """weight: [out, in] bf16 or fp32, which is the type of rows and results; copied."""
-        self.num_out, self.num_in = sizes(weight.shape[0], weight.shape[1], edges)
+        self.num_out, self.num_in = sizes(weight.shape[0], weight.shape[1], fusion)
         self.dtype = weight.dtype
         if weight.stride(1) != 1:
             weight = weight.contiguous()
-        bias = checked_bias(bias, self.num_out, edges)
+        bias = checked_bias(bias, self.num_out, fusion)
         self._op = library().PlainLinear(
             self.num_in,
             self.num_out,
@@ -31,10 +31,10 @@ class PlainLinear:
             weight.stride(0),
             TYPES[self.dtype],
             address(bias),
-            ACTIVATIONS[edges.activation],
-            edges.is_gated,
+            ACTIVATIONS[fusion.activation],
+            fusion.is_gated,
         )
-        self._norm = set_norm(self._op, edges.norm, self.num_in)
+        self._norm = set_norm(self._op, fusion.norm, self.num_in)
 
     @property
     def size_bytes(self) -> int:

@@ -1,6 +1,6 @@
 """Native token choice over rows of logits (ops/csrc/sampling.inl): checks, packs, passes addresses.
 
-A Choice holds what stays the same for a sequence, packed once, so that a step costs about a
+SamplingInputs hold what stays the same for a sequence, packed once, so that a step costs about a
 microsecond of Python for each row. Whoever calls decides what happens where nothing was built.
 """
 
@@ -19,7 +19,7 @@ from ops.cpu import native
 # kernels.h: struct Draw and struct Drawn
 _DRAW = struct.Struct("=QQdQQQQQfffffiiiiii4x")
 MAX_TOP = 20
-DRAWN = np.dtype(
+SAMPLED_ROW = np.dtype(
     [
         ("token", np.int32),
         ("rank", np.int32),
@@ -32,7 +32,7 @@ DRAWN = np.dtype(
 _MASK64 = (1 << 64) - 1
 _MAX_INT32 = (1 << 31) - 1
 
-Drawn = npt.NDArray[np.void]
+SampledRows = npt.NDArray[np.void]
 """Structured: token, rank (from 1), num_top, logprob, top_tokens, top_logprobs, one per row."""
 
 
@@ -71,7 +71,7 @@ class TokenHistory:
         return length
 
 
-class Choice:
+class SamplingInputs:
     """How the tokens of one sequence are chosen. temperature 0: the largest logit; top_k <= 0: all.
 
     num_logprobs: alternatives to describe, None for no description. forbidden: tokens that
@@ -140,7 +140,7 @@ class Choice:
         )
 
 
-def plans(num_rows: int) -> bytearray:
+def packed_rows(num_rows: int) -> bytearray:
     """Room for the plans of that many rows, to be packed one by one."""
     return bytearray(num_rows * _DRAW.size)
 
@@ -155,15 +155,15 @@ def argmax(logits: Tensor) -> list[int]:
     return chosen
 
 
-def draw(logits: Tensor, packed: bytearray) -> Drawn:
+def sample(logits: Tensor, packed: bytearray) -> SampledRows:
     """logits: [R, V], adjusted in place; packed: R plans. IndexError for a token beyond V."""
     assert takes(logits), f"{logits.dtype} {logits.stride()}"
     rows, size = logits.shape
     assert len(packed) == rows * _DRAW.size, f"{len(packed)} bytes for {rows} rows"
-    out = np.zeros(rows, dtype=DRAWN)
+    out = np.zeros(rows, dtype=SAMPLED_ROW)
     if rows:
         library = native.library()
-        assert (_DRAW.size, DRAWN.itemsize) == (library.DRAW_BYTES, library.DRAWN_BYTES)
+        assert (_DRAW.size, SAMPLED_ROW.itemsize) == (library.DRAW_BYTES, library.DRAWN_BYTES)
         plan = np.frombuffer(packed, dtype=np.uint8)
         stride, to = logits.stride(0), out.ctypes.data
         if not library.sample(logits.data_ptr(), stride, rows, size, plan.ctypes.data, to):
@@ -171,7 +171,7 @@ def draw(logits: Tensor, packed: bytearray) -> Drawn:
     return out
 
 
-def describe(logits: Tensor, tokens: npt.NDArray[np.int32], num_top: int) -> Drawn:
+def describe(logits: Tensor, tokens: npt.NDArray[np.int32], num_top: int) -> SampledRows:
     """logits: [R, V]; row i is described with tokens[i], with the num_top most likely beside it.
     IndexError for a token beyond V."""
     assert takes(logits), f"{logits.dtype} {logits.stride()}"
@@ -179,10 +179,10 @@ def describe(logits: Tensor, tokens: npt.NDArray[np.int32], num_top: int) -> Dra
     assert tokens.shape == (rows,) and tokens.dtype == np.int32, f"{tokens.shape}"
     assert 0 <= num_top <= MAX_TOP, f"{num_top=}"
     tokens = np.ascontiguousarray(tokens)
-    out = np.zeros(rows, dtype=DRAWN)
+    out = np.zeros(rows, dtype=SAMPLED_ROW)
     if rows:
         library = native.library()
-        assert DRAWN.itemsize == library.DRAWN_BYTES
+        assert SAMPLED_ROW.itemsize == library.DRAWN_BYTES
         given, to = tokens.ctypes.data, out.ctypes.data
         stride = logits.stride(0)
         if not library.describe_tokens(logits.data_ptr(), stride, rows, size, given, num_top, to):

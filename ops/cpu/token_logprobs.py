@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ops.cpu import sampling
-from ops.cpu.sampling import DRAWN, Drawn
+from ops.cpu.sampling import SAMPLED_ROW, SampledRows
 
 Tokens = npt.NDArray[np.int32]
 Fetch = Callable[[Tensor], Tensor]
@@ -32,8 +32,8 @@ class Scores(NamedTuple):
     top_tokens: Tensor
     top_logprobs: Tensor
 
-    def drawn(self) -> Drawn:
-        out = np.zeros(len(self.tokens), dtype=DRAWN)
+    def as_rows(self) -> SampledRows:
+        out = np.zeros(len(self.tokens), dtype=SAMPLED_ROW)
         out["token"], out["rank"] = self.tokens, self.ranks.numpy()
         out["logprob"] = self.logprobs.numpy()
         num_top = self.top_tokens.shape[1]
@@ -48,8 +48,8 @@ class Scores(NamedTuple):
 
 def describe(
     logits: Tensor, tokens: Tokens, num_top: int, fetch: Fetch = lambda x: x
-) -> Drawn | Scores:
-    """logits: [R, V] fp32; row i with tokens[i], which are below V. Scores: `drawn` of them, when
+) -> SampledRows | Scores:
+    """logits: [R, V] fp32; row i with tokens[i], which are below V. Scores: `as_rows` of them, when
     what was fetched is there."""
     if sampling.is_available() and sampling.takes(logits):
         return sampling.describe(logits, tokens, num_top)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,9 +35,9 @@ class CudaBackend(ReferenceBackend):
         self.quantized: QuantizedLinears | None = CudaLinears(self.device)
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None = None, edges: Fusion = NO_FUSION
+        self, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = NO_FUSION
     ) -> LinearOp:
-        return PlainLinear(weight, bias, edges, device=self.device)
+        return PlainLinear(weight, bias, fusion, device=self.device)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm_rows(x, Norm("rms", weight, None, eps))
@@ -59,41 +59,9 @@ class CudaLinears:
     """QuantizedLinears on the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def int8(
-        self,
-        parts: Sequence[Tensor],
-        bias: Tensor | None,
-        edges: Fusion = NO_FUSION,
-        *,
-        scales: Tensor | None = None,
-        is_head: bool = False,
-    ) -> LinearOp:
-        out_dtype = torch.float32 if is_head else None
-        return Int8Linear(
-            parts, bias, edges, scales=scales, out_dtype=out_dtype, device=self._device
-        )
-
-    def int4(
-        self,
-        codes: Tensor,
-        scales: Tensor,
-        zeros: Tensor | None,
-        bias: Tensor | None,
-        edges: Fusion = NO_FUSION,
-        *,
-        group: int,
-        is_nf4: bool = False,
-    ) -> LinearOp:
-        return Int4Linear(
-            codes, scales, zeros, bias, edges, group=group, is_nf4=is_nf4, device=self._device
-        )
-
-    def fp8(
-        self, parts: Sequence[Tensor], bias: Tensor | None, edges: Fusion = NO_FUSION
-    ) -> LinearOp:
-        return Fp8Linear(parts, bias, edges, device=self._device)
+        self.int8 = partial(Int8Linear, device=device)
+        self.int4 = partial(Int4Linear, device=device)
+        self.fp8 = partial(Fp8Linear, device=device)
 
 
 def is_interpreted() -> bool:

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from ops.backend import NO_FUSION, Fusion, Norm
-from ops.cpu.native import GROUPS4, MAX_INT8_INPUTS, split_scales
-from ops.cuda import tune as cuda_tune
-from ops.triton_kernels.few import small_batch_linear
+from ops.backend import INT4_GROUPS, MAX_INT8_INPUTS, NO_FUSION, Fusion, Norm
+from ops.cuda import tune
+from ops.linear import split_scales
 from ops.triton_kernels.linear import ScaledWeight, library_linear, scaled_linear, split_scratch
 from ops.triton_kernels.linear4 import int4_linear, pack_int4
 from ops.triton_kernels.rows import activation_rows, gated_rows, norm_rows, quantize_rows
+from ops.triton_kernels.small_batch import small_batch_linear
 
 # Weights are rounded so many values at a time: what is needed beside them meanwhile.
 PACK_VALUES = 1 << 26
@@ -33,18 +33,18 @@ class CudaLinear:
         kernel: str,
         num_in: int,
         num_rows: int,
-        edges: Fusion,
-        out_dtype: torch.dtype | None,
+        fusion: Fusion,
+        out_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         """num_rows: of the weight."""
-        assert not edges.is_gated or (num_rows % 2 == 0 and edges.activation is not None)
-        self.kernel, self.num_in, self.edges, self.device = kernel, num_in, edges, device
-        self.num_out = num_rows // 2 if edges.is_gated else num_rows
-        self.out_dtype = out_dtype or torch.bfloat16
+        assert not fusion.is_gated or (num_rows % 2 == 0 and fusion.activation is not None)
+        self.kernel, self.num_in, self.fusion, self.device = kernel, num_in, fusion, device
+        self.num_out = num_rows // 2 if fusion.is_gated else num_rows
+        self.out_dtype = out_dtype
         self._num_rows = num_rows
-        self._norm = None if edges.norm is None else norm_on(edges.norm, num_in, device)
-        self._choices: dict[tuple[int, bool], cuda_tune.Choice] = {}
+        self._norm = None if fusion.norm is None else norm_on(fusion.norm, num_in, device)
+        self._choices: dict[tuple[int, bool], tune.Choice] = {}
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         assert x.shape[1] == self.num_in, f"{x.shape} times [{self.num_out}, {self.num_in}]"
@@ -53,20 +53,20 @@ class CudaLinear:
             out = torch.empty(len(x), self.num_out, dtype=self.out_dtype, device=x.device)
         else:
             assert out.shape == (len(x), self.num_out) and out.dtype == torch.float32
-            assert out.stride(1) == 1 and not self.edges.is_gated, "a dense residual, no gates"
+            assert out.stride(1) == 1 and not self.fusion.is_gated, "a dense residual, no gates"
         if len(x):
             self._run(x, out, residual, self.choice(len(x), residual is not None))
         return out
 
-    def choice(self, num_rows: int, adds: bool) -> cuda_tune.Choice:
+    def choice(self, num_rows: int, adds: bool) -> tune.Choice:
         """What so many rows take."""
-        at = cuda_tune.bucket(num_rows), adds
+        at = tune.bucket(num_rows), adds
         if at not in self._choices:
-            self._choices[at] = cuda_tune.choose(self.shape(*at), self.device)
+            self._choices[at] = tune.choose(self.shape(*at), self.device)
         return self._choices[at]
 
-    def job(self, num_rows: int, adds: bool) -> cuda_tune.Job:
-        """For cuda_tune.tune: random rows as they come in a model."""
+    def job(self, num_rows: int, adds: bool) -> tune.Job:
+        """For tune.tune: random rows as they come in a model."""
         x = torch.randn(num_rows, self.num_in, device=self.device)
         if self._norm is None:
             x = x.bfloat16()
@@ -74,22 +74,20 @@ class CudaLinear:
         if adds:
             residual = torch.randn(num_rows, self.num_out, device=self.device)
 
-        def run(choice: cuda_tune.Choice) -> Tensor:
+        def run(choice: tune.Choice) -> Tensor:
             out = torch.empty(num_rows, self.num_out, dtype=self.out_dtype, device=self.device)
             if residual is not None:
                 out = residual.clone()
             self._run(x, out, out if adds else None, choice)
             return out
 
-        shape = self.shape(cuda_tune.bucket(num_rows), adds)
-        return cuda_tune.Job(shape, run, is_exact=self.kernel == "int8")
+        shape = self.shape(tune.bucket(num_rows), adds)
+        return tune.Job(shape, run, is_exact=self.kernel == "int8")
 
-    def shape(self, rows: int, adds: bool) -> cuda_tune.Shape:
-        return cuda_tune.Shape(self.kernel, rows, self._num_rows, self.num_in, adds)
+    def shape(self, rows: int, adds: bool) -> tune.Shape:
+        return tune.Shape(self.kernel, rows, self._num_rows, self.num_in, adds)
 
-    def _run(
-        self, x: Tensor, out: Tensor, residual: Tensor | None, choice: cuda_tune.Choice
-    ) -> None:
+    def _run(self, x: Tensor, out: Tensor, residual: Tensor | None, choice: tune.Choice) -> None:
         raise NotImplementedError
 
 
@@ -102,19 +100,19 @@ class ScaledLinear(CudaLinear):
         dtype: torch.dtype,
         weight: Tensor | Sequence[Tensor],
         bias: Tensor | None,
-        edges: Fusion,
+        fusion: Fusion,
         scales: Tensor | None,
-        out_dtype: torch.dtype | None,
+        out_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         parts = [weight] if isinstance(weight, Tensor) else list(weight)
         num_rows, num_in = sum(len(part) for part in parts), parts[0].shape[1]
-        super().__init__(kernel, num_in, num_rows, edges, out_dtype, device)
+        super().__init__(kernel, num_in, num_rows, fusion, out_dtype, device)
         self.dtype = dtype
         padded = (num_in + 15) // 16 * 16
         codes = torch.zeros(num_rows, padded, dtype=dtype, device=device)
         steps = torch.empty(num_rows, dtype=torch.float32, device=device)
-        for some, to in placed_rows(parts, edges.is_gated):
+        for some, to in placed_rows(parts, fusion.is_gated):
             if scales is None:
                 codes[to, :num_in], steps[to] = round_weight(some.to(device), dtype)
             else:
@@ -122,70 +120,65 @@ class ScaledLinear(CudaLinear):
                 codes[to, :num_in] = some.to(device)
         if scales is not None:
             assert scales.shape == (num_rows,), f"{scales.shape}"
-            steps = interleaved(scales.to(device, torch.float32), edges)
-        self.weight = ScaledWeight(codes, steps, packed_bias(bias, num_rows, edges, device))
+            steps = interleaved(scales.to(device, torch.float32), fusion)
+        self.weight = ScaledWeight(codes, steps, packed_bias(bias, num_rows, fusion, device))
 
     @property
     def size_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.weight if t is not None)
 
-    def _run(
-        self, x: Tensor, out: Tensor, residual: Tensor | None, choice: cuda_tune.Choice
-    ) -> None:
-        _, activation, is_gated = self.edges
-        if choice.implementation == cuda_tune.FUSED:
+    def _run(self, x: Tensor, out: Tensor, residual: Tensor | None, choice: tune.Choice) -> None:
+        _, activation, is_gated = self.fusion
+        if choice.implementation == tune.FUSED:
             whole = x, self._norm, self.weight, out, residual, activation
             small_batch_linear(*whole, is_gated=is_gated, tile=choice.tile)
             return
         rows = quantize_rows(x, self._norm, dtype=self.dtype)
         args = rows, self.weight, out, residual, activation
-        if choice.implementation == cuda_tune.LIBRARY:
+        if choice.implementation == tune.LIBRARY:
             library_linear(*args, is_gated=is_gated)
         else:
             scaled_linear(*args, is_gated=is_gated, tile=choice.tile)
 
 
 class Int8Linear(ScaledLinear):
-    """int8 x int8."""
+    """int8 x int8: QuantizedLinears.int8 on a device."""
 
     def __init__(
         self,
         weight: Tensor | Sequence[Tensor],
         bias: Tensor | None,
-        edges: Fusion = NO_FUSION,
+        fusion: Fusion = NO_FUSION,
         *,
         scales: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
+        is_head: bool = False,
         device: torch.device,
     ) -> None:
-        """weight: [out, in] in any float type and on any device, or parts that stand one under
-        the other. With scales, [out], it is int8 already. ValueError beyond MAX_INT8_INPUTS.
-        """
+        """weight may be on any device. ValueError beyond MAX_INT8_INPUTS."""
         num_in = (weight if isinstance(weight, Tensor) else weight[0]).shape[1]
         if num_in > MAX_INT8_INPUTS:
             raise ValueError(f"{num_in:,} inputs: int8 products sum at most {MAX_INT8_INPUTS:,}")
-        super().__init__("int8", torch.int8, weight, bias, edges, scales, out_dtype, device)
+        out_dtype = torch.float32 if is_head else torch.bfloat16
+        super().__init__("int8", torch.int8, weight, bias, fusion, scales, out_dtype, device)
         split_scratch(device)
 
 
 class Fp8Linear(ScaledLinear):
-    """e4m3 x e4m3."""
+    """e4m3 x e4m3: QuantizedLinears.fp8 on a device."""
 
     def __init__(
         self,
         weight: Tensor | Sequence[Tensor],
         bias: Tensor | None,
-        edges: Fusion = NO_FUSION,
+        fusion: Fusion = NO_FUSION,
         *,
-        scales: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
         device: torch.device,
     ) -> None:
-        """As Int8Linear. ValueError on a device whose tensor cores do not know the type."""
+        """ValueError on a device whose tensor cores do not know the type."""
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
             raise ValueError("fp8 needs a GPU of compute capability 8.9 at least")
         kind = torch.float8_e4m3fn
-        super().__init__("fp8", kind, weight, bias, edges, scales, out_dtype, device)
+        super().__init__("fp8", kind, weight, bias, fusion, None, torch.bfloat16, device)
 
 
 class Int4Linear(CudaLinear):
@@ -197,23 +190,24 @@ class Int4Linear(CudaLinear):
         scales: Tensor,
         zeros: Tensor | None,
         bias: Tensor | None,
-        edges: Fusion = NO_FUSION,
+        fusion: Fusion = NO_FUSION,
         *,
         group: int,
         is_nf4: bool = False,
-        out_dtype: torch.dtype | None = None,
         device: torch.device,
     ) -> None:
         """Arguments and numbers as native.Int4Linear's, on any device."""
         num_rows, num_in = codes.shape
-        super().__init__("int4", num_in, num_rows, edges, out_dtype, device)
+        super().__init__("int4", num_in, num_rows, fusion, torch.bfloat16, device)
         shape = (num_rows, -(-num_in // group))
         assert (
-            group in GROUPS4 and codes.dtype == torch.uint8 and not (is_nf4 and zeros is not None)
+            group in INT4_GROUPS
+            and codes.dtype == torch.uint8
+            and not (is_nf4 and zeros is not None)
         )
         assert scales.shape == shape and (zeros is None or zeros.shape == shape), f"{scales.shape}"
         assert int(codes.max()) < 16, "codes of 4 bits"
-        order = interleaved(torch.arange(num_rows, device=device), edges)
+        order = interleaved(torch.arange(num_rows, device=device), fusion)
         codes, scales = codes.to(device)[order], scales.to(device)[order]
         halves, channels = split_scales(scales)
         self.weight = pack_int4(
@@ -221,7 +215,7 @@ class Int4Linear(CudaLinear):
             halves,
             None if zeros is None else zeros.to(device)[order],
             channels / 127 if is_nf4 else channels,
-            packed_bias(bias, num_rows, edges, device),
+            packed_bias(bias, num_rows, fusion, device),
             group=group,
             is_nf4=is_nf4,
         )
@@ -231,11 +225,9 @@ class Int4Linear(CudaLinear):
         each = (self.weight.packed, self.weight.words, self.weight.channels, self.weight.bias)
         return sum(t.numel() * t.element_size() for t in each if t is not None)
 
-    def _run(
-        self, x: Tensor, out: Tensor, residual: Tensor | None, choice: cuda_tune.Choice
-    ) -> None:
+    def _run(self, x: Tensor, out: Tensor, residual: Tensor | None, choice: tune.Choice) -> None:
         rows = quantize_rows(x, self._norm, multiple=max(self.weight.group, 64))
-        _, activation, is_gated = self.edges
+        _, activation, is_gated = self.fusion
         args = rows, self.weight, out, residual, activation
         int4_linear(*args, is_gated=is_gated, tile=choice.tile)
 
@@ -247,17 +239,16 @@ class PlainLinear:
         self,
         weight: Tensor,
         bias: Tensor | None,
-        edges: Fusion = NO_FUSION,
+        fusion: Fusion = NO_FUSION,
         *,
-        out_dtype: torch.dtype | None = None,
         device: torch.device,
     ) -> None:
         """weight: [out, in], bias: [out], copied to the device. Rows are cast to its type."""
         self.weight = weight.to(device, copy=True).contiguous()
         self.bias = None if bias is None else bias.to(device, weight.dtype, copy=True)
-        self.edges, self.out_dtype = edges, out_dtype or weight.dtype
+        self.fusion = fusion
         num_in = weight.shape[1]
-        self._norm = None if edges.norm is None else norm_on(edges.norm, num_in, device)
+        self._norm = None if fusion.norm is None else norm_on(fusion.norm, num_in, device)
 
     @property
     def size_bytes(self) -> int:
@@ -265,7 +256,7 @@ class PlainLinear:
         return sum(t.numel() * t.element_size() for t in both if t is not None)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        _, activation, is_gated = self.edges
+        _, activation, is_gated = self.fusion
         dtype = self.weight.dtype
         x = x.to(dtype) if self._norm is None else norm_rows(x, self._norm, dtype)
         if residual is not None and residual.dtype == dtype and activation is None:
@@ -274,7 +265,7 @@ class PlainLinear:
         y = functional.linear(x, self.weight, self.bias)
         if activation is not None:
             y = (gated_rows if is_gated else activation_rows)(y, activation)
-        return y.to(self.out_dtype) if residual is None else residual + y
+        return y if residual is None else residual + y
 
 
 def round_weight(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -314,20 +305,20 @@ def placed_rows(parts: Sequence[Tensor], is_gated: bool) -> Iterator[tuple[Tenso
             start, at = end, at + count
 
 
-def interleaved(values: Tensor, edges: Fusion) -> Tensor:
+def interleaved(values: Tensor, fusion: Fusion) -> Tensor:
     """[N] in the order of the packed weight."""
-    if not edges.is_gated:
+    if not fusion.is_gated:
         return values.contiguous()
     return values.reshape(2, -1).t().reshape(-1).contiguous()
 
 
 def packed_bias(
-    bias: Tensor | None, num_rows: int, edges: Fusion, device: torch.device
+    bias: Tensor | None, num_rows: int, fusion: Fusion, device: torch.device
 ) -> Tensor | None:
     if bias is None:
         return None
     assert bias.shape == (num_rows,), f"{bias.shape} for {num_rows}"
-    return interleaved(bias.to(device, torch.float32), edges)
+    return interleaved(bias.to(device, torch.float32), fusion)
 
 
 def norm_on(norm: Norm, num_in: int, device: torch.device) -> Norm:

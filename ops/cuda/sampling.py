@@ -21,21 +21,31 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ops.cuda.choice import (
+from ops.cuda.sampling_inputs import (
     FIELDS,
     MAX_EDITS,
     MAX_TOP,
     NO_ROW,
     RECORD_BYTES,
-    DeviceChoice,
+    DeviceSamplingInputs,
     Edits,
     Row,
 )
-from ops.triton_kernels import draw as triton_draw
-from ops.triton_kernels import logits as triton_logprobs
-from ops.triton_kernels import sampling as triton_sampling
-from ops.triton_kernels import triton_mask
-from ops.triton_kernels.sampling import EDGES, IN_PROMPT, MAX_VOCABULARY, Config
+from ops.triton_kernels.logits import apply_masks, chunk_rank_kernel, describe_kernel
+from ops.triton_kernels.sample_token import sample_kernel
+from ops.triton_kernels.sampling import (
+    EDGES,
+    IN_PROMPT,
+    MAX_VOCABULARY,
+    Config,
+    adjust_kernel,
+    best_kernel,
+    chunk_max,
+    chunk_sums_kernel,
+    gather_kernel,
+    grid_of,
+    input_ids_kernel,
+)
 
 
 class Kind(IntEnum):
@@ -112,7 +122,9 @@ class DeviceSampler:
         self._top_logprobs = self._zeros(max_rows, num_top, dtype=torch.float32)
         self._top_tokens = self._zeros(max_rows, num_top, dtype=torch.int64)
         # of the rows of token_counts, least recently used first
-        self._owners = OrderedDict[int, DeviceChoice | None]((i, None) for i in range(max_rows))
+        self._owners = OrderedDict[int, DeviceSamplingInputs | None](
+            (i, None) for i in range(max_rows)
+        )
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, device=self.device)
@@ -237,11 +249,11 @@ class DeviceSampler:
         assert logits.dtype == torch.float32 and rows <= self.max_rows, f"{logits.dtype} {rows}"
         raw = logits.clone() if kind is Kind.DESCRIBED else None
         if self._masks is not None:  # no adjustment of minus infinity changes it
-            triton_mask.apply_masks(logits, *self._masks, self.config)
+            apply_masks(logits, *self._masks, self.config)
         if kind is Kind.GREEDY:
             self._best(logits)
         else:
-            self._draw(logits)
+            self._sample(logits)
         if raw is not None:
             self._describe(raw)
         return self.tokens[:rows]
@@ -249,12 +261,12 @@ class DeviceSampler:
     def warm_up_masks(self, logits: Tensor) -> None:
         """So that no kernel is compiled for the first step with a mask. logits: [1, V]."""
         row, words = self._zeros(1), self._zeros(1, (self.vocab_size + 31) // 32)
-        triton_mask.apply_masks(logits, row, words, self.config)
+        apply_masks(logits, row, words, self.config)
 
     def _shared(self, logits: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
         """(grid over all chunks of all rows, arguments that most kernels take)."""
-        grid, chunks = triton_sampling.grid_of(logits, self.config)
-        triton_sampling.chunk_max(logits, self._maxima, self._indices, self.config)
+        grid, chunks = grid_of(logits, self.config)
+        chunk_max(logits, self._maxima, self._indices, self.config)
         found = {"maxima": self._maxima, "indices": self._indices, "num_chunks": grid[0]}
         return grid, {**found, "CHUNKS": chunks, "num_warps": self.config.warps}
 
@@ -269,15 +281,13 @@ class DeviceSampler:
 
     def _best(self, logits: Tensor) -> None:
         _, shared = self._shared(logits)
-        triton_sampling.best_kernel[(logits.shape[0],)](
-            **{**shared, "num_warps": 1}, **self._outputs()
-        )
+        best_kernel[(logits.shape[0],)](**{**shared, "num_warps": 1}, **self._outputs())
 
-    def _draw(self, logits: Tensor) -> None:
+    def _sample(self, logits: Tensor) -> None:
         config, plan = self.config, self.records.view(torch.int32)
         row = {"logits": logits, "stride": logits.stride(0), "size": logits.shape[1]}
-        grid, _ = triton_sampling.grid_of(logits, config)
-        triton_sampling.adjust_kernel[grid](
+        grid, _ = grid_of(logits, config)
+        adjust_kernel[grid](
             **row,
             plan=plan,
             token_counts=self.token_counts,
@@ -292,11 +302,11 @@ class DeviceSampler:
         _, shared = self._shared(logits)
         shared |= {**row, "counts": self._counts, "masses": self._masses, "EDGES": EDGES}
         shared |= {"CHUNK": config.chunk}
-        triton_sampling.chunk_sums_kernel[grid](**shared, plan=plan)
+        chunk_sums_kernel[grid](**shared, plan=plan)
         shared |= {"values": self._values, "ids": self._ids, "CAPACITY": config.capacity}
-        triton_sampling.gather_kernel[grid](**shared, plan=plan)
-        shared |= {"BLOCK": config.block, "num_warps": config.draw_warps}
-        triton_draw.draw_kernel[(logits.shape[0],)](**shared, **self._outputs())
+        gather_kernel[grid](**shared, plan=plan)
+        shared |= {"BLOCK": config.block, "num_warps": config.sample_warps}
+        sample_kernel[(logits.shape[0],)](**shared, **self._outputs())
 
     def _describe(self, raw: Tensor) -> None:
         top = (self._top_logprobs[: raw.shape[0]], self._top_tokens[: raw.shape[0]])
@@ -304,10 +314,8 @@ class DeviceSampler:
         grid, shared = self._shared(raw)
         shared |= {"logits": raw, "stride": raw.stride(0), "tokens": self.tokens}
         shared |= {"masses": self._masses, "larger": self._counts}
-        triton_logprobs.chunk_rank_kernel[grid](
-            **shared, size=raw.shape[1], CHUNK=self.config.chunk
-        )
-        triton_logprobs.describe_kernel[(raw.shape[0],)](
+        chunk_rank_kernel[grid](**shared, size=raw.shape[1], CHUNK=self.config.chunk)
+        describe_kernel[(raw.shape[0],)](
             **{**shared, "num_warps": 1},
             logprobs=self._logprobs,
             ranks=self._ranks,
@@ -322,9 +330,7 @@ class DeviceSampler:
         size = given.numel()
         grid = (-(-size // 256),)
         if size:
-            triton_sampling.input_ids_kernel[grid](
-                given, slots, self.last_tokens, ids, size, BLOCK=256
-            )
+            input_ids_kernel[grid](given, slots, self.last_tokens, ids, size, BLOCK=256)
         return ids
 
     # -- results

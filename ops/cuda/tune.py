@@ -21,8 +21,8 @@ import torch
 import triton
 
 from ops.kv_tiles import architecture
-from ops.triton_kernels.few import MAX_ROWS
 from ops.triton_kernels.linear import MAX_SPLIT_SUMS, Tile
+from ops.triton_kernels.small_batch import MAX_ROWS
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def candidates(shape: Shape, capability: int) -> list[Choice]:
 
 
 def _with_fused(shape: Shape, found: list[Choice]) -> list[Choice]:
-    """Where it may pay by ops.triton_kernels.few's estimate. To be measured: by rule it is
+    """Where it may pay by ops.triton_kernels.small_batch's estimate. To be measured: by rule it is
     never taken."""
     fused = [
         Choice(FUSED, tile)

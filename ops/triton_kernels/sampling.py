@@ -61,7 +61,7 @@ class Config(NamedTuple):
     block: int = 2048
     capacity: int = 16384
     warps: int = 8
-    draw_warps: int = 16
+    sample_warps: int = 16
 
 
 @triton.jit

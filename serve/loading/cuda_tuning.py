@@ -10,7 +10,7 @@ import logging
 
 import torch
 
-from ops.cuda import tune as cuda_tune
+from ops.cuda import tune
 from ops.cuda.linear import CudaLinear
 from serve.models import Decoder
 from serve.runner.graph_shapes import StepShapes
@@ -24,13 +24,13 @@ _ROWS = (1, 64, 16, 256)  # of steps that are most common, and then the largest
 def tune_products(model: Decoder, shapes: StepShapes, device: torch.device) -> None:
     """Before anything is captured, for layers keep what they chose once. Never raises."""
     try:
-        known = cuda_tune.table(device)
+        known = tune.table(device)
         missing = [it for it in _products(model, shapes) if not known.has(it[0].shape(*it[1:]))]
         if not missing:
             return
         logger.info("measuring %d products, %d s at most; it is kept", len(missing), _BUDGET_S)
         jobs = (op.job(rows, adds) for op, rows, adds in missing)
-        told = cuda_tune.tune(jobs, device, budget_s=_BUDGET_S)
+        told = tune.tune(jobs, device, budget_s=_BUDGET_S)
         logger.info("%d products measured, kept in %s", len(told), known.path)
     except Exception:
         logger.warning("measuring products failed; they are chosen by rule", exc_info=True)
@@ -41,7 +41,7 @@ def _products(model: Decoder, shapes: StepShapes) -> list[tuple[CudaLinear, int,
     and the head."""
     layer, head = model.weights.layers[0], model.weights.head
     found = []
-    for rows in dict.fromkeys((*_ROWS, cuda_tune.bucket(shapes.max_rows))):
+    for rows in dict.fromkeys((*_ROWS, tune.bucket(shapes.max_rows))):
         for op, adds in (
             (layer.up, False),
             (layer.down, True),

@@ -26,7 +26,6 @@ from ops import Backend, get_backend
 from ops.cpu import native
 from ops.cpu.heap import keep_freed_memory
 from quant.int4 import int4_linear, nf4_linear
-from quant.linear import fp8_linear, int8_linear
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.disk_store import open_kv_store
@@ -229,9 +228,9 @@ def _load_model(
         )
     linears = backend.quantized
     assert linears is not None, "resolve_precision has looked"
-    make_linear: MakeLinear = partial(int8_linear, linears=linears)
+    make_linear: MakeLinear = linears.int8
     if precision.weights == "fp8":
-        make_linear = partial(fp8_linear, linears=linears)
+        make_linear = linears.fp8
     elif precision.weights in _LINEARS4:
         make = partial(_LINEARS4[precision.weights], group=config.weight_group, linears=linears)
         make_linear = joining(make)
@@ -240,7 +239,7 @@ def _load_model(
         dtype=precision.compute,
         backend=backend,
         make_linear=make_linear,
-        make_head=partial(int8_linear, linears=linears, is_head=True),
+        make_head=partial(linears.int8, is_head=True),
         keep_weight_dtype=True,
         q_first=q_first,
         is_random=is_random,

@@ -79,7 +79,7 @@ def join(parts: Sequence[Tensor]) -> Tensor:
 
 def joining(pack: Callable[[Tensor, Tensor | None, Fusion], LinearOp]) -> MakeLinear:
     """For what packs a whole weight."""
-    return lambda parts, bias, edges: pack(join(parts), bias, edges)
+    return lambda parts, bias, fusion: pack(join(parts), bias, fusion)
 
 
 class _Loader:
@@ -311,32 +311,32 @@ class _Loader:
         self.checkpoint.release()
         return layer
 
-    def _qkv(self, parts: list[str], edges: Fusion) -> tuple[LinearOp | None, LinearOp]:
+    def _qkv(self, parts: list[str], fusion: Fusion) -> tuple[LinearOp | None, LinearOp]:
         """(None, the product of all three), or that of q and that of k and v."""
         has_bias = self.spec.has_qkv_bias
         if not self.q_first:
-            return None, self._linear(parts, has_bias, edges)
+            return None, self._linear(parts, has_bias, fusion)
         if len(parts) == 3:
             q, *kv = parts
-            return self._linear([q], has_bias, edges), self._linear(kv, has_bias, edges)
+            return self._linear([q], has_bias, fusion), self._linear(kv, has_bias, fusion)
         # stored as one tensor, which is never packed
         size = self.spec.num_heads * self.spec.head_dim
         (weight,) = self._parts([f"{parts[0]}.weight"])
         bias = self._parts([f"{parts[0]}.bias"])[0] if has_bias else None
 
         def product(rows: slice) -> LinearOp:
-            return self.make_linear([weight[rows]], None if bias is None else bias[rows], edges)
+            return self.make_linear([weight[rows]], None if bias is None else bias[rows], fusion)
 
         return product(slice(size)), product(slice(size, None))
 
-    def _linear(self, parts: list[str], has_bias: bool, edges: Fusion = NO_FUSION) -> LinearOp:
+    def _linear(self, parts: list[str], has_bias: bool, fusion: Fusion = NO_FUSION) -> LinearOp:
         bias = join(self._parts([f"{part}.bias" for part in parts])) if has_bias else None
         if self._is_packed(parts):
-            return self._packed_linear(parts, bias, edges, self.make_linear)
-        return self.make_linear(self._parts([f"{part}.weight" for part in parts]), bias, edges)
+            return self._packed_linear(parts, bias, fusion, self.make_linear)
+        return self.make_linear(self._parts([f"{part}.weight" for part in parts]), bias, fusion)
 
     def _packed_linear(
-        self, parts: list[str], bias: Tensor | None, edges: Fusion, make_linear: MakeLinear
+        self, parts: list[str], bias: Tensor | None, fusion: Fusion, make_linear: MakeLinear
     ) -> LinearOp:
         """make_linear: what takes the weights if they are to be unpacked."""
         assert self.spec.packed is not None
@@ -345,9 +345,9 @@ class _Loader:
         except ValueError as error:
             raise ModelLoadError(f"{self.checkpoint.path}: {error}") from error
         if self.unpack:
-            return make_linear([self._cast(packed.plain())], bias, edges)
+            return make_linear([self._cast(packed.plain())], bias, fusion)
         assert self.linears is not None, "a back end without quantized products"
-        return packed.linear(bias, edges, self.linears)
+        return packed.linear(bias, fusion, self.linears)
 
     def _parts(self, names: list[str]) -> list[Tensor]:
         """Each as [out, in] (or [out])."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-from ops.cuda.choice import DeviceChoice, Row
 from ops.cuda.sampling import Fetched, SamplingPlan, described
+from ops.cuda.sampling_inputs import DeviceSamplingInputs, Row
 from serve.request import TokenLogprobs
 from serve.runner.sampler import Sampled, choice_settings
 from serve.scheduler.sequence import Sequence
@@ -30,12 +30,12 @@ def rows_of(sequences: SequenceOf[Sequence], slots: SequenceOf[int]) -> list[Row
     ]
 
 
-def _choice(sequence: Sequence) -> DeviceChoice:
+def _choice(sequence: Sequence) -> DeviceSamplingInputs:
     """Made at a sequence's first step, then kept with it."""
     choice = sequence.history
     if choice is None:
-        choice = sequence.history = DeviceChoice(**choice_settings(sequence))
-    assert isinstance(choice, DeviceChoice)
+        choice = sequence.history = DeviceSamplingInputs(**choice_settings(sequence))
+    assert isinstance(choice, DeviceSamplingInputs)
     return choice
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops.cpu.sampling import Drawn
+from ops.cpu.sampling import SampledRows
 from ops.cpu.token_logprobs import Scores, describe
 from serve.models import Decoder
 from serve.scheduler.prompt_outputs import Pooled, PromptOutputs, PromptPart, PromptScores
@@ -79,8 +79,8 @@ class PromptReader:
             for w, total in zip(self._pooled, self._sums, strict=True)
         ]
         if self._scored:
-            drawn = [each.drawn() if isinstance(each, Scores) else each for each in self._scores]
-            rows = np.concatenate(drawn)
+            parts = [each.as_rows() if isinstance(each, Scores) else each for each in self._scores]
+            rows = np.concatenate(parts)
             row = 0
             for w in self._scored:
                 count = w.end - w.first
@@ -94,7 +94,7 @@ def _scores(
     hidden: Tensor,
     wanted: Sequence[PromptRowRequest],
     fetch: Callable[[Tensor], Tensor],
-) -> list[Drawn | Scores]:
+) -> list[SampledRows | Scores]:
     rows = torch.cat([w.of(hidden) for w in wanted]) if len(wanted) > 1 else wanted[0].of(hidden)
     tokens = np.array([token for w in wanted for token in _next_tokens(w)], dtype=np.int32)
     num_top = max(_asked(w).num_top for w in wanted)

@@ -44,28 +44,28 @@ def sample(logits: Tensor, sequences: SequenceOf[Sequence]) -> Sampled:
     held = [s.stop_ids and len(s.token_ids) < s.min_tokens_total for s in sequences]
     if all(c.is_plain for c in choices) and not any(held) and not any(masks):
         return Sampled(sampling.argmax(logits), None)
-    plans = sampling.plans(len(choices))
+    packed = sampling.packed_rows(len(choices))
     for i, (choice, sequence, mask) in enumerate(zip(choices, sequences, masks, strict=True)):
         if mask is None:
-            choice.pack(plans, i, sequence.token_ids, bool(held[i]))
+            choice.pack(packed, i, sequence.token_ids, bool(held[i]))
         else:  # it knows what is held
-            choice.pack(plans, i, sequence.token_ids, False, mask.address)
-    drawn = sampling.draw(logits, plans)
-    logprobs = _described(choices, drawn) if any(c.has_logprobs for c in choices) else None
-    return Sampled(drawn["token"].tolist(), logprobs)
+            choice.pack(packed, i, sequence.token_ids, False, mask.address)
+    sampled = sampling.sample(logits, packed)
+    logprobs = _described(choices, sampled) if any(c.has_logprobs for c in choices) else None
+    return Sampled(sampled["token"].tolist(), logprobs)
 
 
-def _choice(sequence: Sequence) -> sampling.Choice:
+def _choice(sequence: Sequence) -> sampling.SamplingInputs:
     """Made at a sequence's first step, then kept with it."""
     choice = sequence.history
     if choice is None:
-        choice = sequence.history = sampling.Choice(**choice_settings(sequence))
-    assert isinstance(choice, sampling.Choice)
+        choice = sequence.history = sampling.SamplingInputs(**choice_settings(sequence))
+    assert isinstance(choice, sampling.SamplingInputs)
     return choice
 
 
 def choice_settings(sequence: Sequence) -> dict[str, Any]:
-    """What a sampler's choice is made of: ops.cpu.sampling.Choice, ops.cuda.choice.DeviceChoice."""
+    """The arguments of SamplingInputs (ops/cpu) and of DeviceSamplingInputs (ops/cuda)."""
     params = sequence.request.params
     return {
         "seed": sequence.seed,
@@ -83,8 +83,10 @@ def choice_settings(sequence: Sequence) -> dict[str, Any]:
     }
 
 
-def _described(choices: list[sampling.Choice], drawn: sampling.Drawn) -> list[TokenLogprobs | None]:
-    found = logprobs_of(drawn, sampling.MAX_TOP)
+def _described(
+    choices: list[sampling.SamplingInputs], sampled: sampling.SampledRows
+) -> list[TokenLogprobs | None]:
+    found = logprobs_of(sampled, sampling.MAX_TOP)
     return [
         item if choice.has_logprobs else None for choice, item in zip(choices, found, strict=True)
     ]

@@ -23,7 +23,7 @@ _ITERATED = 256  # log-probabilities that are made at once while somebody goes t
 
 Vector = npt.NDArray[np.float32]
 Described = npt.NDArray[np.void]
-"""Rows of ops.cpu.sampling.Drawn."""
+"""Rows of ops.cpu.sampling.SampledRows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops import Fusion, LinearOp, get_backend
+from ops.backend import INT4_GROUPS
 from ops.cpu import native
+from ops.cpu.native_linears import NATIVE
 from ops.reference import ReferenceBackend
 from quant.int4 import quantize_int4, quantize_nf4
-from quant.linear import int8_linear
 from serve import LLM, SamplingParams
 from serve.cli.quality import evaluate
 from serve.config import WEIGHT_GROUPS, EngineConfig
@@ -38,18 +39,18 @@ from tests.support.engine.quantized import (
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="native kernels not built")
 
 
-def rounding_linear(weight: Tensor, bias: Tensor | None, edges: Fusion) -> LinearOp:
+def rounding_linear(weight: Tensor, bias: Tensor | None, fusion: Fusion) -> LinearOp:
     """A plain product on rows rounded to int8 as the kernels round them."""
     reference = ReferenceBackend()
     size = weight.shape[1]
-    before = reference.pack_linear(torch.eye(size), None, Fusion(edges.norm))
-    after = reference.pack_linear(weight.float(), bias, edges._replace(norm=None))
+    before = reference.pack_linear(torch.eye(size), None, Fusion(fusion.norm))
+    after = reference.pack_linear(weight.float(), bias, fusion._replace(norm=None))
 
     def product(x: Tensor, residual: Tensor | None = None) -> Tensor:
         x = before(x.float())
         step = x.abs().amax(1, keepdim=True) / 127
         y = after(torch.where(step > 0, (x / step).round() * step, 0.0))
-        if edges.activation is not None:
+        if fusion.activation is not None:
             y = y.bfloat16().float()
         return y if residual is None else y + residual
 
@@ -66,9 +67,9 @@ def test_logits_are_those_of_the_numbers_it_stands_for(case, variant, tmp_path):
     packed, plain = write(tmp_path, *CASES[case], variant=variant)
     ids, backend = token_ids(40), get_backend("cpu")
     settings = {"dtype": torch.float32, "backend": backend}
-    got = run(load_model(packed, make_linear=int8_linear, **settings), ids)
+    got = run(load_model(packed, make_linear=NATIVE.int8, **settings), ids)
     rounded = load_model(
-        plain, make_linear=joining(rounding_linear), make_head=int8_linear, **settings
+        plain, make_linear=joining(rounding_linear), make_head=NATIVE.int8, **settings
     )
     rounded_logits, plain_logits = run(rounded, ids), run(load_model(plain, **settings), ids)
     # apart from values so near to a half that the order of a sum decides where they go
@@ -152,7 +153,7 @@ def test_larger_groups(method, group, tmp_path):
 def test_a_quantized_head_is_taken(tmp_path):
     packed, plain = write(tmp_path, GPTQ | {"lm_head": True}, four_bits(GPTQ), head=True)
     settings = {"dtype": torch.float32, "backend": get_backend("cpu")}
-    got = run(load_model(packed, make_linear=int8_linear, **settings), token_ids(20))
+    got = run(load_model(packed, make_linear=NATIVE.int8, **settings), token_ids(20))
     assert relative(got, run(load_model(plain, **settings), token_ids(20))) < 0.1
 
 
@@ -167,7 +168,7 @@ def test_layers_left_plain_are_rounded_here(tmp_path):
 
     packed, plain = write(tmp_path, AWQ | {"modules_to_not_convert": ["down_proj"]}, quantize)
     settings = {"dtype": torch.float32, "backend": get_backend("cpu")}
-    got = run(load_model(packed, make_linear=int8_linear, **settings), token_ids(20))
+    got = run(load_model(packed, make_linear=NATIVE.int8, **settings), token_ids(20))
     assert relative(got, run(load_model(plain, **settings), token_ids(20))) < 0.1
 
 
@@ -207,7 +208,7 @@ def test_the_group_of_four_bit_weights_is_a_setting(dtype):
         results = evaluate(path, text, precisions, max_tokens=80, weight_group=group)
         kl[group] = results[1].kl
     assert len(set(kl.values())) == 3 and max(kl.values()) < 1.0
-    assert WEIGHT_GROUPS == native.GROUPS4
+    assert WEIGHT_GROUPS == INT4_GROUPS
 
 
 class Allocations(TorchDispatchMode):

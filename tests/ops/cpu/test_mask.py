@@ -37,11 +37,11 @@ def masks_of(kind, rows, size):
 
 
 def draw(rows, choices, masks):
-    packed = sampling.plans(len(choices))
+    packed = sampling.packed_rows(len(choices))
     for i, (choice, mask) in enumerate(zip(choices, masks, strict=True)):
         address = 0 if mask is None else mask.ctypes.data
         choice.pack(packed, i, [0] * (i + 3), False, address)
-    return sampling.draw(rows, packed)
+    return sampling.sample(rows, packed)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -51,7 +51,9 @@ def test_only_what_the_mask_has(isa, kind, size):
     allowed = masks_of(kind, 12, size)
     words = [bits_of(torch.nonzero(row)[:, 0].tolist(), size) for row in allowed]
     for cut in CUTS:
-        choices = [sampling.Choice(seed=i, num_logprobs=min(size, 5), **cut) for i in range(12)]
+        choices = [
+            sampling.SamplingInputs(seed=i, num_logprobs=min(size, 5), **cut) for i in range(12)
+        ]
         got = draw(rows.clone(), choices, words)
         expected = draw(rows.masked_fill(~allowed, float("-inf")), choices, [None] * 12)
         assert got["token"].tolist() == expected["token"].tolist()
@@ -67,7 +69,7 @@ def test_only_what_the_mask_has(isa, kind, size):
 
 def test_rows_without_a_mask_are_as_they_were(isa):
     rows = torch.randn(9, 5000)
-    choices = [sampling.Choice(seed=i, temperature=1.0, top_p=0.9) for i in range(9)]
+    choices = [sampling.SamplingInputs(seed=i, temperature=1.0, top_p=0.9) for i in range(9)]
     alone = draw(rows.clone(), choices, [None] * 9)["token"].tolist()
     mask = bits_of([17], 5000)
     mixed = draw(rows.clone(), choices, [mask if i % 2 else None for i in range(9)])
@@ -80,7 +82,9 @@ def test_an_empty_mask_and_broken_logits_give_some_token(isa, temperature):
     nothing = np.zeros(32, dtype=np.uint32)
     some = bits_of([5, 900], 1000)
     for rows in (torch.randn(4, 1000), torch.full((4, 1000), float("nan"))):
-        choices = [sampling.Choice(seed=i, temperature=temperature, top_p=0.9) for i in range(4)]
+        choices = [
+            sampling.SamplingInputs(seed=i, temperature=temperature, top_p=0.9) for i in range(4)
+        ]
         got = draw(rows.clone(), choices, [nothing, some, None, some])
         assert all(0 <= token < 1000 for token in got["token"].tolist())
         assert not np.isnan(got["logprob"]).any()

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from ops import Fusion, Norm
+from ops.backend import MAX_INT8_INPUTS
 from ops.cpu import native
-from ops.cpu.native import MAX_INT8_INPUTS, Int8Linear
+from ops.cpu.native import Int8Linear
 from tests.support.engine.child import output_of
 
 pytestmark = [

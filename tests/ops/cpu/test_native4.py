@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ops import Fusion, Norm
+from ops.backend import INT4_GROUPS, NF4_VALUES
 from ops.cpu import native
-from ops.cpu.native import GROUPS4, Int8Linear, split_scales
+from ops.cpu.native import Int8Linear
+from ops.linear import split_scales
 from ops.reference import ReferenceBackend
 from quant.int4 import Int4Weight, quantize_int4, quantize_nf4
 from tests.support.memory.native_rows import check_rows_alone
@@ -45,7 +47,7 @@ def plain(weight: Int4Weight) -> Tensor:
 
     scales = spread(weight.scales)
     if weight.is_nf4:
-        return torch.tensor(native.NF4_VALUES).double()[weight.codes.long()] * scales
+        return torch.tensor(NF4_VALUES).double()[weight.codes.long()] * scales
     zeros = 8.0 if weight.zeros is None else spread(weight.zeros)
     return (weight.codes.double() - zeros) * scales
 
@@ -58,7 +60,7 @@ def whole_rows(rows: int, size: int) -> Tensor:
 
 @pytest.mark.parametrize(("m", "k", "n"), SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("group", GROUPS4)
+@pytest.mark.parametrize("group", INT4_GROUPS)
 def test_nothing_is_rounded_but_the_sums_of_groups(isa, m, k, n, kind, group):
     weight, x = random_weight(n, k, kind, group), whole_rows(m, k)
     y = weight.linear(None)(x)
@@ -91,9 +93,9 @@ def test_a_row_does_not_depend_on_the_others(isa, kind):
 def test_activation_and_bias_are_fused(isa, activation, is_gated, kind):
     weight, x, bias = random_weight(90, 64, kind), whole_rows(5, 64), torch.randn(90)
     weight = weight._replace(scales=weight.scales / 64)
-    edges = Fusion(None, activation, is_gated)
-    y = weight.linear(bias, edges)(x)
-    expected = REFERENCE.pack_linear(plain(weight), bias.double(), edges)(x.double())
+    fusion = Fusion(None, activation, is_gated)
+    y = weight.linear(bias, fusion)(x)
+    expected = REFERENCE.pack_linear(plain(weight), bias.double(), fusion)(x.double())
     assert y.dtype == torch.bfloat16
     assert torch.allclose(y.double(), expected, rtol=5e-3, atol=1e-4)
 
@@ -179,7 +181,7 @@ def test_nf4_is_the_nearest_value(size):
     weight = torch.randn(30, size)
     rounded = quantize_nf4(weight)
     scales = rounded.scales.repeat_interleave(64, 1)[:, :size]
-    values = torch.tensor(native.NF4_VALUES).double()
+    values = torch.tensor(NF4_VALUES).double()
     nearest = (weight[..., None] / scales[..., None] - values).abs().amin(-1)
     assert torch.allclose((plain(rounded) - weight).abs() / scales, nearest, atol=1e-6)
 

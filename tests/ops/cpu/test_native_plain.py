@@ -62,7 +62,7 @@ def test_whole_numbers_sum_exactly(isa, dtype, k, n):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "edges",
+    "fusion",
     [
         Fusion(),
         Fusion(Norm("rms", torch.rand(1301) + 0.5, None, 1e-5), "silu", True),
@@ -70,12 +70,12 @@ def test_whole_numbers_sum_exactly(isa, dtype, k, n):
     ],
     ids=["plain", "rms-gated", "layer-gelu"],
 )
-def test_a_row_does_not_depend_on_the_others(isa, dtype, edges):
-    norm = edges.norm
+def test_a_row_does_not_depend_on_the_others(isa, dtype, fusion):
+    norm = fusion.norm
     if norm is not None:
         bias = None if norm.bias is None else norm.bias.to(dtype)
-        edges = edges._replace(norm=norm._replace(weight=norm.weight.to(dtype), bias=bias))
-    layer = PlainLinear(torch.randn(150, 1301).to(dtype), torch.randn(150).to(dtype), edges)
+        fusion = fusion._replace(norm=norm._replace(weight=norm.weight.to(dtype), bias=bias))
+    layer = PlainLinear(torch.randn(150, 1301).to(dtype), torch.randn(150).to(dtype), fusion)
     x = torch.randn(300, 1301).to(dtype)
     alone = torch.cat([layer(x[i : i + 1]) for i in range(300)])
     for m in (2, 5, 12, 13, 24, 31, 64, 129, 300):
@@ -94,10 +94,10 @@ def test_activation_and_bias_are_fused(isa, dtype, kind, is_gated):
     # about 10 bits before the rounding, of a size that activations bend
     x, weight = whole(14, 70, dtype=dtype), whole(90, 70, dtype=dtype, largest=31) / 256
     bias = whole(90, dtype=dtype)
-    edges = Fusion(None, kind, is_gated)
-    got = PlainLinear(weight, bias, edges)(x)
+    fusion = Fusion(None, kind, is_gated)
+    got = PlainLinear(weight, bias, fusion)(x)
     # as separate operators: the product is rounded, then the activation, then what it multiplies
-    expected = SeparateCalls(CpuBackend(), lambda x: product(x, weight, bias), edges)(x)
+    expected = SeparateCalls(CpuBackend(), lambda x: product(x, weight, bias), fusion)(x)
     assert got.dtype == dtype and got.shape == expected.shape
     if kind == "relu":  # nothing but roundings
         assert torch.equal(got, expected)

@@ -85,10 +85,10 @@ def strided(rows):
 
 
 def draw(rows, choices, lengths):
-    packed = sampling.plans(len(choices))
+    packed = sampling.packed_rows(len(choices))
     for i, (choice, length) in enumerate(zip(choices, lengths, strict=True)):
         choice.pack(packed, i, [0] * length, False)
-    return sampling.draw(rows, packed)
+    return sampling.sample(rows, packed)
 
 
 CUTS = [
@@ -114,7 +114,7 @@ def test_argmax_is_the_first_of_the_largest(isa, size):
         rows = strided(make_rows(kind, size))
         got = sampling.argmax(rows)
         assert got == [int(np.argmax(row)) for row in rows.numpy()]
-        plain = draw(rows, [sampling.Choice(seed=0, temperature=0.0)] * 3, [1] * 3)
+        plain = draw(rows, [sampling.SamplingInputs(seed=0, temperature=0.0)] * 3, [1] * 3)
         assert plain["token"].tolist() == got
     assert sampling.argmax(torch.full((2, size), float("-inf"))) == [0, 0]
     assert all(0 <= i < size for i in sampling.argmax(torch.full((2, size), float("nan"))))
@@ -128,7 +128,8 @@ def test_draws_what_the_definition_says(isa, kind, size):
     decided = 0
     for cut, temperature, seed in itertools.product(CUTS, (0.7, 1.0), range(2)):
         choices = [
-            sampling.Choice(seed=seed, temperature=temperature, **cut) for _ in range(len(rows))
+            sampling.SamplingInputs(seed=seed, temperature=temperature, **cut)
+            for _ in range(len(rows))
         ]
         got = draw(strided(rows), choices, [4, 5, 6])["token"].tolist()
         u = uniform([seed] * 3, [4, 5, 6]).tolist()
@@ -147,7 +148,7 @@ def test_the_last_kept_token(isa, cut):
     seed = int(u.argmax())
     for kind in ("normal", "peaked", "ties"):
         rows = make_rows(kind, 5000)
-        got = draw(rows, [sampling.Choice(seed=seed, temperature=1.0, **cut)] * 3, [1] * 3)
+        got = draw(rows, [sampling.SamplingInputs(seed=seed, temperature=1.0, **cut)] * 3, [1] * 3)
         for i, row in enumerate(rows):
             expected = expected_draw(row, float(u[seed]), temperature=1.0, **cut)
             if expected.margin > MARGIN:
@@ -158,7 +159,7 @@ def test_a_row_does_not_depend_on_the_batch_or_the_threads(isa, threads):
     torch.manual_seed(2)
     rows = torch.randn(11, 40000) * 3
     choices = [
-        sampling.Choice(seed=i, temperature=0.6 + 0.1 * (i % 5), num_logprobs=i % 3, **cut)
+        sampling.SamplingInputs(seed=i, temperature=0.6 + 0.1 * (i % 5), num_logprobs=i % 3, **cut)
         for i, cut in zip(range(11), CUTS, strict=False)
     ]
     lengths = list(range(1, 12))
@@ -178,9 +179,11 @@ def test_logprobs(isa, kind, size):
     rows = make_rows(kind, size)
     count = min(20, size)
     choices = [
-        sampling.Choice(seed=0, temperature=0.0, num_logprobs=count),
-        sampling.Choice(seed=1, temperature=1.0, num_logprobs=count),
-        sampling.Choice(seed=2, temperature=0.5, top_p=0.9, num_logprobs=0, biases={0: -5.0}),
+        sampling.SamplingInputs(seed=0, temperature=0.0, num_logprobs=count),
+        sampling.SamplingInputs(seed=1, temperature=1.0, num_logprobs=count),
+        sampling.SamplingInputs(
+            seed=2, temperature=0.5, top_p=0.9, num_logprobs=0, biases={0: -5.0}
+        ),
     ]
     raw = rows.double()
     expected = torch.log_softmax(raw, -1)
@@ -199,21 +202,23 @@ def test_logprobs(isa, kind, size):
 
 def test_forbidden_and_biased_tokens(isa):
     rows = torch.zeros(2, 300)
-    choice = sampling.Choice(seed=0, temperature=1.0, biases={7: 50.0, 9: 60.0}, forbidden=[9])
-    packed = sampling.plans(2)
+    choice = sampling.SamplingInputs(
+        seed=0, temperature=1.0, biases={7: 50.0, 9: 60.0}, forbidden=[9]
+    )
+    packed = sampling.packed_rows(2)
     choice.pack(packed, 0, [1, 2], True)
     choice.pack(packed, 1, [1, 2], False)
-    assert sampling.draw(rows, packed)["token"].tolist() == [7, 9]
+    assert sampling.sample(rows, packed)["token"].tolist() == [7, 9]
     assert rows[0, 9] == float("-inf")
     assert rows[1, 9] == 60.0
 
 
 def test_a_token_beyond_the_vocabulary_is_refused():
     for settings, tokens in ([{"biases": {20: 1.0}}, [1]], [{"presence": 1.0}, [1, -1]]):
-        packed = sampling.plans(1)
-        sampling.Choice(seed=0, temperature=0.0, **settings).pack(packed, 0, tokens, False)
+        packed = sampling.packed_rows(1)
+        sampling.SamplingInputs(seed=0, temperature=0.0, **settings).pack(packed, 0, tokens, False)
         with pytest.raises(IndexError, match="vocabulary of 20"):
-            sampling.draw(torch.zeros(1, 20), packed)
+            sampling.sample(torch.zeros(1, 20), packed)
 
 
 def test_rows_without_a_finite_maximum_still_give_a_token(isa):
@@ -223,7 +228,7 @@ def test_rows_without_a_finite_maximum_still_give_a_token(isa):
     bad[2, 5] = float("inf")
     bad[3, 7] = float("nan")
     for cut in CUTS:
-        choices = [sampling.Choice(seed=3, temperature=1.0, num_logprobs=5, **cut)] * 4
+        choices = [sampling.SamplingInputs(seed=3, temperature=1.0, num_logprobs=5, **cut)] * 4
         got = draw(bad, choices, [1] * 4)["token"].tolist()
         assert all(0 <= token < 2000 for token in got)
         assert got[2] == 5
@@ -238,7 +243,7 @@ def test_a_nan_hides_no_other_logit(isa, size):
         logits[0, 0], logits[0, at] = 50.0, math.nan
         assert sampling.argmax(logits)[0] == 0, f"NaN at {at}"
         for cut in ({"top_k": 1}, {"min_p": 0.5}, {"top_k": 1, "top_p": 0.9}, {"top_p": 0.5}, {}):
-            choice = sampling.Choice(seed=3, temperature=1.0, **cut)
+            choice = sampling.SamplingInputs(seed=3, temperature=1.0, **cut)
             assert draw(logits.clone(), [choice], [1])["token"].tolist() == [0], (
                 f"NaN at {at}, {cut}"
             )

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from ops.cuda.choice import DeviceChoice, Row
+from ops.cuda.sampling_inputs import DeviceSamplingInputs, Row
 from serve.structured.token_mask import bits_of
 from tests.support.cuda.device_sampling import make_sampler, step
 
@@ -35,7 +35,7 @@ def test_only_what_the_mask_has(size):
     def rows(is_masked):
         return [
             Row(
-                DeviceChoice(seed=i, **choice),
+                DeviceSamplingInputs(seed=i, **choice),
                 i,
                 [0] * 4,
                 mask=bits_of(torch.nonzero(allowed[i])[:, 0].tolist(), size)

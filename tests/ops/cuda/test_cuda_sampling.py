@@ -8,11 +8,12 @@ import torch
 pytest.importorskip("triton")
 
 from ops.cpu import sampling
-from ops.cuda.choice import DeviceChoice, Row
+from ops.cuda import sampling as device_sampling
 from ops.cuda.sampling import Kind, described
-from ops.triton_kernels import draw as triton_draw
-from ops.triton_kernels import logits as triton_logprobs
-from ops.triton_kernels import sampling as triton_sampling
+from ops.cuda.sampling_inputs import DeviceSamplingInputs, Row
+from ops.triton_kernels import logits as logits_kernels
+from ops.triton_kernels import sample_token
+from ops.triton_kernels import sampling as sampling_kernels
 from ops.triton_kernels.sampling import Config
 from tests.support.cuda.device_sampling import DEVICE, make_sampler, step
 
@@ -28,25 +29,27 @@ PENALTIES = [
 
 def adjusted(logits, rows):
     """The logits after the native kernels' penalties and edits; rows: (arguments, tokens, held)."""
-    packed = sampling.plans(len(rows))
-    choices = [sampling.Choice(**arguments) for arguments, _, _ in rows]  # plans point into them
+    packed = sampling.packed_rows(len(rows))
+    choices = [
+        sampling.SamplingInputs(**arguments) for arguments, _, _ in rows
+    ]  # plans point into them
     for i, (_, tokens, is_held) in enumerate(rows):
         choices[i].pack(packed, i, tokens, is_held)
     logits = logits.clone()
-    sampling.draw(logits, packed)
+    sampling.sample(logits, packed)
     return logits
 
 
 def test_kinds():
     sampler = make_sampler(50)
-    plain = DeviceChoice(seed=0, temperature=0.0, forbidden=[3])
+    plain = DeviceSamplingInputs(seed=0, temperature=0.0, forbidden=[3])
     for choice, is_held, kind in (
         (plain, False, Kind.GREEDY),
         (plain, True, Kind.FULL),
-        (DeviceChoice(seed=0, temperature=0.5), False, Kind.FULL),
-        (DeviceChoice(seed=0, temperature=0.0, presence=0.5), False, Kind.FULL),
-        (DeviceChoice(seed=0, temperature=0.0, biases={1: 2.0}), False, Kind.FULL),
-        (DeviceChoice(seed=0, temperature=0.0, num_logprobs=0), False, Kind.DESCRIBED),
+        (DeviceSamplingInputs(seed=0, temperature=0.5), False, Kind.FULL),
+        (DeviceSamplingInputs(seed=0, temperature=0.0, presence=0.5), False, Kind.FULL),
+        (DeviceSamplingInputs(seed=0, temperature=0.0, biases={1: 2.0}), False, Kind.FULL),
+        (DeviceSamplingInputs(seed=0, temperature=0.0, num_logprobs=0), False, Kind.DESCRIBED),
     ):
         assert sampler.plan([Row(plain, 0, [1]), Row(choice, 1, [1, 2], is_held)]).kind == kind
     assert sampler.plan([]).kind == Kind.GREEDY
@@ -75,7 +78,9 @@ def test_penalties_and_edits_are_the_cpus():
     ]
     arguments[1]["num_prompt"] = 2
     held = [False, True, False, False, True, True]
-    rows = [Row(DeviceChoice(**each), i, tokens[i], held[i]) for i, each in enumerate(arguments)]
+    rows = [
+        Row(DeviceSamplingInputs(**each), i, tokens[i], held[i]) for i, each in enumerate(arguments)
+    ]
     plan = sampler.plan(rows)
     sampler.upload(plan)
     on_device = logits.clone().to(DEVICE)
@@ -100,13 +105,13 @@ def test_counts_follow_tokens_that_the_host_does_not_know(is_known):
 
     def run(sampler, pending):
         histories = [[3, 4], [5, 6]]
-        choices = [DeviceChoice(**arguments), DeviceChoice(**arguments)]
+        choices = [DeviceSamplingInputs(**arguments), DeviceSamplingInputs(**arguments)]
         got = []
         for n in range(num_steps):
             hidden = [[*h[:-1], -1] if n and pending else list(h) for h in histories]
             rows = [Row(choice, 5 - i, hidden[i]) for i, choice in enumerate(choices)]
             if n == 3:  # someone else needs both rows
-                other = [Row(DeviceChoice(**arguments), 9, [1, 1]) for _ in range(2)]
+                other = [Row(DeviceSamplingInputs(**arguments), 9, [1, 1]) for _ in range(2)]
                 step(sampler, logits[n], other)
             plan, tokens = step(sampler, logits[n], rows)
             assert len(plan.counts) == (2 if n in (0, 3) else 0)
@@ -136,7 +141,7 @@ def test_counts_follow_tokens_that_the_host_does_not_know(is_known):
 
 def test_a_step_that_is_repeated_counts_once():
     sampler = make_sampler(20, max_rows=1)
-    choice = DeviceChoice(seed=0, temperature=0.0, presence=1.0, num_prompt=1)
+    choice = DeviceSamplingInputs(seed=0, temperature=0.0, presence=1.0, num_prompt=1)
     logits = torch.zeros(1, 20)
     logits[0, 7] = 5.0
     for _ in range(3):
@@ -148,11 +153,11 @@ def test_a_step_that_is_repeated_counts_once():
 
 def test_tokens_beyond_the_vocabulary():
     sampler = make_sampler(20)
-    forbidding = DeviceChoice(seed=0, temperature=0.0, forbidden=[20])
+    forbidding = DeviceSamplingInputs(seed=0, temperature=0.0, forbidden=[20])
     for row in (
-        Row(DeviceChoice(seed=0, temperature=0.0, biases={20: 1.0}), 0, [1]),
+        Row(DeviceSamplingInputs(seed=0, temperature=0.0, biases={20: 1.0}), 0, [1]),
         Row(forbidding, 0, [1], True),
-        Row(DeviceChoice(seed=0, temperature=0.0, presence=1.0), 0, [1, 20]),
+        Row(DeviceSamplingInputs(seed=0, temperature=0.0, presence=1.0), 0, [1, 20]),
     ):
         with pytest.raises(IndexError, match="beyond the vocabulary of 20"):
             sampler.plan([row])
@@ -178,8 +183,8 @@ def test_last_tokens_are_the_slots():
     sampler = make_sampler(30, max_rows=4)
     sampler.last_tokens.fill_(-7)
     logits = torch.eye(30)[[4, 9, 2]]
-    greedy = DeviceChoice(seed=0, temperature=0.0)
-    drawn = DeviceChoice(seed=0, temperature=1.0, top_k=1)
+    greedy = DeviceSamplingInputs(seed=0, temperature=0.0)
+    drawn = DeviceSamplingInputs(seed=0, temperature=1.0, top_k=1)
     for choice in (greedy, drawn):
         rows = [Row(choice, slot, [1]) for slot in (11, 3, 0)]
         assert step(sampler, logits, rows)[1] == [4, 9, 2]
@@ -195,10 +200,10 @@ def test_logprobs_are_of_the_raw_logits():
     logits[3] = logits[3].round()  # ties
     common = {"seed": 0, "temperature": 0.0}
     choices = [
-        DeviceChoice(**common, num_logprobs=20, biases={77: 100.0}),
-        DeviceChoice(**common, num_logprobs=0, presence=1.0),
-        DeviceChoice(**common, num_logprobs=20),
-        DeviceChoice(**common),
+        DeviceSamplingInputs(**common, num_logprobs=20, biases={77: 100.0}),
+        DeviceSamplingInputs(**common, num_logprobs=0, presence=1.0),
+        DeviceSamplingInputs(**common, num_logprobs=20),
+        DeviceSamplingInputs(**common),
     ]
     rows = [Row(choice, i, [1, 2]) for i, choice in enumerate(choices)]
     plan, tokens = step(sampler, logits, rows)
@@ -221,7 +226,7 @@ def test_fetched_tokens_are_on_the_host():
     plan, tokens = step(
         sampler,
         torch.eye(30)[:3],
-        [Row(DeviceChoice(seed=0, temperature=0.0), i, [1]) for i in range(3)],
+        [Row(DeviceSamplingInputs(seed=0, temperature=0.0), i, [1]) for i in range(3)],
     )
     fetched = sampler.fetch(plan.kind, 3)
     if DEVICE == "cuda":
@@ -249,10 +254,12 @@ class Launches:
 
 def test_kernels_get_what_they_take(monkeypatch):
     seen, kernels = [], []
-    for module in (triton_sampling, triton_draw, triton_logprobs):
-        for name in [n for n in vars(module) if n.endswith("_kernel") and n != "input_ids_kernel"]:
+    apart = {"input_ids_kernel", "mask_kernel"}  # no step without masks launches them
+    for module in (sampling_kernels, sample_token, logits_kernels):
+        for name in [n for n in vars(module) if n.endswith("_kernel") and n not in apart]:
             kernels.append(getattr(module, name))
-            monkeypatch.setattr(module, name, Launches(kernels[-1], seen))
+            for target in (module, device_sampling):
+                monkeypatch.setattr(target, name, Launches(kernels[-1], seen), raising=False)
     sampler = make_sampler(30)
     for kind in (Kind.GREEDY, Kind.DESCRIBED):
         sampler.run(torch.zeros(2, 30, device=DEVICE), kind)
@@ -278,10 +285,12 @@ def test_steps_are_captured_in_graphs():
             arguments = {"seed": seed, "temperature": 0.0 if kind is Kind.GREEDY else 1.0}
             if kind is not Kind.GREEDY:
                 arguments |= {"top_p": 0.9, "presence": 0.5, "biases": {3: 1.0}}
-            rows = [Row(DeviceChoice(**arguments), i, [1, 2, 3]) for i in range(3)]
+            rows = [Row(DeviceSamplingInputs(**arguments), i, [1, 2, 3]) for i in range(3)]
             expected = step(sampler, logits, rows)[1]
             sampler.upload(
-                sampler.plan([row._replace(choice=DeviceChoice(**arguments)) for row in rows])
+                sampler.plan(
+                    [row._replace(choice=DeviceSamplingInputs(**arguments)) for row in rows]
+                )
             )
             static.copy_(logits)
             graph.replay()

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from ops.cuda import tune as cuda_tune
+from ops.cuda import tune
 from ops.cuda.tune import FUSED, LIBRARY, TRITON, Choice, Job, Shape, Table, candidates
 from ops.triton_kernels.linear import MAX_SPLIT_SUMS, Tile
 
@@ -77,15 +77,15 @@ def test_a_folder_that_cannot_be_written(path):
 
 def test_the_cache_is_the_users(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cuda_tune.cache_folder() == tmp_path / "mergestep"
+    assert tune.cache_folder() == tmp_path / "mergestep"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/someone")
-    assert str(cuda_tune.cache_folder()) == "/home/someone/.cache/mergestep"
+    assert str(tune.cache_folder()) == "/home/someone/.cache/mergestep"
 
 
 def test_measuring_needs_a_device():
     with pytest.raises(RuntimeError, match="no CUDA device"):
-        cuda_tune.tune([], torch.device("cpu"))
+        tune.tune([], torch.device("cpu"))
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90])
@@ -140,16 +140,16 @@ def test_a_candidate_with_another_result_or_an_error_is_not_taken(monkeypatch, c
 
     timed = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(cuda_tune, "measure", lambda one, flush: timed.append(one()) or 3.0)
-    found = cuda_tune._times(Job(SHAPE, run, is_exact=True), among, torch.empty(0))
+    monkeypatch.setattr(tune, "measure", lambda one, flush: timed.append(one()) or 3.0)
+    found = tune._times(Job(SHAPE, run, is_exact=True), among, torch.empty(0))
     assert found == {among[0]: 3.0, among[3]: 3.0} and len(timed) == 2 and times
     assert "another result" in caplog.text and "out of resource" in caplog.text
 
 
 def test_agreement():
     one = torch.tensor([1.0, 100.0])
-    assert cuda_tune.agrees(one, one.clone(), is_exact=True)
-    assert not cuda_tune.agrees(one + 1e-3, one, is_exact=True)
-    assert cuda_tune.agrees(one + 0.5, one, is_exact=False)
-    assert not cuda_tune.agrees(one + 2, one, is_exact=False)
-    assert not cuda_tune.agrees(one * float("nan"), one, is_exact=False)
+    assert tune.agrees(one, one.clone(), is_exact=True)
+    assert not tune.agrees(one + 1e-3, one, is_exact=True)
+    assert tune.agrees(one + 0.5, one, is_exact=False)
+    assert not tune.agrees(one + 2, one, is_exact=False)
+    assert not tune.agrees(one * float("nan"), one, is_exact=False)

@@ -38,34 +38,32 @@ def layers() -> Iterator[tuple[str, KVTiles, torch.dtype, int]]:
 
 
 def compile_cases() -> Iterator[Case]:
-    from ops.triton_kernels import decode as triton_decode
-    from ops.triton_kernels import kv as triton_kv
-    from ops.triton_kernels import prefill as triton_prefill
+    from ops.triton_kernels import decode, kv, prefill
 
     for name, tiles, of_q, arch in layers():
         q = NAMES[of_q]
         shared = {"q": f"*{q}", "q_stride": "i32", "anchor": "*i32", "distance": "i64"}
         shared |= {"starts": "*i64", "scale": "fp32"}
-        config = triton_decode.config(tiles, of_q, arch)
+        config = decode.config(tiles, of_q, arch)
         yield Case(
             f"decode_{name}_{arch}",
-            triton_decode.decode_kernel,
+            decode.decode_kernel,
             shared | {"items": "*i32", "num_items": "*i32", "outs": "*fp32", "lses": "*fp32"},
-            triton_decode.constants(tiles, of_q) | config.constants,
+            decode.constants(tiles, of_q) | config.constants,
             config.num_warps,
             max_registers=config.max_registers,
             arch=arch,
             divisible=("q_stride", "distance"),
         )
-        rows = triton_prefill.tile_rows(tiles.heads_per_kv, tiles.head_dim)
-        config = triton_prefill.config(tiles, of_q, arch)
+        rows = prefill.tile_rows(tiles.heads_per_kv, tiles.head_dim)
+        config = prefill.config(tiles, of_q, arch)
         yield Case(
             f"prefill_{name}_{arch}",
-            triton_prefill.prefill_kernel,
+            prefill.prefill_kernel,
             shared
             | {"sequences": "*i32", "tile_list": "*i32", "num_tiles": "*i32"}
             | {"out": f"*{q}", "out_stride": "i32", "lse": "*fp32"},
-            triton_prefill.constants(tiles, of_q, rows)
+            prefill.constants(tiles, of_q, rows)
             | {"PAST_ONLY": False, "HAS_LSE": False}
             | config.constants,
             config.num_warps,
@@ -76,18 +74,18 @@ def compile_cases() -> Iterator[Case]:
         if arch == 90 and name in ("int8_2", "bf16"):
             yield Case(
                 f"append_{name}",
-                triton_kv.append_kernel,
+                kv.append_kernel,
                 {"k": f"*{q}", "k_stride": "i32", "v": f"*{q}", "v_stride": "i32"}
                 | {"cos": "*fp32", "sin": "*fp32", "rows": "*i64"}
                 | {"anchor": "*i64", "distance": "i64"},
-                triton_kv.append_constants(tiles, tiles.head_dim // 2),
+                kv.append_constants(tiles, tiles.head_dim // 2),
                 divisible=("k_stride", "v_stride", "distance"),
             )
-            layer = triton_decode.constants(tiles, of_q)
+            layer = decode.constants(tiles, of_q)
             names = ("TILE_STRIDE", "KV_HEADS", "HEAD_DIM", "NUM_GROUPS", "TYPE")
             yield Case(
                 f"gather_{name}",
-                triton_kv.gather_kernel,
+                kv.gather_kernel,
                 {"anchor": "*bf16", "distance": "i64", "start": "i64", "length": "i32"}
                 | {"k": "*bf16", "v": "*bf16"},
                 {key: layer[key] for key in names} | {"BLOCK": 64, "DIM_PAD": tiles.head_dim},
@@ -95,7 +93,7 @@ def compile_cases() -> Iterator[Case]:
             )
     yield Case(
         "rotate",
-        triton_kv.rotate_kernel,
+        kv.rotate_kernel,
         {"x": "*bf16", "x_stride": "i32", "y": "*bf16", "y_stride": "i32"}
         | {"cos": "*fp32", "sin": "*fp32"},
         {"HEADS": 32, "HEAD_DIM": 128, "HALF": 64, "HEADS_PAD": 16, "PAIRS": 64, "REST": 0},
@@ -103,7 +101,7 @@ def compile_cases() -> Iterator[Case]:
     )
     yield Case(
         "combine",
-        triton_decode.combine_kernel,
+        decode.combine_kernel,
         {"outs": "*fp32", "lses": "*fp32", "slots": "*i32", "result": "*bf16"}
         | {"result_stride": "i32", "result_lse": "*fp32"},
         {"HEADS": 32, "HEAD_DIM": 128, "DIM_PAD": 128, "HAS_LSE": False},

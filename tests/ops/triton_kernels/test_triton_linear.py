@@ -11,9 +11,8 @@ import torch.nn.functional as functional
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 from ops.backend import NO_FUSION, Fusion, Norm
-from ops.cuda import linear as cuda_linear
-from ops.cuda import tune as cuda_tune
-from ops.cuda.linear import Int8Linear
+from ops.cuda import tune
+from ops.cuda.linear import Int8Linear, round_weight
 from ops.reference import _activate
 from ops.triton_kernels.linear import ScaledWeight, Tile, library_linear, scaled_linear
 from ops.triton_kernels.rows import Quantized, quantize_rows
@@ -117,29 +116,29 @@ EDGES = {
 
 
 def layer_reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, edges: Fusion
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, fusion: Fusion
 ) -> torch.Tensor:
     """fp64, with weights and rows rounded as the layer rounds them."""
-    rows, w = quantize_rows(x, edges.norm), quantize_rows(weight.float())
+    rows, w = quantize_rows(x, fusion.norm), quantize_rows(weight.float())
     y = exact(rows, ScaledWeight(w.codes, w.scales, bias))
-    if edges.is_gated:
+    if fusion.is_gated:
         gate, up = y.chunk(2, 1)
-        return _activate(gate, edges.activation) * up
-    return y if edges.activation is None else _activate(y, edges.activation)
+        return _activate(gate, fusion.activation) * up
+    return y if fusion.activation is None else _activate(y, fusion.activation)
 
 
-@pytest.mark.parametrize("edges", EDGES.values(), ids=EDGES)
+@pytest.mark.parametrize("fusion", EDGES.values(), ids=EDGES)
 @pytest.mark.parametrize("rows", [1, 5, 20, 70])
-def test_layer(edges, rows):
+def test_layer(fusion, rows):
     weight, bias = torch.randn(36, 50), torch.randn(36, device=DEVICE)
     x = torch.randn(rows, 50, device=DEVICE)
-    layer = Int8Linear(weight, bias, edges, device=DEVICE)
-    want = layer_reference(x, weight.to(DEVICE), bias, edges)
+    layer = Int8Linear(weight, bias, fusion, device=DEVICE)
+    want = layer_reference(x, weight.to(DEVICE), bias, fusion)
     found = layer(x)
     assert found.dtype == torch.bfloat16
     check_close(found, want)
-    check_close(Int8Linear(weight, bias, edges, out_dtype=torch.float32, device=DEVICE)(x), want)
-    if not edges.is_gated:
+    check_close(Int8Linear(weight, bias, fusion, is_head=True, device=DEVICE)(x), want)
+    if not fusion.is_gated:
         residual = torch.randn(rows, 36, device=DEVICE)
         total = want + residual.double()
         check_close(layer(x, residual), total)
@@ -148,16 +147,16 @@ def test_layer(edges, rows):
 def test_parts_pieces_and_given_codes(monkeypatch):
     """However a weight comes, the packed one is the same."""
     weight, bias = torch.randn(34, 48, dtype=torch.bfloat16), torch.randn(34)
-    for edges in (NO_FUSION, Fusion(None, "silu", True)):
-        whole = Int8Linear(weight, bias, edges, device=DEVICE).weight
+    for fusion in (NO_FUSION, Fusion(None, "silu", True)):
+        whole = Int8Linear(weight, bias, fusion, device=DEVICE).weight
         with monkeypatch.context() as patched:
-            patched.setattr(cuda_linear, "PACK_VALUES", 5 * 48)
-            parts = Int8Linear([weight[:10], weight[10:]], bias, edges, device=DEVICE).weight
-        codes, scales = cuda_linear.round_weight(weight, torch.int8)
-        given = Int8Linear([codes], bias, edges, scales=scales, device=DEVICE).weight
+            patched.setattr("ops.cuda.linear.PACK_VALUES", 5 * 48)
+            parts = Int8Linear([weight[:10], weight[10:]], bias, fusion, device=DEVICE).weight
+        codes, scales = round_weight(weight, torch.int8)
+        given = Int8Linear([codes], bias, fusion, scales=scales, device=DEVICE).weight
         for other in (parts, given):
             assert all(torch.equal(a, b) for a, b in zip(whole, other, strict=True))
-        order = [j + half for j in range(17) for half in (0, 17)] if edges.is_gated else range(34)
+        order = [j + half for j in range(17) for half in (0, 17)] if fusion.is_gated else range(34)
         assert torch.equal(whole.codes.cpu(), codes[list(order)])
 
 
@@ -205,8 +204,8 @@ def test_every_candidate_gives_the_same(capability):
     w = ScaledWeight(w.codes, w.scales)
     for rows in (4, 16, 32, 64):
         some = Quantized(x.codes[:rows], x.scales[:rows])
-        shape = cuda_tune.Shape("int8", rows, 48, w.codes.shape[1])
-        tiles = [c.tile for c in cuda_tune.candidates(shape, capability)]
+        shape = tune.Shape("int8", rows, 48, w.codes.shape[1])
+        tiles = [c.tile for c in tune.candidates(shape, capability)]
         outs = [scaled_linear(some, w, torch.empty(rows, 48, device=DEVICE), tile=t) for t in tiles]
         check_close(outs[0], exact(some, w))
         assert all(torch.equal(outs[0], other) for other in outs)

@@ -127,7 +127,7 @@ def after_library_case() -> Case:
 
 
 def few_case(name: str, tile, *, arch: int = 90, x: str = "*fp32", **switches) -> Case:
-    from ops.triton_kernels.few import MAX_REGISTERS, few_kernel
+    from ops.triton_kernels.small_batch import MAX_REGISTERS, small_batch_kernel
 
     pointers = dict.fromkeys(
         ("norm_at", "norm_bias_at", "row_scales_at", "scales_at", "bias_at", "residual_at"), "*fp32"
@@ -139,7 +139,7 @@ def few_case(name: str, tile, *, arch: int = 90, x: str = "*fp32", **switches) -
     how = {"BM": tile.m, "BN": tile.n, "BK": tile.k, "SPLIT_K": tile.split_k}
     return Case(
         name,
-        few_kernel,
+        small_batch_kernel,
         {
             **pointers,
             **codes,

@@ -11,7 +11,6 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else 
 
 from ops.backend import Norm
 from ops.reference import ReferenceBackend, _activate
-from ops.triton_kernels import rows as triton_rows
 from ops.triton_kernels.rows import activation_rows, gated_rows, norm_rows, quantize_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,7 +22,7 @@ WIDTHS = (1, 17, 64, 200)
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch, seeded):
     """Rows of more than 64 values need several blocks."""
-    monkeypatch.setattr(triton_rows, "MAX_BLOCK", 64)
+    monkeypatch.setattr("ops.triton_kernels.rows.MAX_BLOCK", 64)
 
 
 def a_norm(kind: str, n: int, *, has_bias: bool = True) -> Norm:
@@ -150,7 +149,7 @@ def test_no_bit_depends_on_the_block(monkeypatch):
     for kind in ("rms", "layer"):
         norm, found = a_norm(kind, 500), []
         for block in (32, 64, 128, 512):
-            monkeypatch.setattr(triton_rows, "MAX_BLOCK", block)
+            monkeypatch.setattr("ops.triton_kernels.rows.MAX_BLOCK", block)
             codes, scales = quantize_rows(x, norm)
             found.append((codes, scales, norm_rows(x, norm)))
         for other in found[1:]:

@@ -19,9 +19,9 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from ops.cuda.choice import DeviceChoice, Row
 from ops.cuda.sampling import Kind
-from ops.triton_kernels.draw import uniform
+from ops.cuda.sampling_inputs import DeviceSamplingInputs, Row
+from ops.triton_kernels.sample_token import uniform
 from ops.triton_kernels.sampling import weigh
 from serve.runner.sampler import uniform as uniform_on_the_host
 
@@ -64,7 +64,8 @@ def test_the_random_numbers_are_those_of_the_cpu():
     seeds = [0, 1, 2**63 - 1, -1, 0x9E3779B97F4A7C15, -(2**63), 12345]
     sampler = make_sampler(50)
     rows = [
-        Row(DeviceChoice(seed=s, temperature=1.0), 0, [0] * (7 * i)) for i, s in enumerate(seeds)
+        Row(DeviceSamplingInputs(seed=s, temperature=1.0), 0, [0] * (7 * i))
+        for i, s in enumerate(seeds)
     ]
     plan = sampler.plan(rows)
     sampler.upload(plan)
@@ -171,7 +172,7 @@ def test_a_row_draws_the_same_token_in_any_batch():
 def test_padding_rows_are_harmless():
     sampler = make_sampler(60, max_rows=8)
     sampler.last_tokens.fill_(-7)
-    rows = [Row(DeviceChoice(seed=1, temperature=1.0, top_k=3), 2, [1])]
+    rows = [Row(DeviceSamplingInputs(seed=1, temperature=1.0, top_k=3), 2, [1])]
     for kind in (Kind.GREEDY, Kind.FULL, Kind.DESCRIBED):
         plan = sampler.plan(rows)
         sampler.upload(plan)

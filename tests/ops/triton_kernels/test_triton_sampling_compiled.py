@@ -8,10 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from ops.triton_kernels import draw as triton_draw
-from ops.triton_kernels import logits as triton_logprobs
-from ops.triton_kernels import sampling as triton_sampling
-from ops.triton_kernels import triton_mask
+from ops.triton_kernels import logits, sample_token, sampling
 from ops.triton_kernels.sampling import EDGES, Config
 from tests.support.cuda.triton_compile import SHARED_LIMITS, Case, compile_module
 
@@ -43,16 +40,16 @@ CONSTANTS = {
     "TOP": 32,
 }
 KERNELS = [
-    ("max", triton_sampling.chunk_max_kernel, CONFIG.warps),
-    ("mask", triton_mask.mask_kernel, CONFIG.warps),
-    ("best", triton_sampling.best_kernel, 1),
-    ("adjust", triton_sampling.adjust_kernel, CONFIG.warps),
-    ("sums", triton_sampling.chunk_sums_kernel, CONFIG.warps),
-    ("gather", triton_sampling.gather_kernel, CONFIG.warps),
-    ("draw", triton_draw.draw_kernel, CONFIG.draw_warps),
-    ("rank", triton_logprobs.chunk_rank_kernel, CONFIG.warps),
-    ("describe", triton_logprobs.describe_kernel, 1),
-    ("input_ids", triton_sampling.input_ids_kernel, 4),
+    ("max", sampling.chunk_max_kernel, CONFIG.warps),
+    ("mask", logits.mask_kernel, CONFIG.warps),
+    ("best", sampling.best_kernel, 1),
+    ("adjust", sampling.adjust_kernel, CONFIG.warps),
+    ("sums", sampling.chunk_sums_kernel, CONFIG.warps),
+    ("gather", sampling.gather_kernel, CONFIG.warps),
+    ("sample", sample_token.sample_kernel, CONFIG.sample_warps),
+    ("rank", logits.chunk_rank_kernel, CONFIG.warps),
+    ("describe", logits.describe_kernel, 1),
+    ("input_ids", sampling.input_ids_kernel, 4),
 ]
 
 

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from ops.backend import NO_FUSION
-from ops.cuda import tune as cuda_tune
+from ops.cuda import tune
 from ops.cuda.linear import Int8Linear, PlainLinear
 from serve.loading import cuda_tuning
 from serve.runner.graph_shapes import StepShapes
@@ -32,23 +32,23 @@ def model() -> SimpleNamespace:
 
 
 @pytest.fixture
-def table(tmp_path, monkeypatch) -> cuda_tune.Table:
-    made = cuda_tune.Table(tmp_path / "tuned.json", {"device": "none"})
-    monkeypatch.setattr(cuda_tune, "table", lambda device: made)
+def table(tmp_path, monkeypatch) -> tune.Table:
+    made = tune.Table(tmp_path / "tuned.json", {"device": "none"})
+    monkeypatch.setattr(tune, "table", lambda device: made)
     return made
 
 
-def measured(monkeypatch, table) -> list[cuda_tune.Shape]:
-    """Of what tune is given, all is kept."""
-    found: list[cuda_tune.Shape] = []
+def measured(monkeypatch, table) -> list[tune.Shape]:
+    """Replaces tune.tune by one that takes the first candidate of every job."""
+    found: list[tune.Shape] = []
 
-    def tune(jobs, device, *, budget_s):
+    def keep_all(jobs, device, *, budget_s):
         for job in jobs:
             found.append(job.shape)
-            table.put(job.shape, cuda_tune.candidates(job.shape, 90)[0])
+            table.put(job.shape, tune.candidates(job.shape, 90)[0])
         return dict.fromkeys(found, "")
 
-    monkeypatch.setattr(cuda_tune, "tune", tune)
+    monkeypatch.setattr(tune, "tune", keep_all)
     return found
 
 

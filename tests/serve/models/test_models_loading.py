@@ -34,7 +34,7 @@ def test_loading_holds_one_product_at_a_time() -> None:
     alive: list[weakref.ref[Tensor]] = []
     shapes: list[tuple[int, ...]] = []
 
-    def make_linear(parts: Sequence[Tensor], bias: Tensor | None, edges: Fusion) -> LinearOp:
+    def make_linear(parts: Sequence[Tensor], bias: Tensor | None, fusion: Fusion) -> LinearOp:
         assert all(part.dtype == torch.bfloat16 for part in parts)
         assert all(item() is None for item in alive)
         alive.extend(weakref.ref(part) for part in parts)

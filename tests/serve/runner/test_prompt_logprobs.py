@@ -65,7 +65,7 @@ def test_rows_are_described_as_fp64_says(num_top, use_native):
     else:
         made = describe_with_torch(logits, tokens, num_top)
         assert isinstance(made, Scores)
-        found = made.drawn()
+        found = made.as_rows()
     expected = torch.log_softmax(logits.double(), -1)
     assert found["token"].tolist() == tokens.tolist()
     assert found["num_top"].tolist() == [num_top] * 37

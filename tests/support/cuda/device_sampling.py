@@ -8,13 +8,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ops.cuda.choice import DeviceChoice, Row
 from ops.cuda.sampling import DeviceSampler
+from ops.cuda.sampling_inputs import DeviceSamplingInputs, Row
 from ops.triton_kernels.sampling import Config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # several chunks, several blocks of a chunk, and lists that overflow
-SMALL = Config(chunk=256, block=128, capacity=200, warps=4, draw_warps=4)
+SMALL = Config(chunk=256, block=128, capacity=200, warps=4, sample_warps=4)
 
 
 def make_sampler(vocab_size, max_rows=16, num_slots=16, config=SMALL):
@@ -36,8 +36,10 @@ def step(sampler, logits, rows):
 
 
 def draw(logits, choices, length=4, config=SMALL):
-    """One token for each row; DeviceChoice arguments as dictionaries."""
-    rows = [Row(DeviceChoice(**choice), i, [0] * length) for i, choice in enumerate(choices)]
+    """One token for each row; DeviceSamplingInputs arguments as dictionaries."""
+    rows = [
+        Row(DeviceSamplingInputs(**choice), i, [0] * length) for i, choice in enumerate(choices)
+    ]
     sampler = make_sampler(logits.shape[1], len(rows), len(rows), config)
     return step(sampler, logits, rows)[1]
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from memory.kv_manager import KVManager
 from memory.pages.kv_range import Range
-from ops.cpu.sampling import DRAWN
+from ops.cpu.sampling import SAMPLED_ROW
 from serve.request import TokenDelta, TokenLogprobs
 from serve.runner.prompt_reader import PromptRowRequest, wanted_rows
 from serve.runner.runner import StepResult
@@ -385,7 +385,7 @@ class Late:
         values = self._seen[row : row + end - first]
         found: Any = np.array([sum(values)], dtype=np.float64)
         if isinstance(outputs, PromptScores):
-            found = np.zeros(end - first, dtype=DRAWN)
+            found = np.zeros(end - first, dtype=SAMPLED_ROW)
             found["token"], found["rank"] = outputs.token_ids[first + 1 : end + 1], values
         return PromptPart(outputs, first, end, found)
 

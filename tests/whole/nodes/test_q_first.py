@@ -11,8 +11,8 @@ import torch
 
 from ops import get_backend
 from ops.cpu import native
+from ops.cpu.native_linears import NATIVE
 from quant.int4 import int4_linear
-from quant.linear import int8_linear
 from serve.models import load_model
 from serve.models.weights import joining
 from tests.support.engine.checkpoints import VARIANTS, Variant, checkpoint
@@ -27,7 +27,7 @@ CHUNKS = [17, 1, 1, 6]
 SETTINGS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": torch.float32},
     "bfloat16": {"dtype": torch.bfloat16},
-    "int8": {"dtype": torch.float32, "make_linear": int8_linear},
+    "int8": {"dtype": torch.float32, "make_linear": NATIVE.int8},
     "int4": {"dtype": torch.float32, "make_linear": joining(partial(int4_linear, group=32))},
 }
 

@@ -41,7 +41,7 @@ MAX_REGISTERS = 128
 
 
 @triton.jit(do_not_specialize=["M"])
-def few_kernel(
+def small_batch_kernel(
     x_at, norm_at, norm_bias_at, codes_at, row_scales_at,
     w_at, scales_at, bias_at, residual_at, out_at, sums_at, counts_at,
     M, N, n, K, x_stride, w_stride, residual_stride, out_stride, eps,
@@ -118,7 +118,7 @@ def small_batch_linear(
         assert tiles * tile.m * tile.n <= len(sums) and tiles <= len(counts), f"{tile} {out.shape}"
     # 32 values in registers of a thread
     block = min(1024 * tile.num_warps, triton.next_power_of_2(num_in))
-    few_kernel[(tiles, tile.split_k)](
+    small_batch_kernel[(tiles, tile.split_k)](
         x,
         None if norm is None else norm.weight,
         None if norm is None else norm.bias,

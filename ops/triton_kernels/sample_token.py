@@ -309,7 +309,7 @@ def _draw_any(
 
 
 @triton.jit
-def draw_kernel(
+def sample_kernel(
     logits,
     stride,
     size,

@@ -33,8 +33,8 @@ _INT32s = npt.NDArray[np.int32]
 Edits = tuple[_INT32s, npt.NDArray[np.float32]]
 
 
-class DeviceChoice:
-    """How the tokens of one sequence are chosen, packed once. Arguments: as ops/sampling.Choice."""
+class DeviceSamplingInputs:
+    """How tokens of one sequence are sampled. Arguments are those of ops.cpu.sampling's inputs."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Row(NamedTuple):
     only the device knows it, as last_tokens[slot]. is_held: forbid the forbidden. mask: words with
     a bit for each token that may come, read when the plan is uploaded; None: all may."""
 
-    choice: DeviceChoice
+    choice: DeviceSamplingInputs
     slot: int
     token_ids: Sequence[int]
     is_held: bool = False

@@ -1,4 +1,4 @@
-"""Norm, rounding and product as one kernel (ops/triton_kernels/few.py): the bits of the
+"""Norm, rounding and product as one kernel (ops/triton_kernels/small_batch.py): the bits of the
 separate ones."""
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import torch
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 from ops.backend import NO_FUSION, Fusion, Norm
-from ops.cuda import tune as cuda_tune
+from ops.cuda import tune
 from ops.cuda.linear import Int8Linear
 from ops.cuda.tune import FUSED, TRITON, Choice
-from ops.triton_kernels import few as triton_few
-from ops.triton_kernels.few import small_batch_linear
+from ops.triton_kernels import small_batch
 from ops.triton_kernels.linear import ScaledWeight, Tile, scaled_linear
 from ops.triton_kernels.rows import quantize_rows
+from ops.triton_kernels.small_batch import small_batch_linear
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TILE = Tile(8, 32, 64, 4, 3, swap=True)
@@ -36,22 +36,22 @@ def some_weight(outputs: int, inputs: int, *, has_bias: bool = True) -> ScaledWe
 
 
 def both(
-    x: torch.Tensor, edges: Fusion, weight: ScaledWeight, *, adds: bool = False, tile: Tile = TILE
+    x: torch.Tensor, fusion: Fusion, weight: ScaledWeight, *, adds: bool = False, tile: Tile = TILE
 ) -> list[torch.Tensor]:
     """What the separate kernels give and what the fused one gives, the residual in place."""
-    num_out = len(weight.codes) // (2 if edges.is_gated else 1)
+    num_out = len(weight.codes) // (2 if fusion.is_gated else 1)
     residual = torch.randn(len(x), num_out, device=DEVICE) if adds else None
     outs = []
     for is_fused in (False, True):
         out = torch.full((len(x), num_out), float("nan"), device=DEVICE)
         if residual is not None:
             out = residual.clone()
-        rest = weight, out, out if adds else None, edges.activation
+        rest = weight, out, out if adds else None, fusion.activation
         if is_fused:
-            small_batch_linear(x, edges.norm, *rest, is_gated=edges.is_gated, tile=tile)
+            small_batch_linear(x, fusion.norm, *rest, is_gated=fusion.is_gated, tile=tile)
         else:
-            rows = quantize_rows(x, edges.norm)
-            scaled_linear(rows, *rest, is_gated=edges.is_gated, tile=tile)
+            rows = quantize_rows(x, fusion.norm)
+            scaled_linear(rows, *rest, is_gated=fusion.is_gated, tile=tile)
         outs.append(out)
     return outs
 
@@ -65,12 +65,12 @@ EDGES = {
 }
 
 
-@pytest.mark.parametrize(("edges", "adds"), EDGES.values(), ids=EDGES)
+@pytest.mark.parametrize(("fusion", "adds"), EDGES.values(), ids=EDGES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
-def test_the_bits_of_separate_kernels(edges, adds, rows):
+def test_the_bits_of_separate_kernels(fusion, adds, rows):
     """Inputs that are no multiple of 16, in two blocks, and two tiles of outputs."""
     x = 10 * torch.randn(rows, 75, device=DEVICE)
-    want, found = both(x, edges, some_weight(38, 75), adds=adds)
+    want, found = both(x, fusion, some_weight(38, 75), adds=adds)
     assert torch.equal(found, want) and found.isfinite().all()
 
 
@@ -108,8 +108,8 @@ def test_rows_under_the_results_are_refused():
     x, out = wide[:2, :32], wide[1:, 31:63]
     with pytest.raises(AssertionError, match="others write"):
         small_batch_linear(x, None, weight, out, out, tile=TILE)
-    assert triton_few._overlap(wide[0], wide[0, 63:])
-    assert not triton_few._overlap(wide[0], wide[1]) and not triton_few._overlap(wide[1], wide[0])
+    assert small_batch._overlap(wide[0], wide[0, 63:])
+    assert not small_batch._overlap(wide[0], wide[1]) and not small_batch._overlap(wide[1], wide[0])
 
 
 def test_a_layer_takes_it(monkeypatch):
@@ -128,4 +128,4 @@ def test_a_layer_takes_it(monkeypatch):
     job = layer.job(3, adds=True)
     fused = [Choice(kind, TILE) for kind in (TRITON, FUSED)]
     assert torch.equal(*(job.run(choice) for choice in fused))
-    assert FUSED in {c.implementation for c in cuda_tune.candidates(job.shape, 90)}
+    assert FUSED in {c.implementation for c in tune.candidates(job.shape, 90)}
