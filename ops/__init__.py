@@ -1,7 +1,7 @@
 """Tensor functions for one device, chosen once by name.
 
-`get_backend("auto")` is the only place where "auto" is resolved. A back end's module is
-imported when it is chosen, so that optional packages are needed only where they are used.
+`get_backend("auto")` is the only place that resolves "auto". A back end's module is imported when
+it is chosen, so that optional packages are only needed where they are used.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BACKENDS = {
 }
 
 MIN_TRITON = (3, 5)
-MIN_CAPABILITY = (8, 0)  # of a GPU: bf16 and int8 products on tensor cores
+MIN_CAPABILITY = (8, 0)  # the first GPUs with bf16 and int8 products on tensor cores
 
 __all__ = [
     "BACKENDS",
@@ -50,8 +50,8 @@ __all__ = [
 
 
 def best_backend() -> str:
-    """ "cuda" where torch has a device that the kernels know, and the optional packages are there,
-    else "cpu". Never Triton's interpreter."""
+    """Returns "cuda" if the kernels support torch's device and the optional packages are installed,
+    else "cpu". It never chooses Triton's interpreter."""
     if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET", "0") == "1":
         return "cpu"
     capability = torch.cuda.get_device_capability()
@@ -71,7 +71,7 @@ def best_backend() -> str:
 
 
 def _triton_version() -> tuple[int, ...]:
-    """(major, minor)."""
+    """Returns (major, minor)."""
     parts = importlib.metadata.version("triton").split(".")[:2]
     return tuple(int(part) for part in parts if part.isdigit())
 
@@ -83,12 +83,12 @@ def _old_triton() -> str:
 def _can_import(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ImportError:  # of what it is in
+    except ImportError:  # the parent package is missing
         return False
 
 
 def get_backend(name: str = "auto") -> Backend:
-    """The back end of that name; ValueError names the known ones, or why it cannot be had."""
+    """Returns the back end of that name. ValueError for an unknown name or a missing package."""
     chosen = best_backend() if name == "auto" else name
     if chosen not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}; known: auto, {', '.join(BACKENDS)}")

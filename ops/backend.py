@@ -1,8 +1,8 @@
-"""The contract of a device's operators. Shapes and dtypes in the docstrings are the law.
+"""The contract of a device's operators; the docstrings define shapes and dtypes.
 
-A backend is a set of pure tensor functions; `ops/reference.py` says slowly and obviously what
-each must compute. T rows in the step, S sequences, H query heads, Hk KV heads, D head dim,
-L tokens of K/V in reach. Nothing here knows requests, ranges or pages.
+A backend is a set of pure tensor functions. `ops/reference.py` computes each of them slowly and
+obviously. Letters in shapes: T rows of the step, S sequences, H query heads, Hk K/V heads, D head
+dim, L tokens of K/V. Nothing here knows requests, ranges or pages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NF4_VALUES = tuple(
 
 
 class Norm(NamedTuple):
-    """kind: "rms" or "layer". weight: [N]; bias: [N] or None."""
+    """A normalization. kind: "rms" or "layer"; weight: [N]; bias: [N] or None."""
 
     kind: str
     weight: Tensor
@@ -32,10 +32,10 @@ class Norm(NamedTuple):
 
 
 class Fusion(NamedTuple):
-    """What is fused around a product: norm before it, activation after it.
+    """The operations fused with a product: a norm before it, an activation after it.
 
-    With is_gated the weight holds gate and up one under the other, [2F, in], and the result is
-    act(gate) * up: [T, F].
+    With is_gated the weight is gate stacked on up, [2F, in], and the result is act(gate) * up:
+    [T, F].
     """
 
     norm: Norm | None = None
@@ -47,17 +47,17 @@ NO_FUSION = Fusion()
 
 
 class LinearOp(Protocol):
-    """A packed product and what is fused around it."""
+    """A packed linear layer with its fused operations."""
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x: [T, in] -> act(norm(x) @ weight.T + bias) (+ residual): [T, out].
+        """Returns act(norm(x) @ weight.T + bias) (+ residual): [T, out], for x: [T, in].
 
-        A residual may be overwritten; only the result counts afterwards.
+        The residual, [T, out], may be overwritten.
         """
 
 
 class Partial(NamedTuple):
-    """Attention over a part of the keys. out: [T, H, D]; lse: [T, H] fp32, natural log."""
+    """Attention over a subset of the keys. out: [T, H, D]; lse: [T, H] fp32, natural log."""
 
     out: Tensor
     lse: Tensor
@@ -66,8 +66,8 @@ class Partial(NamedTuple):
 class KeyValues(NamedTuple):
     """K and V of one sequence in one layer, strided views of its range: each [1, Hk, L, D].
 
-    Only the last dimension must be dense: a range is contiguous in virtual memory and the
-    token stride is whatever the K/V layout says.
+    Only the last dimension must be dense: a range is contiguous in virtual memory, and the K/V
+    layout sets the token stride.
     """
 
     k: Tensor
@@ -75,7 +75,12 @@ class KeyValues(NamedTuple):
 
 
 class QuantizedLinears(Protocol):
-    """Products of weights in few bits with rows in int8 (fp8: in fp8), of one device."""
+    """Linear layers of one device with quantized weights and rows in int8 (for fp8, in fp8).
+
+    int8: weights are symmetric per output channel, rounded to the nearest of 127 steps of the
+    channel's largest; activations are quantized per token at run time (LLM.int8 without its
+    outliers, ZeroQuant's scheme).
+    """
 
     def int8(
         self,
@@ -86,9 +91,10 @@ class QuantizedLinears(Protocol):
         scales: Tensor | None = None,
         is_head: bool = False,
     ) -> LinearOp:
-        """parts: [out_i, in], any float, one under the other; with scales, [out], int8 already.
+        """Packs parts, each [out_i, in] in any float type, concatenated along the output.
 
-        is_head: what it gives are logits, which stay in fp32.
+        With scales, [out], the parts are int8 already and used as they are. is_head: the results
+        are logits, which stay in fp32. ValueError for more than MAX_INT8_INPUTS inputs.
         """
 
     def int4(
@@ -102,19 +108,22 @@ class QuantizedLinears(Protocol):
         group: int,
         is_nf4: bool = False,
     ) -> LinearOp:
-        """(codes - zeros) * scales, codes - 8 without zeros, or NF4 values times scales.
+        """Packs (codes - zeros) * scales, with 8 for missing zeros, or NF4_VALUES[codes] * scales.
 
-        codes: [out, in] uint8 below 16; scales: [out, groups]; zeros: [out, groups] uint8.
+        codes: [out, in] uint8 below 16; scales: [out, groups]; zeros: [out, groups] uint8. group:
+        inputs that share a scale, one of INT4_GROUPS; the last group may be shorter. Scales are
+        stored as fp16 times a power of two per channel, which is exact for fp16 and bf16 scales
+        within 1 : 2^14 of the channel's largest.
         """
 
     def fp8(
         self, parts: Sequence[Tensor], bias: Tensor | None, fusion: Fusion = NO_FUSION
     ) -> LinearOp:
-        """As int8, weights and rows in e4m3. ValueError where the device has no fp8 products."""
+        """Packs as int8 does, in e4m3. ValueError if the device has no fp8 products."""
 
 
 class Backend(Protocol):
-    """Operators of one device. quantized: None if it has no such products."""
+    """Operators of one device. quantized is None if the device has no quantized products."""
 
     name: str
     device: torch.device
@@ -123,61 +132,63 @@ class Backend(Protocol):
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = NO_FUSION
     ) -> LinearOp:
-        """weight: [out, in], bias: [out]; both in the compute dtype. Takes its own copy."""
+        """Copies weight: [out, in] and bias: [out], both in the compute dtype."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x: [..., N], weight: [N]. The mean square is taken in fp32; result in x's dtype."""
+        """Normalizes x: [..., N]; weight: [N]. The mean square is fp32, the result in x's dtype."""
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """x: [T, N]; weight, bias: [N]."""
+        """Normalizes x: [T, N]; weight, bias: [N]."""
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x: [T, H, D]; cos, sin: [T, R/2] fp32. Rotates pairs (i, i + R/2) of the first R.
+        """Rotates pairs (i, i + R/2) of the first R dimensions of x: [T, H, D].
 
-        x may be overwritten.
+        cos, sin: [T, R/2] fp32. x may be overwritten.
         """
 
     def activation(self, x: Tensor, kind: str) -> Tensor:
-        """kind: silu, gelu, gelu_tanh, relu; elementwise on [T, F]."""
+        """Applies silu, gelu, gelu_tanh or relu to x: [T, F]."""
 
     def gated_activation(self, gate_up: Tensor, kind: str) -> Tensor:
-        """gate_up: [T, 2F] -> act(gate) * up: [T, F]."""
+        """Returns act(gate) * up: [T, F], for gate_up: [T, 2F]."""
 
     def store_kv(self, k: Tensor, v: Tensor, cache: Tensor, rows: Tensor) -> None:
-        """Write k, v: [T, Hk, D] into cache: [N, 2, Hk, D], one layer of all ranges.
+        """Writes k, v: [T, Hk, D] into cache: [N, 2, Hk, D], one layer of all ranges.
 
-        rows: [T] int64, where each row belongs: start of its range plus position, in tokens.
+        rows: [T] int64, the index of each row in the cache: start of its range plus position.
         """
 
     def decode_attention(self, q: Tensor, caches: Sequence[KeyValues], scale: float) -> Partial:
-        """q: [S, H, D], one row per sequence; caches[s]: all keys that row s may see.
+        """Computes attention for q: [S, H, D], one row per sequence.
 
-        Without keys a row gives 0 and an lse of -inf.
+        caches[s] holds all keys that row s sees. A row without keys gets 0 and an lse of -inf.
         """
 
     def prefill_attention(
         self, q: Tensor, cache: KeyValues, scale: float, window: int | None
     ) -> Partial:
-        """q: [n, H, D], the last n positions of one sequence; cache: its last L positions.
+        """Computes causal attention for q: [n, H, D], the last n positions of one sequence.
 
-        L - n keys come before the first row. Row i sees keys j <= L - n + i and, with a
-        window w, only j > L - n + i - w.
+        cache holds the last L positions of the sequence, so that L - n keys precede the first row.
+        Row i sees keys j <= L - n + i and, with a window w, only j > L - n + i - w.
         """
 
     def past_attention(
         self, q: Tensor, cache: KeyValues, scale: float, window: int | None
     ) -> Partial:
-        """q: [n, H, D], the n positions after the last one of cache, which holds L, maybe none.
+        """Computes prefix attention for q: [n, H, D], the n positions that follow the L of cache.
 
-        Every row sees all keys; with a window w row i sees keys j > L + i - w, which may be none:
-        0 and an lse of -inf. With prefill_attention of the rows over their own keys, merged, it
-        is attention over all.
+        Every row sees all L keys, or with a window w keys j > L + i - w. A row that sees no key
+        gets 0 and an lse of -inf. Merged with prefill_attention of the rows over their own keys,
+        the result is attention over all keys.
         """
 
     def merge_partials(self, parts: Sequence[Partial]) -> Partial:
-        """Attention over the union of disjoint key sets, from attention over each."""
+        """Returns attention over the union of disjoint key sets."""
 
     def merge_into(self, total: Partial, part: Partial, rows: Tensor | None = None) -> None:
-        """The same of two, written to total. part's row i belongs to row rows[i], [R] int64
-        without repeats, or to row i. What has an lse of -inf counts for nothing, whatever it is.
+        """Merges part into total. part's row i belongs to row rows[i] of total, or to row i.
+
+        rows: [R] int64 without repeats. A row and head with an lse of -inf is ignored, whatever
+        its values are.
         """

@@ -1,4 +1,4 @@
-"""What a layer's K/V looks like on a CUDA device, in numbers; needs neither triton nor a GPU."""
+"""The K/V layout of one layer on a CUDA device, in numbers; it needs neither Triton nor a GPU."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ _SIZES = {torch.int8: 1, torch.bfloat16: 2, torch.float32: 4}
 
 
 def layer_bytes(num_kv_heads: int, head_dim: int, dtype: torch.dtype, group: int | None) -> int:
-    """Bytes of one layer's part of a tile; group: elements of a head that share an fp16 scale,
-    for int8 alone. ValueError names what the kernels do not take."""
+    """Returns the bytes of one layer's part of a tile.
+
+    group: elements of a head that share an fp16 scale, for int8 only. ValueError for a layout that
+    the kernels do not support.
+    """
     if dtype not in _SIZES:
         raise ValueError(f"K/V in {dtype}; known: {', '.join(map(str, _SIZES))}")
     if (dtype == torch.int8) != (group is not None):
@@ -26,8 +29,10 @@ def layer_bytes(num_kv_heads: int, head_dim: int, dtype: torch.dtype, group: int
 
 
 def architecture(device: torch.device) -> int:
-    """Whose configurations a device's kernels take, by its shared memory: 90 (227 KiB a program),
-    80 (163 KiB) or 89 (99 KiB). 90 for the interpreter."""
+    """Returns the architecture whose kernel configurations fit the device's shared memory.
+
+    It is 90 (227 KiB per program), 80 (163 KiB) or 89 (99 KiB); 90 for the interpreter.
+    """
     if device.type != "cuda":
         return 90
     capability = torch.cuda.get_device_capability(device)
@@ -38,12 +43,13 @@ def architecture(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KVTiles:
-    """One layer. K/V of token n: at base + n // 16 * tile_stride + offset, both in bytes.
+    """The layout of one layer. Its part of the tile of token n is at
+    base + n // 16 * tile_stride + offset (bytes).
 
-    There: K values [Hk, 16, D], V values [Hk, 16, D], in int8 [Hk, D, 16], and for int8 scales
-    [Hk, 16, 2, D / group], a token's of K and then those of V. V's product is summed over tokens,
-    and a tensor core takes what is summed four int8 side by side; bf16 can be turned on the way.
-    window: how many keys a row sees, itself included; None: all.
+    The part holds K values [Hk, 16, D], V values [Hk, 16, D] (int8: [Hk, D, 16]) and for int8
+    scales [Hk, 16, 2, D / group], for each token those of K before those of V. The product with V
+    sums over tokens, and int8 tensor cores read four summed values side by side; bf16 can be
+    transposed while it is loaded. window: number of keys a row sees, itself included; None: all.
     """
 
     num_heads: int

@@ -1,4 +1,4 @@
-"""A linear layer as separate calls: what the fused kernels must equal, and the plain types' way."""
+"""Shared parts of linear layers: the unfused layer, and the storage format of int4 scales."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from ops.backend import Backend, Fusion, Norm
 
 
 class PlainLinear:
-    """norm, product, activation and residual one after the other."""
+    """A LinearOp that calls norm, product, activation and residual one after the other.
+
+    Fused kernels must equal it.
+    """
 
     def __init__(
         self, backend: Backend, product: Callable[[Tensor], Tensor], fusion: Fusion
@@ -32,15 +35,15 @@ class PlainLinear:
 
 
 def apply_norm(backend: Backend, x: Tensor, norm: Norm) -> Tensor:
-    """x: [T, N] -> [T, N]."""
+    """Normalizes x: [T, N]."""
     if norm.kind == "rms":
         return backend.rms_norm(x, norm.weight, norm.eps)
     return backend.layer_norm(x, norm.weight, norm.bias, norm.eps)
 
 
 def split_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """[out, groups] as fp16 [out, groups] times fp32 powers of two [out]."""
+    """Splits scales: [out, groups] into fp16 [out, groups] and fp32 powers of two [out]."""
     largest = scales.float().abs().amax(1)
     _, exponent = torch.frexp(largest)
-    channels = torch.ldexp(torch.ones_like(largest), exponent.clamp(-126, 127))  # of fp32
+    channels = torch.ldexp(torch.ones_like(largest), exponent.clamp(-126, 127))  # normal fp32
     return (scales.float() / channels[:, None]).half().contiguous(), channels.contiguous()
