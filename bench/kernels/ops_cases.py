@@ -37,9 +37,9 @@ from bench.kernels.ops_linear import (
     plain_cases,
 )
 from ops import Fusion, Norm
+from ops.cpu import sampling
 from ops.cpu.native import Ceilings, Int8AttentionStep, Int8Linear, rotate_
 from ops.cpu.native_partials import merge_into
-from ops.cpu.sampling import SamplingInputs, argmax, packed_rows, sample
 from quant.kv import TILE_TOKENS, Int8KVFormat
 from serve.request import Request
 from serve.runner.sampler import sample
@@ -97,7 +97,7 @@ def fused_cases(quick: bool) -> Iterator[Case]:
         yield _moving("quantize", rows, h, rows * inner, _on_each(plain.only_quantize, h))
         yield _append_case(rows, dim, far)
         logits = torch.zeros(max(1, far // (4 * rows * vocab)), rows, vocab)
-        yield _moving("greedy sampling", rows, logits, 0, _on_each(argmax, logits))
+        yield _moving("greedy sampling", rows, logits, 0, _on_each(sampling.argmax, logits))
 
 
 def row_cases(quick: bool) -> Iterator[Case]:
@@ -105,7 +105,7 @@ def row_cases(quick: bool) -> Iterator[Case]:
     the logits once at least."""
     vocab, dim = 128_256, 64
     far = 8 << 20 if quick else FAR
-    choice = SamplingInputs(seed=1, temperature=0.8, top_p=0.95)
+    choice = sampling.SamplingInputs(seed=1, temperature=0.8, top_p=0.95)
     for rows in (1, 32) if quick else (1, 8, 32, 512):
         q = torch.ones(max(1, far // (4 * rows * HEADS * dim)), rows, HEADS, dim)
         angle = torch.randn(rows, dim // 2)
@@ -119,12 +119,12 @@ def row_cases(quick: bool) -> Iterator[Case]:
         if rows <= 32:
             # as peaked as a model's: some hundred tokens have nearly all of the probability
             logits = 4 * torch.randn(max(1, far // (4 * rows * vocab)), rows, vocab)
-            packed = packed_rows(rows)
+            packed = sampling.packed_rows(rows)
             for row in range(rows):
                 choice.pack(packed, row, [5, 6, 7], False)
             timed = Timed(
                 partial(_draw_all, list(logits), packed),
-                partial(_draw_all, [logits[0, :0]] * len(logits), packed_rows(0)),
+                partial(_draw_all, [logits[0, :0]] * len(logits), sampling.packed_rows(0)),
             )
             yield _moving("top-p sampling", rows, logits, 0, timed)
 
@@ -164,7 +164,7 @@ def _rotate_all(parts: abc.Sequence[Tensor], rotation: tuple[Tensor, Tensor]) ->
 
 def _draw_all(parts: abc.Sequence[Tensor], packed: bytearray) -> None:
     for part in parts:
-        sample(part, packed)
+        sampling.sample(part, packed)
 
 
 def _on_each(run: Callable[[Tensor], object], operands: Tensor) -> Timed:
