@@ -163,12 +163,7 @@ ENTRIES = {Path("serve/__init__.py"), Path("serve/__main__.py")}
 
 PURE = ("serve/scheduler", "memory", "memory/prefix", "memory/pages")
 """Folders whose own files know no torch, asyncio, numpy or aiohttp."""
-NOT_COMMAND = Path("serve/cli/main.py")
-"""The one module of serve that may import bench, inside functions: `serve bench`, `serve plan`."""
-ENTRIES = {Path("serve/__init__.py"), Path("serve/__main__.py")}
-"""They hand names on, from anywhere in serve."""
-
-PURE = ("serve/scheduler/prompt_outputs.py", "memory/pages/cuda_")
+NOT_PURE = ("serve/scheduler/prompt_outputs.py", "memory/pages/cuda_")
 
 ASYNCIO = (
     "serve/engine/engine.py",
