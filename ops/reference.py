@@ -1,7 +1,7 @@
-"""Slow, obvious torch versions of every operator: the oracle of all tests.
+"""Slow, obvious torch versions of every operator; tests compare the other back ends with them.
 
-Everything is computed in fp32 (or fp64 where the inputs are) with no fused call, one sequence
-and one formula at a time. Results come back in the dtype of the inputs.
+They compute in fp32 (fp64 for fp64 inputs) without fused calls, one sequence and one formula at a
+time. Results have the dtype of the inputs.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class ReferenceBackend:
         return _attend(q, cache, scale, window, cache.k.shape[2])
 
     def merge_partials(self, parts: Sequence[Partial]) -> Partial:
-        # softmax over a union: each part weighs exp(lse_part - lse_union)
+        # the softmax over a union weighs each part by exp(lse_part - lse_union)
         lse = torch.logsumexp(torch.stack([p.lse for p in parts]), dim=0)
         weights = [torch.exp(p.lse - lse)[..., None] for p in parts]
         nothing = [torch.isneginf(p.lse)[..., None] for p in parts]
@@ -120,7 +120,7 @@ class ReferenceBackend:
 def _attend(
     q: Tensor, cache: KeyValues, scale: float, window: int | None, first_position: int
 ) -> Partial:
-    """Rows at first_position and on; the cache begins at position 0."""
+    """Computes attention of rows from first_position on; the cache begins at position 0."""
     n, num_heads, _ = q.shape
     k, v = _wide(cache.k[0]), _wide(cache.v[0])
     num_kv_heads, length, _ = k.shape
@@ -136,6 +136,8 @@ def _attend(
         scores = (_wide(q[:, head]) @ k[head // group].T) * scale
         scores = scores.masked_fill(~visible, float("-inf"))
         lse[:, head] = torch.logsumexp(scores, dim=-1)
-        weights = torch.softmax(scores, dim=-1).masked_fill(~visible, 0.0)  # maybe of no key
+        weights = torch.softmax(scores, dim=-1).masked_fill(
+            ~visible, 0.0
+        )  # NaN without keys
         out[:, head] = (weights @ v[head // group]).to(q.dtype)
     return Partial(out, lse)

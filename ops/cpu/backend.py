@@ -1,9 +1,10 @@
-"""The CPU back end for bf16 and fp32: torch's best paths, and our own kernels where they win.
+"""The CPU back end for bf16 and fp32: native kernels where they are faster, torch elsewhere.
 
-Linear layers, attention and fp32 rotation are ours (ops/native*.py) where the library was built and
-has the shape. Else linears run on oneDNN's packed weights (about twice F.linear at small M here),
-attention on torch's CPU flash kernel, which takes strided K/V and returns the log-sum-exp. What is
-internal to torch is tried at start-up, and falls back to public operators.
+Linear layers, attention and fp32 rotation run on native kernels (ops/cpu/native*.py) if the library
+is built and supports the shape. Otherwise linear layers use oneDNN's packed weights (about twice
+as fast as F.linear at small M) and attention uses torch's CPU flash kernel, which takes strided K/V
+and returns the log-sum-exp. Operators internal to torch are tried at start-up; if they fail, public
+operators replace them.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
-# The query rows of a K/V head's group are folded into one head's rows up to this many rows;
-# a larger causal block is cheaper with K/V heads repeated, because then half of it is skipped.
+# Up to this many rows, the query heads of a K/V head's group become rows of one head. A larger
+# causal block is cheaper with repeated K/V heads, because the kernel then skips half of it.
 _FOLD_ROWS = 64
 
 
@@ -46,7 +47,7 @@ class CpuBackend:
         self._packed_types = _types_that_pass("oneDNN packed linear", _check_packed_linear)
         self._has_native = native.is_available()
         self.quantized: QuantizedLinears | None = NATIVE if self._has_native else None
-        # without vector instructions torch's prefill attention is the faster one
+        # without vector instructions torch's prefill attention is faster
         self._has_vectors = self._has_native and native.instruction_set() != "portable"
         self._flash_types = _types_that_pass("CPU flash attention", _check_flash)
 
@@ -103,9 +104,9 @@ class CpuBackend:
             return self._reference.decode_attention(q, caches, scale)
         num_rows, num_heads, head_dim = q.shape
         num_kv_heads = caches[0].k.shape[1]
-        # One row per K/V head and group member: every K/V byte is read once for its group.
-        # The kernel walks head by head, so tokens far apart in memory are gathered first:
-        # one copy in address order costs less than eight strided walks (1.5x at 512 tokens).
+        # With one row per K/V head and group member, each K/V byte is read once per group.
+        # The kernel reads head by head, so tokens far apart in memory are gathered first: one copy
+        # in address order costs less than eight strided reads (1.5x at 512 tokens).
         folded = q.view(num_rows, 1, num_kv_heads, num_heads // num_kv_heads, head_dim)
         parts = [
             _flash(folded[s], cache.k.contiguous(), cache.v.contiguous(), scale)
@@ -122,7 +123,7 @@ class CpuBackend:
         if can_run and native_attention.can_attend(q, cache):
             return native_attention.prefill_attention(q, cache, scale, window)
         n, length = q.shape[0], cache.k.shape[2]
-        if window is not None and length > n + window - 1:  # no row sees what is before
+        if window is not None and length > n + window - 1:  # no row sees earlier keys
             first = length - n - window + 1
             cache = KeyValues(cache.k[:, :, first:], cache.v[:, :, first:])
             length -= first
@@ -131,8 +132,8 @@ class CpuBackend:
         num_past = length - n
         if n <= _FOLD_ROWS or (window is not None and window < length):
             return _masked(q, cache, scale, window)
-        # The past needs no mask and the chunk itself is causal: the kernel then skips what
-        # is masked, and the two parts merge by their log-sum-exp.
+        # The prefix needs no mask and the chunk is causal, so the kernel skips masked keys. The two
+        # parts are merged by their log-sum-exp.
         own = _causal(q, KeyValues(cache.k[:, :, num_past:], cache.v[:, :, num_past:]), scale)
         if num_past == 0:
             return own
@@ -172,13 +173,16 @@ class CpuBackend:
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """q: [1, Hq, n, D]; k, v: [1, Hq, L, D]. Returns out [1, Hq, n, D] and lse [1, Hq, n]."""
+    """Returns out [1, Hq, n, D] and lse [1, Hq, n] for q: [1, Hq, n, D]; k, v: [1, Hq, L, D]."""
     run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     return cast(tuple[Tensor, Tensor], run(q, k, v, 0.0, causal, attn_mask=mask, scale=scale))
 
 
 def _folded(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Partial:
-    """Rows of a group become rows of their K/V head. mask: [n, L] additive, in q's dtype."""
+    """Computes attention with the rows of a group as rows of their K/V head.
+
+    mask: [n, L] additive, in q's dtype.
+    """
     n, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     group = num_heads // num_kv_heads
@@ -210,7 +214,7 @@ def _causal(q: Tensor, cache: KeyValues, scale: float) -> Partial:
 
 
 def _types_that_pass(what: str, check: Callable[[torch.dtype], bool]) -> set[torch.dtype]:
-    """Run the check of an internal torch operator for each compute type; log what fails."""
+    """Returns the compute types for which an internal torch operator passes; logs failures."""
     passed: set[torch.dtype] = set()
     for dtype in (torch.float32, torch.bfloat16):
         reason = "gave a wrong result"
@@ -221,7 +225,7 @@ def _types_that_pass(what: str, check: Callable[[torch.dtype], bool]) -> set[tor
         if works:
             passed.add(dtype)
         else:
-            logger.warning("%s %s in %s; taking the slower public path", what, reason, dtype)
+            logger.warning("%s %s in %s; the slower public operators are used", what, reason, dtype)
     return passed
 
 
@@ -233,7 +237,7 @@ def _check_packed_linear(dtype: torch.dtype) -> bool:
 
 
 def _check_flash(dtype: torch.dtype) -> bool:
-    """Strided K/V, once causal and once with a mask: the ways it is called."""
+    """Checks both calls used here, causal and with a mask, on strided K/V."""
     q = torch.randn(1, 2, 5, 8).to(dtype)
     k, v = torch.randn(2, 5, 3, 2, 8).to(dtype)[:, :, 1].permute(0, 2, 1, 3)[:, None]
     hidden = torch.ones(5, 5).triu_(1).bool()

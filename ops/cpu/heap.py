@@ -1,4 +1,4 @@
-"""How the process's heap treats freed buffers: a setting of glibc, made once at start-up."""
+"""The glibc setting that decides what happens to freed buffers, made once at start-up."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to reuse freed buffers instead of returning them to the system.
+    """Tells glibc to reuse freed buffers instead of returning them to the system.
 
-    A step allocates the same megabytes again and again; handing them back costs a page fault
-    for every 4 KiB of each (a tenth of a 1B model's step, more where faults are slow). One
-    arena, because buffers are freed in the thread that allocated them anyway.
+    A step allocates the same megabytes again and again. Returning them costs a page fault for every
+    4 KiB (a tenth of a 1B model's step, more where faults are slow). One arena suffices, because
+    buffers are freed in the thread that allocated them.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):

@@ -1,7 +1,7 @@
-"""Our own kernels (ops/csrc) as functions of tensors: checks shapes, passes addresses.
+"""The native kernels (ops/csrc) as functions of tensors: shape checks, then calls by address.
 
-int8 linear layers with what is fused around them, and attention over int8 K/V. The library
-takes the best instruction set of the processor (AVX-512 VNNI, AVX2, else portable code).
+This module has quantized linear layers with fused operations, and attention over int8 K/V. The
+library uses the best instruction set of the processor (AVX-512 VNNI, AVX2, else portable code).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def is_available() -> bool:
 
 
 def library() -> ModuleType:
-    """The compiled module. RuntimeError when it was not built."""
+    """Returns the compiled module. RuntimeError if it is not built."""
     if _native is None:
         raise RuntimeError(
             f"the native kernels are not built ({_why}); install the package with "
@@ -42,29 +42,30 @@ def library() -> ModuleType:
 
 
 def instruction_set() -> str:
-    """The kernels in use: avx512, avxvnni, avx2 or portable."""
+    """Returns the kernels in use: avx512, avxvnni, avx2 or portable."""
     return str(library().instruction_set())
 
 
 def num_threads() -> int:
-    """Threads of the team, the caller included."""
+    """Returns the size of the thread team, the caller included."""
     return int(library().num_threads())
 
 
 def set_num_threads(n: int) -> None:
-    """At most the processors this process may use."""
+    """Sets the size of the thread team, at most the processors that this process may use."""
     library().set_num_threads(n)
 
 
 class NativeLinear:
-    """A LinearOp on rows of int8: norm, quantization, product, bias, activation, residual in one.
+    """A LinearOp that fuses norm, int8 quantization, product, bias, activation and residual.
 
-    Activations are rounded to int8 per row. Rows are fp32 or bf16, the result is fp32 (bf16 after
-    an activation: it is quantized again at once). A row's bits do not depend on the other rows.
+    Rows are fp32 or bf16 and are rounded to int8 with a scale per row. The result is fp32, or bf16
+    after an activation, because the next layer quantizes it. A row's bits do not depend on other
+    rows.
     """
 
     def __init__(self, op: Any, num_in: int, num_out: int, fusion: Fusion) -> None:
-        """op: the packed product of the library. num_out: after gating."""
+        """op: the library's packed product. num_out: number of outputs after gating."""
         self._op, self.num_in, self.num_out = op, num_in, num_out
         self._out_dtype = torch.float32 if fusion.activation is None else torch.bfloat16
         self._is_gated = fusion.is_gated
@@ -99,12 +100,12 @@ class NativeLinear:
         return out
 
     def only_quantize(self, x: Tensor) -> None:
-        """The norm and the quantization without the product, for measuring them."""
+        """Runs norm and quantization without the product, for benchmarks."""
         self._op.only_quantize(x.data_ptr(), x.stride(0), TYPES[x.dtype], x.shape[0])
 
 
 class Int8Linear(NativeLinear):
-    """int8 x int8; weights symmetric, with a scale for each output channel."""
+    """int8 x int8 with symmetric weights and a scale per output channel: QuantizedLinears.int8."""
 
     def __init__(
         self,
@@ -115,11 +116,9 @@ class Int8Linear(NativeLinear):
         scales: Tensor | None = None,
         is_head: bool = False,
     ) -> None:
-        """weight: [out, in] fp32 or bf16 (any other float is converted); copied and packed.
+        """Packs a copy of weight: [out, in], or of parts to be concatenated along the output.
 
-        It may be given as parts that stand one under the other. With scales, [out], it is int8
-        already and taken as it is: weight * scales. ValueError for more than MAX_INT8_INPUTS
-        inputs.
+        is_head has no effect: results are fp32.
         """
         parts = [weight] if isinstance(weight, Tensor) else list(weight)
         num_out, num_in = sizes(sum(len(part) for part in parts), parts[0].shape[1], fusion)
@@ -140,7 +139,7 @@ class Int8Linear(NativeLinear):
 
 
 def _packable(parts: list[Tensor]) -> list[Tensor]:
-    """As many parts as the kernel takes, alike in type, their rows dense."""
+    """Returns at most MAX_PARTS parts of one type that the kernel supports, with dense rows."""
     if len(parts) > library().MAX_PARTS or any(part.dtype != parts[0].dtype for part in parts):
         parts = [torch.cat(parts)]
     if parts[0].dtype not in TYPES:
@@ -149,7 +148,7 @@ def _packable(parts: list[Tensor]) -> list[Tensor]:
 
 
 class Int4Linear(NativeLinear):
-    """4-bit weights with a scale, and maybe a zero point, for each group of inputs."""
+    """4-bit weights with a scale and perhaps a zero point per group: QuantizedLinears.int4."""
 
     def __init__(
         self,
@@ -162,12 +161,6 @@ class Int4Linear(NativeLinear):
         group: int,
         is_nf4: bool = False,
     ) -> None:
-        """(codes - zeros) * scales, codes - 8 without zeros, or NF4_VALUES[codes] * scales.
-
-        codes: [out, in] uint8 below 16; scales: [out, groups]; zeros: [out, groups] uint8. group:
-        one of INT4_GROUPS; the last one may be cut short. Scales are kept as fp16 times a power of
-        two of the channel: fp16 and bf16 scales exactly, if within 1 : 2^14 of its largest.
-        """
         num_out, num_in = sizes(codes.shape[0], codes.shape[1], fusion)
         shape = (codes.shape[0], -(-num_in // group))
         assert group in INT4_GROUPS and codes.dtype == torch.uint8
@@ -176,7 +169,7 @@ class Int4Linear(NativeLinear):
         codes, bias = codes.contiguous(), checked_bias(bias, num_out, fusion)
         assert int(codes.max()) < 16, "codes of 4 bits"
         halves, channels = split_scales(scales)
-        if is_nf4:  # the kernel's values are whole 127ths
+        if is_nf4:  # the kernel's values are multiples of 1/127
             channels = channels / 127
         if zeros is not None:
             zeros = zeros.to(torch.uint8).contiguous()
@@ -197,7 +190,7 @@ class Int4Linear(NativeLinear):
 
 
 def set_norm(op: Any, norm: Norm | None, num_in: int) -> tuple[Tensor, Tensor | None] | None:
-    """The kernel takes the norm's addresses, [num_in] each: keep what this returns."""
+    """Passes the norm's addresses to op. The caller keeps the returned tensors, [num_in], alive."""
     if norm is None:
         return None
     weight = norm.weight.float().contiguous()
@@ -209,7 +202,7 @@ def set_norm(op: Any, norm: Norm | None, num_in: int) -> tuple[Tensor, Tensor | 
 
 
 def sizes(rows: int, num_in: int, fusion: Fusion) -> tuple[int, int]:
-    """(out after gating, in)"""
+    """Returns (outputs after gating, inputs)."""
     if not fusion.is_gated:
         return rows, num_in
     assert rows % 2 == 0 and fusion.activation is not None, "gates, as many factors, an activation"
@@ -228,7 +221,7 @@ def address(tensor: Tensor | None) -> int:
 
 
 class Int8AttentionStep:
-    """The sequences of one step over int8 K/V, for all layers."""
+    """The sequences of one step over int8 K/V, shared by all layers."""
 
     def __init__(
         self,
@@ -240,10 +233,10 @@ class Int8AttentionStep:
         *,
         past_only: bool = False,
     ) -> None:
-        """starts: byte offset of each range from address; num_rows, kv_lens as in the seam.
+        """starts: byte offset of each range from address; num_rows, kv_lens: as in the seam.
 
-        past_only: kv_lens, maybe 0, count the keys before the step. The rows follow them: they
-        attend to these alone, and append writes behind them.
+        With past_only, kv_lens (perhaps 0) count the keys before the step. The rows attend to these
+        keys only, and append writes after them.
         """
         assert len(starts) == len(num_rows) == len(kv_lens), "one of each for every sequence"
         counts = zip(num_rows, kv_lens, strict=True)
@@ -255,11 +248,11 @@ class Int8AttentionStep:
 
 
 class Int8Attention:
-    """One layer over int8 K/V: append with rotation and quantization, then attend.
+    """One layer over int8 K/V. append rotates, quantizes and stores; attend computes attention.
 
-    Switches: window (keys a row sees, itself included), soft_cap (cap * tanh(score / cap)),
-    slopes (ALiBi, one per head), sinks (a logit per head that only joins the denominator, but not
-    in a step of the past only: it belongs to the part with the row's own key).
+    window: keys a row sees, itself included; soft_cap: cap * tanh(score / cap); slopes: ALiBi, one
+    per head; sinks: a logit per head that is added to the denominator only. A past_only step leaves
+    sinks out, because they belong to the part with the row's own key.
     """
 
     def __init__(
@@ -298,7 +291,7 @@ class Int8Attention:
     def append(
         self, step: Int8AttentionStep, k: Tensor, v: Tensor, rotation: tuple[Tensor, Tensor] | None
     ) -> None:
-        """k, v: [T, Hk, D] fp32, rows alike strided, heads side by side."""
+        """Stores k, v: [T, Hk, D] fp32 with dense heads and equal strides."""
         assert k.dtype == v.dtype == torch.float32
         assert k.shape == v.shape == (step.num_rows, *self._shape[1:]), f"{k.shape} {v.shape}"
         if k.stride() != v.stride() or k.stride()[1:] != (k.shape[2], 1):
@@ -310,10 +303,10 @@ class Int8Attention:
         self._op.append(step.plan, k.data_ptr(), v.data_ptr(), k.stride(0), cos, sin, half)
 
     def attend(self, step: Int8AttentionStep, q: Tensor, lse: Tensor | None = None) -> Tensor:
-        """q: [T, H, D] fp32 -> [T, H, D]; lse: [T, H] fp32 to be written, natural log.
+        """Returns attention [T, H, D] for q: [T, H, D] fp32; writes lse: [T, H] fp32, natural log.
 
-        A row that sees no key gives 0 and an lse of -inf. Bits of a row and head depend neither
-        on the other rows nor on the other K/V heads.
+        A row that sees no key gets 0 and an lse of -inf. The bits of a row and head depend neither
+        on other rows nor on other K/V heads.
         """
         heads, _, dim = self._shape
         assert q.dtype == torch.float32 and q.shape == (step.num_rows, heads, dim)
@@ -336,33 +329,33 @@ def _check_rotation(rotation: tuple[Tensor, Tensor], rows: int, head_dim: int) -
 
 
 class Ceilings:
-    """What this machine can do at best, for benchmarks to be measured against."""
+    """Peak rates of this machine, as a reference for benchmarks."""
 
     @staticmethod
     def read(buffer: Tensor) -> None:
-        """Read all bytes of a dense tensor once, with the whole team."""
+        """Reads all bytes of a dense tensor once with all threads."""
         library().read_bytes(buffer.data_ptr(), buffer.numel() * buffer.element_size())
 
     @staticmethod
     def copy(to: Tensor, source: Tensor) -> None:
-        """Copy all bytes of a dense tensor, with the whole team."""
+        """Copies all bytes of a dense tensor with all threads."""
         size_bytes = source.numel() * source.element_size()
         assert to.numel() * to.element_size() >= size_bytes
         library().copy_bytes(to.data_ptr(), source.data_ptr(), size_bytes)
 
     @staticmethod
     def multiply_i8(rounds: int) -> float:
-        """int8 multiply-adds on registers; returns the operations done (two per multiply-add)."""
+        """Multiplies int8 registers; returns the number of operations, two per multiply-add."""
         return float(library().multiply_i8(rounds))
 
     @staticmethod
     def multiply_bf16(rounds: int) -> float:
-        """The same in bf16; 0 where the processor has no such instruction."""
+        """Multiplies bf16 registers; returns 0 if the processor has no such instruction."""
         return float(library().multiply_bf16(rounds))
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Backend.rotary in place: x [T, H, D] fp32 with dense heads."""
+    """Applies Backend.rotary in place to x: [T, H, D] fp32 with dense heads."""
     rows, heads, dim = x.shape
     assert x.dtype == torch.float32 and x.stride()[1:] == (dim, 1), f"{x.stride()}"
     _check_rotation((cos, sin), rows, dim)

@@ -1,6 +1,6 @@
-"""Attention over bf16 and fp32 K/V on our own kernels (ops/csrc/attention_plain*.inl).
+"""Attention over bf16 and fp32 K/V on the native kernels (ops/csrc/attention_plain*.inl).
 
-As ops/cpu/native.py: checks shapes, passes addresses. K/V have any token and head stride.
+K/V may have any token and head stride.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ops.cpu.native import TYPES, library
 
 
 def can_attend(q: Tensor, cache: KeyValues) -> bool:
-    """Whether there are kernels for these heads and this type of K/V."""
+    """Returns whether the kernels support these heads and this type of K/V."""
     k, v = cache
     dim = q.shape[2]
     is_dense = q.stride()[1:] == (dim, 1) and k.stride() == v.stride() and k.stride(3) == 1
@@ -25,7 +25,7 @@ def can_attend(q: Tensor, cache: KeyValues) -> bool:
 
 
 def decode_attention(q: Tensor, caches: Sequence[KeyValues], scale: float) -> Partial:
-    """Backend.decode_attention over bf16 or fp32 K/V at any token and head stride."""
+    """Computes Backend.decode_attention over bf16 or fp32 K/V."""
     rows, heads, dim = q.shape
     assert len(caches) == rows, f"{len(caches)} sequences, {rows} rows"
     out = torch.empty(rows, heads, dim, dtype=torch.float32)
@@ -55,10 +55,10 @@ def decode_attention(q: Tensor, caches: Sequence[KeyValues], scale: float) -> Pa
 
 
 def prefill_attention(q: Tensor, cache: KeyValues, scale: float, window: int | None) -> Partial:
-    """Backend.prefill_attention. A row's bits do not depend on the other rows.
+    """Computes Backend.prefill_attention. A row's bits do not depend on the other rows.
 
-    For that the cache must begin at the same position whatever rows are asked for: the kernel
-    takes its keys in blocks from there, and leaves out those that no row sees.
+    This holds if the cache begins at the same position for every call: the kernel takes its keys
+    in blocks from there and skips blocks that no row sees.
     """
     first_position = cache.k.shape[2] - len(q)
     assert first_position >= 0, f"{q.shape} with {cache.k.shape}"
@@ -66,14 +66,14 @@ def prefill_attention(q: Tensor, cache: KeyValues, scale: float, window: int | N
 
 
 def past_attention(q: Tensor, cache: KeyValues, scale: float, window: int | None) -> Partial:
-    """Backend.past_attention. Of a row's bits the same holds as in prefill_attention."""
+    """Computes Backend.past_attention, with the bits of prefill_attention's rule."""
     return _attend_rows(q, cache, scale, window, cache.k.shape[2])
 
 
 def _attend_rows(
     q: Tensor, cache: KeyValues, scale: float, window: int | None, first_position: int
 ) -> Partial:
-    """Rows at first_position and on of a sequence whose cache begins at 0."""
+    """Computes attention of rows from first_position on; the cache begins at position 0."""
     rows, heads, dim = q.shape
     k, v = cache
     assert k.shape == v.shape and (k.shape[0], k.shape[3]) == (1, dim), f"{k.shape} {v.shape}"

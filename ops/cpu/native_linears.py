@@ -1,4 +1,4 @@
-"""Products of weights in few bits on our own CPU kernels, as `Backend.quantized` offers them."""
+"""Quantized linear layers of the native CPU kernels, for `Backend.quantized`."""
 
 from __future__ import annotations
 

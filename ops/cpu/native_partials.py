@@ -1,6 +1,6 @@
-"""Parts of attention on our own kernels (ops/csrc/partials.inl): joined, and as bytes for a wire.
+"""Partial attention on the native kernels (ops/csrc/partials.inl): merging, and int8 for the wire.
 
-Attention over disjoint sets of keys is exact: each part's result weighs exp(its log-sum-exp)
+Merging attention over disjoint sets of keys is exact: each part weighs exp(its log-sum-exp)
 (Flash-Decoding; FlashInfer, arXiv 2501.01005).
 """
 
@@ -14,7 +14,7 @@ from ops.cpu.native import TYPES, address, library
 
 
 def can_merge(total: Partial, part: Partial) -> bool:
-    """Whether there is a kernel for these heads and types: side by side, of whole vectors."""
+    """Returns whether the kernel supports these types and dense heads of whole vectors."""
     (out, lse), (more, more_lse) = total, part
     is_dense = more.is_contiguous() and more_lse.is_contiguous()
     is_dense = is_dense and out.stride()[1:] == (out.shape[2], 1) and lse.stride(1) == 1
@@ -25,16 +25,18 @@ def can_merge(total: Partial, part: Partial) -> bool:
 def merge_into(
     out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, rows: Tensor | None = None
 ) -> None:
-    """Join a part to what out [T, H, D] and lse [T, H] hold: both are overwritten.
+    """Merges a part into out: [T, H, D] and lse: [T, H], in place.
 
     part_out: [R, H, D], part_lse: [R, H]; row i belongs to row rows[i], [R] int64 without repeats,
-    or to row i. Dense, but the rows of out and lse may be apart; out and part_out fp32 or bf16, D a
-    multiple of 16. With natural logs and m the larger one: out = (out exp(lse - m) + part_out
-    exp(part_lse - m)) / w and lse = m + log(w), where w is the sum of both weights. A part whose
-    lse is -inf saw no key and is not read: out may begin as anything where lse is -inf.
+    or to row i. All are dense, but rows of out and lse may be strided; out and part_out are
+    fp32 or bf16, D is a multiple of 16. With natural logs and m the larger lse, out = (out
+    exp(lse - m) + part_out exp(part_lse - m)) / w and lse = m + log(w), where w is the sum of both
+    weights. Values whose lse is -inf are not read, so out may be uninitialized there.
     """
     num_rows, heads, dim = part_out.shape
-    assert part_lse.shape == (num_rows, heads) and lse.shape == out.shape[:2], "a lse for each head"
+    assert part_lse.shape == (num_rows, heads) and lse.shape == out.shape[:2], (
+        "an lse for each head"
+    )
     assert out.shape[1:] == (heads, dim) and dim % 16 == 0, f"{out.shape} and {part_out.shape}"
     assert lse.dtype == part_lse.dtype == torch.float32
     assert out.stride()[1:] == (dim, 1) and lse.stride(1) == 1, f"{out.stride()} {lse.stride()}"
@@ -60,10 +62,10 @@ def merge_into(
 
 
 def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x: [T, H, D] fp32 or bf16, heads side by side -> int8 [T, H, D], fp32 scales [T, H].
+    """Quantizes x: [T, H, D] fp32 or bf16 with dense heads to int8 [T, H, D], fp32 scales [T, H].
 
-    Each head is rounded to 127ths of its largest magnitude: off by half a scale at most. D is a
-    multiple of 16. A head with a NaN or an infinity does not come back finite.
+    Each head is rounded to 127ths of its largest magnitude; the error is at most half a scale. D is
+    a multiple of 16. A head with a NaN or an infinity is not finite after dequantization.
     """
     rows, heads, dim = x.shape
     assert x.stride()[1:] == (dim, 1) and dim % 16 == 0, f"{x.shape} {x.stride()}"
@@ -75,7 +77,7 @@ def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_heads(values: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What quantize_heads gave, back as fp32 or bf16: [T, H, D]."""
+    """Returns the fp32 or bf16 values of quantize_heads' result: [T, H, D]."""
     rows, heads, dim = values.shape
     assert values.dtype == torch.int8 and values.is_contiguous() and dim % 16 == 0
     assert scales.dtype == torch.float32 and scales.is_contiguous()

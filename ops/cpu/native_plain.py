@@ -1,8 +1,8 @@
-"""Linear layers on bf16 and fp32 weights with our own kernels (ops/csrc/gemm_plain.inl).
+"""Linear layers with bf16 and fp32 weights on the native kernels (ops/csrc/gemm_plain.inl).
 
-A row has the same bits in any batch: every output is one chain of sums in one order, whatever
-the number of rows. Results are rounded where Transformers' are: a bf16 product, its activation
-and the sum with the residual one after the other.
+A row has the same bits in any batch, because every output is summed in one order whatever the
+number of rows. Results are rounded at the same points as in Transformers: a bf16 product, its
+activation, and the sum with the residual.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ops.cpu.native import ACTIVATIONS, TYPES, address, checked_bias, library, s
 
 
 class PlainLinear:
-    """A LinearOp: norm, product, bias, activation and residual in one call."""
+    """A LinearOp that fuses norm, product, bias, activation and residual."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, fusion: Fusion = NO_FUSION) -> None:
-        """weight: [out, in] bf16 or fp32, which is the type of rows and results; copied."""
+        """Copies weight: [out, in] bf16 or fp32, which is also the type of rows and results."""
         self.num_out, self.num_in = sizes(weight.shape[0], weight.shape[1], fusion)
         self.dtype = weight.dtype
         if weight.stride(1) != 1:

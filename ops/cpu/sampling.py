@@ -1,7 +1,8 @@
-"""Native token choice over rows of logits (ops/csrc/sampling.inl): checks, packs, passes addresses.
+"""Native sampling of tokens from rows of logits (ops/csrc/sampling.inl).
 
-SamplingInputs hold what stays the same for a sequence, packed once, so that a step costs about a
-microsecond of Python for each row. Whoever calls decides what happens where nothing was built.
+SamplingInputs holds the parameters that stay the same for a sequence, packed once, so that a step
+costs about a microsecond of Python per row. The caller handles the case that the kernels are not
+built.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MASK64 = (1 << 64) - 1
 _MAX_INT32 = (1 << 31) - 1
 
 SampledRows = npt.NDArray[np.void]
-"""Structured: token, rank (from 1), num_top, logprob, top_tokens, top_logprobs, one per row."""
+"""A structured array with a SAMPLED_ROW per row; ranks count from 1."""
 
 
 def is_available() -> bool:
@@ -41,12 +42,12 @@ def is_available() -> bool:
 
 
 def takes(logits: Tensor) -> bool:
-    """Whether the kernels read such a tensor: fp32 on the CPU, each row dense."""
+    """Returns whether the kernels support logits: fp32 on the CPU with dense rows."""
     return logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.stride(1) == 1
 
 
 class TokenHistory:
-    """A list of tokens as an array that grows with it, so that a step copies only new ones."""
+    """An array that follows a growing list of tokens; a step copies only the new tokens."""
 
     def __init__(self) -> None:
         self._buffer = np.empty(64, dtype=np.int64)
@@ -54,12 +55,12 @@ class TokenHistory:
         self.address = self._buffer.ctypes.data
 
     def tokens(self, token_ids: Sequence[int]) -> Tensor:
-        """token_ids: the list as it was the last time, and what came after. [its length] int64."""
+        """Returns token_ids as int64 [n]. token_ids extends the list of the previous call."""
         self.follow(token_ids)
         return torch.from_numpy(self._buffer[: self._length])
 
     def follow(self, token_ids: Sequence[int]) -> int:
-        """After it the tokens are at address. Returns how many there are."""
+        """Copies the new tokens to the array at `address`; returns the number of tokens."""
         length = len(token_ids)
         if length > len(self._buffer):
             larger = np.empty(2 * length, dtype=np.int64)
@@ -72,10 +73,11 @@ class TokenHistory:
 
 
 class SamplingInputs:
-    """How the tokens of one sequence are chosen. temperature 0: the largest logit; top_k <= 0: all.
+    """The sampling parameters of one sequence.
 
-    num_logprobs: alternatives to describe, None for no description. forbidden: tokens that
-    get no probability in the steps that say so.
+    temperature 0 takes the largest logit; top_k <= 0 keeps all tokens. num_logprobs: number of
+    alternatives to report, None for no log-probabilities. forbidden: tokens without probability in
+    the steps packed with is_held.
     """
 
     def __init__(
@@ -118,8 +120,11 @@ class SamplingInputs:
     def pack(
         self, to: bytearray, row: int, token_ids: Sequence[int], is_held: bool, mask: int = 0
     ) -> None:
-        """Write row's plan. token_ids: prompt and output so far; is_held: forbid the forbidden.
-        mask: address of uint32 words with a bit for each token that may come; 0: all may."""
+        """Packs the inputs of a row. token_ids: prompt and output so far.
+
+        is_held: exclude the forbidden tokens. mask: address of uint32 words with a bit for each
+        allowed token; 0 allows all.
+        """
         num_tokens = address = 0
         if self.history is not None:
             num_tokens, address = self.history.follow(token_ids), self.history.address
@@ -141,12 +146,12 @@ class SamplingInputs:
 
 
 def packed_rows(num_rows: int) -> bytearray:
-    """Room for the plans of that many rows, to be packed one by one."""
+    """Returns a buffer for num_rows rows, to be filled by SamplingInputs.pack."""
     return bytearray(num_rows * _DRAW.size)
 
 
 def argmax(logits: Tensor) -> list[int]:
-    """logits: [R, V] -> the first of the largest of each row."""
+    """Returns the first token with the largest logit of each row of logits: [R, V]."""
     assert takes(logits), f"{logits.dtype} {logits.stride()}"
     rows, size = logits.shape
     chosen: list[int] = []
@@ -156,7 +161,10 @@ def argmax(logits: Tensor) -> list[int]:
 
 
 def sample(logits: Tensor, packed: bytearray) -> SampledRows:
-    """logits: [R, V], adjusted in place; packed: R plans. IndexError for a token beyond V."""
+    """Samples a token per row of logits: [R, V], which are adjusted in place.
+
+    packed: a buffer of packed_rows(R). IndexError for a token id beyond V.
+    """
     assert takes(logits), f"{logits.dtype} {logits.stride()}"
     rows, size = logits.shape
     assert len(packed) == rows * _DRAW.size, f"{len(packed)} bytes for {rows} rows"
@@ -172,8 +180,10 @@ def sample(logits: Tensor, packed: bytearray) -> SampledRows:
 
 
 def describe(logits: Tensor, tokens: npt.NDArray[np.int32], num_top: int) -> SampledRows:
-    """logits: [R, V]; row i is described with tokens[i], with the num_top most likely beside it.
-    IndexError for a token beyond V."""
+    """Returns log-probability and rank of tokens[i] in row i of logits: [R, V].
+
+    The num_top most likely tokens of the row come with it. IndexError for a token id beyond V.
+    """
     assert takes(logits), f"{logits.dtype} {logits.stride()}"
     rows, size = logits.shape
     assert tokens.shape == (rows,) and tokens.dtype == np.int32, f"{tokens.shape}"

@@ -1,7 +1,7 @@
-"""Log-probabilities of given tokens in rows of logits, on the device that the logits are on.
+"""Log-probabilities of given tokens in rows of logits, computed on the logits' device.
 
-The native kernel does the work where it reads such logits; the torch functions do the same
-elsewhere, so that only what is asked for leaves the device.
+The native kernel computes them if it supports the logits, torch functions otherwise. Only the
+results leave the device.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from ops.cpu.sampling import SAMPLED_ROW, SampledRows
 
 Tokens = npt.NDArray[np.int32]
 Fetch = Callable[[Tensor], Tensor]
-"""To the host, perhaps when the device has got there."""
+"""Copies a tensor to the host, perhaps asynchronously."""
 
 
 class Scores(NamedTuple):
-    """Of R rows, on the host once the device has got there. logprobs: [R] fp32; ranks: [R], from
-    1; top_tokens and top_logprobs: [R, num_top], the most likely first."""
+    """Results for R rows, complete when the copies to the host are.
+
+    logprobs: [R] fp32; ranks: [R], from 1; top_tokens, top_logprobs: [R, num_top], most likely
+    first.
+    """
 
     tokens: Tokens
     logprobs: Tensor
@@ -39,7 +42,7 @@ class Scores(NamedTuple):
         num_top = self.top_tokens.shape[1]
         if num_top:
             values, ids = self.top_logprobs.numpy(), self.top_tokens.numpy()
-            order = np.lexsort((ids, -values), axis=-1)  # equal ones by token id
+            order = np.lexsort((ids, -values), axis=-1)  # ties by token id
             out["num_top"] = (values > -np.inf).sum(-1)
             out["top_tokens"][:, :num_top] = np.take_along_axis(ids, order, -1)
             out["top_logprobs"][:, :num_top] = np.take_along_axis(values, order, -1)
@@ -49,8 +52,10 @@ class Scores(NamedTuple):
 def describe(
     logits: Tensor, tokens: Tokens, num_top: int, fetch: Fetch = lambda x: x
 ) -> SampledRows | Scores:
-    """logits: [R, V] fp32; row i with tokens[i], which are below V. Scores: `as_rows` of them, when
-    what was fetched is there."""
+    """Returns the log-probability of tokens[i] (below V) in row i of logits: [R, V] fp32.
+
+    Call `as_rows` of Scores when the fetched tensors are complete.
+    """
     if sampling.is_available() and sampling.takes(logits):
         return sampling.describe(logits, tokens, num_top)
     return describe_with_torch(logits, tokens, num_top, fetch)
@@ -59,9 +64,9 @@ def describe(
 def describe_with_torch(
     logits: Tensor, tokens: Tokens, num_top: int, fetch: Fetch = lambda x: x
 ) -> Scores:
-    """describe() for any device and element type."""
+    """Does the same as describe for any device and element type."""
     logits = logits.float()
-    # a copy that need not be waited for: CUDA reads pageable memory before it returns
+    # the copy needs no wait, because CUDA reads pageable memory before the call returns
     given = torch.from_numpy(tokens.astype(np.int64)).to(logits.device, non_blocking=True)[:, None]
     total = logits.logsumexp(-1, keepdim=True)
     chosen = logits.gather(1, given)
