@@ -136,8 +136,6 @@ def _attend(
         scores = (_wide(q[:, head]) @ k[head // group].T) * scale
         scores = scores.masked_fill(~visible, float("-inf"))
         lse[:, head] = torch.logsumexp(scores, dim=-1)
-        weights = torch.softmax(scores, dim=-1).masked_fill(
-            ~visible, 0.0
-        )  # NaN without keys
+        weights = torch.softmax(scores, dim=-1).masked_fill(~visible, 0.0)  # NaN without keys
         out[:, head] = (weights @ v[head // group]).to(q.dtype)
     return Partial(out, lse)

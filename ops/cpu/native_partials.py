@@ -34,9 +34,7 @@ def merge_into(
     weights. Values whose lse is -inf are not read, so out may be uninitialized there.
     """
     num_rows, heads, dim = part_out.shape
-    assert part_lse.shape == (num_rows, heads) and lse.shape == out.shape[:2], (
-        "an lse for each head"
-    )
+    assert part_lse.shape == (num_rows, heads) and lse.shape == out.shape[:2], "lse per head"
     assert out.shape[1:] == (heads, dim) and dim % 16 == 0, f"{out.shape} and {part_out.shape}"
     assert lse.dtype == part_lse.dtype == torch.float32
     assert out.stride()[1:] == (dim, 1) and lse.stride(1) == 1, f"{out.stride()} {lse.stride()}"
