@@ -62,8 +62,9 @@ from ops import get_backend
 from serve.config import EngineConfig
 from serve.loading.runtime import Runtime, load_runtime
 from serve.models import load_model
-from serve.request import Request, SamplingParams
+from serve.request import Request
 from serve.runner.runner import ModelRunner
+from serve.sampling_params import SamplingParams
 from serve.scheduler.microbatches import StaggerChoice
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import make_sequences
