@@ -1,6 +1,6 @@
-"""mergestep's public names, imported when they are first used.
+"""mergestep's public names, each imported on first use, so that `import serve` is fast.
 
-Importing `serve` alone is cheap: torch comes with the engine, not with the package.
+torch is imported with the engine, not with the package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m serve`: the same as the `serve` command."""
+"""Runs the `serve` command (`python -m serve`)."""
 
 from serve.cli.main import main
 

@@ -1,7 +1,7 @@
-"""Every setting of the engine, with its default and its check. No side effects.
+"""Every setting of the engine, with its default and its check. Nothing here has side effects.
 
-The defaults are meant to be the best choice for most people; None means "decide at start-up
-from the model and the machine" (the engine logs what it decided).
+The defaults suit most uses; None means that the engine decides at start-up from the model and the
+machine, and logs its decision.
 """
 
 from __future__ import annotations
@@ -16,89 +16,89 @@ from serve.scheduler.length_predictor import LengthPredictor
 
 DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "nf4", "fp8")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
-PARTITIONS = ("auto", "head", "request", "sequence")  # of memory.nodes.placement, which needs torch
-MEMORY_POLICIES = ("predicted", "worst_case", "prompt_only")  # of serve.scheduler.admission
-ORDERS = ("fcfs", "priority", "mlfq", "fair")  # of serve.scheduler.orders
+PARTITIONS = ("auto", "head", "request", "sequence")  # as memory.nodes.placement, which has torch
+MEMORY_POLICIES = ("predicted", "worst_case", "prompt_only")  # as in serve.scheduler.admission
+ORDERS = ("fcfs", "priority", "mlfq", "fair")  # as in serve.scheduler
 TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "none")
-REASONING_PARSERS = (
-    "auto",
-    "deepseek_r1",
-    "none",
-)  # of serve.text.chat_parser
+REASONING_PARSERS = ("auto", "deepseek_r1", "none")
 MEMORY_PREFILLS = ("local", "remote")
 LOAD_FORMATS = ("safetensors", "random")
 MEMORY_WIRES = ("auto", "float32", "bfloat16", "int8")
-WEIGHT_GROUPS = (32, 64, 128)  # those of the kernels, whose module is slow to import
+WEIGHT_GROUPS = (32, 64, 128)  # as the kernels have them; their module is slow to import
 DEFAULT_MODEL = "default"
 _DEFAULT_BATCHED_TOKENS = 256
-MAX_NUM_SEQS = 1 << 20  # each has a range of addresses
+MAX_NUM_SEQS = 1 << 20  # each reserves a range of addresses
 
 
 def default_model_path() -> Path:
-    """The embedded chat model that ships with the package."""
+    """Returns the directory of the chat model that ships with the package."""
     return Path(__file__).parent / "default_model"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of one engine.
+    """The settings of one engine.
 
     model: a Hugging Face directory, or "default" for the embedded model.
-    load_format: "safetensors", or "random": weights made at random on the device, for measuring
-        speed; of the directory only config.json and the tokenizer are read.
-    served_model_name: the name clients use; None takes the directory's name.
-    dtype: "int8" multiplies int8 by int8 (weights per channel, activations per token); "auto"
-        takes it for 16-bit checkpoints of families that bear it, and logs why. "int4" and "nf4"
-        round the weights to 4 bits; "fp8" multiplies e4m3 numbers, on GPUs that have them.
-    weight_group: inputs of an output that share one scale in int4 and nf4: 32, 64 or 128.
-    kv_dtype: how K/V is stored; "auto" takes int8 with int8 products (bfloat16 where head_dim is
-        no multiple of 16), else the compute type.
-    kv_group: values of a head that share one scale in int8 K/V, at most.
-    max_model_len: longest sequence (prompt + output) in tokens; None takes the model's.
-    max_num_seqs: sequences that run at once.
-    max_num_batched_tokens: rows of one step; None takes 256, on a GPU 2,048, and at least
+    load_format: "safetensors", or "random" to measure speed with random weights made on the
+        device; then only config.json and the tokenizer are read from the directory.
+    served_model_name: the model's name in the API; None takes the directory's name.
+    dtype: the type of the weights and products. "int8" multiplies int8 by int8 (weights scaled per
+        channel, activations per token); "int4" and "nf4" round the weights to 4 bits; "fp8"
+        multiplies e4m3 numbers on GPUs that support it. "auto" takes int8 for 16-bit checkpoints
+        of the families that tolerate it, and logs the reason.
+    weight_group: the number of inputs that share a scale in int4 and nf4: 32, 64 or 128.
+    kv_dtype: how K/V is stored. "auto" takes int8 with int8 products (bfloat16 where head_dim is
+        not a multiple of 16), else the compute type.
+    kv_group: the largest number of values of a head that share a scale in int8 K/V.
+    max_model_len: the longest sequence (prompt and output) in tokens; None takes the model's.
+    max_num_seqs: the most sequences that run at once.
+    max_num_batched_tokens: the most rows of a step; None takes 256 (2,048 on a GPU), but at least
         max_num_seqs.
-    max_chunk_tokens: most prefill rows of one sequence in one step; None means no limit
+    max_chunk_tokens: the most prefill rows of one sequence in a step; None sets no limit
         beyond max_num_batched_tokens.
-    inter_token_slo_ms: what a step may take while somebody decodes: prompts are cut so that it
-        is kept, by a learned model of the step's time. None: prompts take the whole budget.
-    max_num_waiting: requests that may wait before new ones are refused.
-    kv_cache_bytes: bound on physical K/V memory; None takes 40 % of what is free, on a GPU what
-        is left beside the weights and the largest step, as measured.
-    kv_page_bytes: physical unit mapped on demand; None picks about 16 tokens, on a GPU its unit
-        (2 MiB).
-    prefix_cache: keep what is computed and share it between requests that begin alike.
-    kv_cache_dir: a directory for prefixes and preempted sequences that memory has no room for;
-        prefixes survive a restart. kv_disk_bytes: used for one model at most; None: 16 GiB.
-    memory_policy: whom K/V memory lets in: "predicted" (the predicted peak fits), "worst_case"
-        (max_tokens of everyone fits: no preemption, few sequences) or "prompt_only" (grow
-        greedily).
-    length_predictor: an object that predicts answers' lengths for "predicted" (the methods of
-        serve.scheduler.length_predictor.LengthPredictor), in Python only; None learns from past
-        answers.
-    order: who is next and who gives way: "fcfs" (first come, first served), "priority" (the
-        request's, a lower one first), "mlfq" (short requests do not wait for long ones) or
-        "fair" (every client gets its share).
+    inter_token_slo_ms: the longest a step may take while sequences decode; a learned model of
+        step times sizes prefill chunks to keep it. None lets prefill use the whole token budget.
+    max_num_waiting: the most requests that wait; further ones are refused.
+    kv_cache_bytes: the bound on physical K/V memory; None takes 40 % of the free memory, and on a
+        GPU what the weights and the largest step leave, as measured.
+    kv_page_bytes: the unit of physical memory that is mapped on demand; None takes about 16
+        tokens, and on a GPU its unit (2 MiB).
+    prefix_cache: whether computed K/V is kept and shared between requests with a common prefix.
+    kv_cache_dir: the directory of the disk tier, which holds prefixes and preempted sequences that
+        do not fit into memory; prefixes survive a restart.
+    kv_disk_bytes: the most that the disk tier holds for one model; None takes 16 GiB.
+    memory_policy: which sequences K/V memory admits. "predicted" requires that the predicted peak
+        fits; "worst_case" requires room for max_tokens of every sequence, so that none is
+        preempted and few run; "prompt_only" requires room for the sequence's present tokens and
+        for one more page of each running sequence.
+    length_predictor: an object that predicts the lengths of answers for "predicted", from Python
+        only; None learns them from past answers.
+    order: the queue policy: "fcfs" (first come, first served), "priority" (the lower
+        SamplingParams.priority first), "mlfq" (short requests do not wait for long ones) or "fair"
+        (every client gets its share). It also picks the victims of preemption.
     ttft_slo: seconds; a request whose first token is predicted to come later is refused at once.
-    memory_nodes: addresses of memory nodes that hold the K/V and attend over it (`serve node`);
-        kv_cache_bytes of this machine's memory are used only when none is left.
-    memory_partition: what a node gets: "head" (some heads of everything), "request" (whole
-        sequences) or "sequence" (some tokens of everything); "auto" picks by their number.
-    memory_node_bytes: K/V on each node; None takes all that is free there.
+    memory_nodes: the addresses of memory nodes that hold the K/V and compute attention over it
+        (`serve node`); kv_cache_bytes of this machine are used only when no node is left.
+    memory_partition: how K/V is divided between nodes: "head" (some heads of every sequence),
+        "request" (whole sequences) or "sequence" (some tokens of every sequence); "auto" picks by
+        the number of nodes.
+    memory_node_bytes: the K/V memory of each node; None takes all that is free there.
     memory_node_key_file: a file with the secret that nodes and engines share.
-    memory_prefill: who attends over a prompt while it is computed: "local" (this machine, in
-        kv_cache_bytes of its own memory; the K/V moves to the nodes meanwhile) or "remote".
-    memory_wire: numbers on the way: "float32", "bfloat16", "int8" (q and results in 8 bits) or
-        "auto" (as the model computes).
-    tokenize_threads: size of pool 1. compute_threads: cores of pool 2; None takes
-        all that affinity and the cgroup's quota leave.
-    tune: measure on a GPU, at the first start, which of several ways each product takes.
-    tool_parser: the format that the model writes calls of tools in: "hermes", "llama3_json",
-        "mistral", "none" (tools are refused), or "auto": by its chat template.
-    reasoning_parser: what it writes around its reasoning: "deepseek_r1" (<think>), "none", or
-        "auto": by its chat template.
-    backend: name in ops.BACKENDS, or "auto": "cuda" where torch has a GPU, else "cpu".
-    seed: base for requests that bring no seed; None draws one.
+    memory_prefill: where attention over a prompt is computed: "local" (on this machine, in its
+        kv_cache_bytes, while the K/V moves to the nodes) or "remote" (on the nodes).
+    memory_wire: the type of numbers sent to nodes: "float32", "bfloat16", "int8" (q and results in
+        8 bits) or "auto" (the compute type).
+    tokenize_threads: the number of threads that tokenize.
+    compute_threads: the number of cores that compute; None takes all that the affinity mask and
+        the cgroup's quota allow.
+    tune: whether the first start on a GPU measures which kernel is fastest for each product.
+    tool_parser: the format in which the model writes tool calls: "hermes", "llama3_json",
+        "mistral", "none" (tools are refused), or "auto" (decided by its chat template).
+    reasoning_parser: the format in which the model marks its reasoning: "deepseek_r1" (<think>),
+        "none", or "auto" (decided by its chat template).
+    backend: a name in ops.BACKENDS, or "auto": "cuda" where torch has a GPU, else "cpu".
+    seed: the base of the seeds of requests without one; None draws it at random.
     """
 
     model: str = DEFAULT_MODEL
@@ -168,7 +168,7 @@ class EngineConfig:
         for setting in ("model", "served_model_name"):
             name = getattr(self, setting)
             if name is not None and (not isinstance(name, str) or not name):
-                raise ConfigError(f"{setting} must be a name that is not empty, not {name!r}")
+                raise ConfigError(f"{setting} must be a non-empty string, not {name!r}")
         for setting, known in (
             ("load_format", LOAD_FORMATS),
             ("dtype", DTYPES),
@@ -224,28 +224,28 @@ class EngineConfig:
 
     def _check_nodes(self) -> None:
         nodes = self.memory_nodes
-        if isinstance(nodes, str):  # as the command line gives them
+        if isinstance(nodes, str):  # a comma-separated list of the command line
             nodes = tuple(url.strip() for url in nodes.split(",") if url.strip())
             if not nodes:
-                raise ConfigError("memory_nodes: no address")
+                raise ConfigError("memory_nodes has no address")
             object.__setattr__(self, "memory_nodes", nodes)
         if not isinstance(nodes, tuple | list) or not all(isinstance(url, str) for url in nodes):
-            raise ConfigError(f"memory_nodes must be addresses, not {nodes!r}")
+            raise ConfigError(f"memory_nodes must be a list of addresses, not {nodes!r}")
         object.__setattr__(self, "memory_nodes", tuple(nodes))
         if len(set(nodes)) < len(nodes):
-            raise ConfigError("memory_nodes: an address is there twice")
+            raise ConfigError("memory_nodes has an address twice")
         for name in ("kv_cache_dir", "kv_page_bytes") if nodes else ():
             if getattr(self, name) is not None:
                 raise ConfigError(f"{name} cannot be used with memory_nodes")
 
     @property
     def batched_tokens(self) -> int:
-        """Rows of a step, at most."""
+        """The most rows of a step."""
         return self.max_num_batched_tokens or max(_DEFAULT_BATCHED_TOKENS, self.max_num_seqs)
 
     @property
     def chunk_tokens(self) -> int:
-        """Rows of one sequence in a step, at most."""
+        """The most rows of one sequence in a step."""
         return min(self.max_chunk_tokens or self.batched_tokens, self.batched_tokens)
 
     @property
@@ -264,7 +264,7 @@ class EngineConfig:
 
     @classmethod
     def from_settings(cls, model: str | Path | None = None, **settings: object) -> EngineConfig:
-        """Build from keyword settings; an unknown one raises and names the known ones."""
+        """Returns the configuration; ConfigError for an unknown setting names the known ones."""
         known = {item.name for item in fields(cls)}
         unknown = sorted(set(settings) - known)
         if unknown:

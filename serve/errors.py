@@ -1,14 +1,14 @@
-"""The exception tree. Everything a caller may want to catch is here.
+"""The exception tree: every error that a caller may want to catch.
 
 MergestepError
-├── ConfigError            a setting that cannot work; names the setting
-├── ModelLoadError         a checkpoint that cannot be served; names file, tensor or key
-├── RequestError           the caller's mistake in one request; names the parameter
+├── ConfigError            a setting does not work; the message names it
+├── ModelLoadError         a checkpoint cannot be served; names the file, tensor or key
+├── RequestError           a request is wrong; names the parameter
 │   └── ContextLengthError the prompt (plus max_tokens) does not fit the context
-├── OverloadedError        too much waits already; try again later
+├── OverloadedError        too many requests wait; try again later
 ├── EngineStoppedError     the engine is shutting down or has shut down
 └── GenerationError        the engine failed while serving this request
-    └── MemoryLostError    memory nodes are lost, and no other memory is there; try again later
+    └── MemoryLostError    memory nodes are lost and no other memory is left; try again later
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import os
 
 
 class MergestepError(Exception):
-    """Base of all errors raised by mergestep on purpose."""
+    """The base of all errors that mergestep raises on purpose."""
 
 
 class ConfigError(MergestepError):
-    """A setting that cannot work. The message names the setting and what to change."""
+    """A setting does not work. The message names the setting and what to change."""
 
 
 class ModelLoadError(MergestepError):
-    """A checkpoint that cannot be served. The message names the file, tensor or key."""
+    """A checkpoint cannot be served. The message names the file, tensor or key."""
 
 
 class RequestError(MergestepError):
-    """The caller's mistake. `param` names the field, `code` is OpenAI's error code."""
+    """A request is wrong. `param` names the field; `code` is OpenAI's error code."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value"):
         super().__init__(message)
@@ -45,8 +45,8 @@ class ContextLengthError(RequestError):
 
 
 class OverloadedError(MergestepError):
-    """Too much waits already. `retry_after_s` is a hint in seconds. `code`: "queue_full", or
-    "overloaded" where the first token would come too late."""
+    """Too many requests wait. `retry_after_s` is a hint in seconds. `code` is "queue_full", or
+    "overloaded" where the first token would come later than `ttft_slo`."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0, code: str = "queue_full"):
         super().__init__(message)
@@ -55,7 +55,7 @@ class OverloadedError(MergestepError):
 
 
 class EngineStoppedError(MergestepError):
-    """The engine is shutting down or has shut down; nothing new is accepted."""
+    """The engine is shutting down or has shut down and accepts no request."""
 
 
 class GenerationError(MergestepError):
@@ -63,19 +63,22 @@ class GenerationError(MergestepError):
 
 
 class MemoryLostError(GenerationError):
-    """Memory nodes are lost, and what is left has no room for the request; try again later."""
+    """Memory nodes are lost, and the rest has no room for the request; try again later."""
 
 
-def plain(error: Exception) -> str:
-    """What to show a person: the words of an error of the system, without its number."""
+def message_of(error: Exception) -> str:
+    """Returns the text to show to a user; a system error is shown without its number."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error) or type(error).__name__
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
 
 
 def reason(error: OSError) -> str:
-    """The system's words for its number; an event loop adds addresses in Python's notation."""
-    untrusted = getattr(error, "verify_message", None)  # TLS: its errno is not the system's
+    """Returns the system's text for the error number.
+
+    The text of `error` itself is not used because asyncio adds addresses in Python's notation.
+    """
+    untrusted = getattr(error, "verify_message", None)  # the errno of a TLS error is OpenSSL's
     if untrusted:
         return f"its certificate is not trusted: {untrusted}"
     number = error.errno or 0

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: free memory and processors."""
+"""The memory and the processors that this process may use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def available_memory() -> int:
-    """Bytes this process may still take: free system memory, capped by the cgroup's limit."""
+    """Returns the free memory of the system in bytes, capped by the cgroup's limit."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in _read("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
@@ -28,7 +28,7 @@ def available_memory() -> int:
     ):
         limit, usage = _read(limit_file).strip(), _read(usage_file).strip()
         if limit.isdigit() and usage.isdigit():
-            # files that were read, a checkpoint among them, are counted but given back at need
+            # the usage counts the page cache (such as checkpoint files), which is reclaimable
             idle = _counter(_read(stat_file), idle_name)
             available = min(available, max(0, int(limit) - int(usage) + idle))
     return available
@@ -43,14 +43,14 @@ def _counter(text: str, name: str) -> int:
 
 
 def usable_processors() -> int:
-    """Those this process may run on, capped by the cgroup's quota of their time."""
+    """Returns the number of CPUs in the affinity mask, capped by the cgroup's CPU quota."""
     processors = len(os.sched_getaffinity(0))
     v1 = "/sys/fs/cgroup/cpu/cpu.cfs_"
     for text in (
         _read("/sys/fs/cgroup/cpu.max"),
         f"{_read(f'{v1}quota_us')} {_read(f'{v1}period_us')}",
     ):
-        numbers = text.split()  # "max" or -1 is no limit
+        numbers = text.split()  # "max" and -1 mean no limit
         if len(numbers) == 2 and all(number.isdigit() for number in numbers):
             quota, period = map(int, numbers)
             if quota and period:
@@ -66,7 +66,7 @@ def _read(path: str) -> str:
 
 
 def process_bytes() -> int:
-    """Memory that this process has now (resident)."""
+    """Returns the resident memory of this process in bytes."""
     for line in _read("/proc/self/status").splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024

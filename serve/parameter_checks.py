@@ -1,4 +1,4 @@
-"""Values that a caller gives: types and ranges. RequestError names the parameter."""
+"""Checks of the types and ranges of request parameters; RequestError names the parameter."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""What a client asks and what it gets back.
+"""A request and its results, as they pass from thread to thread.
 
-These types cross thread and pool borders, so they are frozen. Validation happens here,
-once, at the edge: everything behind it may trust the values. Nothing here knows HTTP.
+The types are frozen because several threads share them. Nothing here knows HTTP.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import collections.abc as abc
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, NotRequired, TypedDict
@@ -18,8 +17,11 @@ if TYPE_CHECKING:
 
 
 class TokensPrompt(TypedDict):
-    """A prompt that is already token ids. truncate_prompt_tokens: how many of them are taken at
-    most, off whose "left" (if nothing is said) or "right" end goes what is too much."""
+    """A prompt of token ids.
+
+    truncate_prompt_tokens: the most tokens that are used; the rest is cut off at truncation_side,
+    "left" (the default) or "right".
+    """
 
     prompt_token_ids: list[int]
     truncate_prompt_tokens: NotRequired[int]
@@ -27,8 +29,7 @@ class TokensPrompt(TypedDict):
 
 
 class TextPrompt(TypedDict):
-    """A text prompt in the form that vLLM's users know. add_special_tokens: whether it gets those
-    that the checkpoint puts around a text (BOS)."""
+    """A text prompt in vLLM's form. add_special_tokens: whether BOS and the like are added."""
 
     prompt: str
     add_special_tokens: NotRequired[bool]
@@ -53,12 +54,12 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt on its way through the engine, tokenized and checked.
+    """A tokenized and checked prompt with its parameters.
 
-    params.max_tokens is resolved (never None) and params.seed is set. arrival_s is the
-    engine's monotonic clock when the request was submitted. client: who or which application
-    asks, if it is known; the lengths of answers are predicted per client. pooling: it asks for
-    an embedding and gets no token.
+    params.max_tokens is resolved (never None) and params.seed is set. arrival_s: the engine's
+    monotonic clock at submission. client: the user or application, where known; the lengths of
+    answers are predicted per client. pooling: set where the request asks for an embedding, for
+    which no token is generated.
     """
 
     request_id: str
@@ -71,7 +72,7 @@ class Request:
 
     @property
     def reads_prompt(self) -> bool:
-        """All rows of its prompt are looked at: none comes from the prefix cache."""
+        """Whether all prompt rows must be computed, so that no prefix comes from the cache."""
         pooling = self.pooling
         if pooling is not None:
             return pooling.kind == "mean"
@@ -80,10 +81,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one output position, from the raw logits.
+    """Log-probabilities at one position, computed from the raw logits.
 
-    top: (token id, logprob) of the most likely tokens, best first. rank: of the chosen token,
-    1 is the most likely.
+    top: (token id, logprob) of the most likely tokens, best first. rank: the chosen token's rank
+    by probability, from 1.
     """
 
     token_id: int
@@ -93,31 +94,34 @@ class TokenLogprobs:
 
 
 class TokenDelta(NamedTuple):
-    """What one sequence gained since the last delta delivered to its consumer.
+    """The text and tokens that a sequence gained since its last delivered delta.
 
-    index: which of the request's n sequences. text never ends inside a character, and never
-    holds the beginning of a possible stop string. The last delta of a sequence carries
-    finish_reason; stop_reason is the stop string or id of stop_token_ids that ended it, if any;
-    error describes finish_reason "error". prompt_logprobs (None for the prompt's first token) and
-    embedding: in the first delta of a sequence, where they were asked for.
+    index: the sequence's number among the request's n. text never ends inside a character and
+    never holds the beginning of a possible stop string. The last delta of a sequence carries
+    finish_reason; stop_reason is the stop string or the id of stop_token_ids that ended it, if
+    any; error describes finish_reason "error". The first delta of a sequence carries
+    prompt_logprobs (None for the prompt's first token) and embedding where they are requested.
     """
 
-    index: int  # type: ignore[assignment]  # shadows tuple.index, which nobody wants here
+    index: int  # type: ignore[assignment]  # shadows tuple.index
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
-    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+    prompt_logprobs: abc.Sequence[TokenLogprobs | None] | None = None
     embedding: Vector | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times on the engine's monotonic clock, in seconds. num_cached_tokens: of the prompt, taken
-    from the prefix cache by the sequence that answered first. num_prompt_tokens: 0 until it is
-    tokenized. num_output_tokens: of all its sequences. finish_reasons: of those that have ended."""
+    """The times and counts of a request; times are seconds on the engine's monotonic clock.
+
+    num_cached_tokens: the prompt tokens that the first sequence to answer took from the prefix
+    cache. num_prompt_tokens: 0 until the prompt is tokenized. num_output_tokens: the sum over its
+    sequences. finish_reasons: those of the sequences that have ended.
+    """
 
     arrival_s: float
     first_scheduled_s: float | None = None

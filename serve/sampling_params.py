@@ -1,7 +1,7 @@
-"""How the tokens of a request are sampled, and when its sequences end.
+"""`SamplingParams` and its limits.
 
-Values are checked here, once, when a `SamplingParams` is made: everything behind it may trust
-them. Nothing here knows HTTP.
+Values are checked once, when the object is made, and trusted by all other code. Nothing here
+knows HTTP.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ _SALT = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when a sequence ends.
+    """How tokens are sampled and when a sequence ends.
 
-    max_tokens: None means up to the model's context. temperature 0 is greedy. top_k 0 or -1
-    means off. logprobs: number of alternatives per token (0: only the chosen one, None: off).
-    seed: with the same seed and prompt the same tokens come out in any batch; None draws one.
-    logit_bias: token id -> value added to its logit. cache_salt: prefixes are shared only
-    between requests with the same salt. priority: a lower one goes first, where the engine's
-    order is "priority". default_max_tokens: a bound where max_tokens is None. structured: what
-    the text must look like. allowed_token_ids: no others come. bad_words: texts that do not come.
-    shown_special_tokens: are text although skip_special_tokens is set, for who reads a model's
-    markup. prompt_logprobs: as logprobs, of the prompt's tokens but the first one, which nothing
-    says; with it max_tokens 0 computes the prompt.
+    max_tokens: None means up to the model's context. default_max_tokens: the bound where
+    max_tokens is None. temperature: 0 is greedy. top_k: 0 and -1 mean off.
+    logprobs: the number of alternatives per token (0: only the sampled token; None: off).
+    prompt_logprobs: the same for the prompt's tokens after the first, which has no prediction;
+    with it max_tokens may be 0, and only the prompt is computed.
+    seed: the same seed and prompt give the same tokens in any batch; None draws a seed.
+    logit_bias: token id -> value added to its logit. allowed_token_ids: only these are sampled.
+    bad_words: texts that are never generated. structured: the form of the text.
+    shown_special_tokens: special tokens that are part of the text although skip_special_tokens
+    is set, for parsers of the model's markup.
+    cache_salt: a prefix is shared only between requests with the same salt.
+    priority: where the engine's order is "priority", a lower one runs first.
     """
 
     n: int = 1
@@ -184,7 +186,7 @@ class SamplingParams:
             )
         check_length("allowed_token_ids", allowed, MAX_ALLOWED_TOKEN_IDS)
         if not all(type(token) is int and 0 <= token < 1 << 31 for token in allowed):
-            for token in allowed:  # which one, and what is wrong with it
+            for token in allowed:  # finds the wrong one and raises
                 check_int("allowed_token_ids", token, 0, 1 << 31)
 
     @property
@@ -197,7 +199,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Temperatures too small to divide by are 0."""
+        """Whether the temperature is 0 or too small to divide by."""
         return self.temperature < MIN_TEMPERATURE
 
     @property
@@ -209,8 +211,10 @@ class SamplingParams:
         )
 
     def changed(self, **changes: object) -> SamplingParams:
-        """A copy with other values, which are right already: nothing is checked again, since the
-        lists may be long and a call may have a thousand prompts."""
+        """Returns a copy with other values, which must be valid.
+
+        They are not checked again: lists may be long, and a call may have a thousand prompts.
+        """
         copy = object.__new__(SamplingParams)
         for name in _PARAMETERS:
             value = changes[name] if name in changes else getattr(self, name)

@@ -1,21 +1,24 @@
-"""What the text of an answer must look like. The types only: no engine, no HTTP."""
+"""The types that describe structured output; nothing here knows the engine or HTTP."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-# llguidance's: one optional space after a comma or a colon, as models write it; no other space, or
-# some would write nothing else.
+# Options of llguidance. One optional space is allowed after a comma or a colon, as models write it,
+# and no other whitespace: some models would otherwise generate nothing else.
 JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """kind "json_schema": source is the schema, as JSON text; "choice": the strings, as a JSON
-    list; "regex": one expression for the whole text; "grammar": a grammar in Lark's notation, as
-    llguidance reads it; "json_object": any object, source is empty."""
+    """The form that the generated text must have; `source` depends on `kind`.
+
+    "json_schema": the schema as JSON text. "json_object": empty; any JSON object is allowed.
+    "choice": the allowed strings as a JSON list. "regex": an expression that the whole text
+    matches. "grammar": a grammar in llguidance's dialect of Lark.
+    """
 
     kind: GrammarKind
     source: str = ""

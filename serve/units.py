@@ -1,10 +1,10 @@
-"""Sizes and counts as people read them."""
+"""Sizes and counts as text for users."""
 
 from __future__ import annotations
 
 
 def format_size(num_bytes: int) -> str:
-    """As parse_size reads it, without a loss: 65536 -> "64KiB", 1000 -> "1000"."""
+    """Formats a size exactly, as parse_size reads it: 65536 -> "64KiB", 1000 -> "1000"."""
     for unit, power in (("TiB", 4), ("GiB", 3), ("MiB", 2), ("KiB", 1)):
         if num_bytes and num_bytes % 1024**power == 0:
             return f"{num_bytes // 1024**power}{unit}"
@@ -12,7 +12,7 @@ def format_size(num_bytes: int) -> str:
 
 
 def format_count(count: float) -> str:
-    """1320000 -> "1.32 M"."""
+    """Formats a count with three digits: 1320000 -> "1.32 M"."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.3g} {unit}"
@@ -20,7 +20,7 @@ def format_count(count: float) -> str:
 
 
 def format_memory(num_bytes: float) -> str:
-    """For people: 1300000000 -> "1.21 GiB"."""
+    """Formats a size with three digits: 1300000000 -> "1.21 GiB"."""
     for unit, power in (("TiB", 4), ("GiB", 3), ("MiB", 2), ("KiB", 1)):
         if num_bytes >= 1024**power:
             return f"{_three_digits(num_bytes / 1024**power)} {unit}"

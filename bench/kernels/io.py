@@ -34,7 +34,7 @@ from memory.tiers.block_file import ThreadFile
 from memory.tiers.direct_io import address_of, choose_io, open_direct, wait_for
 from memory.tiers.disk_tier import DiskTier
 from ops.cpu import native
-from serve.errors import ConfigError, plain
+from serve.errors import ConfigError, message_of
 
 PATTERNS = (
     Pattern("4 KiB random read", 4096, is_random=True, is_write=False),
@@ -63,7 +63,7 @@ def _ways(path: Path, size: int) -> tuple[list[Way], list[str]]:
         if choose_io(path.parent, "iopoll") != "iopoll":
             notes.append("IOPOLL is refused here")
     except OSError as error:
-        notes.append(f"no io_uring ({plain(error)})")
+        notes.append(f"no io_uring ({message_of(error)})")
     ways.append(Fio(path, size) if Fio.is_there() else Pread(path, size))
     return ways, notes
 

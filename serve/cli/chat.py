@@ -15,7 +15,7 @@ from rich.console import Console
 from serve.cli.chat_speakers import SETTABLE, Message, Speaker
 from serve.cli.reporting import shown
 from serve.cli.run_settings import nearest
-from serve.errors import ConfigError, MergestepError, RequestError, plain
+from serve.errors import ConfigError, MergestepError, RequestError, message_of
 from serve.sampling_params import SamplingParams
 
 HELP = """\
@@ -213,7 +213,7 @@ def _one_turn(runner: asyncio.Runner, conversation: Conversation, text: str) -> 
         conversation.note("stopped")
     except MergestepError as exc:
         console.print("[red]error[/red]: ", end="")
-        console.print(shown(plain(exc)), markup=False, highlight=False)
+        console.print(shown(message_of(exc)), markup=False, highlight=False)
 
 
 def _prompt(console: Console) -> str:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import typer
 from rich.console import Console
 
-from serve.errors import ConfigError, MergestepError, RequestError, plain
+from serve.errors import ConfigError, MergestepError, RequestError, message_of
 
 errors = Console(stderr=True)
 
@@ -46,7 +46,7 @@ def reported() -> Iterator[None]:
     except BrokenPipeError:  # of `| head`: typer leaves silently
         raise
     except (MergestepError, OSError) as exc:
-        _say("[red]error[/red]", plain(exc))
+        _say("[red]error[/red]", message_of(exc))
         raise typer.Exit(2 if isinstance(exc, ConfigError | RequestError) else 1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

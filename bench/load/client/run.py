@@ -34,7 +34,7 @@ from bench.load.client.sender import Sender
 from bench.load.client.targets import ServerTarget, Target
 from bench.load.workload.options import Item, LoadOptions, items_of
 from bench.load.workload.work import Schedule
-from serve.errors import ConfigError, plain
+from serve.errors import ConfigError, message_of
 
 LEAD_S = 0.1
 PROGRESS_S = 0.25
@@ -148,7 +148,7 @@ async def _observed(
                     sent.samples.append(found)
                 await asyncio.sleep(SAMPLE_S)
         except Exception as exc:
-            sent.notes.append(f"the target's own figures end early: {printable(plain(exc))}")
+            sent.notes.append(f"the target's own figures end early: {printable(message_of(exc))}")
 
     async def report(on_progress: OnProgress) -> None:
         while True:

@@ -13,7 +13,7 @@ from bench.load.client.record import Outcome, Progress, Record
 from bench.load.client.targets import Target
 from bench.load.client.timer import Sleeper
 from bench.load.workload.options import Item
-from serve.errors import MergestepError, plain
+from serve.errors import MergestepError, message_of
 
 MAX_ERROR_CHARS = 200
 
@@ -187,5 +187,5 @@ def _describe(error: Exception) -> str:
         text = f"{error.code}: {error}"
     else:
         code = getattr(error, "code", "")
-        text = f"{code}: {error}" if code else plain(error)
+        text = f"{code}: {error}" if code else message_of(error)
     return text[:MAX_ERROR_CHARS]

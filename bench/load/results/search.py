@@ -10,7 +10,7 @@ from bench.load.client.record import RunResult
 from bench.load.results.confidence import LEVEL, Estimate, wilson
 from bench.load.results.slo import Slo
 from bench.load.results.summary import RateSummary, RunSummary, combine, qps_text, summarize
-from serve.errors import ConfigError, MergestepError, plain
+from serve.errors import ConfigError, MergestepError, message_of
 
 GROWTH = 2.0
 MAX_RATES = 40
@@ -160,7 +160,7 @@ def _try(
 
 def ending(error: BaseException) -> str:
     """One of ENDINGS, in words."""
-    return plain(error) if isinstance(error, Exception) else "interrupted"
+    return message_of(error) if isinstance(error, Exception) else "interrupted"
 
 
 def _check(slo: Slo, attainment: float, seeds: int, start: float, resolution: float) -> None:

@@ -42,8 +42,8 @@ LONG = ("--max-model-len", "250")
 ADDRESSES = [
     ("http://127.0.0.1:9", "memory_nodes: http://127.0.0.1:9: no transport 'http'"),
     ("node:7000", "memory_nodes: node:7000: an address begins with .* tcp://node:7000"),
-    ("", "memory_nodes: no address"),
-    (" , ", "memory_nodes: no address"),
+    ("", "memory_nodes has no address"),
+    (" , ", "memory_nodes has no address"),
     ("tcp://127.0.0.1", "memory_nodes: tcp://127.0.0.1"),
     ("tcp://127.0.0.1:99999", "memory_nodes: tcp://127.0.0.1:99999"),
     ("tcp://127.0.0.1:9", "memory_nodes: tcp://127.0.0.1:9: .*refused"),
@@ -52,7 +52,7 @@ ADDRESSES = [
     ("shm:///nowhere/node", "memory_nodes: shm:///nowhere/node: No such file"),
     ("inproc://nobody", "memory_nodes: inproc://nobody: nobody listens there"),
     ("rdma://127.0.0.1:9", "memory_nodes: rdma://127.0.0.1:9: "),
-    ("tcp://x:1,tcp://x:1", "memory_nodes: an address is there twice"),
+    ("tcp://x:1,tcp://x:1", "memory_nodes has an address twice"),
 ]
 
 
@@ -145,7 +145,7 @@ def test_a_node_that_is_full(tmp_path):
 
 @pytest.mark.parametrize("nodes_setting", [3, ["tcp://x:1", 3], {"tcp://x:1": 1}])
 def test_addresses_that_are_none(nodes_setting):
-    with pytest.raises(ConfigError, match="memory_nodes must be addresses"):
+    with pytest.raises(ConfigError, match="memory_nodes must be a list of addresses"):
         LLM(str(checkpoint("llama")), memory_nodes=nodes_setting)
 
 
