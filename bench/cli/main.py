@@ -67,7 +67,7 @@ def _signature() -> inspect.Signature:
     types = typing.get_type_hints(EngineConfig)
     defaults = {item.name: item.default for item in fields(EngineConfig)}
     for name in ENGINE_SETTINGS:
-        made = opt.of_run(name, rich_help_panel=ENGINE)
+        made = opt.run_option(name, rich_help_panel=ENGINE)
         parameters.append(_keyword(name, Annotated[types[name], made], defaults[name]))
     return inspect.Signature(parameters)
 

@@ -13,31 +13,31 @@ import uvloop
 from rich.console import Console
 
 from serve.cli.chat_speakers import SETTABLE, Message, Speaker
-from serve.cli.reporting import shown
-from serve.cli.run_settings import nearest
+from serve.cli.reporting import printable
+from serve.cli.run_settings import suggestion
 from serve.errors import ConfigError, MergestepError, RequestError, message_of
 from serve.sampling_params import SamplingParams
 
 HELP = """\
 /reset             forget the conversation
-/system [TEXT]     show the system message, or begin anew with this one
-/set [NAME VALUE]  show or change how answers are drawn: temperature 0.7,
+/system [TEXT]     show the system message, or start again with this one
+/set [NAME VALUE]  show or change the sampling parameters: temperature 0.7,
                    max_tokens 200, top_p, top_k, min_p, seed, the
                    penalties (presence_penalty, ...);
-                   the value - leaves it to the model
-/help              this text
-/quit              leave (so does Ctrl-D)
-Ctrl-C             stop the answer that is being written
-\"\"\"                several lines, until the next \"\"\";
-                   a \\ at a line's end also goes on"""
+                   the value - restores the model's default
+/help              show this text
+/quit              leave (Ctrl-D does so too)
+Ctrl-C             stop the answer
+\"\"\"                begin several lines, which end at the next \"\"\";
+                   a \\ at the end of a line also continues it"""
 
-# What a model says must not move the cursor or retitle the window.
+# The model's text must not move the cursor or change the title of the window.
 _CONTROL_CHARACTERS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")})
 _QUOTES = '"""'
 
 
 class Conversation:
-    """The messages so far, and one turn of them."""
+    """A conversation with a model, printed on the console."""
 
     def __init__(self, speaker: Speaker, console: Console, system: str | None) -> None:
         self.speaker = speaker
@@ -49,30 +49,30 @@ class Conversation:
         self.messages: list[Message] = [{"role": "system", "content": system}] if system else []
 
     async def turn(self, text: str, *, show_rate: bool) -> None:
-        """Prints the answer as it comes. What was written before a Ctrl-C stays remembered."""
+        """Prints the answer as it arrives; after Ctrl-C its part so far stays in the messages."""
         self.messages.append({"role": "user", "content": text})
-        said: list[str] = []
-        is_on_a_line = True
+        answer: list[str] = []
+        ends_line = True
         started_s = first_s = time.perf_counter()
         try:
             async with aclosing(self.speaker.reply(self.messages)) as reply:
                 async for piece in reply:
-                    if not said:
+                    if not answer:
                         first_s = time.perf_counter()
-                    self._write(piece.text, "dim" if piece.is_thought else None)
-                    if not piece.is_thought:
-                        said.append(piece.text)
+                    self._write(piece.text, "dim" if piece.is_reasoning else None)
+                    if not piece.is_reasoning:
+                        answer.append(piece.text)
         except MergestepError:
-            is_on_a_line = bool(said)
-            said.clear()
+            ends_line = bool(answer)
+            answer.clear()
             raise
         finally:
-            if is_on_a_line:
+            if ends_line:
                 self._write("\n")
-            if not said:
+            if not answer:
                 self.messages.pop()
             else:
-                self.messages.append({"role": "assistant", "content": "".join(said)})
+                self.messages.append({"role": "assistant", "content": "".join(answer)})
         if show_rate:
             now_s = time.perf_counter()
             rate = _rate(self.speaker.num_tokens, first_s - started_s, now_s - started_s)
@@ -96,14 +96,14 @@ def _rate(num_tokens: int | None, first_s: float, total_s: float) -> str:
 
 
 def run_chat(speaker: Speaker, *, system: str | None, message: str | None) -> None:
-    """With `message`, or input that is no terminal: one turn. Else until /quit."""
+    """Runs one turn with `message` or piped input; else reads turns until /quit."""
     console = Console(highlight=False)
     conversation = Conversation(speaker, console, system)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if message is None and not sys.stdin.isatty():
             message = sys.stdin.read().strip()
             if not message:
-                raise ConfigError("the input is empty: there is nothing to say")
+                raise ConfigError("the input is empty")
         status = Console(stderr=True).status("loading the model")
         with status:
             runner.run(_call(speaker.__aenter__()))
@@ -144,8 +144,10 @@ def _interact(runner: asyncio.Runner, conversation: Conversation) -> None:
 
 
 def read_message(prompt: str, read: Callable[[str], str] | None = None) -> str:
-    """One line, or several: between two \"\"\", or with a backslash at the end of all but the
-    last. EOFError, KeyboardInterrupt as input() raises them."""
+    """Reads a line, or several between two \"\"\" or joined by backslashes at their ends.
+
+    EOFError and KeyboardInterrupt come from input().
+    """
     read = read or input
     text = read(prompt).strip()
     if text.startswith(_QUOTES):
@@ -159,12 +161,12 @@ def read_message(prompt: str, read: Callable[[str], str] | None = None) -> str:
 
 
 def command(conversation: Conversation, text: str) -> None:
-    """What begins with a slash."""
+    """Runs a command, a line that begins with a slash."""
     name, _, argument = text.partition(" ")
     argument = argument.strip()
     if name == "/reset":
         conversation.reset(conversation.system)
-        conversation.note("forgotten")
+        conversation.note("the conversation is empty again")
     elif name == "/system":
         if argument:
             conversation.reset(argument)
@@ -174,7 +176,7 @@ def command(conversation: Conversation, text: str) -> None:
     else:
         if name != "/help":
             known = ("/reset", "/system", "/set", "/help", "/quit")
-            conversation.note(f"there is no {name}{nearest(name, known)}")
+            conversation.note(f"there is no {name}{suggestion(name, known)}")
         conversation.console.print(HELP, markup=False, highlight=False)
 
 
@@ -184,7 +186,7 @@ def _set(conversation: Conversation, words: list[str]) -> None:
         name, value = words[0], words[1] if len(words) == 2 else ""
         kind = SETTABLE.get(name)
         if kind is None:
-            conversation.note(f"{name} cannot be set{nearest(name, SETTABLE)}")
+            conversation.note(f"{name} cannot be set{suggestion(name, SETTABLE)}")
             return
         if value == "-":
             options.pop(name, None)
@@ -194,15 +196,15 @@ def _set(conversation: Conversation, words: list[str]) -> None:
                 changes: dict[str, Any] = {name: number}
                 SamplingParams(**changes)
             except ValueError:
-                wanted = "a whole number" if kind is int else "a number"
-                conversation.note(f"/set {name} needs {wanted}, or - for the model's own")
+                expected = "a whole number" if kind is int else "a number"
+                conversation.note(f"/set {name} needs {expected}, or - for the model's default")
                 return
             except RequestError as error:
                 conversation.note(str(error))
                 return
             options[name] = number
-    shown = ", ".join(f"{name} {value}" for name, value in options.items())
-    conversation.note(shown or "all is left to the model")
+    text = ", ".join(f"{name} {value}" for name, value in options.items())
+    conversation.note(text or "all parameters have the model's defaults")
 
 
 def _one_turn(runner: asyncio.Runner, conversation: Conversation, text: str) -> None:
@@ -213,7 +215,7 @@ def _one_turn(runner: asyncio.Runner, conversation: Conversation, text: str) -> 
         conversation.note("stopped")
     except MergestepError as exc:
         console.print("[red]error[/red]: ", end="")
-        console.print(shown(message_of(exc)), markup=False, highlight=False)
+        console.print(printable(message_of(exc)), markup=False, highlight=False)
 
 
 def _prompt(console: Console) -> str:
@@ -221,5 +223,5 @@ def _prompt(console: Console) -> str:
         import readline  # noqa: F401  # line editing and history for input()
     except ImportError:
         return "you> "
-    # \001 and \002 tell readline which characters take no room on the screen.
+    # \001 and \002 mark characters that have no width, for readline.
     return "\001\033[1;36m\002you>\001\033[0m\002 " if console.is_terminal else "you> "

@@ -1,4 +1,4 @@
-"""Who answers in `serve chat`: a model in this process, or a server."""
+"""The sources of answers in `serve chat`: a model in this process, or a server."""
 
 from __future__ import annotations
 
@@ -28,15 +28,18 @@ SETTABLE: dict[str, type[int] | type[float]] = {
 
 
 class Piece(NamedTuple):
-    """is_thought: what a server calls reasoning; it is shown, and not said again."""
+    """A piece of an answer. is_reasoning: it is shown but not sent back in later turns."""
 
     text: str
-    is_thought: bool = False
+    is_reasoning: bool = False
 
 
 class Speaker(Protocol):
-    """Used inside `async with`; `name` is known then. options: of SETTABLE, those that are not
-    left to the model. num_tokens: of the last answer, None where nobody has counted."""
+    """Answers conversations; used inside `async with`, which sets `name`, the model's name.
+
+    options: the parameters of SETTABLE that differ from the model's defaults. num_tokens: the
+    length of the last answer, None where it is unknown.
+    """
 
     name: str
     options: dict[str, Any]
@@ -50,7 +53,7 @@ class Speaker(Protocol):
 
 
 class EngineSpeaker:
-    """A model in this process."""
+    """Answers with a model in this process."""
 
     def __init__(self, engine: Engine, options: dict[str, Any]) -> None:
         self._engine = engine
@@ -85,7 +88,7 @@ class EngineSpeaker:
 
 
 class ServerSpeaker:
-    """A server that speaks the OpenAI API. model: None takes the only one it has."""
+    """Answers with a server of the OpenAI API. model: None takes the server's only model."""
 
     def __init__(
         self, url: str, options: dict[str, Any], *, model: str | None, api_key: str | None
@@ -125,17 +128,17 @@ class ServerSpeaker:
 
 
 def _pieces(chunk: dict[str, Any]) -> list[Piece]:
-    """What a chunk of a stream says. ApiCallError where it is none of this API."""
+    """Returns the pieces in a chunk of a stream; ApiCallError if the chunk is malformed."""
     pieces = []
     try:
         for choice in chunk["choices"]:
             delta = choice["delta"]
-            if thought := delta.get("reasoning_content"):
-                pieces.append(Piece(str(thought), is_thought=True))
+            if reasoning := delta.get("reasoning_content"):
+                pieces.append(Piece(str(reasoning), is_reasoning=True))
             if text := delta.get("content"):
                 pieces.append(Piece(str(text)))
     except (LookupError, TypeError, AttributeError) as error:
-        message = "the server's stream is not that of an OpenAI API"
+        message = "the server's stream does not follow the OpenAI API"
         raise ApiCallError(200, "no_openai_api", message) from error
     return pieces
 

@@ -1,4 +1,7 @@
-"""The key that commands send to a server: of a file or the environment, never of an argument."""
+"""Reads the API key that commands send to a server, from a file or the environment.
+
+It is never an argument, since other users of the machine see those.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ MAX_KEY_BYTES = 1 << 16
 
 
 def read_client_key(file: Path | None) -> str | None:
-    """The file's text, else that of MERGESTEP_API_KEY. ConfigError never shows it."""
+    """Returns the text of the file, else of MERGESTEP_API_KEY; ConfigError never shows it."""
     if file is None:
         return os.environ.get(API_KEY_ENV) or None
     try:
         with file.open("rb") as opened:
             key = opened.read(MAX_KEY_BYTES).decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as exc:
-        what = reason(exc) if isinstance(exc, OSError) else "it is no ASCII text"
+        what = reason(exc) if isinstance(exc, OSError) else "it is not ASCII text"
         raise ConfigError(f"api_key_file {file} cannot be read: {what}") from exc
     if not key:
         raise ConfigError(f"api_key_file {file} is empty")

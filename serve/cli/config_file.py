@@ -1,4 +1,4 @@
-"""How values are written: on the command line, in the environment and in TOML files.
+"""The notation of values on the command line, in the environment and in TOML files.
 
 Nothing here knows a setting.
 """
@@ -23,14 +23,14 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """path: as it was given, for messages."""
+    """The values of a file. path: as the user wrote it, for messages."""
 
     path: str
     values: dict[str, Any]
 
 
 def parse_size(text: str | int) -> int:
-    """ "2GiB", "512M", "1e3"-free plain bytes. K, M, G and T are powers of 1024 here."""
+    """Parses "2GiB", "512M" or a number of bytes; K, M, G and T are powers of 1024."""
     match = _SIZE.fullmatch(str(text).strip())
     if match is None:
         raise typer.BadParameter(f"{str(text)[:40]!r} is not a size such as 512M or 2GiB")
@@ -38,12 +38,12 @@ def parse_size(text: str | int) -> int:
 
 
 def split_list(text: str) -> tuple[str, ...]:
-    """ "a, b" -> ("a", "b")."""
+    """Splits a comma-separated list: "a, b" -> ("a", "b")."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def read_config_file(path: str) -> ConfigFile:
-    """ConfigError names the file, and the line of what is no TOML."""
+    """Reads a TOML file; ConfigError names the file and the line that is wrong."""
     try:
         with Path(path).open("rb") as opened:
             data = opened.read(MAX_BYTES + 1)
@@ -55,11 +55,11 @@ def read_config_file(path: str) -> ConfigFile:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start})") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from error
+        raise ConfigError(f"{path} is not TOML: {error}") from error
 
 
 def toml_value(value: Any) -> str:
-    """A string, number, boolean or list of these as TOML writes it. What a terminal would obey is
+    """Writes a string, number, boolean or list of these as TOML, with control characters
     escaped."""
     if isinstance(value, str | Path):
         return "".join(map(_escaped, json.dumps(str(value), ensure_ascii=False)))
@@ -71,9 +71,9 @@ def toml_value(value: Any) -> str:
 
 
 def _escaped(char: str) -> str:
-    """JSON's escapes are TOML's; it leaves more characters as they are."""
+    """Escapes the characters that JSON leaves as they are; its own escapes are valid TOML."""
     if char.isprintable():
         return char
-    if "\ud800" <= char <= "\udfff":  # of a name that is no UTF-8
-        raise ConfigError("a value that is no text cannot be written to a file of settings")
+    if "\ud800" <= char <= "\udfff":  # from a file name that is not UTF-8
+        raise ConfigError("a value that is not valid text cannot be written to a settings file")
     return f"\\U{ord(char):08x}"

@@ -1,4 +1,4 @@
-"""`serve eval`: what to compare, and the table of it."""
+"""`serve eval` compares precisions on a text and prints a table."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_eval(
     kv_group: int,
     json_file: Path | None,
 ) -> None:
-    """Print the table; None takes what the checkpoint can be had in. Errors go to the caller."""
+    """Prints the table. `precisions` None takes those that suit the checkpoint."""
     if max_tokens < 2 or window < 2:
         raise ConfigError("max_tokens and window must be at least 2")
     if json_file is not None:
@@ -70,7 +70,7 @@ def _read_text(file: Path) -> str:
 
 
 def check_writable(json_file: Path) -> None:
-    """Said before the work, and not after it."""
+    """Raises ConfigError before the work where the file could not be written after it."""
     is_new = not json_file.exists()
     try:
         json_file.open("a").close()
@@ -81,7 +81,7 @@ def check_writable(json_file: Path) -> None:
 
 
 def parse_precision(text: str) -> tuple[str, str]:
-    """ "int8/bfloat16" -> products in int8, K/V in bfloat16; without a slash K/V follows."""
+    """Parses "DTYPE/KV_DTYPE"; without a slash the type of K/V is "auto"."""
     dtype, _, kv_dtype = text.partition("/")
     return dtype, kv_dtype or "auto"
 

@@ -1,15 +1,15 @@
-"""What stands below the options of each command's help."""
+"""The examples and exit codes below the options in each command's help."""
 
 from __future__ import annotations
 
 EXIT_CODES = (
-    "[bold]Exit code[/bold] 0: done; 1: it failed on the way; 2: what was asked for cannot be."
+    "[bold]Exit code[/bold] 0: success; 1: the command failed; 2: an option or setting is wrong."
 )
 _EXAMPLES = "[bold]Examples[/bold]"
 
 
 def _below(*examples: str | tuple[str, str], exit_codes: str = EXIT_CODES) -> str:
-    """examples: commands, some with what they do. Blank lines are how typer separates lines."""
+    """examples: commands, some with a description. typer separates lines by blank lines."""
     lines = [
         line if isinstance(line, str) else f"{line[0]}  [dim]{line[1]}[/dim]" for line in examples
     ]
@@ -18,9 +18,9 @@ def _below(*examples: str | tuple[str, str], exit_codes: str = EXIT_CODES) -> st
 
 ALL = _below(
     ("serve run", "a server for the embedded model, at http://127.0.0.1:8000"),
-    ("serve run ./Qwen3-0.6B", "or for a Hugging Face directory"),
-    ("serve models", "what else there is on this machine"),
-    ("serve chat --url http://127.0.0.1:8000", "talk to it"),
+    ("serve run ./Qwen3-0.6B", "a server for a Hugging Face directory"),
+    ("serve models", "the models on this machine"),
+    ("serve chat --url http://127.0.0.1:8000", "chat with it"),
     ("serve bench --url http://127.0.0.1:8000 --qps 4", "measure it"),
 )
 RUN = _below(
@@ -28,33 +28,36 @@ RUN = _below(
     "serve run ./Qwen3-0.6B --port 9000 --max-model-len 4096",
     "serve run Qwen/Qwen2.5-0.5B-Instruct --dtype int8 --kv-cache-bytes 2GiB",
     "MERGESTEP_PORT=9000 serve run --config server.toml",
-    ("serve run --print-config > server.toml", "all settings, to change and feed back"),
+    ("serve run --print-config > server.toml", "all settings, to edit and use with --config"),
     "[bold]Settings[/bold] come from flags, else the environment, else the file, else defaults.",
-    exit_codes="[bold]Exit code[/bold] 0: stopped by a signal; 1: it failed; 2: what was asked for"
-    " cannot be.",
+    exit_codes="[bold]Exit code[/bold] 0: stopped by a signal; 1: the server failed; 2: an"
+    " option or setting is wrong.",
 )
 NODE = _below(
     "serve node tcp://10.0.0.2:7000 --kv-cache-bytes 64GiB --memory-node-key-file key",
-    ("serve run --memory-nodes tcp://10.0.0.2:7000 --memory-node-key-file key", "uses it"),
+    (
+        "serve run --memory-nodes tcp://10.0.0.2:7000 --memory-node-key-file key",
+        "an engine that uses it",
+    ),
 )
 CHAT = _below(
-    ("serve chat", "with the embedded model, in this process"),
+    ("serve chat", "chats with the embedded model in this process"),
     'serve chat ./Qwen3-0.6B --system "Be brief."',
     "serve chat --url http://127.0.0.1:8000 --api-key-file key",
-    ('serve chat -m "What is 3 plus 4?"', "one answer"),
+    ('serve chat -m "What is 3 plus 4?"', "prints one answer"),
     'git diff | serve chat --system "Review this."',
 )
 BENCH = _below(
-    ("serve bench --qps 4 --html run.html", "a load on the embedded model, and a report"),
+    ("serve bench --qps 4 --html run.html", "a load on the embedded model, with a report"),
     "serve bench --url http://127.0.0.1:8000 --qps 1:8:4 --requests 200",
-    ("serve bench --find-max-qps --slo ttft=500,tpot=50", "the highest rate that keeps it"),
-    ("serve bench latency --help", "one of the measurements of their own"),
+    ("serve bench --find-max-qps --slo ttft=500,tpot=50", "the highest rate that meets the SLO"),
+    ("serve bench latency --help", "a measurement with options of its own"),
     exit_codes=EXIT_CODES[:-1] + "; 3: the run is not valid.",
 )
 PLAN = _below(
-    ("serve plan llama-3.1-8b --tpot 50 --usd-per-hour 5", "which machine"),
-    ("serve plan qwen3-8b --machine l4", "what one can do"),
-    exit_codes=EXIT_CODES[:-1] + "; 3: no machine serves what is wanted.",
+    ("serve plan llama-3.1-8b --tpot 50 --usd-per-hour 5", "the machines that suffice"),
+    ("serve plan qwen3-8b --machine l4", "what one machine can do"),
+    exit_codes=EXIT_CODES[:-1] + "; 3: no machine suffices.",
 )
 EVAL = _below(
     ("serve eval", "the embedded model on its held-out text"),
@@ -62,7 +65,7 @@ EVAL = _below(
 )
 MODELS = _below(
     ("serve models", "the embedded model and the Hugging Face cache"),
-    ("serve models ./models --json", "folders, for programs"),
+    ("serve models ./models --json", "the models of a directory as JSON"),
     "serve models http://127.0.0.1:8000 --api-key-file key",
-    ("serve run Qwen/Qwen2.5-0.5B-Instruct", "a name of the list"),
+    ("serve run Qwen/Qwen2.5-0.5B-Instruct", "runs a model of the list"),
 )

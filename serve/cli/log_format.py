@@ -1,4 +1,4 @@
-"""Lines of the log, as text or as JSON. One record is one line, whatever was logged."""
+"""Formats log records as text or JSON, each on one line whatever it contains."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import time
 from typing import Any
 
 _TEXT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
-# control characters, and those that some readers take for the end of a line or for its direction
+# control characters, line separators, and characters that change the direction of text
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
 _CONTROLS |= {code: f"\\u{code:04x}" for code in (0x2028, 0x2029, *range(0x202A, 0x202F))}
 
 
 class TextFormatter(logging.Formatter):
-    """A traceback follows on lines of its own, which begin with spaces."""
+    """Formats records as text; the lines of a traceback follow, indented."""
 
     def __init__(self) -> None:
         super().__init__(_TEXT)
@@ -28,7 +28,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """time, level, logger and message; `fields` of the record beside them; `exception`."""
+    """Formats records as JSON: time, level, logger, `fields` or else message, and exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -45,7 +45,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def use_format(name: str) -> None:
-    """ "text" or "json", for all that the root logger writes."""
+    """Sets the format, "text" or "json", of the root logger's handlers."""
     formatter = JsonFormatter() if name == "json" else TextFormatter()
     for handler in logging.getLogger().handlers:
         handler.setFormatter(formatter)

@@ -1,6 +1,6 @@
-"""The `serve` command: run a server, chat in the terminal, measure, plan, list models.
+"""The `serve` command and its commands.
 
-Heavy imports happen inside the commands, so that `serve --help` is quick.
+Heavy modules are imported inside the commands, so that `serve --help` is fast.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(is_asked: bool) -> None:
-    if is_asked:
+def _show_version(is_requested: bool) -> None:
+    if is_requested:
         version()
         raise typer.Exit
 
@@ -45,11 +45,11 @@ def top(
     show_version: Annotated[
         bool,
         typer.Option(
-            "--version", help="Print the version and leave.", callback=_show_version, is_eager=True
+            "--version", help="Print the version and exit.", callback=_show_version, is_eager=True
         ),
     ] = False,
 ) -> None:
-    """What stands before a command."""
+    """Declares the options before a command."""
 
 
 app.command("run", help=RUN_HELP, epilog=examples.RUN)(run_command)
@@ -61,11 +61,11 @@ def node(
     kv_cache_bytes: options.NodeKVBytes = None,
     memory_node_key_file: options.NodeKey = None,
     threads: options.ComputeThreads = None,
-    drain_s: Annotated[float, typer.Option(help="How long a stop waits for engines.")] = 30.0,
-    max_engines: Annotated[int, typer.Option(help="Engines at once.")] = 64,
+    drain_s: Annotated[float, typer.Option(help="How long a shutdown waits for engines.")] = 30.0,
+    max_engines: Annotated[int, typer.Option(help="Most engines at once.")] = 64,
     log_level: options.LogLevel = "info",
 ) -> None:
-    """Hold K/V of engines elsewhere, and attend over it (`serve run --memory-nodes`)."""
+    """Hold K/V of remote engines and compute attention over it (`serve run --memory-nodes`)."""
     from serve.cli.node import serve_node
 
     set_up_logging(log_level)
@@ -78,20 +78,23 @@ def chat(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A model's directory or its name in the Hugging Face cache; with --url, the"
-            " model's name there."
+            help="A model's directory or its name in the Hugging Face cache; with --url, its name"
+            " on the server."
         ),
     ] = None,
     url: Annotated[
-        str | None, typer.Option(help="Talk to this server.", rich_help_panel=SERVER)
+        str | None, typer.Option(help="Chat with this server.", rich_help_panel=SERVER)
     ] = None,
     api_key_file: options.ClientKeyFile = None,
     message: Annotated[
-        str | None, typer.Option("--message", "-m", help="Say this, print the answer, leave.")
+        str | None,
+        typer.Option("--message", "-m", help="Send this message, print the answer and exit."),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer in tokens.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Temperature of sampling; 0 is greedy.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
     dtype: options.DType = "auto",
     max_model_len: options.MaxModelLen = None,
     compute_threads: options.ComputeThreads = None,
@@ -121,9 +124,9 @@ def chat(
 
 
 class BenchCommand(TyperCommand):
-    """A command that `bench` implements, which is imported when the command is chosen.
+    """A command of `bench`, which is imported when the command is chosen.
 
-    The function below it only names and describes it in `serve --help`.
+    The function that it decorates gives only its name and its line in `serve --help`.
     """
 
     def make_context(
@@ -136,12 +139,12 @@ class BenchCommand(TyperCommand):
 
 @app.command(cls=BenchCommand)
 def bench() -> None:
-    """Offer a load to a server, an engine in this process or a simulated one; say how it did."""
+    """Measure a server, an engine in this process or a simulated engine under load."""
 
 
 @app.command(cls=BenchCommand)
 def plan() -> None:
-    """What MODEL can do on machines, and which to buy: from sizes and peaks."""
+    """Predict how fast MODEL runs on machines, and compare their costs."""
 
 
 @app.command(epilog=examples.MODELS)
@@ -150,52 +153,56 @@ def models(
         list[str] | None,
         typer.Argument(
             metavar="[PATH|URL]...",
-            help="Folders of models, or one server.",
+            help="Directories of models, or the URL of a server.",
             show_default="the embedded model and the Hugging Face cache",
         ),
     ] = None,
     url: Annotated[
-        str | None, typer.Option(help="What this server serves.", rich_help_panel=SERVER)
+        str | None, typer.Option(help="List the models of this server.", rich_help_panel=SERVER)
     ] = None,
     api_key_file: options.ClientKeyFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the models that can be served here, or those of a server. Nothing is downloaded."""
+    """List the models on this machine or on a server. Nothing is downloaded."""
     set_up_logging("warning")
     with reported():
         from serve.cli.models import fetch_models, show_local, show_served
 
-        places = list(where or ())
-        if url is None and len(places) == 1 and "://" in places[0]:
-            url = places.pop()
+        paths = list(where or ())
+        if url is None and len(paths) == 1 and "://" in paths[0]:
+            url = paths.pop()
         if url is None:
-            show_local([Path(place) for place in places], as_json=as_json)
+            show_local([Path(path) for path in paths], as_json=as_json)
             return
-        if places:
-            raise ConfigError("either folders or the URL of one server")
+        if paths:
+            raise ConfigError("name either directories or the URL of one server")
         import asyncio
 
-        found = asyncio.run(fetch_models(url, read_client_key(api_key_file)))
-        show_served(found, as_json=as_json)
+        served = asyncio.run(fetch_models(url, read_client_key(api_key_file)))
+        show_served(served, as_json=as_json)
 
 
 @app.command("eval", epilog=examples.EVAL)
 def evaluate(
     model: options.Model = DEFAULT_MODEL,
     text: Annotated[
-        Path | None, typer.Option(help="A text file; the built-in held-out text by default.")
+        Path | None, typer.Option(help="A text file; by default the built-in held-out text.")
     ] = None,
     precision: Annotated[
         list[str] | None,
-        typer.Option(help="DTYPE or DTYPE/KV_DTYPE; repeat it. The first is the reference."),
+        typer.Option(help="DTYPE or DTYPE/KV_DTYPE; repeatable. The first one is the reference."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="How much of the text is read.")] = 4096,
-    window: Annotated[int, typer.Option(help="Tokens read from an empty context.")] = 512,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of the text that are read.")] = 4096,
+    window: Annotated[
+        int, typer.Option(help="Tokens of a window, each read from an empty context.")
+    ] = 512,
     weight_group: options.WeightGroup = 64,
     kv_group: options.KVGroup = 64,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the table here.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the table to this file.")
+    ] = None,
 ) -> None:
-    """Compare precisions: perplexity, KL divergence and greedy agreement on a text."""
+    """Compare the perplexity, KL divergence and greedy agreement of precisions on a text."""
     from serve.cli.eval import run_eval
 
     set_up_logging("warning")
@@ -219,7 +226,7 @@ def version() -> None:
 
 
 def main() -> None:
-    """The console entry point."""
+    """Runs the console entry point."""
     app()
 
 
@@ -235,5 +242,5 @@ def _engine(model: str | None, **settings: Any) -> Engine:
 
     if model is None:
         return Engine(**settings)
-    found = find_model(model)
-    return Engine(found.model, served_model_name=found.name, **settings)
+    location = find_model(model)
+    return Engine(location.model, served_model_name=location.name, **settings)

@@ -1,6 +1,6 @@
-"""Where models are on this machine: folders, and the cache of Hugging Face's tools.
+"""Finds models on this machine, in directories and in the Hugging Face cache.
 
-Looks at names only; nothing is downloaded, and no checkpoint is opened.
+Only file names are read: no checkpoint is opened and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ _PREFIX = "models--"
 _MAX_FOLDERS = 10_000
 
 
-class FoundModel(NamedTuple):
-    """model: what EngineConfig takes. name: what the cache calls it; None: it has no other name."""
+class ModelLocation(NamedTuple):
+    """model: the value for EngineConfig. name: the model's name in the cache, if it is there."""
 
     model: str
     name: str | None = None
 
 
-def find_model(model: str) -> FoundModel:
-    """A folder as it is; else a model of the cache by its name, "org/name" or "name".
+def find_model(model: str) -> ModelLocation:
+    """Finds a directory, or else a model of the cache by its name, "org/name" or "name".
 
-    ModelLoadError names what is like it.
+    ModelLoadError suggests similar names.
     """
     path = Path(model).expanduser()
     if model == DEFAULT_MODEL or path.exists():
-        return FoundModel(model if model == DEFAULT_MODEL else str(path))
+        return ModelLocation(model if model == DEFAULT_MODEL else str(path))
     cached = cached_models()
     if model in cached:
-        return FoundModel(str(cached[model]), model)
+        return ModelLocation(str(cached[model]), model)
     same = [name for name in cached if name.rpartition("/")[2] == model]
     if len(same) == 1:
-        return FoundModel(str(cached[same[0]]), same[0])
+        return ModelLocation(str(cached[same[0]]), same[0])
     if same:
-        raise ModelLoadError(f"model {model} could be {' or '.join(sorted(same))}")
+        raise ModelLoadError(f"model {model} is ambiguous: it could be {' or '.join(sorted(same))}")
     raise ModelLoadError(
-        f"model directory {path} does not exist (nothing is downloaded by its name)"
-        + _nearest(model, path, list(cached))
+        f"model directory {path} does not exist (models are not downloaded)"
+        + _suggestion(model, path, list(cached))
     )
 
 
 def cached_models() -> dict[str, Path]:
-    """Names to folders, of what the cache holds with a config.json; sorted."""
-    found = {}
+    """Returns the directories of the cached models with a config.json, by sorted name."""
+    models = {}
     for folder in _folders(cache_folder()):
         snapshot = _snapshot(folder) if folder.name.startswith(_PREFIX) else None
         if snapshot is not None:
-            found[folder.name.removeprefix(_PREFIX).replace("--", "/")] = snapshot
-    return dict(sorted(found.items()))
+            models[folder.name.removeprefix(_PREFIX).replace("--", "/")] = snapshot
+    return dict(sorted(models.items()))
 
 
 def cache_folder() -> Path:
-    """As Hugging Face's tools find it."""
+    """Returns the cache directory, found as Hugging Face's tools find it."""
     if folder := os.environ.get("HF_HUB_CACHE"):
         return Path(folder).expanduser()
     if home := os.environ.get("HF_HOME"):
@@ -67,14 +67,14 @@ def cache_folder() -> Path:
 
 
 def models_in(folder: Path) -> list[Path]:
-    """The folder itself if it is a model's, else those in it."""
+    """Returns the folder itself if it holds a model, else its subfolders that do."""
     if (folder / "config.json").is_file():
         return [folder]
     return [item for item in _folders(folder) if (item / "config.json").is_file()]
 
 
 def _snapshot(folder: Path) -> Path | None:
-    """The one that refs/main names, else the latest."""
+    """Returns the snapshot that refs/main names, else the latest."""
     try:
         revision = (folder / "refs" / "main").read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -95,12 +95,12 @@ def _folders(parent: Path) -> list[Path]:
     return [parent / name for name in names[:_MAX_FOLDERS]]
 
 
-def _nearest(model: str, path: Path, cached: list[str]) -> str:
-    """What the name may have been meant for: of the cache, and beside the path."""
+def _suggestion(model: str, path: Path, cached: list[str]) -> str:
+    """Suggests similar names in the cache and beside the path."""
     by_key = {name.lower(): name for name in [*cached, DEFAULT_MODEL]}
     by_key |= {name.rpartition("/")[2].lower(): name for name in cached}
     by_key |= {item.name.lower(): str(item) for item in models_in(path.parent)}
     keys = [model.lower(), path.name.lower()]
-    matches = [found for key in keys for found in difflib.get_close_matches(key, by_key, n=3)]
+    matches = [match for key in keys for match in difflib.get_close_matches(key, by_key, n=3)]
     names = list(dict.fromkeys(by_key[match] for match in matches))
     return f"; did you mean {' or '.join(names[:3])}?" if names else ""

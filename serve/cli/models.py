@@ -1,6 +1,6 @@
-"""`serve models`: what can be served from this machine, and what a server serves.
+"""`serve models` lists the models on this machine or on a server.
 
-Of a checkpoint only config.json and the headers of its safetensors files are read.
+It reads only config.json and the safetensors headers of a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from serve.cli.model_files import cache_folder, cached_models, models_in
-from serve.cli.reporting import shown
+from serve.cli.reporting import printable
 from serve.config import DEFAULT_MODEL, DTYPES, EngineConfig
 from serve.errors import ConfigError, ModelLoadError, reason
 from serve.loading.precision import resolve_precision
@@ -28,8 +28,11 @@ from serve.units import format_count, format_memory
 
 @dataclass(slots=True)
 class ServableModel:
-    """problem: why it cannot be served; "" when it can. size_bytes: of the weights' files.
-    dtype: what auto takes, with why. dtypes: what can be asked for here."""
+    """A model on this machine.
+
+    problem: the reason why it cannot be served, else "". size_bytes: the size of the weight files.
+    dtype: the choice of "auto" with its reason. dtypes: those that this machine supports.
+    """
 
     name: str
     path: str
@@ -43,20 +46,22 @@ class ServableModel:
 
 
 def list_models(paths: Sequence[Path]) -> list[ServableModel]:
-    """Those below the paths; without one the embedded model and the cache's. ConfigError for a
-    path that is no folder."""
+    """Returns the models below the paths, or the embedded model and those of the cache.
+
+    Raises ConfigError for a path that is not a directory.
+    """
     if not paths:
         embedded = EngineConfig().model_path
-        found = [_describe(DEFAULT_MODEL, embedded)]
-        return found + [_describe(name, path) for name, path in cached_models().items()]
-    found = []
+        cached = [_describe(name, path) for name, path in cached_models().items()]
+        return [_describe(DEFAULT_MODEL, embedded), *cached]
+    models = []
     for path in paths:
         try:
             next(path.iterdir(), None)
         except OSError as error:
             raise ConfigError(f"{path}: {reason(error)}") from error
-        found += [_describe(str(item), item) for item in models_in(path)]
-    return found
+        models += [_describe(str(item), item) for item in models_in(path)]
+    return models
 
 
 def _describe(name: str, path: Path) -> ServableModel:
@@ -82,7 +87,7 @@ def _check_tokenizer(path: Path) -> None:
 
 
 def _dtypes(spec: ModelSpec) -> tuple[str, list[str]]:
-    """What auto takes, and what else there is."""
+    """Returns the choice of "auto" with its reason, and all dtypes that are supported."""
     possible = []
     for dtype in DTYPES[1:]:
         try:
@@ -99,13 +104,13 @@ def show_local(paths: Sequence[Path], *, as_json: bool) -> None:
         _print(json.dumps([asdict(model) for model in models], indent=2))
         return
     if not models:
-        _print("no models: a model's folder has a config.json")
+        _print("no models: the directory of a model has a config.json")
         return
     console = Console()
     console.print(_table(models))
     for model in models:
         if model.problem:
-            _print(shown(f"{model.name}: {model.problem}"))
+            _print(printable(f"{model.name}: {model.problem}"))
     if not paths and len(models) == 1:
         _print(f"The Hugging Face cache {cache_folder()} holds no models.")
 
@@ -115,11 +120,11 @@ def _table(models: Iterable[ServableModel]) -> Table:
     for model in models:
         if model.problem:
             table.add_row(
-                Text(shown(model.name)), model.family, "", "", "", "not supported", "see below"
+                Text(printable(model.name)), model.family, "", "", "", "not supported", "see below"
             )
             continue
         table.add_row(
-            Text(shown(model.name)),
+            Text(printable(model.name)),
             model.family,
             format_count(model.parameters),
             format_memory(model.size_bytes),
@@ -131,7 +136,7 @@ def _table(models: Iterable[ServableModel]) -> Table:
 
 
 async def fetch_models(url: str, api_key: str | None) -> list[dict[str, Any]]:
-    """What /v1/models of a server lists."""
+    """Returns the list of a server's /v1/models."""
     from serve.http.client import ApiClient
 
     async with ApiClient(url, api_key=api_key) as client:
@@ -146,9 +151,9 @@ def show_served(models: list[dict[str, Any]], *, as_json: bool) -> None:
     for model in models:
         length = model.get("max_model_len")
         table.add_row(
-            Text(shown(str(model.get("id")))),
+            Text(printable(str(model.get("id")))),
             f"{length:,}" if isinstance(length, int) else "",
-            Text(shown(str(model.get("owned_by", "")))),
+            Text(printable(str(model.get("owned_by", "")))),
         )
     Console().print(table)
 

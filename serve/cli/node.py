@@ -1,4 +1,4 @@
-"""`serve node`: the life of a memory node process."""
+"""The memory node process of `serve node`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _SHARE_OF_FREE_MEMORY = 0.8
 _LEAST_BYTES = 1 << 16
-_WINDOW_BYTES = 64 << 20  # for each engine; memory is taken as it is used
+_WINDOW_BYTES = 64 << 20  # for each engine; its memory is taken on first use
 
 
 def serve_node(
@@ -36,10 +36,12 @@ def serve_node(
     drain_s: float,
     max_engines: int,
 ) -> None:
-    """Until a signal: the first one asks engines to leave, a second one ends at once.
-    ConfigError names the setting."""
+    """Runs a memory node until a signal; ConfigError names a wrong setting.
+
+    The first signal asks engines to leave and waits for them, a second one ends the node.
+    """
     if url.startswith("inproc:"):
-        raise ConfigError(f"{url}: only this process could reach it")
+        raise ConfigError(f"{url} can only be reached from this process")
     try:
         check_scheme(url)
     except ValueError as error:
@@ -90,8 +92,8 @@ def _check(
     free = available_memory()
     if capacity_bytes is not None and not _LEAST_BYTES <= capacity_bytes <= free:
         raise ConfigError(
-            f"kv_cache_bytes {capacity_bytes} must be from {_LEAST_BYTES} to the {free} bytes that "
-            "are free"
+            f"kv_cache_bytes {capacity_bytes} must be from {_LEAST_BYTES} to the {free} bytes of "
+            "free memory"
         )
     for name, value, least in (("threads", threads, 1), ("max_engines", max_engines, 1)):
         if value is not None and value < least:
@@ -106,7 +108,7 @@ def _drain(node: MemoryNode, drain_s: float, signals: _Signals) -> None:
 
 
 class _Signals:
-    """SIGTERM and SIGINT, one after the other."""
+    """Waits for SIGTERM and SIGINT, one after the other."""
 
     def __init__(self) -> None:
         self._semaphore = threading.Semaphore(0)

@@ -1,6 +1,6 @@
-"""Options that several commands share: those of `serve run`, and some of their own.
+"""Options that several commands share.
 
-run_options.py holds the help of the former; `serve run` itself makes its options from there.
+Those that `serve run` has too take their help from run_options.py, as `serve run` does.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from serve.cli.config_file import parse_size
 from serve.cli.run_options import ENGINE_OPTIONS, PROCESS_OPTIONS, SERVER
 
 
-def of_run(name: str, **more: Any) -> Any:
-    """The same option as `serve run` has, for another command: without its variable."""
+def run_option(name: str, **more: Any) -> Any:
+    """Returns an option of `serve run` for another command, without its environment variable."""
     option = (ENGINE_OPTIONS | PROCESS_OPTIONS)[name]
     more.setdefault("rich_help_panel", option.panel)
     if option.is_size:
@@ -30,19 +30,19 @@ def of_run(name: str, **more: Any) -> Any:
 
 
 def completion(choices: tuple[str, ...]) -> Any:
-    """For the shell; None where there is nothing to choose from."""
+    """Returns a completer of these choices for the shell; None where there are none."""
     if not choices:
         return None
 
-    def begun(incomplete: str) -> list[str]:
+    def matching(incomplete: str) -> list[str]:
         return [choice for choice in choices if choice.startswith(incomplete)]
 
-    return begun
+    return matching
 
 
-_a_size: Any = functools.partial(typer.Option, parser=parse_size, metavar="SIZE")
+_size_option: Any = functools.partial(typer.Option, parser=parse_size, metavar="SIZE")
 
-# ---- of several commands
+# ---- options of several commands
 
 Model = Annotated[
     str,
@@ -50,26 +50,26 @@ Model = Annotated[
         help=ENGINE_OPTIONS["model"].help, metavar="MODEL", show_default="the embedded model"
     ),
 ]
-LoadFormat = Annotated[str, of_run("load_format")]
-DType = Annotated[str, of_run("dtype")]
-WeightGroup = Annotated[int, of_run("weight_group")]
-KVDType = Annotated[str, of_run("kv_dtype")]
-KVGroup = Annotated[int, of_run("kv_group")]
-MaxModelLen = Annotated[int | None, of_run("max_model_len")]
-ComputeThreads = Annotated[int | None, of_run("compute_threads")]
-Backend = Annotated[str, of_run("backend")]
-LogLevel = Annotated[str, of_run("log_level")]
-MaxNumSeqs = Annotated[int, of_run("max_num_seqs")]
-MaxNumBatchedTokens = Annotated[int | None, of_run("max_num_batched_tokens")]
-InterTokenSLO = Annotated[float | None, of_run("inter_token_slo_ms")]
-KVCacheBytes = Annotated[int | None, of_run("kv_cache_bytes")]
-UsePrefixCache = Annotated[bool, of_run("prefix_cache")]
-MemoryPolicy = Annotated[str, of_run("memory_policy")]
-Order = Annotated[str, of_run("order")]
-TTFTSLO = Annotated[float | None, of_run("ttft_slo")]
+LoadFormat = Annotated[str, run_option("load_format")]
+DType = Annotated[str, run_option("dtype")]
+WeightGroup = Annotated[int, run_option("weight_group")]
+KVDType = Annotated[str, run_option("kv_dtype")]
+KVGroup = Annotated[int, run_option("kv_group")]
+MaxModelLen = Annotated[int | None, run_option("max_model_len")]
+ComputeThreads = Annotated[int | None, run_option("compute_threads")]
+Backend = Annotated[str, run_option("backend")]
+LogLevel = Annotated[str, run_option("log_level")]
+MaxNumSeqs = Annotated[int, run_option("max_num_seqs")]
+MaxNumBatchedTokens = Annotated[int | None, run_option("max_num_batched_tokens")]
+InterTokenSLO = Annotated[float | None, run_option("inter_token_slo_ms")]
+KVCacheBytes = Annotated[int | None, run_option("kv_cache_bytes")]
+UsePrefixCache = Annotated[bool, run_option("prefix_cache")]
+MemoryPolicy = Annotated[str, run_option("memory_policy")]
+Order = Annotated[str, run_option("order")]
+TTFTSLO = Annotated[float | None, run_option("ttft_slo")]
 NodeKey = Annotated[
     str | None,
-    of_run(
+    run_option(
         "memory_node_key_file",
         envvar=["MERGESTEP_MEMORY_NODE_KEY_FILE", "MERGESTEP_NODE_KEY_FILE"],
     ),
@@ -77,18 +77,19 @@ NodeKey = Annotated[
 ClientKeyFile = Annotated[
     Path | None,
     typer.Option(
-        help=f"A file with the key of --url; {API_KEY_ENV} of the environment by default.",
+        help=f"A file with the key for --url; by default {API_KEY_ENV} of the environment.",
         show_default=False,
         rich_help_panel=SERVER,
     ),
 ]
-Quick = Annotated[bool, typer.Option("--quick", help="A few seconds, and no targets.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Take a few seconds and check no targets.")]
 
-# ---- of `serve node`
+# ---- options of `serve node`
 
 NodeUrl = Annotated[
-    str, typer.Argument(help="Where: tcp://HOST:PORT, shm:///PATH or rdma://HOST:PORT.")
+    str, typer.Argument(help="Address: tcp://HOST:PORT, shm:///PATH or rdma://HOST:PORT.")
 ]
 NodeKVBytes = Annotated[
-    int | None, _a_size(help="K/V of all engines, such as 8GiB; by default 80 % of what is free.")
+    int | None,
+    _size_option(help="K/V of all engines, such as 8GiB; by default 80 % of free memory."),
 ]

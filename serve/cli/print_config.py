@@ -1,4 +1,4 @@
-"""`serve run --print-config`: all settings as TOML that can be fed back."""
+"""`serve run --print-config` prints all settings as a TOML file for --config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COLUMN = 44
 
 
 def config_lines(settings: RunSettings) -> Iterator[str]:
-    """One for each setting. ConfigError where the values cannot be."""
+    """Yields a line for each setting; raises ConfigError for invalid values."""
     settings.make(EngineConfig)
     settings.make(HttpSettings)
     yield "# Settings of `serve run`; `serve run --config FILE` reads them."
@@ -29,11 +29,11 @@ def config_lines(settings: RunSettings) -> Iterator[str]:
 
 def _line(setting: Setting, item: Value) -> str:
     value, origin = item.value, item.origin or "default"
-    if not origin.isprintable():  # a file's name
+    if not origin.isprintable():  # the name of a file
         origin = repr(origin)
     if setting.option.is_secret:
         return f"{f'# {setting.name} =':{_COLUMN}} # {origin}: {'hidden' if value else 'none'}"
-    if value is None:  # TOML has no word for it
+    if value is None:  # TOML has no null
         return f"{f'# {setting.name} =':{_COLUMN}} # {origin}: none"
     if setting.kind == "size" and not (text := format_size(value)).isdigit():
         value = text

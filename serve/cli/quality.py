@@ -1,7 +1,8 @@
-"""How much a precision changes a model: perplexity, KL divergence and greedy agreement on a text.
+"""Measures how much a precision changes a model, by its predictions on a text.
 
-The text is cut into windows that are read from an empty context, through the same decoder and
-attention as in serving. The first precision is the reference of the others.
+The figures are perplexity, KL divergence and greedy agreement. The text is cut into windows that
+are each read from an empty context, by the decoder and the attention that serve requests. The
+first precision is the reference of the others.
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ from serve.loading.runtime import Runtime, load_runtime
 from serve.models import read_spec
 from serve.text.tokenizer import Tokenizer
 
-CHUNK = 128  # rows of a step, and of the logits held at once
+CHUNK = 128  # rows of a step, and of the logits in memory
 Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One precision on one text. kl: mean over tokens of KL(reference || this), in nats.
+    """The figures of one precision on a text.
 
-    agreement: share of tokens whose most likely next token is the reference's.
+    kl: the mean over tokens of KL(reference || this), in nats. agreement: the share of positions
+    whose most likely next token is that of the reference.
     """
 
     precision: str
@@ -47,7 +49,7 @@ class Evaluation:
     kv_bytes_per_token: int
 
     def change_from(self, reference: Evaluation) -> float:
-        """Relative change of the perplexity."""
+        """Returns the relative change of the perplexity."""
         return self.perplexity / reference.perplexity - 1
 
 
@@ -62,11 +64,11 @@ def evaluate(
     kv_group: int = 64,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[Evaluation]:
-    """precisions: (dtype, kv_dtype) pairs, the reference first. One model is loaded at a time.
+    """Evaluates (dtype, kv_dtype) pairs, the reference first; one model is loaded at a time.
 
-    The reference's distributions wait in a temporary file: max_tokens * vocabulary * 4 bytes.
+    A temporary file of max_tokens * vocabulary * 4 bytes holds the reference's distributions.
     """
-    # K/V as a server would lay it out, so that its bytes are a server's: all else as by default
+    # other settings keep their defaults, so that kv_bytes_per_token is that of a server
     config = EngineConfig(model=model, weight_group=weight_group, kv_group=kv_group)
     windows = _windows(Tokenizer.load(config.model_path), text, max_tokens, window)
     if not windows:
@@ -88,7 +90,7 @@ def evaluate(
 
 
 def _configs(config: EngineConfig, precisions: Sequence[tuple[str, str]]) -> list[EngineConfig]:
-    """One for each precision. ConfigError for one that cannot be had, before any is loaded."""
+    """Returns a configuration for each precision; ConfigError if one is not supported."""
     spec = read_spec(config.model_path)
     configs = [replace(config, dtype=dtype, kv_dtype=kv) for dtype, kv in precisions]
     for one in configs:
@@ -97,7 +99,7 @@ def _configs(config: EngineConfig, precisions: Sequence[tuple[str, str]]) -> lis
 
 
 class _Store:
-    """The reference's log-probabilities, [tokens, vocab] fp32 in a file."""
+    """A file of the reference's log-probabilities, [tokens, vocab] fp32."""
 
     def __init__(self, path: Path, num_tokens: int) -> None:
         self._path = path
@@ -108,12 +110,12 @@ class _Store:
     def rows(self, vocab_size: int) -> Floats:
         if self._table is None:
             shape = (self._num_tokens, vocab_size)
-            self._take(4 * self._num_tokens * vocab_size)
+            self._allocate(4 * self._num_tokens * vocab_size)
             self._table = np.memmap(self._path, np.float32, "r+", shape=shape)
         return self._table
 
-    def _take(self, size_bytes: int) -> None:
-        """Space on the disk, before it is written through memory: without it, SIGBUS ends all."""
+    def _allocate(self, size_bytes: int) -> None:
+        """Allocates the file, since a full disk would end the process by SIGBUS later."""
         with self._path.open("wb") as file:
             try:
                 os.posix_fallocate(file.fileno(), 0, size_bytes)
@@ -122,7 +124,7 @@ class _Store:
                     raise
                 raise ConfigError(
                     f"max_tokens {self._num_tokens} needs {size_bytes >> 20} MiB for the "
-                    f"reference in {self._path.parent.parent}, which has no room for them; "
+                    f"reference in {self._path.parent.parent}, which lacks that space; "
                     "lower max_tokens or set TMPDIR to another directory"
                 ) from error
 
@@ -139,7 +141,7 @@ def _evaluate(config: EngineConfig, windows: list[list[int]], store: _Store) -> 
         return _measure(runtime, windows, store)
     finally:
         memory = runtime.memory
-        del runtime  # views of the reservation go before it does
+        del runtime  # its views of the K/V memory must go first
         memory.close()
 
 
@@ -172,7 +174,7 @@ def _measure(runtime: Runtime, windows: list[list[int]], store: _Store) -> Evalu
 
 
 def _read(runtime: Runtime, tokens: list[int]) -> Iterator[tuple[int, Tensor]]:
-    """(first position, log-probabilities [n, vocab] fp32) for each chunk of a window."""
+    """Yields (first position, log-probabilities [n, vocab] fp32) for each chunk of a window."""
     kv = runtime.kv
     if len(tokens) > kv.max_model_len:
         raise ConfigError(f"window {len(tokens)} is longer than the model's {kv.max_model_len}")

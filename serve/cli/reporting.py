@@ -1,4 +1,4 @@
-"""What every command of the `serve` command line says about itself: logs and errors."""
+"""Logging and error messages of all commands."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ errors = Console(stderr=True)
 
 
 def warn(message: str) -> None:
-    _say("[yellow]warning[/yellow]", message)
+    _print("[yellow]warning[/yellow]", message)
 
 
-def shown(text: str) -> str:
-    """Without what a terminal obeys: names and messages come from files and servers, too."""
+def printable(text: str) -> str:
+    """Replaces control characters, since names and messages may come from files and servers."""
     return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)
 
 
-def _say(kind: str, message: str) -> None:
+def _print(kind: str, message: str) -> None:
     errors.print(f"{kind}: ", end="")
-    errors.print(shown(message), markup=False, highlight=False, soft_wrap=True)
+    errors.print(printable(message), markup=False, highlight=False, soft_wrap=True)
 
 
 def set_up_logging(level: str) -> None:
     number = logging.getLevelNamesMapping().get(level.upper())
     if number is None:
-        raise typer.BadParameter(f"no log level is called {level!r}", param_hint="--log-level")
+        raise typer.BadParameter(f"{level!r} is not a log level", param_hint="--log-level")
     logging.basicConfig(
         level=number, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", force=True
     )
@@ -39,14 +39,14 @@ def set_up_logging(level: str) -> None:
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Errors that the user can mend are one line, not a traceback. Exit code 2: what was asked
-    for cannot be; 1: it failed on the way."""
+    """Prints errors that the user can fix as one line and exits with code 2 for a wrong option,
+    setting or request, and with code 1 for a failure."""
     try:
         yield
-    except BrokenPipeError:  # of `| head`: typer leaves silently
+    except BrokenPipeError:  # for example from `| head`; typer exits silently
         raise
     except (MergestepError, OSError) as exc:
-        _say("[red]error[/red]", message_of(exc))
+        _print("[red]error[/red]", message_of(exc))
         raise typer.Exit(2 if isinstance(exc, ConfigError | RequestError) else 1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

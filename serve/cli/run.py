@@ -1,4 +1,4 @@
-"""`serve run` on the command line: one option for each setting. Imports nothing heavy."""
+"""The options of `serve run`, one for each setting. No heavy module is imported here."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def _print_config(settings: RunSettings) -> None:
 
 
 def _help(option: Option) -> str:
-    """With the values there are, where its words do not name them."""
+    """Returns the help, with the possible values unless its text names them."""
     if all(choice in option.help for choice in option.choices):
         return option.help
     return f"{option.help} One of {', '.join(option.choices)}."
 
 
 def _parameter(setting: Setting) -> inspect.Parameter:
-    """What typer makes its option of."""
+    """Returns the parameter of which typer makes the option."""
     option, default = setting.option, setting.default
     more: dict[str, Any] = {
         "help": _help(option),
@@ -89,7 +89,7 @@ def _parameter(setting: Setting) -> inspect.Parameter:
         if default is not None:
             more["show_default"] = format_size(default)
     names = [setting.flag, *option.flags]
-    if setting.kind == "boolean":  # what a file sets can be unset
+    if setting.kind == "boolean":  # so that a flag can unset what a file sets
         names[0] = f"{setting.flag}/--no-{setting.flag.removeprefix('--')}"
     if setting.kind == "list":
         default = ",".join(default) or None
@@ -119,7 +119,7 @@ def _signature() -> inspect.Signature:
         bool,
         typer.Option(
             "--print-config",
-            help="Print all settings as TOML, with where each came from, and leave.",
+            help="Print all settings as TOML, with the origin of each, and exit.",
             rich_help_panel=run_options.SERVER,
         ),
     ]

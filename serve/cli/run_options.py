@@ -1,7 +1,7 @@
-"""How every setting of `serve run` is offered: its help, its panel, how its value is written.
+"""The help, the panel and the notation of every setting of `serve run`.
 
-Names, types and defaults are those of EngineConfig, HttpSettings and ProcessSettings
-(run_settings.py joins them); here is only what a dataclass does not say.
+Names, types and defaults come from EngineConfig, HttpSettings and ProcessSettings, which
+run_settings.py joins with these options.
 """
 
 from __future__ import annotations
@@ -35,9 +35,12 @@ PANELS = (SERVER, SECURITY, MODEL, SCHEDULING, MEMORY, NODES, LIMITS, LOGS)
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """metavar: what stands for the value in the help. is_size: bytes, "2GiB" too. choices: what
-    the shell completes. flags, envs: other names that work as well. is_secret: only from the
-    environment, and never printed."""
+    """How a setting is offered.
+
+    metavar: the value's placeholder in the help. is_size: the value is a number of bytes or a size
+    such as "2GiB". choices: values that the shell completes. flags, envs: further names of the
+    flag and the variable. is_secret: only the environment sets it, and it is never printed.
+    """
 
     panel: str
     help: str
@@ -60,78 +63,89 @@ ENGINE_OPTIONS: dict[str, Option] = {
     ),
     "load_format": Option(
         MODEL,
-        "safetensors, or random: weights made at random, to measure speed.",
+        "safetensors; random makes random weights, to measure speed.",
         choices=LOAD_FORMATS,
     ),
-    "served_model_name": Option(MODEL, "The name clients use; by default MODEL's own."),
+    "served_model_name": Option(MODEL, "The model's name in the API; by default that of MODEL."),
     "dtype": Option(
         MODEL,
-        "auto, int8, int4, nf4, bfloat16 or float32; on newer GPUs also fp8.",
+        "Type of the weights: auto, int8, int4, nf4, bfloat16 or float32; on newer GPUs also fp8.",
         choices=DTYPES,
     ),
     "weight_group": Option(MODEL, "Inputs that share a scale in int4 and nf4: 32, 64 or 128."),
-    "kv_dtype": Option(MODEL, "K/V: auto, int8, bfloat16 or float32.", choices=KV_DTYPES),
+    "kv_dtype": Option(MODEL, "Type of K/V: auto, int8, bfloat16 or float32.", choices=KV_DTYPES),
     "kv_group": Option(MODEL, "Values that share a scale in int8 K/V."),
-    "max_model_len": Option(MODEL, "Longest sequence in tokens; the model's by default."),
-    "compute_threads": Option(MODEL, "Cores that compute; all by default."),
-    "tokenize_threads": Option(MODEL, "Threads that tokenize."),
-    "tune": Option(MODEL, "Measure products at the first start on a GPU."),
+    "max_model_len": Option(MODEL, "Longest sequence in tokens; by default the model's."),
+    "compute_threads": Option(MODEL, "Cores that compute; by default all."),
+    "tokenize_threads": Option(MODEL, "Threads that tokenize prompts."),
+    "tune": Option(
+        MODEL, "Measure the fastest kernel of each product at the first start on a GPU."
+    ),
     "backend": Option(MODEL, "cpu, cuda, or auto: cuda where there is a GPU.", choices=_BACKENDS),
     "tool_parser": Option(
         MODEL,
-        "How the model writes calls of tools: auto looks at its chat template; none.",
+        "Format of the model's tool calls; auto looks at its chat template, none refuses tools.",
         choices=TOOL_PARSERS,
     ),
     "reasoning_parser": Option(
         MODEL,
-        "What it writes around its reasoning: auto looks at its chat template; none.",
+        "Format of the model's reasoning; auto looks at its chat template, none keeps it as text.",
         choices=REASONING_PARSERS,
     ),
-    "seed": Option(MODEL, "Base seed of requests that bring none."),
-    "max_num_seqs": Option(SCHEDULING, "Sequences that run at once."),
+    "seed": Option(MODEL, "Base of the seeds of requests without one."),
+    "max_num_seqs": Option(SCHEDULING, "Most sequences that run at once."),
     "max_num_batched_tokens": Option(
-        SCHEDULING, "Rows of one step; by default 256, on a GPU 2048."
+        SCHEDULING, "Most rows of a step; by default 256, on a GPU 2048."
     ),
-    "max_chunk_tokens": Option(SCHEDULING, "Most prompt rows of one sequence in a step."),
+    "max_chunk_tokens": Option(SCHEDULING, "Most prefill rows of one sequence in a step."),
     "inter_token_slo_ms": Option(
         SCHEDULING,
-        "Cut prompts so that streams wait for a token no longer than this.",
+        "Cut prefills so that streams wait for a token no longer than this.",
         metavar="MS",
         flags=("--inter-token-slo",),
     ),
     "ttft_slo": Option(
         SCHEDULING,
-        "Refuse requests whose first token would come later than after this.",
+        "Refuse requests whose first token is predicted to come later than this.",
         metavar="SECONDS",
     ),
-    "max_num_waiting": Option(SCHEDULING, "Requests that may wait."),
-    "order": Option(SCHEDULING, "Who is next: fcfs, priority, mlfq or fair.", choices=ORDERS),
+    "max_num_waiting": Option(SCHEDULING, "Most requests that wait; further ones are refused."),
+    "order": Option(SCHEDULING, "Queue policy: fcfs, priority, mlfq or fair.", choices=ORDERS),
     "kv_cache_bytes": Option(
         MEMORY,
-        "Most K/V memory, such as 2GiB; by default 40 % of what is free, on a GPU the rest.",
+        "Most K/V memory, such as 2GiB; by default 40 % of free memory, on a GPU all that is left.",
         is_size=True,
     ),
     "kv_page_bytes": Option(
         MEMORY,
-        "Unit of K/V memory, such as 64K; by default about 16 tokens, on a GPU 2 MiB.",
+        "Page of K/V memory, such as 64K; by default about 16 tokens, on a GPU 2 MiB.",
         is_size=True,
     ),
-    "prefix_cache": Option(MEMORY, "Share K/V between requests that begin alike."),
-    "kv_cache_dir": Option(MEMORY, "K/V that memory has no room for goes here, and stays."),
+    "prefix_cache": Option(MEMORY, "Share K/V between requests with a common prefix."),
+    "kv_cache_dir": Option(
+        MEMORY,
+        "Directory of the disk tier, for K/V that does not fit into memory; it survives a restart.",
+    ),
     "kv_disk_bytes": Option(
-        MEMORY, "Most that --kv-cache-dir holds of a model; by default 16GiB.", is_size=True
+        MEMORY, "Most K/V of one model in --kv-cache-dir; by default 16GiB.", is_size=True
     ),
     "memory_policy": Option(
-        MEMORY, "Admission: predicted, worst_case or prompt_only.", choices=MEMORY_POLICIES
+        MEMORY,
+        "Admission by memory: predicted, worst_case or prompt_only.",
+        choices=MEMORY_POLICIES,
     ),
     "memory_nodes": Option(
-        NODES, "Addresses with commas between: K/V and attention go there.", metavar="URL,URL"
+        NODES,
+        "Comma-separated addresses of the memory nodes that hold K/V and compute attention.",
+        metavar="URL,URL",
     ),
     "memory_partition": Option(
-        NODES, "What each node gets: auto, head, request or sequence.", choices=PARTITIONS
+        NODES,
+        "How K/V is divided between nodes: auto, head, request or sequence.",
+        choices=PARTITIONS,
     ),
     "memory_node_bytes": Option(
-        NODES, "K/V on each memory node; by default all that is free there.", is_size=True
+        NODES, "K/V memory of each node; by default all that is free there.", is_size=True
     ),
     "memory_node_key_file": Option(
         NODES,
@@ -140,80 +154,102 @@ ENGINE_OPTIONS: dict[str, Option] = {
         envs=("MERGESTEP_NODE_KEY_FILE",),
     ),
     "memory_prefill": Option(
-        NODES, "Who attends over a prompt in progress: local or remote.", choices=MEMORY_PREFILLS
+        NODES, "Where attention of prefills is computed: local or remote.", choices=MEMORY_PREFILLS
     ),
     "memory_wire": Option(
-        NODES, "Numbers on the way: auto, float32, bfloat16 or int8.", choices=MEMORY_WIRES
+        NODES,
+        "Type of numbers sent to nodes: auto, float32, bfloat16 or int8.",
+        choices=MEMORY_WIRES,
     ),
 }
 
 HTTP_OPTIONS: dict[str, Option] = {
     "host": Option(SERVER, "Address to listen on."),
-    "port": Option(SERVER, "Port; 0 takes a free one."),
-    "drain_s": Option(SERVER, "How long a stop waits for requests.", metavar="SECONDS"),
-    "backlog": Option(SERVER, "Connections that wait to be accepted."),
+    "port": Option(SERVER, "Port to listen on; 0 takes a free one."),
+    "drain_s": Option(SERVER, "How long a shutdown waits for running requests.", metavar="SECONDS"),
+    "backlog": Option(SERVER, "Most connections that wait to be accepted."),
     "api_keys": Option(
         SECURITY,
-        "KEY or NAME:KEY, with commas between.",
+        "Comma-separated keys, each KEY or NAME:KEY.",
         envs=("MERGESTEP_API_KEY",),
         is_secret=True,
     ),
     "api_key_file": Option(
         SECURITY,
-        "Keys that clients must send, with their limits. Keys without: MERGESTEP_API_KEY.",
+        "A file of keys that clients must send, with their limits; MERGESTEP_API_KEY holds keys"
+        " without limits.",
         metavar="FILE",
     ),
-    "allow_no_key": Option(SECURITY, "Listen on other addresses than this machine's without keys."),
-    "share_prefixes": Option(SECURITY, "Keys share cached prompts, and may tell it from the time."),
+    "allow_no_key": Option(SECURITY, "Allow an address beyond this machine without keys."),
+    "share_prefixes": Option(
+        SECURITY, "Share cached prefixes between keys; response times may reveal them."
+    ),
     "allowed_hosts": Option(
-        SECURITY, "Names in the Host header; by default those of a loopback address, else any."
+        SECURITY,
+        "Accepted names in the Host header; by default those of a loopback address, else any.",
     ),
     "cors_origins": Option(
-        SECURITY, "Origins whose pages may call from a browser.", metavar="ORIGIN,ORIGIN"
+        SECURITY, "Origins of web pages that may call the API.", metavar="ORIGIN,ORIGIN"
     ),
-    "tls_cert": Option(SECURITY, "A certificate in PEM; with it HTTPS is spoken.", metavar="FILE"),
+    "tls_cert": Option(SECURITY, "A certificate in PEM, which turns HTTPS on.", metavar="FILE"),
     "tls_key": Option(SECURITY, "The certificate's key in PEM.", metavar="FILE"),
     "tls_client_ca": Option(
-        SECURITY, "Clients must show a certificate signed by one of these.", metavar="FILE"
+        SECURITY,
+        "CA certificates in PEM; clients must show a certificate signed by one of them.",
+        metavar="FILE",
     ),
     "unknown_fields": Option(
         LIMITS,
-        "Parameters that nobody knows: refuse them, or warn (a header names them).",
+        "Unknown parameters: refuse them, or warn in a response header.",
         choices=UNKNOWN_FIELDS,
     ),
-    "max_body_bytes": Option(LIMITS, "Largest body of a request.", is_size=True),
-    "max_bodies_bytes": Option(LIMITS, "Bodies that are read at once.", is_size=True),
-    "max_connections": Option(LIMITS, "Open connections."),
-    "max_connections_per_address": Option(LIMITS, "Open connections of one other machine."),
-    "max_calls": Option(LIMITS, "Requests that are answered at once."),
-    "head_timeout_s": Option(LIMITS, "A request's head must be there by then.", metavar="SECONDS"),
-    "body_min_rate": Option(LIMITS, "Bytes per second a body must come with; 0: any."),
-    "request_timeout_s": Option(LIMITS, "An answer must be complete by then.", metavar="SECONDS"),
-    "body_timeout_s": Option(LIMITS, "A body must be there by then.", metavar="SECONDS"),
+    "max_body_bytes": Option(LIMITS, "Largest request body.", is_size=True),
+    "max_bodies_bytes": Option(LIMITS, "Most memory for bodies that are being read.", is_size=True),
+    "max_connections": Option(LIMITS, "Most open connections."),
+    "max_connections_per_address": Option(LIMITS, "Most open connections of one remote address."),
+    "max_calls": Option(LIMITS, "Most requests that are answered at once."),
+    "head_timeout_s": Option(
+        LIMITS,
+        "Time for a request's head, from its first byte on.",
+        metavar="SECONDS",
+    ),
+    "body_min_rate": Option(
+        LIMITS, "Least bytes per second at which a body must arrive; 0 allows any rate."
+    ),
+    "request_timeout_s": Option(
+        LIMITS, "Time in which an answer must be complete.", metavar="SECONDS"
+    ),
+    "body_timeout_s": Option(LIMITS, "Time in which a body must arrive.", metavar="SECONDS"),
     "first_request_timeout_s": Option(
-        LIMITS, "A new connection must have sent a request's head by then.", metavar="SECONDS"
+        LIMITS, "Time in which a new connection must send a request's head.", metavar="SECONDS"
     ),
-    "keepalive_s": Option(LIMITS, "Idle connections are closed after this.", metavar="SECONDS"),
+    "keepalive_s": Option(
+        LIMITS, "Time after which idle connections are closed.", metavar="SECONDS"
+    ),
     "write_timeout_s": Option(
-        LIMITS, "A stream that nobody reads is ended after this.", metavar="SECONDS"
+        LIMITS, "Time after which a stream whose client does not read is ended.", metavar="SECONDS"
     ),
-    "send_buffer_bytes": Option(LIMITS, "The kernel's buffer of one stream.", is_size=True),
-    "parse_inline_bytes": Option(
-        LIMITS, "Larger bodies are parsed beside the event loop.", is_size=True
+    "send_buffer_bytes": Option(LIMITS, "The kernel's send buffer of one stream.", is_size=True),
+    "parse_inline_bytes": Option(LIMITS, "Larger bodies are parsed in a thread.", is_size=True),
+    "max_responses": Option(
+        LIMITS, "Most responses that are stored, so that others can continue them."
     ),
-    "max_responses": Option(LIMITS, "Responses that are kept, to be continued."),
-    "max_responses_bytes": Option(LIMITS, "Memory for kept responses.", is_size=True),
+    "max_responses_bytes": Option(LIMITS, "Most memory for stored responses.", is_size=True),
 }
 
 HTTP_OPTIONS |= {
-    "log_format": Option(LOGS, "text or json, a line each.", choices=LOG_FORMATS),
-    "access_log": Option(LOGS, "A line for each request."),
-    "vllm_metrics": Option(LOGS, "Tell metrics by vLLM's names, too."),
-    "metrics_port": Option(LOGS, "A port of 127.0.0.1 for /metrics alone, without a key."),
-    "otlp_endpoint": Option(LOGS, "Send OpenTelemetry spans of requests there.", metavar="URL"),
+    "log_format": Option(LOGS, "Format of log lines: text or json.", choices=LOG_FORMATS),
+    "access_log": Option(LOGS, "Log a line for each request."),
+    "vllm_metrics": Option(LOGS, "Report metrics under vLLM's names too."),
+    "metrics_port": Option(LOGS, "A port of 127.0.0.1 that serves only /metrics, without a key."),
+    "otlp_endpoint": Option(
+        LOGS, "Send OpenTelemetry spans of requests to this URL.", metavar="URL"
+    ),
 }
 
 PROCESS_OPTIONS: dict[str, Option] = {
-    "log_level": Option(LOGS, "debug, info, warning or error.", choices=_LEVELS),
-    "quiet": Option(LOGS, "No summary at the start, no progress bar.", flags=("-q",)),
+    "log_level": Option(
+        LOGS, "Least level that is logged: debug, info, warning or error.", choices=_LEVELS
+    ),
+    "quiet": Option(LOGS, "Print neither the start summary nor a progress bar.", flags=("-q",)),
 }

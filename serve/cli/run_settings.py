@@ -1,7 +1,8 @@
-"""Every setting of `serve run` and where its value comes from.
+"""Every setting of `serve run` and the origin of its value.
 
-Derived from the dataclasses that hold them: a field is a flag, an environment variable and a
-key of the configuration file, all of one name. flags > environment > file > default.
+The settings are the fields of dataclasses: a field is a flag, an environment variable and a key of
+the configuration file, all of one name. A flag takes precedence over the environment, the
+environment over the file, and the file over the default.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from serve.http.edge.settings import HttpSettings
 
 ENV_PREFIX = "MERGESTEP_"
 CONFIG_ENV = "MERGESTEP_CONFIG"
-# Settings that are objects of Python, and have no text to write.
+# Settings that are Python objects and cannot be written as text.
 IN_PYTHON_ONLY = frozenset({"length_predictor"})
-# Variables of the environment that other parts read.
+# Environment variables that other modules read.
 _OTHER_ENVS = frozenset({CONFIG_ENV, "MERGESTEP_API_KEY"})
 _MAX_INTEGER = (1 << 63) - 1
 _KINDS: dict[type, str] = {bool: "boolean", int: "integer", float: "number", str: "text"}
@@ -31,7 +32,7 @@ _KINDS: dict[type, str] = {bool: "boolean", int: "integer", float: "number", str
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """What concerns neither the engine nor HTTP."""
+    """Settings that concern neither the engine nor HTTP."""
 
     log_level: str = "info"
     quiet: bool = False
@@ -46,7 +47,7 @@ OWNERS: tuple[tuple[type[Any], dict[str, Option]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """kind: boolean, integer, number, text, size or list. owner: the dataclass it belongs to."""
+    """A setting. kind: boolean, integer, number, text, size or list. owner: its dataclass."""
 
     name: str
     kind: str
@@ -63,14 +64,15 @@ class Setting:
         return ENV_PREFIX + self.name.upper()
 
     def env_in(self, environment: Mapping[str, str]) -> str | None:
-        """The variable that gives it, under whichever of its names."""
+        """Returns the first of its environment variables that is set."""
         names = (self.env, *self.option.envs)
         return next((name for name in names if environment.get(name)), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """origin: "flag --port", "environment MERGESTEP_PORT", "file x.toml", or "": the default."""
+    """A value. origin: "flag --port", "environment MERGESTEP_PORT", "file x.toml", or "" for the
+    default."""
 
     value: Any
     origin: str = ""
@@ -104,12 +106,12 @@ SETTINGS = _all_settings()
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """What `serve run` was asked for: values by name, with where each came from."""
+    """The settings of a `serve run`: values by name, each with its origin."""
 
-    values: dict[str, Value] = field(repr=False)  # some are secret
+    values: dict[str, Value] = field(repr=False)  # some values are secret
 
     def of(self, owner: type[Any]) -> dict[str, Any]:
-        """What was given of this dataclass's fields; its defaults are its own."""
+        """Returns the values that are set for fields of this dataclass, without the defaults."""
         return {
             name: item.value
             for name, item in self.values.items()
@@ -117,7 +119,7 @@ class RunSettings:
         }
 
     def make(self, owner: type[Any]) -> Any:
-        """The dataclass, checked. ConfigError also says where the wrong value came from."""
+        """Makes and checks the dataclass; ConfigError also names the origin of the wrong value."""
         try:
             return owner(**self.of(owner))
         except ConfigError as error:
@@ -133,9 +135,12 @@ def resolve(
     file: ConfigFile | None,
     environment: MutableMapping[str, str],
 ) -> RunSettings:
-    """given: what the command line's parser made of flags and environment. source_of: its name
-    of where it took a setting from. file: the configuration file, if there is one. environment:
-    secrets are taken out of it."""
+    """Resolves the value of every setting.
+
+    given: the values that the command line's parser took from flags and the environment.
+    source_of: the parser's name for the source of a setting. file: the configuration file, if any.
+    environment: its secrets are removed from it.
+    """
     values = {}
     in_file = {} if file is None else _from_file(file)
     for name, setting in SETTINGS.items():
@@ -158,7 +163,7 @@ def resolve(
 
 
 def _take_secret(setting: Setting, environment: MutableMapping[str, str]) -> Value:
-    """Neither child processes nor what prints the environment see it."""
+    """Removes the secret from the environment, so that child processes do not inherit it."""
     env = setting.env_in(environment)
     if env is None:
         return Value(setting.default)
@@ -169,7 +174,7 @@ def _parsed(setting: Setting, value: Any) -> Any:
     if setting.kind != "list" or not isinstance(value, str):
         return value
     items = split_list(value)
-    # Nodes that were asked for and then left out would be a server without them.
+    # an empty list of nodes must be refused, not served without nodes
     return items if items or setting.name != "memory_nodes" else value
 
 
@@ -178,21 +183,21 @@ def _from_file(file: ConfigFile) -> dict[str, Any]:
     for key, value in file.values.items():
         setting = SETTINGS.get(key)
         if setting is None:
-            known = ": settings stand in no table" if isinstance(value, dict) else None
-            problem = f"there is no setting {key!r}{known or nearest(key, SETTINGS)}"
+            known = ": settings must not stand in a table" if isinstance(value, dict) else None
+            problem = f"there is no setting {key!r}{known or suggestion(key, SETTINGS)}"
             raise ConfigError(f"{file.path}: {problem}")
         if setting.option.is_secret:
             env = setting.option.envs[0] if setting.option.envs else setting.env
             raise ConfigError(
-                f"{file.path}: {key} is secret; the environment's {env} holds it, or a file"
-                " that another setting names"
+                f"{file.path}: {key} is secret; set {env} in the environment, or name a file"
+                " in another setting"
             )
         values[key] = _checked(setting, value, file.path)
     return values
 
 
 def _checked(setting: Setting, value: Any, path: str) -> Any:
-    """A value of a TOML file; the types of TOML are kept apart."""
+    """Checks the type of a value in a TOML file, without conversion between types."""
     kind = setting.kind
     if kind == "size" and isinstance(value, str):
         return _size(setting, value, path)
@@ -230,19 +235,19 @@ def _wrong_type(setting: Setting, expected: str, path: str) -> ConfigError:
     return ConfigError(f"{path}: {setting.name} must be {expected}")
 
 
-def nearest(name: str, known: typing.Iterable[str]) -> str:
-    """ "; did you mean x?", or nothing where nothing is like it."""
+def suggestion(name: str, known: typing.Iterable[str]) -> str:
+    """Returns "; did you mean x?" for the most similar name, else ""."""
     found = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {found[0]}?" if found else ""
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """What to say about MERGESTEP_* variables that nothing reads but that look like settings."""
+    """Returns a warning for each MERGESTEP_* variable that resembles a setting but is none."""
     known = {setting.env for setting in SETTINGS.values()} | _OTHER_ENVS
     known |= {env for setting in SETTINGS.values() for env in setting.option.envs}
     unknown = sorted(n for n in environment if n.startswith(ENV_PREFIX) and n not in known)
     return [
-        f"the environment has {name}, which is no setting{hint}"
+        f"the environment has {name}, which is not a setting{hint}"
         for name in unknown
-        if (hint := nearest(name, known))
+        if (hint := suggestion(name, known))
     ]

@@ -1,4 +1,4 @@
-"""`serve run`: the life of a server process."""
+"""The server process of `serve run`."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from serve.http.server import HttpServer, serve_until_signal
 MAX_FILES = 65_536
 
 
-def run_server(asked: RunSettings, *, is_quiet: bool) -> None:
-    """Until a signal. ConfigError, ModelLoadError, OSError where the port cannot be had."""
-    asked.make(EngineConfig)  # says where a wrong value came from
-    http: HttpSettings = asked.make(HttpSettings)
+def run_server(settings: RunSettings, *, is_quiet: bool) -> None:
+    """Runs a server until a signal; raises ConfigError, ModelLoadError, or OSError for the port."""
+    settings.make(EngineConfig)  # the error names the origin of a wrong value
+    http: HttpSettings = settings.make(HttpSettings)
     use_format(http.log_format)
-    values = asked.of(EngineConfig)
+    values = settings.of(EngineConfig)
     if "model" in values:
-        found = find_model(values["model"])
-        values["model"] = found.model
-        values.setdefault("served_model_name", found.name)
+        location = find_model(values["model"])
+        values["model"] = location.model
+        values.setdefault("served_model_name", location.name)
     serve(Engine(progress=not is_quiet, **values), http, is_quiet=is_quiet)
 
 
 def serve(engine: Engine, settings: HttpSettings, *, is_quiet: bool = False) -> None:
-    """The life of a server around an engine that has not started."""
+    """Starts the engine and serves it until a signal."""
     use_format(settings.log_format)
     server = HttpServer(engine, settings)
     _raise_file_limit()
@@ -48,13 +48,13 @@ def serve(engine: Engine, settings: HttpSettings, *, is_quiet: bool = False) -> 
     async def live() -> None:
         if not await serve_until_signal(server, on_ready=on_ready):
             logging.shutdown()
-            os._exit(0)  # a load cannot be interrupted, and nothing needs its end
+            os._exit(0)  # loading the model cannot be interrupted
 
     uvloop.run(live())
 
 
 def _raise_file_limit() -> None:
-    """A connection is a file; the usual soft limit of 1024 is soon reached."""
+    """Raises the soft limit of open files, usually 1024, since each connection is a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,4 +1,4 @@
-"""What `serve run` says when it is ready: what was chosen, why, and how much fits."""
+"""The summary that `serve run` prints when it is ready: decisions, reasons and capacity."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from serve.engine.engine import Engine
     from serve.http.server import HttpServer
 
-USER_TOKENS = 2048  # context of the users that are counted
+USER_TOKENS = 2048  # the context length for which the number of users is given
 
 
 def engine_lines(engine: Engine, load_s: float) -> list[tuple[str, str]]:
-    """Of an engine that has started."""
+    """Describes an engine that has started."""
     loaded = engine.loaded
     precision, kv = loaded.precision, loaded.kv
     assert precision is not None and kv is not None, "an engine without a model has no summary"
@@ -49,7 +49,7 @@ def engine_lines(engine: Engine, load_s: float) -> list[tuple[str, str]]:
 
 
 def server_lines(server: HttpServer) -> list[tuple[str, str]]:
-    """Where it is reached, and by whom."""
+    """Returns the URLs of the server, and its keys."""
     paths = {route.path for route in server.app.routes}
     lines = [("API", f"{server.url}/v1")]
     if "/" in paths:
@@ -82,7 +82,7 @@ def _device(precision: Precision) -> str:
 
 
 def _memory(engine: Engine, kv: KVMemory) -> str:
-    """Tokens and users that fit at once."""
+    """Returns the number of tokens and of users that fit into K/V memory."""
     stats = engine.stats()
     total = stats.pages_total * stats.kv_page_bytes
     length = min(USER_TOKENS, kv.max_model_len)
@@ -103,7 +103,7 @@ def _prefixes(engine: Engine) -> str:
 def _keys(server: HttpServer) -> str:
     if server.num_keys:
         return f"{server.num_keys}, from {_key_sources(server)}"
-    return "none: who reaches the port may use it"
+    return "none: any client that reaches the port may use it"
 
 
 def _key_sources(server: HttpServer) -> str:
@@ -113,7 +113,7 @@ def _key_sources(server: HttpServer) -> str:
 
 
 def print_ready(server: HttpServer, engine: Engine, load_s: float, *, is_quiet: bool) -> None:
-    """On stdout. is_quiet: only the line that says where."""
+    """Prints the summary, or only the line with the URL if is_quiet."""
     console = Console()
     ready = f"{engine.model_name} is ready at {server.url}/v1"
     if is_quiet:

@@ -102,7 +102,7 @@ def test_the_system_message() -> None:
 
 
 def test_thoughts_are_shown_and_not_said_again() -> None:
-    talk = conversation(Piece("hm, ", is_thought=True), Piece("yes"), num_tokens=4)
+    talk = conversation(Piece("hm, ", is_reasoning=True), Piece("yes"), num_tokens=4)
     asyncio.run(talk.turn("one", show_rate=True))
     assert printed(talk).startswith("hm, yes\n4 tokens in 0.00 s, ")
     assert talk.messages[-1] == {"role": "assistant", "content": "yes"}
@@ -131,7 +131,7 @@ def test_the_key_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     key = tmp_path / "key"
     key.write_text("sécret\n")
     result = CliRunner().invoke(app, ["chat", "--url", "x", "--api-key-file", str(key)])
-    assert result.exit_code == 2 and "it is no ASCII text" in result.stderr
+    assert result.exit_code == 2 and "it is not ASCII text" in result.stderr
     monkeypatch.setenv("MERGESTEP_API_KEY", "a\nb")
     result = CliRunner().invoke(app, ["chat", "--url", "http://127.0.0.1:9", "-m", "hi"])
     assert result.exit_code == 2 and "characters that HTTP cannot send" in result.stderr

@@ -86,7 +86,7 @@ NOWHERE = "http://127.0.0.1:9"
         (("run", "--keepalive-s", "1e300"), "keepalive_s must be positive, at most"),
         (("run", "--drain-s", "nan"), "drain_s must be a number of seconds"),
         (("run", "--max-num-seqs", "0"), "max_num_seqs must be a positive integer, not 0"),
-        (("run", "--served-model-name", ""), "served_model_name must be a name"),
+        (("run", "--served-model-name", ""), "served_model_name must be a non-empty"),
         (("run", "--kv-cache-dir", FILE, "--port", "0"), f"kv_cache_dir {FILE} is a file"),
         (("run", "--kv-cache-dir", f"{FILE}/x", "--port", "0"), f"{FILE}/x: Not a directory"),
         (("run", "--kv-page-bytes", "4T", "--port", "0"), "kv_page_bytes 4398046511104 is more"),

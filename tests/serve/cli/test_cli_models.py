@@ -142,7 +142,7 @@ def test_the_models_of_a_server() -> None:
         (("/nowhere",), 2, "/nowhere: No such file or directory"),
         ((str(Path(__file__)),), 2, "Not a directory"),
         (("--url", "http://127.0.0.1:9"), 1, "Connection refused"),
-        (("--url", "http://127.0.0.1:9", "x"), 2, "either folders or the URL"),
+        (("--url", "http://127.0.0.1:9", "x"), 2, "either directories or the URL"),
         (("--url", "x://y", "--api-key-file", "/nowhere"), 2, "api_key_file /nowhere cannot"),
     ],
 )

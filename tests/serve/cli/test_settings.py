@@ -164,7 +164,7 @@ def test_a_flag_undoes_what_a_file_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[server]\nport = 5", "no setting 'server': settings stand in no table"),
+        ("[server]\nport = 5", "no setting 'server': settings must not stand in a table"),
         ("max_model_length = 3", "no setting 'max_model_length'; did you mean max_model_len?"),
         ("[engine]\nport = 1", "no setting 'engine'"),
         ("port = 'x'", "port must be a whole number"),
@@ -176,12 +176,12 @@ def test_a_flag_undoes_what_a_file_says(tmp_path: Path) -> None:
         ("kv_cache_bytes = '1e9'", "kv_cache_bytes: '1e9' is not a size"),
         ("kv_cache_bytes = 1.5", "kv_cache_bytes must be a whole number of bytes or a size"),
         ("memory_nodes = [1]", "memory_nodes must be a list of strings"),
-        ("port = ", "is no TOML: Invalid value"),
-        ("a = " + "[" * 5000, "is no TOML"),
-        ("port = 1" + "0" * 5000, "is no TOML"),
+        ("port = ", "is not TOML: Invalid value"),
+        ("a = " + "[" * 5000, "is not TOML"),
+        ("port = 1" + "0" * 5000, "is not TOML"),
         ("port = 99999", "port must be between 0 and 65535, not 99999 (file"),
         ("max_num_seqs = 0", "max_num_seqs must be a positive integer, not 0 (file"),
-        ("log_level = 'loud'", "no log level is called 'loud'"),
+        ("log_level = 'loud'", "'loud' is not a log level"),
     ],
 )
 def test_a_wrong_file_is_one_line(text: str, said: str, tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_secrets_come_from_the_environment_and_are_not_shown(
     file.write_text('api_keys = ["a-key-of-sixteen-and-more"]')
     result = invoke("--config", str(file))
     assert result.exit_code == 2
-    assert "api_keys is secret; the environment's MERGESTEP_API_KEY holds it" in result.stderr
+    assert "api_keys is secret; set MERGESTEP_API_KEY in the environment" in result.stderr
     assert invoke("--api-keys", "x").exit_code == 2
 
 
