@@ -30,14 +30,15 @@ _REDUCED_BYTES = 2  # of a number in an all-reduce
 
 
 class StepCost(Protocol):
-    """How long a step takes."""
+    """A model of how long a step takes."""
 
     def seconds(self, work: StepWork) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Seconds of one device: reading and writing memory, multiplying, sending, and the rest."""
+    """Seconds that one device spends reading and writing memory, multiplying, sending, and on the
+    rest."""
 
     name: str
     memory_s: float = 0.0
@@ -47,13 +48,13 @@ class Stage:
 
     @property
     def seconds(self) -> float:
-        """Reading and multiplying at the same time."""
+        """The whole time; reading and multiplying overlap."""
         return max(self.memory_s, self.compute_s) + self.network_s + self.fixed_s
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Devices of one kind, tensor parallel over their peers' links."""
+    """Devices of one kind, tensor parallel over the links to their peers."""
 
     device: Device
     num_devices: int = 1
@@ -74,12 +75,12 @@ class Machine:
 
 
 def all_reduce_s(num_bytes: float, num_devices: int, link: Link, share: float = 1.0) -> float:
-    """A ring's, without the time that every exchange takes."""
+    """Returns the seconds of a ring's all-reduce without the time that every exchange takes."""
     return 2 * (1 - 1 / num_devices) * num_bytes / (share * link.bytes_per_s)
 
 
 class Attention:
-    """Of all layers, over K/V that is divided among a machine's devices by heads."""
+    """Attention of all layers over K/V that is divided among a machine's devices by heads."""
 
     def __init__(
         self, shape: Shape, precision: Precision, machine: Machine, efficiency: Efficiency
@@ -95,16 +96,16 @@ class Attention:
         self._windows = shape.layers_by_window()
 
     def decode(self, rows: float, seen: float) -> Stage:
-        """seen: tokens of all rows together, each one's own included."""
+        """Returns the stage of decode rows. seen: tokens of all rows together, their own included."""
         tokens = self._in_windows(rows, seen)
         return Stage("decode attention", tokens * self._token_s, tokens * self._seen_s)
 
     def prefill(self, rows: float, pairs: float) -> Stage:
-        """pairs: of a prompt row and a token that it sees."""
+        """Returns the stage of prompt rows. pairs: of a row and a token that it sees."""
         return Stage("prefill attention", compute_s=self._in_windows(rows, pairs) * self._pair_s)
 
     def _in_windows(self, rows: float, tokens: float) -> float:
-        """Of all layers, where rows together see so many tokens without windows."""
+        """Returns the tokens seen in all layers by rows that would see `tokens` without windows."""
         total = 0.0
         for window, layers in self._windows.items():
             total += layers * (tokens if window is None else min(tokens, rows * window))
@@ -112,7 +113,8 @@ class Attention:
 
 
 class MachineCost:
-    """A model on a machine. ConfigError where the machine cannot compute in this precision."""
+    """The cost of a model's steps on a machine. Raises ConfigError where the machine cannot
+    compute in this precision."""
 
     def __init__(
         self, shape: Shape, precision: Precision, machine: Machine, efficiency: Efficiency
@@ -139,8 +141,13 @@ class MachineCost:
         self._logits_s = 2 * _LOGIT_BYTES * shape.head_parameters / shape.hidden / moved / n
         self._cached_s = device.cache_bytes / bandwidth
 
+    @property
+    def is_assumed(self) -> bool:
+        """Whether peaks or shares of them are not measured: then no time is."""
+        return not (self.efficiency.is_measured and self.machine.device.is_measured)
+
     def stages(self, work: StepWork) -> list[Stage]:
-        """With rows."""
+        """Returns the stages of a step that has rows."""
         sampled = work.num_decodes + work.num_chunks if work.samples else 0
         seen = work.num_context + work.num_decodes
         return [
@@ -151,7 +158,7 @@ class MachineCost:
         ]
 
     def products(self, rows: float, sampled: float) -> list[Stage]:
-        """All stages that need no K/V. sampled: rows of the last product."""
+        """Returns the stages that need no K/V. sampled: rows of the last product."""
         efficiency = self.efficiency
         multiply_s = efficiency.product_rows(rows) * self._block_row_s
         last_s = efficiency.product_rows(sampled) * self._head_row_s
@@ -163,7 +170,7 @@ class MachineCost:
         ]
 
     def seconds(self, work: StepWork) -> float:
-        """0 without rows."""
+        """Returns the seconds of a step, 0 without rows."""
         if not work.num_rows:
             return 0.0
         if self.efficiency.is_overlapped:
@@ -171,7 +178,7 @@ class MachineCost:
         return sum(stage.seconds for stage in self.stages(work))
 
     def resources(self, work: StepWork) -> dict[str, float]:
-        """Seconds by what they are spent on."""
+        """Returns the seconds by the resource that they are spent on."""
         found = dict.fromkeys(RESOURCES, 0.0)
         is_overlapped = self.efficiency.is_overlapped
         for stage in self.stages(work):
@@ -186,7 +193,7 @@ class MachineCost:
         return found
 
     def binds(self, work: StepWork) -> str:
-        """The one of RESOURCES that most of the time is spent on."""
+        """Returns the one of RESOURCES that most of the time is spent on."""
         resources = self.resources(work)
         return max(resources, key=resources.__getitem__)
 

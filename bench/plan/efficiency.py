@@ -1,9 +1,9 @@
-"""What software reaches of a device's peaks, and what it takes besides: shares and seconds.
+"""Which shares of a device's peaks software reaches, and how many seconds it takes besides.
 
 BOUND is what no software can beat: every byte once, every operation at the peak, and reading,
 multiplying and sending at the same time. The others are expectations: one stage after the other,
-each at the share of the peak that kernels were seen to reach (or, where it says so, are assumed
-to reach).
+each at the share of the peak that kernels were measured to reach or, where is_measured is false,
+are assumed to reach.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Efficiency:
     weights, kv: reading weights, and K/V for decode rows. products: multiplying, by the number of
     rows (ascending; rows over share rise along straight lines in between). decode, prefill:
     multiplying in attention. rows: moving rows between products; inf: they stay in caches.
-    network: of links.
-    memory: for weights and K/V. step_s, layer_s, sequence_s: what each step, each of its layers and
-    each sequence in it take besides. is_overlapped: stages run at the same time, and nothing but
-    the fullest of memory, arithmetic and network counts.
+    network: sending over links. memory: the part of memory for weights and K/V. step_s, layer_s,
+    sequence_s: what each step, each of its layers and each sequence in it take besides.
+    is_overlapped: stages run at the same time, and only the fullest of memory, arithmetic and
+    network counts. is_measured: the shares come from measured kernels and are not assumed.
     """
 
     weights: float = 1.0
@@ -42,9 +42,10 @@ class Efficiency:
     layer_s: float = 0.0
     sequence_s: float = 0.0
     is_overlapped: bool = False
+    is_measured: bool = True
 
     def product_rows(self, rows: float) -> float:
-        """As many rows at the whole peak take as long as these."""
+        """Returns how many rows take as long at the whole peak as these at their share of it."""
         return _rows_at_peak(self.products, rows)
 
 
@@ -59,8 +60,8 @@ def _rows_at_peak(curve: Curve, rows: float) -> float:
 
 BOUND = Efficiency(is_overlapped=True)
 
-# Our kernels on two cores of Zen 5 (`serve bench ops`; docs/performance.md, docs/plan.md), and
-# the time between their calls.
+# Measured: our kernels on two cores of Zen 5 (`serve bench ops`; docs/performance.md,
+# docs/plan.md), and the time between their calls.
 _CPU = Efficiency(
     weights=0.95,
     kv=0.72,
@@ -80,7 +81,7 @@ _CPU_PRODUCTS: dict[str, Curve] = {
 }
 _CPU_WEIGHTS = {"int4": 0.85, "nf4": 0.85}
 _CPU_DECODE = {"int8": 1.0, "bfloat16": 0.05, "float32": 0.08}  # by the type of K/V
-# Assumed, as in the model of memory devices (bench/nodes/node_cost.py).
+# Assumed, as in the model of memory devices (bench/nodes/node_cost.py): no kernel has run on a GPU.
 _GPU = Efficiency(
     weights=0.8,
     kv=0.8,
@@ -92,11 +93,12 @@ _GPU = Efficiency(
     step_s=50e-6,
     layer_s=20e-6,
     sequence_s=1e-6,
+    is_measured=False,
 )
 
 
 def expected(kind: str, precision: Precision) -> Efficiency:
-    """Of a kind of device."""
+    """Returns what our kernels are expected to reach on a kind of device."""
     if kind == "gpu":
         return _GPU
     return replace(

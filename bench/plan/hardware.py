@@ -21,15 +21,16 @@ if TYPE_CHECKING:
 HERE = "here"  # the name of this machine
 READ_BYTES = 256 << 20
 KINDS = ("gpu", "cpu")
+BACKENDS = ("cpu", "cuda", "none")
 ARITHMETIC = ("fp32", "bf16", "fp8", "int8", "int4")
 _SIZES = {"memory_gb": "memory_bytes", "bandwidth_gb_s": "bytes_per_s"}
 _LINKS = ("peers", "network")
-_OTHERS = {"cache_mb", "usd_per_h", "watts"}
+_OTHERS = {"cache_mb", "usd_per_h", "watts", "backend", "measured"}
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One device's, each way; seconds: what every exchange takes, whatever its size."""
+    """A device's link. bytes_per_s: each way; seconds: what every exchange takes besides."""
 
     bytes_per_s: float
     seconds: float
@@ -37,11 +38,14 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """Peaks, dense. operations: a second, by the type of the factors, multiply and add being two.
+    """A device with its dense peaks. operations: a second, by the type of the factors, where
+    multiply and add are two.
 
-    cache_bytes: of the last cache, which need not be read from memory at each step. peers: to
-    devices of its kind in the same machine; network: to other machines; None: there is none, or
-    it is not known. dollars_per_h, watts: None where not known.
+    cache_bytes: size of the last cache, which need not be read from memory at each step. peers:
+    the link to devices of its kind in the same machine; network: to other machines; None: there is
+    none, or it is not known. dollars_per_h, watts: None where not known. backend: one of BACKENDS,
+    the back end of this software that drives the device. is_measured: the peaks were measured and
+    are not those of a data sheet.
     """
 
     name: str
@@ -54,15 +58,17 @@ class Device:
     network: Link | None = None
     dollars_per_h: float | None = None
     watts: float | None = None
+    backend: str = "cpu"
+    is_measured: bool = False
 
     def peak(self, *types: str) -> float | None:
-        """Of the first of these types that the device has."""
+        """Returns the peak of the first of these types that the device has."""
         return next((self.operations[name] for name in types if name in self.operations), None)
 
 
 def load_devices(file: Path | None = None) -> dict[str, Device]:
-    """The packaged ones, and those of a user's file. A section there with the name of a packaged
-    device changes the keys that it has. ConfigError names file, section and key."""
+    """Returns the packaged devices and those of a user's file, in which a section with the name of
+    a packaged device changes the keys that it has. ConfigError names file, section and key."""
     packaged = files("bench.plan").joinpath("hardware.toml").read_text(encoding="utf-8")
     sections: dict[str, dict[str, Any]] = tomllib.loads(packaged)
     if file is not None:
@@ -75,7 +81,7 @@ def load_devices(file: Path | None = None) -> dict[str, Device]:
 
 
 def read_toml(file: Path, setting: str) -> dict[str, Any]:
-    """ConfigError names the setting and the file, and the line where it is not TOML."""
+    """Raises ConfigError with the setting and the file, and the line where it is not TOML."""
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -92,6 +98,11 @@ def _device(name: str, section: dict[str, Any], source: str) -> Device:
         raise ConfigError(f"{where} has an unknown key {unknown[0]}; known: {sorted(known)}")
     if section.get("kind") not in KINDS:
         raise ConfigError(f"{where} kind must be one of {', '.join(KINDS)}")
+    backend = section.get("backend", "cuda" if section["kind"] == "gpu" else "cpu")
+    if backend not in BACKENDS:
+        raise ConfigError(f"{where} backend must be one of {', '.join(BACKENDS)}")
+    if not isinstance(is_measured := section.get("measured", False), bool):
+        raise ConfigError(f"{where} measured must be true or false, not {is_measured!r}")
 
     def number(key: str, *, needed: bool = False) -> float | None:
         value = section.get(key)
@@ -114,6 +125,8 @@ def _device(name: str, section: dict[str, Any], source: str) -> Device:
         cache_bytes=1e6 * (number("cache_mb") or 0.0),
         dollars_per_h=number("usd_per_h"),
         watts=number("watts"),
+        backend=backend,
+        is_measured=is_measured,
         **links,
     )
 
@@ -159,6 +172,7 @@ def device_of(ceiling: Ceiling) -> Device:
         bytes_per_s=ceiling.read,
         operations=operations,
         cache_bytes=_cache_bytes(),
+        is_measured=True,
     )
 
 

@@ -1,4 +1,4 @@
-"""Curves of throughput against the time between tokens. matplotlib is imported here alone."""
+"""Curves of throughput against the time between tokens, with matplotlib."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_CURVES = 10
+_NOT_DRIVEN = {"cuda": "back end never run", "none": "no back end"}
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY)  # a second time with crosses
 
 
 def curve(cost: MachineCost, load: Load) -> list[tuple[float, float]]:
-    """(seconds between tokens, tokens a second), from one sequence to what memory holds."""
+    """Returns (seconds between tokens, tokens a second), from one sequence to what memory holds."""
     points = []
     for batch in _batches(min(MAX_BATCH, max_sequences(cost, load.context))):
         found = serve(cost, load, Slo(), batch)
@@ -43,7 +44,7 @@ def curve(cost: MachineCost, load: Load) -> list[tuple[float, float]]:
 
 
 def _batches(most: int) -> list[int]:
-    """Up to the most, each about a quarter larger than the one before."""
+    """Returns batches up to the most, each about a quarter larger than the one before."""
     found, batch = [], 1
     while batch < most:
         found.append(batch)
@@ -58,8 +59,8 @@ def plot(
     slo: Slo,
     file: Path,
 ) -> None:
-    """A curve for each machine; bound: of the only one, dashed. ConfigError where the file cannot
-    be written."""
+    """Draws a curve for each machine, and a dashed one for the bound of the only machine. Raises
+    ConfigError where the file cannot be written."""
     from matplotlib.figure import Figure
 
     title = (
@@ -82,14 +83,24 @@ def plot(
             raise ConfigError(f"png {file}: {error.strerror or error}") from error
 
 
+def _label(cost: MachineCost) -> str:
+    """Returns the machine's name and, below it, what of the curve is not measured."""
+    doubts = ["assumed"] * cost.is_assumed
+    doubts += (
+        [_NOT_DRIVEN[backend]] if (backend := cost.machine.device.backend) in _NOT_DRIVEN else []
+    )
+    return "\n".join([cost.machine.name, ", ".join(doubts)]) if doubts else cost.machine.name
+
+
 def _draw_curves(
     axes: Axes, costs: Sequence[MachineCost], bound: MachineCost | None, load: Load
 ) -> None:
     for number, cost in enumerate(costs[:MAX_CURVES]):
         if points := curve(cost, load):
             x, y = [1e3 * point[0] for point in points], [point[1] for point in points]
+            label = _label(cost)
             colour, marker = COLOURS[number % len(COLOURS)], ".x"[number // len(COLOURS)]
-            axes.plot(x, y, color=colour, marker=marker, label=cost.machine.name)
+            axes.plot(x, y, color=colour, marker=marker, label=label)
     if bound is not None and (points := curve(bound, load)):
         x, y = [1e3 * point[0] for point in points], [point[1] for point in points]
         axes.plot(x, y, linestyle="--", color=MUTED, label="bound")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -42,6 +42,7 @@ class Choice:
     reason: str | None
     max_sequences: int
     max_tokens: int
+    is_assumed: bool = True
 
     @property
     def dollars_per_m(self) -> float | None:
@@ -62,6 +63,8 @@ class Choice:
             "max_sequences": self.max_sequences,
             "max_tokens": self.max_tokens,
             "reason": self.reason,
+            "backend": self.machine.device.backend,
+            "is_assumed": self.is_assumed,
             "serving": None if self.serving is None else self.serving.as_json(),
         }
 
@@ -80,6 +83,7 @@ def choose(shape: Shape, precision: Precision, machine: Machine, load: Load, slo
         found if isinstance(found, str) else None,
         max_sequences(cost, load.context),
         max_tokens(cost),
+        cost.is_assumed,
     )
 
 
@@ -121,7 +125,7 @@ def _within(choice: Choice, budget: Budget) -> Choice:
         reason = "budget"
     else:
         return choice
-    return Choice(choice.machine, None, reason, choice.max_sequences, choice.max_tokens)
+    return replace(choice, serving=None, reason=reason)
 
 
 def _order(choice: Choice) -> tuple[bool, bool, float]:
@@ -144,6 +148,7 @@ class SplitChoice:
     figures: Figures
     network_bytes_per_s: float
     used_bytes_per_s: float
+    is_assumed: bool = True
 
     @property
     def name(self) -> str:
@@ -154,6 +159,8 @@ class SplitChoice:
             "name": self.name,
             "network_bytes_per_s": self.network_bytes_per_s,
             "used_bytes_per_s": self.used_bytes_per_s,
+            "backends": [self.compute.backend, self.memory.backend],
+            "is_assumed": self.is_assumed,
         }
 
 
@@ -206,7 +213,11 @@ def _best_split(
     _, a, b, figures = max(found, key=lambda item: item[0])
     links = min(a, b) * min(compute.network.bytes_per_s, memory.network.bytes_per_s)
     used = figures.tokens_per_s * shape.num_layers * layer_traffic_bytes(shape)
-    return SplitChoice(compute, memory, a, b, figures, links, used)
+    is_assumed = not all(
+        shares.is_measured and device.is_measured
+        for shares, device in zip(efficiencies, (compute, memory), strict=True)
+    )
+    return SplitChoice(compute, memory, a, b, figures, links, used, is_assumed)
 
 
 def _worth(figures: Figures, num_devices: int) -> tuple[bool, float]:

@@ -1,8 +1,9 @@
-"""What `serve plan` prints."""
+"""The tables that `serve plan` prints, with a mark beside every figure that is assumed (~) and every
+machine that this software does not drive (MARKS)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import floor, log10
 from typing import Any
@@ -12,15 +13,23 @@ from rich.table import Column, Table
 
 from bench.plan.capacity import kv_bytes, max_sequences, max_tokens
 from bench.plan.cost import MachineCost
+from bench.plan.hardware import Device
 from bench.plan.search import Choice, SplitChoice
 from bench.plan.serving import MAX_ROWS, Load, decode_work, prefill_s
 
 NONE = "–"
+MARKS = {"cuda": " †", "none": " ‡"}  # by back end, behind a machine's name
+_MEANINGS = {
+    "~": "assumed, not measured: the device's peaks are those of its data sheet, and the shares of"
+    " them that kernels reach are guesses on a GPU and those of two Zen 5 cores on a processor",
+    MARKS["cuda"]: "not driven yet: the CUDA back end has never run on a GPU",
+    MARKS["none"]: "not driven: this software has no back end for it",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A decode step. fits: memory has room for so many sequences with this context."""
+    """A decode step. fits: memory has room for `batch` sequences with this context."""
 
     batch: int
     context: int
@@ -44,7 +53,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """One machine: decode steps, and prompts alone (tokens, expected and bound seconds)."""
+    """One machine's decode steps, and prompts alone (tokens, expected and bound seconds)."""
 
     cost: MachineCost
     cells: list[Cell]
@@ -53,6 +62,8 @@ class Details:
     def as_json(self) -> dict[str, Any]:
         return {
             "machine": self.cost.machine.name,
+            "backend": self.cost.machine.device.backend,
+            "is_assumed": self.cost.is_assumed,
             "weight_bytes": self.cost.shape.weight_bytes(self.cost.precision),
             "kv_bytes": kv_bytes(self.cost),
             "kv_token_bytes": self.cost.shape.kv_token_bytes(self.cost.precision),
@@ -68,8 +79,8 @@ class Details:
 def details(
     cost: MachineCost, bound: MachineCost, batches: Sequence[int], contexts: Sequence[int]
 ) -> Details:
-    """cost, bound: of the same machine, as expected and at best. No speeds where the weights do
-    not fit."""
+    """Returns decode steps and prompts of one machine, as expected (cost) and at best (bound). There
+    are no speeds where the weights do not fit."""
     if kv_bytes(cost) <= 0:
         return Details(cost, [], [])
     rows = MAX_ROWS[cost.machine.device.kind]
@@ -101,12 +112,13 @@ def print_details(found: Details, load: Load, console: Console) -> None:
     console.print(
         f"[bold]{shape.name}[/bold], {shape.num_parameters / 1e9:.3g}B parameters, "
         f"{precision.weights} ({_gb(shape.weight_bytes(precision))}), K/V {precision.kv} "
-        f"({token_bytes:,.0f} bytes a token) on [bold]{machine.name}[/bold] "
+        f"({token_bytes:,.0f} bytes a token) on [bold]{marked(machine.device, machine.name)}[/bold] "
         f"({_gb(machine.num_devices * machine.device.memory_bytes)})",
         highlight=False,
     )
     if room <= 0:
         console.print("[red]the weights do not fit[/red]")
+        print_meanings([machine.device], False, console)
         return
     console.print(
         f"K/V: {_gb(room)}, {max_tokens(cost):,} tokens or "
@@ -114,13 +126,16 @@ def print_details(found: Details, load: Load, console: Console) -> None:
         highlight=False,
     )
     console.print(_decode_table(found))
+    tilde = _tilde(cost.is_assumed)
     table = Table(
         *("tokens", "expected, ms", "bound, ms", "tokens/s"),
         title="A prompt alone: time to the first token",
     )
     for tokens, seconds, bound_s in found.prompts:
-        table.add_row(f"{tokens:,}", _ms(seconds), _ms(bound_s), f"{tokens / seconds:,.0f}")
+        expected = (f"{tilde}{_ms(seconds)}", _ms(bound_s), f"{tilde}{tokens / seconds:,.0f}")
+        table.add_row(f"{tokens:,}", *expected)
     console.print(table)
+    print_meanings([machine.device], cost.is_assumed, console)
 
 
 def _decode_table(found: Details) -> Table:
@@ -133,18 +148,21 @@ def _decode_table(found: Details) -> Table:
     )
     for batch in sorted({cell.batch for cell in found.cells}):
         row = [cell for cell in found.cells if cell.batch == batch]
-        table.add_row(str(batch), *map(_decode_cell, sorted(row, key=lambda cell: cell.context)))
+        row.sort(key=lambda cell: cell.context)
+        table.add_row(str(batch), *(_decode_cell(cell, found.cost.is_assumed) for cell in row))
     return table
 
 
-def _decode_cell(cell: Cell) -> str:
-    rate = cell.batch / cell.expected_s
-    text = f"{_ms(cell.expected_s)} ({_ms(cell.bound_s)})  {rate:,.0f}/s  {cell.binds}"
+def _decode_cell(cell: Cell, is_assumed: bool) -> str:
+    tilde, rate = _tilde(is_assumed), cell.batch / cell.expected_s
+    text = (
+        f"{tilde}{_ms(cell.expected_s)} ({_ms(cell.bound_s)})  {tilde}{rate:,.0f}/s  {cell.binds}"
+    )
     return text if cell.fits else f"[dim]{text}[/dim]"
 
 
 def print_ranking(choices: Sequence[Choice], load: Load, top: int, console: Console) -> None:
-    """The first `top` that serve, and in a line each why the others do not."""
+    """Prints the first `top` machines that serve, and in a line for each reason those that do not."""
     served = [choice for choice in choices if choice.serving is not None]
     table = Table(
         _names("machine"),
@@ -157,20 +175,22 @@ def print_ranking(choices: Sequence[Choice], load: Load, top: int, console: Cons
     for choice in served[:top]:
         serving = choice.serving
         assert serving is not None
+        tilde, is_full = _tilde(choice.is_assumed), serving.limit == "memory"
+        times = (_ms(serving.step_s), _ms(serving.longest_s), f"{serving.ttft_s:.2f} s")
         table.add_row(
-            choice.machine.name,
+            marked(choice.machine.device, choice.machine.name),
             dollars(choice.machine.dollars_per_h),
-            f"{serving.batch:,}",
-            f"{serving.tokens_per_s:,.0f}",
-            f"{serving.requests_per_s:,.2f}",
-            _ms(serving.step_s),
-            _ms(serving.longest_s),
-            f"{serving.ttft_s:.2f} s",
-            dollars(choice.dollars_per_m),
+            f"{'' if is_full else tilde}{serving.batch:,}",
+            f"{tilde}{serving.tokens_per_s:,.0f}",
+            f"{tilde}{serving.requests_per_s:,.2f}",
+            *(f"{tilde}{time}" for time in times),
+            NONE if choice.dollars_per_m is None else tilde + dollars(choice.dollars_per_m),
             serving.binds,
             serving.limit,
         )
     console.print(table if served else "[red]no machine serves this[/red]")
+    is_assumed = any(choice.is_assumed for choice in served[:top])
+    print_meanings([choice.machine.device for choice in served[:top]], is_assumed, console)
     reasons: dict[str, list[str]] = {}
     for choice in choices:
         if choice.reason is not None:
@@ -190,24 +210,44 @@ def print_splits(choices: Sequence[SplitChoice], top: int, console: Console) -> 
     )
     for choice in choices[:top]:
         figures = choice.figures
-        per_dollar = figures.tokens_per_dollar
+        per_dollar, tilde = figures.tokens_per_dollar, _tilde(choice.is_assumed)
+        compute, memory = (marked(one, one.name) for one in (choice.compute, choice.memory))
         table.add_row(
-            choice.name,
+            f"({choice.a} {compute}, {choice.b} {memory})",
             dollars(figures.dollars_per_h),
-            f"{figures.batch:,.0f}",
-            str(figures.in_flight),
-            f"{figures.tokens_per_s:,.0f}",
-            _ms(figures.step_s),
-            dollars(None if per_dollar is None else 1e6 / per_dollar),
-            f"{choice.used_bytes_per_s / 1e9:,.0f}",
+            f"{tilde}{figures.batch:,.0f}",
+            f"{tilde}{figures.in_flight}",
+            f"{tilde}{figures.tokens_per_s:,.0f}",
+            f"{tilde}{_ms(figures.step_s)}",
+            NONE if per_dollar is None else tilde + dollars(1e6 / per_dollar),
+            f"{tilde}{choice.used_bytes_per_s / 1e9:,.0f}",
             f"{choice.network_bytes_per_s / 1e9:,.0f}",
-            f"{(figures.asked_bytes_per_s or 0.0) / 1e9:,.0f}",
+            f"{tilde}{(figures.asked_bytes_per_s or 0.0) / 1e9:,.0f}",
         )
     console.print(table if choices else "[red]no pair of devices serves this[/red]")
+    devices = [device for choice in choices[:top] for device in (choice.compute, choice.memory)]
+    print_meanings(devices, any(choice.is_assumed for choice in choices[:top]), console)
+
+
+def marked(device: Device, name: str) -> str:
+    """Returns the name with a mark where this software does not drive the device (yet)."""
+    return name + MARKS.get(device.backend, "")
+
+
+def print_meanings(devices: Iterable[Device], is_assumed: bool, console: Console) -> None:
+    """Prints what the marks mean that a table of these devices has."""
+    used = {MARKS.get(device.backend, "") for device in devices} | {_tilde(is_assumed)}
+    for mark, meaning in _MEANINGS.items():
+        if mark in used:
+            console.print(f"{mark.strip()}: {meaning}", highlight=False, style="dim")
+
+
+def _tilde(is_assumed: bool) -> str:
+    return "~" if is_assumed else ""
 
 
 def _names(header: str) -> Column:
-    """Whole, since they are what is asked for next: other columns give way."""
+    """Returns a column of whole names, which a user types next; other columns are wrapped."""
     return Column(header, no_wrap=True)
 
 
@@ -220,7 +260,7 @@ def _ms(seconds: float) -> str:
 
 
 def dollars(amount: float | None) -> str:
-    """In cents, or below ten of them two digits that say something."""
+    """Returns an amount in cents, or with two significant digits below ten of them."""
     if amount is None:
         return NONE
     if amount >= 0.1 or amount <= 0:

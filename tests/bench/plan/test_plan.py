@@ -205,6 +205,8 @@ def test_a_users_file_adds_and_changes(tmp_path: Path) -> None:
         ('[new]\nkind = "cpu"\nmemory_gb = 1\n', "needs fp32_tops or bf16_tops"),
         ('[new]\nkind = "cpu"\nfp32_tops = 1\n', "memory_gb must be a number above 0, not None"),
         ("h200 = 1\n", r"h200 must be a section \[h200\]"),
+        ('[h200]\nbackend = "rocm"\n', r"\[h200\] backend must be one of cpu, cuda, none"),
+        ("[h200]\nmeasured = 1\n", r"\[h200\] measured must be true or false, not 1"),
         ("[h200\n", "line 1"),
     ],
 )

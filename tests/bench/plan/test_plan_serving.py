@@ -326,6 +326,44 @@ def test_all_machines_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert best_of["machine"] in said and best_of["serving"]["longest_s"] <= 0.05
 
 
+def test_what_is_assumed_and_what_is_not_driven_is_marked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Every figure of a GPU; no machine is ranked as if this software ran on it."""
+    names = ["h100-sxm", "mi300x", "epyc-9755", "zen5-2vcpu"]
+    found = run("llama-3.2-1b", machines=names, disaggregated=True)
+    said = capsys.readouterr().out
+    ranking, splits = said.split("Attention on memory devices")
+    rows = {
+        cells[1].strip(): [cell.strip() for cell in cells[3:9]]
+        for line in ranking.splitlines()
+        if len(cells := line.split("│")) > 9
+    }
+    assert set(rows) == {"h100-sxm †", "mi300x ‡", "epyc-9755", "zen5-2vcpu"}
+    for name, (_, *figures) in rows.items():
+        assert all(figure.startswith("~") != (name == "zen5-2vcpu") for figure in figures), name
+    for meaning in ("~: assumed", "†: not driven yet", "never run on a GPU", "‡: not driven: "):
+        assert meaning in ranking and meaning in splits
+    backends = {choice["machine"]: choice["backend"] for choice in found["machines"]}
+    assert backends["h100-sxm"] == "cuda" and backends["mi300x"] == "none"
+    assumed = {choice["machine"] for choice in found["machines"] if choice["is_assumed"]}
+    assert assumed == {"h100-sxm", "mi300x", "epyc-9755"}
+    assert all(split["is_assumed"] for split in found["disaggregated"])
+
+
+def test_one_machine_says_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    run("llama-3.2-1b", machines=["l4"])
+    said = capsys.readouterr().out
+    assert "on l4 † (" in said and "never run on a GPU" in said and "~: assumed" in said
+    decode, prompt = said.split("Decode: ")[1].split("A prompt alone")
+    cells = [cell for line in decode.splitlines() if "/s" in line for cell in line.split("│")[2:-1]]
+    assert len(cells) >= 6 and all(cell.count("~") == 2 for cell in cells if "ms" not in cell)
+    assert prompt.count("~") >= 6
+    run("llama-3.2-1b", machines=["zen5-2vcpu"])
+    said = capsys.readouterr().out
+    assert "~" not in said and "†" not in said
+
+
 def test_machines_by_name_and_number(capsys: pytest.CaptureFixture[str]) -> None:
     found = run("llama-3.1-70b", machines=["4xh100-sxm", "h200"], dtype="bfloat16")
     assert {c["machine"] for c in found["machines"]} == {"4xh100-sxm", "h200"}
