@@ -128,6 +128,7 @@ def _show_known(hardware: Path | None) -> None:
 
     from bench.plan.hardware import load_devices
     from bench.plan.shapes import known_models
+    from bench.plan.tables import marked, print_meanings
 
     console = Console()
     console.print("models: " + ", ".join(known_models()), highlight=False)
@@ -136,5 +137,6 @@ def _show_known(hardware: Path | None) -> None:
         peaks = ", ".join(f"{kind} {peak / 1e12:g}" for kind, peak in device.operations.items())
         price = "" if device.dollars_per_h is None else f"{device.dollars_per_h:g}"
         sizes = [f"{value / 1e9:,.0f}" for value in (device.memory_bytes, device.bytes_per_s)]
-        table.add_row(name, *sizes, peaks, price)
+        table.add_row(marked(device, name), *sizes, peaks, price)
     console.print(table)
+    print_meanings(load_devices(hardware).values(), False, console)

@@ -96,7 +96,7 @@ class Attention:
         self._windows = shape.layers_by_window()
 
     def decode(self, rows: float, seen: float) -> Stage:
-        """Returns the stage of decode rows. seen: tokens of all rows together, their own included."""
+        """Returns the stage of decode rows. seen: tokens of all rows, their own included."""
         tokens = self._in_windows(rows, seen)
         return Stage("decode attention", tokens * self._token_s, tokens * self._seen_s)
 

@@ -86,10 +86,9 @@ def plot(
 def _label(cost: MachineCost) -> str:
     """Returns the machine's name and, below it, what of the curve is not measured."""
     doubts = ["assumed"] * cost.is_assumed
-    doubts += (
-        [_NOT_DRIVEN[backend]] if (backend := cost.machine.device.backend) in _NOT_DRIVEN else []
-    )
-    return "\n".join([cost.machine.name, ", ".join(doubts)]) if doubts else cost.machine.name
+    if (backend := cost.machine.device.backend) in _NOT_DRIVEN:
+        doubts.append(_NOT_DRIVEN[backend])
+    return f"{cost.machine.name}\n{', '.join(doubts)}" if doubts else cost.machine.name
 
 
 def _draw_curves(

@@ -1,5 +1,5 @@
-"""The tables that `serve plan` prints, with a mark beside every figure that is assumed (~) and every
-machine that this software does not drive (MARKS)."""
+"""The tables that `serve plan` prints. A mark stands beside every figure that is assumed (~) and
+every machine that this software does not drive (MARKS)."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ class Details:
 def details(
     cost: MachineCost, bound: MachineCost, batches: Sequence[int], contexts: Sequence[int]
 ) -> Details:
-    """Returns decode steps and prompts of one machine, as expected (cost) and at best (bound). There
-    are no speeds where the weights do not fit."""
+    """Returns decode steps and prompts of one machine, as expected (cost) and at best (bound);
+    there are none where the weights do not fit."""
     if kv_bytes(cost) <= 0:
         return Details(cost, [], [])
     rows = MAX_ROWS[cost.machine.device.kind]
@@ -109,10 +109,11 @@ def print_details(found: Details, load: Load, console: Console) -> None:
     cost = found.cost
     shape, precision, machine = cost.shape, cost.precision, cost.machine
     room, token_bytes = kv_bytes(cost), shape.kv_token_bytes(precision)
+    name = marked(machine.device, machine.name)
     console.print(
         f"[bold]{shape.name}[/bold], {shape.num_parameters / 1e9:.3g}B parameters, "
         f"{precision.weights} ({_gb(shape.weight_bytes(precision))}), K/V {precision.kv} "
-        f"({token_bytes:,.0f} bytes a token) on [bold]{marked(machine.device, machine.name)}[/bold] "
+        f"({token_bytes:,.0f} bytes a token) on [bold]{name}[/bold] "
         f"({_gb(machine.num_devices * machine.device.memory_bytes)})",
         highlight=False,
     )
@@ -162,7 +163,7 @@ def _decode_cell(cell: Cell, is_assumed: bool) -> str:
 
 
 def print_ranking(choices: Sequence[Choice], load: Load, top: int, console: Console) -> None:
-    """Prints the first `top` machines that serve, and in a line for each reason those that do not."""
+    """Prints the first `top` machines that serve, and for each reason those that do not."""
     served = [choice for choice in choices if choice.serving is not None]
     table = Table(
         _names("machine"),
