@@ -1,4 +1,4 @@
-"""`serve bench ablation`."""
+"""`serve bench ablation`: from options to variants, a table and files."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def ablation(
     png_file: Path | None = None,
     quick: bool = False,
 ) -> dict[str, Any]:
-    """Each optimisation off in turn, on the same requests; prints a table.
+    """Measures the same requests with each optimisation off in turn, and prints a table.
 
-    model: a directory, "random:SHAPE", None for the embedded one.
-    dataset, requests, input_len, output_len: as bench.offline.requests.fixed_requests has them.
-    qps: of the latencies; None: 60 % of what is reached; at_rate=False leaves them out.
-    kv_cache_bytes: K/V memory that is short; None: for a quarter of the sequences.
-    variants: names of those to run; None: all.
-    Returns what is written to json_file. ConfigError before anything runs.
+    model is a directory, "random:SHAPE", or None for the embedded model.
+    dataset, requests, input_len and output_len are those of bench.offline.requests.fixed_requests.
+    qps is the rate for the latencies; None takes 60 % of the highest, at_rate=False omits them.
+    kv_cache_bytes is a K/V memory that is short; None takes enough for a quarter of the sequences.
+    variants names those to run; None runs all.
+    Returns what is written to json_file. Raises ConfigError before anything runs.
     """
     count = requests or (_QUICK_REQUESTS if quick else 200)
     num_rounds = rounds or (_QUICK_ROUNDS if quick else 8)
@@ -78,7 +78,7 @@ def ablation(
     )
     settings = _settings(path, works, dtype, compute_threads)
     ends_early = any(not work.ignore_eos for work in works)
-    known = all_variants(_plain(path, settings), ends_early=ends_early)
+    known = all_variants(_plain_dtype(path, settings), ends_early=ends_early)
     wanted = chosen(known, variants)
     plan = Plan(
         path,
@@ -127,7 +127,7 @@ def _has_pools(variants: Sequence[Variant]) -> bool:
 
 
 def _fit(model: str | None, count: int) -> bool:
-    """Whether so many engines of it may be in memory at once."""
+    """Returns whether memory has room for so many engines of the model at once."""
     folder = EngineConfig.from_settings(model).model_path
     size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     return 2 * count * size < available_memory()
@@ -136,8 +136,8 @@ def _fit(model: str | None, count: int) -> bool:
 def _settings(
     model: str | None, works: Sequence[Work], dtype: str, compute_threads: int | None
 ) -> dict[str, Any]:
-    """Where all lengths are known the context is no longer than the longest request, so that
-    short memory can be short."""
+    """Returns the engine's settings. Where all lengths are known, the context is no longer than the
+    longest request, so that the short memory can be small."""
     settings: dict[str, Any] = {"dtype": dtype, "compute_threads": compute_threads}
     if all(work.token_ids is not None and work.max_tokens is not None for work in works):
         longest = max(len(work.token_ids or ()) + (work.max_tokens or 0) for work in works)
@@ -146,8 +146,9 @@ def _settings(
     return settings
 
 
-def _plain(model: str | None, settings: dict[str, Any]) -> str | None:
-    """The type that stands in for int8: bfloat16, or float32 where there is no such product."""
+def _plain_dtype(model: str | None, settings: dict[str, Any]) -> str | None:
+    """Returns the type that replaces int8: bfloat16, or float32 without a bf16 product. None if
+    the model does not run in int8."""
     config = EngineConfig.from_settings(model, **settings)
     spec = read_spec(config.model_path)
     precision = resolve_precision(config, spec)

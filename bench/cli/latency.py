@@ -1,4 +1,4 @@
-"""`serve bench latency`: options, table, file."""
+"""`serve bench latency`: from options to a table and a file."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def latency(
     json_file: Path | None = None,
     quick: bool = False,
 ) -> dict[str, Any]:
-    """Steps of a model at several batches, and prompts of several lengths; prints a table.
+    """Measures a model's steps at several batches and prompts of several lengths; prints a table.
 
-    model: a directory, "random:SHAPE" (bench.common.checkpoints.SHAPES), None for the embedded one.
-    batches, prefills: None takes the usual ones. peers: NAME=COMMAND, run in every round.
-    Returns what is written to json_file. ConfigError before anything runs.
+    model is a directory, "random:SHAPE" (bench.common.checkpoints.SHAPES), or None for the embedded
+    model. None for batches or prefills takes BATCHES or PREFILLS. peers are NAME=COMMAND, run in
+    every round. Returns what is written to json_file. Raises ConfigError before anything runs.
     """
     tables.check_file(json_file)
     commands = parse_peers(peers)
@@ -128,7 +128,7 @@ def _show(tally: Tally, result: dict[str, Any], shape: Shape, console: Console) 
 
 
 def _show_ceilings(ceilings: dict[str, dict[str, float]], console: Console) -> None:
-    """A peer that ran on another machine, so to speak, is not to be compared."""
+    """Prints the ceilings beside each peer; where they differ, so may the figures."""
     ours = Ceiling(**ceilings["ours"])
     for name, found in ceilings.items():
         line = f"beside {name}: {Ceiling(**found)}"

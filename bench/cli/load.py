@@ -1,4 +1,4 @@
-"""`serve bench` without a further name: from its options to runs, and from those to a report."""
+"""The load test of `serve bench`: from its options to runs, and from the runs to a report."""
 
 from __future__ import annotations
 
@@ -31,13 +31,17 @@ from serve.cli.model_files import find_model
 from serve.config import DEFAULT_MODEL, EngineConfig
 from serve.errors import ConfigError
 
-LOWEST_SHARE = 64  # a search begins at a rate, and goes no lower than this part of it
+LOWEST_SHARE = 64  # a search goes no lower than this fraction of its first rate
 MIN_SEARCH_S = 30.0
-SEARCH_LIMITS = 10  # a queue that grows by a tenth of the time is over the limit at the end
+# A run lasts this many times the longest limit: a queue that grows by a tenth of the time is then
+# over the limit at the end.
+SEARCH_LIMITS = 10
 
 
 def run(options: OnlineOptions) -> bool:
-    """Whether the runs are valid. ConfigError before anything runs."""
+    """Runs the load and reports. Returns whether the runs are valid.
+
+    Raises ConfigError before anything runs."""
     files = {
         "json_file": options.json_file,
         "jsonl_file": options.jsonl_file,
@@ -52,7 +56,7 @@ def run(options: OnlineOptions) -> bool:
     error: BaseException | None = None
     try:
         with _offering(options) as offer_once:
-            search = _offer_all(options, slo, _kept(offer_once, runs))
+            search = _offer_all(options, slo, _recorded(offer_once, runs))
             error = None if search is None else search.error
     except ENDINGS as exc:
         if not runs:
@@ -62,7 +66,7 @@ def run(options: OnlineOptions) -> bool:
         runs[-1].notes.append(f"ended early: {ending(error)}")
     is_valid = report(
         runs,
-        {"command": command_line(["serve", *sys.argv[1:]]), **_told(options)},
+        {"command": command_line(["serve", *sys.argv[1:]]), **_shown_settings(options)},
         slo=slo,
         search=search,
         console=Console(),
@@ -79,33 +83,33 @@ def _slo(options: OnlineOptions) -> Slo | None:
     return parse_slo(options.slo, from_schedule=options.slo_from == "schedule")
 
 
-def _kept(offer_once: OfferOnce, runs: list[RunResult]) -> OfferOnce:
-    def kept(rate: float | None, seed: int, requests: int | None = None) -> RunResult:
+def _recorded(offer_once: OfferOnce, runs: list[RunResult]) -> OfferOnce:
+    def recorded(rate: float | None, seed: int, requests: int | None = None) -> RunResult:
         runs.append(offer_once(rate, seed, requests))
         return runs[-1]
 
-    return kept
+    return recorded
 
 
-def _told(options: OnlineOptions) -> dict[str, Any]:
-    """The settings that a report shows: those that are not the defaults."""
-    told = {}
+def _shown_settings(options: OnlineOptions) -> dict[str, Any]:
+    """Returns the settings that differ from their defaults, without secrets."""
+    shown = {}
     for item in fields(options):
         value = getattr(options, item.name)
         if item.name not in ("engine", "api_key_file", "header") and value != item.default:
-            told[item.name] = str(value) if isinstance(value, Path) else value
+            shown[item.name] = str(value) if isinstance(value, Path) else value
     if options.url is None:
         defaults = {item.name: item.default for item in fields(EngineConfig)}
-        told |= {name: v for name, v in options.engine.items() if v != defaults[name]}
-    return told
+        shown |= {name: v for name, v in options.engine.items() if v != defaults[name]}
+    return shown
 
 
 def _offer_all(
     options: OnlineOptions, slo: Slo | None, offer_once: OfferOnce
 ) -> SearchResult | None:
-    """Every rate with every seed, until somebody has had enough; or a search."""
+    """Offers every rate with every seed, until the user interrupts; or searches for a rate."""
     if options.find_max_qps:
-        assert slo is not None, "checked"
+        assert slo is not None, "OnlineOptions checks it"
         return _search(options, slo, offer_once)
     for seed in range(options.seed, options.seed + options.seeds):
         for rate in options.rates:
@@ -115,8 +119,8 @@ def _offer_all(
 
 
 def _search(options: OnlineOptions, slo: Slo, offer_once: OfferOnce) -> SearchResult:
-    """Each rate is offered for long enough to see that it is too high, unless the user says how
-    many requests or for how long."""
+    """Searches for the highest rate. Each rate is offered for long enough to show that it is too
+    high, unless the user gives a number of requests or a duration."""
     (start,) = options.rates if len(options.rates) == 1 else (None,)
     if start is None:
         raise ConfigError("find_max_qps needs one qps to begin with")
@@ -148,7 +152,7 @@ def _search(options: OnlineOptions, slo: Slo, offer_once: OfferOnce) -> SearchRe
 
 @contextlib.contextmanager
 def _offering(options: OnlineOptions) -> Iterator[OfferOnce]:
-    """Offers one rate with one seed at a time; what is measured lives as long."""
+    """Opens the target, yields the function that offers it one rate, and closes it."""
     if options.simulate:
         from bench.simulate.command import simulated
 
@@ -186,7 +190,7 @@ def _offering(options: OnlineOptions) -> Iterator[OfferOnce]:
 
 
 def _fitted(dataset: DatasetSettings, target: Target) -> DatasetSettings:
-    """What the target tells about its context and its tokens."""
+    """Completes the settings with the target's context length and token counter."""
     return replace(
         dataset,
         max_model_len=dataset.max_model_len or target.max_model_len,
@@ -209,7 +213,7 @@ def _target(options: OnlineOptions) -> Target:
     headers = {}
     for number, line in enumerate(options.header or (), 1):
         name, colon, value = line.partition(":")
-        if not colon or not name.strip():  # it may be a secret, and is not shown
+        if not colon or not name.strip():  # the text may be a secret: the error does not show it
             raise ConfigError(f"header must be NAME: VALUE; number {number} is not")
         headers[name.strip()] = value.strip()
     return ServerTarget(

@@ -1,4 +1,4 @@
-"""`serve bench`: a load, and the measurements of other names. Heavy imports happen inside."""
+"""The commands `serve bench` and `serve plan`. Heavy imports happen inside the functions."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from bench.cli.measurements import measurements
 from bench.cli.plan import plan
 from bench.common.cli_options import ENGINE, ENGINE_SETTINGS, LOAD_OPTIONS
 from bench.load.workload.load_options import OnlineOptions
-from serve.cli import examples
-from serve.cli import options as opt
+from serve.cli import examples, options
 from serve.cli.reporting import reported, set_up_logging
 from serve.config import DEFAULT_MODEL, EngineConfig
 from serve.errors import ConfigError
 
 
 class Bench(TyperCommand):
-    """A first word that names a measurement of its own gets its own options and help."""
+    """The command `serve bench`, where a first word may name a measurement with its own options."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
@@ -36,19 +35,19 @@ class Bench(TyperCommand):
 
 
 def online(**given: Any) -> None:
-    """Offer a load to a server, an engine in this process or a simulated one; say how it did.
+    """Measure a server, an engine in this process or a simulated engine under load.
 
-    How soon answers came is counted from when each request was due.
+    Latencies are counted from the time at which each request was due.
 
-    `serve bench NAME --help` goes with each measurement of its own: throughput, latency, startup,
-    ops, io, engine, http, prefix-cache, nodes and ablation; compare sets results side by side.
+    `serve bench NAME --help` describes each other measurement: throughput, latency, startup, ops,
+    io, engine, http, prefix-cache, nodes and ablation; compare sets results side by side.
     """
     engine = {name: given.pop(name) for name in ENGINE_SETTINGS}
     from bench.cli.load import run
 
     set_up_logging("warning")
     with reported():
-        _not_a_measurement(given["model"])
+        _check_is_no_measurement(given["model"])
         is_valid = run(OnlineOptions(**given, engine=engine))
     if not is_valid:
         raise typer.Exit(3)
@@ -56,7 +55,7 @@ def online(**given: Any) -> None:
 
 def _signature() -> inspect.Signature:
     """Returns the command's parameters: the fields of OnlineOptions, then those of the engine."""
-    parameters = [_keyword("model", opt.Model, DEFAULT_MODEL)]
+    parameters = [_keyword("model", options.Model, DEFAULT_MODEL)]
     types = typing.get_type_hints(OnlineOptions)
     for item in fields(OnlineOptions):
         option = LOAD_OPTIONS.get(item.name)
@@ -67,7 +66,7 @@ def _signature() -> inspect.Signature:
     types = typing.get_type_hints(EngineConfig)
     defaults = {item.name: item.default for item in fields(EngineConfig)}
     for name in ENGINE_SETTINGS:
-        made = opt.run_option(name, rich_help_panel=ENGINE)
+        made = options.run_option(name, rich_help_panel=ENGINE)
         parameters.append(_keyword(name, Annotated[types[name], made], defaults[name]))
     return inspect.Signature(parameters)
 
@@ -77,7 +76,7 @@ def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
-def _not_a_measurement(model: str) -> None:
+def _check_is_no_measurement(model: str) -> None:
     group: Any = typer.main.get_command(measurements)
     if model in group.commands:  # a model directory of that name is ./ops
         raise ConfigError(f"options come after the name: `serve bench {model} [OPTIONS]`")
@@ -92,6 +91,6 @@ app.command("plan", epilog=examples.PLAN)(plan)
 
 
 def command(name: str | None) -> Any:
-    """The click command `serve bench` or `serve plan`."""
+    """Returns the click command `serve bench` or `serve plan`."""
     group: Any = typer.main.get_command(app)
     return group.commands[name]

@@ -1,4 +1,4 @@
-"""`serve bench NAME`: the measurements besides a load. Heavy imports happen inside them."""
+"""The commands `serve bench NAME`. Heavy imports happen inside the functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from bench.common.cli_options import whole_numbers
-from serve.cli import options as opt
+from serve.cli import options
 from serve.cli.reporting import reported, set_up_logging
 from serve.errors import MergestepError
 
@@ -18,17 +18,19 @@ Model = Annotated[
     str | None,
     typer.Argument(
         help="A Hugging Face directory, or random:SHAPE (such as random:llama-1b): random"
-        " weights, written to ~/.cache/mergestep at the first time.",
+        " weights, which the first run writes to ~/.cache/mergestep.",
         show_default="the embedded model",
     ),
 ]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all figures here.")]
-PngFile = Annotated[Path | None, typer.Option("--png", help="Draw them here.")]
-Requests = Annotated[int | None, typer.Option(help="How many.")]
-Dataset = Annotated[str | None, typer.Option(help="As `serve bench` has them (docs/workloads.md).")]
-InputLen = Annotated[int | None, typer.Option(help="Random prompts of exactly that length.")]
-OutputLen = Annotated[int | None, typer.Option(help="And answers of that one.")]
-Seed = Annotated[int, typer.Option(help="Of what is asked.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")]
+PngFile = Annotated[Path | None, typer.Option("--png", help="Draw the figures to this file.")]
+Requests = Annotated[int | None, typer.Option(help="Number of requests.")]
+Dataset = Annotated[
+    str | None, typer.Option(help="A data set of `serve bench` (docs/workloads.md).")
+]
+InputLen = Annotated[int | None, typer.Option(help="Tokens of each random prompt.")]
+OutputLen = Annotated[int | None, typer.Option(help="Tokens of each answer.")]
+Seed = Annotated[int, typer.Option(help="Seed of the requests.")]
 
 
 @measurements.command()
@@ -38,19 +40,19 @@ def throughput(
     requests: Requests = None,
     input_len: InputLen = None,
     output_len: OutputLen = None,
-    repeats: Annotated[int | None, typer.Option(help="3 by default.")] = None,
-    max_num_seqs: opt.MaxNumSeqs = 256,
-    max_model_len: opt.MaxModelLen = None,
-    dtype: opt.DType = "auto",
-    kv_dtype: opt.KVDType = "auto",
-    compute_threads: opt.ComputeThreads = None,
-    backend: opt.Backend = "auto",
-    peer: Annotated[str | None, typer.Option(help="transformers, in the same run.")] = None,
+    repeats: Annotated[int | None, typer.Option(help="Repetitions; the default is 3.")] = None,
+    max_num_seqs: options.MaxNumSeqs = 256,
+    max_model_len: options.MaxModelLen = None,
+    dtype: options.DType = "auto",
+    kv_dtype: options.KVDType = "auto",
+    compute_threads: options.ComputeThreads = None,
+    backend: options.Backend = "auto",
+    peer: Annotated[str | None, typer.Option(help="Measure transformers in the same run.")] = None,
     seed: Seed = 0,
     json_file: JsonFile = None,
-    quick: opt.Quick = False,
+    quick: options.Quick = False,
 ) -> None:
-    """All requests at once: tokens a second, and the share of what the machine allows."""
+    """Send all requests at once and report tokens per second, and their share of the bound."""
     settings = dict(locals())
     from bench.offline.throughput import throughput as measure
 
@@ -63,23 +65,28 @@ def throughput(
 def latency(
     model: Model = None,
     batch: Annotated[
-        str | None, typer.Option(help="Sequences that decode, with commas; 1 to 64.")
+        str | None, typer.Option(help="Numbers of decoding sequences, with commas; 1 to 64.")
     ] = None,
-    context: Annotated[int, typer.Option(help="Tokens before the first step.")] = 256,
-    steps: Annotated[int, typer.Option(help="Of each batch and round.")] = 32,
-    prefill: Annotated[str | None, typer.Option(help="Prompts' lengths, with commas.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Of everything.")] = None,
+    context: Annotated[
+        int, typer.Option(help="Tokens of each sequence before the first step.")
+    ] = 256,
+    steps: Annotated[int, typer.Option(help="Steps of each batch and round.")] = 32,
+    prefill: Annotated[str | None, typer.Option(help="Lengths of prompts, with commas.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds of all measurements.")] = None,
     peer: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=COMMAND, run in every round (bench/peers); repeat it."),
+        typer.Option(
+            help="NAME=COMMAND of another engine, run in every round (bench/peers). Repeat the"
+            " option for more."
+        ),
     ] = None,
-    dtype: opt.DType = "auto",
-    compute_threads: opt.ComputeThreads = None,
-    backend: opt.Backend = "auto",
+    dtype: options.DType = "auto",
+    compute_threads: options.ComputeThreads = None,
+    backend: options.Backend = "auto",
     json_file: JsonFile = None,
-    quick: opt.Quick = False,
+    quick: options.Quick = False,
 ) -> None:
-    """Steps of a model: decoding by batch, prompts by length, beside what the machine allows."""
+    """Measure steps of a model: decode by batch, prefill by length, and the machine's bound."""
     from bench.cli.latency import latency as measure
 
     set_up_logging("warning")
@@ -103,15 +110,17 @@ def latency(
 @measurements.command()
 def startup(
     model: Model = None,
-    repeats: Annotated[int | None, typer.Option(help="5 by default.")] = None,
-    cold: Annotated[bool, typer.Option(help="Also with the model's files out of memory.")] = True,
-    dtype: opt.DType = "auto",
-    compute_threads: opt.ComputeThreads = None,
-    limit_s: Annotated[float, typer.Option("--limit", help="Seconds for one start.")] = 600.0,
+    repeats: Annotated[int | None, typer.Option(help="Repetitions; the default is 5.")] = None,
+    cold: Annotated[
+        bool, typer.Option(help="Also start with the model's files out of memory.")
+    ] = True,
+    dtype: options.DType = "auto",
+    compute_threads: options.ComputeThreads = None,
+    limit_s: Annotated[float, typer.Option("--limit", help="Most seconds for one start.")] = 600.0,
     json_file: JsonFile = None,
-    quick: opt.Quick = False,
+    quick: options.Quick = False,
 ) -> None:
-    """`serve run` from its start to the first token, and where the time goes."""
+    """Measure `serve run` from its start to the first token, and where the time goes."""
     settings = dict(locals())
     from bench.cli.startup import startup as measure
 
@@ -121,8 +130,8 @@ def startup(
 
 
 @measurements.command()
-def ops(json_file: JsonFile = None, quick: opt.Quick = False) -> None:
-    """The kernels, each against what the machine can do."""
+def ops(json_file: JsonFile = None, quick: options.Quick = False) -> None:
+    """Measure each kernel against what the machine can do."""
     from bench.kernels import ops
 
     with reported():
@@ -134,12 +143,14 @@ def ops(json_file: JsonFile = None, quick: opt.Quick = False) -> None:
 def io(
     directory: Annotated[
         Path | None,
-        typer.Option("--dir", metavar="DIR", help="Where; here by default.", show_default=False),
+        typer.Option(
+            "--dir", metavar="DIR", help="Directory; the default is this one.", show_default=False
+        ),
     ] = None,
     json_file: JsonFile = None,
-    quick: opt.Quick = False,
+    quick: options.Quick = False,
 ) -> None:
-    """The way to the disk below DIR, in a temporary folder."""
+    """Measure the disk below DIR, in a temporary folder."""
     from bench.kernels import io
 
     with reported():
@@ -161,24 +172,27 @@ def ablation(
     requests: Requests = None,
     input_len: InputLen = None,
     output_len: OutputLen = None,
-    rounds: Annotated[int | None, typer.Option(help="Of all variants; 8 by default.")] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 64,
+    rounds: Annotated[
+        int | None, typer.Option(help="Rounds of all variants; the default is 8.")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Most sequences that run at once.")] = 64,
     qps: Annotated[
-        float | None, typer.Option(help="Rate of the latencies; 60 % of what is reached.")
+        float | None,
+        typer.Option(help="Rate for the latencies; the default is 60 % of the highest."),
     ] = None,
-    at_rate: Annotated[bool, typer.Option(help="Also latencies at a rate.")] = True,
-    kv_cache_bytes: opt.KVCacheBytes = None,
+    at_rate: Annotated[bool, typer.Option(help="Also measure latencies at a rate.")] = True,
+    kv_cache_bytes: options.KVCacheBytes = None,
     variants: Annotated[
-        str | None, typer.Option(help="Only these, with commas.", show_default=False)
+        str | None, typer.Option(help="Run only these, with commas.", show_default=False)
     ] = None,
-    dtype: opt.DType = "auto",
-    compute_threads: opt.ComputeThreads = None,
+    dtype: options.DType = "auto",
+    compute_threads: options.ComputeThreads = None,
     seed: Seed = 0,
     json_file: JsonFile = None,
     png_file: PngFile = None,
-    quick: opt.Quick = False,
+    quick: options.Quick = False,
 ) -> None:
-    """The same requests with each optimisation off in turn, in one interleaved run."""
+    """Measure the same requests with each optimisation off in turn, in one interleaved run."""
     settings = dict(locals())
     from bench.cli.ablation import ablation as measure
 
@@ -193,20 +207,22 @@ def compare(
     files: Annotated[list[Path], typer.Argument(help="JSON files of `serve bench`.")],
     fail_over: Annotated[
         str | None,
-        typer.Option(help="Exit code 3 if a figure is worse by more than that share, as 10%."),
+        typer.Option(
+            help="Exit with code 3 if a figure is worse by more than this share, such as 10%."
+        ),
     ] = None,
     html_file: Annotated[
-        Path | None, typer.Option("--html", help="Latencies over each other.")
+        Path | None, typer.Option("--html", help="Write the latency distributions.")
     ] = None,
     png_file: PngFile = None,
 ) -> None:
-    """Results beside the first one's."""
+    """Set the figures of results beside those of the first."""
     from rich.console import Console
 
-    from bench.load.report.compare import compare as set_side_by_side
+    from bench.load.report.compare import compare as compare_results
 
     with reported():
-        is_good = set_side_by_side(
+        is_good = compare_results(
             files, fail_over=fail_over, console=Console(), html_file=html_file, png_file=png_file
         )
     if not is_good:
@@ -216,9 +232,11 @@ def compare(
 @measurements.command()
 def engine(
     model: Model = None,
-    seqs: Annotated[int, typer.Option(help="Sequences at once.")] = 256,
-    tokens: Annotated[int | None, typer.Option(help="Of each answer; 400.")] = None,
-    repeats: Annotated[int | None, typer.Option(help="5 by default.")] = None,
+    seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 256,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens of each answer; the default is 400.")
+    ] = None,
+    repeats: Annotated[int | None, typer.Option(help="Repetitions; the default is 5.")] = None,
     long_prompt: Annotated[
         bool,
         typer.Option(
@@ -228,9 +246,9 @@ def engine(
         ),
     ] = False,
     json_file: JsonFile = None,
-    quick: opt.Quick = False,
+    quick: options.Quick = False,
 ) -> None:
-    """Our own machinery, beside a device that takes no time."""
+    """Measure the engine's own work, with a device that takes no time."""
     settings = dict(locals())
     is_long_prompt = settings.pop("long_prompt")
     from bench.engine.engine_overhead import engine as measure
@@ -247,15 +265,15 @@ def engine(
 @measurements.command()
 def http(
     model: Model = None,
-    streams: Annotated[int, typer.Option(help="At once.")] = 32,
-    input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 32,
+    streams: Annotated[int, typer.Option(help="Streams at once.")] = 32,
+    input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 32,
     output_len: OutputLen = None,
-    rounds: Annotated[int | None, typer.Option(help="5 by default.")] = None,
-    dtype: opt.DType = "auto",
+    rounds: Annotated[int | None, typer.Option(help="Rounds; the default is 5.")] = None,
+    dtype: options.DType = "auto",
     json_file: JsonFile = None,
-    quick: opt.Quick = False,
+    quick: options.Quick = False,
 ) -> None:
-    """What HTTP costs: the same streams through a server and in process, in turn."""
+    """Measure the cost of HTTP: the same streams through a server and in process, in turn."""
     settings = dict(locals())
     from bench.engine.http_overhead import http as measure
 
@@ -270,12 +288,14 @@ def prefix_cache(
         str,
         typer.Argument(help="A Hugging Face directory, or random:SHAPE."),
     ] = "random:llama-1b",
-    prefix: Annotated[int | None, typer.Option(help="Tokens that prompts share; 4000.")] = None,
-    repeats: Annotated[int | None, typer.Option(help="5 by default.")] = None,
+    prefix: Annotated[
+        int | None, typer.Option(help="Tokens that the prompts share; the default is 4000.")
+    ] = None,
+    repeats: Annotated[int | None, typer.Option(help="Repetitions; the default is 5.")] = None,
     json_file: JsonFile = None,
-    quick: opt.Quick = False,
+    quick: options.Quick = False,
 ) -> None:
-    """A first token with a prefix computed, in memory and on disk."""
+    """Measure the first token with a prefix that is computed, in memory and on disk."""
     settings = dict(locals())
     from bench.engine.prefix_cache import prefix_cache as measure
 
@@ -288,12 +308,12 @@ def prefix_cache(
 def nodes(
     what: Annotated[
         list[str] | None,
-        typer.Argument(help="capacity, speed, overlap, layer.", show_default="all"),
+        typer.Argument(help="Any of capacity, speed, overlap, layer.", show_default="all"),
     ] = None,
     json_file: JsonFile = None,
-    quick: opt.Quick = False,
+    quick: options.Quick = False,
 ) -> None:
-    """K/V and attention on memory nodes of this machine."""
+    """Measure K/V and attention on memory nodes of this machine."""
     from bench.nodes.memory_nodes import nodes as measure
 
     set_up_logging("warning")

@@ -1,4 +1,4 @@
-"""`serve plan`: its options."""
+"""The options of `serve plan`."""
 
 from __future__ import annotations
 
@@ -26,67 +26,79 @@ def plan(
     machine: Annotated[
         list[str] | None,
         typer.Option(
-            help="One to see in detail, several to compare (repeat it): a name (--list), 4xNAME,"
-            " or here (measured). By default all are compared.",
+            help="A name (--list), 4xNAME, or here (measured). One machine is shown in detail,"
+            " several (repeat the option) are compared; by default all are compared.",
             show_default=False,
         ),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Weights: int8, int4, nf4, fp8, bfloat16 or float32.")
+        str, typer.Option(help="Type of the weights: int8, int4, nf4, fp8, bfloat16 or float32.")
     ] = "int8",
-    kv_dtype: Annotated[str, typer.Option(help="K/V: auto, int8, bfloat16 or float32.")] = "auto",
+    kv_dtype: Annotated[
+        str, typer.Option(help="Type of the K/V: auto, int8, bfloat16 or float32.")
+    ] = "auto",
     prompt: Annotated[
-        int | None, typer.Option(help="Tokens of a prompt; 1024.", rich_help_panel=_WANTED)
+        int | None,
+        typer.Option(help="Tokens of a prompt; the default is 1024.", rich_help_panel=_WANTED),
     ] = None,
     output: Annotated[
-        int | None, typer.Option(help="And of an answer; 256.", rich_help_panel=_WANTED)
+        int | None,
+        typer.Option(help="Tokens of an answer; the default is 256.", rich_help_panel=_WANTED),
     ] = None,
     ttft: Annotated[
         float | None,
-        typer.Option(help="Most ms to a first token.", rich_help_panel=_WANTED),
+        typer.Option(help="Most ms to the first token.", rich_help_panel=_WANTED),
     ] = None,
     tpot: Annotated[
         float | None,
-        typer.Option(help="Most ms from token to token.", rich_help_panel=_WANTED),
+        typer.Option(help="Most ms between tokens.", rich_help_panel=_WANTED),
     ] = None,
     usd_per_h: Annotated[
         float | None,
-        typer.Option("--usd-per-hour", help="Most dollars an hour.", rich_help_panel=_WANTED),
+        typer.Option("--usd-per-hour", help="Most dollars per hour.", rich_help_panel=_WANTED),
     ] = None,
     usd_per_m: Annotated[
         float | None,
         typer.Option(
             "--usd-per-million",
-            help="Most dollars for a million tokens of answers.",
+            help="Most dollars per million output tokens.",
             rich_help_panel=_WANTED,
         ),
     ] = None,
     batch: Annotated[
-        str | None, typer.Option(help="Of the table of one machine, with commas.")
+        str | None, typer.Option(help="Batch sizes of one machine's table, with commas.")
     ] = None,
-    context: Annotated[str | None, typer.Option(help="Likewise, tokens.")] = None,
+    context: Annotated[
+        str | None, typer.Option(help="Context lengths of that table, in tokens.")
+    ] = None,
     disaggregated: Annotated[
         bool,
-        typer.Option("--disaggregated", help="Also compute devices beside memory devices."),
+        typer.Option(
+            "--disaggregated", help="Also show compute devices with separate memory devices."
+        ),
     ] = False,
     top: Annotated[int, typer.Option(help="Rows of the comparison.")] = 15,
     hardware: Annotated[
         Path | None,
-        typer.Option(help="A TOML file with more devices, or other figures of those known."),
+        typer.Option(help="A TOML file with more devices, or with other figures for known ones."),
     ] = None,
     show_list: Annotated[
-        bool, typer.Option("--list", help="Name the models and machines that are known.")
+        bool, typer.Option("--list", help="List the known models and machines.")
     ] = False,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Predictions for this machine beside measured steps."),
+        typer.Option("--check", help="Compare predictions for this machine with measured steps."),
     ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write it all here.")] = None,
-    png_file: Annotated[Path | None, typer.Option("--png", help="Draw it here.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures to this file.")
+    ] = None,
+    png_file: Annotated[
+        Path | None, typer.Option("--png", help="Draw the curves to this file.")
+    ] = None,
 ) -> None:
-    """What MODEL can do on machines, and which to buy: from sizes and peaks.
+    """Predict how fast MODEL runs on machines, and compare their costs, from sizes and peaks.
 
-    Exit code 3: no machine serves what is wanted."""
+    The exit code is 3 if no machine serves what is wanted."""
     set_up_logging("warning")
     with reported():
         if show_list:

@@ -1,4 +1,4 @@
-"""`serve bench startup`: options, tables, file."""
+"""`serve bench startup`: from options to tables and a file."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ def startup(
     json_file: Path | None = None,
     quick: bool = False,
 ) -> dict[str, Any]:
-    """`serve run` in fresh processes, to its first token; prints where the time goes.
+    """Runs `serve run` in fresh processes to its first token, and prints where the time goes.
 
-    model: a directory, "random:SHAPE", None for the embedded one. cold: also with the model's
-    files out of memory. limit_s: for one start.
-    Returns what is written to json_file. ConfigError before anything runs, MergestepError where
-    a server does not come up.
+    model is a directory, "random:SHAPE", or None for the embedded model. cold also starts with the
+    model's files out of memory. limit_s is the most seconds for one start. Returns what is written
+    to json_file. Raises ConfigError before anything runs, MergestepError if a start fails.
     """
     tables.check_file(json_file)
     num_repeats = repeats or (1 if quick else 5)
@@ -66,7 +65,9 @@ def startup(
     console.print(str(head), highlight=False, soft_wrap=True)
     _show(starts, imports, console)
     if is_cold and not was_dropped:
-        console.print("the model's files could not be dropped from memory here: cold is warm")
+        console.print(
+            "the model's files cannot be dropped from memory here: the cold starts are warm"
+        )
     result = {
         "starts": {name: [asdict(start) for start in found] for name, found in starts.items()},
         "was_cold": is_cold and was_dropped,
@@ -88,13 +89,13 @@ def _show(starts: dict[str, list[Start]], imports: dict[str, float], console: Co
     table.add_row("resident when ready, MiB", *sizes)
     console.print(table)
     lines = _phases(starts["warm"])
-    console.print("from its words, warm: " + ", ".join(lines), highlight=False, soft_wrap=True)
+    console.print("phases by the log, warm: " + ", ".join(lines), highlight=False, soft_wrap=True)
     packages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in imports.items())
     console.print(f"imports, seconds: {packages}", highlight=False, soft_wrap=True)
 
 
 def _phases(starts: list[Start]) -> list[str]:
-    """Seconds between what it says, medians; up to when it is ready."""
+    """Returns the median seconds between lines of the log, up to readiness."""
     said = [
         [(at_s, line) for at_s, line in start.lines if at_s <= start.at_s["/ready"]]
         for start in starts
@@ -113,5 +114,4 @@ def _phases(starts: list[Start]) -> list[str]:
 
 
 def _short(text: str) -> str:
-    """Whole words."""
     return textwrap.shorten(text, 48, placeholder=" ...")

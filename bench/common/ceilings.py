@@ -1,7 +1,7 @@
-"""What the machine can do, read between measurements, and what a model's steps must do at least.
+"""The machine's ceilings, read between measurements, and the least that a model's steps must do.
 
 A step reads every weight and the K/V of its decode rows once, and multiplies every row by every
-weight; reading and multiplying overlap at best. So a step cannot take less than `Work.bound_s`.
+weight; at best the two overlap. So a step cannot take less than `Work.bound_s`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ MAX_DRIFT, MAX_REPEATS = 0.15, 3
 _READ = 256 << 20
 _PROBES = 5
 _MULTIPLIED = 500_000
-# 4-bit weights: two scales' bytes for every group of 64 are left out.
+# The scales of 4-bit weights (two bytes for every group of 64) are left out.
 _WEIGHT_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5, "nf4": 0.5}
 
 T = TypeVar("T")
 
 
 class Ceiling(NamedTuple):
-    """Bytes read, int8 and bf16 operations per second; bf16 is 0 without the instruction."""
+    """Bytes read, int8 operations and bf16 operations, each per second. bf16 is 0 on processors
+    without the instruction."""
 
     read: float
     i8: float
@@ -41,7 +42,7 @@ class Ceiling(NamedTuple):
 
     @classmethod
     def now(cls, buffer: torch.Tensor) -> Ceiling:
-        """Medians of short readings."""
+        """Returns the medians of short readings."""
         readings = [_read_ceilings(buffer) for _ in range(_PROBES)]
         return cls(*map(statistics.median, zip(*readings, strict=True)))
 
@@ -49,7 +50,7 @@ class Ceiling(NamedTuple):
         return Ceiling(*map(statistics.mean, zip(self, other, strict=True)))
 
     def drift(self, other: Ceiling) -> float:
-        """The largest relative difference; 0.15 is 15 %."""
+        """Returns the largest relative difference; 0.15 is 15 %."""
         pairs = zip(self, other, strict=True)
         return max((max(pair) / min(pair) - 1 for pair in pairs if min(pair)), default=0.0)
 
@@ -61,11 +62,11 @@ class Ceiling(NamedTuple):
 
 
 class Probe:
-    """Reads the ceilings; holds the memory that is read. All are 0 where they cannot be read:
-    without the native kernels, and of a GPU (bench/gpu/report.py does that)."""
+    """Reads the ceilings, and holds the memory that is read. All are 0 where they cannot be read:
+    without the native kernels, and on a GPU (bench/gpu/report.py measures those)."""
 
     def __init__(self, backend: str) -> None:
-        """backend: of ops.BACKENDS, what the model runs on."""
+        """backend: the name in ops.BACKENDS on which the model runs."""
         can_read = native.is_available() and backend == "cpu"
         self._buffer = torch.ones(_READ, dtype=torch.uint8) if can_read else None
 
@@ -85,7 +86,7 @@ def _read_ceilings(buffer: torch.Tensor) -> Ceiling:
 
 
 class Measured(NamedTuple, Generic[T]):
-    """ceiling: the mean of before and after; drift: how far they are apart."""
+    """A value with the mean of the ceilings before and after it, and their relative drift."""
 
     value: T
     ceiling: Ceiling
@@ -93,7 +94,8 @@ class Measured(NamedTuple, Generic[T]):
 
 
 async def steady(run: Callable[[], Awaitable[T]], probe: Callable[[], Ceiling]) -> Measured[T]:
-    """Between two readings of the ceilings that agree; if none do, where they differed least."""
+    """Runs between two readings of the ceilings until they agree (MAX_DRIFT). After MAX_REPEATS
+    repetitions it returns the run whose readings differ least."""
     tries: list[Measured[T]] = []
     for _ in range(1 + MAX_REPEATS):
         before = probe()
@@ -107,8 +109,8 @@ async def steady(run: Callable[[], Awaitable[T]], probe: Callable[[], Ceiling]) 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What must be read and multiplied at least. products: operations on weights, in int8 where
-    the weights are on int8 rows; attention: in bf16."""
+    """The least that must be read and multiplied. products counts operations on weights, in int8 if
+    is_int8; attention counts operations in bf16."""
 
     read_bytes: float
     products: float
@@ -116,7 +118,7 @@ class Work:
     is_int8: bool
 
     def bound_s(self, ceiling: Ceiling) -> float:
-        """What has no ceiling bounds nothing."""
+        """Returns the least seconds; a ceiling of 0 is unknown and bounds nothing."""
         rate = ceiling.i8 if self.is_int8 else ceiling.bf16
         compute = self.products / rate if rate else 0.0
         compute += self.attention / ceiling.bf16 if ceiling.bf16 else 0.0
@@ -125,9 +127,10 @@ class Work:
 
 
 class ModelCost:
-    """Sizes of a model's products and of its K/V, as an engine computes it.
+    """Sizes of a model's products and of its K/V, as an engine computes them.
 
-    block_weights, head_weights: numbers; weight_bytes: of each; kv_bytes: of a token.
+    block_weights and head_weights are numbers of weights, weight_bytes the bytes of one, and
+    kv_bytes the bytes of one token's K/V.
     """
 
     def __init__(self, spec: ModelSpec, weights: str, compute: torch.dtype, kv_bytes: int) -> None:
@@ -136,7 +139,7 @@ class ModelCost:
         self.block_weights = spec.num_layers * (spec.hidden_size * (2 * q + 2 * kv) + mlp)
         self.head_weights = spec.vocab_size * spec.hidden_size
         self.is_int8 = weights != "plain"
-        # the last product of 4-bit models is in int8
+        # The last product of 4-bit models is in int8.
         self.weight_bytes = _WEIGHT_BYTES.get(weights, compute.itemsize)
         self.head_bytes = max(1.0, self.weight_bytes)
         self.kv_bytes = kv_bytes
@@ -148,7 +151,8 @@ class ModelCost:
         return cls(spec, precision.weights, precision.compute, kv_bytes)
 
     def step(self, work: StepWork) -> Work:
-        """Of a traced step. Every decode row and every chunk gets a token at most."""
+        """Returns the work of a traced step, in which every decode row and every chunk samples one
+        token at most."""
         num_sampled = work.num_decodes + work.num_chunks if work.samples else 0
         products = 2.0 * (self.block_weights * work.num_rows + self.head_weights * num_sampled)
         read = self.block_weights * self.weight_bytes + self.head_weights * self.head_bytes
@@ -161,7 +165,7 @@ class ModelCost:
         )
 
     def bound_s(self, steps: Iterable[TracedStep], ceiling: Ceiling) -> float:
-        """All steps, one after the other."""
+        """Returns the least seconds of all steps, one after the other."""
         return sum(self.step(step.work).bound_s(ceiling) for step in steps)
 
 

@@ -1,7 +1,7 @@
-"""Random checkpoints of real shapes, for measurements that need no sense in the text.
+"""Random checkpoints of real shapes, for measurements whose text need not make sense.
 
-Written once into the cache folder as bf16 safetensors with a synthetic byte-level tokenizer of
-the full vocabulary, so that every part of the server does its usual work.
+They are written once into the cache folder, as bf16 safetensors with a synthetic byte-level
+tokenizer of the full vocabulary, so that every part of the server does its usual work.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "max_position_embeddings": 32768,
     },
-    # 32k tokens of prompt take some fifteen seconds on two cores
+    # A prompt of 32k tokens takes about fifteen seconds on two cores.
     "small-32k": {
         "hidden_size": 512,
         "num_hidden_layers": 6,
@@ -60,7 +60,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "max_position_embeddings": 40960,
     },
-    # little to compute, 64 KiB of K/V a token in fp32
+    # Little to compute, and 64 KiB of K/V per token in fp32.
     "wide-kv": {
         "hidden_size": 256,
         "num_hidden_layers": 8,
@@ -72,7 +72,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "max_position_embeddings": 8192,
     },
-    # a few milliseconds a step: for smoke tests of the scripts
+    # A step takes a few milliseconds: for smoke tests of the scripts.
     "tiny": {
         "hidden_size": 64,
         "num_hidden_layers": 2,
@@ -84,7 +84,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "max_position_embeddings": 2048,
     },
-    # for kernels that are interpreted
+    # For interpreted kernels.
     "one-layer": {
         "hidden_size": 64,
         "num_hidden_layers": 1,
@@ -100,28 +100,28 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/mergestep, by default ~/.cache/mergestep."""
+    """Returns $XDG_CACHE_HOME/mergestep, by default ~/.cache/mergestep."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "mergestep"
 
 
 def model_directory(model: str | Path | None) -> str | None:
-    """A directory; None for the embedded model. "random:SHAPE" is a random checkpoint, written at
-    the first call. ConfigError names the shapes."""
+    """Returns the model's directory, or None for the embedded model. "random:SHAPE" is a random
+    checkpoint, which the first call writes. Raises ConfigError for an unknown shape."""
     if model is None or model == DEFAULT_MODEL:
         return None
     if not str(model).startswith(RANDOM):
         return str(model)
     shape = str(model).removeprefix(RANDOM)
     if shape not in SHAPES:
-        raise ConfigError(f"model {model}: the shapes are {', '.join(SHAPES)}")
+        raise ConfigError(f"model {model}: the known shapes are {', '.join(SHAPES)}")
     return str(random_checkpoint(shape))
 
 
 def random_checkpoint(shape: str, *, folder: Path | None = None, has_weights: bool = True) -> Path:
-    """The checkpoint's directory; made at the first call (seeded, the same everywhere).
+    """Returns the checkpoint's directory. The first call makes it from a fixed seed.
 
-    Without weights it is for the setting load_format random.
+    A checkpoint without weights is for the setting load_format=random.
     """
     path = (folder or cache_folder()) / f"random-{shape}"
     needed = path / ("model.safetensors" if has_weights else "tokenizer_config.json")
@@ -184,7 +184,7 @@ def _tensors(config: dict[str, Any], title: str) -> dict[str, torch.Tensor]:
 
 
 def _write_tokenizer(path: Path, vocab_size: int) -> None:
-    """Bytes first, then aa, ab, ... aaa, ...: every token has a text and a merge."""
+    """Writes a tokenizer of the bytes, then aa, ab, ... aaa, ..., each with a merge."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     vocab = {"<s>": 0, "</s>": 1}

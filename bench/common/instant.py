@@ -1,7 +1,7 @@
-"""An engine whose device takes no time: everything that remains is our own machinery.
+"""An engine whose device takes no time, so that only the engine's own work remains.
 
-`InstantRunner` does what the real runner does around the model (commit pages, flatten the
-batch) and returns scripted tokens at once. Used by bench/engine/engine_overhead.py and by tests.
+`InstantRunner` does what the real runner does around the model (it commits pages and flattens
+the batch) and returns scripted tokens at once.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from serve.scheduler.step_plan import SchedulerLimits, StepPlan
 from serve.text.tokenizer import Tokenizer
 
 TokenScript = Callable[[Sequence], int]
-"""The next token of a sequence."""
+"""Returns the next token of a sequence."""
 
 
 class InstantRunner:
     """Answers every step at once.
 
-    gaps_s: from the end of a step to the start of the next one; batch_s: what the runner does
-    before the model; rows: of each step.
+    For each step, gaps_s has the seconds since the previous step's end, batch_s the seconds of the
+    work before the model, and rows the number of rows.
     """
 
     def __init__(self, kv: KVManager, script: TokenScript) -> None:
         self._kv = kv
         self._script = script
-        self.gate = threading.Event()  # cleared: the device is busy with something else
+        self.gate = threading.Event()  # a cleared gate is a busy device
         self.gate.set()
         self.reset()
 
     def reset(self, device_s: float = 0.0) -> None:
-        """Forget the measurements; from now on the device takes that long for a step."""
+        """Discards the measurements; from now on the device takes device_s for a step."""
         self._device_s = device_s
         self._ended_s: float | None = None
         self.gaps_s: list[float] = []
@@ -68,7 +68,7 @@ class InstantRunner:
         return StepResult(batch.sampled, tokens, None)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing, as the runner holds nothing."""
 
 
 def load_instant(
@@ -81,8 +81,8 @@ def load_instant(
     token_bytes: int = 2560,
     parts: Parts | None = None,
 ) -> LoadedEngine:
-    """A LoadedEngine like load_engine's, with the model's tokenizer but no weights."""
-    made_of = parts or Parts()
+    """Returns a LoadedEngine like load_engine's, with the model's tokenizer but no weights."""
+    parts = parts or Parts()
     spec: ModelSpec = read_spec(config.model_path)
     tokenizer = Tokenizer.load(config.model_path)
     max_len = config.max_model_len or spec.max_model_len
@@ -110,9 +110,9 @@ def load_instant(
         config.max_num_seqs,
         config.ttft_slo,
     )
-    core = made_of.core(
+    core = parts.core(
         runner=runner,
-        scheduler=made_of.scheduler(
+        scheduler=parts.scheduler(
             limits,
             kv,
             make_policy(config.memory_policy, kv, batched),

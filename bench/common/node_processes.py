@@ -1,4 +1,4 @@
-"""Memory nodes as processes of this machine, for measurements."""
+"""Starts memory nodes as processes on this machine, for measurements."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def memory_nodes(
     capacity: str = "1G",
     threads: int = 1,
 ) -> Iterator[list[str]]:
-    """Urls of nodes that are ready, in processes that end with the block. The key is in
-    folder/key."""
+    """Yields the URLs of nodes that are ready, and kills their processes when the block ends. The
+    nodes' key is in folder/key."""
     key = folder / "key"
     key.write_bytes(KEY)
     key.chmod(0o600)

@@ -14,8 +14,8 @@ from serve.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which colour-blind people can tell apart; in a page they are variables
-# with brighter values in the dark.
+# The colours of Okabe and Ito, which colour-blind people can tell apart. In a page they are
+# variables, with brighter values in dark mode.
 INK, MUTED, GRID, PAPER = "#1f2328", "#59636e", "#d8dee4", "#fefefe"
 BLUE, ORANGE, GREEN = "#0072b2", "#e69f00", "#009e73"
 VERMILLION, PURPLE, SKY = "#d55e00", "#b8578f", "#56b4e9"
@@ -32,8 +32,8 @@ VARIABLES = {
     SKY: "sky",
 }
 WIDTH_IN = 10.0
-MIN_TICK_GAP = 0.07  # of the axis
-_STYLE: Any = {  # matplotlib spells out all keys in its types
+MIN_TICK_GAP = 0.07  # as a fraction of the axis
+_STYLE: Any = {  # Any, as matplotlib's type names every key
     "svg.fonttype": "none",
     "svg.hashsalt": "serve bench",
     "font.family": "sans-serif",
@@ -58,7 +58,7 @@ _STYLE: Any = {  # matplotlib spells out all keys in its types
     "xtick.labelsize": 9,
     "ytick.labelsize": 9,
     "text.color": INK,
-    "text.parse_math": False,  # a $ in a name is a $
+    "text.parse_math": False,  # a $ in a name is no formula
     "legend.facecolor": PAPER,
     "legend.edgecolor": "none",
     "legend.framealpha": 0.8,
@@ -90,7 +90,7 @@ def styled() -> Iterator[None]:
 
 
 def vertical(axes: Axes, x: float, text: str, colour: str = VERMILLION) -> None:
-    """A limit, named above the picture; only named where it is outside what is drawn."""
+    """Draws a limit and names it above the picture; outside the axis it is only named."""
     low, high = axes.get_xlim()
     if low <= x <= high:
         axes.axvline(x, color=colour, linewidth=1.2, linestyle=(0, (5, 2)))
@@ -100,7 +100,7 @@ def vertical(axes: Axes, x: float, text: str, colour: str = VERMILLION) -> None:
 
 
 def horizontal(axes: Axes, y: float, text: str, colour: str = VERMILLION) -> None:
-    """A limit, named on its line; in the corner where it is outside what is drawn."""
+    """Draws a limit and names it on its line; outside the axis it is only named, in the corner."""
     low, high = axes.get_ylim()
     at_y, offset, side = y, 3, "bottom"
     if low <= y <= high:
@@ -122,7 +122,7 @@ def horizontal(axes: Axes, y: float, text: str, colour: str = VERMILLION) -> Non
 
 
 def rate_ticks(axes: Axes, rates: Sequence[float]) -> None:
-    """Ticks at the rates that were tried, as far as there is room for their names."""
+    """Sets ticks at the rates, as far as there is room for their labels."""
     low, high = min(rates), max(rates)
     kept: list[float] = []
     for qps in sorted(rates):
@@ -132,8 +132,8 @@ def rate_ticks(axes: Axes, rates: Sequence[float]) -> None:
 
 
 def plain_log(axis: Any, *, most: float = 150.0) -> None:
-    """A logarithmic axis with numbers that people read. most: times the least value that the
-    greatest may be for more numbers than powers of ten to have room."""
+    """Labels a logarithmic axis with plain numbers. An axis whose ends have a ratio below `most`
+    has room for more labels than powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()

@@ -17,7 +17,8 @@ def run(
     measure: Callable[[bool], Mapping[str, Rows]],
     show: Callable[[str, Any], None],
 ) -> None:
-    """measure(is_quick): {case: {row: a dataclass of figures}}. show(case, its rows) prints."""
+    """Runs measure(is_quick), which returns {case: {row: a dataclass of figures}}, and prints each
+    case with show(case, rows)."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""What the measurements share: a head that says where and of what, tables, JSON, progress."""
+"""What every measurement prints and writes: the head, tables, JSON and progress."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ WIDTH = 120
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Where a figure comes from. commit: of a source tree, with "+" where it has changes; None:
-    installed from elsewhere."""
+    """Where figures come from. commit is the source tree's, with "+" if it has changes, or None if
+    the package was installed without one."""
 
     what: str
     machine: str
@@ -95,14 +95,14 @@ def _commit() -> str | None:
 
 
 def console() -> Console:
-    """For results. Where nobody looks it is wide enough for the tables."""
+    """Returns the console for results, wide enough for the tables where it is no terminal."""
     made = Console()
     made.width = max(made.width, int(os.environ.get("COLUMNS", WIDTH)))
     return made
 
 
 def progress() -> Progress:
-    """On stderr, and only on a terminal."""
+    """Returns a progress bar on stderr, which shows only on a terminal."""
     watched = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
@@ -115,19 +115,19 @@ def progress() -> Progress:
 
 
 def write(path: Path | None, head: Head, result: Any) -> None:
-    """{"head": ..., **result}; without a path nothing."""
+    """Writes {"head": ..., **result} as JSON; does nothing without a path."""
     if path is not None:
         path.write_text(json.dumps(_finite({"head": asdict(head), **result}), indent=1) + "\n")
 
 
 def check_file(path: Path | None) -> None:
-    """Before anything runs. ConfigError."""
+    """Raises ConfigError if the file could not be written."""
     if path is not None:
         check_writable(path)
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN."""
+    """Replaces floats that JSON does not have (NaN and infinity) with None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -138,14 +138,16 @@ def _finite(value: Any) -> Any:
 
 
 def number(value: float) -> str:
-    """Three or four digits, without an exponent."""
+    """Formats a value with three or four digits and no exponent."""
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3
     return f"{value:,.{digits}f}"
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """In which the median lies with 90 % at least: values by rank, as many left out at either end
-    as that allows. Of fewer than five all values, with what certainty they give."""
+    """Returns an interval that contains the median with at least 90 % probability.
+
+    Its ends are values by rank: as many values are left out at either end as the probability
+    allows. Of fewer than five values none is left out, and the probability may be lower."""
     ordered, count = sorted(values), len(values)
     left_out, outside = 0, 0.5**count
     while count >= 5 and 2 * (outside + math.comb(count, left_out + 1) * 0.5**count) <= 0.1:
@@ -155,7 +157,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def spread(values: Sequence[float], form: Callable[[float], str] = number) -> str:
-    """The median and its interval."""
+    """Formats the median and its interval."""
     text = form(statistics.median(values))
     if len(values) < 2:
         return text
@@ -164,5 +166,5 @@ def spread(values: Sequence[float], form: Callable[[float], str] = number) -> st
 
 
 def has_bf16_product() -> bool:
-    """Whether the kernels here multiply bf16 by an instruction of its own."""
+    """Returns whether this processor's kernels have an instruction for bf16 products."""
     return native.is_available() and native.Ceilings.multiply_bf16(1) > 0

@@ -1,6 +1,5 @@
-"""Measurements without arrivals: `serve bench throughput | latency | startup | ablation`.
+"""Measurements without an arrival process: throughput, latency and start-up time.
 
-page.py      what heads every result: machine, versions, tables, the file
-bound.py     what the machine can do, and what a model's steps must do at least
-requests.py  fixed sets of requests
+It owns their runs and their comparison with other engines; tables and ceilings are those of
+bench/common. It does not know the command line. Begin with throughput.py.
 """

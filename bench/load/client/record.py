@@ -142,5 +142,6 @@ class RunResult:
     was_interrupted: bool = False
 
 
-# rate, seed, and how many requests (None: as the options say)
+# (rate, seed, number of requests) -> result. A rate of None is the arrivals' own; a number of None
+# is that of the options.
 OfferOnce = Callable[[float | None, int, int | None], RunResult]

@@ -1,4 +1,4 @@
-"""When requests are due: seconds from the start, on an absolute schedule whose rate is exact."""
+"""Arrival processes: when requests are due, on an absolute schedule whose rate is exact."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = "poisson, constant, gamma:K, ramp:A:B, trace or inf"
 
 
 def parse_qps(text: str) -> list[float]:
-    """`R`, `inf`, `A:B:N` (N rates from A to B, evenly spaced), or several with commas."""
+    """Parses `R`, `inf`, `A:B:N` (N rates from A to B, evenly spaced), or several with commas."""
     rates: list[float] = []
     for part in text.split(","):
         pieces = part.split(":")
@@ -62,11 +62,11 @@ def count_requests(qps: float, requests: int | None, duration_s: float | None) -
 def arrival_times(
     kind: str, qps: float, count: int, seed: int, *, times_s: Sequence[float] = ()
 ) -> list[float]:
-    """Seconds from the start, ascending; the last is exactly count / qps.
+    """Returns seconds from the start, ascending; the last is exactly count / qps.
 
-    kind: as KINDS; qps inf is `inf` whatever the kind. gamma:K has gaps of shape K: below 1 in
-    bursts, 1 is Poisson, above 1 more even. A ramp's qps is its mean (ramp_rates). times_s: the
-    trace's own, ascending; the first is due at once.
+    kind is one of KINDS; with an infinite qps it is `inf` in any case. gamma:K has gaps of shape K:
+    below 1 they make bursts, 1 is Poisson, above 1 they are more even. A ramp's qps is its mean
+    (ramp_qps). times_s are a trace's own times, ascending, of which the first is due at once.
     """
     name, numbers = parse_arrival(kind)
     if name == "inf" or math.isinf(qps):
@@ -78,16 +78,16 @@ def arrival_times(
     rng = np.random.default_rng(list(f"arrivals-{seed}".encode()))
     shape = numbers[0] if name == "gamma" else 1.0
     sums = np.cumsum(rng.standard_gamma(shape, count))
-    if sums[-1] == 0:  # a shape so small that no gap is a float above 0
-        raise ConfigError(f"arrival {kind!r} is too small a shape")
-    counts = sums * (count / sums[-1])  # how many are due until then; the last is exact
+    if sums[-1] == 0:  # the shape is so small that every gap is 0 as a float
+        raise ConfigError(f"arrival {kind!r} has too small a shape")
+    counts = sums * (count / sums[-1])  # numbers of requests due at a rate of 1; the last is exact
     if name == "ramp":
         return _on_ramp(counts, numbers[0], numbers[1])
     return [float(value) for value in counts / qps]
 
 
 def parse_arrival(kind: str) -> tuple[str, tuple[float, ...]]:
-    """The name and its numbers."""
+    """Returns the name of an arrival process and its numbers."""
     name, *pieces = kind.split(":")
     lengths = {"poisson": 0, "constant": 0, "gamma": 1, "ramp": 2, "trace": 0, "inf": 0}
     if lengths.get(name) != len(pieces):
@@ -99,18 +99,19 @@ def parse_arrival(kind: str) -> tuple[str, tuple[float, ...]]:
     if not all(math.isfinite(number) and number >= 0 for number in numbers):
         raise ConfigError(f"arrival {kind!r}: numbers must be finite and not negative")
     if numbers and sum(numbers) == 0:
-        raise ConfigError(f"arrival {kind!r}: 0 is no rate")
+        raise ConfigError(f"arrival {kind!r}: the rate must not be 0")
     return name, numbers
 
 
 def ramp_qps(kind: str) -> float | None:
-    """The mean rate of a ramp; None for other kinds."""
+    """Returns the mean rate of a ramp, or None for other kinds."""
     name, numbers = parse_arrival(kind)
     return sum(numbers) / 2 if name == "ramp" else None
 
 
 def _on_ramp(counts: np.ndarray, first: float, last: float) -> list[float]:
-    """Where the integral of the rate, first * t + slope * t^2 / 2, reaches each count."""
+    """Returns the times at which the integral of the rate, first * t + slope * t^2 / 2, reaches
+    each count."""
     duration_s = len(counts) / ((first + last) / 2)
     slope = (last - first) / duration_s
     under_root = np.maximum(first * first + 2 * slope * counts, 0.0)
@@ -123,6 +124,6 @@ def _rescaled(times_s: Sequence[float], qps: float) -> list[float]:
         raise ConfigError("arrival trace needs a data set with time stamps")
     first, span_s = times_s[0], times_s[-1] - times_s[0]
     if span_s == 0:
-        raise ConfigError("arrival trace: all requests have the same time, give qps inf")
+        raise ConfigError("arrival trace: all requests have the same time; use qps inf")
     scale = len(times_s) / qps / span_s
     return [(at_s - first) * scale for at_s in times_s]

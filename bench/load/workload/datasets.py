@@ -1,4 +1,4 @@
-"""Which requests are sent: `name` or `name:FILE` to a list of calls, in the order they are due."""
+"""Data sets: turns `name` or `name:FILE` into a list of calls, in the order they are due."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ TAKE_OUTPUT_LEN = ("mixed", "random", "prefix", "sharegpt", "jsonl")
 
 @dataclass(frozen=True, slots=True)
 class DatasetSettings:
-    """name: one of NAMES, or one of FILES as `name:FILE`.
+    """Which data set is read, and how.
 
-    input_len, output_len: `N`, `A:B` (evenly between, both included) or `lognormal:MEAN:MEDIAN`;
-    for prefix, of each turn. max_model_len: longer requests are cut or left out. start_s, end_s:
-    which part of a trace, in seconds after its first row. block_size: tokens of a Mooncake hash
-    id. num_groups, prefix_len, num_turns: of prefix. as_text: words instead of token ids, for
-    servers that take none. ignore_eos: None is True for made-up prompts, and as the data set says
-    for texts. count_tokens: of a text; None takes a token for 4 characters, and for a made-up
-    word.
+    name: one of NAMES, or one of FILES as `name:FILE`. input_len, output_len: `N`, `A:B` (uniform,
+    both included) or `lognormal:MEAN:MEDIAN`; in data set prefix they are those of each turn.
+    max_model_len: longer requests are cut or left out. start_s, end_s: the part of a trace, in
+    seconds after its first row. block_size: tokens of a Mooncake hash id. num_groups, prefix_len,
+    num_turns: those of data set prefix. as_text: words replace token ids, for servers that take
+    none. ignore_eos: None means True for made-up prompts, and what the data set says for texts.
+    count_tokens: counts the tokens of a text; None estimates one per 4 characters or made-up word.
     """
 
     name: str = "mixed"
@@ -66,12 +66,12 @@ def split_name(name: str) -> tuple[str, Path | None]:
 
 
 def check(settings: DatasetSettings) -> None:
-    """Every ConfigError that needs no file."""
+    """Raises ConfigError for settings that are wrong whatever the file contains."""
     kind, _ = split_name(settings.name)
     if settings.input_len is not None and kind not in TAKE_INPUT_LEN:
         raise ConfigError(f"input_len goes with dataset {' or '.join(TAKE_INPUT_LEN)}, not {kind}")
     if settings.output_len is not None and kind not in TAKE_OUTPUT_LEN:
-        raise ConfigError(f"output_len does not go with dataset {kind}: it has its own lengths")
+        raise ConfigError(f"output_len does not go with dataset {kind}, which has its own lengths")
     if kind == "random" and settings.input_len is None:
         raise ConfigError("dataset random needs input_len")
     for name, least in (("block_size", 1), ("num_groups", 1), ("prefix_len", 0), ("num_turns", 1)):
@@ -80,7 +80,7 @@ def check(settings: DatasetSettings) -> None:
     if settings.max_model_len is not None and settings.max_model_len < 2:
         raise ConfigError(f"max_model_len must be at least 2, not {settings.max_model_len}")
     if not 0 <= settings.start_s < settings.end_s:
-        raise ConfigError("start and end of the part of a trace must be 0 <= start < end")
+        raise ConfigError("trace_start and trace_end must be 0 <= trace_start < trace_end")
     for text in (settings.input_len, settings.output_len):
         if text is not None:
             parse_lengths(text)
@@ -89,23 +89,24 @@ def check(settings: DatasetSettings) -> None:
 def load_calls(
     settings: DatasetSettings, count: int | None, seed: int, notes: list[str]
 ) -> list[Call]:
-    """At most count (None: all that a file has), fewer if the data set has no more. What a reader
-    of the results has to know is appended to notes."""
+    """Returns at most count calls, fewer if the data set has no more; None returns all of a file.
+
+    Notes for the reader of the results are appended to notes. Raises ConfigError."""
     check(settings)
     kind, path = split_name(settings.name)
     if path is not None:
         calls = _from_file(kind, path, settings, count, seed, notes)
     else:
         if count is None:
-            raise ConfigError(f"dataset {kind} has no end: a number of requests is needed")
+            raise ConfigError(f"dataset {kind} has no end, so that requests must be given")
         calls = _generated(kind, settings, count, seed)
         if kind in PUBLISHED:
-            notes.append(f"{kind}: made up, with the published lengths (docs/workloads.md)")
+            notes.append(f"{kind}: requests made up with the published lengths (docs/workloads.md)")
         if kind == "mixed" and count > num_mixed():
             notes.append(f"mixed has {num_mixed():,} different requests, which are repeated")
     calls = fit_context(calls, settings.max_model_len, notes)
     if not calls:
-        raise ConfigError(f"dataset {settings.name}: no request is left to send")
+        raise ConfigError(f"dataset {settings.name} has no request that can be sent")
     if count is not None and len(calls) < count:
         notes.append(f"dataset {settings.name} has {len(calls)} requests, not {count}")
     return calls
@@ -127,7 +128,7 @@ def _from_file(
         output_len = fixed_length("output_len", settings.output_len)
     count_tokens = settings.count_tokens or four_characters
     if settings.count_tokens is None:
-        notes.append("tokens of texts are estimated: one for 4 characters")
+        notes.append("the tokens of texts are estimated as one per 4 characters")
     if kind == "sharegpt":
         return sharegpt_calls(path, count, seed, count_tokens, output_len, notes)
     return jsonl_calls(path, part, count_tokens, output_len)
@@ -148,7 +149,7 @@ def _generated(kind: str, settings: DatasetSettings, count: int, seed: int) -> l
 
 
 def _mixed(settings: DatasetSettings, count: int, seed: int) -> list[Call]:
-    """The default model's own mixture of conversations; output_len only bounds the answer."""
+    """Returns conversations of the embedded model's own mixture; output_len only bounds answers."""
     limit = None
     if settings.output_len is not None:
         limit = fixed_length("output_len", settings.output_len)
@@ -162,9 +163,11 @@ def _mixed(settings: DatasetSettings, count: int, seed: int) -> list[Call]:
 
 
 def _prefix(settings: DatasetSettings, count: int, seed: int) -> list[Call]:
-    """Sessions of num_turns, each in one of num_groups that begin alike. Turns of all sessions
-    are mixed at random, those of one stay in order; a turn's prompt has everything before it,
-    earlier answers made up (the loop is open: real ones may not be there yet)."""
+    """Returns the turns of sessions with num_turns each. Sessions of one group share a prefix.
+
+    The turns of all sessions are mixed at random; those of one session keep their order. A turn's
+    prompt contains all earlier turns, with made-up answers, as in an open loop the real answers
+    may not exist yet."""
     num_sessions = -(-count // settings.num_turns)
     rng = random.Random(f"sessions-{seed}")
     order = [i for i in range(num_sessions) for _ in range(settings.num_turns)]
@@ -172,14 +175,14 @@ def _prefix(settings: DatasetSettings, count: int, seed: int) -> list[Call]:
     inputs = draw_lengths(settings.input_len or "64", len(order), f"input-{seed}")
     output_len = settings.output_len or str(DEFAULT_OUTPUT_LEN)
     outputs = draw_lengths(output_len, len(order), f"output-{seed}")
-    said: list[list[Run]] = [
+    histories: list[list[Run]] = [
         [(session % settings.num_groups, settings.prefix_len)] if settings.prefix_len else []
         for session in range(num_sessions)
     ]
     calls = []
     fresh = settings.num_groups
     for session, num_input, num_output in zip(order, inputs, outputs, strict=True):
-        runs = said[session]
+        runs = histories[session]
         runs.append((fresh, num_input))
         num_prompt = sum(length for _, length in runs)
         group, client = f"session-{session}", f"group-{session % settings.num_groups}"
@@ -190,12 +193,12 @@ def _prefix(settings: DatasetSettings, count: int, seed: int) -> list[Call]:
 
 
 def four_characters(text: str) -> int:
-    """How many tokens, roughly."""
+    """Returns a rough number of tokens: one per 4 characters."""
     return max(1, -(-len(text) // 4))
 
 
 def fixed_length(option: str, text: str) -> int:
-    """Where only one length makes sense."""
+    """Parses a length that must be one number. Raises ConfigError that names the option."""
     if not (text.isascii() and text.isdecimal()):
         raise ConfigError(f"{option} must be one number for this data set, not {text!r}")
     parse_lengths(text)
@@ -203,7 +206,7 @@ def fixed_length(option: str, text: str) -> int:
 
 
 def parse_lengths(text: str) -> tuple[int, int] | Marginal:
-    """`N`, `A:B` or `lognormal:MEAN:MEDIAN`."""
+    """Parses `N`, `A:B` or `lognormal:MEAN:MEDIAN`. Raises ConfigError."""
     pieces = text.split(":")
     try:
         if pieces[0] == "lognormal":

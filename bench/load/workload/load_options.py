@@ -1,6 +1,6 @@
-"""The options of a load, from which `serve bench` makes its own (bench/cli/main.py).
+"""The settings of a load test. bench/cli/main.py makes the options of `serve bench` from them.
 
-Imports nothing heavy by itself, so that `serve --help` is quick.
+The module imports nothing heavy by itself, so that the help is quick.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ DEFAULT_CANCEL_CHUNKS = 3
 
 @dataclass(frozen=True, slots=True)
 class OnlineOptions:
-    """The command's options, as bench/common/cli_options.py explains them. engine: EngineConfig's
-    settings, for an engine in this process or a simulated one."""
+    """The options, which bench/common/cli_options.py describes.
+
+    engine holds EngineConfig's settings for an engine in this process or a simulated one. Raises
+    ConfigError for options that exclude each other."""
 
     model: str
     qps: str | None = None
@@ -90,7 +92,7 @@ class OnlineOptions:
 
     @property
     def rates(self) -> list[float | None]:
-        """None: the arrivals have their own."""
+        """The rates to offer; None is the arrivals' own rate."""
         from bench.load.workload.arrivals import parse_arrival, parse_qps
 
         if self.qps is None and parse_arrival(self.arrival)[0] in ("ramp", "trace", "inf"):

@@ -1,4 +1,4 @@
-"""How a schedule is offered."""
+"""How a schedule is offered: warm-up, grace, concurrency, cancellations, probes and processes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from serve.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """warmup: sent before, not kept. warmup_s: at the schedule's beginning, sent but not counted.
-    grace_s: after the last arrival; what has not ended then is aborted and incomplete; None waits
-    for all. max_concurrency: makes it a closed loop. cancel_rate: share of the requests whose
-    connection we close, cancel_after_s after they are sent or after cancel_after_chunks.
-    probe_qps: requests of one token beside the load. processes: None chooses by the load."""
+    """The settings; raises ConfigError for values out of range.
+
+    warmup: requests sent before the load, whose answers are discarded. warmup_s: seconds at the
+    schedule's beginning whose requests are sent but not counted. grace_s: seconds after the last
+    arrival, at which open requests are aborted and become incomplete; None waits for all.
+    max_concurrency: makes the loop a closed one. cancel_rate: share of the requests whose
+    connection the client closes, cancel_after_s after they are sent or after cancel_after_chunks.
+    probe_qps: rate of one-token requests beside the load. processes: None chooses by the load."""
 
     seed: int = 0
     warmup: Sequence[Work] = ()
@@ -47,7 +50,8 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One request to send. due_s: from the start. cancel_after_*: None leaves it alone."""
+    """One request to send, due_s seconds after the start. cancel_after_* of None does not
+    cancel."""
 
     index: int
     due_s: float
@@ -58,7 +62,7 @@ class Item:
 
 
 def items_of(schedule: Schedule, options: LoadOptions) -> list[Item]:
-    """The schedule's requests, and the probes at the end; each kind by its due time."""
+    """Returns the schedule's requests, then the probes, each in the order of their due times."""
     rng = random.Random(f"cancel-{options.seed}")
     items = []
     for index, (work, due_s) in enumerate(zip(schedule.works, schedule.arrivals_s, strict=True)):
@@ -70,7 +74,8 @@ def items_of(schedule: Schedule, options: LoadOptions) -> list[Item]:
 
 
 def _probes(schedule: Schedule, options: LoadOptions) -> list[Item]:
-    """Evenly spaced; in the middle of their interval, so that none meets the first request."""
+    """Returns evenly spaced probes, in the middle of their intervals: none meets the first
+    request."""
     if not options.probe_qps or not schedule.works:
         return []
     example = schedule.works[0]

@@ -1,4 +1,4 @@
-"""Makes prompts for requests of which only the lengths are known."""
+"""Makes prompts for calls that have only lengths."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from bench.load.workload.work import Call, Work
 from serve.errors import ConfigError
 
-MAX_TOKENS = 200_000_000  # in one schedule; 8 bytes each
-# Frequent words, which most vocabularies have as one token (with the space before).
+MAX_TOKENS = 200_000_000  # in one schedule, of 8 bytes each
+# Frequent words, each of which is one token (with the space before it) in most vocabularies.
 FREQUENT = """
 the of and to in is it that for was on are as with his they at be this from have or by one had not
 but what all were when we there can an your which their said if do will each about how up out them
@@ -37,15 +37,16 @@ def make_works(
     words_per_token: float | None = None,
     ignore_eos: bool | None = None,
 ) -> list[Work]:
-    """Those that have a text keep it. The others get random tokens of `tokens`, or with
-    words_per_token random words: the same for equal runs, other ones for another seed.
-    ignore_eos: None is True for made-up prompts, and as the data set says for texts."""
+    """Makes a work of each call. A call with a text keeps it; any other gets random tokens out of
+    `tokens`, or random words if words_per_token is given. Equal runs get equal tokens, and another
+    seed gives others. ignore_eos: None means True for made-up prompts, and what the data set says
+    for texts. Raises ConfigError for more than MAX_TOKENS."""
     calls = list(calls)
     total = sum(call.num_prompt for call in calls if call.work is None)
     if total > MAX_TOKENS:
         raise ConfigError(
-            f"{len(calls)} requests with {total} prompt tokens in all; at most {MAX_TOKENS} are"
-            " made: take fewer requests"
+            f"{len(calls)} requests have {total} prompt tokens in all; at most {MAX_TOKENS} are"
+            " possible, so take fewer requests"
         )
     works = []
     for number, call in enumerate(calls):
@@ -82,7 +83,7 @@ def _content(call: Call, number: int, seed: int, vocabulary: Sequence[T]) -> lis
 
 
 def _text(call: Call, number: int, seed: int, words_per_token: float) -> str:
-    """Every run has its share of the words, so that equal ones stay equal."""
+    """Returns random words. Every run has its share of them, so that equal runs stay equal."""
     runs = tuple((key, round(length * words_per_token)) for key, length in call.runs)
     in_runs = sum(length for _, length in runs)
     num_words = max(1, in_runs, round(call.num_prompt * words_per_token))
@@ -90,7 +91,7 @@ def _text(call: Call, number: int, seed: int, words_per_token: float) -> str:
 
 
 def random_run(name: str, length: int, vocabulary: Sequence[T]) -> list[T]:
-    """[length] of the vocabulary; the same name begins with the same ones."""
+    """Returns `length` items of the vocabulary; results of one name have a common beginning."""
     rng = np.random.default_rng(list(name.encode()))
     picks = rng.integers(0, len(vocabulary), length).tolist()
     pick: Callable[[int], T] = vocabulary.__getitem__

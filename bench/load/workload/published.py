@@ -1,19 +1,19 @@
-"""Requests with the lengths of published traces, without their files.
+"""Requests with the lengths of published traces, without the traces' files.
 
-What is known. The quantiles of Azure-Conv, Azure-Code (Azure Public Dataset, LLM inference trace
+Known: the quantiles of Azure-Conv, Azure-Code (Azure Public Dataset, LLM inference trace
 2023, CC-BY) and Kimi-Conv (Mooncake's conversation trace, FAST'25) were computed from the public
-files; their means are those of Lamina's table. Of Kimi-TA (Mooncake's tool and agent trace) only
-the means are known to us (Lamina; Mooncake says 8,596 for the prompts, not 8,560): it is
-log-normal, with sigma 1. Kimi-Conv reuses 37 % of its prompt tokens by its hash ids (the paper's
+files; their means are those of Lamina's table. Only the means of Kimi-TA (Mooncake's tool and agent
+trace) are known (Lamina; Mooncake says 8,596 for the prompts, not 8,560), so it is taken as
+log-normal with sigma 1. Kimi-Conv reuses 37 % of its prompt tokens by its hash ids (the paper's
 table says 40 %), Kimi-TA 59 % (the paper's table).
 
-Assumed, not measured: 24 clients of Zipf-like activity; 40 % of the variance of length (as a
-normal score) lies between the clients (an application's answers resemble each other). Two
-clients of three leave max_tokens unset; the others send the round figure (256, 1024, 4096 ...)
-above their longest answer in twenty, so that some answers are cut. Of Kimi-TA also how the reuse
-is spread over the requests: as in Kimi-Conv, more often.
+Assumed, not measured: 24 clients have a Zipf-like activity, and 40 % of the variance of length (as
+a normal score) lies between the clients, as the answers of one application resemble each other.
+Two of three clients leave max_tokens unset; the others send the round figure (256, 1024, 4096
+...) above the 95th percentile of their answers, so that some answers are cut. The reuse of Kimi-TA
+is spread over the requests as in Kimi-Conv, but more requests have it.
 
-Every sample has the distribution itself, whatever its size and seed: ranks take the place of
+Every sample has exactly the distribution, whatever its size and seed, because ranks replace
 random draws.
 """
 
@@ -41,8 +41,8 @@ PERCENTS = (
 
 @dataclass(frozen=True, slots=True)
 class Marginal:
-    """A distribution of lengths: its mean, and logarithms of its values at shares of it,
-    between which it is linear."""
+    """A distribution of lengths: its mean, and the logarithms of its quantiles at shares (0 to 1),
+    between which they are interpolated linearly."""
 
     mean: float
     shares: tuple[float, ...]
@@ -50,7 +50,7 @@ class Marginal:
 
     @classmethod
     def measured(cls, mean: float, values: Sequence[float]) -> Marginal:
-        """values: at PERCENTS."""
+        """Makes a distribution of its quantiles at PERCENTS."""
         logs = tuple(math.log(value) for value in values)
         return cls(mean, tuple(percent / 100 for percent in PERCENTS), logs)
 
@@ -67,8 +67,8 @@ class Marginal:
         return math.exp(float(np.interp(0.5, self.shares, self.logs)))
 
     def lengths(self, scores: np.ndarray) -> np.ndarray:
-        """[N] whole numbers with this distribution, in the order of the scores [N]. The upper
-        half is scaled a little, so that the sample has the mean."""
+        """Returns [N] whole numbers with this distribution, ranked as the scores [N] are. The upper
+        half is scaled slightly, so that the sample has the mean."""
         count = len(scores)
         ranks = np.empty(count)
         ranks[np.argsort(scores, kind="stable")] = np.arange(count) + 0.5
@@ -82,10 +82,11 @@ class Marginal:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """Which part of a prompt was in earlier prompts. sharing: the share of requests whose
-    prompt goes on from an earlier one; parts: how much of the prompt that is, at even shares from
-    0 to 1. All begin with the same first block. ages: how many requests ago the earlier one was,
-    median and sigma of a log-normal."""
+    """How prompts repeat earlier prompts. All prompts begin with the same first block.
+
+    sharing: the share of requests whose prompt continues an earlier one. parts: quantiles, at even
+    shares from 0 to 1, of the part of the prompt that is repeated. ages: median and sigma of the
+    log-normal number of requests since the earlier prompt."""
 
     sharing: float
     parts: tuple[float, ...]
@@ -94,7 +95,7 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A trace. correlation: of the normal scores of prompt and answer within a client."""
+    """A trace. correlation is that of the normal scores of prompt and answer within a client."""
 
     prompt: Marginal
     output: Marginal
@@ -103,7 +104,7 @@ class Published:
     reuse: Reuse | None = None
 
 
-# Quantiles of whole requests' shared parts in Mooncake's conversation trace, weighted by blocks.
+# Quantiles of the requests' shared parts in Mooncake's conversation trace, weighted by blocks.
 KIMI_PARTS = (0.03, 0.23, 0.47, 0.68, 0.86, 0.92, 0.94, 0.96, 0.98, 0.99, 1.0)
 
 AZURE_CONV = Published(
@@ -176,7 +177,7 @@ PUBLISHED = {
 
 
 def published_calls(trace: Published, count: int, seed: int) -> list[Call]:
-    """In the order they come."""
+    """Returns count calls of the trace, in the order of arrival."""
     rng = np.random.default_rng(list(f"lengths-{seed}".encode()))
     activity = np.array([1 / (1 + i) for i in range(NUM_CLIENTS)])
     activity /= activity.sum()
@@ -185,7 +186,7 @@ def published_calls(trace: Published, count: int, seed: int) -> list[Call]:
     of_client, other_of_client = rng.standard_normal((2, NUM_CLIENTS))
     of_client -= activity @ of_client
     product = activity @ (of_client * other_of_client) / (activity @ of_client**2)
-    other_of_client -= product * of_client  # so few would be correlated by chance
+    other_of_client -= product * of_client  # so few clients would be correlated by chance
     own, other = rng.standard_normal((2, count))
     other = trace.correlation * own + math.sqrt(1 - trace.correlation**2) * other
     prompts = trace.prompt.lengths(between * of_client[clients] + within * own)
@@ -197,7 +198,7 @@ def published_calls(trace: Published, count: int, seed: int) -> list[Call]:
 def with_max_tokens(
     clients: Sequence[int], prompts: Sequence[int], outputs: Sequence[int]
 ) -> list[Call]:
-    """Every third client sends a max_tokens, a round figure; the others send none."""
+    """Returns calls in which every third client sends a max_tokens, which is a round figure."""
     by_client = np.asarray(clients)
     all_outputs = np.asarray(outputs)
     figures: dict[int, int | None] = {}
@@ -214,7 +215,7 @@ def with_max_tokens(
 
 
 def _with_runs(calls: list[Call], reuse: Reuse, seed: int) -> list[Call]:
-    """Gives the prompts runs of whole blocks, some of them those of an earlier request."""
+    """Gives the prompts runs of whole blocks, some of which are those of an earlier request."""
     rng = random.Random(f"reuse-{seed}")
     shares = np.linspace(0, 1, len(reuse.parts)).tolist()
     blocks: list[tuple[Run, ...]] = []
@@ -237,7 +238,7 @@ def _with_runs(calls: list[Call], reuse: Reuse, seed: int) -> list[Call]:
 
 
 def _longest(blocks: list[tuple[Run, ...]], wanted: int) -> tuple[Run, ...]:
-    """The last one with as many runs as wanted, else one with the most."""
+    """Returns the last item with as many runs as wanted, else one with the most runs."""
     best: tuple[Run, ...] = ()
     for runs in reversed(blocks):
         if len(runs) >= wanted:

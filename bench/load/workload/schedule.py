@@ -1,4 +1,4 @@
-"""The one way from settings to what is sent and when."""
+"""Makes the schedule: from settings to the requests that are sent, and when."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from bench.load.workload.prompts import WORDS, make_works
 from bench.load.workload.work import Call, Schedule, Work
 from serve.errors import ConfigError
 
-WARM_UP_SEED = 1_000_003  # added: the prefix cache must not know the measured prompts
+WARM_UP_SEED = 1_000_003  # added, so that the measured prompts are not in the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivalSettings:
-    """kind: as bench.load.workload.arrivals.KINDS. speedup: of a trace's own time; a qps
-    replaces it."""
+    """kind: one of bench.load.workload.arrivals.KINDS. speedup: the factor on a trace's own time,
+    unless a qps is given."""
 
     kind: str = "poisson"
     speedup: float | None = None
@@ -26,7 +26,7 @@ class ArrivalSettings:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """calls[i] is due calls[i].at_s after the start; ascending. qps: on average."""
+    """The calls, ascending by at_s (seconds after the start), and their mean rate."""
 
     qps: float
     calls: list[Call]
@@ -42,8 +42,9 @@ def make_calls(
     duration_s: float | None = None,
     seed: int = 0,
 ) -> Offer:
-    """Lengths and times only, for a simulator: a million take seconds. qps: None where the
-    arrivals have their own rate (ramp, and trace with its own time or a speedup)."""
+    """Returns lengths and times only, as a simulator needs them; a million take seconds. qps is
+    None if the arrivals have their own rate (ramp, and trace in its own time or with a speedup).
+    Raises ConfigError."""
     check(dataset)
     kind, _ = parse_arrival(arrival.kind)
     if kind != "trace" and arrival.speedup is not None:
@@ -71,7 +72,7 @@ def _rate(kind: str, text: str, qps: float | None) -> float:
         return math.inf
     if (mean := ramp_qps(text)) is not None:
         if qps is not None:
-            raise ConfigError(f"arrival {text} has its own rates: leave qps away")
+            raise ConfigError(f"arrival {text} has its own rates, so qps must not be given")
         return mean
     if qps is None:
         raise ConfigError(f"arrival {text} needs a qps")
@@ -88,7 +89,7 @@ def _own_time(
     seed: int,
     notes: list[str],
 ) -> Offer:
-    """A trace in its own time, or faster. duration_s: in the schedule's time."""
+    """Returns a trace in its own time, or faster. duration_s is in the schedule's time."""
     speedup = 1.0 if arrival.speedup is None else arrival.speedup
     if not 0 < speedup < math.inf:
         raise ConfigError(f"speedup must be positive, not {speedup}")
@@ -126,15 +127,16 @@ def make_schedule(
     seed: int = 0,
     tokens: Sequence[int],
 ) -> tuple[Schedule, list[str]]:
-    """What is sent, and notes for the reader of the results. tokens: which ids made-up prompts
-    consist of (a target's prompt_tokens). Another seed: other prompts and times."""
+    """Returns the schedule, and notes for the reader of the results. tokens are the ids of which
+    made-up prompts consist (a target's prompt_tokens). Another seed gives other prompts and times.
+    Raises ConfigError."""
     offer = make_calls(
         dataset, arrival, qps=qps, requests=requests, duration_s=duration_s, seed=seed
     )
     works = _works(dataset, offer.calls, seed, tokens)
     notes = offer.notes
     if dataset.as_text and any(call.work is None for call in offer.calls):
-        notes.append("prompts are random words, whose number of tokens is approximate")
+        notes.append("prompts are random words with an approximate number of tokens")
     times = [call.at_s for call in offer.calls if call.at_s is not None]
     return Schedule(offer.qps, works, times), notes
 
@@ -142,8 +144,8 @@ def make_schedule(
 def make_warm_up(
     dataset: DatasetSettings, count: int, seed: int, tokens: Sequence[int]
 ) -> list[Work]:
-    """Requests to send before: lengths as in the data set, other prompts than make_schedule's
-    (of a file with texts only the lengths are taken)."""
+    """Returns requests for the warm-up. Their lengths are those of the data set, but their prompts
+    differ from make_schedule's: a file's texts are replaced by made-up prompts."""
     if count == 0:
         return []
     calls = load_calls(dataset, count, seed + WARM_UP_SEED, [])

@@ -1,4 +1,4 @@
-"""Reads requests with their texts: ShareGPT's JSON, and JSON lines with one request each."""
+"""Reads requests with texts: ShareGPT's JSON, and JSON lines with one request each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from serve.errors import ConfigError
 
 MAX_FILE_BYTES = 2 << 30
 USER, ASSISTANT = ("human", "user"), ("gpt", "assistant", "chatgpt", "bing", "bard")
-# vLLM's limits: shorter and longer ones are left out.
+# vLLM's limits: conversations outside them are left out.
 MIN_TOKENS, MAX_PROMPT, MAX_TOTAL = 4, 1024, 2048
 CountTokens = Callable[[str], int]
 CONTENTS = ("prompt", "messages", "token_ids", "input_len")
@@ -30,9 +30,10 @@ def sharegpt_calls(
     output_len: int | None,
     notes: list[str],
 ) -> list[Call]:
-    """[{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}, ...]}, ...]: the
-    first question is the prompt, the answer's length the max_tokens (or output_len). Which ones:
-    by the seed."""
+    """Reads [{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}, ...]}, ...].
+
+    The first question is the prompt; max_tokens is the answer's length, or output_len. The seed
+    chooses the conversations. Raises ConfigError."""
     conversations = _json_list(path)
     order = list(range(len(conversations)))
     random.Random(f"sharegpt-{seed}").shuffle(order)
@@ -66,7 +67,7 @@ def _json_list(path: Path) -> list[Any]:
     except orjson.JSONDecodeError as exc:
         raise ConfigError(f"{path}:{exc.lineno}: not JSON: {exc.msg}") from None
     if not isinstance(found, list):
-        raise ConfigError(f"{path}: a JSON list of conversations is expected")
+        raise ConfigError(f"{path}: the file must be a JSON list of conversations")
     return found
 
 
@@ -100,9 +101,10 @@ def _sharegpt_call(
 def jsonl_calls(
     path: Path, part: Part, count_tokens: CountTokens, output_len: int | None
 ) -> list[Call]:
-    """One object a line, of KEYS: exactly one of CONTENTS; output_len (exact) or max_tokens (at
-    most), else the given output_len; timestamp in seconds. In the order of time if all have one,
-    else of the file."""
+    """Reads one object per line, with KEYS. Each has exactly one of CONTENTS, and may have
+    output_len (exact) or max_tokens (a limit), else output_len is the parameter's; timestamp is in
+    seconds. The calls are in the order of time if all have one, else of the file. Raises
+    ConfigError."""
     calls: list[Call] = []
     first_s: float | None = None
     for call in _requests(path, count_tokens, output_len):
@@ -122,7 +124,7 @@ def jsonl_calls(
 def _requests(path: Path, count_tokens: CountTokens, output_len: int | None) -> Iterator[Call]:
     for row, where in json_lines(path):
         if not isinstance(row, dict):
-            raise ConfigError(f"{where}: a JSON object is expected")
+            raise ConfigError(f"{where}: the line must be a JSON object")
         if unknown := sorted(set(row) - set(KEYS)):
             raise ConfigError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(KEYS)}")
         yield _request(row, where, count_tokens, output_len)
@@ -133,9 +135,9 @@ def _request(
 ) -> Call:
     given = [name for name in CONTENTS if name in row]
     if len(given) != 1:
-        raise ConfigError(f"{where}: exactly one of {', '.join(CONTENTS)} is needed")
+        raise ConfigError(f"{where}: exactly one of {', '.join(CONTENTS)} must be given")
     if "output_len" in row and "max_tokens" in row:
-        raise ConfigError(f"{where}: either output_len or max_tokens")
+        raise ConfigError(f"{where}: output_len and max_tokens exclude each other")
     is_exact = "max_tokens" not in row
     limit = output_len
     for name in ("output_len", "max_tokens"):
@@ -175,7 +177,7 @@ def _name(row: dict[str, Any], key: str, where: str) -> str | None:
 
 
 def _size(name: str, content: Any, where: str, count_tokens: CountTokens) -> int:
-    """Tokens of a request's content, once it is clear that it is one."""
+    """Checks a request's content and returns its tokens. Raises ConfigError."""
     if name == "prompt":
         if isinstance(content, str) and content:
             return count_tokens(content)

@@ -1,5 +1,5 @@
-"""Reads traces: when requests came and how long they were. Files are read line by line, only as
-far as wanted; an error names file and line."""
+"""Reads traces: the times and lengths of requests. Files are read line by line, only as far as
+needed, and an error names the file and line."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ MAX_LINE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Which rows are used: those from start_s on and before end_s, in seconds after the file's
-    first row, and of them the first count."""
+    """Selects rows: the first `count` of those from start_s on and before end_s, in seconds after
+    the file's first row."""
 
     count: int | None = None
     start_s: float = 0.0
     end_s: float = math.inf
 
     def includes(self, since_s: float) -> bool:
-        """since_s: after the first row; what is before it although later in the file counts as
-        beside it."""
+        """since_s is counted from the first row; a later row with an earlier time counts as 0."""
         return self.start_s <= max(since_s, 0.0) < self.end_s
 
 
 def read_trace(
     name: str, path: Path, part: Part, notes: list[str], *, block_size: int = 512
 ) -> list[Call]:
-    """In order of time, each with its own at_s (seconds; the start is the format's). name:
-    mooncake, azure or burstgpt. block_size: tokens of one of Mooncake's hash ids."""
+    """Returns the calls in the order of time, each with its at_s (seconds; its origin is the
+    format's). name is mooncake, azure or burstgpt; block_size the tokens of a Mooncake hash id.
+    Raises ConfigError."""
     rows: Iterator[Call]
     if name == "mooncake":
         rows = (mooncake_call(row, where, block_size) for row, where in json_lines(path))
@@ -60,9 +60,9 @@ def read_trace(
         if len(calls) == part.count:
             break
     if num_empty:
-        notes.append(f"{path}: rows skipped, without a prompt or an answer: {num_empty}")
+        notes.append(f"{path}: rows skipped, as they have no prompt or no answer: {num_empty}")
     if not calls:
-        raise ConfigError(f"{path}: no request in the part that was asked for")
+        raise ConfigError(f"{path}: the selected part has no request")
     return sorted(calls, key=_due)
 
 
@@ -72,10 +72,10 @@ def _due(call: Call) -> float:
 
 
 def mooncake_call(row: Any, where: str, block_size: int) -> Call:
-    """{"timestamp": ms, "input_length", "output_length", "hash_ids": [...]}: equal ids are equal
-    runs of block_size tokens; the last may be shorter."""
+    """Reads {"timestamp": ms, "input_length", "output_length", "hash_ids": [...]}. Equal ids are
+    equal runs of block_size tokens, of which a prompt's last may be shorter."""
     if not isinstance(row, dict):
-        raise ConfigError(f"{where}: a JSON object is expected")
+        raise ConfigError(f"{where}: the line must be a JSON object")
     milliseconds = row.get("timestamp", 0)
     if type(milliseconds) not in (int, float) or not math.isfinite(milliseconds):
         raise ConfigError(f"{where}: timestamp must be a number of milliseconds")
@@ -86,14 +86,14 @@ def mooncake_call(row: Any, where: str, block_size: int) -> Call:
     if ids and len(ids) not in (num_prompt // block_size, -(-num_prompt // block_size)):
         raise ConfigError(
             f"{where}: {len(ids)} hash_ids do not make input_length {num_prompt} with"
-            f" {block_size} tokens each; is the block size another?"
+            f" {block_size} tokens each; block_size may be wrong"
         )
     runs = tuple((key, min(block_size, num_prompt - i * block_size)) for i, key in enumerate(ids))
     return Call(num_prompt, whole(row, "output_length", where), at_s=milliseconds / 1000, runs=runs)
 
 
 def whole(row: dict[str, Any], key: str, where: str) -> int:
-    """A number of tokens."""
+    """Returns row[key], a number of tokens. Raises ConfigError for any other value."""
     value = row.get(key)
     if type(value) is not int or value < 0:
         raise ConfigError(f"{where}: {key} must be a whole number, not {value!r}")
@@ -101,14 +101,14 @@ def whole(row: dict[str, Any], key: str, where: str) -> int:
 
 
 def lines(path: Path) -> Iterator[tuple[bytes, str]]:
-    """Every line that is not empty, and "file:line"."""
+    """Yields every line that is not empty, with "file:line"."""
     try:
         with path.open("rb") as file:
             number = 0
             while line := file.readline(MAX_LINE_BYTES + 1):
                 number += 1
                 if len(line) > MAX_LINE_BYTES:
-                    raise ConfigError(f"{path}:{number}: longer than {MAX_LINE_BYTES >> 20} MiB")
+                    raise ConfigError(f"{path}:{number}: over {MAX_LINE_BYTES >> 20} MiB long")
                 if number == 1:
                     line = line.removeprefix(b"\xef\xbb\xbf")
                 if line.strip():
@@ -129,7 +129,8 @@ Row = dict[str, str]
 
 
 def _csv_calls(path: Path, read: Callable[[Row], Call]) -> Iterator[Call]:
-    """read(the row by its column's name in lower case); its ValueErrors get the line."""
+    """Yields read(row), where a row has its columns' names in lower case. A ValueError of `read`
+    becomes a ConfigError that names the line."""
     header: list[str] | None = None
     for line, where in lines(path):
         try:
@@ -145,14 +146,14 @@ def _csv_calls(path: Path, read: Callable[[Row], Call]) -> Iterator[Call]:
 
 
 def _azure_row(row: Row) -> Call:
-    """TIMESTAMP,ContextTokens,GeneratedTokens; a date and time, UTC where it says no zone."""
+    """Reads TIMESTAMP,ContextTokens,GeneratedTokens. A time without a zone is in UTC."""
     at = datetime.fromisoformat(_cell(row, "timestamp"))
     at = at if at.tzinfo else at.replace(tzinfo=UTC)
     return Call(_tokens(row, "contexttokens"), _tokens(row, "generatedtokens"), at_s=at.timestamp())
 
 
 def _burstgpt_row(row: Row) -> Call:
-    """Timestamp[(s)],[Session ID,Elapsed time,]Model,Request tokens,Response tokens,..."""
+    """Reads Timestamp[(s)],[Session ID,Elapsed time,]Model,Request tokens,Response tokens,..."""
     at_s = float(_cell(row, "timestamp" if "timestamp" in row else "timestamp(s)"))
     if not math.isfinite(at_s):
         raise ValueError(f"timestamp must be finite, not {at_s}")
@@ -162,7 +163,7 @@ def _burstgpt_row(row: Row) -> Call:
 
 def _cell(row: Row, name: str) -> str:
     if name not in row:
-        raise ValueError(f"no column {name!r}; there are {', '.join(row)}")
+        raise ValueError(f"there is no column {name!r}, only {', '.join(row)}")
     return row[name].strip()
 
 

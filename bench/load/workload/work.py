@@ -15,10 +15,10 @@ Run = tuple[int, int]  # (id, tokens): prompts with equal ids begin with the sam
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One request: exactly one of messages (a conversation), prompt and token_ids is given.
+    """A request to send: exactly one of messages (a conversation), prompt and token_ids is given.
 
-    max_tokens: None leaves it to the server. ignore_eos: the answer has exactly max_tokens.
-    client: who or which application asks (an API's `user`). group: requests of one group belong
+    max_tokens: None leaves the limit to the server. ignore_eos: the answer has exactly max_tokens.
+    client: the user or application (an API's `user`). group: the name of the requests that belong
     together (a session, a shared prefix).
     """
 
@@ -32,31 +32,31 @@ class Work:
 
     def __post_init__(self) -> None:
         given = [self.messages, self.prompt, self.token_ids]
-        assert sum(part is not None for part in given) == 1, "one of them"
+        assert sum(part is not None for part in given) == 1, "messages, prompt or token_ids"
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """works[i] is due arrivals_s[i] seconds after the start; ascending. qps: offered on average;
-    infinite: all at once."""
+    """works[i] is due arrivals_s[i] seconds after the start, in ascending order. qps is the mean
+    rate; it is infinite if all are due at once."""
 
     qps: float
     works: list[Work]
     arrivals_s: list[float]
 
     def __post_init__(self) -> None:
-        assert len(self.works) == len(self.arrivals_s), "one time for each"
+        assert len(self.works) == len(self.arrivals_s), "each work has a time"
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request.
+    """A request's lengths, in tokens, and its time.
 
-    num_output: the answer's own length; None: the model decides. max_tokens: what the client
-    sends, which may cut the answer; None: it sends none. at_s: when it is due, in the trace's own
-    time or (make_calls) in the schedule's. runs: what the prompt begins with; what they leave of
-    num_prompt is the request's own. work: the request itself, where the data set has its text;
-    num_prompt is then estimated.
+    num_output: the answer's own length, or None if the model decides. max_tokens: the limit that
+    the client sends, which may cut the answer, or None. at_s: when the request is due, in the
+    trace's own time or (after make_calls) in the schedule's. runs: the beginning of the prompt; the
+    rest of num_prompt is not shared. work: the request itself, if the data set has its text;
+    num_prompt is then an estimate.
     """
 
     num_prompt: int
@@ -70,7 +70,8 @@ class Call:
 
 
 def fit_lengths(num_prompt: int, num_output: int, max_model_len: int) -> tuple[int, int]:
-    """Together at most max_model_len: the answer is cut to half of it at most, then the prompt."""
+    """Cuts both lengths to max_model_len together: first the answer, but to no less than half of
+    max_model_len, then the prompt."""
     if num_prompt + num_output <= max_model_len:
         return num_prompt, num_output
     num_output = min(num_output, max(max_model_len // 2, max_model_len - num_prompt))
@@ -78,7 +79,7 @@ def fit_lengths(num_prompt: int, num_output: int, max_model_len: int) -> tuple[i
 
 
 def fit_context(calls: Iterable[Call], max_model_len: int | None, notes: list[str]) -> list[Call]:
-    """Made-up prompts are cut to the context; a text that does not fit is left out."""
+    """Cuts made-up prompts to the context, and leaves out texts that do not fit. Adds notes."""
     kept: list[Call] = []
     num_cut = num_left_out = 0
     for call in calls:
@@ -98,13 +99,13 @@ def fit_context(calls: Iterable[Call], max_model_len: int | None, notes: list[st
         notes.append(f"requests cut to max_model_len {max_model_len}: {num_cut}")
     if num_left_out:
         notes.append(
-            f"requests left out, longer than max_model_len {max_model_len}: {num_left_out}"
+            f"requests left out, as they exceed max_model_len {max_model_len}: {num_left_out}"
         )
     return kept
 
 
 def _bounded(call: Call, max_model_len: int | None) -> Call:
-    """Made-up requests do not ask for more than there is room for: servers refuse that."""
+    """Cuts a made-up request's max_tokens to the context, beyond which servers refuse it."""
     if max_model_len is None or call.max_tokens is None or call.work is not None:
         return call
     room = max_model_len - call.num_prompt
@@ -112,7 +113,7 @@ def _bounded(call: Call, max_model_len: int | None) -> Call:
 
 
 def cut_runs(runs: tuple[Run, ...], num_prompt: int) -> tuple[Run, ...]:
-    """The runs of the first num_prompt tokens."""
+    """Returns the runs of the first num_prompt tokens."""
     kept = []
     for key, length in runs:
         if num_prompt <= 0:

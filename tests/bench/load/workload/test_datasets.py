@@ -196,7 +196,7 @@ def test_sharegpt(tmp_path: Path) -> None:
         ({"a": 1}, "list"),
         ([{"items": []}], 'conversation 0: no "conversations"'),
         ([talk(("human", "q" * 40), ("gpt", 3))], "conversation 0"),  # type: ignore[arg-type]
-        ([talk(("gpt", "q" * 40))], "no request is left"),
+        ([talk(("gpt", "q" * 40))], "no request that can be sent"),
     ],
 )
 def test_what_is_no_sharegpt_file(tmp_path: Path, content: Any, said: str) -> None:
@@ -250,7 +250,7 @@ def test_jsonl_without_all_times_is_in_the_files_order(tmp_path: Path) -> None:
         ({"prompt": "a", "colour": 1}, "unknown key 'colour'"),
         ({"max_tokens": 1}, "exactly one of"),
         ({"prompt": "a", "input_len": 3}, "exactly one of"),
-        ({"prompt": "a", "max_tokens": 3, "output_len": 3}, "either"),
+        ({"prompt": "a", "max_tokens": 3, "output_len": 3}, "exclude each other"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens must be at least 1"),
         ({"prompt": "a", "output_len": "9"}, "output_len"),
         ({"prompt": ""}, "prompt must be text"),

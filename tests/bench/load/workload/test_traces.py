@@ -112,7 +112,7 @@ def test_a_part_of_a_trace(tmp_path: Path) -> None:
     assert at == [1.0, 1.5]
     at = [call.at_s for call in read(tmp_path, "mooncake", MOONCAKE, Part(count=1))[0]]
     assert at == [1.0]
-    with pytest.raises(ConfigError, match="no request in the part"):
+    with pytest.raises(ConfigError, match="the selected part has no request"):
         read(tmp_path, "mooncake", MOONCAKE, Part(start_s=9))
 
 
