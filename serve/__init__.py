@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from serve.engine.llm import LLM
     from serve.engine.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
     from serve.engine.request_stream import RequestStream
+    from serve.pooling import PoolingParams
     from serve.request import FinishReason, TokenDelta
     from serve.sampling_params import SamplingParams
-    from serve.scheduler.prompt_outputs import PoolingParams
 
 __version__ = "0.1.0"
 
@@ -27,7 +27,7 @@ _PUBLIC = {
     "Engine": "serve.engine.engine",
     "EngineConfig": "serve.config",
     "FinishReason": "serve.request",
-    "PoolingParams": "serve.scheduler.prompt_outputs",
+    "PoolingParams": "serve.pooling",
     "RequestOutput": "serve.engine.outputs",
     "RequestStream": "serve.engine.request_stream",
     "SamplingParams": "serve.sampling_params",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+_KV_SHARE_OF_FREE_MEMORY = 0.4
+
 
 def available_memory() -> int:
     """Returns the free memory of the system in bytes, capped by the cgroup's limit."""
@@ -32,6 +34,11 @@ def available_memory() -> int:
             idle = _counter(_read(stat_file), idle_name)
             available = min(available, max(0, int(limit) - int(usage) + idle))
     return available
+
+
+def local_kv_bytes() -> int:
+    """Returns the bytes of this machine's memory that K/V takes when no setting says it."""
+    return int(available_memory() * _KV_SHARE_OF_FREE_MEMORY)
 
 
 def _counter(text: str, name: str) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, NotRequired, TypedDict
 from serve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from serve.scheduler.prompt_outputs import PoolingParams, Vector
+    from serve.pooling import PoolingParams, Vector
 
 
 class TokensPrompt(TypedDict):

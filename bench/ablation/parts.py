@@ -14,7 +14,6 @@ from typing import Any
 from serve.engine.core import EngineCore
 from serve.engine.output_processor import OutputProcessor
 from serve.engine.threads import OutputThread
-from serve.scheduler.microbatches import part_of
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_plan import StepPlan
@@ -69,7 +68,7 @@ class PrefillFirst(Scheduler):
         if plan is None:
             return None
         prompts = [i for i, sequence in enumerate(plan.sequences) if not _decodes(sequence)]
-        return part_of(plan, prompts) if prompts else plan
+        return plan.subset(prompts) if prompts else plan
 
 
 class StaticBatches(PrefillFirst):

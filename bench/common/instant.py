@@ -20,9 +20,9 @@ from serve.models import ModelSpec, read_spec
 from serve.runner.batch import make_batch
 from serve.runner.runner import Runner, StepResult
 from serve.scheduler.admission import make_policy
-from serve.scheduler.orders import make_queue
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_plan import SchedulerLimits, StepPlan
+from serve.scheduler.waiting_queue import make_queue
 from serve.text.tokenizer import Tokenizer
 
 TokenScript = Callable[[Sequence], int]

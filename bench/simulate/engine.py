@@ -10,7 +10,6 @@ from bench.plan.cost import StepCost
 from serve.request import Request
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence, make_sequences
-from serve.scheduler.steady_decode import begin_alike, end_alike, num_alike
 from serve.scheduler.step_plan import StepPlan
 from serve.scheduler.step_time import StepWork
 
@@ -76,7 +75,7 @@ class SimulatedEngine:
         """After a step: run those that are certain to be like it and to begin before until_s,
         without asking the scheduler for each. watch: is told of each, when sequences may still
         have fewer tokens than they are due."""
-        if self._last is None or not (most := num_alike(self.scheduler, self._last.plan)):
+        if self._last is None or not (most := _num_steady_steps(self.scheduler, self._last.plan)):
             return
         plan, scheduler, context = self._last.plan, self.scheduler, self._last.work.num_context
         most = min(most, *[_until_mark(s) for s in plan.sequences])
@@ -85,13 +84,13 @@ class SimulatedEngine:
         while count < most and self.now_s < until_s:
             count += 1
             began_s = self.now_s
-            begin_alike(scheduler, began_s)
+            _begin_steady_step(scheduler, began_s)
             work = StepWork(num_rows, context + count * num_rows, num_rows, samples=True)
             seconds = self.cost.seconds(work)
             self.now_s = began_s + seconds
             scheduler.observe(plan, seconds, work)
             watch(Step(plan, work, began_s, seconds, self.now_s, plan.sequences, []))
-        end_alike(plan, count, OTHER)
+        _end_steady_steps(plan, count)
 
     def _answer(self, sampled: list[Sequence]) -> tuple[list[int], list[Sequence]]:
         """The next token of each, and for whom it is the first."""
@@ -106,6 +105,35 @@ class SimulatedEngine:
             if len(sequence.token_ids) == sequence.history:
                 tokens[place] = EOS
         return tokens, firsts
+
+
+def _num_steady_steps(scheduler: Scheduler, plan: StepPlan) -> int:
+    """Returns how many of the next steps repeat the plan's rows, once its result is applied.
+
+    They change nothing but the numbers of tokens, as long as no request arrives and no stop
+    token is sampled.
+    """
+    running = scheduler.running
+    # a sequence that finished with the plan is no longer running
+    if scheduler.waiting or not plan.num_decodes == len(plan.sequences) == len(running):
+        return 0
+    # the last of these steps must not reach recheck_at
+    return max(0, min([s.recheck_at - s.num_computed_tokens for s in running], default=0) - 1)
+
+
+def _begin_steady_step(scheduler: Scheduler, now_s: float) -> None:
+    """Updates what schedule() would count for a steady step."""
+    scheduler.waiting.tick(now_s)
+    scheduler.num_steps += 1
+    scheduler.num_page_steps += scheduler.kv.num_in_use
+
+
+def _end_steady_steps(plan: StepPlan, num_steps: int) -> None:
+    """Gives each sequence of the plan the tokens of num_steps steady steps."""
+    tokens = [OTHER] * num_steps
+    for sequence in plan.sequences:
+        sequence.num_computed_tokens += num_steps
+        sequence.token_ids += tokens
 
 
 def _until_mark(sequence: Sequence) -> int:

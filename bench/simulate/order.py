@@ -26,13 +26,14 @@ from bench.simulate.memory import make_kv
 from bench.simulate.memory_policy import CPU
 from memory.pages.layer_groups import LayerGroup
 from memory.prefix.index import PrefixHasher
+from serve.config import ORDERS
 from serve.request import Request
 from serve.sampling_params import SamplingParams
 from serve.scheduler.admission import make_policy
-from serve.scheduler.orders import ORDERS, make_queue
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_plan import SchedulerLimits
+from serve.scheduler.waiting_queue import make_queue
 
 MAX_NUM_SEQS = 16
 ROWS = 256

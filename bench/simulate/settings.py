@@ -12,9 +12,9 @@ from memory.prefix.index import PrefixHasher
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.scheduler.admission import make_policy
-from serve.scheduler.orders import make_queue
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_plan import SchedulerLimits
+from serve.scheduler.waiting_queue import make_queue
 
 
 @dataclass(frozen=True, slots=True)

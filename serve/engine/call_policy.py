@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from serve.engine.request_stream import RequestStream
     from serve.sampling_params import SamplingParams
-    from serve.scheduler.prompt_outputs import PoolingParams
+    from serve.pooling import PoolingParams
 
 
 class CallPolicy(Protocol):

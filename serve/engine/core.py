@@ -30,10 +30,10 @@ from serve.engine.stats import EngineStats, engine_stats
 from serve.engine.threads import ComputeThread, OutputThread, PromptPool
 from serve.engine.watchdog import Watchdog
 from serve.errors import EngineStoppedError, GenerationError
+from serve.pooling import PoolingParams
 from serve.request import FinishReason, Prompt, Request
 from serve.runner.runner import Runner
 from serve.sampling_params import SamplingParams
-from serve.scheduler.prompt_outputs import PoolingParams
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence, SequenceStatus
 from serve.text.detokenizer import DetokenizerFactory

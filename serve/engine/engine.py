@@ -29,9 +29,9 @@ from serve.engine.stats import EngineStats
 from serve.engine.step_trace import StepTrace
 from serve.errors import EngineStoppedError, RequestError
 from serve.models import ModelSpec
+from serve.pooling import PoolingParams
 from serve.request import Prompt, TokenDelta
 from serve.sampling_params import SamplingParams
-from serve.scheduler.prompt_outputs import PoolingParams
 from serve.text.chat_parser import ChatFormat
 from serve.text.chat_template import ChatTemplate
 from serve.text.tokenizer import Tokenizer

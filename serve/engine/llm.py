@@ -30,9 +30,9 @@ from serve.engine.outputs import (
 from serve.engine.request_table import RequestState
 from serve.engine.stats import EngineStats
 from serve.errors import RequestError
+from serve.pooling import PoolingParams
 from serve.request import FinishReason, Prompt, Request, RequestMetrics, TokenDelta, TokenLogprobs
 from serve.sampling_params import SamplingParams
-from serve.scheduler.prompt_outputs import PoolingParams
 from serve.text.chat_template import ChatTemplate
 from serve.text.tokenizer import Tokenizer
 

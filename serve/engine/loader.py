@@ -27,9 +27,9 @@ from serve.models import ModelSpec, read_generation_defaults, read_spec
 from serve.runner.runner import ModelRunner
 from serve.sampling_params import SamplingParams
 from serve.scheduler.admission import make_policy
-from serve.scheduler.orders import make_queue
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.step_plan import SchedulerLimits
+from serve.scheduler.waiting_queue import make_queue
 from serve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from serve.engine.node_recovery import NO_MEMORY
 from serve.errors import EngineStoppedError, GenerationError, MemoryLostError
+from serve.pooling import Vector
 from serve.request import FinishReason, Request, RequestMetrics, TokenDelta, TokenLogprobs
-from serve.scheduler.prompt_outputs import Vector
 
 
 class Logprob(NamedTuple):

@@ -19,8 +19,7 @@ from memory.nodes.remote_attention import NodesLostError
 from serve.engine.step_executor import EndSequence, StepExecutor
 from serve.engine.threads import OutputThread
 from serve.runner.runner import OverlappingRunner, PendingStep, Runner, StepResult
-from serve.scheduler.in_flight import advance, resolve, retract, running_part, unfinished_places
-from serve.scheduler.microbatches import on_time, part_of
+from serve.scheduler.in_flight import apply_launch, apply_result, roll_back
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_plan import StepPlan
@@ -64,7 +63,7 @@ class OverlappedExecutor(StepExecutor):
     def run(self, plan: StepPlan, now_s: float) -> None:
         if self._in_flight is not None and self._device.needs_tokens(plan):
             self.drain()
-            left = running_part(plan)
+            left = plan.still_running()
             if left is None:
                 return
             plan = left
@@ -74,9 +73,9 @@ class OverlappedExecutor(StepExecutor):
             self._launch_failed(plan, error)
             return
         if pending.late:
-            plan = on_time(plan, pending.late)
+            plan = plan.without_late(pending.late)
         before, self._in_flight = self._in_flight, LaunchedStep(plan, pending, now_s)
-        advance(self._scheduler, plan)
+        apply_launch(self._scheduler, plan)
         if before is not None:
             self._complete(before)
 
@@ -103,7 +102,7 @@ class OverlappedExecutor(StepExecutor):
             launched.plan, launched.began_s if busy_since_s is None else busy_since_s
         )
         plan, result = _without_wasted(launched.plan, result)
-        self._deliver(plan, result, resolve(self._scheduler, plan, result.tokens), now_s)
+        self._deliver(plan, result, apply_result(self._scheduler, plan, result.tokens), now_s)
         return True
 
     def _launch_failed(self, plan: StepPlan, error: Exception) -> None:
@@ -123,14 +122,14 @@ class OverlappedExecutor(StepExecutor):
         later, self._in_flight = self._in_flight, None
         if later is not None:
             _wait_out(later)
-            retract(self._scheduler, later.plan)
-        retract(self._scheduler, plan)
+            roll_back(self._scheduler, later.plan)
+        roll_back(self._scheduler, plan)
         self._find_fault(plan, error)
 
     def _find_fault(self, plan: StepPlan, error: Exception) -> None:
         """Nothing is in flight."""
         self._busy_since_s = None
-        left = running_part(plan)
+        left = plan.still_running()
         if left is plan:
             self._isolate(plan, error)
         elif left is not None:  # it may have been the fault of somebody who has gone since
@@ -147,11 +146,11 @@ def _wait_out(launched: LaunchedStep) -> None:
 
 def _without_wasted(plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
     """Without the rows of sequences that have ended since the step was launched."""
-    places = unfinished_places(plan)
+    places = plan.unfinished()
     if len(places) == len(plan.sequences):
         return plan, result
     finished = {sequence for sequence in result.sampled if sequence.is_finished}
-    return part_of(plan, places), result.without(finished)
+    return plan.subset(places), result.without(finished)
 
 
 def make_executor(

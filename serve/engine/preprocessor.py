@@ -17,10 +17,10 @@ from serve.engine.output_processor import OutputState, Sink
 from serve.engine.request_limits import RequestLimits, check_request, check_text
 from serve.engine.request_table import RequestState
 from serve.errors import MergestepError, RequestError
+from serve.pooling import PoolingParams
 from serve.request import Prompt, Request
 from serve.sampling_params import SamplingParams
 from serve.scheduler.prefix_lookup import PrefixUse
-from serve.scheduler.prompt_outputs import PoolingParams
 from serve.scheduler.sequence import Sequence, make_sequences
 from serve.structured.masks import MaskMaker
 from serve.structured.token_mask import SequenceMask

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from serve.errors import ContextLengthError, RequestError
+from serve.pooling import PoolingParams
 from serve.request import Request
 from serve.sampling_params import SamplingParams
-from serve.scheduler.prompt_outputs import PoolingParams
 from serve.text.tokenizer import Tokenizer
 
 

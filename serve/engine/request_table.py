@@ -10,9 +10,9 @@ from dataclasses import replace
 from serve.engine.output_processor import RequestTimes, Sink
 from serve.engine.request_limits import RequestLimits
 from serve.errors import EngineStoppedError, OverloadedError, RequestError
+from serve.pooling import PoolingParams
 from serve.request import RequestMetrics
 from serve.sampling_params import SamplingParams
-from serve.scheduler.prompt_outputs import PoolingParams
 from serve.scheduler.sequence import Sequence
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,6 @@ from serve.engine.step_trace import StepTraces
 from serve.engine.threads import OutputThread
 from serve.request import FinishReason
 from serve.runner.runner import Runner, StepResult
-from serve.scheduler.microbatches import on_time, part_of
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_plan import StepPlan
@@ -89,7 +88,7 @@ class StepExecutor:
             return
         now_s = self._ended(plan, began_s)
         if result.late:
-            plan = on_time(plan, result.late)
+            plan = plan.without_late(result.late)
         self._deliver(plan, result, self._scheduler.update(plan, result.tokens), now_s)
 
     def _ended(self, plan: StepPlan, began_s: float | None) -> float:
@@ -129,7 +128,7 @@ class StepExecutor:
             return
         middle = len(plan.sequences) // 2
         for part in (range(middle), range(middle, len(plan.sequences))):
-            self._run(part_of(plan, part))
+            self._run(plan.subset(part))
 
 
 def forget_locals(error: BaseException | None) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from memory.pages.layer_groups import LayerGroup, PageLayout
 from serve.config import EngineConfig
 from serve.errors import ConfigError
-from serve.machine import available_memory
+from serve.machine import available_memory, local_kv_bytes
 from serve.models import ModelSpec
 from serve.units import format_memory
 
@@ -24,12 +24,6 @@ _SYSTEM_PAGE_BYTES = 4096
 _LINE_BYTES = 64
 # Linux allows 65,530 mappings in a process; every page can become one of them.
 _MAX_PAGES = 30_000
-_KV_SHARE_OF_FREE_MEMORY = 0.4
-
-
-def local_kv_bytes() -> int:
-    """What K/V takes of this machine's memory if no setting says it."""
-    return int(available_memory() * _KV_SHARE_OF_FREE_MEMORY)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,10 @@ from quant.int4 import int4_linear, nf4_linear
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.disk_store import open_kv_store
-from serve.loading.kv_sizing import local_kv_bytes, size_kv
+from serve.loading.kv_sizing import size_kv
 from serve.loading.precision import Precision, check_weights_fit, choose_backend, resolve_precision
 from serve.loading.remote_memory import open_remote
-from serve.machine import usable_processors
+from serve.machine import local_kv_bytes, usable_processors
 from serve.models import Decoder, ModelSpec, load_model, read_spec
 from serve.models.checksums import check_manifest
 from serve.models.weights import MakeLinear, joining

@@ -22,7 +22,7 @@ from serve.runner.batch import make_batch
 from serve.runner.mask_filler import NOBODY, MaskFiller
 from serve.runner.prompt_reader import PromptReader, wanted_rows
 from serve.runner.sampler import sample
-from serve.scheduler.microbatches import MicrobatchPolicy, StaggerChoice, halve, part_of
+from serve.scheduler.microbatches import MicrobatchPolicy, StaggerChoice, halve
 from serve.scheduler.prompt_outputs import PromptPart
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_plan import StepPlan
@@ -213,7 +213,7 @@ class ModelRunner:
         """The same rows with the same bits, in two batches that take turns."""
         halves = halve(plan)
         assert halves is not None
-        batches = [make_batch(part_of(plan, half)) for half in halves]
+        batches = [make_batch(plan.subset(half)) for half in halves]
         passes = [
             self._model.slices(
                 batch.input_ids, batch.positions, self._attention.plan(batch.attention)

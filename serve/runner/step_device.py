@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from serve.loading.kv_sizing import local_kv_bytes
+from serve.machine import local_kv_bytes
 
 Work = Callable[[], None]
 

@@ -18,13 +18,12 @@ from dataclasses import dataclass
 
 from memory.kv_memory import KVMemory
 from memory.pages.kv_range import PrefixHit
-from serve.config import MEMORY_POLICIES
+from serve.config import MEMORY_POLICIES, LengthPredictor
 from serve.request import FinishReason
 from serve.scheduler.length_predictor import (
     Coverage,
     GuardedPredictor,
     HistoryPredictor,
-    LengthPredictor,
 )
 from serve.scheduler.peak_memory import Entry, MemoryForecast
 from serve.scheduler.sequence import Sequence

@@ -13,6 +13,7 @@ and a crowd of short prompts cannot stop a long one.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_time import GRANULARITY, StepTimeModel, StepWork
@@ -139,6 +140,35 @@ class StepBudget:
         self._work.remove(rows, context)
         if not self._work.num_chunks:
             self._least = _LEAST_ROWS
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """budget: the rows that are left for prompts. decodes: sequences with one row; chunks: with
+    more, and how many."""
+
+    budget: StepBudget
+    decodes: list[Sequence]
+    chunks: list[tuple[Sequence, int]]
+
+    def add(self, sequence: Sequence, rows: int) -> None:
+        """Its next rows."""
+        self.budget.take(rows, sequence.num_computed_tokens)
+        if rows == 1:
+            self.decodes.append(sequence)
+        elif rows:
+            self.chunks.append((sequence, rows))
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take back the rows that it was given."""
+        context = sequence.num_computed_tokens
+        given = [(i, rows) for i, (other, rows) in enumerate(self.chunks) if other is sequence]
+        for i, rows in given:
+            del self.chunks[i]
+            self.budget.give_back(rows, context)
+        if sequence in self.decodes:
+            self.decodes.remove(sequence)
+            self.budget.give_back(1, context)
 
 
 class ChunkPolicy:

@@ -1,10 +1,11 @@
 """The scheduler's books while steps are in flight. Integers only: no torch, no asyncio.
 
 A step is in flight from its launch until its tokens are known. Meanwhile the next one is made as
-if they were: computed tokens count at once (`advance`), and a token that is not known yet has its
-place in token_ids, as PENDING_TOKEN. `resolve` puts the tokens there and sees who ends. Length
-limits are known by count alone; a stop token is seen one step late, and the row that the sequence
-has in flight by then is nobody's: it is in no counter, no page of the prefix cache, no output.
+if they were: computed tokens count at once (`apply_launch`), and a token that is not known yet
+has its place in token_ids, as PENDING_TOKEN. `apply_result` puts the tokens there and sees who
+ends. Length limits are known by count alone; a stop token is seen one step late, and the row that
+the sequence has in flight by then is nobody's: it is in no counter, no page of the prefix cache,
+no output.
 
 +--------------------------------------------------------------------------------------+
 | invariants: a sequence has rows in flight in at most two steps, and only in one when  |
@@ -17,13 +18,12 @@ has in flight by then is nobody's: it is in no counter, no page of the prefix ca
 from __future__ import annotations
 
 from serve.request import FinishReason
-from serve.scheduler.microbatches import part_of
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import PENDING_TOKEN, Sequence, SequenceStatus, ending
 from serve.scheduler.step_plan import StepPlan
 
 
-def advance(scheduler: Scheduler, plan: StepPlan) -> None:
+def apply_launch(scheduler: Scheduler, plan: StepPlan) -> None:
     """The plan has been launched: from now on its rows count."""
     contexts: list[int] = []
     for sequence, rows, sampled in zip(plan.sequences, plan.num_rows, plan.samples, strict=True):
@@ -36,15 +36,9 @@ def advance(scheduler: Scheduler, plan: StepPlan) -> None:
     scheduler.chunks_in_flight = plan.sequences[plan.num_decodes :]
 
 
-def unfinished_places(plan: StepPlan) -> list[int]:
-    """Of those sequences that have not ended while the step was in flight."""
-    finished = SequenceStatus.FINISHED
-    return [i for i, sequence in enumerate(plan.sequences) if sequence.status is not finished]
-
-
-def resolve(scheduler: Scheduler, plan: StepPlan, tokens: list[int]) -> list[Sequence]:
-    """Take in an advanced step's result, as Scheduler.update does for one that is not. The plan
-    has no finished sequences (unfinished_places). The steps are resolved in their order."""
+def apply_result(scheduler: Scheduler, plan: StepPlan, tokens: list[int]) -> list[Sequence]:
+    """Take in a launched step's result, as Scheduler.update does for one that is not. The plan
+    has no finished sequences (StepPlan.unfinished). The steps are applied in their order."""
     assert plan.contexts is not None
     finished: list[Sequence] = []
     next_token = iter(tokens)
@@ -69,10 +63,10 @@ def resolve(scheduler: Scheduler, plan: StepPlan, tokens: list[int]) -> list[Seq
     return finished
 
 
-def retract(scheduler: Scheduler, plan: StepPlan) -> None:
-    """An advanced step has failed: as if it had never been. The last one in flight goes first."""
+def roll_back(scheduler: Scheduler, plan: StepPlan) -> None:
+    """A launched step has failed: as if it had never been. The last one in flight goes first."""
     assert plan.contexts is not None
-    for place in unfinished_places(plan):
+    for place in plan.unfinished():
         sequence = plan.sequences[place]
         sequence.rows_in_flight -= plan.num_rows[place]
         sequence.recheck_at = 0
@@ -81,12 +75,3 @@ def retract(scheduler: Scheduler, plan: StepPlan) -> None:
         if plan.samples[place]:
             scheduler.cut(sequence, plan.contexts[place] + plan.num_rows[place])
     plan.contexts = None
-
-
-def running_part(plan: StepPlan) -> StepPlan | None:
-    """Of a plan that was made a while ago, what can still be computed."""
-    running = SequenceStatus.RUNNING
-    places = [i for i, sequence in enumerate(plan.sequences) if sequence.status is running]
-    if len(places) == len(plan.sequences):
-        return plan
-    return part_of(plan, places) if places else None

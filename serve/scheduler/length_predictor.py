@@ -10,8 +10,8 @@ import logging
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
 from math import sqrt
-from typing import Protocol
 
+from serve.config import LengthPredictor
 from serve.request import Request
 
 logger = logging.getLogger(__name__)
@@ -19,26 +19,6 @@ logger = logging.getLogger(__name__)
 _SHRINK = 30  # answers after which a level weighs as much as what is above it
 _PRIOR_MEDIAN = 128.0
 _GOLDEN = 0.6180339887498949
-
-
-class LengthPredictor(Protocol):
-    """The law of a request's number of output tokens.
-
-    Methods are called from the compute loop between two steps: microseconds, no waiting. What
-    a learned predictor needs longer for it computes elsewhere (when the request is tokenized)
-    and looks up here by request_id.
-    """
-
-    def quantile(self, request: Request, num_output: int, level: float) -> int:
-        """The smallest length that is not exceeded with probability `level`, in tokens, given
-        that the answer has num_output tokens and goes on: above num_output, at most
-        params.max_tokens."""
-
-    def observe(self, request: Request, num_output: int) -> None:
-        """An answer ended by itself with that many tokens."""
-
-    def observe_cut(self, request: Request, num_output: int) -> None:
-        """An answer was cut off there (max_tokens, abort): by itself it would be longer."""
 
 
 class _History:

@@ -8,13 +8,10 @@ both ways are timed, and the faster one is kept.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Protocol
 
-from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_plan import StepPlan
 
 _TRIAL = 5  # steps of each way that are compared
@@ -46,36 +43,6 @@ def halve(plan: StepPlan) -> tuple[list[int], list[int]] | None:
             other.append(place)
             difference -= loads[place]
     return sorted(one), sorted(other)
-
-
-def part_of(plan: StepPlan, places: SequenceOf[int]) -> StepPlan:
-    """Those sequences of a plan alone. places: rising."""
-    num_rows = [plan.num_rows[place] for place in places]
-    return StepPlan(
-        sequences=[plan.sequences[place] for place in places],
-        num_rows=num_rows,
-        num_decodes=sum(place < plan.num_decodes for place in places),
-        samples=[plan.samples[place] for place in places],
-        num_total_rows=sum(num_rows),
-        contexts=None if plan.contexts is None else [plan.contexts[place] for place in places],
-    )
-
-
-def on_time(plan: StepPlan, late: Collection[Sequence]) -> StepPlan:
-    """What counts of a plan whose step was over before the masks of these were made: nothing of
-    who decodes, who is computed again, and of a prompt all but its last row."""
-    places = [
-        place
-        for place, sequence in enumerate(plan.sequences)
-        if place >= plan.num_decodes or sequence not in late
-    ]
-    part = part_of(plan, places)
-    for place in range(part.num_decodes, len(places)):
-        if part.sequences[place] in late:
-            part.num_rows[place] -= 1
-            part.samples[place] = False
-            part.num_total_rows -= 1
-    return part
 
 
 class MicrobatchPolicy(Protocol):

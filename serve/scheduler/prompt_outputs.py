@@ -7,66 +7,16 @@ computed again and several outputs of one prompt change nothing. No torch, no as
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from serve.errors import GenerationError, RequestError
+from serve.errors import GenerationError
+from serve.pooling import LogprobRows, PoolingParams
 from serve.request import Request, TokenDelta, TokenLogprobs
-from serve.sampling_params import SamplingParams
 
-POOLING_KINDS = ("mean", "last")
-MAX_DIMENSIONS = 1 << 20
 _ITERATED = 256  # log-probabilities that are made at once while somebody goes through them
-
-Vector = npt.NDArray[np.float32]
-Described = npt.NDArray[np.void]
-"""Rows of ops.cpu.sampling.SampledRows."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolingParams:
-    """How a prompt's final hidden states become one vector, its embedding.
-
-    kind: "mean" over all tokens, or those of the "last" one. normalize: to length 1.
-    dimensions: only the first so many, taken before normalizing; None: all. cache_salt and
-    priority: as in SamplingParams.
-    """
-
-    kind: str = "mean"
-    normalize: bool = True
-    dimensions: int | None = None
-    cache_salt: str | None = None
-    priority: int = 0
-
-    n: ClassVar[int] = 1
-
-    def __post_init__(self) -> None:
-        if self.kind not in POOLING_KINDS:
-            raise RequestError('kind must be "mean" or "last"', param="kind")
-        if not isinstance(self.normalize, bool):
-            raise RequestError(
-                "normalize must be true or false", param="normalize", code="invalid_type"
-            )
-        if type(self.dimensions) not in (int, type(None)):
-            raise RequestError("dimensions must be an integer", param="dimensions")
-        if self.dimensions is not None and not 1 <= self.dimensions <= MAX_DIMENSIONS:
-            raise RequestError(
-                f"dimensions must be between 1 and {MAX_DIMENSIONS}", param="dimensions"
-            )
-        self.sampling()
-
-    def sampling(self) -> SamplingParams:
-        """Of a request that gets no token."""
-        return SamplingParams(
-            max_tokens=0,
-            temperature=0.0,
-            seed=0,
-            cache_salt=self.cache_salt,
-            priority=self.priority,
-        )
 
 
 class PromptPart(NamedTuple):
@@ -113,10 +63,10 @@ class PromptScores(PromptOutputs):
     def __init__(self, token_ids: Sequence[int], num_top: int) -> None:
         super().__init__(0, len(token_ids) - 1)
         self.token_ids, self.num_top = token_ids, num_top
-        self._parts: list[Described] = []
+        self._parts: list[LogprobRows] = []
         self._logprobs: PromptLogprobs | None = None
 
-    def take(self, first: int, end: int, found: Described) -> None:
+    def take(self, first: int, end: int, found: LogprobRows) -> None:
         self._parts.append(found[self.num_done - first :])
 
     def add_to(self, delta: TokenDelta) -> TokenDelta:
@@ -154,7 +104,7 @@ class PromptLogprobs(Sequence["TokenLogprobs | None"]):
     """One entry for each token of a prompt, None for the first one. Entries are made when they are
     looked at: there may be a hundred thousand, of which each is twenty tokens and numbers."""
 
-    def __init__(self, parts: Sequence[Described], num_top: int) -> None:
+    def __init__(self, parts: Sequence[LogprobRows], num_top: int) -> None:
         self._rows = np.concatenate(parts) if parts else None
         self._num_top = num_top
 
@@ -183,7 +133,7 @@ class PromptLogprobs(Sequence["TokenLogprobs | None"]):
         return logprobs_of(self._rows[first:end], self._num_top)
 
 
-def logprobs_of(rows: Described, num_top: int) -> list[TokenLogprobs]:
+def logprobs_of(rows: LogprobRows, num_top: int) -> list[TokenLogprobs]:
     """With num_top alternatives of those that were described."""
     names = ("token", "rank", "logprob", "num_top", "top_tokens", "top_logprobs")
     columns = zip(*(rows[name].tolist() for name in names), strict=True)

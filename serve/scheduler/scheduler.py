@@ -19,11 +19,10 @@ from memory.pages.kv_range import PrefixHit, Range
 from memory.prefix.index import PrefixHasher
 from serve.request import FinishReason
 from serve.scheduler.admission import MemoryPolicy, PromptOnly
-from serve.scheduler.chunking import ChunkPolicy
+from serve.scheduler.chunking import ChunkPolicy, StepDraft
 from serve.scheduler.prefix_lookup import PrefixUse
 from serve.scheduler.sequence import PENDING_TOKEN, Sequence, SequenceStatus, ending
 from serve.scheduler.steady_decode import decode_rows
-from serve.scheduler.step_draft import StepDraft
 from serve.scheduler.step_plan import SchedulerLimits, StepPlan, plan_of
 from serve.scheduler.step_time import StepWork
 from serve.scheduler.waiting_queue import WaitingQueue

@@ -10,13 +10,8 @@ need not ask for each of them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from serve.scheduler.sequence import Sequence
-from serve.scheduler.step_plan import StepPlan
-
-if TYPE_CHECKING:
-    from serve.scheduler.scheduler import Scheduler
 
 
 def decode_rows(
@@ -42,29 +37,3 @@ def decode_rows(
             sequence.recheck_at = max(steady, num_computed + 1)
     decodes = [s for s in running if s.num_computed_tokens < s.recheck_at]
     return decodes[:rows] if len(decodes) > rows else decodes, prefilling
-
-
-def num_alike(scheduler: Scheduler, plan: StepPlan) -> int:
-    """After the plan's update: how many of the next steps have its very rows and change nothing
-    but the numbers of tokens, as long as nothing arrives and no stop token comes."""
-    running = scheduler.running
-    # who has ended with the plan is not running any more
-    if scheduler.waiting or not plan.num_decodes == len(plan.sequences) == len(running):
-        return 0
-    # with the last of them nothing is due yet
-    return max(0, min([s.recheck_at - s.num_computed_tokens for s in running], default=0) - 1)
-
-
-def begin_alike(scheduler: Scheduler, now_s: float) -> None:
-    """One of them begins: what schedule() counts."""
-    scheduler.waiting.tick(now_s)
-    scheduler.num_steps += 1
-    scheduler.num_page_steps += scheduler.kv.num_in_use
-
-
-def end_alike(plan: StepPlan, num_steps: int, token: int) -> None:
-    """So many of them ran: each sequence has that many more tokens."""
-    tokens = [token] * num_steps
-    for sequence in plan.sequences:
-        sequence.num_computed_tokens += num_steps
-        sequence.token_ids += tokens

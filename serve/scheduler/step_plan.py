@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from serve.scheduler.sequence import Sequence, SequenceStatus
@@ -23,6 +24,53 @@ class StepPlan:
     samples: list[bool]
     num_total_rows: int
     contexts: list[int] | None = None
+
+    def subset(self, indices: Iterable[int]) -> StepPlan:
+        """Returns a plan of sequences[i] for each i of `indices`, which rise."""
+        indices = list(indices)
+        num_rows = [self.num_rows[i] for i in indices]
+        return StepPlan(
+            sequences=[self.sequences[i] for i in indices],
+            num_rows=num_rows,
+            num_decodes=sum(i < self.num_decodes for i in indices),
+            samples=[self.samples[i] for i in indices],
+            num_total_rows=sum(num_rows),
+            contexts=None if self.contexts is None else [self.contexts[i] for i in indices],
+        )
+
+    def without_late(self, late: Collection[Sequence]) -> StepPlan:
+        """Returns what counts of the plan when the masks of `late` were not ready in time.
+
+        Their decode rows are dropped. A prompt loses its last row only, which would have been
+        sampled; its other rows are computed.
+        """
+        part = self.subset(
+            i
+            for i, sequence in enumerate(self.sequences)
+            if i >= self.num_decodes or sequence not in late
+        )
+        for i in range(part.num_decodes, len(part.sequences)):
+            if part.sequences[i] in late:
+                part.num_rows[i] -= 1
+                part.samples[i] = False
+                part.num_total_rows -= 1
+        return part
+
+    def unfinished(self) -> list[int]:
+        """Returns the indices of the sequences that have not finished."""
+        finished = SequenceStatus.FINISHED
+        return [i for i, sequence in enumerate(self.sequences) if sequence.status is not finished]
+
+    def still_running(self) -> StepPlan | None:
+        """Returns the plan of the sequences that run: this very plan if all do, None if none does.
+
+        Sequences may have finished or been preempted since the plan was made.
+        """
+        running = SequenceStatus.RUNNING
+        indices = [i for i, sequence in enumerate(self.sequences) if sequence.status is running]
+        if len(indices) == len(self.sequences):
+            return self
+        return self.subset(indices) if indices else None
 
 
 def plan_of(

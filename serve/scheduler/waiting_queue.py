@@ -14,6 +14,7 @@ goes to its store, so swapping is closing its range and opening it again with a 
 
 from __future__ import annotations
 
+import importlib
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 
@@ -137,3 +138,19 @@ class Priority(WaitingQueue):
 
     def rank_of(self, request: Request, num_rows: int) -> int:
         return request.params.priority
+
+
+QUEUES = {
+    "fcfs": "serve.scheduler.waiting_queue:WaitingQueue",
+    "priority": "serve.scheduler.waiting_queue:Priority",
+    "mlfq": "serve.scheduler.mlfq_queue:MultiLevelFeedback",
+    "fair": "serve.scheduler.fair_queue:Fair",
+}
+"""The class of each queue policy in serve.config.ORDERS, imported when it is chosen."""
+
+
+def make_queue(name: str) -> WaitingQueue:
+    """Returns an empty queue of the policy `name`, one of serve.config.ORDERS."""
+    module, _, attribute = QUEUES[name].partition(":")
+    queue: WaitingQueue = getattr(importlib.import_module(module), attribute)()
+    return queue

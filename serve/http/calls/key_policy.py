@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from serve.errors import RequestError
 from serve.http.edge.keys import ApiKey
+from serve.pooling import PoolingParams
 from serve.request import RequestMetrics
 from serve.sampling_params import SamplingParams
-from serve.scheduler.prompt_outputs import PoolingParams
 
 if TYPE_CHECKING:
     from serve.engine.engine import RequestStream

@@ -28,8 +28,8 @@ from serve.http.openai.answer_schemas import EMBEDDINGS_ANSWER
 from serve.http.openai.prompts import prompts_field, with_options
 from serve.http.schema.describe import Operation
 from serve.http.schema.fields import Boolean, Integer, OneOfNames, Record, Unknown
+from serve.pooling import MAX_DIMENSIONS, POOLING_KINDS, PoolingParams
 from serve.request import Prompt
-from serve.scheduler.prompt_outputs import MAX_DIMENSIONS, POOLING_KINDS, PoolingParams
 
 if TYPE_CHECKING:
     from serve.engine.engine import RequestStream

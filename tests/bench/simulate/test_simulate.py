@@ -14,10 +14,9 @@ from bench.simulate import keep
 from bench.simulate.load import LoadSimulation, simulate
 from bench.simulate.settings import PoolDelays, SimulationSettings
 from memory.pages.layer_groups import LayerGroup
-from serve.config import EngineConfig
+from serve.config import ORDERS, EngineConfig
 from serve.errors import ConfigError
 from serve.scheduler.admission import POLICIES
-from serve.scheduler.orders import ORDERS
 
 
 class Law:

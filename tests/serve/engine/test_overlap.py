@@ -6,7 +6,6 @@ import pytest
 
 from memory.pages.layer_groups import LayerGroup
 from serve.request import FinishReason
-from serve.scheduler.in_flight import running_part
 from serve.scheduler.sequence import PENDING_TOKEN, SequenceStatus, make_sequences
 from serve.scheduler.step_plan import SchedulerLimits
 from tests.support.cuda.late_device import EOS, expected_tokens
@@ -354,8 +353,8 @@ def test_what_still_runs_of_a_plan():
     bench = Bench()
     one, other = bench.add("one"), bench.add("other")
     plan = bench.scheduler.schedule(0.0)
-    assert running_part(plan) is plan
+    assert plan.still_running() is plan
     bench.scheduler.finish(one, FinishReason.ABORT)
-    assert running_part(plan).sequences == [other]
+    assert plan.still_running().sequences == [other]
     bench.scheduler.finish(other, FinishReason.ABORT)
-    assert running_part(plan) is None
+    assert plan.still_running() is None

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 import pytest
 
 from memory.prefix.store_stats import StoreStats
+from serve.config import ORDERS
 from serve.request import FinishReason
-from serve.scheduler.orders import ORDERS
 from tests.serve.engine.test_overlap_walk import Walk
 from tests.support.cuda.late_device import Job
 from tests.support.engine.fakes import FakeMemory

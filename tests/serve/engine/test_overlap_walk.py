@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from memory.pages.layer_groups import LayerGroup
+from serve.config import ORDERS
 from serve.engine.overlapped_executor import OverlappedExecutor
+from serve.pooling import PoolingParams
 from serve.request import FinishReason
 from serve.scheduler.admission import POLICIES
-from serve.scheduler.orders import ORDERS
-from serve.scheduler.prompt_outputs import PoolingParams
 from serve.scheduler.sequence import PENDING_TOKEN, make_sequences
 from serve.scheduler.step_plan import SchedulerLimits
 from tests.support.cuda.late_device import EOS, check_prompt_rows, expected_tokens

@@ -10,7 +10,6 @@ import pytest
 from serve.config import default_model_path
 from serve.request import FinishReason
 from serve.runner.mask_filler import MaskFiller
-from serve.scheduler.microbatches import on_time
 from serve.scheduler.step_plan import StepPlan
 from serve.structured import token_mask
 from serve.structured.compiler import GrammarCompiler
@@ -114,7 +113,7 @@ def test_the_quick_ones_come_first_and_nobody_waits_for_ever(filler):
 def test_what_counts_of_a_step_with_late_ones():
     one, late, prompt, late_prompt = sequences(None, None, None, None)
     plan = StepPlan([one, late, prompt, late_prompt], [1, 1, 5, 7], 2, [True] * 4, 14)
-    part = on_time(plan, {late, late_prompt})
+    part = plan.without_late({late, late_prompt})
     assert part.sequences == [one, prompt, late_prompt]
     assert (part.num_rows, part.num_decodes, part.num_total_rows) == ([1, 5, 6], 1, 12)
     assert part.samples == [True, True, False]

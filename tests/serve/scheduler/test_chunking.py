@@ -13,10 +13,10 @@ from serve.engine.early_rejection import predicted_ttft_s
 from serve.engine.threads import ComputeThread
 from serve.request import FinishReason, Request
 from serve.sampling_params import SamplingParams
-from serve.scheduler.orders import make_queue
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import make_sequences
 from serve.scheduler.step_plan import SchedulerLimits
+from serve.scheduler.waiting_queue import make_queue
 from serve.text.tokenizer import Tokenizer
 from tests.serve.scheduler.test_step_time import make_work
 from tests.support.engine.checkpoints import checkpoint

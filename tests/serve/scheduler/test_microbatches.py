@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from serve.scheduler.microbatches import StaggerChoice, halve, part_of
+from serve.scheduler.microbatches import StaggerChoice, halve
 from serve.scheduler.step_plan import StepPlan
 from tests.support.engine.fakes import make_seq
 
@@ -45,7 +45,7 @@ def test_halves_are_balanced_and_whole(seed: int) -> None:
     one, other = (loads(plan, places) for places in halves)
     assert abs(sum(one) - sum(other)) <= max(one + other)
     for places in halves:
-        part = part_of(plan, places)
+        part = plan.subset(places)
         assert places == sorted(places)
         assert part.sequences == [plan.sequences[p] for p in places]
         assert part.samples == [plan.samples[p] for p in places]

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from serve.config import ORDERS
 from serve.scheduler.fair_queue import Fair
 from serve.scheduler.mlfq_queue import MultiLevelFeedback
-from serve.scheduler.orders import ORDERS, make_queue
-from serve.scheduler.waiting_queue import Priority, WaitingQueue
+from serve.scheduler.waiting_queue import Priority, WaitingQueue, make_queue
 from tests.support.engine.fakes import make_request
 from tests.support.engine.order_rig import at_rate, drained, make, name_of, names, seq
 

@@ -7,10 +7,10 @@ from statistics import fmean
 
 import pytest
 
+from serve.config import ORDERS
 from serve.request import FinishReason
 from serve.scheduler.fair_queue import Fair
 from serve.scheduler.mlfq_queue import MultiLevelFeedback
-from serve.scheduler.orders import ORDERS
 from tests.support.engine.order_rig import Rig
 
 

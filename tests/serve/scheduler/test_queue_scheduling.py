@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from serve.config import ORDERS
 from serve.request import FinishReason
-from serve.scheduler.orders import ORDERS
 from tests.serve.scheduler.test_scheduler import rows
 from tests.support.engine.order_rig import Rig, at_rate, names
 

@@ -9,12 +9,13 @@ import pytest
 
 from memory.pages.layer_groups import LayerGroup
 from memory.prefix.index import PrefixHasher
+from serve.config import ORDERS
 from serve.request import FinishReason
 from serve.scheduler.admission import POLICIES, make_policy
-from serve.scheduler.orders import ORDERS, make_queue
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import make_sequences
 from serve.scheduler.step_plan import SchedulerLimits
+from serve.scheduler.waiting_queue import make_queue
 from tests.serve.scheduler.test_scheduler import check_invariants
 from tests.support.engine.fakes import make_kv, make_partitioned_kv, make_request
 

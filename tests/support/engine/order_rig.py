@@ -6,10 +6,10 @@ from dataclasses import replace
 from zlib import crc32
 
 from memory.prefix.index import PrefixHasher
-from serve.scheduler.orders import make_queue
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import make_sequences
 from serve.scheduler.step_plan import SchedulerLimits
+from serve.scheduler.waiting_queue import make_queue
 from tests.serve.scheduler.test_scheduler import check_invariants
 from tests.support.engine.fakes import make_kv, make_partitioned_kv, make_request
 

@@ -9,10 +9,10 @@ from memory.pages.layer_groups import LayerGroup
 from memory.prefix.index import PrefixHasher
 from serve.engine.overlapped_executor import make_executor
 from serve.scheduler.admission import make_policy
-from serve.scheduler.orders import make_queue
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import PENDING_TOKEN, make_sequences
 from serve.scheduler.step_plan import SchedulerLimits
+from serve.scheduler.waiting_queue import make_queue
 from tests.support.cuda.late_device import EOS, LateDevice, LateMemory, LateRunner
 from tests.support.engine.fakes import make_request
 
