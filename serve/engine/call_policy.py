@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from serve.engine.request_stream import RequestStream
-    from serve.sampling_params import SamplingParams
     from serve.pooling import PoolingParams
+    from serve.sampling_params import SamplingParams
 
 
 class CallPolicy(Protocol):
