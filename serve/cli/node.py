@@ -16,7 +16,7 @@ from ops import get_backend
 from ops.cpu import native
 from serve.config import EngineConfig
 from serve.errors import ConfigError, MergestepError
-from serve.loading.remote_memory import read_key, what_is_wrong
+from serve.loading.remote_memory import error_with_url, read_key
 from serve.machine import available_memory, usable_processors
 from transport import check_scheme, listen
 from transport.base import TransportError
@@ -66,7 +66,7 @@ def serve_node(
         cause = error.__cause__
         is_in_use = isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE
         wrong = MergestepError if is_in_use else ConfigError
-        raise wrong(what_is_wrong(url, error)) from error
+        raise wrong(error_with_url(url, error)) from error
     signals = _Signals()
     server = threading.Thread(target=node.serve, args=(listener,), name="mergestep-accept")
     server.start()

@@ -1,5 +1,5 @@
 """From an `EngineConfig` to a model, its K/V memory and a runner.
 
-It owns everything that is decided once at start-up: precision, K/V sizes, the disk store, memory
-nodes, CUDA tuning. It does not know requests. Begin with runtime.py.
+This package owns everything that is decided once at start-up: precision, K/V sizes, the disk tier,
+memory nodes and CUDA tuning. It does not know requests. Begin with runtime.py.
 """

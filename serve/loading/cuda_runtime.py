@@ -1,8 +1,7 @@
-"""A model on a CUDA device, ready to compute: how its memory is shared out, as measured.
+"""A model on a CUDA device: memory measurement, K/V, attention and runner.
 
-The weights are there first. Then the largest step is computed once without K/V, and what that
-takes, with a reserve, is left free; K/V may have the rest, of which only the pages in use are
-taken from the device.
+The weights are loaded first. Then the largest step runs once without K/V; its peak and a reserve
+stay free. K/V may use the rest, and only pages in use are allocated on the device.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ from serve.runner.step_device import CudaStepDevice, HostStepDevice, StepDevice
 
 logger = logging.getLogger(__name__)
 
-_UNIT_BYTES = 2 << 20  # in which CUDA devices map memory
+_UNIT_BYTES = 2 << 20  # the page size of CUDA devices
 _RESERVE_BYTES = 512 << 20  # for graphs, libraries and what torch cannot give back
-_STEP_RESERVE = 0.25  # of the largest step: allocations do not fit each other exactly
-_HOST_SHARE = 0.1  # of this machine's memory, for pages on their way to the disk
+_STEP_RESERVE = 0.25  # of the largest step, for fragmentation
+_HOST_SHARE = 0.1  # of this machine's memory, for pages between device and disk
 
 
 class CudaParts(NamedTuple):
-    """What is made for an engine. runner owns the memory and closes it."""
+    """The parts of an engine on a CUDA device. runner owns the memory and closes it."""
 
     attention: CudaAttention
     kv: KVManager
@@ -57,7 +56,7 @@ class CudaParts(NamedTuple):
 
 
 def make_step_device(device: torch.device) -> StepDevice:
-    """Call it in the thread that will compute, before anything is on the device."""
+    """Returns the step device. Call it in the compute thread, before anything is on the device."""
     return CudaStepDevice(device) if device.type == "cuda" else HostStepDevice()
 
 
@@ -70,7 +69,7 @@ def load_cuda(
     *,
     captures: bool = True,
 ) -> CudaParts:
-    """K/V memory, attention over it and a runner whose steps are warm. ConfigError."""
+    """Makes K/V memory, attention and a warmed-up runner. ConfigError names the setting."""
     layers = model.attention_layers()
     groups = group_layers(layers, config.max_model_len or spec.max_model_len)
     layouts = _layouts(config, precision, layers, [ids for _, ids in groups])
@@ -85,7 +84,7 @@ def load_cuda(
     )
     sampler = DeviceSampler(spec.vocab_size, shapes.max_sampled, config.max_num_seqs, device.device)
     if device.device.type == "cuda":
-        sampler.allocate_counts()  # now: kernels that know another size would be compiled again
+        sampler.allocate_counts()  # before warm-up, because a new size recompiles kernels
         if config.tune:
             tune_products(model, shapes, device.device)
     library = _library(layouts, device, precision)
@@ -102,7 +101,7 @@ def load_cuda(
     )
     for layout, padded in zip(layouts, sizes.groups, strict=True):
         layout.pad(padded.token_bytes * padded.tile_tokens)
-    made = _Memory(config, device, sizes)
+    made = _DeviceMemory(config, device, sizes)
     try:
         layers_of = [ids for _, ids in groups]
         attention = CudaAttention(layouts, layers_of, made.bases(), arrays, library)
@@ -131,12 +130,12 @@ def _layouts(
 
 
 def _gathered_bytes(layers: Sequence[AttentionLayer], max_len: int) -> int:
-    """Of the bf16 K/V that a library reads, of one sequence at its longest in one layer."""
+    """Returns the bytes of one layer's bf16 K/V of the longest sequence, as a library reads it."""
     return max(4 * max_len * x.num_kv_heads * padded_dim(x.head_dim) for x in layers)
 
 
 def _kv_bytes(model: Decoder, device: StepDevice, shapes: StepShapes, gathered: int) -> int:
-    """What is left for K/V beside the largest step and what is gathered in it."""
+    """Returns the bytes left for K/V beside the largest step and its gathered K/V."""
     rows = torch.zeros(shapes.max_rows, dtype=torch.int64, device=device.device)
 
     @torch.inference_mode()
@@ -156,13 +155,13 @@ def _kv_bytes(model: Decoder, device: StepDevice, shapes: StepShapes, gathered: 
         raise ConfigError(
             f"the device has {free >> 20} MiB left beside the weights, and a step of "
             f"{shapes.max_rows} rows takes {peak >> 20} MiB; lower max_num_batched_tokens or "
-            "take a smaller dtype"
+            "use a smaller dtype"
         )
     return left
 
 
 class _NoAttention:
-    """The seam where nothing is remembered, for measuring all the rest."""
+    """Attention without K/V, to measure the memory of everything else."""
 
     def __init__(self, layers: Sequence[AttentionLayer]) -> None:
         self._layers = layers
@@ -174,8 +173,8 @@ class _NoAttention:
         return Finished(ticket.q)
 
 
-class _Memory:
-    """The reservation and its books."""
+class _DeviceMemory:
+    """The reserved address space and the K/V accounting over it."""
 
     def __init__(self, config: EngineConfig, device: StepDevice, sizes: KVSizes) -> None:
         self.settle: Callable[[int, int], None] = lambda first, end: device.wait()
@@ -212,12 +211,15 @@ class _Memory:
             raise
 
     def bases(self) -> list[int]:
-        """Where each layer group's ranges begin."""
+        """Returns the address of each layer group's ranges."""
         groups = range(len(self._sizes.groups))
         return [self._address + self.kv.group_offset(number) for number in groups]
 
     def use_disk(self, precision: Precision) -> bytes | None:
-        """Pages that memory has no room for go there, from a device through host memory."""
+        """Attaches the disk tier, if it is configured, and returns its secret.
+
+        Pages of a device reach the disk through host memory.
+        """
         config, memory = self._config, self.memory
         if config.kv_cache_dir is None:
             return None
@@ -241,7 +243,7 @@ class _Memory:
 def _library(
     layouts: Sequence[CudaKVLayout], device: StepDevice, precision: Precision
 ) -> LibraryPrefill | None:
-    """An installed kernel for long prompt chunks, if there is one; they compute in bf16."""
+    """Returns a library's kernel for long prefill chunks (bf16), if one is installed and fits."""
     is_wide = precision.kv == "float32" or (
         not precision.is_int8 and precision.compute == torch.float32
     )

@@ -1,8 +1,8 @@
-"""The K/V on disk of one model: where it lies, whose it is, and the secret of its keys.
+"""The disk tier of one model: its folder, its identity and the secret of its page keys.
 
-kv_cache_dir holds a private folder for each model and layout of K/V, so that several share it.
-In each: what `memory.tiers.disk_tier` keeps, and a secret from which pages are named, because
-names of the last process would mean nothing otherwise.
+kv_cache_dir holds a private folder for each model and K/V layout, so that models can share it. A
+folder holds the files of `memory.tiers.disk_tier` and a secret. Page keys derive from the secret,
+so that they stay valid when the server restarts.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _DEFAULT_BYTES = 16 << 30
 _SECRET_BYTES = 32
 _NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
 _HASH_DIGITS = 16
-_FLAWS = {True: "damaged", False: "no plain file of ours that only we can read"}
-_FORMAT = "mergestep K/V 1"  # raise it when kernels or layouts give other bytes
+_FLAWS = {True: "damaged", False: "not a plain file that only this user can read"}
+_FORMAT = "mergestep K/V 1"  # raise it when kernels or layouts produce other bytes
 
 
 def open_kv_store(
@@ -41,8 +41,11 @@ def open_kv_store(
     groups: Sequence[LayerGroup],
     page_bytes: int,
 ) -> tuple[DiskTier, bytes]:
-    """The store and the secret for PrefixHasher. backend: its name, for others compute other
-    bytes. ConfigError names kv_cache_dir."""
+    """Opens the disk tier; returns it and the secret for PrefixHasher. The caller closes it.
+
+    backend is part of the identity, because back ends compute different bytes. ConfigError names
+    kv_cache_dir.
+    """
     assert config.kv_cache_dir is not None, "only with a directory"
     isa = native.instruction_set() if native.is_available() else "torch"
     pages = f"{' '.join(map(str, groups))} {page_bytes}"
@@ -94,15 +97,15 @@ def _log_what_is_there(store: DiskTier, folder: Path) -> None:
     others = [path for path in others if len(path.name) == len(folder.name)]
     if others:
         logger.info(
-            "K/V on disk: other folders of this model lie there too (%d), of another page size "
+            "K/V on disk: %d other folders of this model are there, for another page size "
             "(which follows kv_cache_bytes unless kv_page_bytes is set), precision, backend or "
-            "version of the weights; not used now, and nothing removes them",
+            "version of the weights; they are not used now, and nothing removes them",
             len(others),
         )
 
 
 def _secret(path: Path) -> bytes:
-    """Read it, or make it: then nothing that an older process stored is found any more."""
+    """Reads the secret, or makes one; with a new secret no stored page is found any more."""
     flags = os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         is_ours = is_private(path.lstat())
@@ -112,7 +115,7 @@ def _secret(path: Path) -> bytes:
                 found = file.read(_SECRET_BYTES + 1)
             if len(found) == _SECRET_BYTES:
                 return found
-        logger.warning("K/V on disk: %s is %s; made anew", path, _FLAWS[is_ours])
+        logger.warning("K/V on disk: %s is %s; it is replaced", path, _FLAWS[is_ours])
         path.unlink()
     except FileNotFoundError:
         pass
@@ -124,10 +127,10 @@ def _secret(path: Path) -> bytes:
 
 
 def checkpoint_fingerprint(path: Path) -> str:
-    """Of config.json, and of the weight files' sizes, times and samples all over them.
+    """Returns a hash of config.json and of the weight files' sizes, times and samples.
 
-    Reading gigabytes to start would cost more than the cache saves. A file that was written
-    again counts as another one.
+    Reading gigabytes at start-up would cost more than the cache saves. A rewritten file counts as
+    another one.
     """
     digest = hashlib.sha256((path / "config.json").read_bytes())
     for file in sorted(path.glob("*.safetensors")):

@@ -1,4 +1,4 @@
-"""How K/V memory is cut: bytes of a page, tokens' bytes with padding, pages, context length."""
+"""Sizes of K/V memory: bytes per page, bytes per token with padding, pages, context length."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_PAGES = 30_000
 
 @dataclass(frozen=True, slots=True)
 class KVSizes:
-    """groups: of layers, with the bytes from one token to the next, padding included."""
+    """Sizes of K/V memory. groups: layer groups with bytes per token, padding included."""
 
     page_bytes: int
     groups: list[LayerGroup]
@@ -44,11 +44,10 @@ def size_kv(
     free_bytes: int | None = None,
     unit_bytes: int | None = None,
 ) -> KVSizes:
-    """Pages and context that fit the memory. ConfigError names the setting to change.
+    """Returns pages and context length that fit the memory. ConfigError names the setting.
 
-    free_bytes: what K/V may take if no setting says it; by default a part of this machine's
-    memory. unit_bytes: in which a device maps memory, and its page; by default a page is what
-    suits this machine.
+    free_bytes: K/V bytes if no setting gives them; by default a part of this machine's memory.
+    unit_bytes: page size of the device; by default a page size is chosen for this machine.
     """
     max_len = spec.max_model_len
     if config.max_model_len is not None:
@@ -61,7 +60,7 @@ def size_kv(
         _warn_of_more_than_free(config)
         free_bytes = local_kv_bytes()
     budget = config.kv_cache_bytes or free_bytes
-    # More than every sequence at its longest is of no use.
+    # More than all sequences at full length is never used.
     token_bytes = sum(group.token_bytes for group in groups)
     budget = min(budget, config.max_num_seqs * (max_len * token_bytes + _MAX_PAGE_BYTES))
     page, padded = config.kv_page_bytes or unit_bytes, list(groups)
@@ -90,7 +89,7 @@ def size_kv(
 
 
 def _warn_of_more_than_free(config: EngineConfig) -> None:
-    """Memory is taken as it is used: what is free may change until then."""
+    """Logs a warning if kv_cache_bytes exceeds the memory that is free now."""
     free, wanted = available_memory(), config.kv_cache_bytes
     if wanted is not None and wanted > free:
         logger.warning(
@@ -101,8 +100,10 @@ def _warn_of_more_than_free(config: EngineConfig) -> None:
 
 
 def _padded_for(groups: Sequence[LayerGroup], page_bytes: int) -> list[LayerGroup]:
-    """As `_page_of_groups` pads them, where it comes to this page; tiles cross pages where that
-    would cost too much."""
+    """Returns the groups padded for pages of page_bytes, as `_page_of_groups` pads them.
+
+    Tiles cross pages if padding would cost too much.
+    """
     padded = []
     for group in groups:
         tile = group.token_bytes * group.tile_tokens
@@ -113,7 +114,7 @@ def _padded_for(groups: Sequence[LayerGroup], page_bytes: int) -> list[LayerGrou
 
 
 def _page_of_groups(groups: Sequence[LayerGroup], budget: int) -> tuple[int, list[LayerGroup]]:
-    """Bytes of a page, and the groups padded for it: as the one with the most bytes needs it."""
+    """Returns the bytes of a page, chosen for the widest group, and the groups padded for it."""
     widest = max(groups, key=lambda group: group.token_bytes)
     page, tile = _page_of_tiles(widest.token_bytes * widest.tile_tokens, widest.tile_tokens, budget)
     tiles = [
@@ -127,8 +128,10 @@ def _page_of_groups(groups: Sequence[LayerGroup], budget: int) -> tuple[int, lis
 
 
 def _tile_in(page_bytes: int, tile_bytes: int) -> int:
-    """Bytes from tile to tile so that a page holds a whole number of them, if that costs little;
-    else they cross pages."""
+    """Returns the tile stride in bytes with which tiles divide a page, if the padding is small.
+
+    Otherwise tiles cross pages.
+    """
     count = page_bytes // tile_bytes
     while count and page_bytes <= 1.02 * count * tile_bytes:
         if page_bytes % count == 0 and page_bytes // count % _LINE_BYTES == 0:
@@ -138,23 +141,23 @@ def _tile_in(page_bytes: int, tile_bytes: int) -> int:
 
 
 def _page_of_tiles(tile_bytes: int, tile_tokens: int, budget: int) -> tuple[int, int]:
-    """Bytes of a page that holds a whole number of tiles, and of such a tile, a little padded.
+    """Returns the bytes of a page that holds whole tiles, and of such a slightly padded tile.
 
-    Then a page can be shared the moment its tokens are computed, and nothing but the last tile's
-    places is mapped in vain.
+    Then a page can be shared as soon as its tokens are computed, and only the last tile wastes
+    mapped memory.
     """
     tiles = 1
     while tiles * tile_tokens < _TOKENS_PER_PAGE and 2 * tiles * tile_bytes <= _MAX_PAGE_BYTES:
         tiles *= 2
     while tiles * tile_bytes < _MIN_PAGE_BYTES or budget // (tiles * tile_bytes) > _MAX_PAGES:
         tiles *= 2
-    if _padded(tile_bytes, tiles) > 1.02 * tile_bytes:  # worth half a page more in vain
+    if _padded(tile_bytes, tiles) > 1.02 * tile_bytes:  # a larger page wastes less
         tiles *= 2
     padded = _padded(tile_bytes, tiles)
     return tiles * padded, padded
 
 
 def _padded(tile_bytes: int, tiles: int) -> int:
-    """Bytes from tile to tile, so that `tiles` of them fill whole pages of the system."""
+    """Returns the tile stride in bytes with which `tiles` tiles fill whole system pages."""
     unit = max(_LINE_BYTES, _SYSTEM_PAGE_BYTES // tiles)
     return -(-tile_bytes // unit) * unit

@@ -1,11 +1,11 @@
-"""Which number formats a model runs in, and why: decided once at start-up and logged.
+"""The number formats a model runs in, decided once at start-up and logged with the reason.
 
-"int8" means int8 x int8 products (W8A8) on an fp32 residual stream. "auto" takes it for 16-bit
-checkpoints of families that bear it, where the device has fast kernels for it. "int4" and "nf4"
-are 4-bit weights on int8 rows, the last product in int8; "fp8" is e4m3 x e4m3, on GPUs that have
-it: these are only taken when asked for. A checkpoint
-that is quantized already keeps its weights on int8 rows, and what it left plain becomes int8;
-with bfloat16 or float32, or where int8 rows are not for it, its weights are unpacked at load.
+"int8" means int8 x int8 products (W8A8) on an fp32 residual stream. "auto" chooses it for 16-bit
+checkpoints of families that tolerate it, if the device has fast kernels for it. "int4" and "nf4"
+are 4-bit weights on int8 rows with the last product in int8; "fp8" is e4m3 x e4m3 on GPUs that
+support it; "auto" never chooses these. A checkpoint that is already quantized keeps its weights on
+int8 rows, and its plain weights become int8. With bfloat16 or float32, or if the family does not
+tolerate int8 rows, its weights are unpacked at load.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ from serve.units import format_memory
 logger = logging.getLogger(__name__)
 
 _TORCH_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-# of a weight in a product, its scales left out
+# bytes per weight of a product, without scales
 _BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5, "nf4": 0.5}
 _FP8_CAPABILITY = (8, 9)
 _CUDA_MAX_HEAD_DIM = 256
@@ -37,9 +35,11 @@ _CUDA_MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """compute: type of activations. weights: plain (in compute's type), int8, int4, nf4 or fp8.
-    kv: type of K/V in memory. packed: the checkpoint's own way to quantize weights, which stay so
-    unless weights is plain. backend: a name in ops.BACKENDS. reason, kv_reason: why, for people.
+    """The number formats of a model.
+
+    compute: type of activations. weights: plain (in compute's type), int8, int4, nf4 or fp8. kv:
+    type of K/V in memory. packed: the checkpoint's own quantization method, kept unless weights is
+    plain. backend: a name in ops.BACKENDS. reason, kv_reason: explanations for the user.
     """
 
     compute: torch.dtype
@@ -52,7 +52,7 @@ class Precision:
 
     @property
     def weights_name(self) -> str:
-        """Of the products' numbers, without the K/V's."""
+        """The name of the products' number format."""
         name = self.weights if self.is_int8 else _name(self.compute)
         if self.packed:
             name = self.packed if self.is_int8 else f"{self.packed} as {name}"
@@ -60,7 +60,7 @@ class Precision:
 
     @property
     def is_int8(self) -> bool:
-        """Whether products take their rows in 8 bits."""
+        """Whether products take rows of 8 bits."""
         return self.weights != "plain"
 
     def __str__(self) -> str:
@@ -68,12 +68,12 @@ class Precision:
 
 
 def resolve_precision(config: EngineConfig, spec: ModelSpec) -> Precision:
-    """From the settings dtype and kv_dtype. ConfigError where one cannot be had here."""
+    """Resolves the settings dtype and kv_dtype. ConfigError if one is not supported here."""
     dtype, packed = config.dtype, spec.packed.method if spec.packed else None
     backend = choose_backend(config, spec)
     if packed and dtype in ("int4", "nf4", "fp8"):
         raise ConfigError(
-            f"dtype {dtype} cannot be had: the checkpoint is quantized already ({packed}); "
+            f"dtype {dtype} is not available: the checkpoint is already quantized ({packed}); "
             "use auto, int8, bfloat16 or float32"
         )
     reason = kv_reason = "as asked for"
@@ -104,8 +104,10 @@ def resolve_precision(config: EngineConfig, spec: ModelSpec) -> Precision:
 
 
 def check_weights_fit(spec: ModelSpec, precision: Precision) -> None:
-    """ConfigError where the weights cannot be in this machine's free memory, with what would fit.
-    What it counts is the least that they take."""
+    """Raises ConfigError if the weights do not fit this machine's free memory.
+
+    It counts the least that they take, and names the dtypes that would fit.
+    """
     if precision.backend == "cuda":
         return
     free = available_memory()
@@ -127,14 +129,14 @@ def check_weights_fit(spec: ModelSpec, precision: Precision) -> None:
 
 
 def _least_bytes(spec: ModelSpec, bytes_per_weight: float) -> int:
-    """The embedding stays as it is in the file."""
+    """Returns the bytes of all weights; the embedding keeps the type of the file."""
     embedding = spec.vocab_size * spec.embed_size
     in_file = 4 if spec.torch_dtype == "float32" else 2
     return int((spec.num_parameters - embedding) * bytes_per_weight) + embedding * in_file
 
 
 def choose_backend(config: EngineConfig, spec: ModelSpec) -> str:
-    """A name in ops.BACKENDS. "auto" is the best one that can do what is asked for."""
+    """Returns a name in ops.BACKENDS; for "auto", the best one that supports the settings."""
     if config.backend != "auto":
         return config.backend
     best = best_backend()
@@ -158,7 +160,7 @@ def _best_dtype(backend: str, spec: ModelSpec) -> tuple[str, str]:
         return plain, f"the {backend} back end has no int8 products{unpacked}"
     if backend == "cpu" and not native.is_available():
         return plain, f"the native kernels are not built{unpacked}"
-    if not spec.bears_int8:
+    if not spec.tolerates_int8:
         return plain, f"{spec.model_type} is known to lose accuracy in int8{unpacked}"
     if spec.packed is not None:
         return "int8", f"the checkpoint is quantized ({spec.packed.method})"
@@ -190,7 +192,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _has_bf16() -> bool:
-    """Whether oneDNN has bf16 kernels for this CPU; a torch built without it says no."""
+    """Returns whether oneDNN has bf16 kernels for this CPU; False if torch lacks oneDNN."""
     try:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     except (AttributeError, RuntimeError):

@@ -1,4 +1,4 @@
-"""An engine whose K/V is on memory nodes: from its settings to books, links and the seam."""
+"""Memory nodes of an engine: from the settings to connections, K/V accounting and attention."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ from transport.base import Endpoint, TransportError
 logger = logging.getLogger(__name__)
 
 LOCAL_KEY = b"mergestep: only this user"
-_OPEN_KEY_SCHEMES = ("inproc", "shm")  # only this user can reach them
+_OPEN_KEY_SCHEMES = ("inproc", "shm")  # only this user can connect
 _MIN_WINDOW_BYTES, _MAX_WINDOW_BYTES = 4 << 20, 256 << 20
 _MESSAGES_IN_WINDOW = 12
-_LEAST_IN_WINDOW = 4  # a message is a quarter of a window at most
+_LEAST_IN_WINDOW = 4  # a message is at most a quarter of a window
 _SYSTEM_PAGE_BYTES = 4096
-_FEWEST_PAGES = 2000  # of a node that is large enough for more
+_FEWEST_PAGES = 2000  # a node has at least that many, if it is large enough
 _WIRE_TYPES = {torch.float32: WireType.FLOAT32, torch.bfloat16: WireType.BFLOAT16}
 
 
 @dataclass(slots=True)
-class RemoteKV:
-    """What takes the place of local K/V: books, the seam, and the nodes (closed last)."""
+class RemoteMemory:
+    """What replaces local K/V: accounting, attention and the nodes, which are closed last."""
 
     kv: KVMemory
     attention: RemoteAttention
@@ -79,7 +79,7 @@ class RemoteKV:
 
 
 def read_key(config: EngineConfig) -> bytes:
-    """The shared secret. ConfigError where one is needed and there is none."""
+    """Returns the shared secret. ConfigError if a node needs one and none is set."""
     path = config.memory_node_key_file
     if path is None:
         for url in config.memory_nodes:
@@ -99,33 +99,36 @@ def read_key(config: EngineConfig) -> bytes:
     return key
 
 
-def open_remote(
+def open_remote_memory(
     config: EngineConfig,
     precision: Precision,
     spec: ModelSpec,
     layers: Sequence[AttentionLayer],
     backend: Backend,
     local_bytes: int,
-) -> RemoteKV:
-    """Connect to the nodes and share the K/V among them. local_bytes: of this machine's memory,
-    for prompts under way and for when no node is left. ConfigError names the setting."""
-    opening = _Opening(config, precision, spec, layers, backend, local_bytes)
-    nodes = opening.nodes()
+) -> RemoteMemory:
+    """Connects to the nodes and partitions the K/V over them.
+
+    local_bytes: this machine's memory for running prefills, and for all K/V when no node is left.
+    ConfigError names the setting. The caller closes the result.
+    """
+    setup = _RemoteSetup(config, precision, spec, layers, backend, local_bytes)
+    nodes = setup.nodes()
     try:
-        _place_first(nodes)
-        kv = opening.books(nodes)
-        tails = opening.tails(kv)
+        _connect_all(nodes)
+        kv = setup.kv_memory(nodes)
+        tails = setup.prompt_tail_cache(kv)
     except BaseException:
         nodes.close()
         raise
     attention = RemoteAttention(
         layers,
-        _new_part(config, precision, layers, backend, tails),
+        _new_token_attention(config, precision, layers, backend, tails),
         backend,
         nodes,
         kv.layout.range_tokens,
         config.max_num_seqs,
-        opening.wire,
+        setup.wire,
         tails,
     )
     logger.info(
@@ -133,16 +136,16 @@ def open_remote(
         precision.kv,
         kv.num_pages * kv.page_bytes / 2**20,
         ", ".join(config.memory_nodes),
-        opening.partition,
+        setup.partition,
         kv.max_model_len,
         kv.num_pages,
-        opening.geometry.page_tokens[0],
+        setup.geometry.page_tokens[0],
     )
-    return RemoteKV(kv, attention, nodes)
+    return RemoteMemory(kv, attention, nodes)
 
 
-class _Opening:
-    """What is decided before the nodes are asked for memory."""
+class _RemoteSetup:
+    """Everything that is decided before the nodes allocate memory."""
 
     def __init__(
         self,
@@ -173,14 +176,14 @@ class _Opening:
         node_bytes, most, capacity = _node_sizes(urls, self.connect, config.memory_node_bytes)
         if self.partition != "request" and most > 2 * node_bytes:
             logger.warning(
-                "the smallest memory node has %.5g MiB, the largest %.5g: the %s partition uses of "
-                "each what the smallest has (memory_partition request uses all)",
+                "the smallest memory node has %.5g MiB, the largest %.5g; the %s partition uses as "
+                "much of each node as the smallest has (memory_partition request uses all)",
                 node_bytes / 2**20,
                 most / 2**20,
                 self.partition,
             )
         groups = group_layers(layers, self._max_len)
-        # Who takes a part of a node has that part of its mappings, and hence of its pages.
+        # An engine that uses a part of a node gets that part of its mappings and so of its pages.
         whole = min(capacity, MAX_PAGES // _FEWEST_PAGES * node_bytes)
         self.geometry = _geometry(config, precision, layers, groups, self.partition, whole)
         self._group_layers = [ids for _, ids in groups]
@@ -190,11 +193,11 @@ class _Opening:
     def connect(self, url: str, timeout_s: float) -> Endpoint:
         try:
             return connect(url, key=self._key, window_bytes=self._window_bytes, timeout_s=timeout_s)
-        except (ValueError, ImportError) as error:  # an address, or what its transport needs
+        except (ValueError, ImportError) as error:  # a bad address, or a missing package
             raise TransportError(str(error)) from error
 
     def _fit_into(self, node_bytes: int) -> None:
-        """Lower the context to what the nodes have room for."""
+        """Lowers the context length to what fits the nodes."""
         count = len(self._config.memory_nodes)
         requests = [
             share_request(self.template, Shard(self.partition, i, count)) for i in range(count)
@@ -206,16 +209,16 @@ class _Opening:
 
         def needed(num_tokens: int) -> int:
             places = self.geometry.range_places(num_tokens)
-            books = book_bytes(self._config.max_num_seqs, places)
-            return pages_for(num_tokens) * page_bytes + books
+            accounting = book_bytes(self._config.max_num_seqs, places)
+            return pages_for(num_tokens) * page_bytes + accounting
 
         fits = bisect_right(range(1, self._max_len + 1), node_bytes, key=needed)
         if 0 < fits < self._max_len:
             logger.warning(
-                "the smallest memory node has room for %d tokens a sequence, of the model's %d: "
-                "max_model_len is lowered to that; more K/V on each node raises it",
-                fits,
+                "max_model_len is lowered from %d to %d: the smallest memory node has no room "
+                "for longer sequences; more K/V memory on each node raises it",
                 self._max_len,
+                fits,
             )
             self._max_len = fits
 
@@ -237,15 +240,16 @@ class _Opening:
         )
 
     def nodes(self) -> NodeSet:
-        """Not placed yet."""
+        """Returns the nodes, not yet connected."""
         config, template = self._config, self.template
         urls = config.memory_nodes
-        shares = [[url] for url in urls] if self.partition == "request" else [list(urls)]
+        urls_of_members = [[url] for url in urls] if self.partition == "request" else [list(urls)]
         members = [
             Member(
-                share, EditLog(self.geometry.page_bytes, config.max_num_seqs, template.num_places)
+                member_urls,
+                EditLog(self.geometry.page_bytes, config.max_num_seqs, template.num_places),
             )
-            for share in shares
+            for member_urls in urls_of_members
         ]
         return NodeSet(
             members,
@@ -253,21 +257,21 @@ class _Opening:
             self.partition,
             self.connect,
             wire=self.wire,
-            local=_local(self._local_bytes, self._backend),
+            local=_local_node(self._local_bytes, self._backend),
             bytes_per_node=config.memory_node_bytes,
         )
 
-    def books(self, nodes: NodeSet) -> KVMemory:
+    def kv_memory(self, nodes: NodeSet) -> KVMemory:
         config, geometry, max_len = self._config, self.geometry, self._max_len
-        books = books_of(
+        memories = books_of(
             nodes.members,
             geometry,
             num_ranges=config.max_num_seqs,
             max_model_len=max_len,
             max_rows=config.chunk_tokens,
         )
-        nodes.min_pages = books[0].pages_for(max_len)
-        fewest = min(book.num_pages for book in books)
+        nodes.min_pages = memories[0].pages_for(max_len)
+        fewest = min(one.num_pages for one in memories)
         if nodes.min_pages > fewest:
             raise ConfigError(
                 f"memory_nodes: {fewest} pages of {geometry.page_tokens[0]} tokens are less than "
@@ -276,15 +280,15 @@ class _Opening:
             )
         if self._local_bytes < nodes.min_pages * geometry.page_bytes:
             logger.warning(
-                "kv_cache_bytes %d is too little to go on with when no memory node is left: one "
+                "kv_cache_bytes %d is too little to continue when no memory node is left; one "
                 "sequence of %d tokens takes %d",
                 self._local_bytes,
                 max_len,
                 nodes.min_pages * geometry.page_bytes,
             )
-        return books[0] if len(books) == 1 else PartitionedKV(books)
+        return memories[0] if len(memories) == 1 else PartitionedKV(memories)
 
-    def tails(self, kv: KVMemory) -> PromptTails | None:
+    def prompt_tail_cache(self, kv: KVMemory) -> PromptTails | None:
         if self._config.memory_prefill != "local":
             return None
         tails = PromptTails(self.template, self._max_len, self._local_bytes)
@@ -294,18 +298,20 @@ class _Opening:
 
 
 def _node_sizes(urls: Sequence[str], connect_to: Connect, most: int | None) -> tuple[int, int, int]:
-    """K/V bytes of the nodes with the least and with the most, of which `most` are wanted; all
-    bytes of the former. ConfigError if one cannot be reached."""
+    """Returns K/V bytes: of the smallest node, of the largest, and the smallest's whole capacity.
+
+    The first two are at most `most`, if given. ConfigError for a node that cannot be reached.
+    """
     sizes: list[int] = []
     for url in urls:
         try:
             endpoint = connect_to(url, FIRST_CONNECT_S)
         except (TransportError, OSError) as error:
-            raise ConfigError(f"memory_nodes: {what_is_wrong(url, error)}") from error
+            raise ConfigError(f"memory_nodes: {error_with_url(url, error)}") from error
         size = endpoint.peer.info.get("capacity_bytes")
         endpoint.close()
         if not isinstance(size, int):
-            raise ConfigError(f"memory_nodes: {url} is no memory node")
+            raise ConfigError(f"memory_nodes: {url} is not a memory node")
         if most is not None and size < most:
             logger.warning("memory_node_bytes %d: %s has only %d", most, url, size)
         sizes.append(size)
@@ -315,8 +321,8 @@ def _node_sizes(urls: Sequence[str], connect_to: Connect, most: int | None) -> t
     return min(smallest, most), min(largest, most), smallest
 
 
-def what_is_wrong(url: str, error: Exception) -> str:
-    """Most errors say which address they are about."""
+def error_with_url(url: str, error: Exception) -> str:
+    """Returns the error's text with the URL, unless the text already has it."""
     text = reason(error) if isinstance(error, OSError) else str(error)
     return text if url in text else f"{url}: {text}"
 
@@ -342,8 +348,8 @@ def _geometry(
     return page_geometry(token_bytes, windows, partition, len(config.memory_nodes), node_bytes)
 
 
-def _place_first(nodes: NodeSet) -> None:
-    """At start-up every node has to be there."""
+def _connect_all(nodes: NodeSet) -> None:
+    """Connects to every node; at start-up all have to be there."""
     for member in nodes.members:
         try:
             nodes.place(member, FIRST_CONNECT_S, needs_all=True)
@@ -351,7 +357,7 @@ def _place_first(nodes: NodeSet) -> None:
             raise ConfigError(f"memory_nodes: {error}") from error
 
 
-def _new_part(
+def _new_token_attention(
     config: EngineConfig,
     precision: Precision,
     layers: Sequence[AttentionLayer],
@@ -370,7 +376,7 @@ def _wire_type(
     if config.memory_wire == "auto":
         return _WIRE_TYPES.get(precision.compute, WireType.FLOAT32)
     if config.memory_wire == "int8" and not all(fits_int8(layer.head_dim) for layer in layers):
-        raise ConfigError("memory_wire int8: head_dim of the model is no multiple of 16")
+        raise ConfigError("memory_wire int8: the model's head_dim is not a multiple of 16")
     return WireType[config.memory_wire.upper()]
 
 
@@ -380,8 +386,8 @@ def _window_bytes(largest: int) -> int:
     return -(-bounded // _SYSTEM_PAGE_BYTES) * _SYSTEM_PAGE_BYTES
 
 
-def _local(num_bytes: int, backend: Backend) -> Callable[[], Endpoint]:
-    """This machine's memory as a memory node."""
+def _local_node(num_bytes: int, backend: Backend) -> Callable[[], Endpoint]:
+    """Returns a function that connects to this machine's memory as a memory node."""
     node = MemoryNode(num_bytes, backend)
 
     def attach() -> Endpoint:

@@ -1,7 +1,7 @@
-"""A model in this machine's memory, ready to compute: weights, K/V, attention.
+"""A loaded model: weights, K/V memory and attention.
 
-Knows precisions and sizes; knows nothing of requests. The engine's loader and the evaluation
-both start here.
+This module knows precisions and sizes but no requests. The engine's loader and the evaluation call
+it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from serve.errors import ConfigError
 from serve.loading.disk_store import open_kv_store
 from serve.loading.kv_sizing import size_kv
 from serve.loading.precision import Precision, check_weights_fit, choose_backend, resolve_precision
-from serve.loading.remote_memory import open_remote
+from serve.loading.remote_memory import open_remote_memory
 from serve.machine import local_kv_bytes, usable_processors
 from serve.models import Decoder, ModelSpec, load_model, read_spec
 from serve.models.checksums import check_manifest
@@ -46,7 +46,7 @@ _LINEARS4 = {"int4": int4_linear, "nf4": nf4_linear}
 
 @dataclass(slots=True)
 class Runtime:
-    """What computes. `memory` holds the K/V that `attention` reads; close it last."""
+    """A loaded model. `memory` holds the K/V that `attention` reads; close it last."""
 
     spec: ModelSpec
     precision: Precision
@@ -54,13 +54,13 @@ class Runtime:
     attention: PlannedAttention
     kv: KVMemory
     memory: Closes
-    prefix_secret: bytes | None = None  # of the pages on disk, if there are any
+    prefix_secret: bytes | None = None  # the secret of page keys on disk
     nodes: NodeSet | None = None
-    runner: Runner | None = None  # where the device has one of its own
+    runner: Runner | None = None  # set on devices with a runner of their own
 
 
 def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
-    """Load the weights and reserve the K/V. Call it in the thread that will compute."""
+    """Loads the weights and reserves the K/V. Call it in the compute thread."""
     keep_freed_memory()
     check_manifest(config.model_path)
     spec = read_spec(config.model_path)
@@ -75,7 +75,7 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
     precision = resolve_precision(config, spec)
     check_weights_fit(spec, precision)
     if config.load_format == "random":
-        logger.warning("load_format random: the weights are random, answers make no sense")
+        logger.warning("load_format random: the weights are random, and so are the answers")
     if precision.backend == "cuda":
         return _load_cuda(config, spec, precision, backend, progress)
     model = _load_model(config, precision, backend, progress)
@@ -83,7 +83,7 @@ def load_runtime(config: EngineConfig, *, progress: bool = False) -> Runtime:
     _leave_cores_to_native(precision, layers)
     if config.memory_nodes:
         local_bytes = config.kv_cache_bytes or local_kv_bytes()
-        remote = open_remote(config, precision, spec, layers, backend, local_bytes)
+        remote = open_remote_memory(config, precision, spec, layers, backend, local_bytes)
         return Runtime(
             spec, precision, model, remote.attention, remote.kv, remote, nodes=remote.nodes
         )
@@ -101,7 +101,7 @@ def _check_for_cuda(config: EngineConfig) -> None:
 def _load_cuda(
     config: EngineConfig, spec: ModelSpec, precision: Precision, backend: Backend, progress: bool
 ) -> Runtime:
-    """Everything on a GPU. What that needs is imported only here."""
+    """Loads everything on a GPU; the GPU's modules are imported only here."""
     from serve.loading import cuda_runtime
 
     device = cuda_runtime.make_step_device(backend.device)
@@ -123,7 +123,7 @@ def _load_cuda(
 def _load_local(
     config: EngineConfig, spec: ModelSpec, precision: Precision, model: Decoder, backend: Backend
 ) -> Runtime:
-    """K/V in this machine's memory."""
+    """Makes K/V and attention in this machine's memory."""
     layers = model.attention_layers()
     groups = group_layers(layers, config.max_model_len or spec.max_model_len)
     layouts = [_kv_layout(config, precision, [layers[i] for i in ids]) for _, ids in groups]
@@ -182,27 +182,33 @@ def _log_sizes(config: EngineConfig, precision: Precision, kv: KVManager) -> Non
 
 
 def _set_threads(config: EngineConfig) -> None:
-    """Two teams of threads on the same cores would wait for each other: one has to be alone."""
-    # not torch's own count: an engine that was started before may have lowered it
+    """Sets the thread counts of torch and of the native kernels."""
+    # torch's own count may have been lowered by an engine in this process
     processors = usable_processors()
     count = min(config.compute_threads or processors, processors)
     torch.set_num_threads(count)
     if not native.is_available():
         return
-    # one team serves all engines of the process; only an explicit setting makes it smaller
+    # one thread team serves all engines of the process; only an explicit setting reduces it
     native.set_num_threads(count)
     logger.info("native kernels: %s, %d threads", native.instruction_set(), native.num_threads())
 
 
 def _has_idle_core(config: EngineConfig) -> bool:
-    """Where every core computes, a thread that maps ahead takes the turn of one that the others
-    wait for, which costs more than mapping at the step."""
+    """Returns whether a core is free for a thread that maps pages ahead.
+
+    If every core computes, that thread delays one that the others wait for, which costs more than
+    mapping in the step.
+    """
     processors = usable_processors()
     return min(config.compute_threads or processors, processors) < processors
 
 
 def _leave_cores_to_native(precision: Precision, layers: list[AttentionLayer]) -> None:
-    """What is left to torch in a step is small; its team would only stand in the way of ours."""
+    """Sets torch to one thread if native kernels do most of a step.
+
+    Two thread teams on the same cores would wait for each other.
+    """
     if not native.is_available() or precision.compute == torch.float16:
         return
     has_attention = native.instruction_set() != "portable" and layers[0].head_dim % 16 == 0
@@ -214,7 +220,7 @@ def _load_model(
     config: EngineConfig, precision: Precision, backend: Backend, progress: bool
 ) -> Decoder:
     path = config.model_path
-    q_first = bool(config.memory_nodes)  # so that nodes have it early
+    q_first = bool(config.memory_nodes)  # nodes start as soon as they have q
     is_random = config.load_format == "random"
     if not precision.is_int8:
         return load_model(
@@ -227,7 +233,7 @@ def _load_model(
             progress=progress,
         )
     linears = backend.quantized
-    assert linears is not None, "resolve_precision has looked"
+    assert linears is not None, "resolve_precision checks this"
     make_linear: MakeLinear = linears.int8
     if precision.weights == "fp8":
         make_linear = linears.fp8
@@ -262,7 +268,7 @@ def _attention(
     address: int,
     backend: Backend,
 ) -> PlannedAttention:
-    """Over the reservation at `address`. layers_of: of each layout, its layers' numbers."""
+    """Makes attention over the reservation at `address`; layers_of: layer numbers per layout."""
     parts: list[PlannedAttention] = []
     for number, layout in enumerate(layouts):
         start, end = (address + kv.group_offset(i) for i in (number, number + 1))

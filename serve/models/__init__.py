@@ -1,6 +1,6 @@
-"""Hugging Face checkpoints to runnable decoders."""
+"""Loading of Hugging Face checkpoints as decoders."""
 
-from serve.models.decoder import Decoder, take_turns
+from serve.models.decoder import Decoder, run_interleaved
 from serve.models.families import FAMILIES
 from serve.models.spec import ModelSpec, read_generation_defaults, read_spec
 from serve.models.weights import load_model
@@ -12,5 +12,5 @@ __all__ = [
     "load_model",
     "read_generation_defaults",
     "read_spec",
-    "take_turns",
+    "run_interleaved",
 ]

@@ -1,6 +1,6 @@
-"""A directory's safetensors files: what is in them, and one memory-mapped tensor at a time.
+"""A checkpoint's safetensors files: their headers, and one memory-mapped tensor at a time.
 
-Knows files and headers; does not know what the tensors are for. Never unpickles anything.
+This module does not know what the tensors are for, and it never unpickles anything.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 FLOATS = ("F32", "BF16", "F16", "F64")
 
 
-class Entry(NamedTuple):
-    """Where a tensor is and what the file's header says about it."""
+class TensorEntry(NamedTuple):
+    """A tensor's file, shape and safetensors type."""
 
     file: Path
     shape: tuple[int, ...]
@@ -33,38 +33,38 @@ class Entry(NamedTuple):
 
 
 class Checkpoint:
-    """All tensors by name. Headers are read at once, data only by `fetch`.
+    """All tensors by name. The constructor reads headers, `fetch` reads data.
 
-    Files stay open between fetches; `release` closes them, which unmaps everything that no
-    tensor refers to any more. Call it now and then: pages read so far then leave memory.
+    Files stay open between fetches. `release` closes them, which unmaps everything that no tensor
+    refers to; call it regularly, so that pages that were read leave memory.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         self._open: dict[Path, Any] = {}
         for file in _files(path):
             self._read_header(file)
 
     def find_prefix(self, prefixes: Sequence[str], name: str) -> str:
-        """The one with which the file has this tensor. ModelLoadError if it is not there."""
+        """Returns the prefix with which the tensor exists. ModelLoadError if there is none."""
         for prefix in prefixes:
             if prefix + name in self.entries:
                 return prefix
         raise ModelLoadError(f"{self.path}: tensor {prefixes[0]}{name} is missing")
 
     def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """These will be asked for. What a file has does not depend on it."""
+        """Announces the tensors that will be fetched; files ignore it."""
 
     def fetch(self, name: str) -> Tensor:
-        """The tensor, still on the file's pages, checked to be finite."""
+        """Returns the tensor, mapped from the file. ModelLoadError if it is not finite."""
         tensor = self._read(name)
         if tensor.numel() and not all(torch.isfinite(end) for end in torch.aminmax(tensor)):
             raise ModelLoadError(f"{self.entries[name].file}: tensor {name} holds NaN or infinity")
         return tensor
 
     def is_zero(self, name: str) -> bool:
-        """Of any type, those that cannot be loaded included."""
+        """Returns whether a tensor of any type is all zeros."""
         return not bool(self._read(name).float().any())
 
     def _read(self, name: str) -> Tensor:
@@ -85,11 +85,13 @@ class Checkpoint:
                     other = self.entries[name].file.name
                     raise ModelLoadError(f"{file}: tensor {name} is also in {other}")
                 header = opened.get_slice(name)
-                self.entries[name] = Entry(file, tuple(header.get_shape()), header.get_dtype())
+                self.entries[name] = TensorEntry(
+                    file, tuple(header.get_shape()), header.get_dtype()
+                )
 
 
 def check_rule(checkpoint: Checkpoint, name: str, rule: TensorRule) -> None:
-    """A tensor of a quantized product has the type and one of the shapes it must have."""
+    """Checks type and shape of a tensor of a quantized product. ModelLoadError."""
     entry = checkpoint.entries.get(name)
     if entry is None:
         if rule.is_optional:
@@ -110,7 +112,7 @@ def check_rule(checkpoint: Checkpoint, name: str, rule: TensorRule) -> None:
 
 @contextmanager
 def _naming(file: Path) -> Iterator[None]:
-    """Errors of the safetensors library, with the file's name."""
+    """Turns errors of the safetensors library into ModelLoadError with the file's name."""
     try:
         yield
     except (SafetensorError, OSError, RuntimeError, ValueError) as error:
@@ -118,7 +120,7 @@ def _naming(file: Path) -> Iterator[None]:
 
 
 def _files(path: Path) -> list[Path]:
-    """The index's files, else model.safetensors, else the only .safetensors file there is."""
+    """Returns the index's files, or model.safetensors, or the only .safetensors file."""
     if (path / INDEX).is_file():
         return _indexed_files(path)
     if (path / SINGLE).is_file():
@@ -148,9 +150,9 @@ def _indexed_files(path: Path) -> list[Path]:
 
 
 def _inside(path: Path, name: str, source: str) -> Path:
-    """path / name, refused unless it is a file of this directory.
+    """Returns path / name. ModelLoadError unless it is a file of this directory.
 
-    Links are followed only within it, and from a Hugging Face cache's snapshot to its blobs.
+    Links may only point into the directory, or from a Hugging Face cache's snapshot to its blobs.
     """
     if Path(name).name != name or "\\" in name or name in (".", ".."):
         raise ModelLoadError(f"{path}: {source} names {name!r}, which is not in the directory")

@@ -1,7 +1,7 @@
-"""An optional list of a checkpoint's files with their SHA-256, checked before anything is read.
+"""An optional list of a checkpoint's files with their SHA-256, checked before loading.
 
-The list is what `sha256sum * > SHA256SUMS` writes in the model's directory. It finds flipped bits
-and files that were exchanged; a file that is not in it is not checked, so name all that matter.
+`sha256sum * > SHA256SUMS` in the model's directory writes the list. The check finds flipped bits
+and replaced files; files that are not in the list are not checked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LINE = re.compile(r"([0-9a-fA-F]{64}) [ *]([^/\\\0]+)")
 
 
 def check_manifest(path: Path) -> None:
-    """ModelLoadError for a file that is not as the list says. Nothing without a list."""
+    """Raises ModelLoadError if a file differs from the list; without a list it does nothing."""
     manifest = path / MANIFEST
     if not manifest.is_file():
         return

@@ -1,6 +1,6 @@
-"""Reading a checkpoint's JSON files with checks: every complaint names the file and the key.
+"""Checked reading of a checkpoint's JSON files; every error names the file and the key.
 
-Knows JSON and numbers; does not know what the keys mean.
+This module does not know what the keys mean.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_JSON_BYTES = 64 << 20
 
 
 def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The object in a JSON file; anything else is a ModelLoadError."""
+    """Returns the object in a JSON file. ModelLoadError for anything else."""
     try:
         size_bytes = path.stat().st_size
         if size_bytes > max_bytes:
@@ -79,7 +79,7 @@ class ConfigReader:
         return value
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """An integer or a list of integers; absent is an empty tuple."""
+        """Returns an integer or a list of integers as a tuple, empty if the key is absent."""
         value = self.values.get(key)
         if value is None:
             return ()

@@ -1,7 +1,7 @@
-"""One plain decoder whose switches (ModelSpec) cover the families of the table.
+"""One decoder whose switches (ModelSpec) cover all supported families.
 
-Rows are packed along dim 0 whatever they are; only attention knows sequences. Every product
-goes through a LinearOp, so precision is whatever made those; this file never names one.
+Rows are packed along dim 0; only attention knows sequences. Every product is a LinearOp, which
+determines the precision; this file names none.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from serve.models.spec import ModelSpec
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One block. qkv gives q, k and v side by side, or k and v where q has a product of its own,
-    to be there first; up is the MLP with its activation.
+    """The weights of one block.
 
-    In a pre-norm block qkv and up normalize what they read; in a post-norm one attn_norm and
-    mlp_norm follow the sums.
+    qkv computes q, k and v side by side, or only k and v if q has a product of its own, which runs
+    first; up includes the MLP's activation. In a pre-norm block qkv and up normalize their input;
+    in a post-norm block attn_norm and mlp_norm follow the residual sums.
     """
 
     q: LinearOp | None
@@ -42,10 +42,10 @@ class LayerWeights:
 
 @dataclass(slots=True)
 class DecoderWeights:
-    """embed: [vocab, embed_size] and positions: [rows, hidden] stay in the file's dtype.
+    """The weights of a model. embed: [vocab, embed_size], positions: [rows, hidden], in file dtype.
 
-    The final norm is part of the first product after the blocks (project_out or head);
-    final_norm is the head's, for who wants what the head reads.
+    The first product after the blocks (project_out or head) includes the final norm. final_norm is
+    the head's, for callers that need the head's input.
     """
 
     embed: Tensor
@@ -58,14 +58,13 @@ class DecoderWeights:
 
 
 Slices = Generator[None, None, Tensor]
-"""A forward pass in pieces: it stops each time before it waits for attention, and returns what
-`Decoder.forward` does."""
+"""A pass that yields before each wait for attention and returns `Decoder.forward`'s result."""
 
 
-def take_turns(passes: Sequence[Slices]) -> list[Tensor]:
-    """Several passes at once: while one waits for attention, the products of the others run.
+def run_interleaved(passes: Sequence[Slices]) -> list[Tensor]:
+    """Runs several passes interleaved: while one waits for attention, others compute products.
 
-    If one of them fails, the others are abandoned.
+    If one fails, all are closed. Returns their results in order.
     """
     found: dict[int, Tensor] = {}
     running = list(enumerate(passes))
@@ -84,7 +83,7 @@ def take_turns(passes: Sequence[Slices]) -> list[Tensor]:
 
 
 class Decoder:
-    """Token ids to logits. K/V lives behind the attention seam, never here."""
+    """A decoder from token ids to logits. The attention object it is given holds the K/V."""
 
     def __init__(
         self,
@@ -107,7 +106,7 @@ class Decoder:
         return self.spec.attention_layers
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """input_ids, positions: [T] int64 -> [T, hidden], before the final norm."""
+        """Returns [T, hidden] before the final norm, for input_ids, positions: [T] int64."""
         slices = self.slices(input_ids, positions, attention)
         while True:
             try:
@@ -117,7 +116,10 @@ class Decoder:
                 return hidden
 
     def slices(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Slices:
-        """`forward`, with room for other work before each wait. Closing it abandons the pass."""
+        """Yields before each wait for attention, then returns `forward`'s result.
+
+        Closing the generator abandons the pass.
+        """
         x = self._embed(input_ids, positions)
         rotation = self._rotary.lookup(positions) if self._rotary is not None else None
         for index, layer in enumerate(self.weights.layers):
@@ -127,13 +129,13 @@ class Decoder:
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [R, hidden] as `forward` returns it -> [R, vocab] fp32."""
+        """Returns [R, vocab] fp32 for hidden: [R, hidden] of `forward`."""
         if self.weights.project_out is not None:
             hidden = self.weights.project_out(hidden)
         return self.weights.head(hidden).float()
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """hidden: [R, hidden] as `forward` returns it -> [R, embed_size], what the head reads."""
+        """Returns the head's input [R, embed_size] for hidden: [R, hidden] of `forward`."""
         if self.weights.project_out is not None:
             return self.weights.project_out(hidden)
         norm = self.weights.final_norm
@@ -150,7 +152,7 @@ class Decoder:
         return x
 
     def _block(self, layer: LayerWeights, attended: Tensor, x: Tensor) -> Tensor:
-        """What follows attention. attended: [T, H * D]."""
+        """Computes the part of a block after attention. attended: [T, H * D]."""
         x = layer.o(attended, residual=x)
         if layer.attn_norm is not None:
             x = apply_norm(self._backend, x, layer.attn_norm)
@@ -167,7 +169,7 @@ class Decoder:
         rotation: Rotation | None,
         attention: Attention,
     ) -> Pending:
-        """The seam gets q before k and v are touched, so that a remote one can start."""
+        """Passes q to attention before k and v are computed, so that memory nodes can start."""
         spec, rows = self.spec, x.shape[0]
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         if layer.q is None:
@@ -185,5 +187,5 @@ class Decoder:
         return attention.finish(ticket, k, qkv[:, k_at + kv_heads :], rotation)
 
     def _normed(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        """x: [T, H, D], a view with strided rows -> normalized per head."""
+        """Returns x: [T, H, D], which may have strided rows, normalized per head."""
         return x if norm is None else self._backend.rms_norm(x, norm, self.spec.norm_eps)

@@ -1,7 +1,7 @@
-"""The table of architectures: model_type -> switches of the one decoder and tensor names.
+"""The table of architectures: model_type -> switches of the decoder, and tensor names.
 
-A new architecture like these is a row here: a function from config.json to the fields of
-ModelSpec, and where its tensors are. No model code.
+A new architecture of this kind is one row: a function from config.json to the fields of ModelSpec,
+and the names of its tensors.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class WeightNames:
-    """Where the tensors are. Names below `layer` follow prefix + layer.format(index); a tuple
-    lists the parts that are joined along the output; the rest follow the prefix. Norms,
-    projections and MLP names get ".weight" and ".bias".
+    """The names of a family's tensors.
 
-    prefixes: the first that fits the checkpoint is used (with or without the head's model).
-    is_transposed: weights are stored [in, out].
-    ignored: endings of tensors that older checkpoints carry and nobody needs.
+    Names of a layer follow prefix + layer.format(index), others follow the prefix. A tuple lists
+    parts that are concatenated along the output. Norms, projections and MLP names get ".weight" and
+    ".bias". prefixes: the first that fits the checkpoint is used (with or without the head's
+    model). is_transposed: weights are stored [in, out]. ignored: endings of tensors that older
+    checkpoints have and the decoder does not need.
     """
 
     prefixes: tuple[str, ...] = ("model.", "")
@@ -65,7 +65,7 @@ class WeightNames:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One row: how to read config.json, and the tensors' names."""
+    """One row of the table: the reader of config.json, and the tensors' names."""
 
     switches: Callable[[ConfigReader], Fields]
     names: WeightNames
@@ -80,7 +80,7 @@ def _sizes(
     max_len: str = "max_position_embeddings",
     is_tied: bool,
 ) -> Fields:
-    """The numbers that all families have, under the family's keys."""
+    """Reads the sizes that all families have, under the family's keys."""
     hidden_size = config.integer(hidden, high=MAX_WIDTH)
     num_heads = config.integer(heads, high=MAX_HEADS)
     return {
@@ -103,7 +103,7 @@ def _activation(config: ConfigReader, key: str, default: str) -> str:
 
 
 def _plain_head_dim(config: ConfigReader, fields: Fields) -> int:
-    """hidden_size / num_heads, which must be whole."""
+    """Returns hidden_size / num_heads, which must be an integer."""
     hidden_size: int = fields["hidden_size"]
     num_heads: int = fields["num_heads"]
     if hidden_size % num_heads:
@@ -114,7 +114,7 @@ def _plain_head_dim(config: ConfigReader, fields: Fields) -> int:
 
 
 def _per_layer(fields: Fields, windows: list[int | None] | None = None) -> Fields:
-    """windows and scales of the usual kind: no window, 1 / sqrt(head_dim)."""
+    """Adds windows (none by default) and scales (1 / sqrt(head_dim)) of all layers."""
     num_layers: int = fields["num_layers"]
     fields["windows"] = tuple(windows if windows is not None else [None] * num_layers)
     fields["scales"] = (fields["head_dim"] ** -0.5,) * num_layers
@@ -147,7 +147,7 @@ def _llama(config: ConfigReader, *, kv_heads: int | None = None) -> Fields:
 
 
 def _reach(max_len: int, rope: RopeSpec) -> int:
-    """YaRN is switched on in config.json without raising max_position_embeddings."""
+    """Returns the context length; YaRN extends it beyond max_position_embeddings."""
     if rope.kind == "yarn":
         return max(max_len, int(rope.pretrained_len * rope.factor))
     return max_len
@@ -175,7 +175,7 @@ def _mistral(config: ConfigReader) -> Fields:
 
 
 def _qwen_windows(config: ConfigReader, num_layers: int) -> list[int | None]:
-    """Layers named sliding in `layer_types`, or those from max_window_layers on."""
+    """Returns the window of each layer, from `layer_types` or from max_window_layers on."""
     window = None
     if config.boolean("use_sliding_window", False) and config.values.get("sliding_window", 1):
         window = config.integer("sliding_window", 4096)
@@ -218,7 +218,7 @@ def _opt(config: ConfigReader) -> Fields:
         "has_mlp_bias": has_bias,
         "is_gated": False,
         # outlying activations: LLM.int8 (arXiv 2208.07339), SmoothQuant (arXiv 2211.10438)
-        "bears_int8": False,
+        "tolerates_int8": False,
         "activation": _activation(config, "activation_function", "relu"),
     }
     return _per_layer(fields)
@@ -250,7 +250,7 @@ def _gpt2(config: ConfigReader) -> Fields:
         "has_mlp_bias": True,
         "is_gated": False,
         # outlying activations: LLM.int8 (arXiv 2208.07339), SmoothQuant (arXiv 2211.10438)
-        "bears_int8": False,
+        "tolerates_int8": False,
         "activation": _activation(config, "activation_function", "gelu_new"),
     }
     _per_layer(fields)

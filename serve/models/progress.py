@@ -1,4 +1,4 @@
-"""How far loading is, for somebody who watches."""
+"""A progress bar for loading."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from serve.models.spec import ModelSpec
 
 
-def shown(indices: Iterable[int], spec: ModelSpec, progress: bool) -> Iterable[int]:
-    """The layers' numbers, drawn as a bar on a terminal while they are taken."""
+def with_progress(indices: Iterable[int], spec: ModelSpec, progress: bool) -> Iterable[int]:
+    """Returns indices, with a progress bar on a terminal while they are consumed."""
     if not progress:
         return indices
-    from rich.console import Console  # only where somebody watches
+    from rich.console import Console  # only imported if progress is shown
     from rich.progress import track
 
     console = Console(stderr=True)

@@ -1,4 +1,4 @@
-"""Weights that were never trained, for measuring speed: made on the device, nothing is read."""
+"""Random weights for speed measurements, made on the device; no weight file is read."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from serve.models.checkpoint import Checkpoint, Entry
+from serve.models.checkpoint import Checkpoint, TensorEntry
 
 _SEED = 0
 
 
 class RandomCheckpoint(Checkpoint):
-    """Has every tensor that is expected of it, in bf16: matrices normal with the deviation
-    1 / sqrt(inputs), norms one, biases zero. The same at every start on one kind of device."""
+    """A checkpoint with every expected tensor in bf16.
+
+    Matrices are normal with deviation 1 / sqrt(inputs), norms are one, biases zero. The values are
+    the same at every start on one kind of device.
+    """
 
     def __init__(self, path: Path, device: torch.device) -> None:
         self.path = path
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         self._device = device
         self._generator = torch.Generator(device).manual_seed(_SEED)
 
@@ -28,7 +31,7 @@ class RandomCheckpoint(Checkpoint):
 
     def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         for name, shape in shapes.items():
-            self.entries[name] = Entry(self.path, shape, "BF16")
+            self.entries[name] = TensorEntry(self.path, shape, "BF16")
 
     def fetch(self, name: str) -> Tensor:
         shape, kind = self.entries[name].shape, torch.bfloat16

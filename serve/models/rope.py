@@ -1,7 +1,7 @@
 """Rotary position embedding: frequencies of every supported scaling, and the cos/sin tables.
 
-Tables are fp32 and computed once per position, so a row's rotation does not depend on the
-step it is in. Rotating is the backend's job.
+Tables are fp32 and computed once per position, so a row's rotation does not depend on its step.
+The back end rotates.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ PRETRAINED_LEN = "original_max_position_embeddings"
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Which frequencies. kind: default, linear, llama3 or yarn; `dim` leading values of a
-    head are rotated. Fields after `theta` matter only to the kinds that name them."""
+    """The frequencies of a rotary embedding.
+
+    kind: default, linear, llama3 or yarn. The first `dim` values of a head are rotated. Comments
+    name the kinds that use a field.
+    """
 
     dim: int
     theta: float
@@ -38,7 +41,7 @@ class RopeSpec:
 
 
 def read_rope(config: ConfigReader, head_dim: int) -> RopeSpec:
-    """From `rope_parameters` (Transformers 5) or `rope_theta` and `rope_scaling` (older)."""
+    """Reads `rope_parameters` (Transformers 5), or `rope_theta` and `rope_scaling` (older)."""
     key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
     raw = config.values.get(key) or {}
     if not isinstance(raw, dict) or any(isinstance(item, dict) for item in raw.values()):
@@ -56,7 +59,7 @@ def read_rope(config: ConfigReader, head_dim: int) -> RopeSpec:
     max_len = config.integer("max_position_embeddings")
     pretrained_len = config.integer(PRETRAINED_LEN, rope.integer(PRETRAINED_LEN, max_len))
     if kind in ("default", "dynamic"):
-        # Dynamic NTK changes nothing up to max_position_embeddings, and we serve no further.
+        # Dynamic NTK only changes positions beyond max_position_embeddings, which are not served.
         return RopeSpec(dim=head_dim, theta=theta)
     if kind == "linear":
         factor = rope.number("factor", low=1e-3)
@@ -112,7 +115,7 @@ def _yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def inverse_frequencies(spec: RopeSpec) -> Tensor:
-    """[dim / 2] fp32, in the same order of operations as Transformers."""
+    """Returns [dim / 2] fp32, computed in the same order of operations as in Transformers."""
     exponents = torch.arange(0, spec.dim, 2, dtype=torch.float32) / spec.dim
     plain = 1.0 / (spec.theta**exponents)
     if spec.kind == "linear":
@@ -154,8 +157,11 @@ def _yarn(spec: RopeSpec, periods: Tensor) -> Tensor:
 
 
 class RotaryTable:
-    """cos and sin by position. Grows by doubling on a CPU; elsewhere it is whole from the
-    start, because looking at the largest position would wait for the device."""
+    """Tables of cos and sin by position.
+
+    On a CPU they grow by doubling. On other devices they are complete from the start, because
+    reading the largest position would wait for the device.
+    """
 
     def __init__(self, spec: RopeSpec, max_len: int, device: torch.device) -> None:
         self._spec = spec
@@ -166,7 +172,7 @@ class RotaryTable:
         self._cos, self._sin = self._rows(0, num_rows)
 
     def lookup(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions: [T] -> cos, sin: [T, dim / 2] fp32."""
+        """Returns cos, sin: [T, dim / 2] fp32 for positions: [T]."""
         num_rows = self._cos.shape[0]
         if num_rows < self._max_len and positions.numel():
             needed = int(positions.max()) + 1

@@ -1,7 +1,7 @@
-"""What a model is: the switches of the one decoder, read from config.json.
+"""ModelSpec: the switches of the decoder, read from config.json.
 
-Touches no weights. Which keys mean which switch is the families' business (families.py);
-here are the spec itself, the checks common to all, and the generation defaults.
+This module reads no weights. families.py maps keys to switches; here are the spec, the common
+checks and the generation defaults.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder in numbers and switches. Defaults are those of a Llama block.
+    """The numbers and switches of a decoder. Defaults are those of a Llama block.
 
-    norm: "rms" or "layer". is_post_norm: normalize after the residual sum, not before the
-    block. activation: a kind of Backend.activation. rope and num_positions exclude each
-    other: learned positions have num_positions rows, position p uses row p +
-    position_offset. embed_size differs from hidden_size when the model projects in and out.
-    windows and scales: one per layer. bears_int8: products may be int8 without being asked for.
-    packed: how the checkpoint stores its products if they are quantized already.
+    norm: "rms" or "layer". is_post_norm: normalize after the residual sum instead of before the
+    block. activation: a kind of Backend.activation. rope and num_positions exclude each other:
+    learned positions have num_positions rows, and position p uses row p + position_offset.
+    embed_size differs from hidden_size if the model projects in and out. windows, scales: one per
+    layer. tolerates_int8: dtype auto may choose int8. packed: the storage format of a quantized
+    checkpoint.
     """
 
     model_type: str
@@ -61,7 +61,7 @@ class ModelSpec:
     is_gated: bool = True
     activation: str = "silu"
     is_tied: bool = False
-    bears_int8: bool = True
+    tolerates_int8: bool = True
     packed: CheckpointFormat | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -81,7 +81,7 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Weights and biases; what a tied head shares is counted once."""
+        """The number of weights and biases; a tied table counts once."""
         hidden, inner = self.hidden_size, self.intermediate_size
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         ups = 2 if self.is_gated else 1
@@ -98,7 +98,7 @@ class ModelSpec:
 
 
 def read_spec(path: Path) -> ModelSpec:
-    """config.json (and eos ids of generation_config.json) of a Hugging Face directory."""
+    """Reads config.json (and eos ids of generation_config.json) of a Hugging Face directory."""
     config = read_config(path)
     model_type = config.text("model_type")
     family = FAMILIES.get(model_type)
@@ -123,7 +123,7 @@ def read_spec(path: Path) -> ModelSpec:
 
 
 def read_config(path: Path) -> ConfigReader:
-    """config.json of a directory, refused when it asks for code."""
+    """Reads config.json of a directory. ModelLoadError if it refers to code."""
     if path.is_file():
         raise ModelLoadError(f"model {path} is a file, not a directory of a checkpoint")
     if not path.is_dir():
@@ -163,8 +163,11 @@ def _read_packed(config: ConfigReader, family: Family) -> CheckpointFormat | Non
 
 
 def read_generation_defaults(path: Path) -> dict[str, Any]:
-    """eos_token_ids always; temperature, top_p, top_k, min_p, repetition_penalty where
-    generation_config.json gives them. Its eos ids win over config.json's."""
+    """Returns eos_token_ids, and the sampling parameters that generation_config.json sets.
+
+    These are temperature, top_p, top_k, min_p and repetition_penalty. eos ids of
+    generation_config.json take precedence over those of config.json.
+    """
     config = read_config(path)
     source = path / "generation_config.json"
     if not source.is_file():

@@ -1,8 +1,8 @@
-"""From a checkpoint to a Decoder: what must be there, joining of parts, streaming.
+"""From a checkpoint to a Decoder: checks, concatenation of parts, streaming.
 
-Every tensor's presence and shape is checked against the spec before the first is read. Then
-one product at a time is fetched, cast, joined and packed, so that beside the packed weights
-there is never more than one product unpacked in memory.
+Presence and shape of all tensors are checked against the spec before the first is read. Then one
+product at a time is fetched, cast, concatenated and packed, so that at most one unpacked product is
+in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from serve.errors import ModelLoadError
 from serve.models.checkpoint import FLOATS, Checkpoint, check_rule
 from serve.models.decoder import Decoder, DecoderWeights, LayerWeights
 from serve.models.families import FAMILIES
-from serve.models.progress import shown
+from serve.models.progress import with_progress
 from serve.models.random_checkpoint import RandomCheckpoint
 from serve.models.spec import ModelSpec, read_spec
 
@@ -43,15 +43,15 @@ def load_model(
     is_random: bool = False,
     progress: bool = False,
 ) -> Decoder:
-    """The model of a Hugging Face directory, computing in `dtype`.
+    """Loads a Hugging Face directory as a decoder that computes in `dtype`.
 
-    make_linear packs each product (default: the backend's own), make_head the last one (default:
-    like the others) from the parts of its weight, one under the other as [out, in], in `dtype`,
-    or in the file's with keep_weight_dtype. Products that the checkpoint has quantized are taken
-    as they are, which needs the native kernels, or with `unpack` as the plain weights that they
-    stand for. With q_first q has a product of its own, so that it is there before k and v: slower,
-    but for attention on other machines. is_random: random weights, made on the device, for
-    measurements; only config.json is read. ModelLoadError names what is wrong with the checkpoint.
+    make_linear packs each product (default: the backend's), make_head the last one (default:
+    make_linear), from parts [out_i, in] in `dtype`, or in the file's type with keep_weight_dtype.
+    Quantized products of the checkpoint are used as they are, which needs quantized products of the
+    back end; with `unpack` they become plain weights. With q_first q has a product of its own that
+    runs before k and v, which is slower but lets memory nodes start earlier. is_random: random
+    weights made on the device, for measurements; only config.json is read. ModelLoadError says what
+    is wrong with the checkpoint.
     """
     spec = read_spec(path)
     checkpoint = RandomCheckpoint(path, backend.device) if is_random else Checkpoint(path)
@@ -73,17 +73,17 @@ def load_model(
 
 
 def join(parts: Sequence[Tensor]) -> Tensor:
-    """One under the other."""
+    """Concatenates parts along the output; a single part is not copied."""
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts))
 
 
 def joining(pack: Callable[[Tensor, Tensor | None, Fusion], LinearOp]) -> MakeLinear:
-    """For what packs a whole weight."""
+    """Returns a MakeLinear that concatenates the parts and calls pack."""
     return lambda parts, bias, fusion: pack(join(parts), bias, fusion)
 
 
 class _Loader:
-    """The names and shapes of one checkpoint, and the making of each piece."""
+    """Checks the tensors of one checkpoint and packs each product."""
 
     def __init__(
         self,
@@ -116,12 +116,12 @@ class _Loader:
         self.up_sizes = _sizes_of_parts(self.names.up, [spec.intermediate_size] * num_parts)
         self.packed_rules: dict[str, TensorRule] = {}
         self.products: set[str] = set()
-        self.modules: set[str] = set()  # what tensors of the model belong to
+        self.modules: set[str] = set()  # modules of the model's tensors
 
-    # -- what must be there
+    # -- checks
 
     def check(self) -> None:
-        """Every needed tensor is there with the right shape; others change nothing."""
+        """Checks that every needed tensor exists with the right shape, and no other matters."""
         expected = self._expected()
         self.checkpoint.expect(expected)
         for name, shape in expected.items():
@@ -145,8 +145,8 @@ class _Loader:
         self._check_others(expected)
 
     def _check_others(self, expected: Shapes) -> None:
-        """Tensors without a use: of the model's own modules only zeros, which change nothing (a
-        bias or a zero point that the writer puts everywhere); others are named in the log."""
+        """Checks unused tensors. Those of the model's own modules must be zero, such as a bias or
+        a zero point that some writers always store; others are named in the log."""
         self.modules = self.products | {name.rpartition(".")[0] for name in expected}
         unused = sorted(
             name
@@ -166,7 +166,7 @@ class _Loader:
             logger.warning("%d tensors are not used, such as %s", len(unused), unused[0])
 
     def _or_packed(self, name: str) -> str:
-        """The tensor that could stand for a missing weight in a quantized checkpoint."""
+        """Returns the name of the quantized tensor that could replace a missing weight."""
         module, _, ending = name.rpartition(".")
         packed = self.spec.packed
         if packed is None or ending != "weight" or module not in self.products:
@@ -237,7 +237,7 @@ class _Loader:
                 shapes[f"{part}.bias"] = (out_size,)
 
     def _expect_packed(self, parts: list[str], out_sizes: list[int], in_size: int) -> bool:
-        """Whether the checkpoint has quantized this product; notes its tensors if so."""
+        """Returns whether the checkpoint quantizes this product, and records its tensors if so."""
         packed = self.spec.packed
         self.products.update(parts)
         if packed is None or not self._is_packed(parts):
@@ -262,7 +262,7 @@ class _Loader:
             )
         return all(has)
 
-    # -- making it
+    # -- loading
 
     def load(self, *, progress: bool) -> DecoderWeights:
         spec, names, prefix = self.spec, self.names, self.prefix
@@ -270,7 +270,7 @@ class _Loader:
         final_norm = self._norm(prefix + names.final_norm) if spec.has_final_norm else None
         layers = [
             self._layer(prefix + names.layer.format(index))
-            for index in shown(range(spec.num_layers), spec, progress)
+            for index in with_progress(range(spec.num_layers), spec, progress)
         ]
         return DecoderWeights(
             embed=self._table(self._embed_name),
@@ -312,7 +312,7 @@ class _Loader:
         return layer
 
     def _qkv(self, parts: list[str], fusion: Fusion) -> tuple[LinearOp | None, LinearOp]:
-        """(None, the product of all three), or that of q and that of k and v."""
+        """Returns (None, the product of q, k and v), or with q_first those of q and of k and v."""
         has_bias = self.spec.has_qkv_bias
         if not self.q_first:
             return None, self._linear(parts, has_bias, fusion)
@@ -338,7 +338,7 @@ class _Loader:
     def _packed_linear(
         self, parts: list[str], bias: Tensor | None, fusion: Fusion, make_linear: MakeLinear
     ) -> LinearOp:
-        """make_linear: what takes the weights if they are to be unpacked."""
+        """Packs a quantized product; with `unpack`, make_linear packs the plain weight."""
         assert self.spec.packed is not None
         try:
             packed = self.spec.packed.load(self.checkpoint.fetch, parts)
@@ -350,7 +350,7 @@ class _Loader:
         return packed.linear(bias, fusion, self.linears)
 
     def _parts(self, names: list[str]) -> list[Tensor]:
-        """Each as [out, in] (or [out])."""
+        """Fetches tensors as [out, in] (or [out])."""
         parts = [self.checkpoint.fetch(name) for name in names]
         if self.names.is_transposed:
             parts = [part.t() for part in parts]
@@ -374,11 +374,11 @@ class _Loader:
         return Norm(spec.norm, self._vector(f"{name}.weight"), bias, spec.norm_eps)
 
     def _vector(self, name: str) -> Tensor:
-        """A private copy, so that the file's pages can go."""
+        """Returns a copy, so that the file can be unmapped."""
         return self.checkpoint.fetch(name).to(self.device, self.dtype, copy=True)
 
     def _table(self, name: str) -> Tensor:
-        """A private copy: a model whose files are replaced while it runs must not notice."""
+        """Returns a copy, so that replacing the file does not affect a running model."""
         return self.checkpoint.fetch(name).to(self.device, copy=True)
 
     @property
@@ -387,12 +387,12 @@ class _Loader:
 
     @property
     def _head_name(self) -> str:
-        """Like Transformers, a tied model's own head is taken where the files have one."""
+        """The head's tensor; as in Transformers, a tied model uses its own head if there is one."""
         name = f"{self.names.head}.weight"
         is_shared = self.spec.is_tied and name not in self.checkpoint.entries
         return self._embed_name if is_shared else name
 
 
 def _sizes_of_parts(parts: tuple[str, ...], sizes: list[int]) -> list[int]:
-    """A product stored as one tensor has the sum of the sizes."""
+    """Returns the sizes of the stored tensors; a single tensor has their sum."""
     return sizes if len(parts) == len(sizes) else [sum(sizes)]

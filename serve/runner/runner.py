@@ -16,7 +16,7 @@ import torch
 from memory.attention.seam import PlannedAttention
 from memory.kv_memory import KVMemory
 from memory.pages.kv_range import Range
-from serve.models import Decoder, take_turns
+from serve.models import Decoder, run_interleaved
 from serve.request import TokenLogprobs
 from serve.runner.batch import make_batch
 from serve.runner.mask_filler import NOBODY, MaskFiller
@@ -221,7 +221,7 @@ class ModelRunner:
             for batch in batches
         ]
         launched()
-        hidden = torch.cat(take_turns(passes))
+        hidden = torch.cat(run_interleaved(passes))
         rows_at = [0] * len(plan.sequences)
         row = 0
         for place in (place for half in halves for place in half):

@@ -114,10 +114,10 @@ def test_a_quantized_checkpoint_that_does_not_bear_int8_rows_is_unpacked(tmp_pat
     packed, _ = write(tmp_path, GPTQ, four_bits(GPTQ))
     config, spec = EngineConfig(model=str(packed)), read_spec(packed)
     with caplog.at_level("INFO"):
-        precision = resolve_precision(config, replace(spec, bears_int8=False))
+        precision = resolve_precision(config, replace(spec, tolerates_int8=False))
     assert str(precision).startswith("gptq as ") and not precision.is_int8
     assert "its gptq weights are unpacked" in caplog.text
-    asked = resolve_precision(replace(config, dtype="int8"), replace(spec, bears_int8=False))
+    asked = resolve_precision(replace(config, dtype="int8"), replace(spec, tolerates_int8=False))
     assert asked.is_int8
 
 
@@ -183,7 +183,7 @@ def test_the_engine_serves_it(case, tmp_path):
         )
     assert len(out[0].outputs[0].token_ids) == 8
     for dtype in ("int4", "nf4"):
-        with pytest.raises(ConfigError, match="quantized already"):
+        with pytest.raises(ConfigError, match="already quantized"):
             resolve_precision(EngineConfig(dtype=dtype), read_spec(packed))
 
 

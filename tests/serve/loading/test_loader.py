@@ -116,7 +116,7 @@ def test_auto_takes_int8_for_16_bit_checkpoints_that_bear_it(spec, monkeypatch):
     half = replace(spec, torch_dtype="bfloat16")
     monkeypatch.setattr("ops.cpu.native.instruction_set", lambda: "avx2")
     assert _precision(half) == ("int8", "int8")
-    assert _precision(replace(half, bears_int8=False))[0] != "int8"
+    assert _precision(replace(half, tolerates_int8=False))[0] != "int8"
     assert _precision(replace(half, head_dim=20)) == ("int8", "bfloat16")
     monkeypatch.setattr("ops.cpu.native.instruction_set", lambda: "portable")
     assert _precision(half)[0] != "int8"

@@ -99,7 +99,7 @@ def test_who_listens_is_no_memory_node(tmp_path, all_logs):
         listener = transport.listen(url, key=KEY)
         result = run("--memory-nodes", url, "--memory-node-key-file", key_file(tmp_path))
         listener.close()
-    assert_refused(result, f"memory_nodes: {url} is no memory node", all_logs)
+    assert_refused(result, f"memory_nodes: {url} is not a memory node", all_logs)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_a_small_node_beside_a_large_one_is_said(tmp_path, caplog):
             folder.mkdir()
             urls += stack.enter_context(nodes("shm", 1, folder, capacity_bytes=size))
         with LLM(str(checkpoint("llama")), memory_nodes=urls, memory_partition="head"):
-            assert "smallest memory node has 8 MiB, the largest 64: the head" in caplog.text
+            assert "smallest memory node has 8 MiB, the largest 64; the head" in caplog.text
             assert re.search(r"K/V in \w+, \d[\d.]* MiB on shm://", caplog.text)
         caplog.clear()
         with LLM(str(checkpoint("llama")), memory_nodes=urls, memory_partition="request"):
