@@ -85,7 +85,9 @@ class QueuePair:
 
         TransportError.
         """
-        self.context = port.context  # this, `domain` and `pair` are pyverbs's, for transport.gpu
+        self.context = (
+            port.context
+        )  # this, `domain` and `pair` are pyverbs's, for transport.gpu_prototype
         self._port = port
         self._e = e = constants()
         self._wr = pyverbs("wr")

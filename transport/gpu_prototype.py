@@ -1,9 +1,10 @@
-"""Device memory that a peer writes, and streams that wait for its writes and send their own, with
-no host code between two kernels. None of it has run on hardware yet (docs/rdma.md).
+"""Device memory that a peer writes over RDMA, and CUDA streams that wait for its writes.
 
-A stream can neither make nor check a checksum, and its waits must be enqueued before it is known
-what comes. So this is no Endpoint: both sides agree beforehand where each message lies and which
-number is written behind it, and the control connection and its endpoint stay beside it.
+This is a prototype: nothing in the engine drives it yet, and none of it has run on hardware
+(docs/rdma.md). A stream can neither compute nor check a checksum, and its waits must be enqueued
+before the messages are known. So this is no Endpoint: both sides agree beforehand where each
+message lies and which number is written behind it, and the control connection and its endpoint
+stay beside it.
 """
 
 from __future__ import annotations
