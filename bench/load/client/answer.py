@@ -1,4 +1,4 @@
-"""What an OpenAI-compatible server answers, as it comes: times, tokens, errors."""
+"""Reads an OpenAI-compatible server's answer as it arrives: times, tokens and errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls", "function_c
 
 
 class CallError(MergestepError):
-    """What went wrong with one request. status: of HTTP; 0: the connection, or inside a stream."""
+    """A request's failure. status is HTTP's, or 0 for the connection and inside a stream."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(printable(message))
@@ -27,8 +27,8 @@ class CallError(MergestepError):
 
 
 class Answer:
-    """Fills a record. on_chunk is called with each piece of text, after it was noted. hide: takes
-    secrets out of an error's text."""
+    """Fills a record with an answer. on_chunk is called after each piece of text is recorded. hide
+    removes secrets from an error's text."""
 
     __slots__ = (
         "_body",
@@ -54,12 +54,12 @@ class Answer:
         self._events: EventStream | None = None
         self._body = bytearray()
         self._has_ended = False  # a finish reason, or [DONE]
-        self._is_done = False  # [DONE]: after it nothing can go wrong any more
+        self._is_done = False  # [DONE], after which nothing can fail
         self.status = 0
         self.error: CallError | None = None
 
     def sent(self, at_s: float) -> None:
-        if math.isnan(self._record.sent_s):  # else it is sent again
+        if math.isnan(self._record.sent_s):  # a request that is sent again keeps its first time
             self._record.sent_s = at_s
 
     def head(self, status: int, content_type: bytes) -> None:
@@ -90,7 +90,7 @@ class Answer:
             self.error = CallError(0, "bad_answer", message)
 
     def end(self, at_s: float) -> None:
-        """The body ended as HTTP says it should."""
+        """Ends the answer: the body is complete."""
         if not self._is_done:
             self._record.finished_s = at_s
         if self.status != 200:
@@ -98,13 +98,13 @@ class Answer:
         elif self._events is not None:
             for event in self._events.finish():
                 self._take(event, at_s)
-        else:  # a server that does not stream
+        else:  # the server does not stream
             self._take(bytes(self._body), at_s)
         if self.error is None and not self._has_ended:
             self.error = CallError(0, "stream_broken", "the stream ended before the answer did")
 
     def broken(self, message: str) -> None:
-        """The connection ended before the body did."""
+        """Fails the answer: the connection ended before the body."""
         if self.status not in (0, 200):
             self.error = call_error(self.status, self._body, self._hide)
         elif self.error is None and not self._is_done:
@@ -124,7 +124,7 @@ class Answer:
             else:
                 self._note(chunk, at_s)
         except (ValueError, KeyError, TypeError, AttributeError):
-            message = f"no chunk of an OpenAI answer: {_short(event, self._hide)}"
+            message = f"not a chunk of an OpenAI answer: {_short(event, self._hide)}"
             self.error = CallError(0, "bad_answer", message)
 
     def _note(self, chunk: dict[str, Any], at_s: float) -> None:
@@ -146,7 +146,7 @@ class Answer:
 
 
 class Document:
-    """A whole body of at most limit bytes, for requests that are no generation."""
+    """A whole body of at most limit bytes, for requests that generate nothing."""
 
     __slots__ = ("_hide", "_limit", "body_bytes", "error", "status")
 
@@ -158,7 +158,7 @@ class Document:
         self.error: CallError | None = None
 
     def sent(self, at_s: float) -> None:
-        """Not kept."""
+        """Does nothing; a document has no times."""
 
     def head(self, status: int, content_type: bytes) -> None:
         self.status = status
@@ -179,7 +179,7 @@ class Document:
 
 
 def call_error(status: int, body: bytes | bytearray, hide: Callable[[str], str] = str) -> CallError:
-    """From OpenAI's shape, from what other servers send, or from anything at all."""
+    """Returns the error in OpenAI's shape, in that of other servers, or in any other body."""
     code = f"http_{status}" if status else "server_error"
     try:
         error = orjson.loads(body)
@@ -195,7 +195,7 @@ def call_error(status: int, body: bytes | bytearray, hide: Callable[[str], str] 
             return CallError(status, code, hide(error))
     except ValueError:
         pass
-    return CallError(status, code, _short(body, hide) or "an error without words")
+    return CallError(status, code, _short(body, hide) or "the error has no message")
 
 
 def _json(value: Any) -> str:
@@ -203,12 +203,14 @@ def _json(value: Any) -> str:
 
 
 def _short(data: bytes | bytearray, hide: Callable[[str], str]) -> str:
-    text = hide(data.decode(errors="replace"))  # before it is cut: half a key is one, too
+    text = hide(
+        data.decode(errors="replace")
+    )  # hidden before the text is cut, as half a key is secret too
     return " ".join(text[:400].split())[:160]
 
 
 def count(value: Any) -> int | None:
-    """None: it counts nothing that a server could have."""
+    """Returns a count from JSON, or None if the value is no plausible count."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     is_whole = isinstance(value, int) and not isinstance(value, bool)

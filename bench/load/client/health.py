@@ -1,4 +1,4 @@
-"""Whether the generator itself can be trusted: its event loop, its core, its files."""
+"""Measures whether the generator itself kept up: its event loop, its core, its files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ MIN_STOLEN_S = 0.05
 
 
 def raise_file_limit() -> int | None:
-    """To what the system allows. Returns how many files may be open; None: nobody knows."""
+    """Raises the limit as far as the system allows. Returns how many files may be open, or None if
+    there is no limit or it is unknown."""
     try:
         import resource
     except ImportError:  # Windows
@@ -32,13 +33,13 @@ def raise_file_limit() -> int | None:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
-        except (ValueError, OSError):  # macOS has a lower limit of its own
+        except (ValueError, OSError):  # macOS has a lower limit
             pass
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def core_wait_s() -> float:
-    """How long this thread could have run so far but had no core. NaN: the system does not tell."""
+    """Returns the seconds in which this thread was ready but had no core, or NaN if unknown."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_bytes().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
@@ -46,8 +47,8 @@ def core_wait_s() -> float:
 
 
 def stolen_s() -> float:
-    """Core seconds that a virtual machine wanted but was not given, since it began. NaN: the
-    system does not tell."""
+    """Returns the core seconds, since its start, that this virtual machine wanted but its host did
+    not give, or NaN if unknown."""
     try:
         fields = Path("/proc/stat").read_bytes().split(b"\n", 1)[0].split()
         return int(fields[8]) / os.sysconf("SC_CLK_TCK")  # proc(5): steal
@@ -56,9 +57,9 @@ def stolen_s() -> float:
 
 
 class Watch:
-    """Inside `async with`, in the event loop that generates: how late it comes back to a timer,
-    the thread's CPU time, garbage collections. Meanwhile what exists already is left alone by the
-    collector; with stop_gc nothing is collected at all (the client makes no cycles)."""
+    """Watches the generating event loop inside `async with`: how late it returns to a timer, the
+    thread's CPU time, and garbage collections. In the block the collector ignores the objects that
+    existed before; with stop_gc it is off, as the client makes no cycles."""
 
     def __init__(self, *, stop_gc: bool) -> None:
         self._stop_gc = stop_gc
@@ -114,7 +115,7 @@ class Watch:
         due_s = time.perf_counter()
         try:
             while True:
-                # Those that a block of the loop swallowed would have been late, too.
+                # A blocked loop counts every period that it missed as late.
                 due_s += PERIOD_S
                 await sleeper.until(due_s)
                 self._lags_s.append(time.perf_counter() - due_s)
@@ -123,29 +124,31 @@ class Watch:
 
 
 def health_notes(health: ProcessHealth, file_limit: int | None) -> list[str]:
-    """Limits that were met. What the report judges by (CPU, the loop's lag) is not repeated."""
+    """Returns notes on limits that were reached, except those of validity.py (CPU, loop lag)."""
     who = f"client process {health.process}"
     notes = []
     if health.core_wait > MAX_CORE_WAIT:
         notes.append(
-            f"{who} waited for a core during {health.core_wait:.0%} of the run: this machine is"
-            " busy with other things"
+            f"{who} waited for a core during {health.core_wait:.0%} of the run, as this machine is"
+            " busy with other work"
         )
     if file_limit is not None and health.max_connections > 0.95 * file_limit:
-        notes.append(f"{who} had as many connections as it may have files ({file_limit})")
+        notes.append(
+            f"{who} had as many connections as the limit of open files allows ({file_limit})"
+        )
     if health.num_resent:
         notes.append(
-            f"{who} sent {health.num_resent} requests again, on new connections: the server closed"
-            " the kept ones when they came; their times begin with the first sending"
+            f"{who} sent {health.num_resent} requests again on new connections, as the server"
+            " closed the kept ones at that moment; their times begin with the first sending"
         )
     return notes
 
 
 def stolen_notes(stolen: float, wall_s: float) -> list[str]:
-    """stolen: core seconds during the run."""
+    """Returns a note if the host withheld too many core seconds (stolen) during the run."""
     if not stolen > max(MAX_STOLEN * wall_s, MIN_STOLEN_S):
         return []
     return [
-        f"this virtual machine was not given {stolen:.1f} s of CPU time that it wanted in"
-        f" {wall_s:.0f} s: its host is busy, and times may be late"
+        f"this virtual machine's host withheld {stolen:.1f} s of CPU time in {wall_s:.0f} s, so"
+        " that times may be late"
     ]

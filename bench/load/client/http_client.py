@@ -1,8 +1,8 @@
-"""HTTP/1.1 over kept connections: as little as a load generator needs, and nothing that waits.
+"""An HTTP/1.1 client over kept connections, with only what a load generator needs.
 
-When bytes came is noted where the event loop hands them over, before anything is parsed, and
-when a request went out just before its bytes are written. Responses are parsed by httptools
-(llhttp); a body without a length ends with its connection.
+The time of received bytes is taken when the event loop delivers them, before they are parsed; the
+time of a request just before its bytes are written. httptools (llhttp) parses the responses. A body
+without a length ends with its connection.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from bench.load.client.redact import printable
 from serve.errors import ConfigError, reason
 
 CONNECT_TIMEOUT_S = 10.0
-RACE_S = 0.05  # a server that closes a kept connection cannot know yet that a request came
-MAX_HEAD = 1 << 16  # bytes of an answer that are no body, in a row
+RACE_S = 0.05  # within it, a server that closes a kept connection may not have seen the request
+MAX_HEAD = 1 << 16  # consecutive bytes of an answer outside its body
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, section 5.6.2
 
 
 class Sink(Protocol):
-    """Takes one response. status: 0 until head() came. error: set by body(), end() or broken()."""
+    """Takes one response. status is 0 until head(). body(), end() and broken() may set error."""
 
     status: int
     error: CallError | None
 
     def sent(self, at_s: float) -> None:
-        """Once more when the request is sent again."""
+        """Notes the sending; called once more if the request is sent again."""
 
     def head(self, status: int, content_type: bytes) -> None: ...
 
     def body(self, data: bytes, at_s: float) -> bool:
-        """False: it is too much; the connection is closed."""
+        """Returns False if the body is too long, and the connection closes."""
 
     def end(self, at_s: float) -> None: ...
 
@@ -49,7 +49,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """root: the URL without /v1. prefix: its path. head: header lines of every request."""
+    """A server. root: the URL without /v1. prefix: its path. head: every request's header lines."""
 
     root: str
     host: str
@@ -60,7 +60,7 @@ class Address:
 
     @classmethod
     def of(cls, url: str, headers: Mapping[str, str]) -> Address:
-        """Raises ConfigError for what is no URL of a server, or no header."""
+        """Raises ConfigError for a wrong URL or header."""
         root = url.strip() if "://" in url else f"http://{url.strip()}"
         root = root.rstrip("/").removesuffix("/v1")
         try:
@@ -71,13 +71,13 @@ class Address:
         if host and parts.username is not None:
             raise ConfigError("url holds a user or a password; give them as a header")
         if not host or parts.scheme not in ("http", "https") or parts.query:
-            # A password with a slash in it is where no pattern expects one.
+            # A password with a slash is where no pattern expects one.
             shown = root.rpartition("@")[2].partition("?")[0]
             raise ConfigError(f"url {printable(shown)} is not the address of a server")
         is_tls = parts.scheme == "https"
         lines = {"Host": parts.netloc, "User-Agent": "mergestep-bench", **headers}
         text = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-        if not all(map(_TOKEN.fullmatch, lines)):  # it is not shown: it may be half a secret
+        if not all(map(_TOKEN.fullmatch, lines)):  # the error does not show it, as it may be secret
             raise ConfigError("header: a name has characters that HTTP does not allow there")
         for name, value in lines.items():
             if not set(value).isdisjoint("\r\n\0"):
@@ -90,7 +90,7 @@ class Address:
 
 
 class Connection(asyncio.Protocol):
-    """One at a time: exchange() writes a request and returns when its answer has ended."""
+    """A connection that carries one request at a time."""
 
     def __init__(self, forget: Callable[[Connection], None]) -> None:
         self._forget = forget
@@ -102,14 +102,14 @@ class Connection(asyncio.Protocol):
         self._has_length = False
         self._has_head = False
         self._now_s = self._sent_s = 0.0
-        self._num_bytes = 0  # since the last of a body
+        self._num_bytes = 0  # since the last part of a body
         self._has_answer_bytes = False
         self.num_exchanges = 0
-        self.lost_race = False  # closed by the server just when the last request came
+        self.lost_race = False  # the server closed it just when the last request was sent
         self.is_open = False
 
     async def exchange(self, data: bytes, sink: Sink) -> None:
-        """The sink tells what came of it."""
+        """Writes a request and returns when its answer has ended. The sink has the result."""
         self._done = asyncio.get_running_loop().create_future()
         self._sink = sink
         self._has_answer_bytes = False
@@ -127,9 +127,9 @@ class Connection(asyncio.Protocol):
             raise
 
     def close(self) -> None:
-        """At once; what was not sent yet is dropped."""
+        """Closes at once, and drops bytes that were not sent yet."""
         self.is_open = False
-        self._parser = None  # it refers to us
+        self._parser = None  # it refers to this object
         if self._transport is not None:
             self._transport.abort()
 
@@ -144,7 +144,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._now_s = time.perf_counter()
-        if self._sink is None or self._parser is None:  # nothing was asked
+        if self._sink is None or self._parser is None:  # there is no request
             self.close()
             return
         self._has_answer_bytes = True
@@ -223,8 +223,8 @@ class Connection(asyncio.Protocol):
 
 
 class HttpClient:
-    """Connections to one server, kept and used again, the last one first. No limit on their
-    number. Inside one event loop; to be closed."""
+    """Connections to one server, kept and used again, the last one first. Their number has no
+    limit. A client belongs to one event loop, and its owner closes it."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
@@ -245,7 +245,7 @@ class HttpClient:
         return len(self._open)
 
     def render(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        """path: below the root."""
+        """Returns a request's bytes. path is relative to the root."""
         line = f"{method} {self.address.prefix}{path} HTTP/1.1\r\n".encode()
         if body is None:
             return line + self.address.head + b"\r\n"
@@ -253,9 +253,11 @@ class HttpClient:
         return b"".join((line, self.address.head, length, body))
 
     async def exchange(self, request: bytes, sink: Sink) -> None:
-        """Raises CallError: no connection. What went wrong later is for the sink. A request that
-        met a kept connection just when the server closed it (RFC 9112, section 9.3.1) is sent
-        again on a new one; a later close, or one after any of the answer, is a failure."""
+        """Sends a request. Raises CallError if there is no connection; later errors go to the sink.
+
+        A request that met a kept connection just when the server closed it (RFC 9112, section
+        9.3.1) is sent again on a new one. A later close, or one after any byte of the answer, is a
+        failure."""
         connection = self._take() or await self._connect()
         await self._use(connection, request, sink)
         if connection.lost_race:
@@ -291,13 +293,13 @@ class HttpClient:
                     server_hostname=address.host if self._tls else None,
                 )
         except TimeoutError as exc:
-            message = f"cannot reach {address.root}: no connection in {CONNECT_TIMEOUT_S:g} s"
+            message = f"cannot reach {address.root}: no connection within {CONNECT_TIMEOUT_S:g} s"
             raise CallError(0, "connection_failed", message) from exc
         except OSError as exc:
             text = str(exc) if isinstance(exc, ssl.SSLError) else reason(exc)
             message = f"cannot reach {address.root}: {text}"
             raise CallError(0, "connection_failed", message) from exc
-        if self._endpoint is None:  # the name is looked up once
+        if self._endpoint is None:  # so that the name is resolved only once
             self._endpoint = connection.peer()
         self._open.add(connection)
         self.max_connections = max(self.max_connections, len(self._open))

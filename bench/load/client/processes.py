@@ -1,9 +1,8 @@
-"""Several client processes for one load, where one would be too busy itself.
+"""Several client processes for one load that would keep one process too busy.
 
-Each is a new interpreter (`python -m bench.load.client.worker`) that talks over its standard
-input and
-output: a length of four bytes, then JSON. Nothing is pickled. Times of time.perf_counter are the
-same in all processes of a machine, so all start at one time.
+Each is a new interpreter (`python -m bench.load.client.worker`), with which messages are exchanged
+over its standard input and output: a length of four bytes, then JSON. Nothing is pickled.
+time.perf_counter is the same in all processes of a machine, so that all start at one time.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from bench.load.workload.options import Item, LoadOptions
 from bench.load.workload.work import Schedule
 from serve.errors import ConfigError, MergestepError
 
-# What a request and each chunk of its answer cost the client: CPU time on one core of an AMD EPYC
-# virtual machine, measured with scripted answers of 1 and of 40 chunks, 100 to 500 a second. Under
-# more load several chunks come with one read, and cost less.
+# CPU time that a request and each chunk of its answer cost the client, on one core of an AMD EPYC
+# virtual machine, measured with scripted answers of 1 and of 40 chunks at 100 to 500 per second.
+# Under more load, several chunks arrive with one read and cost less.
 REQUEST_COST_S = 175e-6
 CHUNK_COST_S = 26e-6
 TYPICAL_CHUNKS = 128
@@ -36,10 +35,10 @@ MAX_PROCESSES = 16
 def num_processes(
     schedule: Schedule, target: Target, options: LoadOptions
 ) -> tuple[int, list[str]]:
-    """How many clients are to send it, and what is to be said about that."""
+    """Returns the number of client processes, and notes about it. Raises ConfigError."""
     if not isinstance(target, ServerTarget):
         if (options.processes or 1) > 1:
-            raise ConfigError("processes: only a server can be asked from several processes")
+            raise ConfigError("processes must be 1 for an engine in this process")
         return 1, []
     if options.processes is not None:
         limit = options.max_concurrency or len(schedule.works)
@@ -53,27 +52,27 @@ def num_processes(
     wanted = max(1, math.ceil(busy / FULL_CORE))
     count = min(wanted, os.cpu_count() or 1, MAX_PROCESSES, len(schedule.works))
     if count < wanted:
-        note = f"the load would need {wanted} client processes, but there are {count} cores"
+        note = f"the load needs {wanted} client processes, but only {count} are possible"
         return count, [note]
     return count, []
 
 
 async def write_frame(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
-    """Dataclasses go as dictionaries of their fields."""
+    """Writes a message. A dataclass becomes a dictionary of its fields."""
     data = orjson.dumps(message)
     writer.write(len(data).to_bytes(4, "big") + data)
     await writer.drain()
 
 
 async def read_frame(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """Raises IncompleteReadError when the other side has gone."""
+    """Reads a message. Raises IncompleteReadError if the other side has closed the pipe."""
     size = int.from_bytes(await reader.readexactly(4), "big")
     message: dict[str, Any] = orjson.loads(await reader.readexactly(size))
     return message
 
 
 def record_from(values: dict[str, Any]) -> Record:
-    """JSON knows no NaN."""
+    """Returns the record of JSON's values, where null stands for NaN."""
     for name in ("sent_s", "finished_s", "dispatched_s"):
         if values[name] is None:
             values[name] = math.nan
@@ -86,7 +85,7 @@ def _health_from(values: dict[str, Any]) -> ProcessHealth:
 
 
 class Crew:
-    """The client processes, inside `async with`: when it is entered all are connected and ready."""
+    """The client processes, used inside `async with`, at whose beginning all are ready."""
 
     def __init__(
         self, count: int, items: list[Item], settings: ServerSettings, options: LoadOptions
@@ -130,7 +129,8 @@ class Crew:
         await asyncio.gather(*(process.wait() for process in self._processes))
 
     async def run(self, start_s: float) -> tuple[list[Record], list[Record], list[ProcessHealth]]:
-        """Records and probes in the items' order."""
+        """Runs the load. Returns records and probes, in the items' order, and each process's
+        health."""
         parts = await asyncio.gather(
             *(self._run(number, start_s) for number in range(len(self._processes)))
         )
@@ -145,7 +145,7 @@ class Crew:
             self._stops.add(asyncio.create_task(self._write(number, {"stop": True})))
 
     def progress(self) -> Progress:
-        """All of them added up."""
+        """Returns the sum of all processes' progress."""
         whole = Progress(0.0, 0)
         for part in self._progress:
             whole.at_s = max(whole.at_s, part.at_s)
@@ -181,7 +181,7 @@ class Crew:
             self._progress[number].ttfts_s[:0] = before
 
     async def _write(self, number: int, message: dict[str, Any]) -> None:
-        """Whether the process is still there is seen when it is read from."""
+        """Writes to a process. A process that has ended is noticed by _read."""
         stdin = self._processes[number].stdin
         assert stdin is not None
         with contextlib.suppress(OSError, RuntimeError):  # the latter is uvloop's

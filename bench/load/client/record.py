@@ -1,5 +1,5 @@
-"""What is kept of a run. All times are seconds from the start of its schedule, on one monotonic
-clock; everything turns into JSON and back."""
+"""The records of a run. All times are seconds from the start of its schedule, on one monotonic
+clock. Everything converts to JSON and back."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from enum import StrEnum
 
 
 class Outcome(StrEnum):
-    """How a request ended. CANCELLED: by us, on purpose. INCOMPLETE: it had not ended when the
-    run's grace was over."""
+    """How a request ended. The client cancels CANCELLED requests on purpose. INCOMPLETE requests
+    had not ended when the run's grace was over."""
 
     OK = "ok"
     FAILED = "failed"
@@ -23,13 +23,13 @@ class Outcome(StrEnum):
 class Record:
     """One request.
 
-    scheduled_s: when it was due. dispatched_s: when the generator began with it (a connection may
-    have to be made first). sent_s: when it was handed to the socket (or the engine).
-    chunks_s: when each piece of text arrived; chunk_tokens: tokens in each, where that is known
-    (an engine in this process), else empty. finished_s: when the answer's end was known.
-    output_tokens, prompt_tokens, cached_tokens: the server's `usage`; None where it told none.
-    queue_s: before it was first scheduled, where the server tells. process: who sent it.
-    num_chunks: how many pieces there were, where chunks_s keeps only the first and the last.
+    scheduled_s: when it was due. dispatched_s: when the generator began with it, before it opened a
+    connection. sent_s: when it was given to the socket or engine. chunks_s: when each piece of text
+    arrived. chunk_tokens: the tokens of each piece; empty if unknown, as it is for a server.
+    finished_s: when the answer ended. output_tokens, prompt_tokens, cached_tokens: the server's
+    `usage`, or None. queue_s: the time before it was first scheduled, or None if unknown. process:
+    the client process that sent it. num_chunks: the number of pieces, where chunks_s has only the
+    first and the last.
     """
 
     index: int
@@ -55,9 +55,9 @@ class Record:
 class StepRow:
     """One merged step of an engine in this process, or of a simulated one.
 
-    num_context: tokens before the decode rows; num_pairs: products of prompt rows and tokens
-    before them (serve.scheduler.step_time.StepWork). Sequences and pages: at end_s, with those
-    that end with the step (serve.engine.step_trace.TracedStep).
+    num_context: tokens before the decode rows. num_pairs: products of prompt rows and tokens before
+    them (serve.scheduler.step_time.StepWork). Sequences and pages are those at end_s, with the
+    sequences that end with the step (serve.engine.step_trace.TracedStep).
     """
 
     start_s: float
@@ -74,7 +74,7 @@ class StepRow:
 
 @dataclass(slots=True)
 class ServerSample:
-    """What the server told about itself at a time. kv_usage: 0 to 1."""
+    """A server's own figures at one time. kv_usage is from 0 to 1."""
 
     at_s: float
     num_running: float
@@ -84,10 +84,10 @@ class ServerSample:
 
 @dataclass(slots=True)
 class ProcessHealth:
-    """Whether a generating process could do its work. loop_lag: how late its event loop came
-    back to a timer. cpu: share of one core during the run. core_wait: share of the run in which it
-    could have worked but had no core (NaN: the system does not tell). num_resent: requests that
-    met a kept connection just when the server closed it, and were sent again."""
+    """Whether a client process kept up with its work. loop_lag: how late its event loop returned to
+    a timer. cpu: its share of one core during the run. core_wait: the share of the run in which it
+    was ready to run but had no core (NaN if unknown). num_resent: requests that met a kept
+    connection just when the server closed it, and were sent again."""
 
     process: int
     num_requests: int
@@ -103,10 +103,10 @@ class ProcessHealth:
 
 @dataclass(slots=True)
 class Progress:
-    """A run as it goes on. at_s: seconds from its start. num_done: however it ended, the failed
-    among them. num_tokens: of ended answers what the server told, of others the chunks so far.
-    ttfts_s: of answers that began since the last report, from when they were due. Probes are not
-    in it."""
+    """The progress of a run, without its probes. at_s: seconds from the start. num_done:
+    requests that ended in any way, also failed ones. num_tokens: the server's counts of ended
+    answers, and the chunks so far of others. ttfts_s: TTFT from schedule of the answers that
+    began since the last report."""
 
     at_s: float
     num_total: int
@@ -120,11 +120,11 @@ class Progress:
 
 @dataclass(slots=True)
 class RunResult:
-    """One schedule, offered once. window: the seconds whose requests count (by their due time).
-    started: ISO 8601. notes: what the reader has to know (a limit reached, a clamp). gaps: times
-    between two pieces of an answer, in seconds and how many of each, where records do not keep
-    them (Record.num_chunks); within 1 %, ascending. was_interrupted: by Ctrl-C; records has what
-    was due until then."""
+    """One schedule, offered once. window: requests that were due within these seconds count.
+    started: ISO 8601. notes: facts for the reader, such as a limit that was reached. gaps: seconds
+    between two pieces of an answer with the number of such gaps, ascending and within 1 %, if the
+    records do not have them (Record.num_chunks). was_interrupted: Ctrl-C ended the run; records has
+    the requests that were due until then."""
 
     qps: float
     seed: int

@@ -1,5 +1,4 @@
-"""Takes what nobody else may read out of what is written: keys, passwords in URLs; and what a
-terminal would obey."""
+"""Removes secrets (keys, passwords in URLs) and terminal control characters from texts."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 HIDDEN = "***"
-MIN_SECRET_CHARS = 4  # shorter ones are in any text
+MIN_SECRET_CHARS = 4  # a shorter secret occurs in any text
 _SECRET_NAME = re.compile(
     r"(api[-_]?key|(^|[-_])key|token|secret|password|passwd|authorization)$", re.I
 )
@@ -19,7 +18,7 @@ _IN_QUERY = re.compile(
 )
 _BEARER = re.compile(r"((?:bearer|basic)\s+)[\w.~+/=-]{6,}", re.I)
 _KEY = re.compile(r"\b(?:sk|hf|gsk|xai|nvapi)[-_][\w-]{8,}")
-# an option's value as a shell quotes it
+# An option's value, as a shell quotes it.
 _OPTION = re.compile(
     r"(--?(?:[\w-]*(?:api[-_]?key|[-_]key|token|secret|password|authorization)|header|H)(?:=|\s+))"
     r"(?:'[^']*'|\"[^\"]*\"|[^\s'\"])+",
@@ -29,7 +28,7 @@ _SECRET_OPTION = re.compile(r"-H|--(?i:header|[\w-]*(?:key|token|secret|password
 
 
 def command_line(words: Sequence[str]) -> str:
-    """The words as a shell takes them, without the values of options that are secret."""
+    """Returns the words as a shell takes them, without the values of secret options."""
     shown: list[str] = []
     is_value = False
     for word in words:
@@ -46,9 +45,9 @@ def command_line(words: Sequence[str]) -> str:
 
 
 def redact(value: Any) -> Any:
-    """Of text: URLs lose their credentials, and options and headers with a secret their value.
-    Of dicts and lists: all that is in them, and whole values whose name says that they are
-    secret. Other values as they are."""
+    """Returns the value without secrets. In a text, URLs lose their credentials, and secret options
+    and headers their values. In dicts and lists every item is redacted, and a value whose key names
+    a secret is hidden whole. Other values stay as they are."""
     if isinstance(value, str):
         text = _IN_URL.sub(r"\1", value)
         for pattern in (_IN_QUERY, _BEARER, _OPTION):
@@ -65,7 +64,7 @@ def redact(value: Any) -> Any:
 
 
 def hider(secrets: Iterable[str]) -> Callable[[str], str]:
-    """Takes these very texts out of others, wherever they stand."""
+    """Returns a function that hides these secrets wherever they occur in a text."""
     known = {secret for secret in secrets if len(secret) >= MIN_SECRET_CHARS}
     if not known:
         return str
@@ -74,7 +73,7 @@ def hider(secrets: Iterable[str]) -> Callable[[str], str]:
 
 
 def printable(text: str) -> str:
-    """Without what could command a terminal; any white space is a space."""
+    """Returns the text without control characters; any white space becomes a space."""
     return "".join(
         char if char.isprintable() else " " for char in text if char.isprintable() or char.isspace()
     )

@@ -1,4 +1,4 @@
-"""Offers a schedule to a target: what goes on around the sending itself."""
+"""Offers a schedule to a target: warm-up, processes, samples, progress, interruption, result."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ OnProgress = Callable[[Progress], None]
 
 @dataclass(slots=True)
 class _Sent:
-    """What came of the items."""
+    """The results of the items."""
 
     records: list[Record]
     probes: list[Record]
@@ -63,11 +63,11 @@ async def offer(
     options: LoadOptions | None = None,
     on_progress: OnProgress | None = None,
 ) -> RunResult:
-    """Sends the schedule and waits for the answers; target: opened (`async with`).
+    """Sends the schedule and waits for the answers. The target must be open (`async with`).
 
-    Ctrl-C ends the run early with what there is; a second one is Python's. Raises what the
-    target raises before anything of the schedule is sent: not reachable, no such model, a failed
-    warm-up.
+    Ctrl-C ends the run early with the records so far; a second one interrupts Python. Before
+    anything of the schedule is sent, the target's errors are raised: it cannot be reached, the
+    model does not exist, or a warm-up failed.
     """
     options = options or LoadOptions()
     if not schedule.works:
@@ -138,8 +138,8 @@ async def _observed(
     progress: Callable[[], Progress],
     on_progress: OnProgress | None,
 ) -> AsyncIterator[None]:
-    """Meanwhile the target's samples are taken, and progress is reported; once more at the end.
-    Samples are no reason to lose a run: an error of theirs is a note."""
+    """Takes the target's samples and reports progress inside the block, and once more at its
+    end. An error of the samples becomes a note, so that it does not lose the run."""
 
     async def sample() -> None:
         try:
@@ -148,7 +148,7 @@ async def _observed(
                     sent.samples.append(found)
                 await asyncio.sleep(SAMPLE_S)
         except Exception as exc:
-            sent.notes.append(f"the target's own figures end early: {printable(message_of(exc))}")
+            sent.notes.append(f"the server's own figures end early: {printable(message_of(exc))}")
 
     async def report(on_progress: OnProgress) -> None:
         while True:
@@ -173,7 +173,7 @@ async def _observed(
 
 @contextlib.contextmanager
 def _interruptible(stop: Callable[[], None], sent: _Sent) -> Iterator[None]:
-    """The first Ctrl-C calls stop. Outside the main thread there is none."""
+    """Lets the first Ctrl-C call stop(). Outside the main thread it does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -218,11 +218,11 @@ def _result(
         notes += health_notes(health, file_limit)
     if options.max_concurrency is not None:
         notes.append(
-            f"max_concurrency {options.max_concurrency}: what is from schedule has the waiting for"
-            " a place in it, what is from send has not"
+            f"max_concurrency {options.max_concurrency}: latencies from schedule include the wait"
+            " for a free slot, latencies from send do not"
         )
     if num_incomplete := sum(r.outcome is Outcome.INCOMPLETE for r in records):
-        notes.append(f"{num_incomplete} requests had not ended when the run did")
+        notes.append(f"{num_incomplete} requests had not ended at the end of the run")
     for row in sent.steps:
         row.start_s -= sent.start_s
         row.end_s -= sent.start_s

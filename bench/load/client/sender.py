@@ -1,4 +1,4 @@
-"""Sends requests when they are due, in one process: a slow target cannot slow it down."""
+"""Sends requests when they are due, in one process. A slow target cannot slow it down."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ MAX_ERROR_CHARS = 200
 
 
 class Sender:
-    """start_s: of time.perf_counter, when the schedule begins. records and probes are the
-    items', in their order; until run() has ended their times are those of the clock."""
+    """Sends items and fills their records.
+
+    start_s is the schedule's beginning in time.perf_counter. records and probes are in the items'
+    order; until run() has ended, their times are those of time.perf_counter."""
 
     def __init__(
         self,
@@ -51,11 +53,11 @@ class Sender:
         self._ttfts_s: list[float] = []
 
     def stop(self) -> None:
-        """Nothing more is sent, what is open is aborted, run() returns."""
+        """Stops sending and aborts open requests, so that run() returns."""
         self._is_over.set()
 
     async def run(self) -> None:
-        """Until every answer has ended, the grace is over, or stop()."""
+        """Runs until every answer has ended, the grace is over, or stop() is called."""
         load = [pair for pair in self._pairs if not pair[0].is_probe]
         probes = [pair for pair in self._pairs if pair[0].is_probe]
         self._paces = [
@@ -63,9 +65,9 @@ class Sender:
             for pairs, slots in ((load, self._slots), (probes, None))
         ]
         for pace in self._paces:
-            pace.add_done_callback(self._look)
+            pace.add_done_callback(self._check_end)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._patience_s()):
+            async with asyncio.timeout(self._remaining_s()):
                 await self._is_over.wait()
         open_tasks = [*self._paces, *self._running]
         for task in open_tasks:
@@ -75,14 +77,14 @@ class Sender:
             raise self._bug
         self._make_relative()
 
-    def _patience_s(self) -> float | None:
+    def _remaining_s(self) -> float | None:
         if self._grace_s is None:
             return None
         last_s = max((record.scheduled_s for _, record in self._pairs), default=self._start_s)
         return last_s + self._grace_s - time.perf_counter()
 
-    def _look(self, task: asyncio.Task[None]) -> None:
-        """After a task's end: whether that was all, or a bug."""
+    def _check_end(self, task: asyncio.Task[None]) -> None:
+        """Ends the run if a task that ended was the last one, or failed with a bug."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._bug = self._bug or error
             self._is_over.set()
@@ -99,7 +101,7 @@ class Sender:
                 await sleeper.until(record.scheduled_s)
                 if slots is not None:
                     await slots.acquire()
-                elif number % 16 == 15:  # when it is behind, or everything is due at once
+                elif number % 16 == 15:  # for the case that it is behind, or all are due at once
                     await asyncio.sleep(0)
                 task = loop.create_task(self._one(item, record, prepared))
                 self._running[task] = record
@@ -127,16 +129,16 @@ class Sender:
             record.outcome = Outcome.OK
         except asyncio.CancelledError:
             if item.is_probe or item.index not in self._cancelled:
-                raise  # incomplete
+                raise  # the request stays incomplete
             record.outcome = Outcome.CANCELLED
         except (MergestepError, OSError) as exc:
             record.outcome = Outcome.FAILED
             record.error = _describe(exc)
-            exc.__traceback__ = None  # it would hold itself, and nothing is collected meanwhile
+            exc.__traceback__ = None  # it refers to itself, and the garbage collector is off
         finally:
             if timer is not None:
                 timer.cancel()
-            if not record.finished_s >= record.scheduled_s:  # the target did not tell
+            if not record.finished_s >= record.scheduled_s:  # the target did not set it
                 record.finished_s = time.perf_counter()
             self._count(item, record)
 
@@ -155,7 +157,7 @@ class Sender:
         del self._running[task]
         if slots is not None:
             slots.release()
-        self._look(task)
+        self._check_end(task)
 
     def progress(self) -> Progress:
         ttfts_s, self._ttfts_s = self._ttfts_s, []

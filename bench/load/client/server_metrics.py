@@ -1,4 +1,4 @@
-"""What a server tells about itself at GET /metrics, where its names are known."""
+"""Reads a server's own figures from GET /metrics, if its metric names are known."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 from bench.load.client.record import ServerSample
 
-_NAMES = {  # of vLLM (and of what imitates it), of llama.cpp
+_NAMES = {  # the names of vLLM (and of servers that use them), and of llama.cpp
     b"vllm:num_requests_running": "running",
     b"vllm:num_requests_waiting": "waiting",
     b"vllm:kv_cache_usage_perc": "usage",
@@ -20,8 +20,8 @@ _LINE = re.compile(rb"^(" + b"|".join(_NAMES) + rb")(?:\{[^\n]*\})?[ \t]+(\S+)",
 
 
 def read_metrics(text: bytes, at_s: float) -> ServerSample | None:
-    """Prometheus' text format; several engines behind one address are added up, their usage is
-    averaged. What is no finite number is left out. None: no name is known."""
+    """Parses Prometheus' text format. Several engines behind one address are added up, and their
+    usage is averaged. Values that are not finite are ignored. None if no name is known."""
     found: dict[str, list[float]] = {}
     for name, text_value in _LINE.findall(text):
         try:

@@ -1,32 +1,33 @@
-"""Server-sent events out of bytes (WHATWG HTML, section 9.2.6)."""
+"""Parses server-sent events (WHATWG HTML, section 9.2.6)."""
 
 from __future__ import annotations
 
-MAX_EVENT = 1 << 20  # bytes of one event, ended or not
+MAX_EVENT = 1 << 20  # bytes of one event, complete or not
 _BOM = b"\xef\xbb\xbf"
 
 
 class EventTooLongError(ValueError):
-    """More than MAX_EVENT bytes; the stream is of no use any more."""
+    """An event has more than MAX_EVENT bytes; the stream cannot be read further."""
 
 
 class EventStream:
-    """Lines end with LF, CR LF or CR; comments and fields other than data are left out, except
-    `error:`, which some servers (llama.cpp) use: it becomes data as OpenAI has it."""
+    """Turns bytes into the data of events. Lines end with LF, CR LF or CR. Comments and fields
+    other than data are ignored, except `error:`, which some servers (llama.cpp) send: it becomes
+    data in OpenAI's shape."""
 
     __slots__ = ("_lines", "_num_bytes", "_rest", "_started")
 
     def __init__(self) -> None:
-        self._rest = bytearray()  # of a line that has not ended
+        self._rest = bytearray()  # the line that has not ended
         self._lines: list[bytes] = []
-        self._num_bytes = 0  # of the lines
+        self._num_bytes = 0  # in self._lines
         self._started = False
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The data of each event that is complete now. Raises EventTooLongError."""
+        """Returns the data of each event that is now complete. Raises EventTooLongError."""
         is_inside = self._started and self._rest and not self._rest.endswith(b"\r")
         if is_inside and b"\n" not in data and b"\r" not in data:
-            self._hold(data)  # what a long line already has is not looked at again
+            self._hold(data)  # the bytes of a long line are not searched again
             return []
         text = bytes(self._rest) + data if self._rest else data
         if not self._started and len(text) >= len(_BOM):
@@ -50,7 +51,7 @@ class EventStream:
         return events
 
     def finish(self) -> list[bytes]:
-        """The last event, where the body ended without an empty line after it."""
+        """Returns the last event, if the body ended without an empty line after it."""
         line = bytes(self._rest).removesuffix(b"\r")
         self._rest.clear()
         if line:

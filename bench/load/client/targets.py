@@ -1,4 +1,4 @@
-"""What is measured: an engine in this process, or a server with an OpenAI API."""
+"""Targets of a load: an engine in this process, or a server with an OpenAI API."""
 
 from __future__ import annotations
 
@@ -24,61 +24,61 @@ if TYPE_CHECKING:
     from serve import Engine
     from serve.engine.step_trace import TracedStep
 
-PROMPT_TOKENS = range(32, 256)  # for servers that do not say how large their vocabulary is
+PROMPT_TOKENS = range(32, 256)  # for servers that do not report the size of their vocabulary
 OnChunk = Callable[[], None]
 TakeSteps = Callable[[], tuple[list[StepRow], list[str]]]
 GET_TIMEOUT_S = 10.0
-WARM_UP_TIMEOUT_S = 120.0  # a model may be loaded, or compiled
+WARM_UP_TIMEOUT_S = 120.0  # the server may load or compile its model
 
-# What not every server takes. max_tokens is sent under its newer name then.
+# Fields that some servers refuse. A refused max_tokens is sent under its newer name.
 OFTEN_REFUSED = ("ignore_eos", "stream_options")
 OPTIONAL_FIELDS = (*OFTEN_REFUSED, "temperature", "user", "max_tokens")
 
 
 class Target(Protocol):
-    """What is measured. Used inside `async with`; can be offered many schedules, one at a time."""
+    """A target is used inside `async with`, and takes one schedule at a time."""
 
     name: str
     prompt_tokens: Sequence[int]
-    max_model_len: int | None  # where it is known
-    count_tokens: Callable[[str], int] | None  # of a text, where that is known
+    max_model_len: int | None  # None if unknown
+    count_tokens: Callable[[str], int] | None  # counts a text's tokens; None if unknown
 
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *_: object) -> None: ...
 
     async def check(self, work: Work) -> list[str]:
-        """Once before a load of such work. Returns what the reader has to know; raises what makes
-        the load senseless."""
+        """Prepares for a load of such work. Returns notes for the reader of the results. Raises
+        what makes the load impossible."""
 
     async def warm_up(self, work: Work) -> None:
-        """A request whose times are not kept. Raises what went wrong."""
+        """Sends a request whose times are discarded. Raises the request's error."""
 
     def prepare(self, work: Work) -> Any:
-        """What can be done before the request is due."""
+        """Does the work that is possible before the request is due."""
 
     async def send(self, prepared: Any, record: Record, on_chunk: OnChunk | None = None) -> None:
-        """Fills in times, token counts and how it ended; raises what went wrong. When cancelled
-        the request is aborted."""
+        """Sends a request and fills in the record's times, token counts and finish reason. Raises
+        the request's error. Cancellation aborts the request."""
 
     async def sample(self) -> ServerSample | None:
-        """at_s is of time.perf_counter. None: the server does not tell."""
+        """Returns the target's own figures, with at_s of time.perf_counter, or None if unknown."""
 
     def trace_steps(self) -> TakeSteps:
-        """Begins to note steps; what is returned ends that, and hands over the steps and what the
-        reader has to know of them."""
+        """Begins to record steps. The returned function ends that, and returns the steps and notes
+        for the reader of the results."""
 
     @property
     def max_connections(self) -> int:
-        """Most at once so far."""
+        """The most connections that were open at once so far."""
 
     @property
     def num_resent(self) -> int:
-        """Requests that were sent again so far (record.ProcessHealth)."""
+        """The number of requests sent again so far (record.ProcessHealth)."""
 
 
 class EngineTarget:
-    """An engine in this process; no HTTP."""
+    """An engine in this process, without HTTP."""
 
     max_connections = 0
     num_resent = 0
@@ -159,7 +159,9 @@ class EngineTarget:
             self._engine.trace_steps(0)
             notes = []
             if trace.num_lost:
-                notes.append(f"the first {trace.num_lost} steps are missing: there were too many")
+                notes.append(
+                    f"the first {trace.num_lost} steps are missing, as there were too many"
+                )
             return [_row(step) for step in list(trace.steps)], notes
 
         return take
@@ -182,11 +184,13 @@ def _row(step: TracedStep) -> StepRow:
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """url: the server's root, with or without /v1. model: the first it names, unless given.
-    api_key: OPENAI_API_KEY of the environment, unless given. timeout_s: for one request, from
-    when it is sent; None: only those beside the load have a limit. extra: more fields for every
-    request's body. left_out: fields that the server does not take (found out by
-    ServerTarget.check)."""
+    """How a server is reached. Raises ConfigError for a wrong timeout.
+
+    url: the server's root, with or without /v1. model: the default is the first that the server
+    lists. api_key: the default is OPENAI_API_KEY of the environment. timeout_s: the most seconds
+    for one request from its sending; with None only requests beside the load have a limit. extra:
+    more fields for every request's body. left_out: fields that the server refuses, which
+    ServerTarget.check finds."""
 
     url: str
     model: str | None = None
@@ -220,7 +224,7 @@ class ServerTarget:
 
     async def __aenter__(self) -> Self:
         self._client = HttpClient(self._address)
-        self._side = HttpClient(self._address)  # what is not part of the load
+        self._side = HttpClient(self._address)  # for requests that are not part of the load
         if self.settings.model is None:
             try:
                 await self._choose_model()
@@ -246,7 +250,7 @@ class ServerTarget:
         if (error := document.error) is not None:
             if error.status == 404:
                 message = (
-                    f"{self.name}/v1/models is not there; --server-model names the model without it"
+                    f"{self.name}/v1/models does not exist; name the model with --server-model"
                 )
                 raise CallError(404, error.code, message) from error
             raise error
@@ -272,7 +276,8 @@ class ServerTarget:
         return document
 
     async def check(self, work: Work) -> list[str]:
-        """A short request of the same kind. What the server refuses is left out from then on."""
+        """Sends a short request of the same kind. Fields that the server refuses are left out from
+        then on. Raises CallError."""
         short = replace(
             work,
             messages=work.messages and [{"role": "user", "content": "Hi"}],
@@ -291,7 +296,7 @@ class ServerTarget:
                     raise
                 left_out = (*self.settings.left_out, name)
                 self.settings = replace(self.settings, left_out=left_out)
-                notes.append(f"the server does not take {name!r}; it is left out ({exc})")
+                notes.append(f"the server refuses {name!r}, which is left out ({exc})")
 
     async def warm_up(self, work: Work) -> None:
         timeout_s = self.settings.timeout_s or WARM_UP_TIMEOUT_S
@@ -309,7 +314,7 @@ class ServerTarget:
             return None
         sent = [name for name in OPTIONAL_FIELDS if name in body]
         named = [name for name in sent if re.search(rf"\b{name}\b", str(error))]
-        unsure = [name for name in sent if name in OFTEN_REFUSED]  # the error names none
+        unsure = [name for name in sent if name in OFTEN_REFUSED]  # the error names no field
         return next(iter(named or unsure), None)
 
     def prepare(self, work: Work) -> bytes:
@@ -376,7 +381,7 @@ def _path(work: Work) -> str:
 
 
 def _secrets(headers: Mapping[str, str]) -> Iterator[str]:
-    """Values, and what stands behind a scheme (`Bearer`) in them."""
+    """Yields the headers' values, and the part of each after a scheme such as `Bearer`."""
     for value in headers.values():
         yield value
         yield value.partition(" ")[2]

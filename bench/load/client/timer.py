@@ -1,7 +1,7 @@
-"""A timer of an event loop that is exact to some 50 µs.
+"""A timer for the event loop that is exact to about 50 µs.
 
-uvloop's own (libuv's) count milliseconds, which is too coarse for a thousand requests a second;
-waiting in a loop would take the core that a server on the same machine needs. The kernel's
+uvloop's own timers (libuv's) count milliseconds, which is too coarse for a thousand requests per
+second, and a busy wait would take the core that a server on the same machine needs. The kernel's
 timerfd takes absolute nanoseconds and is read like a socket.
 """
 
@@ -21,7 +21,7 @@ _COARSE_S = 0.001
 
 
 class _Spec(ctypes.Structure):
-    """struct itimerspec; the first two are the interval: none."""
+    """struct itimerspec. The interval stays 0, so that the timer fires once."""
 
     _fields_ = (
         ("interval_s", ctypes.c_long),
@@ -33,7 +33,7 @@ class _Spec(ctypes.Structure):
 
 class Timer:
     """Calls back once after each set(), not before that time of time.perf_counter. A later set()
-    replaces an earlier one. To be closed; belongs to the running event loop."""
+    replaces an earlier one. The timer belongs to the running event loop; its owner closes it."""
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -72,12 +72,12 @@ class Timer:
     def _expired(self) -> None:
         try:
             os.read(self._fd, 8)
-        except BlockingIOError:  # set anew between the event and now
+        except BlockingIOError:  # it was set again since the event
             return
         self._callback()
 
     def _spin(self) -> None:
-        """Where there is no timerfd: the last millisecond, yielding."""
+        """Waits for the last millisecond by yielding, on systems without timerfd."""
         if time.perf_counter() < self._at_s:
             self._handle = self._loop.call_later(0, self._spin)
         else:
@@ -85,14 +85,14 @@ class Timer:
 
 
 class Sleeper:
-    """For one coroutine: waits until a time of time.perf_counter."""
+    """Lets one coroutine wait until a time of time.perf_counter."""
 
     def __init__(self) -> None:
         self._timer = Timer(self._wake)
         self._waiter: asyncio.Future[None] | None = None
 
     async def until(self, at_s: float) -> None:
-        """Returns at once, without giving way, if it has come already."""
+        """Waits until at_s. If that time has passed, it returns without yielding."""
         if at_s <= time.perf_counter():
             return
         self._waiter = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""One client process of several; see bench/load/client/processes.py, which starts it."""
+"""One of several client processes, which bench/load/client/processes.py starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROGRESS_S = 0.2
 
 
 async def _pipes() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Standard input and output. What is printed by mistake goes to standard error."""
+    """Returns standard input and output. Later prints go to standard error."""
     loop = asyncio.get_running_loop()
     output = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
@@ -34,10 +34,10 @@ async def _pipes() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
 
 async def _main() -> None:
     reader, writer = await _pipes()
-    orders = await read_frame(reader)
-    process: int = orders["process"]
-    items = [Item(**{**item, "work": Work(**item["work"])}) for item in orders["items"]]
-    settings = orders["settings"]
+    task = await read_frame(reader)
+    process: int = task["process"]
+    items = [Item(**{**item, "work": Work(**item["work"])}) for item in task["items"]]
+    settings = task["settings"]
     settings["left_out"] = tuple(settings["left_out"])
     raise_file_limit()
     async with ServerTarget(ServerSettings(**settings)) as target:
@@ -48,17 +48,17 @@ async def _main() -> None:
                 target,
                 items,
                 start_s=start["start_s"],
-                grace_s=orders["grace_s"],
-                max_concurrency=orders["max_concurrency"],
+                grace_s=task["grace_s"],
+                max_concurrency=task["max_concurrency"],
                 process=process,
             )
             tasks = [
                 asyncio.create_task(_report(sender, writer)),
-                asyncio.create_task(_obey(sender, reader)),
+                asyncio.create_task(_stop_on_message(sender, reader)),
             ]
             await sender.run()
-            for task in tasks:
-                task.cancel()
+            for running in tasks:
+                running.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await _send_progress(sender, writer)
         health = watch.health(process, len(items), target.max_connections, target.num_resent)
@@ -81,15 +81,15 @@ async def _report(sender: Sender, writer: asyncio.StreamWriter) -> None:
         await _send_progress(sender, writer)
 
 
-async def _obey(sender: Sender, reader: asyncio.StreamReader) -> None:
-    """The only order is to stop; a parent that has gone means the same."""
+async def _stop_on_message(sender: Sender, reader: asyncio.StreamReader) -> None:
+    """Stops the sender at the parent's next message, which can only be to stop, or at its end."""
     with contextlib.suppress(asyncio.IncompleteReadError):
         await read_frame(reader)
     sender.stop()
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     try:
         import uvloop
 

@@ -196,7 +196,7 @@ def test_failures(parts: Reply, expected: str) -> None:
         (b'{"detail": [{"loc": ["body", "x"]}]}', "http_400", '[{"loc":["body","x"]}]'),
         (b'{"error": "plain"}', "http_400", "plain"),
         (b"<h1>\n Bad</h1>", "http_400", "<h1> Bad</h1>"),
-        (b"", "http_400", "an error without words"),
+        (b"", "http_400", "the error has no message"),
         (b"[]", "http_400", "[]"),
     ],
 )
