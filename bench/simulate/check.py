@@ -1,13 +1,19 @@
-"""The simulator beside a real run: the embedded model in this process, its default settings, its
-mixed requests.
+"""The simulator beside real runs of the embedded model in this process, with its default settings
+and its mixed requests.
 
-A run of everything at once says what the engine can do. Then runs at some shares of that. The cost
-model of each (bench/plan/calibrate.py, resampled.py) is made from the steps in every other SLICE_S
-of the run itself, and of the burst: the generator shares the machine, others may, and its speed
-drifts, so that two real runs at the same rate differ, by what is printed last. The run's requests
-(times at which they were handed over, prompts' tokens, answers' lengths) then go through the
-simulator: who runs with whom in which step, who waits, and for how long, is its own. Medians of
-TTFT and TPOT should be those of the real run within TOLERANCE.
+A run of all requests at once says what the engine can do; ROUNDS runs at each of SHARES of that
+rate follow. Every run's requests (times at which they were handed over, prompts' tokens, answers'
+lengths) go through the simulator twice, with two cost models (bench/plan/calibrate.py,
+resampled.py):
+
+    held out  fitted to the other runs at the same rate and the burst, none of whose steps belong to
+              the run that is simulated; medians of TTFT and TPOT should be within TOLERANCE
+    fitted    fitted to the steps in every other SLICE_S of the run itself, and the burst: what is
+              left when the machine's speed is known
+
+The machine's speed drifts, since the generator and other processes share it, so two real runs at
+the same rate differ, too; the last column says by how much. Which sequences run together in which
+step, which of them wait, and for how long, is the simulator's own result in both cases.
 
 Run: python -m bench.simulate.check [--quick]
 """
@@ -21,7 +27,7 @@ import math
 import platform
 import statistics
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import uvloop
@@ -51,8 +57,9 @@ _IDLE_S = 1e-4  # between two steps: nothing was computed
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """Milliseconds at PERCENTS, and by how much the simulated median is off."""
+class Comparison:
+    """One metric at one rate, in milliseconds at PERCENTS. error: of the simulated median,
+    relative."""
 
     share: float
     qps: float
@@ -65,7 +72,8 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Of runs at one rate. factor: of the steps' times to the fitted ones, on average."""
+    """A cost model and delays of runs at one rate. factor: the mean ratio of the steps' times to
+    the fitted ones."""
 
     fitted: FittedCost
     cost: ResampledCost
@@ -73,36 +81,51 @@ class Calibration:
     delays: PoolDelays
 
 
-def calibrate(run: RunResult, burst: RunResult) -> Calibration:
-    """burst: a run with larger steps, which those of the run grow into now and then.
+def calibrate(
+    runs: Sequence[RunResult], burst: RunResult, *, every_other_slice: bool = False
+) -> Calibration:
+    """Fits the steps of runs at one rate, or those in every other SLICE_S of them.
+
+    burst: a run with larger steps, which those of the other runs grow into now and then.
 
     The mixed requests' prompts are computed in one step, so a request's first token comes with the
-    end of the step that it was first scheduled for. What happened before that step's messages
-    were taken, and after the one before, is only known to lie between the two.
+    end of the step that it was first scheduled for. When a request was taken in is only known to
+    lie between that step's begin and the begin of the step before it.
     """
-    known = [step for step in run.steps if int(step.start_s / SLICE_S) % 2 == 0]
+    known = [
+        step
+        for run in runs
+        for step in run.steps
+        if not every_other_slice or int(step.start_s / SLICE_S) % 2 == 0
+    ]
     times = [(_work(step), step.end_s - step.start_s) for step in (*known, *burst.steps)]
     fitted = fit_times(times)
     factor = sum(s for _, s in times) / sum(fitted.seconds(work) for work, _ in times)
     before_s, output_s = [], []
-    starts = [step.start_s for step in run.steps]
-    for record in run.records:
-        if record.queue_s is None or not record.chunks_s:
-            continue
-        place = max(0, bisect_right(starts, record.sent_s + record.queue_s) - 1)
-        output_s.append(record.chunks_s[0] - run.steps[place].end_s)
-        earliest_s = record.queue_s
-        if place and starts[place] - run.steps[place - 1].end_s < _IDLE_S:
-            earliest_s = max(0.0, starts[place - 1] - record.sent_s)
-        before_s.append((min(earliest_s, record.queue_s) + record.queue_s) / 2)
+    for run in runs:
+        starts = [step.start_s for step in run.steps]
+        for record in run.records:
+            if record.queue_s is None or not record.chunks_s:
+                continue
+            index = max(0, bisect_right(starts, record.sent_s + record.queue_s) - 1)
+            output_s.append(record.chunks_s[0] - run.steps[index].end_s)
+            earliest_s = record.queue_s
+            if index and starts[index] - run.steps[index - 1].end_s < _IDLE_S:
+                earliest_s = max(0.0, starts[index - 1] - record.sent_s)
+            before_s.append((min(earliest_s, record.queue_s) + record.queue_s) / 2)
     delays = PoolDelays(
         tokenize_s=statistics.median(before_s), output_s=statistics.median(output_s)
     )
     return Calibration(fitted, ResampledCost(fitted, times), factor, delays)
 
 
+def calibrate_without(index: int, runs: Sequence[RunResult], burst: RunResult) -> Calibration:
+    """Fits all runs but runs[index]."""
+    return calibrate([run for other, run in enumerate(runs) if other != index], burst)
+
+
 def _work(step: StepRow) -> StepWork:
-    """The mixed requests' prompts fit into a step, so each of them samples."""
+    """Returns a step's work. The mixed requests' prompts fit into a step, so each samples."""
     return StepWork(
         step.num_decodes,
         step.num_context,
@@ -114,7 +137,7 @@ def _work(step: StepRow) -> StepWork:
 
 
 class Rig:
-    """A running engine, and what the simulator has to know of it."""
+    """A running engine and what the simulator has to know about it."""
 
     def __init__(self, engine: Engine, target: EngineTarget) -> None:
         self._engine = engine
@@ -124,7 +147,7 @@ class Rig:
         self._template = template
 
     async def run(self, qps: float, count: int, seed: int) -> tuple[RunResult, list[Call]]:
-        """The run, and its calls as they turned out."""
+        """Returns the run and its calls with the lengths that they turned out to have."""
         schedule, _ = make_schedule(
             DatasetSettings("mixed", max_model_len=self._engine.max_model_len),
             ArrivalSettings("poisson" if qps < float("inf") else "inf"),
@@ -163,19 +186,21 @@ class Rig:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """At one rate. calibration: of the first run. repeated: the medians of TTFT and TPOT in the
+class RateResult:
+    """What was found at one rate. calibration: the first run's own. held_out, fitted: with a cost
+    model of the other runs, and of the run itself. repeated: the medians of TTFT and TPOT in the
     later half of the real runs over those in the earlier half."""
 
     calibration: Calibration
-    compared: list[Compared]
+    held_out: list[Comparison]
+    fitted: list[Comparison]
     repeated: list[float]
 
 
-async def check(seconds: float, seed: int = 0) -> tuple[float, list[Shown]]:
-    """seconds: of real runs at each of SHARES of the capacity, in ROUNDS parts. The capacity in
-    requests/s, and what was found."""
-    shown: list[Shown] = []
+async def check(seconds: float, seed: int = 0) -> tuple[float, list[RateResult]]:
+    """Makes real runs of so many seconds at each of SHARES of the capacity, in ROUNDS parts.
+    Returns the capacity in requests/s, and what was found at each rate."""
+    results: list[RateResult] = []
     async with EngineTarget(engine := Engine()) as target:
         rig = Rig(engine, target)
         await rig.run(math.inf, 64, seed)  # memory is touched
@@ -187,27 +212,41 @@ async def check(seconds: float, seed: int = 0) -> tuple[float, list[Shown]]:
             qps = share * capacity
             many = max(16, int(qps * seconds / ROUNDS))
             real = [await rig.run(qps, many, next(seeds)) for _ in range(ROUNDS)]
-            shown.append(_show_rate(share, real, burst, rig))
-    return capacity, shown
+            results.append(compare_rate(share, real, burst, rig.settings))
+    return capacity, results
 
 
-def _show_rate(
-    share: float, real: Sequence[tuple[RunResult, list[Call]]], burst: RunResult, rig: Rig
-) -> Shown:
-    calibrations = [calibrate(run, burst) for run, _ in real]
-    simulated = [
-        simulate(calls, [record.sent_s for record in run.records], found.cost, settings)
-        for (run, calls), found in zip(real, calibrations, strict=True)
-        for settings in [rig.settings(found.delays)]
-    ]
+def compare_rate(
+    share: float,
+    real: Sequence[tuple[RunResult, list[Call]]],
+    burst: RunResult,
+    settings: Callable[[PoolDelays], SimulationSettings],
+) -> RateResult:
+    """Simulates each run with a fit that has not seen it, and with its own."""
     runs, middle = [run for run, _ in real], len(real) // 2
+
+    def simulated(calibrations: Sequence[Calibration]) -> list[RunResult]:
+        return [
+            simulate(
+                calls, [record.sent_s for record in run.records], one.cost, settings(one.delays)
+            )
+            for (run, calls), one in zip(real, calibrations, strict=True)
+        ]
+
+    own = [calibrate([run], burst, every_other_slice=True) for run in runs]
+    others = [calibrate_without(index, runs, burst) for index in range(len(runs))]
     again = compare(share, runs[:middle], runs[middle:])
-    return Shown(calibrations[0], compare(share, runs, simulated), [1 + row.error for row in again])
+    return RateResult(
+        own[0],
+        compare(share, runs, simulated(others)),
+        compare(share, runs, simulated(own)),
+        [1 + row.error for row in again],
+    )
 
 
 def compare(
     share: float, real: Sequence[RunResult], simulated: Sequence[RunResult]
-) -> list[Compared]:
+) -> list[Comparison]:
     found = []
     for metric, of in (("TTFT", _ttft), ("TPOT", _tpot)):
         values = [
@@ -219,7 +258,7 @@ def compare(
         one, other = ([1e3 * _quantile(v, percent) for percent in PERCENTS] for v in values)
         count = sum(len(run.records) for run in real)
         error = other[0] / one[0] - 1
-        found.append(Compared(share, real[0].qps, count, metric, one, other, error))
+        found.append(Comparison(share, real[0].qps, count, metric, one, other, error))
     return found
 
 
@@ -236,29 +275,31 @@ def _quantile(values: Sequence[float], percent: float) -> float:
     return values[min(len(values) - 1, int(percent / 100 * len(values)))]
 
 
-def show(capacity: float, found: Sequence[Shown]) -> None:
+def show(capacity: float, results: Sequence[RateResult]) -> None:
     print(f"capacity {capacity:.1f} requests/s")
-    for share, shown in zip(SHARES, found, strict=True):
-        fitted, delays = shown.calibration.fitted, shown.calibration.delays
+    for share, result in zip(SHARES, results, strict=True):
+        fitted, delays = result.calibration.fitted, result.calibration.delays
         print(
             f"{share:5.0%} fit of {fitted.num_steps} steps: median error"
-            f" {100 * fitted.median_error:.1f} %, on average {shown.calibration.factor:.2f} times"
+            f" {100 * fitted.median_error:.1f} %, on average {result.calibration.factor:.2f} times"
             f" as long; {1e3 * delays.tokenize_s:.2f} ms before,"
             f" {1e3 * delays.output_s:.2f} ms after"
         )
     print(
-        f"{'load':>5} {'requests':>8} {'':5} {'p50':>15} {'p90':>15} {'p99':>15} {'error':>7}"
-        f" {'real again':>10}"
+        f"{'load':>5} {'requests':>8} {'':5} {'p50':>15} {'p90':>15} {'p99':>15} {'held out':>8}"
+        f" {'fitted':>8} {'real again':>10}"
     )
-    for shown in found:
-        for row, repeated in zip(shown.compared, shown.repeated, strict=True):
+    for result in results:
+        rows = zip(result.held_out, result.fitted, result.repeated, strict=True)
+        for row, own, repeated in rows:
             pairs = [
                 f"{one:7.2f}/{other:7.2f}"
                 for one, other in zip(row.real_ms, row.simulated_ms, strict=True)
             ]
             print(
                 f"{row.share:5.0%} {row.requests:8} {row.metric:5} {' '.join(pairs)}"
-                f" {100 * row.error:+6.1f} % {100 * (repeated - 1):+7.1f} %"
+                f" {100 * row.error:+6.1f} % {100 * own.error:+6.1f} %"
+                f" {100 * (repeated - 1):+7.1f} %"
                 f"{'' if abs(row.error) <= TOLERANCE else ' NOT REACHED'}"
             )
 
@@ -268,21 +309,25 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="short runs, for tests")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of each run")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of the runs at each rate")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     machine = platform.processor() or platform.machine()
-    print(f"machine: {machine}, Python {platform.python_version()}; milliseconds, real/simulated")
+    print(
+        f"machine: {machine}, Python {platform.python_version()}; milliseconds, real/simulated"
+        " with the fit that is held out"
+    )
     seconds = 2.0 if args.quick else args.seconds
-    capacity, found = uvloop.run(check(seconds, args.seed))
-    show(capacity, found)
+    capacity, results = uvloop.run(check(seconds, args.seed))
+    show(capacity, results)
     print(
         json.dumps(
             {
                 "capacity": capacity,
-                "fits": [asdict(shown.calibration.fitted) for shown in found],
-                "compared": [asdict(row) for shown in found for row in shown.compared],
-                "repeated": [shown.repeated for shown in found],
+                "fits": [asdict(result.calibration.fitted) for result in results],
+                "held_out": [asdict(row) for result in results for row in result.held_out],
+                "fitted": [asdict(row) for result in results for row in result.fitted],
+                "repeated": [result.repeated for result in results],
             }
         )
     )

@@ -10,7 +10,7 @@ from bench.load.client.record import Outcome
 from bench.load.workload.load_options import OnlineOptions
 from bench.load.workload.work import Call
 from bench.plan.calibrate import FittedCost
-from bench.simulate.check import calibrate, compare
+from bench.simulate.check import calibrate, calibrate_without, compare, compare_rate
 from bench.simulate.command import simulated
 from bench.simulate.load import simulate
 from bench.simulate.machine import simulated_machine
@@ -116,7 +116,7 @@ def test_a_calibration_finds_what_a_run_was_made_of():
     """Steps' law, the delay before the loop (within a step's time) and behind it."""
     real, calls, arrivals_s, settings = simulated_run(3)
     assert all(record.queue_s is not None for record in real.records)
-    found = calibrate(real, simulated_run(4, qps=400.0)[0])
+    found = calibrate([real], simulated_run(4, qps=400.0)[0])
     assert found.factor == pytest.approx(1.0, abs=0.02)
     assert found.delays.output_s == pytest.approx(0.4e-3, rel=0.01)
     assert found.delays.tokenize_s == pytest.approx(0.7e-3, rel=0.4)
@@ -126,6 +126,35 @@ def test_a_calibration_finds_what_a_run_was_made_of():
         assert abs(row.error) < 0.05, row
     for row in compare(0.5, [real], [simulated_run(3, factor=1.5)[0]]):
         assert row.error > 0.3, row
+
+
+def test_a_run_is_checked_with_a_fit_that_has_not_seen_it(monkeypatch):
+    """One run of three is three times as slow, which the fit of the other two cannot know."""
+    burst = simulated_run(9, qps=400.0)[0]
+    made = [simulated_run(seed, factor=3.0 if seed == 0 else 1.0) for seed in range(3)]
+    runs, settings = [run for run, *_ in made], made[0][3]
+    work = StepWork(4, 200, 4, samples=True)
+    unseen, seen = calibrate_without(0, runs, burst), calibrate(runs[:1], burst)
+    true_s = 1e-3 + 4 * 2e-5 + 200 * 2e-8 + 4 * 1e-5
+    assert unseen.fitted.seconds(work) == pytest.approx(true_s, rel=0.05)
+    assert seen.fitted.seconds(work) > 1.5 * true_s
+    fitted = []
+
+    def spied(given, burst, **options):
+        fitted.append(given)
+        return calibrate(given, burst, **options)
+
+    monkeypatch.setattr("bench.simulate.check.calibrate", spied)
+    result = compare_rate(
+        0.5,
+        [(run, calls) for run, calls, *_ in made],
+        burst,
+        lambda delays: SimulationSettings(settings.engine, settings.groups, delays),
+    )
+    a, b, c = runs
+    assert fitted == [[a], [b], [c], [b, c], [a, c], [a, b]]
+    assert [row.metric for row in result.held_out] == ["TTFT", "TPOT"]
+    assert result.held_out != result.fitted
 
 
 def test_resampled_steps_are_those_of_their_size():
