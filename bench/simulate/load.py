@@ -169,7 +169,7 @@ class LoadSimulation:
             except OverloadedError as error:
                 self._refused[number] = f"overloaded: {error}"
                 return
-            self._rejection.queued(seconds)
+            self._rejection.mark_queued(seconds)
         self._num_unfinished += 1
         self._engine.add(sequence, max_tokens if call.num_output is None else call.num_output)
 

@@ -1,9 +1,16 @@
-"""The three pools and the loop between them, on plain threads.
+"""The engine's core: three thread pools, the loop, and the messages between them.
 
-Pool 1 tokenizes (N threads). Pool 2 is one thread that owns the scheduler, the KV manager and
-the device: schedule, run, update. Pool 3 is one thread that detokenizes and hands deltas to the
-sinks. Requests enter and leave the loop as messages, so no lock guards its state and nothing
-outside is on the path between two steps. asyncio and offline faces sit on top of this.
+    callers   submit, abort                          any thread
+    pool 1    tokenize, check, compile grammars      N threads
+    pool 2    the loop: schedule, run, update        one thread, which owns the scheduler, the
+                                                     K/V manager and the device
+    pool 3    detokenize, find stop strings, deliver one thread
+
+A request goes from pool 1 to the loop as a message: a callable in the loop's inbox, which runs
+between two steps. A step's tokens go from the loop to pool 3 as a StepRecord, while the next step
+is on the device. So the loop's state needs no lock, and nothing but the loop's own work lies
+between two steps. The asyncio interface (engine.py) and the offline one (llm.py) use this class;
+it knows neither of them.
 """
 
 from __future__ import annotations
@@ -31,7 +38,7 @@ from serve.engine.threads import ComputeThread, OutputThread, PromptPool
 from serve.engine.watchdog import Watchdog
 from serve.errors import EngineStoppedError, GenerationError
 from serve.pooling import PoolingParams
-from serve.request import FinishReason, Prompt, Request
+from serve.request import FinishReason, Prompt
 from serve.runner.runner import Runner
 from serve.sampling_params import SamplingParams
 from serve.scheduler.scheduler import Scheduler
@@ -41,18 +48,18 @@ from serve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_IDLE_TRIM_S = 0.5
-_WRITE_WAIT_S = 0.05  # between batches of pages that are written to the disk in idle moments
-_NO_MEMORY_WAIT_S = 0.02  # until memory nodes are looked for again
-_STEP_END_S = 2.0  # for a step that is under way when the engine stops
-_FETCH_WAIT_S = 0.02  # with nothing to compute; messages are looked at in between
-# How long a thread may hold the interpreter before another that waits gets it. The default of
-# 5 ms would let pool 3 and HTTP stand in the way of the compute thread after every operator.
+_IDLE_TRIM_S = 0.5  # an idle engine gives unused pages back to the system after this time
+_WRITE_WAIT_S = 0.05  # between batches of pages that an idle engine writes to the disk
+_NO_MEMORY_WAIT_S = 0.02  # between two looks for memory nodes while there is no memory
+_STEP_END_S = 2.0  # a stopping engine waits this long for the last step before it interrupts it
+_FETCH_WAIT_S = 0.02  # longest wait for fetched pages before the inbox is looked at again
+# How long a thread may hold the interpreter while another waits for it. With the default of
+# 5 ms, pool 3 and HTTP would delay the compute thread after every operator.
 _SWITCH_INTERVAL_S = 2e-4
 
 
 class EngineCore:
-    """Threads, queues and the loop. submit() and abort() may be called from any thread."""
+    """Threads, queues and the loop of one engine."""
 
     def __init__(
         self,
@@ -71,12 +78,14 @@ class EngineCore:
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """tokenize: pool 1; None: of tokenize_threads. make_output: pool 3."""
+        """compute: pool 2; the loop will run in it. nodes: the memory nodes that hold the K/V, if
+        there are any. tokenize: replaces the threads of pool 1. make_output: makes pool 3. seed:
+        seeds of requests that bring none derive from it."""
         self._runner = runner
         self._scheduler = scheduler
-        self._kv = kv
+        self.kv = kv  # outside the loop only its sizes may be read
         self._detokenizers = DetokenizerFactory(tokenizer)
-        self._eos, self._limits = eos_token_ids, limits
+        self._eos = eos_token_ids
         self._clock = clock
         slo_s = limits.ttft_slo_s
         self._rejection = None if slo_s is None else EarlyRejection(scheduler, slo_s)
@@ -84,28 +93,24 @@ class EngineCore:
         self._preprocessor = Preprocessor(
             tokenizer, limits, scheduler.prefixes, self._rejection, self._eos, seed
         )
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._requests = RequestTable(limits)
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loop_future: Future[None] | None = None
-        self._failure: BaseException | None = None
+        self.has_failed = False  # an error ended the loop: no request is accepted any more
+        self._prompt_pool = PromptPool(tokenize_threads, tokenize)
+        self._compute = compute
         counters = RequestCounters()
-        self._output = make_output(
-            OutputProcessor(
-                lambda s, why: self._inbox.put(lambda: self._end_sequence(s, why)), counters
-            )
-        )
-        self.watchdog = Watchdog(time.monotonic, self._output.is_alive)
+        self._output = make_output(OutputProcessor(self._post_end, counters))
         self._executor = make_executor(
             runner,
             scheduler,
             self._output,
             end_sequence=self._end_sequence,
-            on_finished=self._release,
+            on_finished=self._remove_ended,
             on_nodes_lost=None if self._recovery is None else self._recovery.handle_loss,
             clock=clock,
         )
-        self._prompt_pool = PromptPool(tokenize_threads, tokenize)
-        self._compute = compute
+        self.watchdog = Watchdog(time.monotonic, self._output.is_alive)
         self.view = CoreView(
             scheduler,
             self._executor,
@@ -117,17 +122,11 @@ class EngineCore:
         )
 
     def _make_recovery(self, nodes: NodeSet) -> NodeRecovery:
-        partitions, scheduler = self._kv.partitions, self._scheduler
-        return NodeRecovery(
-            nodes,
-            partitions,
-            scheduler,
-            lambda s, why: self._end_sequence(s, FinishReason.ERROR, why),
-        )
+        return NodeRecovery(nodes, self.kv.partitions, self._scheduler, self._end_sequence)
 
     def start(self) -> None:
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
-        self._loop_future = self._compute.submit(self._compute_loop)
+        self._loop_future = self._compute.submit(self._run_loop)
         self._output.start()
 
     # ---- any thread
@@ -141,46 +140,33 @@ class EngineCore:
         client: str | None = None,
         arrived_s: float | None = None,
     ) -> RequestState:
-        """Queue a request; its fate is told to the sink. `prompt` may be a function to run in
-        pool 1 that returns token ids. Raises OverloadedError or EngineStoppedError."""
-        began_s = self._clock() if arrived_s is None else arrived_s
-        state = self._preprocessor.make_state(prompt, params, sink, began_s, request_id, client)
-        compiles = self._preprocessor.masks.is_slow(state.params)
+        """Queues a request for pool 1; its sink gets everything that follows. `prompt` may be a
+        function that pool 1 calls for the token ids. Raises OverloadedError, EngineStoppedError,
+        or RequestError for an id that is in use."""
+        now_s = self._clock() if arrived_s is None else arrived_s
+        state = self._preprocessor.make_state(prompt, params, sink, now_s, request_id, client)
+        compiles = self._preprocessor.masks.is_slow(state.request.params)
 
-        def queue() -> None:
+        def submit_to_pool() -> None:
             self._prompt_pool.submit(lambda: self._prepare(state, prompt), compiles=compiles)
 
-        self._requests.add(state, queue)  # before a shutdown that begins now looks there
+        self._requests.add(state, submit_to_pool)
         return state
 
     def check_grammar_queue(self, params: SamplingParams) -> None:
-        """OverloadedError: too many wait for their grammars. For who is better told than waits."""
+        """Raises OverloadedError if the request needs a new grammar and too many requests wait
+        for theirs. `submit` does not check this; the caller decides whether to wait."""
         if self._preprocessor.masks.is_slow(params):
             self._prompt_pool.check_compile_queue()
 
     def abort(self, state: RequestState) -> None:
-        """End the request; its memory is free at the next step. Does nothing when it has ended."""
+        """Ends a request; its memory is free at the next step. Does nothing if it has ended."""
         state.is_aborted = True
         self._inbox.put(lambda: self._abort(state))
 
     def run_in_loop(self, job: Callable[[], None]) -> None:
-        """Run it in the loop's thread, between two steps."""
+        """Runs a job in the loop's thread, between two steps."""
         self._inbox.put(job)
-
-    @property
-    def has_failed(self) -> bool:
-        """The loop met an error it could not lay on a request; nothing is accepted any more."""
-        return self._failure is not None
-
-    @property
-    def kv(self) -> KVMemory:
-        """The K/V manager; of it only the sizes may be read outside the loop."""
-        return self._kv
-
-    @property
-    def has_memory(self) -> bool:
-        """For K/V; memory nodes may be lost."""
-        return self._kv.num_pages > 0
 
     def num_unfinished(self) -> int:
         return len(self._requests)
@@ -195,15 +181,204 @@ class EngineCore:
             clock=self._clock,
         )
 
+    # ---- pool 1
+
+    def _prepare(self, state: RequestState, prompt: Prompt | Encode) -> None:
+        """Tokenizes and checks a request, then sends it to the loop or refuses it."""
+        try:
+            prepared = self._preprocessor.prepare(state, prompt)
+        except Exception as error:
+            self._refuse(state, error)
+        else:
+            state.notify_sink(lambda: state.sink.accept(prepared.request))
+            self._inbox.put(lambda: self._enqueue(state, prepared))
+
+    def _refuse(self, state: RequestState, error: Exception) -> None:
+        self._requests.remove(state)
+        state.notify_sink(lambda: state.sink.fail(error))
+
+    # ---- pool 2: the loop
+
+    def _run_loop(self) -> None:
+        try:
+            while self._handle_messages():
+                self._step()
+            self._drain_inbox()
+        except BaseException:
+            logger.exception("the compute loop failed; no new requests are accepted")
+            self.has_failed = True
+            self._requests.close()
+            self._fail_until_shutdown()
+        finally:
+            self._end_all(FinishReason.ABORT)
+            for state in self._requests.states():  # so that no client waits for ever
+                self._refuse(state, EngineStoppedError("the engine has stopped"))
+            self._executor.abandon()
+            self._close_memory()
+
+    def _handle_messages(self) -> bool:
+        """Runs the messages of the inbox. With nothing to compute it waits for one and does the
+        work of idle moments meanwhile. Returns False when the engine is to stop."""
+        timeout_s: float | None = _IDLE_TRIM_S
+        while True:
+            is_idle = not self._scheduler.has_work()
+            if is_idle:
+                self._executor.drain()
+                self._executor.pause()
+                self.watchdog.rest()
+            try:
+                message = self._inbox.get(is_idle, timeout_s)
+            except queue.Empty:
+                if not is_idle:
+                    return True
+                self.watchdog.begin()
+                timeout_s = self._do_idle_work()
+                continue
+            self.watchdog.begin()
+            if message is None:
+                return False
+            message()
+
+    def _do_idle_work(self) -> float | None:
+        """Polls memory nodes, gives unused pages back and writes some pages to the disk. Returns
+        the seconds until there is more to do; None if there is no more."""
+        if self._recovery is not None:
+            self._recovery.poll()
+        self.kv.trim()
+        if self.kv.prefixes.write_unwritten():
+            return _WRITE_WAIT_S
+        return None if self._recovery is None else _IDLE_TRIM_S
+
+    def _step(self) -> None:
+        """Schedules a step and runs it; the executor then updates the scheduler and hands the
+        tokens to pool 3."""
+        now_s = self._clock()
+        if self._recovery is not None and not self._recovery.is_ready():
+            self._executor.pause()
+            self._wait_for_memory()
+            return
+        plan = self._scheduler.schedule(now_s)
+        self.watchdog.begin(0 if plan is None else plan.num_total_rows)
+        if plan is not None:
+            self._executor.run(plan, now_s)
+        elif not self._executor.drain():  # a step in flight may have held the memory
+            self._wait_for_room()
+
+    def _wait_for_room(self) -> None:
+        """Waits because no sequence can be scheduled and no step is in flight."""
+        if self.kv.prefixes.is_transferring:
+            # The first sequence waits for its pages, or pages that it needs are being written.
+            self._executor.pause()
+            self.kv.prefixes.wait(_FETCH_WAIT_S)
+        elif not self._scheduler.running:
+            # Start-up has checked that one sequence of max_model_len fits. It may not fit into
+            # what is left after memory nodes are lost.
+            is_short = self._recovery is not None and self._recovery.is_short
+            assert is_short, "work, but nothing can be scheduled"
+            self._executor.pause()
+            self._wait_for_memory()
+
+    def _wait_for_memory(self) -> None:
+        time.sleep(_NO_MEMORY_WAIT_S)
+
+    # ---- pool 2: messages
+
+    def _enqueue(self, state: RequestState, prepared: PreparedRequest) -> None:
+        """Makes a request's sequences and queues them; an error here ends that request only."""
+        try:
+            if self._rejection is not None:
+                self._rejection.mark_queued(prepared.prefill_s)
+            shares_prefix = self._scheduler.prefixes.is_on
+            state.sequences = sequences = prepare_sequences(
+                state, prepared, self._eos, self._detokenizers, shares_prefix=shares_prefix
+            )
+            params = prepared.request.params
+            has_work = params.max_tokens != 0 or sequences[0].prompt_rows is not None
+            if has_work and not state.is_aborted:
+                for sequence in sequences:
+                    self._scheduler.add(sequence)
+                return
+            reason = FinishReason.ABORT if state.is_aborted else FinishReason.LENGTH
+            for sequence in sequences:
+                sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, reason
+            self._deliver_end(sequences)
+        except Exception:
+            logger.exception("queueing %s failed", state.request_id)
+            self._refuse(state, GenerationError("the engine failed to queue the request"))
+
+    def _abort(self, state: RequestState) -> None:
+        ended = [s for s in state.sequences if self._scheduler.finish(s, FinishReason.ABORT)]
+        if ended:
+            self._deliver_end(ended)
+
+    def _post_end(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Called by pool 3: asks the loop to end a sequence."""
+        self._inbox.put(lambda: self._end_sequence(sequence, reason))
+
+    def _end_sequence(
+        self, sequence: Sequence, reason: FinishReason, error: str | None = None
+    ) -> None:
+        """Ends a sequence outside a step's result; does nothing if it has ended."""
+        if self._scheduler.finish(sequence, reason):
+            self._deliver_end([sequence], error)
+
+    def _deliver_end(self, sequences: list[Sequence], error: str | None = None) -> None:
+        """Sends sequences that ended outside a step's result to pool 3."""
+        self._output.add(StepRecord([], [], None, sequences, self._clock(), error))
+        self._remove_ended(sequences)
+
+    def _remove_ended(self, ended: list[Sequence]) -> None:
+        """Removes the requests whose last sequence is among these from the table."""
+        for request_id in {s.request.request_id for s in ended}:
+            state = self._requests.get(request_id)
+            if state is not None and all(s.is_finished for s in state.sequences):
+                self._requests.remove(state)
+
+    # ---- pool 2: the end of the loop
+
+    def _drain_inbox(self) -> None:
+        while not self._inbox.empty():
+            if (message := self._inbox.get()) is not None:
+                message()
+
+    def _end_all(self, reason: FinishReason, error: str | None = None) -> None:
+        """Ends every sequence; an error in the scheduler's state does not stop it."""
+        try:
+            for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
+                self._end_sequence(sequence, reason, error)
+        except Exception:
+            logger.exception("ending the sequences failed")
+        self._output.flush()
+
+    def _fail_until_shutdown(self) -> None:
+        """After the loop has failed: ends all requests, also those still on their way here."""
+        self._end_all(FinishReason.ERROR, "the engine failed")
+        while (message := self._inbox.get()) is not None:
+            message()
+            self._end_all(FinishReason.ERROR, "the engine failed")
+
+    def _close_memory(self) -> None:
+        if self._recovery is not None:
+            self._recovery.close()
+        try:
+            self.kv.close_all()
+        except Exception:
+            logger.exception("giving K/V memory back failed")
+        finally:
+            self._runner.close()
+
+    # ---- any thread: shutdown
+
     def stop_accepting(self) -> None:
         self._requests.close()
 
     def shutdown(self) -> None:
-        """Abort what is left, end the threads, give memory back. Blocks; may be called twice."""
+        """Aborts what is left, ends the threads and frees all memory. It blocks until that is
+        done and may be called again."""
         self.stop_accepting()
         for state in self._requests.states():
             self.abort(state)
-        self._prompt_pool.shutdown()  # quick: what is aborted is neither tokenized nor compiled
+        self._prompt_pool.shutdown()  # quick: aborted requests are neither tokenized nor compiled
         self._preprocessor.masks.close()
         if self._loop_future is not None:
             self._inbox.put(None)
@@ -215,194 +390,11 @@ class EngineCore:
         if self._compute.is_alive():
             self._compute.stop()
 
-    def _wait_for_loop(self, job: Future[None]) -> None:
-        """A memory node that lives and does not answer shall not keep us."""
+    def _wait_for_loop(self, loop: Future[None]) -> None:
+        """Waits for the loop's end, but not for a memory node that lives and does not answer."""
         try:
-            job.result(_STEP_END_S)
+            loop.result(_STEP_END_S)
         except TimeoutError:
             if self._recovery is not None:
                 self._recovery.nodes.interrupt()
-            job.result()
-
-    def _close_memory(self) -> None:
-        if self._recovery is not None:
-            self._recovery.close()
-        try:
-            self._kv.close_all()
-        except Exception:
-            logger.exception("giving K/V memory back failed")
-        finally:
-            self._runner.close()
-
-    def _refuse(self, state: RequestState, error: Exception) -> None:
-        self._requests.remove(state)
-        state.notify_sink(lambda: state.sink.fail(error))
-
-    def _prepare(self, state: RequestState, prompt: Prompt | Encode) -> None:
-        """Pool 1's work: hand a request over to the loop, or tell the sink what is wrong."""
-        try:
-            request, arrival = self._preprocessor.prepare(state, prompt)
-        except Exception as error:
-            self._refuse(state, error)
-        else:
-            state.notify_sink(lambda: state.sink.accept(request))
-            self._inbox.put(lambda: self._enqueue_or_refuse(state, request, arrival))
-
-    # ---- pool 2: the loop
-
-    def _compute_loop(self) -> None:
-        try:
-            while self._take_messages():
-                self._step()
-            self._drain_inbox()
-        except BaseException as error:
-            logger.exception("the compute loop failed; no new requests are accepted")
-            self._failure = error
-            self._requests.close()
-            self._refuse_until_shutdown()
-        finally:
-            self._end_all(FinishReason.ABORT)
-            self._refuse_rest()
-            self._executor.abandon()
-            self._close_memory()
-
-    def _refuse_until_shutdown(self) -> None:
-        """The loop has failed: until shutdown, whatever still comes in is told so."""
-        self._end_all(FinishReason.ERROR, "the engine failed")
-        while (message := self._inbox.get()) is not None:
-            message()
-            self._end_all(FinishReason.ERROR, "the engine failed")
-
-    def _drain_inbox(self) -> None:
-        while not self._inbox.empty():
-            if (message := self._inbox.get()) is not None:
-                message()
-
-    def _end_all(self, reason: FinishReason, error: str | None = None) -> None:
-        """End every sequence, even if the accounting of memory turns out to be broken."""
-        try:
-            for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
-                self._end_sequence(sequence, reason, error)
-        except Exception:
-            logger.exception("ending the sequences failed")
-        self._output.flush()
-
-    def _refuse_rest(self) -> None:
-        """Nobody may wait for ever for a request that got lost."""
-        for state in self._requests.states():
-            self._refuse(state, EngineStoppedError("the engine has stopped"))
-
-    def _take_messages(self) -> bool:
-        """Handle what has arrived; wait for something when there is nothing to compute."""
-        trimmed = is_writing = False
-        while True:
-            idle = not self._scheduler.has_work()
-            if idle:
-                self._executor.drain()
-                self._executor.pause()
-                self.watchdog.rest()
-            try:
-                if not idle:
-                    message = self._inbox.get_nowait()
-                elif trimmed and not is_writing and self._recovery is None:
-                    message = self._inbox.get()
-                else:
-                    message = self._inbox.get(timeout=_WRITE_WAIT_S if is_writing else _IDLE_TRIM_S)
-            except queue.Empty:
-                if not idle:
-                    return True
-                self.watchdog.begin()
-                if self._recovery is not None:
-                    self._recovery.poll()
-                self._kv.trim()
-                is_writing = self._kv.prefixes.write_unwritten()
-                trimmed = True
-                continue
-            self.watchdog.begin()
-            if message is None:
-                return False
-            message()
-
-    def _step(self) -> None:
-        now_s = self._clock()
-        if self._recovery is not None and not self._recovery.is_ready():
-            self._executor.pause()
-            self._wait_for_memory()
-            return
-        plan = self._scheduler.schedule(now_s)
-        self.watchdog.begin(0 if plan is None else plan.num_total_rows)
-        if plan is not None:
-            self._executor.run(plan, now_s)
-        elif not self._executor.drain():
-            self._wait_for_room()
-
-    def _wait_for_room(self) -> None:
-        """Nothing can be scheduled."""
-        if self._kv.prefixes.is_transferring:
-            # The head waits for its pages, or the pages it needs are still being written.
-            self._executor.pause()
-            self._kv.prefixes.wait(_FETCH_WAIT_S)
-        elif not self._scheduler.running:
-            # One sequence of max_model_len always fits (checked at start-up), except into what
-            # is left when memory nodes are lost.
-            is_short = self._recovery is not None and self._recovery.is_short
-            assert is_short, "work, but nothing can be scheduled"
-            self._executor.pause()
-            self._wait_for_memory()
-
-    def _wait_for_memory(self) -> None:
-        time.sleep(_NO_MEMORY_WAIT_S)
-
-    # ---- pool 2: messages
-
-    def _enqueue_or_refuse(
-        self, state: RequestState, request: Request, arrival: PreparedRequest
-    ) -> None:
-        """A fault while taking in a request ends that request only."""
-        try:
-            self._enqueue(state, request, arrival)
-        except Exception:
-            logger.exception("queueing %s failed", state.request_id)
-            self._refuse(state, GenerationError("the engine failed to queue the request"))
-
-    def _enqueue(self, state: RequestState, request: Request, arrival: PreparedRequest) -> None:
-        if self._rejection is not None:
-            self._rejection.queued(arrival.seconds)
-        is_shared = self._scheduler.prefixes.is_on
-        sequences = prepare_sequences(
-            state, request, arrival, self._eos, self._detokenizers, is_shared=is_shared
-        )
-        state.sequences = sequences
-        has_work = request.params.max_tokens != 0 or sequences[0].prompt_rows is not None
-        if state.is_aborted or not has_work:
-            reason = FinishReason.ABORT if state.is_aborted else FinishReason.LENGTH
-            for sequence in sequences:
-                sequence.status = SequenceStatus.FINISHED
-                sequence.finish_reason = reason
-            self._deliver_ended(sequences)
-            return
-        for sequence in sequences:
-            self._scheduler.add(sequence)
-
-    def _abort(self, state: RequestState) -> None:
-        ended = [s for s in state.sequences if self._scheduler.finish(s, FinishReason.ABORT)]
-        if ended:
-            self._deliver_ended(ended)
-
-    def _end_sequence(
-        self, sequence: Sequence, reason: FinishReason, error: str | None = None
-    ) -> None:
-        if self._scheduler.finish(sequence, reason):
-            self._deliver_ended([sequence], error)
-
-    def _deliver_ended(self, sequences: list[Sequence], error: str | None = None) -> None:
-        """These ended, and not with a step."""
-        self._output.add(StepRecord([], [], None, sequences, self._clock(), error))
-        self._release(sequences)
-
-    def _release(self, finished: list[Sequence]) -> None:
-        """A request whose sequences have all ended is not unfinished any more."""
-        for request_id in {s.request.request_id for s in finished}:
-            state = self._requests.get(request_id)
-            if state is not None and all(s.is_finished for s in state.sequences):
-                self._requests.remove(state)
+            loop.result()

@@ -34,7 +34,7 @@ class EarlyRejection:
 
     def admit(self, request: Request, num_rows: int) -> float:
         """num_rows: of its prompt, those that the prefix cache does not know. OverloadedError:
-        refused. Otherwise `queued` must follow, with what this returns."""
+        refused. Otherwise `mark_queued` must follow, with what this returns."""
         scheduler = self._scheduler
         num_tokens = len(request.prompt_token_ids)
         own_s = scheduler.chunks.model.prefill_seconds(num_tokens, num_tokens - num_rows)
@@ -56,7 +56,7 @@ class EarlyRejection:
             self._coming_s += own_s
         return own_s
 
-    def queued(self, seconds: float) -> None:
+    def mark_queued(self, seconds: float) -> None:
         """A request that was admitted is in the scheduler's queue now, or was aborted."""
         with self._lock:
             self._num_coming -= 1

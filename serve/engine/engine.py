@@ -124,7 +124,7 @@ class Engine:
     @property
     def has_memory(self) -> bool:
         """For K/V; memory nodes may be lost for a while."""
-        return self._loaded is not None and self._loaded.core.has_memory
+        return self._loaded is not None and self._loaded.core.kv.num_pages > 0
 
     @property
     def model_name(self) -> str:

@@ -31,7 +31,7 @@ from serve.engine.request_table import RequestState
 from serve.engine.stats import EngineStats
 from serve.errors import RequestError
 from serve.pooling import PoolingParams
-from serve.request import FinishReason, Prompt, Request, RequestMetrics, TokenDelta, TokenLogprobs
+from serve.request import FinishReason, Prompt, Request, TokenDelta, TokenLogprobs
 from serve.sampling_params import SamplingParams
 from serve.text.chat_template import ChatTemplate
 from serve.text.tokenizer import Tokenizer
@@ -84,13 +84,13 @@ class _Collector:
             list(request.prompt_token_ids),
             self.outputs,
             all(o.finish_reason != FinishReason.ABORT.value for o in self.outputs),
-            _metrics(state),
+            state.metrics(),
             None if of_prompt is None else decode_prompt_logprobs(of_prompt, self._token_text),
         )
 
     def embedding(self, state: RequestState) -> EmbeddingOutput:
         assert self.request is not None
-        return embedding_output(self.request, self.last, _metrics(state))
+        return embedding_output(self.request, self.last, state.metrics())
 
 
 class LLM:
@@ -246,11 +246,6 @@ def _close(loaded: LoadedEngine, template: ChatTemplate | None) -> None:
     loaded.core.shutdown()
     if template is not None:
         template.close()
-
-
-def _metrics(state: RequestState) -> RequestMetrics:
-    times = state.times
-    return RequestMetrics(**{name: getattr(times, name) for name in times.__slots__})
 
 
 _Params = TypeVar("_Params", SamplingParams, PoolingParams)

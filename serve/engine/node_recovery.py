@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from memory.kv_memory import KVPartition
 from memory.nodes.node_set import Member, NodeSet, NoNodeError
+from serve.request import FinishReason
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence as TokenSequence
 
@@ -45,7 +46,7 @@ class NodeRecovery:
         nodes: NodeSet,
         partitions: Sequence[KVPartition],
         scheduler: Scheduler,
-        end: Callable[[TokenSequence, str], None],
+        end: Callable[[TokenSequence, FinishReason, str], None],
         clock: Callable[[], float] = time.monotonic,
         prober: NodeProber | None = None,
     ) -> None:
@@ -203,7 +204,7 @@ class NodeRecovery:
             if now_s < sequence.request.arrival_s + _GIVE_UP_S:
                 continue
             if kv.num_pages and kv.pages_for(sequence.max_tokens_total) > kv.max_sequence_pages:
-                self._end(sequence, TOO_LITTLE_LEFT)
+                self._end(sequence, FinishReason.ERROR, TOO_LITTLE_LEFT)
 
     def _give_up(self) -> None:
         now_s = self._clock()
@@ -212,7 +213,7 @@ class NodeRecovery:
         if now_s < self._lost_at + _GIVE_UP_S or self._num_tries < _LEAST_TRIES:
             return
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
-            self._end(sequence, NODES_LOST)
+            self._end(sequence, FinishReason.ERROR, NODES_LOST)
 
     def close(self) -> None:
         self._prober.stop()

@@ -1,8 +1,8 @@
-"""Pool 3: sampled tokens -> text deltas for the consumers.
+"""Pool 3's work: from sampled tokens to text deltas for the consumers.
 
-Runs in one thread, so the order of a sequence's deltas needs no lock. It never waits for a
-consumer: a sink buffers. What it decides (a stop string was found, a detokenizer broke) goes
-back to the compute loop as a message.
+One thread runs it, so the order of a sequence's deltas needs no lock. It never waits for a
+consumer, because a sink buffers. What it decides (a stop string was found, a detokenizer failed)
+goes back to the loop as a message.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from serve.engine.counters import RequestCounters
-from serve.request import FinishReason, Request, RequestMetrics, TokenDelta, TokenLogprobs
+from serve.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from serve.scheduler.prompt_outputs import PromptOutputs
 from serve.scheduler.sequence import Sequence
 from serve.text.detokenizer import DetokenizerFactory, StopStrings
@@ -22,24 +22,25 @@ logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Where one request's results go. Called from the engine's threads; must not block."""
+    """Receives one request's results. The engine's threads call it, so it must not block."""
 
     def accept(self, request: Request) -> None:
-        """The request is tokenized, checked and queued."""
+        """The request has been tokenized and checked, and goes to the scheduler."""
 
     def push(self, delta: TokenDelta) -> None:
-        """One sequence gained something."""
+        """One of the request's sequences has new text or tokens, or has ended."""
 
     def fail(self, error: Exception) -> None:
-        """The request was refused; nothing will be pushed."""
+        """The request was refused; no delta will follow."""
 
     def wake(self) -> None:
-        """Everything of this step has been pushed; let the consumer look."""
+        """All deltas of a step have been pushed; the consumer may read them."""
 
 
 @dataclass(slots=True)
 class StepRecord:
-    """What a step brought: tokens[i] for sequences[i]; finished ones, with or without a token."""
+    """What a step produced: tokens[i] and logprobs[i] belong to sequences[i]. finished: the
+    sequences that ended, with or without a token. error: why they ended, if by an error."""
 
     sequences: list[Sequence]
     tokens: list[int]
@@ -51,28 +52,18 @@ class StepRecord:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Filled in as the request goes; shared by its sequences."""
+    """Times and counts of one request, shared by its sequences. Pool 3 writes them; times are
+    seconds on the engine's clock."""
 
-    arrival_s: float
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
     num_preemptions: int = 0
     num_cached_tokens: int = 0
 
-    def metrics(self) -> RequestMetrics:
-        return RequestMetrics(
-            self.arrival_s,
-            self.first_scheduled_s,
-            self.first_token_s,
-            self.finished_s,
-            self.num_preemptions,
-            self.num_cached_tokens,
-        )
-
 
 class OutputState:
-    """What pool 3 knows of one sequence. Only pool 3 touches it."""
+    """What pool 3 knows of one sequence. No other thread touches it."""
 
     __slots__ = (
         "_detokenizer",
@@ -102,7 +93,7 @@ class OutputState:
         times: RequestTimes,
         prompt_rows: PromptOutputs | None = None,
     ) -> None:
-        """prompt_rows: what the first delta is to bring, if it is complete by then."""
+        """prompt_rows: goes out with the first delta, if it is complete by then."""
         params = request.params
         self._detokenizer = detokenizers.make(
             skip_special_tokens=params.skip_special_tokens, shown=params.shown_special_tokens
@@ -120,12 +111,12 @@ class OutputState:
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.sink = sink
+        self.times = times
         self._prompt_rows = prompt_rows
         self._emit = sink.push if prompt_rows is None else self._emit_first
-        self.times = times
 
     def push(self, token: int, logprobs: TokenLogprobs | None) -> bool:
-        """One more token; True when a stop string ended the sequence."""
+        """Adds a token and emits a delta; True when a stop string has ended the sequence."""
         self.num_output += 1
         text = self._push_token(token)
         kept = None if logprobs is None or not self._wants_logprobs else [logprobs]
@@ -156,12 +147,12 @@ class OutputState:
         stop_token: int | None = None,
         error: str | None = None,
     ) -> FinishReason:
-        """The last delta: the final token if there is one, and whatever text was held back.
-        Returns why it ended: a stop string may come with the last token."""
+        """Emits the last delta: the final token, if there is one, and the text that was held
+        back. Returns why the sequence ended, since a stop string may come with the last token."""
         self.is_done = True
         self.num_output += token is not None
         text = ""
-        # the model's own end is no reason that the client gave
+        # the model's own end-of-sequence token is not one of the client's stop tokens
         stop_reason = stop_token if stop_token in self._stop_ids else None
         token_ids = [] if token is None else [token]
         found: str | None = None
@@ -184,59 +175,61 @@ class OutputState:
 
 
 class OutputProcessor:
-    """Turns step records into deltas. on_end(sequence, reason): end it, its stop string has come
-    (STOP) or its text cannot be made (ERROR)."""
+    """Turns step records into deltas and counts them."""
 
     def __init__(
         self,
         on_end: Callable[[Sequence, FinishReason], None],
         counters: RequestCounters | None = None,
     ) -> None:
+        """on_end: asks the loop to end a sequence whose stop string was found (STOP) or whose
+        text cannot be made (ERROR)."""
         self._on_end = on_end
         self._counters = counters or RequestCounters()
-        self._last_s = -1.0  # of the step before
+        self._last_step_s = -1.0
 
     def process(self, record: StepRecord) -> None:
-        """Push the record's deltas, then wake the consumers. Never raises: a fault, be it of a
-        detokenizer or of a sink, ends the sequence it belongs to."""
-        touched: dict[int, Sink] = {}
+        """Pushes the record's deltas, then wakes the consumers. It never raises: an error in a
+        detokenizer or in a sink ends only the sequence it belongs to."""
+        sinks: dict[int, Sink] = {}
         ended = set(map(id, record.finished)) if record.finished else ()
         logprobs = record.logprobs
-        now_s, last_s = record.now_s, self._last_s
-        num_usual = 0  # whose last token came with the step before
+        now_s, last_step_s = record.now_s, self._last_step_s
+        num_consecutive = 0  # sequences whose previous token came with the previous step
         for i, sequence in enumerate(record.sequences):
             state = sequence.output
             assert isinstance(state, OutputState)
             if state.is_done or (ended and id(sequence) in ended):
                 continue
-            if state.last_token_s == last_s:
-                num_usual += 1
+            if state.last_token_s == last_step_s:
+                num_consecutive += 1
             else:
-                self._note_token(sequence, state, now_s)
+                self._count_token(sequence, state, now_s)
             state.last_token_s = now_s
             try:
                 if state.push(record.tokens[i], None if logprobs is None else logprobs[i]):
                     self._note_end(sequence, state.times, now_s)
-                    self._ended(sequence, state, FinishReason.STOP, now_s)
+                    self._count_end(sequence, state, FinishReason.STOP, now_s)
                     self._on_end(sequence, FinishReason.STOP)
             except Exception as error:
-                self._fail(sequence, state, error, record.now_s)
-            touched[id(state.sink)] = state.sink
-        if num_usual:
-            self._counters.num_generation_tokens += num_usual
-            self._counters.inter_token_s.observe(now_s - last_s, num_usual)
+                self._fail(sequence, state, error, now_s)
+            sinks[id(state.sink)] = state.sink
+        if num_consecutive:  # one call for all of them: this is nearly every token
+            self._counters.num_generation_tokens += num_consecutive
+            self._counters.inter_token_s.observe(now_s - last_step_s, num_consecutive)
         if record.sequences:
-            self._last_s = now_s
+            self._last_step_s = now_s
         if record.finished:
-            self._finish_all(record, touched)
-        for sink in touched.values():
+            self._finish_all(record, sinks)
+        for sink in sinks.values():
             try:
                 sink.wake()
             except Exception:
                 logger.exception("a consumer cannot be woken")
 
-    def _finish_all(self, record: StepRecord, touched: dict[int, Sink]) -> None:
+    def _finish_all(self, record: StepRecord, sinks: dict[int, Sink]) -> None:
         last = {id(s): i for i, s in enumerate(record.sequences)}
+        now_s = record.now_s
         for sequence in record.finished:
             state = sequence.output
             assert isinstance(state, OutputState)
@@ -245,77 +238,70 @@ class OutputProcessor:
                 continue
             i = last.get(id(sequence))
             if i is not None:
-                self._note_token(sequence, state, record.now_s)
+                self._count_token(sequence, state, now_s)
             elif sequence.is_prompt_only:
-                self._note_prompt(sequence, state.times, record.now_s)
-            self._note_end(sequence, state.times, record.now_s)
-            stop_token = sequence.stop_token
+                self._count_prompt(sequence, state.times, now_s)
+            self._note_end(sequence, state.times, now_s)
             try:
                 reason = state.finish(
                     sequence.finish_reason,
                     token=None if i is None or sequence.error else record.tokens[i],
                     logprobs=record.logprobs[i] if i is not None and record.logprobs else None,
-                    stop_token=stop_token,
+                    stop_token=sequence.stop_token,
                     error=record.error or sequence.error,
                 )
-                self._ended(sequence, state, reason, record.now_s)
+                self._count_end(sequence, state, reason, now_s)
             except Exception as error:
-                self._fail(sequence, state, error, record.now_s)
-            touched[id(state.sink)] = state.sink
+                self._fail(sequence, state, error, now_s)
+            sinks[id(state.sink)] = state.sink
 
     def _fail(self, sequence: Sequence, state: OutputState, error: Exception, now_s: float) -> None:
-        """A fault in one request's post-processing ends only that sequence."""
+        """Ends only the sequence whose text could not be made or delivered."""
         logger.exception("post-processing of %s failed", sequence.request.request_id)
         state.is_done = True
-        self._ended(sequence, state, FinishReason.ERROR, now_s)
+        self._count_end(sequence, state, FinishReason.ERROR, now_s)
         message = f"post-processing failed: {type(error).__name__}"
         self._on_end(sequence, FinishReason.ERROR)
         delta = TokenDelta(state.index, "", [], None, FinishReason.ERROR, None, message)
         try:
             state.sink.push(delta)
         except Exception:
-            logger.exception("the consumer of %s cannot be told", sequence.request.request_id)
+            logger.exception("the consumer of %s gets no delta", sequence.request.request_id)
 
-    def _note_token(self, sequence: Sequence, state: OutputState, now_s: float) -> None:
-        """One whose last token did not come with the step before."""
+    def _count_token(self, sequence: Sequence, state: OutputState, now_s: float) -> None:
+        """Counts a token of a sequence that got none in the previous step."""
         self._counters.num_generation_tokens += 1
         if state.last_token_s is not None:
             self._counters.inter_token_s.observe(now_s - state.last_token_s)
             return
         state.first_token_s = now_s
-        times = state.times
-        self._counters.count_first_token(
-            state.index, sequence.num_prompt_tokens, now_s - times.arrival_s
-        )
-        if times.first_token_s is None:
-            self._note_first(sequence, times, now_s)
+        self._count_first(sequence, state.times, now_s)
 
-    def _note_prompt(self, sequence: Sequence, times: RequestTimes, now_s: float) -> None:
-        """All that there is of it is here, if it was computed and not aborted."""
+    def _count_prompt(self, sequence: Sequence, times: RequestTimes, now_s: float) -> None:
+        """Counts a sequence that ends with its prompt, if the prompt was computed."""
         is_computed = sequence.first_scheduled_s is not None
-        if not (is_computed and sequence.finish_reason is FinishReason.LENGTH):
-            return
-        self._counters.count_first_token(
-            sequence.index, sequence.num_prompt_tokens, now_s - times.arrival_s
-        )
-        if times.first_token_s is None:
-            self._note_first(sequence, times, now_s)
+        if is_computed and sequence.finish_reason is FinishReason.LENGTH:
+            self._count_first(sequence, times, now_s)
 
-    def _ended(
+    def _count_first(self, sequence: Sequence, times: RequestTimes, now_s: float) -> None:
+        """Counts a sequence's first token, or the end of its prompt if it gets no token."""
+        ttft_s = now_s - sequence.request.arrival_s
+        self._counters.count_first_token(sequence.index, sequence.num_prompt_tokens, ttft_s)
+        if times.first_token_s is None:
+            times.first_token_s = now_s
+            times.first_scheduled_s = sequence.first_scheduled_s
+            times.num_cached_tokens = sequence.num_cached_tokens
+
+    def _count_end(
         self, sequence: Sequence, state: OutputState, reason: FinishReason, now_s: float
     ) -> None:
-        counters, times = self._counters, state.times
+        request, counters = sequence.request, self._counters
         scheduled_s, first_s = sequence.first_scheduled_s, state.first_token_s
-        counters.count_end(reason, state.num_output, (times.arrival_s, scheduled_s, first_s, now_s))
+        times_s = request.arrival_s, scheduled_s, first_s, now_s
+        counters.count_end(reason, state.num_output, times_s)
         if state.index == 0:
-            params = sequence.request.params
+            params = request.params
             counters.count_request(sequence.num_prompt_tokens, params.max_tokens or 0, params.n)
-
-    @staticmethod
-    def _note_first(sequence: Sequence, times: RequestTimes, now_s: float) -> None:
-        times.first_token_s = now_s
-        times.first_scheduled_s = sequence.first_scheduled_s
-        times.num_cached_tokens = sequence.num_cached_tokens
 
     @staticmethod
     def _note_end(sequence: Sequence, times: RequestTimes, now_s: float) -> None:

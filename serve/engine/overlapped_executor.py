@@ -1,12 +1,11 @@
-"""Steps of a device that computes beside the host: the next one is launched while the tokens of
-the one before are still being computed.
+"""Runs steps on a device that computes beside the host: it launches step k+1 while the tokens of
+step k are still being computed.
 
-    host    make k+1, launch, advance | wait for k, resolve k | make k+2, launch, advance | ...
-    device  k ------------------------> k+1 ----------------------------> k+2 ...
+    host    make k+1, launch | wait for k, apply its result | make k+2, launch | ...
+    device  k ---------------> k+1 --------------------------------> k+2 ...
 
-So the device is never without work for want of the host, as long as making a step takes less
-time than computing one. Where something fails, steps run one after the other until it is clear
-whose fault it was.
+The device never waits for the host as long as making a step takes less time than computing one.
+After a failure, steps run one at a time until the sequence at fault is found.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class LaunchedStep(NamedTuple):
-    """A step that was launched, and when making it began."""
+    """A step in flight. began_s: when the loop began to make it."""
 
     plan: StepPlan
     pending: PendingStep
@@ -36,7 +35,7 @@ class LaunchedStep(NamedTuple):
 
 
 class OverlappedExecutor(StepExecutor):
-    """Between two calls of `run` one step is in flight."""
+    """Keeps one step in flight between two calls of `run`."""
 
     def __init__(
         self,
@@ -88,28 +87,29 @@ class OverlappedExecutor(StepExecutor):
     def abandon(self) -> None:
         launched, self._in_flight = self._in_flight, None
         if launched is not None:
-            _wait_out(launched)
+            _discard(launched)
 
     def _complete(self, launched: LaunchedStep) -> bool:
-        """Wait for a step and take in its tokens; False: it has failed."""
+        """Waits for a launched step, updates the scheduler with its tokens and delivers them.
+        Returns False if the step has failed."""
         try:
             result = launched.pending.wait()
         except Exception as error:
             self._step_failed(launched.plan, error)
             return False
         busy_since_s = self._busy_since_s
-        now_s = self._ended(
+        now_s = self._record_time(
             launched.plan, launched.began_s if busy_since_s is None else busy_since_s
         )
-        plan, result = _without_wasted(launched.plan, result)
+        plan, result = _without_ended(launched.plan, result)
         self._deliver(plan, result, apply_result(self._scheduler, plan, result.tokens), now_s)
         return True
 
     def _launch_failed(self, plan: StepPlan, error: Exception) -> None:
         before, self._in_flight = self._in_flight, None
         is_sound = before is None or self._complete(before)
-        # A device may tell of a step's failure when the next one is launched: then that one is
-        # made again.
+        # A device may report a step's failure only when the next one is launched. Then the
+        # completion above has failed too, and the next plan is made anew.
         if is_sound:
             self._find_fault(plan, error)
 
@@ -118,34 +118,35 @@ class OverlappedExecutor(StepExecutor):
         super()._isolate(plan, error)
 
     def _step_failed(self, plan: StepPlan, error: Exception) -> None:
-        """What was launched behind it has computed with its tokens."""
+        """Takes back a failed step, and the one behind it, which has computed with its tokens."""
         later, self._in_flight = self._in_flight, None
         if later is not None:
-            _wait_out(later)
+            _discard(later)
             roll_back(self._scheduler, later.plan)
         roll_back(self._scheduler, plan)
         self._find_fault(plan, error)
 
     def _find_fault(self, plan: StepPlan, error: Exception) -> None:
-        """Nothing is in flight."""
+        """Runs the failed plan in parts. No step is in flight."""
         self._busy_since_s = None
         left = plan.still_running()
         if left is plan:
             self._isolate(plan, error)
-        elif left is not None:  # it may have been the fault of somebody who has gone since
+        elif left is not None:  # the sequence at fault may have ended since
             self._run(left)
 
 
-def _wait_out(launched: LaunchedStep) -> None:
-    """The device may be using what is about to be given away."""
+def _discard(launched: LaunchedStep) -> None:
+    """Waits for a step whose result is dropped: the device may still use memory that is about to
+    be freed."""
     try:
         launched.pending.wait()
     except Exception:
-        logger.info("a step in flight failed, too", exc_info=True)
+        logger.info("a step in flight failed too", exc_info=True)
 
 
-def _without_wasted(plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
-    """Without the rows of sequences that have ended since the step was launched."""
+def _without_ended(plan: StepPlan, result: StepResult) -> tuple[StepPlan, StepResult]:
+    """Removes the rows of sequences that have ended since the step was launched."""
     places = plan.unfinished()
     if len(places) == len(plan.sequences):
         return plan, result
@@ -163,7 +164,8 @@ def make_executor(
     on_nodes_lost: Callable[[NodesLostError], None] | None,
     clock: Callable[[], float],
 ) -> StepExecutor:
-    """Overlapped, if the runner can. on_nodes_lost: of memory nodes, which work step by step."""
+    """An OverlappedExecutor if the runner can overlap steps, else a StepExecutor. on_nodes_lost
+    is set where memory nodes hold the K/V; they take one step at a time."""
     if isinstance(runner, OverlappingRunner):
         assert on_nodes_lost is None, "memory nodes need a runner of one step at a time"
         return OverlappedExecutor(

@@ -1,15 +1,16 @@
-"""Pool 1's work: from what a caller gives to a request that is checked, before it is queued.
+"""Pool 1's work: from what a caller submits to a checked request that is ready to be queued.
 
-Runs in several threads at once, beside the loop: tokenizing, checking, naming pages and
-predicting do not take time between two steps.
+Several threads run it at once, beside the loop, so tokenizing, checking, hashing pages and
+predicting the first token's time take no time between two steps.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from serve.engine.early_rejection import EarlyRejection
@@ -36,21 +37,26 @@ _SEED_STEP = 0x9E3779B97F4A7C15
 _SEED_MASK = (1 << 62) - 1
 
 Encode = Callable[[], "list[int]"]
-"""A prompt that is still to be made, in this pool."""
+"""A function that makes the prompt's token ids; pool 1 calls it."""
 
 
 class PreparedRequest(NamedTuple):
-    """page_keys of a prompt; the rows of it to compute, and how long they are expected to take;
-    masks of its sequences, if not all tokens may come."""
+    """A tokenized and checked request, and what pool 1 has found out about its prompt.
 
+    page_keys: hashes of the prompt's pages, for the prefix cache. num_rows: prompt tokens that
+    the prefix cache does not have. prefill_s: predicted seconds to compute them. masks: one for
+    each sequence, when not every token is allowed.
+    """
+
+    request: Request
     page_keys: list[bytes]
     num_rows: int
-    seconds: float
+    prefill_s: float
     masks: list[SequenceMask] | None = None
 
 
 class Preprocessor:
-    """Tokenizes and checks. Any thread."""
+    """Tokenizes and checks requests. Any thread may call it."""
 
     def __init__(
         self,
@@ -78,7 +84,8 @@ class Preprocessor:
         request_id: str | None = None,
         client: str | None = None,
     ) -> RequestState:
-        """What the core keeps of it; with a name and a seed, if it brings none."""
+        """The state of a request that is not tokenized yet. It gets an id and a seed if the
+        caller gave none."""
         text = prompt if isinstance(prompt, str) else None
         number = next(self._counter)
         pooling = None
@@ -87,45 +94,35 @@ class Preprocessor:
         if params.seed is None:
             params = params.changed(seed=(self._seed + number * _SEED_STEP) & _SEED_MASK)
         name = request_id or f"req-{number}"
-        return RequestState(name, text, params, sink, now_s, client, pooling)
+        return RequestState(Request(name, text, (), params, now_s, client, pooling), sink)
 
-    def prepare(
-        self, state: RequestState, prompt: Prompt | Encode
-    ) -> tuple[Request, PreparedRequest]:
-        """MergestepError: what is wrong with it, or OverloadedError: it would come too late."""
+    def prepare(self, state: RequestState, prompt: Prompt | Encode) -> PreparedRequest:
+        """Tokenizes and checks the request; state.request has its token ids afterwards. Raises
+        a MergestepError that names the mistake, or OverloadedError when the first token is
+        predicted to come too late."""
         try:
-            request = self._request(state, prompt)
-            return request, self._arrival(request)
+            state.request = request = self._tokenized(state, prompt)
+            masks = self.masks.make(request) if request.prompt_token_ids else None
+            keys = self._prefixes.page_keys(request)
+            num_rows = self._prefixes.num_missing_rows(request, keys)
+            rejection = self._rejection
+            prefill_s = 0.0 if rejection is None else rejection.admit(request, num_rows)
+            return PreparedRequest(request, keys, num_rows, prefill_s, masks)
         except MergestepError:
             raise
-        except BaseException as error:  # a library's panic, too: nobody else would answer
+        except BaseException as error:  # a Rust panic too, or the client would wait for ever
             logger.exception("tokenizing %s failed", state.request_id)
             message = f"the prompt could not be tokenized: {type(error).__name__}"
             raise RequestError(message, param="prompt", code="invalid_prompt") from error
 
-    def _request(self, state: RequestState, prompt: Prompt | Encode) -> Request:
-        if state.is_aborted:
-            params = state.params.changed(max_tokens=0, min_tokens=0)
-            return Request(state.request_id, None, (), params, state.times.arrival_s)
-        return check_request(
-            state.request_id,
-            state.prompt,
-            self._token_ids(prompt),
-            state.params,
-            self._limits,
-            state.times.arrival_s,
-            state.client,
-            state.pooling,
-        )
+    def _tokenized(self, state: RequestState, prompt: Prompt | Encode) -> Request:
+        request = state.request
+        if state.is_aborted:  # spare the work: the loop ends a request of no tokens at once
+            params = request.params.changed(max_tokens=0, min_tokens=0)
+            return replace(request, prompt=None, params=params, client=None, pooling=None)
+        return check_request(request, self._token_ids(prompt), self._limits)
 
-    def _arrival(self, request: Request) -> PreparedRequest:
-        masks = self.masks.make(request) if request.prompt_token_ids else None
-        keys = self._prefixes.page_keys(request)
-        num_rows = self._prefixes.num_missing_rows(request, keys)
-        seconds = 0.0 if self._rejection is None else self._rejection.admit(request, num_rows)
-        return PreparedRequest(keys, num_rows, seconds, masks)
-
-    def _token_ids(self, prompt: Prompt | Encode) -> SequenceOf[int]:
+    def _token_ids(self, prompt: Prompt | Encode) -> abc.Sequence[int]:
         if callable(prompt):
             return prompt()
         if isinstance(prompt, dict):
@@ -139,12 +136,12 @@ class Preprocessor:
             return _truncated(inner, given)
         return self._encode(prompt) if isinstance(prompt, str) else prompt
 
-    def _encode(self, text: str, *, add_special_tokens: bool = True) -> SequenceOf[int]:
+    def _encode(self, text: str, *, add_special_tokens: bool = True) -> abc.Sequence[int]:
         check_text(text, self._tokenizer, self._limits)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
-def _truncated(token_ids: SequenceOf[int], given: dict[str, Any]) -> SequenceOf[int]:
+def _truncated(token_ids: abc.Sequence[int], given: dict[str, Any]) -> abc.Sequence[int]:
     size, side = given.get("truncate_prompt_tokens"), given.get("truncation_side", "left")
     if size is None or not isinstance(token_ids, list):
         return token_ids
@@ -160,22 +157,25 @@ def _truncated(token_ids: SequenceOf[int], given: dict[str, Any]) -> SequenceOf[
 
 def prepare_sequences(
     state: RequestState,
-    request: Request,
-    arrival: PreparedRequest,
+    prepared: PreparedRequest,
     eos_token_ids: frozenset[int],
     detokenizers: DetokenizerFactory,
     *,
-    is_shared: bool,
+    shares_prefix: bool,
 ) -> list[Sequence]:
-    """Its n sequences, with masks and what pool 3 needs. is_shared: of several that begin alike
-    the first one computes."""
-    sequences = make_sequences(request, eos_token_ids, arrival.page_keys)
+    """The request's n sequences, with their masks and pool 3's state. shares_prefix: the prefix
+    cache is on, so only the first of the n sequences computes the prompt."""
+    sequences = make_sequences(prepared.request, eos_token_ids, prepared.page_keys)
     for sequence in sequences:
-        is_alone = sequence.index == 0 or not is_shared
-        sequence.num_expected_rows = arrival.num_rows if is_alone else 1
-        sequence.mask = None if arrival.masks is None else arrival.masks[sequence.index]
-        rows = sequence.prompt_rows
+        computes_prompt = sequence.index == 0 or not shares_prefix
+        sequence.num_expected_rows = prepared.num_rows if computes_prompt else 1
+        sequence.mask = None if prepared.masks is None else prepared.masks[sequence.index]
         sequence.output = OutputState(
-            request, sequence.index, detokenizers, state.sink, state.times, rows
+            prepared.request,
+            sequence.index,
+            detokenizers,
+            state.sink,
+            state.times,
+            sequence.prompt_rows,
         )
     return sequences

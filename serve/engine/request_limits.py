@@ -1,16 +1,15 @@
-"""What a tokenized request must fulfil before it may enter the loop.
+"""What a tokenized request must satisfy before it may enter the loop.
 
-Every mistake is told here, with the parameter's name, so that nothing behind has to check. Ids
-are compared with the width of the logits, which may be larger than the tokenizer's vocabulary.
+Every mistake is reported here, with the parameter's name, so that nothing behind has to check.
+Token ids are compared with the width of the logits, which may exceed the tokenizer's vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from serve.errors import ContextLengthError, RequestError
-from serve.pooling import PoolingParams
 from serve.request import Request
 from serve.sampling_params import SamplingParams
 from serve.text.tokenizer import Tokenizer
@@ -18,11 +17,12 @@ from serve.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """max_model_len: tokens of prompt and output together. vocab_size: width of the logits.
+    """Bounds on requests.
 
-    max_num_waiting requests beside the max_num_seqs running ones are taken in, and with
-    ttft_slo_s only those whose first token is predicted to come by then. embedding_size: the
-    most dimensions of an embedding, if that is known.
+    max_model_len: tokens of prompt and output together. vocab_size: width of the logits.
+    max_num_waiting: sequences that may wait beside the max_num_seqs running ones. ttft_slo_s:
+    requests whose first token is predicted to come later are refused. embedding_size: the most
+    dimensions of an embedding, if known.
     """
 
     max_model_len: int
@@ -33,18 +33,10 @@ class RequestLimits:
     embedding_size: int | None = None
 
 
-def check_request(
-    request_id: str,
-    prompt: str | None,
-    token_ids: Sequence[int],
-    params: SamplingParams,
-    limits: RequestLimits,
-    arrival_s: float,
-    client: str | None = None,
-    pooling: PoolingParams | None = None,
-) -> Request:
-    """The request with max_tokens resolved. RequestError or ContextLengthError."""
-    vocab_size = limits.vocab_size
+def check_request(request: Request, token_ids: Sequence[int], limits: RequestLimits) -> Request:
+    """The request with its token ids and with max_tokens resolved. Raises RequestError or
+    ContextLengthError."""
+    params, pooling, vocab_size = request.params, request.pooling, limits.vocab_size
     if not isinstance(token_ids, (list, tuple)) or not token_ids:
         raise RequestError("the prompt is empty", param="prompt", code="invalid_prompt")
     size = limits.embedding_size
@@ -54,17 +46,18 @@ def check_request(
     _check_ids("stop_token_ids", params.stop_ids, vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     room = limits.max_model_len - len(token_ids)
-    _check_room(room, len(token_ids), params, limits)  # before anything that looks at each id
+    _check_room(room, len(token_ids), params, limits)  # cheap, so before the look at each id
     if not all(_is_token(token, vocab_size) for token in token_ids):
         raise RequestError(f"token ids must be integers from 0 to {vocab_size - 1}", param="prompt")
     if params.max_tokens is None:
         most = params.default_max_tokens
         params = params.changed(max_tokens=room if most is None else min(room, most))
-    return Request(request_id, prompt, tuple(token_ids), params, arrival_s, client, pooling)
+    return replace(request, prompt_token_ids=tuple(token_ids), params=params)
 
 
 def check_text(text: str, tokenizer: Tokenizer, limits: RequestLimits) -> None:
-    """Refuse a text that cannot fit whatever its tokens are, before time is spent on it."""
+    """Raises ContextLengthError for a text that cannot fit whatever its tokens are, before time
+    is spent on tokenizing it."""
     longest = tokenizer.max_piece_bytes
     if longest is not None and len(text) > limits.max_model_len * longest:
         raise ContextLengthError(
@@ -84,6 +77,7 @@ def _check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
 
 
 def _check_room(room: int, num_prompt: int, params: SamplingParams, limits: RequestLimits) -> None:
+    """room: tokens of the context that the prompt leaves."""
     needed = 1 if params.max_tokens is None else params.max_tokens
     if room < needed:
         asked = "" if params.max_tokens is None else f" and max_tokens is {params.max_tokens}"

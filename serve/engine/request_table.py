@@ -1,79 +1,70 @@
-"""The requests inside the engine: one state for each, and the table of all of them."""
+"""The requests inside the engine: a state for each of them, and the table of all of them."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 
 from serve.engine.output_processor import RequestTimes, Sink
 from serve.engine.request_limits import RequestLimits
 from serve.errors import EngineStoppedError, OverloadedError, RequestError
-from serve.pooling import PoolingParams
-from serve.request import RequestMetrics
-from serve.sampling_params import SamplingParams
+from serve.request import Request, RequestMetrics
 from serve.scheduler.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
 
 class RequestState:
-    """One submitted request inside the core. `sequences` is filled once it is tokenized."""
+    """One request inside the engine: what the client asked, the scheduler's sequences, and the
+    sink and the times of the output.
 
-    __slots__ = (
-        "client",
-        "is_aborted",
-        "params",
-        "pooling",
-        "prompt",
-        "request_id",
-        "sequences",
-        "sink",
-        "times",
-    )
+    `request` has no token ids until pool 1 has tokenized it; `sequences` is empty until the loop
+    has queued it. No sequence refers back to the state: reference cycles would leave thousands of
+    requests to the garbage collector, which stops every thread.
+    """
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt: str | None,
-        params: SamplingParams,
-        sink: Sink,
-        now_s: float,
-        client: str | None = None,
-        pooling: PoolingParams | None = None,
-    ) -> None:
-        self.request_id = request_id
-        self.prompt = prompt
-        self.client = client
-        self.params = params
-        self.pooling = pooling
+    __slots__ = ("is_aborted", "request", "sequences", "sink", "times")
+
+    def __init__(self, request: Request, sink: Sink) -> None:
+        self.request = request
         self.sink = sink
-        self.times = RequestTimes(now_s)
+        self.times = RequestTimes()
         self.sequences: list[Sequence] = []
         self.is_aborted = False
 
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
     def metrics(self) -> RequestMetrics:
-        """From any thread: while it runs, the counts may be a step old."""
-        sequences = self.sequences
-        return replace(
-            self.times.metrics(),
+        """Times and counts. Any thread may call this; while the request runs, the counts may be
+        one step old."""
+        sequences, times = self.sequences, self.times
+        return RequestMetrics(
+            self.request.arrival_s,
+            times.first_scheduled_s,
+            times.first_token_s,
+            times.finished_s,
+            times.num_preemptions,
+            times.num_cached_tokens,
             num_prompt_tokens=sequences[0].num_prompt_tokens if sequences else 0,
             num_output_tokens=sum(s.num_output_tokens for s in sequences),
             finish_reasons=tuple(s.finish_reason.value for s in sequences if s.finish_reason),
         )
 
-    def notify_sink(self, act: Callable[[], None]) -> None:
-        """A consumer's own fault is logged and harms nobody else."""
+    def notify_sink(self, call: Callable[[], None]) -> None:
+        """Runs a call of the sink's and wakes it. An error in the sink is logged and affects no
+        other request."""
         try:
-            act()
+            call()
             self.sink.wake()
         except Exception:
-            logger.exception("the consumer of %s cannot be told", self.request_id)
+            logger.exception("the consumer of %s cannot be notified", self.request_id)
 
 
 class RequestTable:
-    """By request id. Any thread."""
+    """Unfinished requests by request id. Any thread may use it."""
 
     def __init__(self, limits: RequestLimits) -> None:
         self._limits = limits
@@ -85,10 +76,11 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self._states)
 
-    def add(self, state: RequestState, queue: Callable[[], object]) -> None:
-        """Take it in and call queue() before anybody can look. OverloadedError: there are too
-        many; EngineStoppedError: the table is closed; RequestError: its id is there already."""
-        num_sequences = state.params.n
+    def add(self, state: RequestState, submit: Callable[[], object]) -> None:
+        """Adds a request and calls `submit` under the same lock, so that a shutdown sees either
+        both or neither. Raises OverloadedError when there are too many sequences,
+        EngineStoppedError when the table is closed, and RequestError when the id is in use."""
+        num_sequences = state.request.params.n
         with self._lock:
             if self._is_closed:
                 raise EngineStoppedError("the engine has stopped")
@@ -101,22 +93,22 @@ class RequestTable:
                 raise RequestError("a request with this id is running", param="request_id")
             self._states[state.request_id] = state
             self._num_sequences += num_sequences
-            queue()
+            submit()
 
     def get(self, request_id: str) -> RequestState | None:
         return self._states.get(request_id)
 
     def remove(self, state: RequestState) -> None:
-        """Does nothing when it has gone."""
+        """Removes a request; does nothing when it is not in the table."""
         with self._lock:
             if self._states.pop(state.request_id, None) is not None:
-                self._num_sequences -= state.params.n
+                self._num_sequences -= state.request.params.n
 
     def states(self) -> list[RequestState]:
         with self._lock:
             return list(self._states.values())
 
     def close(self) -> None:
-        """Nothing comes in any more."""
+        """Makes `add` refuse every request from now on."""
         with self._lock:
             self._is_closed = True

@@ -1,4 +1,7 @@
-"""Pool 2's steps: a plan is computed, what it brings is taken in. One after the other."""
+"""Runs plans one step after the other: compute, update the scheduler, deliver to pool 3.
+
+overlapped_executor.py is the variant for a device that computes beside the host.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 class EndSequence(Protocol):
     def __call__(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
-        """A sequence ends, and not with a step."""
+        """Ends a sequence outside a step's result."""
 
 
 class StepExecutor:
-    """Runs plans. A step that fails ends only the sequences whose fault it is."""
+    """Runs plans in the loop's thread. A step that fails ends only the sequences at fault."""
 
     def __init__(
         self,
@@ -40,8 +43,9 @@ class StepExecutor:
         on_nodes_lost: Callable[[NodesLostError], None] | None,
         clock: Callable[[], float],
     ) -> None:
-        """on_finished: gets the sequences that ended with a step. on_nodes_lost: gets the error
-        of a step during which memory nodes were lost."""
+        """end_sequence: ends the sequence at fault for a failed step. on_finished: gets the
+        sequences that a step has ended. on_nodes_lost: gets the error of a step during which
+        memory nodes were lost."""
         self.counts = StepCounters()
         self.traces = StepTraces()
         self._runner = runner
@@ -51,30 +55,30 @@ class StepExecutor:
         self._on_finished = on_finished
         self._on_nodes_lost = on_nodes_lost
         self._clock = clock
-        # Since when the loop has been busy with the next step; None: it was idle.
+        # When the previous step's tokens were there; None after a pause.
         self._busy_since_s: float | None = None
 
     def run(self, plan: StepPlan, now_s: float) -> None:
-        """now_s: before the plan was made."""
-        # From token to token: what lies between two steps counts too.
+        """Runs a plan. now_s: when the loop began to make it."""
+        # A step's time runs from token to token, so it includes the work between two steps.
         self._run(plan, now_s if self._busy_since_s is None else self._busy_since_s)
 
     def drain(self) -> bool:
-        """Take in what is in flight; whether anything was."""
+        """Completes the step in flight; False if there was none."""
         return False
 
     def abandon(self) -> None:
-        """Wait for what is in flight, whatever it brings: everybody has been answered."""
+        """Waits for the step in flight and drops its result: all requests have ended."""
 
     def pause(self) -> None:
-        """Nothing is computed for a while: that belongs to no step."""
+        """Called before the loop waits: the waiting time belongs to no step."""
         self._busy_since_s = None
         self._output.flush()
 
     def _run(self, plan: StepPlan, began_s: float | None = None) -> None:
-        """began_s: when its step began; None: a part of a step, whose time says nothing."""
+        """began_s: when the step began; None for a part of a step, which is not timed."""
         if any(sequence.kv_range is None for sequence in plan.sequences):
-            return  # lost with its memory node, while a part of the step ran
+            return  # another part of the step ran, and memory nodes were lost meanwhile
         try:
             result = self._runner.run(plan, self._output.flush)
         except NodesLostError as error:
@@ -86,13 +90,13 @@ class StepExecutor:
             self._busy_since_s = None
             self._isolate(plan, error)
             return
-        now_s = self._ended(plan, began_s)
+        now_s = self._record_time(plan, began_s)
         if result.late:
             plan = plan.without_late(result.late)
         self._deliver(plan, result, self._scheduler.update(plan, result.tokens), now_s)
 
-    def _ended(self, plan: StepPlan, began_s: float | None) -> float:
-        """Its tokens are here: now."""
+    def _record_time(self, plan: StepPlan, began_s: float | None) -> float:
+        """Notes the time of a step whose tokens have just come; returns the time now."""
         now_s = self._clock()
         if began_s is not None:
             for trace in self.traces.open:
@@ -105,6 +109,7 @@ class StepExecutor:
     def _deliver(
         self, plan: StepPlan, result: StepResult, finished: list[Sequence], now_s: float
     ) -> None:
+        """Counts a step and gives its tokens and the ended sequences to pool 3."""
         self.counts.add(plan, now_s)
         for part in result.prompts:
             part.take()
@@ -116,9 +121,9 @@ class StepExecutor:
             self._on_finished(finished)
 
     def _isolate(self, plan: StepPlan, error: Exception) -> None:
-        """A step failed: find whose fault it is by halves. Rows are idempotent (they write the
-        same K/V again), so those that are innocent simply run again."""
-        forget_locals(error)
+        """Finds the sequence at fault for a failed step by running it again in halves. Rows are
+        idempotent (they write the same K/V again), so the other sequences lose nothing."""
+        clear_frames(error)
         if len(plan.sequences) == 1:
             sequence = plan.sequences[0]
             logger.error("a step of %s failed", sequence.request.request_id, exc_info=error)
@@ -131,9 +136,9 @@ class StepExecutor:
             self._run(plan.subset(part))
 
 
-def forget_locals(error: BaseException | None) -> None:
-    """An error remembers the variables of every call it came through, and with them the memory of a
-    step that had too little of it: whoever tries again needs that memory."""
+def clear_frames(error: BaseException | None) -> None:
+    """Drops the local variables that an error's tracebacks keep alive. After a step that ran out
+    of memory they hold the very memory that the next attempt needs."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

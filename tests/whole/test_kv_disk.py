@@ -89,7 +89,7 @@ def run(folder: Path, **settings):
                 break
             time.sleep(0.05)
         assert stats.pages_in_use == 0
-        llm._loaded.core._kv.check_integrity()
+        llm._loaded.core.kv.check_integrity()
     assert llm.stats().pages_mapped == llm.stats().pages_in_use == 0
     return answers, stats
 

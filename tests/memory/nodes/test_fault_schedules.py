@@ -107,14 +107,14 @@ def test_without_memory_requests_end_within_bounds():
 def test_whether_there_is_memory_can_be_asked():
     run = make(num_nodes=2)
     core = run.engine.core
-    assert core.has_memory
+    assert core.kv.num_pages
     for node in run.nodes:
         node.kill()
     go_on(run, 0.5)
-    assert not core.has_memory
+    assert not core.kv.num_pages
     run.nodes[1].start()
     go_on(run, 1.0)
-    assert core.has_memory
+    assert core.kv.num_pages
     finish(run)
 
 

@@ -72,7 +72,7 @@ def _sequences() -> list[Sequence]:
     detokenizer = SimpleNamespace(push=lambda token: "x", finish=lambda: "")
     factory: Any = SimpleNamespace(make=lambda **options: detokenizer)
     sink: Any = SimpleNamespace(push=lambda delta: None, wake=lambda: None)
-    times = RequestTimes(0.0)
+    times = RequestTimes()
     sequences = make_sequences(request, frozenset())
     for sequence in sequences:
         sequence.output = OutputState(request, sequence.index, factory, sink, times)

@@ -35,7 +35,7 @@ class Door:
 
     def ask(self, name, num_prompt, **params):
         request = replace(make_request(num_prompt, name, **params), arrival_s=self.rig.now_s)
-        self.rejection.queued(self.rejection.admit(request, num_prompt))
+        self.rejection.mark_queued(self.rejection.admit(request, num_prompt))
         return self.rig.add(name, num_prompt, **params)
 
 
@@ -90,7 +90,7 @@ def test_who_is_on_the_way_to_the_queue_counts():
     assert seconds == pytest.approx(0.06)
     with pytest.raises(OverloadedError):
         door.rejection.admit(request, 60)
-    door.rejection.queued(seconds)
+    door.rejection.mark_queued(seconds)
     door.rejection.admit(request, 60)
 
 
@@ -128,7 +128,7 @@ def test_an_idle_engine_refuses_nobody_after_whatever_was_added_up():
     door = Door(0.05).know()
     seconds = [door.rejection.admit(make_request(n, f"r{n}"), n) for n in (10, 20, 7)]
     for taken in seconds:
-        door.rejection.queued(taken)
+        door.rejection.mark_queued(taken)
     assert door.rejection.admit(make_request(200, "long"), 200) == pytest.approx(0.2)
 
 

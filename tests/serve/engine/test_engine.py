@@ -268,7 +268,7 @@ def test_many_random_requests_leave_nothing_behind():
     async def main():
         async with Rig(num_pages=40, max_num_seqs=6, script=text_script("abracadabra ")) as rig:
             await asyncio.gather(*(one(rig.engine) for _ in range(150)))
-            rig.engine.loaded.core._kv.check_integrity()
+            rig.engine.loaded.core.kv.check_integrity()
 
     go(main())
 

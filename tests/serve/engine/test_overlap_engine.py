@@ -239,7 +239,7 @@ def test_idle_memory_is_given_back_when_nothing_is_in_flight():
         assert bench.runner.in_flight
         core._inbox.put(bench.kv.trim)
         core._inbox.put(None)
-        assert not core._take_messages()
+        assert not core._handle_messages()
         assert not bench.runner.in_flight
         bench.check_rest()
         assert core.stats().pages_mapped == 0

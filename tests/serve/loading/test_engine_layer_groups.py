@@ -44,7 +44,7 @@ def said(llm: LLM, asked, num_tokens: int = 60) -> list[object]:
     """Tokens and their log-probabilities to the last bit."""
     outputs = [r.outputs[0] for r in llm.generate(asked, greedy(num_tokens), use_tqdm=False)]
     assert llm.stats().pages_in_use == 0
-    llm._loaded.core._kv.check_integrity()
+    llm._loaded.core.kv.check_integrity()
     return [(o.token_ids, o.cumulative_logprob) for o in outputs]
 
 

@@ -202,7 +202,7 @@ def test_the_device_is_closed_whatever_the_books_do(caplog):
     def fail() -> None:
         raise OSError(errno.EIO, "the books are broken")
 
-    core._kv.close_all = fail
+    core.kv.close_all = fail
     llm.shutdown()
     assert closed and "the books are broken" in caplog.text
     assert not core._compute.is_alive() and not core._output.is_alive()

@@ -167,8 +167,8 @@ def test_out_of_memory_ends_one_request(device):
     """The range of one of three sequences cannot be mapped any more."""
     prompts = prompts_of(5, 10, 30, 7)
     with late_llm(kv_page_bytes=8192) as llm:
-        memory = llm._loaded.core._kv._memory
-        kv = llm._loaded.core._kv
+        memory = llm._loaded.core.kv._memory
+        kv = llm._loaded.core.kv
         map_pages = memory.map
         victims: list[int] = []
 
@@ -263,7 +263,7 @@ def test_unmapping_waits_for_the_steps_that_may_look_there(device):
     with late_llm() as llm:
         llm.generate(prompts_of(6, 5), greedy(2), use_tqdm=False)
         core = llm._loaded.core
-        runner, kv = core._runner, core._kv
+        runner, kv = core._runner, core.kv
         step = runner._flying[-1]
         (span,) = kv.spans(step.ranges[0])
         waited: list[int] = []

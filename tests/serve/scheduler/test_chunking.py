@@ -354,7 +354,7 @@ def test_idle_time_belongs_to_no_step():
         assert bench.model.last_step_s == 2.0, "from the end of the one before"
         bench.scheduler.finish(bench.scheduler.running[0], FinishReason.ABORT)
         bench.core._inbox.put(None)
-        assert not bench.core._take_messages()
+        assert not bench.core._handle_messages()
         for _ in range(100):
             next(bench.now_s)
         bench.add("b")

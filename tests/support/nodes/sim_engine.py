@@ -25,6 +25,7 @@ from serve.engine.core import EngineCore
 from serve.engine.node_recovery import NodeProber, NodeRecovery
 from serve.engine.request_limits import RequestLimits
 from serve.engine.request_table import RequestState
+from serve.request import Request
 from serve.runner.runner import ModelRunner
 from serve.scheduler.admission import make_policy
 from serve.scheduler.scheduler import Scheduler
@@ -104,7 +105,7 @@ class SimCore(EngineCore):
         self.world.wait(_WAIT_S)
 
     def begin(self, prompt, params, sink, name) -> RequestState:
-        state = RequestState(name, None, params, sink, self.world.now)
+        state = RequestState(Request(name, None, (), params, self.world.now), sink)
         self._requests.add(state, lambda: None)
         self._prepare(state, prompt)
         return state
@@ -124,14 +125,14 @@ class SimCore(EngineCore):
 
     def idle(self) -> None:
         self._recovery.poll()
-        self._kv.trim()
+        self.kv.trim()
 
     def check(self) -> None:
-        self._kv.check_integrity()
+        self.kv.check_integrity()
 
     def finish(self) -> None:
         assert not self._requests.states(), "requests without an end"
-        assert self._kv.num_in_use == 0
+        assert self.kv.num_in_use == 0
         self._close_memory()
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from memory.kv_manager import MAX_MAPPINGS
 from serve.engine import node_recovery as recovery
 from serve.engine.node_recovery import SETTLED_S, TOO_LITTLE_LEFT, NodeProber, NodeRecovery
+from serve.request import FinishReason
 from tests.support.engine.fakes import make_scheduler, make_seq
 from tests.support.engine.raw_engine import REQUEST, RawEngine, page_bytes
 from tests.support.nodes.remote_rig import RemoteRig, layers_of
@@ -55,7 +56,8 @@ class Recovering:
             self.prober,
         )
 
-    def _end(self, sequence, why):
+    def _end(self, sequence, reason, why):
+        assert reason is FinishReason.ERROR
         assert sequence not in self.ended
         self.ended[sequence] = why, self.now
         self.scheduler.waiting.remove(sequence)
