@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack
 
 from quant.kv import GROUPS as KV_GROUPS
 from serve.errors import ConfigError
@@ -57,6 +57,45 @@ class LengthPredictor(Protocol):
     def observe_cut(self, request: Request, num_output: int) -> None:
         """Records an answer that was cut off after num_output tokens (max_tokens, abort); it
         would have been longer."""
+
+
+class EngineSettings(TypedDict, total=False):
+    """The fields of EngineConfig but `model`, as keyword arguments of Engine and LLM."""
+
+    load_format: str
+    served_model_name: str | None
+    dtype: str
+    weight_group: int
+    kv_dtype: str
+    kv_group: int
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    max_chunk_tokens: int | None
+    inter_token_slo_ms: float | None
+    max_num_waiting: int
+    kv_cache_bytes: int | None
+    kv_page_bytes: int | None
+    prefix_cache: bool
+    kv_cache_dir: str | Path | None
+    kv_disk_bytes: int | None
+    memory_policy: str
+    length_predictor: LengthPredictor | None
+    order: str
+    ttft_slo: float | None
+    memory_nodes: tuple[str, ...]
+    memory_partition: str
+    memory_node_bytes: int | None
+    memory_node_key_file: str | Path | None
+    memory_prefill: str
+    memory_wire: str
+    tokenize_threads: int
+    compute_threads: int | None
+    tune: bool
+    tool_parser: str
+    reasoning_parser: str
+    backend: str
+    seed: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +326,9 @@ class EngineConfig:
         return "mergestep-default" if self.model == DEFAULT_MODEL else self.model_path.name
 
     @classmethod
-    def from_settings(cls, model: str | Path | None = None, **settings: object) -> EngineConfig:
+    def from_settings(
+        cls, model: str | Path | None = None, **settings: Unpack[EngineSettings]
+    ) -> EngineConfig:
         """Returns the configuration; ConfigError for an unknown setting names the known ones."""
         known = {item.name for item in fields(cls)}
         unknown = sorted(set(settings) - known)
@@ -295,6 +336,4 @@ class EngineConfig:
             raise ConfigError(
                 f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}"
             )
-        if model is not None:
-            settings["model"] = str(model)
-        return cls(**settings)  # type: ignore[arg-type]
+        return cls(DEFAULT_MODEL if model is None else str(model), **settings)

@@ -10,10 +10,9 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
-from serve.config import EngineConfig
-from serve.engine.call_policy import CallPolicy
+from serve.config import EngineConfig, EngineSettings
 from serve.engine.chat_prompt import encode_chat, make_chat_format, make_chat_template
 from serve.engine.loader import LoadedEngine, load_engine
 from serve.engine.outputs import (
@@ -23,8 +22,7 @@ from serve.engine.outputs import (
     decode_prompt_logprobs,
     embedding_output,
 )
-from serve.engine.request_stream import Hub
-from serve.engine.request_stream import RequestStream as RequestStream
+from serve.engine.request_stream import CallPolicy, Hub, RequestStream
 from serve.engine.stats import EngineStats
 from serve.engine.step_trace import StepTrace
 from serve.errors import EngineStoppedError, RequestError
@@ -57,7 +55,7 @@ class Engine:
         *,
         progress: bool = False,
         load: Loader = load_engine,
-        **settings: Any,
+        **settings: Unpack[EngineSettings],
     ) -> None:
         self.config = EngineConfig.from_settings(model, **settings)
         self._progress = progress

@@ -11,12 +11,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from rich.console import Console
 from rich.progress import Progress
 
-from serve.config import EngineConfig
+from serve.config import EngineConfig, EngineSettings
 from serve.engine.chat_prompt import encode_chat, make_chat_template
 from serve.engine.core import EngineCore
 from serve.engine.loader import LoadedEngine, load_engine
@@ -103,11 +103,10 @@ class LLM:
         self,
         model: str | Path | None = None,
         *,
-        dtype: str = "auto",
         progress: bool = False,
-        **settings: Any,
+        **settings: Unpack[EngineSettings],
     ) -> None:
-        self.config = EngineConfig.from_settings(model, dtype=dtype, **settings)
+        self.config = EngineConfig.from_settings(model, **settings)
         self._loaded = load_engine(self.config, progress=progress)
         self._template: ChatTemplate | None = make_chat_template(self._loaded.tokenizer)
         self._loaded.core.start()

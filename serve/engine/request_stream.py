@@ -6,10 +6,15 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from serve.engine.core import EngineCore
 from serve.engine.request_table import RequestState
 from serve.request import Request, RequestMetrics, TokenDelta
+
+if TYPE_CHECKING:
+    from serve.pooling import PoolingParams
+    from serve.sampling_params import SamplingParams
 
 
 class Mailbox:
@@ -161,3 +166,21 @@ class Hub:
         woken = self._woken
         while woken:
             woken.popleft().wake_consumer()
+
+
+class CallPolicy(Protocol):
+    """Limits what a call may ask and keeps the streams of its requests. Each `submit` of the
+    engine applies it."""
+
+    @property
+    def arrived_s(self) -> float:
+        """When the call arrived, in seconds of the monotonic clock; latencies count from there."""
+
+    def allowed(self, params: SamplingParams | PoolingParams) -> SamplingParams | PoolingParams:
+        """Returns the parameters with the call's limits. Raises what refuses the request."""
+
+    def client(self, name: str | None) -> str | None:
+        """Returns the client under which the lengths of answers are predicted."""
+
+    def submitted(self, stream: RequestStream) -> None:
+        """Keeps the stream of a request that the engine has accepted."""

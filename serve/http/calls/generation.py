@@ -16,7 +16,7 @@ from serve.request import FinishReason, Prompt, Request, TokenDelta
 from serve.structured.token_mask import REQUEST_FAULTS
 
 if TYPE_CHECKING:
-    from serve.engine.engine import RequestStream
+    from serve.engine.request_stream import RequestStream
 
 CHOICES_IN_FLIGHT = 4
 SUBMITTED_AT_ONCE = 8  # each takes some tenths of a millisecond

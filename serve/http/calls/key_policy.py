@@ -17,7 +17,7 @@ from serve.request import RequestMetrics
 from serve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from serve.engine.engine import RequestStream
+    from serve.engine.request_stream import RequestStream
 
 
 class KeyPolicy:

@@ -16,7 +16,7 @@ from serve.http.schema.describe import Operation
 from serve.request import Prompt
 
 if TYPE_CHECKING:
-    from serve.engine.engine import RequestStream
+    from serve.engine.request_stream import RequestStream
 
 
 def completion_routes(context: ApiContext) -> list[Route]:

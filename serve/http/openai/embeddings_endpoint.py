@@ -32,7 +32,7 @@ from serve.pooling import MAX_DIMENSIONS, POOLING_KINDS, PoolingParams
 from serve.request import Prompt
 
 if TYPE_CHECKING:
-    from serve.engine.engine import RequestStream
+    from serve.engine.request_stream import RequestStream
 
 MAX_INPUTS = 2048
 INLINE_NUMBERS = 1 << 14  # more are put into JSON off the event loop

@@ -6,11 +6,13 @@ import asyncio
 import gc
 import time
 import weakref
+from typing import get_type_hints
 
 import pytest
 
 from bench.common.instant import load_instant
 from serve import Engine, FinishReason
+from serve.config import EngineConfig, EngineSettings
 from serve.errors import (
     EngineStoppedError,
     OverloadedError,
@@ -318,3 +320,9 @@ def test_a_stream_that_is_over_is_freed_without_the_collector():
         go(check())
     finally:
         gc.enable()
+
+
+def test_the_typed_settings_are_the_fields_of_the_configuration():
+    config, settings = get_type_hints(EngineConfig), get_type_hints(EngineSettings)
+    assert config.pop("model") is str
+    assert settings == config

@@ -16,7 +16,7 @@ import aiohttp
 import uvloop
 
 from serve.config import EngineConfig
-from serve.engine.call_policy import CallPolicy
+from serve.engine.request_stream import CallPolicy
 from serve.errors import ContextLengthError, EngineStoppedError, OverloadedError, RequestError
 from serve.http import HttpServer, HttpSettings
 from serve.request import FinishReason, Prompt, Request, RequestMetrics, TokenDelta, TokenLogprobs
