@@ -38,8 +38,8 @@ class IdleRanges:
     def best(self, num_tokens: int, hit: PrefixHit | None = None) -> Range:
         """The one that shows the hit's pages already, else the best fit: the fewest mapped pages
         that suffice, else the fullest."""
-        need = self._layout.groups[0].places_for(num_tokens)
-        shown = self._space.shown
+        need = self._layout.groups[0].slots_for(num_tokens)
+        shown = self._space.mapped
         first, shared = (hit.parts[0].first, hit.parts[0].shared) if hit else (0, [])
         if shared:
             last = first + len(shared) - 1
@@ -48,10 +48,10 @@ class IdleRanges:
                 # Many may show the beginning: where the last page is another one, no list is
                 # compared.
                 is_like = last < len(pages) and pages[last] == shared[-1]
-                if is_like and self._space.shows(index, shared, first):
+                if is_like and self._space.maps(index, shared, first):
                     return self._ranges[index]
         indices = list(self._indices)
-        sizes = self._space.num_shown(indices)
+        sizes = self._space.num_mapped(indices)
         size = min([size for size in sizes if size >= need], default=max(sizes))
         return self._ranges[indices[sizes.index(size)]]
 
@@ -62,7 +62,7 @@ class IdleRanges:
 
     def unmap(self, limit: int) -> None:
         """What they show, the most first, until there are fewer mappings than that in all."""
-        for index in sorted(self.places, key=lambda i: -len(self._space.shown(i))):
+        for index in sorted(self.places, key=lambda i: -len(self._space.mapped(i))):
             if self._space.num_mappings < limit:
                 return
-            self._space.try_cut(index)
+            self._space.try_unmap(index)

@@ -187,7 +187,7 @@ class KVManager:
     def ranges_to_close(self, num_tokens: int, leaving: Sequence[Range]) -> list[Range] | None:
         """Of ranges that could be closed, those that have to do with room for so many tokens;
         None where there would be none even without them all."""
-        num_pages = sum([len(target.pages) + target.promised for target in leaving])
+        num_pages = sum([len(target.pages) + target.promised_pages for target in leaving])
         fits = self.pages_for(num_tokens) <= self.num_available - self._promised + num_pages
         return list(leaving) if fits else None
 
@@ -228,7 +228,7 @@ class KVManager:
         hit, its tokens are there at once. The caller has checked can_fit."""
         found = self._idle.take(num_tokens, hit)
         found.is_open = True
-        found.num_promised = num_tokens
+        found.promised_tokens = num_tokens
         if hit is not None:
             self._begin_with(found, hit)
         self._promise(found)
@@ -238,34 +238,34 @@ class KVManager:
         for part, found in zip(target.parts, hit.parts, strict=True):
             for page in (*found.shared, *found.copied):
                 self.prefixes.hold(page)
-            part.num_passed = part.valid = found.first
+            part.num_released = part.num_mapped = found.first
             part.pages.extend([UNMAPPED] * found.first + found.shared)
-            part.num_known = part.num_settled = len(part.pages)
+            part.num_offered = part.num_cached = len(part.pages)
         for part, found in zip(target.parts, hit.parts, strict=True):
             for source in found.copied:
                 part.copies.append((source, len(part.pages)))
                 part.pages.append(self._take(part))
         self._num_held += len(target.pages)
-        target.num_due = 0 if self._shows(target, hit) else hit.num_calls
+        target.num_due_mappings = 0 if self._shows(target, hit) else hit.num_calls
         self._has_grown(target)
 
     def _shows(self, target: Range, hit: PrefixHit) -> bool:
         parts = zip(target.parts, hit.parts, strict=True)
-        return all(self.space.shows(part.index, found.shared, found.first) for part, found in parts)
+        return all(self.space.maps(part.index, found.shared, found.first) for part, found in parts)
 
     def _promise(self, target: Range) -> None:
         promised = 0
-        if target.is_open and target.capacity < target.num_promised:
-            held = sum([len(part.pages) - part.num_passed for part in target.parts])
-            promised = max(0, self.pages_for(target.num_promised) - held)
-        self._promised += promised - target.promised
-        target.promised = promised
+        if target.is_open and target.capacity < target.promised_tokens:
+            held = sum([len(part.pages) - part.num_released for part in target.parts])
+            promised = max(0, self.pages_for(target.promised_tokens) - held)
+        self._promised += promised - target.promised_pages
+        target.promised_pages = promised
 
     def _take(self, part: RangePart, more: Sequence[int] = ()) -> int:
         """A free page for its next place (after `more`), the one shown there if possible."""
         if not self.allocator.num_free:
             self.prefixes.evict()
-        shown = self.space.shown(part.index)
+        shown = self.space.mapped(part.index)
         place = len(part.pages) + len(more)
         there = shown[place] if place < len(shown) and shown[place] >= 0 else None
         before = more or part.pages
@@ -276,7 +276,7 @@ class KVManager:
         self._num_held += count
         while self.allocator.num_free < count:
             self.prefixes.evict()
-        self.allocator.extend(part.pages, self.space.shown(part.index), count)
+        self.allocator.extend(part.pages, self.space.mapped(part.index), count)
 
     def grow(self, target: Range, num_tokens: int, num_computed: int = 0) -> bool:
         """Grant the range pages for num_tokens in all; False (and no page) if there are none. Once
@@ -287,15 +287,15 @@ class KVManager:
         missing: list[int] = []
         for part in target.parts:
             if part.group.window is not None:
-                self._pass(part, part.group.first_place(num_computed))
-            missing.append(max(0, part.group.places_for(num_tokens) - len(part.pages)))
+                self._pass(part, part.group.first_slot(num_computed))
+            missing.append(max(0, part.group.slots_for(num_tokens) - len(part.pages)))
         has_room = sum(missing) <= self.num_available
         if has_room:
             self.space.collect()
             for part, count in zip(target.parts, missing, strict=True):
                 self._extend(part, count)
             self._has_grown(target)
-        if target.promised or target.capacity < target.num_promised:
+        if target.promised_pages or target.capacity < target.promised_tokens:
             self._promise(target)
         return has_room
 
@@ -305,22 +305,22 @@ class KVManager:
 
     def _pass(self, part: RangePart, first: int) -> None:
         """Give back pages before place `first`. The places may go on showing them; nobody looks."""
-        assert first <= part.valid, f"place {first} of {part.valid} was never mapped"
-        self._num_held -= max(0, first - part.num_passed)
-        for place in range(part.num_passed, first):
+        assert first <= part.num_mapped, f"place {first} of {part.num_mapped} was never mapped"
+        self._num_held -= max(0, first - part.num_released)
+        for place in range(part.num_released, first):
             self.prefixes.release(part.pages[place])
             part.pages[place] = UNMAPPED
-        part.num_passed = max(part.num_passed, first)
+        part.num_released = max(part.num_released, first)
 
     def close(self, target: Range) -> None:
         """The sequence is gone. Its places go on showing its pages until others are due there."""
         assert target.is_open, f"range {target.index} is not open"
         self.on_close(target)
         target.is_open = False
-        target.capacity = target.num_promised = target.num_due = 0
+        target.capacity = target.promised_tokens = target.num_due_mappings = 0
         self._promise(target)
         for part in target.parts:
-            self._num_held -= len(part.pages) - part.num_passed
+            self._num_held -= len(part.pages) - part.num_released
             if part.group.window is not None:
                 self.prefixes.use(part.held)
             for page in (*part.held, *(source for source, _ in part.copies)):
@@ -343,17 +343,17 @@ class KVManager:
             eager = min(_EAGER_TOKENS, longest)
             needs.append((self._idle.best(eager), eager))
         places = [
-            self._ahead_of(part, part.group.places_for(num_tokens))
+            self._ahead_of(part, part.group.slots_for(num_tokens))
             for target, num_tokens in needs
             for part in target.parts
         ]
         ahead = [page for _, _, pages in places for page in pages]
         try:
-            self.space.ahead(places)
+            self.space.map_ahead(places)
         finally:
             for page in ahead:
                 self.allocator.give_back(page)
-        self.allocator.keep(ahead)
+        self.allocator.defer(ahead)
 
     def _ahead_of(self, part: RangePart, num_places: int) -> tuple[int, int, list[int]]:
         """(index, place, pages) that it would get next. The pages are taken."""
@@ -378,7 +378,7 @@ class KVManager:
         assert len(self._idle) == len(self.ranges), "ranges are open"
         while self.prefixes.num_evictable:
             self.prefixes.evict()
-        self.space.forget()
+        self.space.reset()
         self.space.max_mappings = min(max_mappings, self._most_mappings)
         self.allocator.reset(num_pages)
 
@@ -394,7 +394,7 @@ class KVManager:
     def check_integrity(self) -> None:
         """AssertionError tells which invariant does not hold. For tests and idle moments."""
         owners = check_ranges(self.ranges, self._idle, self._mapper.due, self.space)
-        promised = sum(item.promised for item in self.ranges)
+        promised = sum(item.promised_pages for item in self.ranges)
         assert promised == self._promised, f"{promised} promised, counted {self._promised}"
         held = sum(len(item.pages) for item in self.ranges)
         assert held == self._num_held, f"{held} held, counted {self._num_held}"

@@ -21,19 +21,19 @@ class RangeMapper:
         idle: IdleRanges,
         space: AddressSpace,
         memory: VirtualMemory,
-        let_go: Callable[[int], None],
+        release: Callable[[int], None],
     ) -> None:
-        """let_go: of a page that has been copied."""
+        """release: of a page that has been copied."""
         self.due: set[int] = set()
         self._ranges = ranges
         self._idle = idle
         self._space = space
         self._memory = memory
-        self._let_go = let_go
+        self._release = release
 
     @property
     def _num_due(self) -> int:
-        return sum([self._ranges[index].num_due for index in self.due])
+        return sum([self._ranges[index].num_due_mappings for index in self.due])
 
     def has_room(self, hit: PrefixHit | None) -> bool:
         """For a hit's mappings beside those that are due; those of idle ranges give way."""
@@ -56,20 +56,20 @@ class RangeMapper:
         for index in sorted(wanted & self.due):
             for part in self._ranges[index].parts:
                 self._commit_part(part)
-            self._ranges[index].num_due = 0
+            self._ranges[index].num_due_mappings = 0
             self.due.discard(index)
         if self._space.num_mappings > self._space.max_mappings:
             self._unmap_idle()
 
     def _commit_part(self, part: RangePart) -> None:
-        self._space.show(part.index, part.pages, part.valid)
+        self._space.map(part.index, part.pages, part.num_mapped)
         while part.copies:
             source, place = part.copies[-1]
             self._memory.copy_page(source, part.pages[place])
             part.copies.pop()
-            self._let_go(source)
-        part.valid = len(part.pages)
-        if part.num_passed - part.num_unmapped >= _UNMAP_PLACES:
+            self._release(source)
+        part.num_mapped = len(part.pages)
+        if part.num_released - part.num_unmapped >= _UNMAP_PLACES:
             self._unmap_passed(part)
 
     def _unmap_idle(self) -> None:
@@ -77,13 +77,13 @@ class RangeMapper:
         self._idle.unmap(self._space.max_mappings * 3 // 4 - self._num_due)
 
     def _unmap_passed(self, part: RangePart) -> None:
-        if self._space.try_cut(part.index, part.num_unmapped, part.num_passed):
-            part.num_unmapped = part.num_passed
+        if self._space.try_unmap(part.index, part.num_unmapped, part.num_released):
+            part.num_unmapped = part.num_released
 
     def unmap_unneeded(self) -> None:
         """Of all ranges, what lies beyond or behind what their sequences need."""
         for part in [part for item in self._ranges for part in item.parts]:
-            if len(self._space.shown(part.index)) > part.valid:
-                self._space.try_cut(part.index, part.valid)
-            if part.num_passed > part.num_unmapped:
+            if len(self._space.mapped(part.index)) > part.num_mapped:
+                self._space.try_unmap(part.index, part.num_mapped)
+            if part.num_released > part.num_unmapped:
                 self._unmap_passed(part)

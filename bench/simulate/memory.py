@@ -13,7 +13,7 @@ from memory.pages.layer_groups import LayerGroup
 class NoMemory:
     """VirtualMemory that does nothing."""
 
-    maps_beside_kernels = True
+    maps_during_kernels = True
 
     def __init__(self, page_bytes: int) -> None:
         self.page_bytes = page_bytes

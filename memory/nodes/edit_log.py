@@ -11,7 +11,7 @@ from memory.nodes.wire import Edit, EditKind
 class EditLog:
     """VirtualMemory without memory. Not for more than one thread."""
 
-    maps_beside_kernels = False
+    maps_during_kernels = False
 
     def __init__(self, page_bytes: int, num_ranges: int, range_places: Sequence[int]) -> None:
         """range_places: of a range, in each layer group."""

@@ -57,46 +57,46 @@ class AddressSpace:
         self.num_mappings = 0
         self._memory = memory
         self._offsets = offsets
-        self._shown: list[list[int]] = [[] for _ in offsets]
+        self._mapped: list[list[int]] = [[] for _ in offsets]
         self._num_runs = [0] * len(offsets)
         self._worker = MapWorker(memory) if in_background else None
 
-    def shown(self, index: int) -> Sequence[int]:
+    def mapped(self, index: int) -> Sequence[int]:
         """Pages at the places of a range from its first one on; -1 where nothing is mapped."""
-        return self._shown[index]
+        return self._mapped[index]
 
-    def num_shown(self, indices: Iterable[int]) -> list[int]:
+    def num_mapped(self, indices: Iterable[int]) -> list[int]:
         """How many places each of these ranges shows."""
-        shown = self._shown
-        return [len(shown[index]) for index in indices]
+        mapped = self._mapped
+        return [len(mapped[index]) for index in indices]
 
     def has_room(self, num_more: int, idle: Iterable[int]) -> bool:
         """For so many more mappings, if those of idle ranges give way."""
         excess = self.num_mappings + num_more - self.max_mappings
         return excess <= 0 or excess <= sum(map(self._num_runs.__getitem__, idle))
 
-    def shows(self, index: int, pages: Sequence[int], place: int = 0) -> bool:
+    def maps(self, index: int, pages: Sequence[int], place: int = 0) -> bool:
         """Whether these pages are at a range's places from `place` on."""
-        shown = self._shown[index]
+        mapped = self._mapped[index]
         if not pages:
             return True
-        is_begun = place < len(shown) and shown[place] == pages[0]
-        return is_begun and shown[place : place + len(pages)] == pages
+        is_begun = place < len(mapped) and mapped[place] == pages[0]
+        return is_begun and mapped[place : place + len(pages)] == pages
 
-    def show(self, index: int, pages: Sequence[int], first: int = 0) -> None:
+    def map(self, index: int, pages: Sequence[int], first: int = 0) -> None:
         """Map what differs in the first len(pages) places, from `first` on; the rest stays.
 
         One call per run of consecutive pages. OSError: what was mapped until then is kept, the
         call can be repeated.
         """
         self.collect()
-        shown = self._shown[index]
-        if shown[first : len(pages)] == pages[first:]:
+        mapped = self._mapped[index]
+        if mapped[first : len(pages)] == pages[first:]:
             return
         self.settle()
         began = time.perf_counter()
         try:
-            for place, length in _differing(shown, pages, first):
+            for place, length in _differing(mapped, pages, first):
                 self._map(index, place, pages[place], length)
         finally:
             self.stats.seconds += time.perf_counter() - began
@@ -108,35 +108,35 @@ class AddressSpace:
         except OSError:  # part of it may be there, and what was there may be gone
             with contextlib.suppress(OSError):
                 self._memory.unmap(offset, length)
-            num_stale = min(length, len(self._shown[index]) - place)
-            self._note(index, place, [UNMAPPED] * max(0, num_stale))
+            num_stale = min(length, len(self._mapped[index]) - place)
+            self._record(index, place, [UNMAPPED] * max(0, num_stale))
             raise
-        self._note(index, place, range(first_page, first_page + length))
+        self._record(index, place, range(first_page, first_page + length))
         self.stats.num_calls += 1
 
     def _offset(self, index: int, place: int) -> int:
         return self._offsets[index] + place * self._memory.page_bytes
 
-    def _note(self, index: int, place: int, pages: Iterable[int]) -> None:
+    def _record(self, index: int, place: int, pages: Iterable[int]) -> None:
         """These pages are at these places now."""
-        shown = self._shown[index]
+        mapped = self._mapped[index]
         new = list(pages)
-        if place == len(shown):  # the usual case: the range grows at its end
+        if place == len(mapped):  # the usual case: the range grows at its end
             runs = _num_runs(new)
-            if shown and new and new[0] == shown[-1] + 1 and shown[-1] != UNMAPPED:
+            if mapped and new and new[0] == mapped[-1] + 1 and mapped[-1] != UNMAPPED:
                 runs -= 1
-            shown += new
+            mapped += new
             self._count(index, self._num_runs[index] + runs)
             return
-        if place > len(shown):
-            shown += [UNMAPPED] * (place - len(shown))
-        # Runs change where something else is shown, and where that meets what follows.
+        if place > len(mapped):
+            mapped += [UNMAPPED] * (place - len(mapped))
+        # Runs change where something else is mapped, and where that meets what follows.
         first, end = max(0, place - 1), place + len(new) + 1
-        before = _num_runs(shown[first:end])
-        shown[place : place + len(new)] = new
-        runs = _num_runs(shown[first:end]) - before
-        while shown and shown[-1] == UNMAPPED:
-            shown.pop()
+        before = _num_runs(mapped[first:end])
+        mapped[place : place + len(new)] = new
+        runs = _num_runs(mapped[first:end]) - before
+        while mapped and mapped[-1] == UNMAPPED:
+            mapped.pop()
         self._count(index, self._num_runs[index] + runs)
 
     def _count(self, index: int, num_runs: int) -> None:
@@ -145,7 +145,7 @@ class AddressSpace:
 
     # ---- mapping ahead
 
-    def ahead(self, wanted: Iterable[tuple[int, int, Sequence[int]]]) -> None:
+    def map_ahead(self, wanted: Iterable[tuple[int, int, Sequence[int]]]) -> None:
         """(range, place, pages): let these pages appear there soon. Nobody may look at those
         places before `collect` has said that they do. One call for many: waking the thread, and
         what it takes from the interpreter, costs more than the mapping. Only when the thread is
@@ -156,7 +156,7 @@ class AddressSpace:
         jobs = [
             self._job(index, place + start, pages[start], length)
             for index, place, pages in wanted
-            for start, length in list(_differing(self._shown[index], pages, 0, place))
+            for start, length in list(_differing(self._mapped[index], pages, 0, place))
         ]
         if not jobs:
             return
@@ -169,17 +169,17 @@ class AddressSpace:
 
     def _job(self, index: int, place: int, first_page: int, length: int) -> MapJob:
         stale: list[int] = []
-        if self._memory.maps_beside_kernels:  # else the thread only prepares the pages
-            stale = self._shown[index][place : place + length]
+        if self._memory.maps_during_kernels:  # else the thread only prepares the pages
+            stale = self._mapped[index][place : place + length]
         if stale:  # about to go: nobody may count on it any more
-            self._note(index, place, [UNMAPPED] * len(stale))
+            self._record(index, place, [UNMAPPED] * len(stale))
         return MapJob(index, place, self._offset(index, place), first_page, length, stale)
 
     def _restore(self, jobs: Iterable[MapJob]) -> None:
         """They were not begun: what was there still is."""
         for job in jobs:
             if job.stale:
-                self._note(job.index, job.place, job.stale)
+                self._record(job.index, job.place, job.stale)
 
     @property
     def maps_ahead(self) -> bool:
@@ -206,34 +206,34 @@ class AddressSpace:
             return
         while self._worker.done:
             job = self._worker.done.popleft()
-            self._note(job.index, job.place, range(job.first_page, job.first_page + job.length))
+            self._record(job.index, job.place, range(job.first_page, job.first_page + job.length))
             self.stats.num_ahead += 1
 
     # ---- unmapping
 
-    def cut(self, index: int, first: int = 0, end: int | None = None) -> None:
+    def unmap(self, index: int, first: int = 0, end: int | None = None) -> None:
         """Unmap what the range shows from place `first` to before `end`."""
         self.settle()
-        shown = self._shown[index]
-        end = len(shown) if end is None else min(end, len(shown))
-        mapped = [i for i in range(first, end) if shown[i] != UNMAPPED]
+        mapped = self._mapped[index]
+        end = len(mapped) if end is None else min(end, len(mapped))
+        mapped = [i for i in range(first, end) if mapped[i] != UNMAPPED]
         for place, length in runs_of(mapped):
             self._memory.unmap(self._offset(index, place), length)
-            self._note(index, place, [UNMAPPED] * length)
+            self._record(index, place, [UNMAPPED] * length)
 
-    def try_cut(self, index: int, first: int = 0, end: int | None = None) -> bool:
+    def try_unmap(self, index: int, first: int = 0, end: int | None = None) -> bool:
         """As `cut`, where nobody looks, and mapping replaces what is there: an error is logged."""
         try:
-            self.cut(index, first, end)
+            self.unmap(index, first, end)
         except OSError as error:
             logger.warning("unmapping failed: %s", error)
             return False
         return True
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """The memory is another one: nothing is mapped."""
         self.settle()
-        self._shown = [[] for _ in self._offsets]
+        self._mapped = [[] for _ in self._offsets]
         self._num_runs = [0] * len(self._offsets)
         self.num_mappings = 0
 
@@ -246,23 +246,23 @@ class AddressSpace:
 
 
 def _differing(
-    shown: Sequence[int], pages: Sequence[int], first: int, place: int = 0
+    mapped: Sequence[int], pages: Sequence[int], first: int, place: int = 0
 ) -> Iterable[tuple[int, int]]:
     """(start, length) in `pages`, from `first` on, of runs of consecutive pages that are not
-    shown at start + place yet."""
+    mapped at start + place yet."""
     start = first
     end = len(pages)
-    known = len(shown)
+    known = len(mapped)
     while start < end:
         at = start + place
-        if at < known and shown[at] == pages[start]:
+        if at < known and mapped[at] == pages[start]:
             start += 1
             continue
         length = 1
         while (
             start + length < end
             and pages[start + length] == pages[start] + length
-            and not (at + length < known and shown[at + length] == pages[start + length])
+            and not (at + length < known and mapped[at + length] == pages[start + length])
         ):
             length += 1
         yield start, length
@@ -290,21 +290,21 @@ def check_ranges(
     owners: dict[int, int] = {}
     for item in ranges:
         assert item.is_open != (item.index in idle), f"range {item.index}"
-        assert item.is_open or not (item.pages or item.promised), f"range {item.index}"
+        assert item.is_open or not (item.pages or item.promised_pages), f"range {item.index}"
         assert item.capacity == min(p.group.tokens_in(len(p.pages)) for p in item.parts)
         for part in item.parts:
             _check_part(part, space, owners)
-        is_dirty = not all(part.is_settled for part in item.parts)
+        is_dirty = not all(part.is_committed for part in item.parts)
         assert is_dirty == (item.index in dirty), f"range {item.index}"
     return owners
 
 
 def _check_part(part: RangePart, space: AddressSpace, owners: dict[int, int]) -> None:
     """Adds the pages that the part holds to `owners`."""
-    first, valid = part.num_passed, part.valid
+    first, valid = part.num_released, part.num_mapped
     assert part.pages[:first] == [UNMAPPED] * first, f"places of {part.index}"
-    assert space.shows(part.index, part.pages[first:valid], first), f"places of {part.index}"
+    assert space.maps(part.index, part.pages[first:valid], first), f"places of {part.index}"
     for page in (*part.held, *(source for source, _ in part.copies)):
         owners[page] = owners.get(page, 0) + 1
-    for page in part.pages[max(part.num_known, first) :]:
+    for page in part.pages[max(part.num_offered, first) :]:
         assert owners[page] == 1, f"page {page} is written"

@@ -29,7 +29,7 @@ class PageAllocator:
         # skipped when met. _listed says which pages are on the stack.
         self._cold = list(range(num_pages - 1, -1, -1))
         self._is_cold = bytearray(b"\x01") * num_pages
-        self._kept: set[int] = set()
+        self._deferred: set[int] = set()
         self._listed = bytearray(b"\x01") * num_pages
 
     @property
@@ -83,7 +83,7 @@ class PageAllocator:
             return preferred
         if after is not None and after + 1 < self.num_pages and self._refs[after + 1] == 0:
             page = after + 1
-            if page not in self._kept and not (self._warm and self._is_cold[page]):
+            if page not in self._deferred and not (self._warm and self._is_cold[page]):
                 return page
         if self._warm:
             return next(iter(self._warm))
@@ -93,11 +93,11 @@ class PageAllocator:
             if self._is_cold[page]:
                 return page
 
-    def keep(self, pages: Iterable[int]) -> None:
+    def defer(self, pages: Iterable[int]) -> None:
         """Free pages that are taken only by who prefers them, or last; instead of the earlier
         ones."""
-        self._kept = set(pages)
-        for page in self._kept:
+        self._deferred = set(pages)
+        for page in self._deferred:
             if page in self._warm:
                 self._warm.move_to_end(page)
 

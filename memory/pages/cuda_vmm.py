@@ -38,7 +38,7 @@ class CudaMemory:
     # A thread of its own could replace what a kernel looks at (kvcached issue 465 saw faults). The
     # computing thread maps new places while a step runs, as vAttention does, and waits (`settle`)
     # where something is there already.
-    maps_beside_kernels = False
+    maps_during_kernels = False
 
     def __init__(
         self,

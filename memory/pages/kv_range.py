@@ -1,4 +1,4 @@
-"""One sequence's range and what it holds: a part for each layer group. Integers only."""
+"""One sequence's range of virtual addresses and the pages it holds, in integers only."""
 
 from __future__ import annotations
 
@@ -8,77 +8,88 @@ from memory.pages.allocator import runs_of
 from memory.pages.layer_groups import GroupPages
 
 UNMAPPED = -1
-"""Stands for a page where there is none (any more)."""
+"""Stands for the page of a page slot that has none."""
 
 
 @dataclass(slots=True)
 class RangePart:
-    """The places of one layer group. index: in the address space. pages: by place; the first
-    num_passed of them are UNMAPPED, because no row reaches behind its window any more.
+    """The part of a range that belongs to one layer group. It is a row of page slots.
 
-    valid: places before it show their pages in the address space; num_unmapped: places before it
-    show nothing. copies: (source page, place) that are due at the next commit. num_known:
-    leading places that have been offered to the prefix cache; it knows the first num_settled of
-    them with these very pages, and keeps them as long as they are held here.
+    index: the part's number in the address space.
+    pages: the page of each slot; the first num_released slots have lost theirs (UNMAPPED), because
+        their tokens are behind the group's window.
+    num_mapped: the address space maps the pages of the slots before this one.
+    num_unmapped: the address space maps nothing at the slots before this one.
+    copies: (source page, slot) pairs to copy at the next commit.
+    num_offered: the leading slots whose pages were offered to the prefix cache.
+    num_cached: the leading slots that the prefix cache holds with these very pages; it keeps them
+        while this range holds them.
     """
 
     group: GroupPages
     index: int
     pages: list[int] = field(default_factory=list)
-    num_passed: int = 0
-    valid: int = 0
+    num_released: int = 0
+    num_mapped: int = 0
     num_unmapped: int = 0
     copies: list[tuple[int, int]] = field(default_factory=list)
-    num_known: int = 0
-    num_settled: int = 0
+    num_offered: int = 0
+    num_cached: int = 0
 
     def clear(self) -> None:
         self.pages.clear()
         self.copies.clear()
-        self.num_passed = self.valid = self.num_unmapped = 0
-        self.num_known = self.num_settled = 0
+        self.num_released = self.num_mapped = self.num_unmapped = 0
+        self.num_offered = self.num_cached = 0
 
     @property
     def held(self) -> list[int]:
-        return self.pages[self.num_passed :] if self.num_passed else self.pages
+        return self.pages[self.num_released :] if self.num_released else self.pages
 
     @property
-    def is_settled(self) -> bool:
-        """Nothing is due at the next commit."""
-        return self.valid == len(self.pages) and not self.copies
+    def is_committed(self) -> bool:
+        """Whether the next commit has nothing to do."""
+        return self.num_mapped == len(self.pages) and not self.copies
 
 
 @dataclass(slots=True)
 class Range:
-    """One range. start: where it begins, in tokens, as attention counts them. capacity: tokens
-    that fit in its pages; num_promised: tokens it was opened for; promised: pages that it may
-    still need until it has them. num_due: mappings of its hit that the next commit makes, at
-    most."""
+    """One range, with a part for each layer group.
+
+    start: the range's first token address, counted in tokens, as attention counts them.
+    capacity: the tokens that fit into its pages.
+    promised_tokens: the tokens it was opened for.
+    promised_pages: the pages it may still need for these tokens.
+    num_due_mappings: the most mappings that the next commit makes for its prefix hit.
+    """
 
     index: int
     parts: list[RangePart]
     start: int = 0
     capacity: int = 0
-    num_promised: int = 0
-    promised: int = 0
-    num_due: int = 0
+    promised_tokens: int = 0
+    promised_pages: int = 0
+    num_due_mappings: int = 0
     is_open: bool = False
 
     @property
     def pages(self) -> list[int]:
-        """All that it holds."""
+        """All pages that it holds."""
         return [page for part in self.parts for page in part.held]
 
     @property
-    def num_known(self) -> int:
-        """Leading keys whose pages have been offered to the prefix cache."""
-        return sum([part.num_known for part in self.parts])
+    def num_offered(self) -> int:
+        """The leading page keys whose pages were offered to the prefix cache."""
+        return sum([part.num_offered for part in self.parts])
 
 
 @dataclass(frozen=True, slots=True)
 class PartHit:
-    """Of one group: `shared` pages to map from place `first` on, then `copied` ones to copy,
-    because the sequence's next tokens are written into them."""
+    """A prefix hit's pages in one layer group.
+
+    The `shared` pages are mapped from slot `first` on; the `copied` ones after them are copied,
+    because the sequence's next tokens are written into them.
+    """
 
     first: int
     shared: list[int]
@@ -87,12 +98,13 @@ class PartHit:
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """num_tokens whose K/V is at hand, as far as later tokens reach back."""
+    """A cached prefix of num_tokens tokens, with the pages that later tokens can read."""
 
     num_tokens: int
     parts: list[PartHit]
 
     @property
     def num_calls(self) -> int:
-        """System calls and copies to map it, at most: one for a run of consecutive pages."""
+        """The most system calls and copies that mapping it takes: one per run of consecutive
+        shared pages and one per copied page."""
         return sum([len(runs_of(part.shared)) + len(part.copied) for part in self.parts])

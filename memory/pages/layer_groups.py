@@ -55,7 +55,7 @@ class GroupPages:
         self.page_bytes = page_bytes
         self._tile_bytes = group.token_bytes * group.tile_tokens
         self.unit_tokens = lcm(page_bytes, self._tile_bytes) // group.token_bytes
-        self.most_pages = self._pages_in_reach(max_rows)
+        self.max_pages = self._pages_in_reach(max_rows)
         self.max_decode_pages = self._pages_in_reach(1)
         # Which key of a sequence names a place; they are in the order in which pages of all
         # groups become complete. Without other groups, key i names place i.
@@ -65,9 +65,9 @@ class GroupPages:
         if self.window is None:
             return sys.maxsize
         tokens = self.window - 1 + num_rows + self.read_block - 1
-        return self.places_for(tokens) + 1
+        return self.slots_for(tokens) + 1
 
-    def places_for(self, num_tokens: int) -> int:
+    def slots_for(self, num_tokens: int) -> int:
         """Places that a range's first tokens take."""
         num_tiles = -(-num_tokens // self.tile_tokens)
         return -(-num_tiles * self._tile_bytes // self.page_bytes)
@@ -84,7 +84,7 @@ class GroupPages:
         """Leading places that so many tokens fill; the next token is written behind them."""
         return num_tokens // self.tile_tokens * self._tile_bytes // self.page_bytes
 
-    def first_place(self, num_computed: int) -> int:
+    def first_slot(self, num_computed: int) -> int:
         """The first one that anything may read when so many tokens are computed."""
         if self.window is None or num_computed < self.window:
             return 0
@@ -119,7 +119,7 @@ class PageLayout:
         pages = sorted(
             (group.page_end(place), number, place)
             for number, group in enumerate(self.groups)
-            for place in range(group.places_for(max_model_len) + 1)
+            for place in range(group.slots_for(max_model_len) + 1)
         )
         ends = [end for end, _, _ in pages]
         self.page_end = ends.__getitem__
@@ -133,8 +133,8 @@ class PageLayout:
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that a sequence holds at most until it has so many tokens."""
-        return sum([min(g.places_for(num_tokens), g.most_pages) for g in self.groups])
+        return sum([min(g.slots_for(num_tokens), g.max_pages) for g in self.groups])
 
     def pages_at(self, num_tokens: int) -> int:
         """Pages that a sequence holds at most while it decodes at so many tokens."""
-        return sum([min(g.places_for(num_tokens), g.max_decode_pages) for g in self.groups])
+        return sum([min(g.slots_for(num_tokens), g.max_decode_pages) for g in self.groups])

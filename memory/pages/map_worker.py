@@ -94,12 +94,12 @@ class MapWorker:
     def _undo(self, job: MapJob) -> None:
         """Part of the run may be mapped, beside what was there: it becomes the hole it is noted
         as. What was only prepared is mapped nowhere, and its places are not ours to touch."""
-        if self._memory.maps_beside_kernels:
+        if self._memory.maps_during_kernels:
             with contextlib.suppress(OSError):
                 self._memory.unmap(job.offset, job.length)
 
     def _do(self, job: MapJob) -> None:
-        if self._memory.maps_beside_kernels:
+        if self._memory.maps_during_kernels:
             self._memory.map(job.offset, job.first_page, job.length)
             self.done.append(job)
         else:

@@ -40,7 +40,7 @@ class VirtualMemory(Protocol):
     """One reservation and a pool of physical pages. Sizes in bytes, page numbers in the pool."""
 
     page_bytes: int
-    maps_beside_kernels: bool
+    maps_during_kernels: bool
     """Whether `map` may run while kernels read and write other places of the reservation."""
 
     def reserve(self, size_bytes: int) -> int:
@@ -75,7 +75,7 @@ class VirtualMemory(Protocol):
 class LinuxMemory:
     """memfd pages in a PROT_NONE reservation."""
 
-    maps_beside_kernels = True
+    maps_during_kernels = True
 
     def __init__(self, page_bytes: int, num_pages: int) -> None:
         assert page_bytes % mmap.PAGESIZE == 0, f"{page_bytes=}"

@@ -141,14 +141,14 @@ class PrefixCache:
     def evict(self) -> None:
         """Forget something so that at least one page becomes free. There is an evictable one."""
         references = self._allocator.num_references
-        found = self.index.forget_oldest(lambda page: references(page) == 1)
+        found = self.index.evict_oldest(lambda page: references(page) == 1)
         if found is not None:
-            self._forget([found[1]])
+            self._drop([found[1]])
         else:  # a page that nobody uses, continued by one that somebody does
             page = next(page for page in self.index.pages if references(page) == 1)
-            self._forget(self.index.forget_tree(page))
+            self._drop(self.index.evict_tree(page))
 
-    def _forget(self, pages: list[int]) -> None:
+    def _drop(self, pages: list[int]) -> None:
         for page in pages:
             self._unwritten.pop(page, None)
             self.num_evictable -= self._allocator.give_back(page)
@@ -160,7 +160,7 @@ class PrefixCache:
         """Take in what has been written and read; begin to write what is old."""
         if self._store is None:
             return
-        self._take_in()
+        self._complete_transfers()
         if self._rest is not None and not self._loads:
             self.fetch(*self._rest)
         clean = self._allocator.num_free + self.num_evictable - len(self._unwritten)
@@ -201,7 +201,7 @@ class PrefixCache:
             self.hold(page)
             self._writes.append(Write(key, page, now_s, future))
 
-    def _take_in(self) -> None:
+    def _complete_transfers(self) -> None:
         """What has been written and read."""
         assert self._store is not None
         now_s = self._clock()
@@ -279,7 +279,7 @@ class PrefixCache:
             logger.exception("K/V on disk: looking for a page failed")
             return False
 
-    def num_free_beside(self, known: Sequence[int]) -> int:
+    def num_free_excluding(self, known: Sequence[int]) -> int:
         """Pages that can be had without forgetting these."""
         references = self._allocator.num_references
         num_kept = sum([references(page) == 1 for page in known])
@@ -361,7 +361,7 @@ class PrefixCache:
             except BaseException:  # who knows what is still under way
                 self._keep_memory()
                 raise
-        self._forget(self.index.forget_all())
+        self._drop(self.index.clear())
 
     def _close_store(self, store: PageStore, end_s: float, timeout_s: float) -> None:
         self._rest = None
@@ -372,13 +372,13 @@ class PrefixCache:
             if not self._writes and not self._loads:  # all is written, or nothing can be
                 break
             self.wait(write_until - now_s)
-            self._take_in()
+            self._complete_transfers()
         try:
             is_quiet = store.close(max(0.0, end_s - self._clock()))
         except Exception:
             logger.exception("K/V on disk: closing the store failed")
             is_quiet = False
-        self._take_in()
+        self._complete_transfers()
         self._store = None
         num_left = len(self._unwritten) + len(self._writes)
         if num_left:

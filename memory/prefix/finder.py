@@ -43,7 +43,7 @@ class PrefixFinder:
             return None
         parts: list[PartHit] = []
         for group in self._layout.groups:
-            first, end = group.first_place(num_tokens), group.places_for(num_tokens)
+            first, end = group.first_slot(num_tokens), group.slots_for(num_tokens)
             chain = group.keys_of(keys)[first:end]
             num_shared = group.num_complete(num_tokens) - first
             pages = [index.page_of(key) for key in chain]
@@ -67,27 +67,27 @@ class PrefixFinder:
     def insert(self, target: Range, keys: Sequence[bytes], num_computed: int) -> None:
         """Let the cache know the range's pages that are complete by now."""
         for part in target.parts:
-            group, end, numbers = part.group, part.num_known, part.group.key_numbers
+            group, end, numbers = part.group, part.num_offered, part.group.key_numbers
             while numbers[end] < len(keys) and group.page_end(end) <= num_computed:
                 end += 1
-            if end == part.num_known:
+            if end == part.num_offered:
                 continue
-            first = max(part.num_known, part.num_passed)
+            first = max(part.num_offered, part.num_released)
             if group.window is None:
                 first = self._first_unsettled(part, keys)
             for place in range(first, end):
                 parent = self._parent(group, keys, place)
                 self._cache.insert(keys[numbers[place]], parent, part.pages[place])
-            part.num_known = end
+            part.num_offered = end
 
     def _first_unsettled(self, part: RangePart, keys: Sequence[bytes]) -> int:
         """From there on pages are offered again: the cache knows others, of a sequence that may
         have ended since, or may have forgotten these with those."""
-        numbers, knows = part.group.key_numbers, self._cache.index.knows
-        place = part.num_settled
-        while place < part.num_known and knows(keys[numbers[place]], part.pages[place]):
+        numbers, knows = part.group.key_numbers, self._cache.index.has
+        place = part.num_cached
+        while place < part.num_offered and knows(keys[numbers[place]], part.pages[place]):
             place += 1
-        part.num_settled = place
+        part.num_cached = place
         return place
 
     def fetch(
@@ -107,7 +107,7 @@ class PrefixFinder:
         ):
             needed = self._needed(keys, num_tokens)
             known = [index.page_of(key) for key, _ in needed if index.has_key(key)]
-            excess = len(needed) - len(known) - min(num_spare, cache.num_free_beside(known))
+            excess = len(needed) - len(known) - min(num_spare, cache.num_free_excluding(known))
             if excess <= 0 or len(needed) == len(known):
                 num_known = self.num_tokens(keys, num_tokens, index.has_key)
                 load_s = cache.load_times.seconds(len(needed) - len(known))
@@ -117,14 +117,14 @@ class PrefixFinder:
                     return False
                 return cache.fetch(needed, num_spare)
             first = self._layout.groups[0]
-            end = first.tokens_in(max(0, first.places_for(num_tokens) - excess))
+            end = first.tokens_in(max(0, first.slots_for(num_tokens) - excess))
         return False
 
     def _needed(self, keys: Sequence[bytes], num_tokens: int) -> list[tuple[bytes, bytes | None]]:
         """Keys, with their parents, of what a hit of so many tokens takes; complete pages only."""
         found: list[tuple[bytes, bytes | None]] = []
         for group in self._layout.groups:
-            first, end = group.first_place(num_tokens), group.places_for(num_tokens)
+            first, end = group.first_slot(num_tokens), group.slots_for(num_tokens)
             found += [
                 (keys[group.key_numbers[place]], self._parent(group, keys, place))
                 for place in range(first, end)
@@ -148,7 +148,7 @@ def _reachable(
         return min(num_tokens, group.tokens_in(num_known))
     num_tokens = min(num_tokens, group.tokens_in(len(chain)))
     while num_tokens > 0:
-        places = range(group.first_place(num_tokens), group.places_for(num_tokens))
+        places = range(group.first_slot(num_tokens), group.slots_for(num_tokens))
         gap = next((place for place in reversed(places) if not is_there(chain[place])), None)
         if gap is None:
             break

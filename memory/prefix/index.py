@@ -73,7 +73,7 @@ class PrefixIndex:
     def __contains__(self, page: int) -> bool:
         return page in self._keys
 
-    def knows(self, key: bytes, page: int) -> bool:
+    def has(self, key: bytes, page: int) -> bool:
         """Under this key it knows this page."""
         return self._keys.get(page) == key
 
@@ -147,7 +147,7 @@ class PrefixIndex:
             ]
             heapq.heapify(self._leaves)
 
-    def forget_oldest(self, may_forget: Callable[[int], bool]) -> tuple[bytes, int] | None:
+    def evict_oldest(self, may_forget: Callable[[int], bool]) -> tuple[bytes, int] | None:
         """Forget the leaf that was used longest ago among those whose page may go; key and page.
 
         Those that may not are in use, so they count as used just now.
@@ -158,22 +158,22 @@ class PrefixIndex:
             if node is None or node.children or node.used != used:
                 continue
             if may_forget(node.page):
-                self._forget(key)
+                self._remove(key)
                 return key, node.page
             self.touch(key)
         return None
 
-    def forget_tree(self, page: int) -> list[int]:
+    def evict_tree(self, page: int) -> list[int]:
         """Forget a page and all that continue it; their pages."""
         order = [self._keys[page]]
         for key in order:
             order += self._nodes[key].children
         pages = [self._nodes[key].page for key in order]
         for key in reversed(order):
-            self._forget(key)
+            self._remove(key)
         return pages
 
-    def forget_all(self) -> list[int]:
+    def clear(self) -> list[int]:
         """Forget everything; the pages."""
         pages = self.pages
         self._nodes.clear()
@@ -181,7 +181,7 @@ class PrefixIndex:
         self._leaves.clear()
         return pages
 
-    def _forget(self, key: bytes) -> None:
+    def _remove(self, key: bytes) -> None:
         node = self._nodes.pop(key)
         assert not node.children, "only leaves are forgotten"
         del self._keys[node.page]

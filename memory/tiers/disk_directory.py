@@ -10,11 +10,11 @@ from pathlib import Path
 _OURS = ("lock", "index", "pages-", ".probe-", "secret")
 
 
-class SpillDirectoryError(OSError):
+class DiskDirectoryError(OSError):
     """A directory that cannot hold the disk tier. The message says what to change."""
 
 
-class SpillDirectoryInUse(SpillDirectoryError):
+class DiskDirectoryInUse(DiskDirectoryError):
     """Another process has it."""
 
 
@@ -22,15 +22,15 @@ def claim_directory(directory: str | Path) -> tuple[Path, int]:
     """Its path and a lock to be closed. Made with mode 0700, or tightened when only ours."""
     path = Path(directory).absolute()
     if path.is_symlink():  # whoever made it may let it point elsewhere tomorrow
-        raise SpillDirectoryError(f"{path} is a link; remove it")
+        raise DiskDirectoryError(f"{path} is a link; remove it")
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.lstat()
     if status.st_uid != os.geteuid():
-        raise SpillDirectoryError(f"{path} belongs to another user; choose another directory")
+        raise DiskDirectoryError(f"{path} belongs to another user; choose another directory")
     if stat.S_IMODE(status.st_mode) & 0o077:
         others = [name for name in os.listdir(path) if not name.startswith(_OURS)]
         if others:
-            raise SpillDirectoryError(
+            raise DiskDirectoryError(
                 f"{path} is open to other users and holds other files; "
                 "choose a directory of its own, or make it private (chmod 700)"
             )
@@ -40,21 +40,19 @@ def claim_directory(directory: str | Path) -> tuple[Path, int]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(lock)
-        raise SpillDirectoryInUse(f"{path} is in use by another process") from error
+        raise DiskDirectoryInUse(f"{path} is in use by another process") from error
     return path, lock
 
 
 def check_parent(directory: Path) -> None:
-    """SpillDirectoryError where others may decide what lies there: a link of theirs, or another
+    """DiskDirectoryError where others may decide what lies there: a link of theirs, or another
     user's directory in which everybody can write. (Links of root and our own are fine.)"""
     link = directory.lstat()
     if stat.S_ISLNK(link.st_mode) and link.st_uid not in (0, os.geteuid()):
-        raise SpillDirectoryError(
-            f"{directory} is a link of another user; choose another directory"
-        )
+        raise DiskDirectoryError(f"{directory} is a link of another user; choose another directory")
     status = directory.stat()
     if status.st_uid != os.geteuid() and stat.S_IMODE(status.st_mode) & 0o022:
-        raise SpillDirectoryError(
+        raise DiskDirectoryError(
             f"{directory} belongs to another user and others can write there; "
             "choose another directory"
         )

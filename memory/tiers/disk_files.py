@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from memory.tiers.direct_io import open_direct
-from memory.tiers.disk_directory import SpillDirectoryInUse, is_private
-from memory.tiers.disk_index import IndexLog, Placed
+from memory.tiers.disk_directory import DiskDirectoryInUse, is_private
+from memory.tiers.disk_index import IndexLog, StoredPage
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ _HANDOVER_S = 5.0
 
 def open_pages(
     path: Path, log: IndexLog | None, page_bytes: int, num_slots: int
-) -> tuple[int, bool, list[Placed]]:
+) -> tuple[int, bool, list[StoredPage]]:
     """The file of pages: descriptor, whether it is direct, and what the log knows is in it.
 
     Without a log a file without a name. OSError.
@@ -61,7 +61,7 @@ def claim_pages(fd: int) -> None:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             if time.monotonic() > end:
-                raise SpillDirectoryInUse("transfers of another process do not end") from error
+                raise DiskDirectoryInUse("transfers of another process do not end") from error
             time.sleep(0.01)
         else:
             return

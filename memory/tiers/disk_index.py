@@ -38,7 +38,7 @@ _PUT, _DROP = 1, 2
 _CHUNK = 1 << 20
 
 
-class Placed(NamedTuple):
+class StoredPage(NamedTuple):
     """A page on disk: `length` bytes from the start of `slot`; none: it is dropped."""
 
     key: bytes
@@ -66,7 +66,7 @@ class IndexLog:
         """The file of pages that this index speaks of."""
         return f"pages-{self.id.hex()}.kv"
 
-    def open(self, num_slots: int) -> list[Placed]:
+    def open(self, num_slots: int) -> list[StoredPage]:
         """What an earlier process left, oldest first; empty where that is of no use."""
         fd = self._open_existing()
         why = "" if fd < 0 else self._read_header(fd)
@@ -114,8 +114,8 @@ class IndexLog:
             return f"pages of {page_bytes} bytes, now {self._page_bytes}"
         return "" if identity == self._identity else "another model, layout or setting"
 
-    def _replay(self, num_slots: int) -> tuple[list[Placed], int]:
-        by_key: dict[bytes, Placed] = {}
+    def _replay(self, num_slots: int) -> tuple[list[StoredPage], int]:
+        by_key: dict[bytes, StoredPage] = {}
         by_slot: dict[int, bytes] = {}
         num_bad = 0
         # Compaction keeps it far below this; a longer file is not all ours.
@@ -137,7 +137,7 @@ class IndexLog:
                 by_slot.pop(old.slot, None)
             if kind == _PUT and slot < num_slots and 0 < units * UNIT <= self._page_bytes:
                 by_key.pop(by_slot.get(slot, b""), None)
-                by_key[key] = Placed(key, slot, units * UNIT, checksum)
+                by_key[key] = StoredPage(key, slot, units * UNIT, checksum)
                 by_slot[slot] = key
         # A torn last record is written over.
         self._size = _HEADER_BYTES + (size - _HEADER_BYTES) // RECORD_BYTES * RECORD_BYTES
@@ -155,7 +155,7 @@ class IndexLog:
         self._number = self.num_records = 0
         self._replace(self._write_new([]))
 
-    def append(self, changes: Iterable[Placed]) -> bool:
+    def append(self, changes: Iterable[StoredPage]) -> bool:
         """Pages that were written (in a slot) and dropped (length 0), in their order.
 
         Written at a known place: what a failed write left there is written over.
@@ -172,7 +172,7 @@ class IndexLog:
         self.num_records += written // RECORD_BYTES
         return True
 
-    def _record(self, change: Placed) -> bytes:
+    def _record(self, change: StoredPage) -> bytes:
         self._number += 1
         body = _RECORD.pack(
             _PUT if change.length else _DROP,
@@ -189,7 +189,7 @@ class IndexLog:
         """Onto the medium. OSError."""
         os.fdatasync(self._fd)
 
-    def rewrite(self, live: Iterable[Placed]) -> bool:
+    def rewrite(self, live: Iterable[StoredPage]) -> bool:
         """Replace the file by one of these records only, atomically."""
         try:
             self.num_records = 0
@@ -199,7 +199,7 @@ class IndexLog:
             return False
         return True
 
-    def _write_new(self, live: Iterable[Placed]) -> Path:
+    def _write_new(self, live: Iterable[StoredPage]) -> Path:
         path = self._path.with_name("index.new")
         path.unlink(missing_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

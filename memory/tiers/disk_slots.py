@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from memory.tiers.disk_index import Placed
+from memory.tiers.disk_index import StoredPage
 
 _FULL_S = 30.0  # how long a full disk is not asked for more
 
 
 @dataclass(slots=True)
-class Entry:
+class DiskEntry:
     key: bytes
     slot: int
     length: int
@@ -37,14 +37,14 @@ class SlotTable:
     """Not for several threads at once: the store has the lock."""
 
     def __init__(
-        self, num_slots: int, forget: Callable[[Entry], None], clock: Callable[[], float]
+        self, num_slots: int, forget: Callable[[DiskEntry], None], clock: Callable[[], float]
     ) -> None:
         """forget: called with every entry that is dropped."""
         self.num_slots = num_slots
         self.num_begun = 0  # slots below have been given out before
         self.num_pinned = self.num_evicted = 0
-        self.entries: dict[bytes, Entry] = {}
-        self._evictable: OrderedDict[bytes, Entry] = OrderedDict()
+        self.entries: dict[bytes, DiskEntry] = {}
+        self._evictable: OrderedDict[bytes, DiskEntry] = OrderedDict()
         self._free: deque[int] = deque()
         self._unbacked: list[int] = []  # the disk was full when they were written
         self._full_until = 0.0
@@ -55,21 +55,21 @@ class SlotTable:
     def num_used(self) -> int:
         return self.num_begun - len(self._free) - len(self._unbacked)
 
-    def adopt(self, placed: Sequence[Placed]) -> None:
+    def adopt(self, placed: Sequence[StoredPage]) -> None:
         """Pages of an earlier process, the oldest first."""
         for key, slot, length, checksum in placed:
-            entry = Entry(key, slot, length, checksum, is_logged=True)
+            entry = DiskEntry(key, slot, length, checksum, is_logged=True)
             self.entries[key] = self._evictable[key] = entry
         used = {entry.slot for entry in self.entries.values()}
         self.num_begun = max(used, default=-1) + 1
         self._free.extend(slot for slot in range(self.num_begun) if slot not in used)
 
-    def add(self, key: bytes, length: int, *, is_pinned: bool) -> Entry | None:
+    def add(self, key: bytes, length: int, *, is_pinned: bool) -> DiskEntry | None:
         """A new entry that is being written, in the slot of the oldest one if need be."""
         slot = self._take()
         if slot is None:
             return None
-        entry = Entry(key, slot, length, is_logged=not is_pinned, stored=Future())
+        entry = DiskEntry(key, slot, length, is_logged=not is_pinned, stored=Future())
         self.entries[key] = entry
         self.add_pins(entry, int(is_pinned))
         return entry
@@ -86,14 +86,14 @@ class SlotTable:
             self.drop(next(iter(self._evictable.values())))
         return self._free.popleft() if self._free else None
 
-    def add_pins(self, entry: Entry, change: int) -> None:
+    def add_pins(self, entry: DiskEntry, change: int) -> None:
         self.num_pinned -= entry.pins > 0
         entry.pins += change
         assert entry.pins >= 0, "more unpins than pins"
         self.num_pinned += entry.pins > 0
         self.settle(entry)
 
-    def settle(self, entry: Entry) -> None:
+    def settle(self, entry: DiskEntry) -> None:
         """Used just now: evictable from here on, the last of all, or not at all."""
         if entry.is_dropped:  # the key may have another entry by now
             return
@@ -111,7 +111,7 @@ class SlotTable:
         num_new = self.num_slots - self.num_begun
         return len(self._free) + num_new + len(self._evictable) - num_used
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: DiskEntry) -> None:
         """It cannot be found any more; its slot is free once nobody is busy there."""
         if not entry.is_dropped:
             entry.is_dropped = True
@@ -121,24 +121,24 @@ class SlotTable:
             self._forget(entry)
         self.release(entry)
 
-    def release(self, entry: Entry) -> None:
+    def release(self, entry: DiskEntry) -> None:
         """Free the slot of a dropped entry if nobody writes or reads there. It may have failed,
         so it goes to the end of the queue."""
         if entry.slot >= 0 and entry.stored is None and not entry.readers:
             self._free.append(entry.slot)
             entry.slot = -1
 
-    def disk_is_full(self, entry: Entry) -> None:
+    def disk_is_full(self, entry: DiskEntry) -> None:
         """This slot has no space behind it; those that were written before do."""
         self._full_until = self._clock() + _FULL_S
         self._unbacked.append(entry.slot)
         entry.slot = -1
 
-    def logged(self) -> list[Placed]:
+    def logged(self) -> list[StoredPage]:
         """What shall survive a restart, the oldest first."""
         busy = [entry for entry in self.entries.values() if entry.key not in self._evictable]
         return [
-            Placed(entry.key, entry.slot, entry.length, entry.checksum)
+            StoredPage(entry.key, entry.slot, entry.length, entry.checksum)
             for entry in [*self._evictable.values(), *busy]
             if entry.is_logged and entry.stored is None
         ]

@@ -25,9 +25,9 @@ from memory.tiers.direct_io import choose_io, open_block_file
 from memory.tiers.disk_directory import claim_directory
 from memory.tiers.disk_files import open_pages
 from memory.tiers.disk_health import DiskHealth
-from memory.tiers.disk_index import MAX_KEY_BYTES, IndexLog, Placed
-from memory.tiers.disk_slots import Entry, SlotTable
-from memory.tiers.disk_writer import SpillWriter
+from memory.tiers.disk_index import MAX_KEY_BYTES, IndexLog, StoredPage
+from memory.tiers.disk_slots import DiskEntry, SlotTable
+from memory.tiers.disk_writer import DiskWriter
 from ops.cpu import native
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class DiskTier:
         """identity: the model's fingerprint, its K/V layout and whatever else the bytes mean.
 
         persistent: unpinned pages are there after a restart; else no file is left, not even by
-        a kill. SpillDirectoryError and other OSErrors where the directory cannot be used.
+        a kill. DiskDirectoryError and other OSErrors where the directory cannot be used.
         """
         assert page_bytes % ALIGNMENT == 0 and 0 < page_bytes <= MAX_PAGE_BYTES, f"{page_bytes=}"
         assert capacity_bytes >= page_bytes, f"{capacity_bytes=} {page_bytes=}"
@@ -91,7 +91,7 @@ class DiskTier:
             os.close(self._claim)
             raise
         self.io = self._file.io
-        self._writer = SpillWriter(self._file, log, self._live)
+        self._writer = DiskWriter(self._file, log, self._live)
         self._want_room()
         atexit.register(self.close)  # for one that nobody closed
         free = shutil.disk_usage(path).free
@@ -154,7 +154,7 @@ class DiskTier:
 
         return future, Transfer(address, length, offset, done)
 
-    def _end_store(self, entry: Entry, address: int, error: OSError | None) -> None:
+    def _end_store(self, entry: DiskEntry, address: int, error: OSError | None) -> None:
         if error is None:
             entry.checksum = self._checksum(address, entry.length)
         with self._lock:
@@ -167,7 +167,9 @@ class DiskTier:
                 self._slots.drop(entry)
             elif not entry.is_dropped:
                 if entry.is_logged:
-                    self._writer.note(Placed(entry.key, entry.slot, entry.length, entry.checksum))
+                    self._writer.note(
+                        StoredPage(entry.key, entry.slot, entry.length, entry.checksum)
+                    )
                 self._slots.settle(entry)
             else:
                 self._slots.release(entry)
@@ -229,7 +231,7 @@ class DiskTier:
 
     def _end_load(
         self,
-        entry: Entry,
+        entry: DiskEntry,
         address: int,
         future: Future[bool],
         error: OSError | None,
@@ -349,16 +351,16 @@ class DiskTier:
             and not self._health.is_paused
         )
 
-    def _forget(self, entry: Entry) -> None:
+    def _forget(self, entry: DiskEntry) -> None:
         if entry.is_logged:
-            self._writer.note(Placed(entry.key, 0, 0, 0))
+            self._writer.note(StoredPage(entry.key, 0, 0, 0))
 
     def _want_room(self) -> None:
         """Disk space is set aside ahead of need, in steps."""
         steps = (self._slots.num_begun + self._growth // 2) // self._growth + 1
         self._writer.want_bytes(min(steps * self._growth, self._slots.num_slots) * self.page_bytes)
 
-    def _live(self) -> list[Placed]:
+    def _live(self) -> list[StoredPage]:
         with self._lock:
             return self._slots.logged()
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from memory.tiers.block_file import BlockFile
-from memory.tiers.disk_index import IndexLog, Placed
+from memory.tiers.disk_index import IndexLog, StoredPage
 
 logger = logging.getLogger(__name__)
 
@@ -20,18 +20,18 @@ _SLACK_RECORDS = 1024
 _PAUSE_S = 30.0  # after an index that could not be written
 
 
-class SpillWriter:
+class DiskWriter:
     """`note` and `want_bytes` return at once; `flush` and `close` wait."""
 
     def __init__(
-        self, file: BlockFile, log: IndexLog | None, live: Callable[[], list[Placed]]
+        self, file: BlockFile, log: IndexLog | None, live: Callable[[], list[StoredPage]]
     ) -> None:
         """log: None where nothing is to survive. live: all pages that shall, the oldest first."""
         self._file = file
         self._log = log
         self._live = live
         self._change = threading.Condition()
-        self._changes: list[Placed] = []
+        self._changes: list[StoredPage] = []
         self._is_overrun = False
         self._wanted_bytes = self._set_aside = 0
         self._flushes_asked = self._flushes_done = 0
@@ -39,10 +39,10 @@ class SpillWriter:
         self._paused_until = 0.0
         self._must_rewrite = False
         self._rewrite_above = _SLACK_RECORDS
-        self._thread = threading.Thread(target=self._run, name="mergestep-spill", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="mergestep-disk", daemon=True)
         self._thread.start()
 
-    def note(self, change: Placed) -> None:
+    def note(self, change: StoredPage) -> None:
         """A page that was written, or (length 0) dropped."""
         if self._log is None:
             return
@@ -123,7 +123,7 @@ class SpillWriter:
                 logger.warning("K/V on disk: no space can be set aside (%s)", error)
         self._set_aside = wanted
 
-    def _write(self, changes: list[Placed], *, is_flush: bool) -> None:
+    def _write(self, changes: list[StoredPage], *, is_flush: bool) -> None:
         log = self._log
         if log is None:
             return

@@ -21,7 +21,7 @@ from typing import Generic, TypeVar
 Waiting = TypeVar("Waiting")
 
 
-class Entry(Generic[Waiting]):
+class HostEntry(Generic[Waiting]):
     """A page in a slot, or on its way there."""
 
     __slots__ = ("is_aged", "is_there", "key", "slot", "users", "waiting")
@@ -40,11 +40,11 @@ class HostArena(Generic[Waiting]):
 
     def __init__(self, num_slots: int, on_evict: Callable[[bytes], None]) -> None:
         self.num_slots = num_slots
-        self.entries: dict[bytes, Entry[Waiting]] = {}
+        self.entries: dict[bytes, HostEntry[Waiting]] = {}
         self._on_evict = on_evict
         self._free = list(range(num_slots - 1, -1, -1))
-        self._young: OrderedDict[bytes, Entry[Waiting]] = OrderedDict()  # oldest first
-        self._ready: OrderedDict[bytes, Entry[Waiting]] = OrderedDict()
+        self._young: OrderedDict[bytes, HostEntry[Waiting]] = OrderedDict()  # oldest first
+        self._ready: OrderedDict[bytes, HostEntry[Waiting]] = OrderedDict()
 
     @property
     def num_reusable(self) -> int:
@@ -59,7 +59,7 @@ class HostArena(Generic[Waiting]):
     def has_young(self) -> bool:
         return bool(self._young)
 
-    def add(self, key: bytes) -> Entry[Waiting] | None:
+    def add(self, key: bytes) -> HostEntry[Waiting] | None:
         """A slot for a page that is to come, with one user; None if there is no slot."""
         assert key not in self.entries, "it is there"
         if not self._free:
@@ -69,17 +69,17 @@ class HostArena(Generic[Waiting]):
             del self.entries[evicted]
             self._free.append(oldest.slot)
             self._on_evict(evicted)
-        entry = self.entries[key] = Entry(key, self._free.pop())
+        entry = self.entries[key] = HostEntry(key, self._free.pop())
         return entry
 
-    def use(self, entry: Entry[Waiting], *, is_wanted: bool) -> None:
+    def use(self, entry: HostEntry[Waiting], *, is_wanted: bool) -> None:
         """One more user. is_wanted: counts as a use for the order in which pages go."""
         entry.users += 1
         self._young.pop(entry.key, None)
         self._ready.pop(entry.key, None)
         entry.is_aged &= not is_wanted
 
-    def let_go(self, entry: Entry[Waiting]) -> None:
+    def release(self, entry: HostEntry[Waiting]) -> None:
         """One user less."""
         assert entry.users > 0, f"{entry.key!r} has no user"
         entry.users -= 1
@@ -92,12 +92,12 @@ class HostArena(Generic[Waiting]):
         else:
             self._young[entry.key] = entry
 
-    def drop(self, entry: Entry[Waiting]) -> None:
+    def drop(self, entry: HostEntry[Waiting]) -> None:
         """Forget a page that has a user; its slot is free when the last one has let go."""
         assert entry.users, f"{entry.key!r} has no user"
         del self.entries[entry.key]
 
-    def age(self) -> Entry[Waiting] | None:
+    def age(self) -> HostEntry[Waiting] | None:
         """The page used longest ago of the young ones, with one more user; ready when that lets
         go, unless somebody wants it meanwhile."""
         if not self._young:

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from memory.prefix.page_store import PageStore
-from memory.tiers.host_arena import Entry, HostArena, HostCounters, TransferRequest
+from memory.tiers.host_arena import HostArena, HostCounters, HostEntry, TransferRequest
 from memory.tiers.page_copy import PageCopier
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ _MAX_WRITES = 64  # under way below
 _MAX_BATCH, _BATCH_BYTES = 64, 32 << 20  # of pages copied before the thread looks up
 
 
-_Entry = Entry[TransferRequest]
+_Entry = HostEntry[TransferRequest]
 
 
 class HostWorker:
@@ -181,7 +181,7 @@ class HostWorker:
         if entry is not None:
             self.arena.use(entry, is_wanted=False)
             self.arena.drop(entry)
-            self.arena.let_go(entry)
+            self.arena.release(entry)
 
     def _begin(self, request: TransferRequest) -> None:
         if self._join(request):
@@ -229,7 +229,7 @@ class HostWorker:
             if to_host:
                 self._arrive(entry, is_good)
             else:
-                self.arena.let_go(entry)
+                self.arena.release(entry)
             self._end(request, is_good)
 
     def _count_copies(self, count: int, is_right: bool, to_host: bool) -> None:
@@ -248,7 +248,7 @@ class HostWorker:
         entry.is_there = is_right
         if not is_right and self.arena.entries.get(entry.key) is entry:
             self.arena.drop(entry)
-        self.arena.let_go(entry)
+        self.arena.release(entry)
         for request in waiting:
             if is_right or request.is_store:
                 self._begin(request)
@@ -268,7 +268,7 @@ class HostWorker:
             if entry is None:
                 return
             if self._below is None or self._below.contains(entry.key):
-                self.arena.let_go(entry)
+                self.arena.release(entry)
             else:
                 self._num_writes += 1
                 self._writes.append(entry)
@@ -344,7 +344,7 @@ class HostWorker:
         self._num_writes -= 1
         with self.changed:
             self.stats.pushed_down += is_right
-        self.arena.let_go(entry)
+        self.arena.release(entry)
 
     def _try_again(self) -> None:
         """Pages that could not be written get another try."""

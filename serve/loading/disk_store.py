@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from memory.pages.layer_groups import LayerGroup
-from memory.tiers.disk_directory import SpillDirectoryError, check_parent, is_private
+from memory.tiers.disk_directory import DiskDirectoryError, check_parent, is_private
 from memory.tiers.disk_tier import DiskTier
 from ops.cpu import native
 from serve.config import EngineConfig
@@ -77,7 +77,7 @@ def open_kv_store(
             store.close()
             raise
         return store, secret
-    except SpillDirectoryError as error:
+    except DiskDirectoryError as error:
         raise ConfigError(f"kv_cache_dir: {error}") from error
     except OSError as error:
         raise ConfigError(f"kv_cache_dir {root}: {reason(error)}") from error

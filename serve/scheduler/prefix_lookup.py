@@ -61,7 +61,7 @@ class PrefixUse:
             if other.kv_range is None:
                 continue  # it has just been preempted
             # A key stands for everything before it: where these are equal, so is all of it.
-            page = other.kv_range.num_known
+            page = other.kv_range.num_offered
             key = keys[page : page + 1]
             is_shared = key and key == other.page_keys[page : page + 1]
             if is_shared and not self._kv.prefixes.is_cached(key[0]):
@@ -111,7 +111,7 @@ class PrefixUse:
             return
         self._extend_keys(sequence, num_computed)
         self._kv.insert_prefix(sequence.kv_range, sequence.page_keys, num_computed)
-        sequence.next_cacheable_at = self._kv.page_end(sequence.kv_range.num_known)
+        sequence.next_cacheable_at = self._kv.page_end(sequence.kv_range.num_offered)
 
     def _extend_keys(self, sequence: Sequence, num_tokens: int | None = None) -> None:
         """num_tokens: that are known for certain; None: all are, as of whoever waits."""

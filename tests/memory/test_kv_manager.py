@@ -180,7 +180,7 @@ def test_one_range_that_cannot_be_mapped_stops_no_other():
     with pytest.raises(OSError, match="no memory"):
         kv.commit(items[:1])
     kv.commit(items[1:])
-    assert [len(kv.space.shown(item.index)) for item in items] == [0, 2, 2, 2]
+    assert [len(kv.space.mapped(item.index)) for item in items] == [0, 2, 2, 2]
     kv.check_integrity()
     for item in items:
         kv.close(item)
@@ -240,7 +240,7 @@ def test_mapping_ahead_leaves_nothing_to_do_at_the_step():
 @pytest.mark.parametrize(("fails", "beside_kernels"), [("map", True), ("prepare", False)])
 def test_what_cannot_be_mapped_ahead_is_mapped_at_the_step(fails, beside_kernels, caplog):
     kv, memory = make_kv(in_background=True, num_ranges=1)
-    memory.maps_beside_kernels = beside_kernels
+    memory.maps_during_kernels = beside_kernels
     item = kv.open(4)
     kv.grow(item, 4)
     kv.commit()
@@ -248,7 +248,7 @@ def test_what_cannot_be_mapped_ahead_is_mapped_at_the_step(fails, beside_kernels
     kv.map_ahead([(item, 6)])
     wait_for_thread(kv)
     assert memory.fail_next is None and "mapping ahead failed" in caplog.text
-    assert len(kv.space.shown(item.index)) == 1
+    assert len(kv.space.mapped(item.index)) == 1
     check_mapping(kv, memory)
     at_steps = kv.space.stats.num_calls
     assert kv.grow(item, 6)
@@ -262,7 +262,7 @@ def test_what_cannot_be_mapped_ahead_is_mapped_at_the_step(fails, beside_kernels
 def test_a_bug_in_mapping_ahead_does_not_stop_the_thread(beside_kernels, monkeypatch, caplog):
     """Whoever waits for it would wait for ever."""
     kv, memory = make_kv(in_background=True, num_ranges=1)
-    memory.maps_beside_kernels = beside_kernels
+    memory.maps_during_kernels = beside_kernels
     item = kv.open(4)
     kv.grow(item, 4)
     kv.commit()
@@ -294,7 +294,7 @@ def test_too_many_mappings_make_idle_ranges_give_theirs_up():
     kv.grow(again, 4)
     kv.grow(again, 64)
     kv.commit()
-    assert [bool(kv.space.shown(item.index)) for item in scattered] == [True, False]
+    assert [bool(kv.space.mapped(item.index)) for item in scattered] == [True, False]
     check_mapping(kv, memory)
     kv.check_integrity()
 

@@ -23,12 +23,12 @@ def test_without_a_thread_nothing_is_mapped_ahead(monkeypatch, caplog):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    shown = [list(kv.space.shown(i)) for i in range(2)]
+    shown = [list(kv.space.mapped(i)) for i in range(2)]
     for _ in range(2):
         kv.map_ahead([(item, 12)])
         kv.check_integrity()
         check_mapping(kv, memory)
-    assert [list(kv.space.shown(i)) for i in range(2)] == shown
+    assert [list(kv.space.mapped(i)) for i in range(2)] == shown
     assert caplog.text.count("mapped ahead") == 1
     assert kv.grow(item, 12)
     kv.commit()
@@ -42,7 +42,7 @@ def test_pages_for_mapping_ahead_are_given_back_whatever_happens(monkeypatch):
     assert kv.grow(item, 4)
     kv.commit()
     with monkeypatch.context() as patch:
-        patch.setattr(kv.space, "ahead", lambda places: 1 / 0)
+        patch.setattr(kv.space, "map_ahead", lambda places: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             kv.map_ahead([(item, 12)])
     kv.check_integrity()

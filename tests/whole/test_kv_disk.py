@@ -169,7 +169,7 @@ def test_a_disk_that_hangs_holds_nobody_up(tmp_path, expected, monkeypatch):
             assert generate(llm, requests) == right
         assert 0 < llm.stats().pages_in_use <= 26 // 4 + 26 // 8, "those the disk holds"
         is_hung[0] = False
-        opened[0].let_go()
+        opened[0].release()
 
 
 @pytest.mark.row("X9")

@@ -43,7 +43,7 @@ CHUNK_PADDING_BYTES = 8 << 10
 PROBE_AFTER_S, PROBE_EVERY_S = 10, 5  # of silence
 LOG_INTERVAL_S = 10.0
 MAX_LOG_TEXTS = 64
-FILES_FOR_OTHERS = 32  # beside connections: checkpoints, spilled K/V, worker processes
+FILES_FOR_OTHERS = 32  # beside connections: checkpoints, K/V on disk, worker processes
 
 
 class LimitedLog:

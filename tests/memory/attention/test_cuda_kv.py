@@ -48,7 +48,8 @@ class DeviceKVMachine(RuleBasedStateMachine):
 
     @property
     def visible(self) -> list[Range]:
-        return [item for item in self.kv.ranges if item.parts[0].valid > item.parts[0].num_passed]
+        parts = [(item, item.parts[0]) for item in self.kv.ranges]
+        return [item for item, part in parts if part.num_mapped > part.num_released]
 
     @property
     def num_in_ranges(self) -> int:
@@ -125,7 +126,7 @@ class DeviceKVMachine(RuleBasedStateMachine):
     def look_by_its_own_address(self, data: st.DataObject, call: str, after: int) -> None:
         item = data.draw(st.sampled_from(self.visible))
         part = item.parts[0]
-        place = data.draw(st.integers(part.num_passed, part.valid - 1))
+        place = data.draw(st.integers(part.num_released, part.num_mapped - 1))
         if call:
             self.driver.fail(call, CUresult.CUDA_ERROR_UNKNOWN, after)
         address = 0
@@ -142,7 +143,7 @@ class DeviceKVMachine(RuleBasedStateMachine):
         self.kv.trim()
         assert self.kv.num_mapped == self.kv.num_in_use
         assert self.num_in_ranges == sum(
-            item.parts[0].valid - item.parts[0].num_passed for item in self.kv.ranges
+            item.parts[0].num_mapped - item.parts[0].num_released for item in self.kv.ranges
         )
 
     @invariant()
@@ -205,7 +206,7 @@ def test_preparing_ahead_changes_no_place(fails, caplog):
     again, other = kv.open(4), kv.open(12)
     assert again is first and kv.grow(again, 4) and kv.grow(other, 12)
     kv.commit()
-    shown = list(kv.space.shown(again.index))
+    shown = list(kv.space.mapped(again.index))
     assert len(shown) == 4 and set(shown) & set(other.pages), "stale pages, others' by now"
     if fails:
         driver.fail("cuMemCreate", CUresult.CUDA_ERROR_OUT_OF_MEMORY)
@@ -216,7 +217,7 @@ def test_preparing_ahead_changes_no_place(fails, caplog):
     kv.space.collect()
     assert driver.calls["cuMemCreate"] > num_created
     assert ("mapping ahead failed" in caplog.text) == fails
-    assert kv.space.shown(again.index) == shown and len(driver.mappings) == 4 + 3
+    assert kv.space.mapped(again.index) == shown and len(driver.mappings) == 4 + 3
     driver.fail_no_more()
     kv.trim()
     assert len(driver.mappings) == 1 + 3, "what no sequence needs is found and unmapped"

@@ -116,7 +116,7 @@ class NodeModel(KVModel):
             there = list(self.session._places.shown(part))
             while there and there[-1] == UNMAPPED:
                 there.pop()
-            assert list(self.kv.space.shown(part)) == there
+            assert list(self.kv.space.mapped(part)) == there
 
     def lose(self) -> None:
         for sequence in list(self.running):

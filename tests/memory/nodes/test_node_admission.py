@@ -63,13 +63,13 @@ def test_stale_mappings_go_before_others_come(monkeypatch):
     assert kv.space.num_mappings == 202
     kv.space.max_mappings = 260
     counts = []
-    show = kv.space.show
+    show = kv.space.map
 
     def counting(*args):
         show(*args)
         counts.append(kv.space.num_mappings)
 
-    monkeypatch.setattr(kv.space, "show", counting)
+    monkeypatch.setattr(kv.space, "map", counting)
     for _ in range(3):
         assert admit(kv, keys[:50], 200) is not None
     kv.commit()

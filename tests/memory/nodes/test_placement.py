@@ -131,7 +131,7 @@ def test_pages_of_books_and_nodes_agree(drawn):
         in_background=False,
     )
     for group, tokens, count in zip(kv.layout.groups, geometry.page_tokens, places, strict=True):
-        assert group.tokens_in(1) == tokens and group.places_for(tokens + 1) == 2
+        assert group.tokens_in(1) == tokens and group.slots_for(tokens + 1) == 2
         assert kv.range_tokens == tokens * count >= max_len
     # no node has more pages than a process has mappings for
     share = 1 if partition == "request" else num_nodes

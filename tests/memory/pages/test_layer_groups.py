@@ -119,7 +119,7 @@ def test_another_sequence_gets_the_pages_behind_the_window():
             kv.close(gone_soon)  # its page goes round among the others
         run(kv, first, position, position + 8)
         run(kv, second, position, position + 8)
-    gone = {page for page in kv.space.shown(first.parts[0].index) if page >= 0}
+    gone = {page for page in kv.space.mapped(first.parts[0].index) if page >= 0}
     assert gone & set(second.pages), "shown behind the window of one, written by the other"
     assert not set(first.pages) & set(second.pages)
     check_mapping(kv, memory)
@@ -275,7 +275,7 @@ class Sequence:
 
     def spoil(self, num_computed: int) -> int:
         """Fill the places that would be given back; their number."""
-        place = self.pages.first_place(num_computed)
+        place = self.pages.first_slot(num_computed)
         ctypes.memset(self._address, 0xFF, place * self.pages.page_bytes)
         return place
 

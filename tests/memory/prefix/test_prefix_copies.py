@@ -100,7 +100,7 @@ def test_a_page_that_is_being_written_is_replaced_too(works):
     assert [rig.prefixes.index.page_of(key) for key in rig.keys[:5]] == second.pages
     rig.store.plan = lambda kind, key: None
     if works:
-        rig.store.let_go()
+        rig.store.release()
     else:
         for *_, future, _ in rig.store._held:
             future.set_result(False)

@@ -14,7 +14,7 @@ def chain(index: PrefixIndex, name: str, pages: list[int]) -> list[bytes]:
 
 def forgotten(index: PrefixIndex, keep: tuple[int, ...] = ()) -> list[int]:
     pages = []
-    while (found := index.forget_oldest(lambda page: page not in keep)) is not None:
+    while (found := index.evict_oldest(lambda page: page not in keep)) is not None:
         pages.append(found[1])
         index.check_integrity()
     return pages
@@ -53,10 +53,10 @@ def test_a_tree_goes_as_a_whole():
     a = chain(index, "a", [1, 2])
     index.insert(b"x", a[0], 3)
     index.insert(b"y", b"x", 4)
-    assert sorted(index.forget_tree(3)) == [3, 4]
+    assert sorted(index.evict_tree(3)) == [3, 4]
     index.check_integrity()
     assert index.match([*a]) == [1, 2]
-    assert sorted(index.forget_all()) == [1, 2]
+    assert sorted(index.clear()) == [1, 2]
     index.check_integrity()
 
 

@@ -75,7 +75,7 @@ class Rig:
         """Pages of the chain that are in memory then."""
         self.prefixes.fetch(chain(keys), num_spare)
         for _ in range(100):
-            self.store.let_go()
+            self.store.release()
             self.prefixes.poll()
         self.kv.check_integrity()
         pages = self.prefixes.index.match(keys)
@@ -131,7 +131,7 @@ def test_a_page_forgotten_meanwhile_is_not_written_again():
     keys = rig.compute()
     rig.prefixes.write_unwritten()  # the first four: an eighth of 32 pages
     assert rig.store.num_held == 4
-    tree = rig.prefixes.index.forget_tree(rig.prefixes.index.match(keys)[0])
+    tree = rig.prefixes.index.evict_tree(rig.prefixes.index.match(keys)[0])
     rig.prefixes._forget(tree)
     rig.store.plan = lambda kind, key: "fail"
     rig.store._held = [(*t[:3], t[3], None) for t in rig.store._held]
@@ -181,7 +181,7 @@ def test_futures_may_raise_too():
     future.set_exception(OSError("no"))
     rig.store._held[0][3].cancel()
     rig.store._held.pop(0)
-    rig.store.let_go()
+    rig.store.release()
     rig.prefixes.poll()
     assert rig.prefixes.stats.num_failed == 2
     rig.kv.check_integrity()
@@ -222,7 +222,7 @@ def test_what_was_computed_meanwhile_is_not_lost():
     rig.store.plan = lambda kind, key: None
     *_, future, _ = rig.store._held.pop()
     future.set_result(False)
-    rig.store.let_go()
+    rig.store.release()
     rig.prefixes.poll()
     rig.prefixes.poll()
     rig.kv.check_integrity()
@@ -242,7 +242,7 @@ def test_what_a_fetch_continues_is_forgotten_last():
     rig.prefixes.fetch(chain(keys), 4)
     rig.prefixes.evict()
     rig.prefixes.evict()
-    rig.store.let_go()
+    rig.store.release()
     rig.prefixes.poll()
     assert rig.prefixes.stats.num_loaded == 4 and rig.prefixes.stats.num_lost == 0
 
@@ -265,7 +265,7 @@ def test_a_hung_write_is_given_up_and_the_rest_goes_on():
     assert rig.kv.num_in_use == 0
     for page in range(32):  # somebody else's now
         rig.memory.content[page] = {5: 5}
-    rig.store.let_go()
+    rig.store.release()
     assert not rig.store.pages, "what such a write writes is found by nobody"
     rig.kv.check_integrity()
 
@@ -295,7 +295,7 @@ def test_a_slow_disk_gets_its_time_and_no_more(caplog):
 
     def slowly():
         while not is_over.wait(0.1):
-            rig.store.let_go(1)
+            rig.store.release(1)
 
     disk = threading.Thread(target=slowly)
     disk.start()
@@ -364,7 +364,7 @@ class StoreModel(KVModel):
         elif operation < 0.85 and self.running:
             self.close(self.rng.choice(self.running))
         elif operation < 0.9:
-            self.store.let_go(self.rng.randint(1, 5))
+            self.store.release(self.rng.randint(1, 5))
         elif operation < 0.95:
             self.kv.prefixes.write_unwritten()
         else:
@@ -397,7 +397,7 @@ def test_10_000_random_operations(layout):
     assert stats.num_lost > 10 and stats.num_failed > 10
     model.fates = [None]
     while model.kv.prefixes.is_transferring:
-        model.store.let_go()
+        model.store.release()
         model.kv.prefixes.poll()
     model.finish()
     assert model.kv.allocator.num_free == layout["num_pages"]

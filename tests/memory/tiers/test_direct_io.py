@@ -112,17 +112,17 @@ def test_a_callback_that_raises_stops_nobody(tmp_path, io, pages, caplog):
 
 
 class HungRing:
-    """Takes everything; what it was given ends when `let_go` is set."""
+    """Takes everything; what it was given ends when `release` is set."""
 
     def __init__(self):
-        self.let_go, self._tags = threading.Event(), []
+        self.release, self._tags = threading.Event(), []
 
     def submit(self, fields):
         self._tags += fields[::5]
         return len(fields) // 5
 
     def reap(self, at_least, timeout_s):
-        if not self.let_go.wait(timeout_s):
+        if not self.release.wait(timeout_s):
             return []
         ended, self._tags = self._tags, []
         return [(tag, BLOCK) for tag in ended]
@@ -139,7 +139,7 @@ def test_a_close_in_time_tells_what_it_leaves(tmp_path, pages, kind):
     else:
 
         def pwrite(fd, buffers, offset):
-            hung.let_go.wait()
+            hung.release.wait()
             return os.pwritev(fd, buffers, offset)
 
         file = ThreadFile(fd, is_direct=False, depth=1, pwrite=pwrite)
@@ -150,7 +150,7 @@ def test_a_close_in_time_tells_what_it_leaves(tmp_path, pages, kind):
     assert time.monotonic() - began_s < 1.0
     assert ended[0].empty() and ended[1].get(timeout=5).errno == errno.ECANCELED
     assert not file.close(0.2)
-    hung.let_go.set()
+    hung.release.set()
     assert ended[0].get(timeout=5) is None
     file._thread.join() if kind == "ring" else file._threads[0].join()
     assert file.close()

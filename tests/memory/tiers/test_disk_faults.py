@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from memory.tiers.disk_directory import SpillDirectoryInUse
+from memory.tiers.disk_directory import DiskDirectoryInUse
+from tests.support.memory.disk_pages import PAGE, found, open_store, put
 from tests.support.memory.faulty_storage import Pages, faulty
-from tests.support.memory.spilling import PAGE, found, open_store, put
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_requests_are_bounded(tmp_path, pages):
     futures = [store.store(b"%d" % i, pages.fill(i, b"%d" % i)) for i in range(3)]
     assert futures[2].done() and not futures[2].result() and store.stats().requests == 2
     assert not store.load(b"0", pages.at(9)).result()
-    opened[0].let_go()
+    opened[0].release()
     assert futures[0].result() and futures[1].result()
     store.close()
 
@@ -40,7 +40,7 @@ def test_a_load_does_not_wait_for_a_write_that_was_discarded(tmp_path, pages):
     load = store.load(b"K", pages.at(1))
     assert store.discard(b"K") and not load.done()
     pages.fill(0, b"somebody else's")
-    opened[0].let_go()
+    opened[0].release()
     assert not stored.result() and not load.result()
     assert store.flush() and store.stats().requests == 0
     store._slots.check_integrity()
@@ -98,7 +98,7 @@ def test_a_real_full_disk(pages):
     code = (
         "import resource, signal, sys, tempfile\n"
         "from tests.support.memory.faulty_storage import Pages\n"
-        "from tests.support.memory.spilling import *\n"
+        "from tests.support.memory.disk_pages import *\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "with tempfile.TemporaryDirectory() as d:\n"
         "    store = open_store(d, slots=8, persistent=True)\n"
@@ -159,9 +159,9 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end(tmp_path, pages, caplog):
     assert time.monotonic() - began_s < 1.0
     assert not write.done() and not load.done() and "2 transfers left" in caplog.text
     assert not store.close(0.5), "and stays so"
-    with pytest.raises(SpillDirectoryInUse):
+    with pytest.raises(DiskDirectoryInUse):
         open_store(tmp_path)
-    opened[0].let_go()
+    opened[0].release()
     assert not write.result(5) and not load.result(5), "the file is closed"
     os.close(store._claim)
     store = open_store(tmp_path, persistent=True)

@@ -12,10 +12,10 @@ import time
 
 import pytest
 
-from memory.tiers.disk_directory import SpillDirectoryError, SpillDirectoryInUse
+from memory.tiers.disk_directory import DiskDirectoryError, DiskDirectoryInUse
 from memory.tiers.disk_index import RECORD_BYTES
+from tests.support.memory.disk_pages import HEADER, PAGE, found, open_store, put
 from tests.support.memory.faulty_storage import Pages
-from tests.support.memory.spilling import HEADER, PAGE, found, open_store, put
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_leaving_without_a_close(tmp_path, pages):
     code = (
         "import sys\n"
         "from tests.support.memory.faulty_storage import Pages\n"
-        "from tests.support.memory.spilling import *\n"
+        "from tests.support.memory.disk_pages import *\n"
         "store, pages = open_store(sys.argv[1], persistent=True, io='auto'), Pages(PAGE, 64)\n"
         "futures = [store.store(b'%d' % i, pages.fill(i, b'%d' % i)) for i in range(6)]\n"
     )
@@ -189,7 +189,7 @@ def test_leaving_without_a_close(tmp_path, pages):
 def test_one_process_at_a_time(tmp_path, pages):
     store = open_store(tmp_path, persistent=True)
     put(store, pages, b"a")
-    with pytest.raises(SpillDirectoryInUse, match="in use"):
+    with pytest.raises(DiskDirectoryInUse, match="in use"):
         open_store(tmp_path)
     assert found(store, pages, b"a")
     store.close()
@@ -202,14 +202,14 @@ def test_a_directory_open_to_others(tmp_path):
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
     tmp_path.chmod(0o755)
     (tmp_path / "thesis.txt").touch()
-    with pytest.raises(SpillDirectoryError, match="chmod 700"):
+    with pytest.raises(DiskDirectoryError, match="chmod 700"):
         open_store(tmp_path)
 
 
 KILLED = """
 import sys, itertools
 from tests.support.memory.faulty_storage import Pages
-from tests.support.memory.spilling import *
+from tests.support.memory.disk_pages import *
 start = int(sys.argv[3])
 store = open_store(sys.argv[1], slots=int(sys.argv[4]), persistent=True, io=sys.argv[2])
 pages = Pages(PAGE, 16)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.support.memory.disk_pages import PAGE, found, open_store, put
 from tests.support.memory.faulty_storage import Pages, faulty
-from tests.support.memory.spilling import PAGE, found, open_store, put
 from tests.support.profile import examples
 
 
@@ -81,7 +81,7 @@ def test_a_load_waits_for_the_store(tmp_path, pages):
     loads = [store.load(b"a", pages.at(i)) for i in (1, 2)]
     lost = store.store(b"b", pages.fill(3, b"b"))
     assert store.discard(b"b") and not stored.done() and not loads[0].done()
-    opened[0].let_go()
+    opened[0].release()
     assert stored.result() and again.result() and all(load.result() for load in loads)
     assert pages.holds(1, b"a") and pages.holds(2, b"a")
     assert not lost.result() and store.flush() and store.stats().requests == 0
@@ -97,7 +97,7 @@ def test_a_slot_that_is_read_is_not_reused(tmp_path, pages):
     store.discard(b"a")
     assert put(store, pages, b"c") == [True]  # evicts b: a's slot is busy
     assert not store.contains(b"b")
-    opened[0].let_go()
+    opened[0].release()
     assert load.result() and pages.holds(9, b"a")
     assert put(store, pages, b"d") == [True] and store.contains(b"c")
     store._slots.check_integrity()
@@ -144,7 +144,7 @@ def test_several_threads_at_once(tmp_path, io):
     store.close()
 
 
-class SpillMachine(RuleBasedStateMachine):
+class DiskTierMachine(RuleBasedStateMachine):
     """Against a dict: a key may vanish (evicted, failed write), what is found is right."""
 
     keys = st.integers(0, 11).map(lambda n: b"key-%d" % n)
@@ -243,5 +243,5 @@ class SpillMachine(RuleBasedStateMachine):
             self.directory.cleanup()
 
 
-TestSpillMachine = SpillMachine.TestCase
-TestSpillMachine.settings = examples(15, steps=30, derandomize=True)
+TestDiskTierMachine = DiskTierMachine.TestCase
+TestDiskTierMachine.settings = examples(15, steps=30, derandomize=True)

@@ -35,7 +35,7 @@ def test_closing_is_bounded_in_time(pages, caplog):
     tier._worker._thread.join(5)
     assert not tier._worker._thread.is_alive()
     pages[20] = pages[21] = bytes(PAGE)
-    below.let_go()  # the late answer changes nothing any more
+    below.release()  # the late answer changes nothing any more
     assert pages[20] == pages[21] == bytes(PAGE)
 
 
@@ -85,9 +85,9 @@ def test_closing_begins_nothing_new(pages):
     while not tier._worker.is_closing:
         time.sleep(0.001)
     below.mode = "at once"
-    below.let_go(1)
+    below.release(1)
     assert not closing.join(0.05) and len(below.pages) == 1
-    below.let_go()
+    below.release()
     closing.join(5)
     assert len(below.pages) == 64
     assert tier.close()
@@ -105,7 +105,7 @@ def test_closing_ends_what_is_under_way_and_refuses_what_waits(pages):
     closing.start()
     assert results(futures[2:]) == [False, False]
     assert closing.is_alive()
-    below.let_go()
+    below.release()
     closing.join(5)
     assert tier.close()
     assert copier.is_closed and below.num_closed == 1

@@ -94,10 +94,10 @@ def test_stores_wait_for_a_slow_store_below(pages):
     assert not any(future.done() for future in futures[4:])
     assert fetch(pages, tier, 2) == content(name(2), PAGE), "also while it is being written"
     while not all(future.done() for future in futures):
-        below.let_go(1)
+        below.release(1)
     assert results(futures) == [True] * 12
     below.mode = "at once"
-    below.let_go()
+    below.release()
     assert tier.flush()
     assert sorted(below.pages) == sorted(name(number) for number in range(12))
     tier.close()
@@ -152,7 +152,7 @@ def test_one_read_below_serves_all_who_ask(pages):
             below.pages.pop(name(0))
         assert below.num_loads == 1
         below.mode = "at once"
-        below.let_go()
+        below.release()
         assert results(again) == [True]
         assert results(loads) == [mode == "held"] * 3
         for page in (20, 21, 22) if mode == "held" else ():
@@ -267,7 +267,7 @@ def test_flush_gives_up_in_time(pages):
     tier = HostTier(PAGE, 4 * PAGE, MemoryCopier(), below)
     results(fill(pages, tier, [0]))
     assert not tier.flush(0.05)
-    below.let_go()
+    below.release()
     assert tier.flush()
     tier.close()
 
@@ -278,22 +278,22 @@ def test_the_arena_gives_no_slot_twice():
     first, second = arena.add(b"1"), arena.add(b"2")
     assert first and second and arena.add(b"3") is None
     first.is_there = True
-    arena.let_go(first)
+    arena.release(first)
     assert arena.add(b"3") is None, "it is young"
     aged = arena.age()
     assert aged is first and arena.age() is None
     arena.use(first, is_wanted=True)
-    arena.let_go(first)
-    arena.let_go(first)
+    arena.release(first)
+    arena.release(first)
     assert arena.add(b"3") is None, "it was wanted meanwhile"
     aged = arena.age()
     assert aged is first
-    arena.let_go(first)
+    arena.release(first)
     third = arena.add(b"3")
     assert third and third.slot == first.slot and lost == [b"1"]
     arena.drop(second)
     assert arena.add(b"4") is None, "what was dropped still has a user"
-    arena.let_go(second)
+    arena.release(second)
     arena.check_integrity()
     assert arena.num_used == 1
 
@@ -346,8 +346,8 @@ class HostTierMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.below)
     @rule(count=st.integers(1, 4))
-    def let_go(self, count: int) -> None:
-        self.below.let_go(count)
+    def release(self, count: int) -> None:
+        self.below.release(count)
 
     @rule(number=st.integers(0, 11))
     def discard(self, number: int) -> None:
@@ -374,7 +374,7 @@ class HostTierMachine(RuleBasedStateMachine):
         until = time.monotonic() + 20
         while not all(future.done() for future, *_ in self.under_way):
             if self.below:
-                self.below.let_go()
+                self.below.release()
             time.sleep(0.0002)
             assert time.monotonic() < until, "a future does not end"
         self.collect()
@@ -395,7 +395,7 @@ class HostTierMachine(RuleBasedStateMachine):
         self.settle()
         if self.below:
             self.below.mode = "at once"
-            self.below.let_go()
+            self.below.release()
             assert self.tier.flush(10)
         self.tier._worker.arena.check_integrity()
         assert self.tier.close()

@@ -11,9 +11,9 @@ from memory.kv_manager import KVManager
 from memory.pages.vmm import LinuxMemory
 from memory.prefix.index import PrefixHasher
 from tests.support.engine.fakes import make_kv
+from tests.support.memory.disk_pages import open_store
 from tests.support.memory.faulty_storage import faulty
 from tests.support.memory.page_store import FakeStore
-from tests.support.memory.spilling import open_store
 
 pytestmark = pytest.mark.timing
 
@@ -75,7 +75,7 @@ def test_nothing_comes_back_from_a_write_that_was_given_up(tmp_path):
         fill(kv, memory, other.pages, 99)
     kv.commit()
     is_hung[0] = False
-    opened[0].let_go()
+    opened[0].release()
     for other in others:
         kv.close(other)
     until = time.monotonic() + 10

@@ -330,7 +330,7 @@ def test_pages_behind_a_window_are_kept_for_rows_that_may_be_computed_again():
     assert sequence.num_computed_tokens == 15 and sequence.rows_in_flight == 1
     (part,) = sequence.kv_range.parts
     plan = bench.scheduler.schedule(0.0)
-    assert part.num_passed == 0 and sequence.kv_range.capacity == 20
+    assert part.num_released == 0 and sequence.kv_range.capacity == 20
     bench.steps.run(plan, 0.0)
     bench.run()
     assert part.num_unmapped == 0 and sequence.token_ids == expected_tokens(sequence)

@@ -51,13 +51,13 @@ def said(llm: LLM, asked, num_tokens: int = 60) -> list[object]:
 @functools.cache
 def in_full(path: str, dtype: str, lengths=LENGTHS, num_tokens: int = 60) -> list[object]:
     """Nothing is given back, one after the other."""
-    first_place = GroupPages.first_place
-    GroupPages.first_place = lambda self, num_computed: 0
+    first_slot = GroupPages.first_slot
+    GroupPages.first_slot = lambda self, num_computed: 0
     try:
         with LLM(path, dtype=dtype, prefix_cache=False, **SETTINGS, **ROOMY) as llm:
             return [said(llm, one, num_tokens)[0] for one in prompts(lengths)]
     finally:
-        GroupPages.first_place = first_place
+        GroupPages.first_slot = first_slot
 
 
 @pytest.fixture(autouse=True)

@@ -174,7 +174,7 @@ def test_out_of_memory_ends_one_request(device):
 
         def failing(offset: int, first_page: int, num_pages: int) -> None:
             index = offset // (kv.range_tokens * kv.token_bytes)
-            long = [r.index for r in kv.ranges if r.is_open and r.num_promised == 30]
+            long = [r.index for r in kv.ranges if r.is_open and r.promised_tokens == 30]
             if victims or (long and index in long):
                 victims.extend(long)
             if index in victims:

@@ -304,7 +304,7 @@ class LateRunner:
             start = kv.group_offset(number) + target.index * kv.range_tokens * (
                 part.group.token_bytes
             )
-            places = range(part.group.places_for(kv.max_model_len))
+            places = range(part.group.slots_for(kv.max_model_len))
             mapped = self.memory.mapped
             tables.append([mapped.get(start + place * kv.page_bytes, -1) for place in places])
         return tables

@@ -22,7 +22,7 @@ class FakeMemory:
     content: what copying or a test has written to a page, by position.
     """
 
-    maps_beside_kernels = True
+    maps_during_kernels = True
 
     def __init__(self, page_bytes: int) -> None:
         self.page_bytes = page_bytes
@@ -115,11 +115,11 @@ def check_mapping(kv: KVManager, memory: FakeMemory) -> None:
     for number, group in enumerate(kv.layout.groups):
         for item in kv.ranges:
             part = item.parts[number]
-            held = part.pages[part.num_passed : part.valid]
-            assert kv.space.shows(part.index, held, part.num_passed), f"range {item.index}"
+            held = part.pages[part.num_released : part.num_mapped]
+            assert kv.space.maps(part.index, held, part.num_released), f"range {item.index}"
             start = kv.group_offset(number) + item.index * kv.range_tokens * group.token_bytes
             starts.add(start)
-            for place, page in enumerate(kv.space.shown(part.index)):
+            for place, page in enumerate(kv.space.mapped(part.index)):
                 if page >= 0:
                     expected[start + place * kv.page_bytes] = page
     assert memory.mapped == expected

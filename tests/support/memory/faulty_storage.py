@@ -14,7 +14,7 @@ from memory.tiers.block_file import ALIGNMENT, BlockFile, Done, Transfer
 from memory.tiers.direct_io import address_of, open_block_file
 
 # "write" or "read", number of the transfer -> None (as it is), an errno, "torn" (half of it is
-# written, and success said), "short" (half is written, then EIO) or "hold" (until `let_go`).
+# written, and success said), "short" (half is written, then EIO) or "hold" (until `release`).
 Plan = Callable[[str, int], int | str | None]
 
 
@@ -58,7 +58,7 @@ class FaultyFile:
                 assert isinstance(fault, int)
                 transfer.done(OSError(fault, os.strerror(fault)))
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         with self._lock:
             held, self._held = self._held, []
         for start, transfer in held:

@@ -69,7 +69,7 @@ class KVModel:
     def num_missing(self, sequence: ModelSequence, num_tokens: int) -> int:
         """Pages that it needs to have so many tokens."""
         parts = sequence.kv_range.parts
-        return sum(max(0, p.group.places_for(num_tokens) - len(p.pages)) for p in parts)
+        return sum(max(0, p.group.slots_for(num_tokens) - len(p.pages)) for p in parts)
 
     def map_ahead(self) -> None:
         self.kv.map_ahead([(s.kv_range, s.num_computed + 3) for s in self.running])

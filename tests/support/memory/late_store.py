@@ -18,7 +18,7 @@ def content(key: bytes, size: int) -> bytes:
 
 
 class LateStore:
-    """Pages in a dictionary. mode: "at once", "held" (until `let_go`), "refused" (nothing is
+    """Pages in a dictionary. mode: "at once", "held" (until `release`), "refused" (nothing is
     done) or "failing" (garbage is read, nothing is written, and it is known when it has ended)."""
 
     def __init__(self, page_bytes: int) -> None:
@@ -35,7 +35,7 @@ class LateStore:
     def num_held(self) -> int:
         return len(self._held)
 
-    def let_go(self, count: int = 1 << 30) -> None:
+    def release(self, count: int = 1 << 30) -> None:
         """End that many of the held transfers, the first ones."""
         with self._lock:
             due, self._held = self._held[:count], self._held[count:]

@@ -10,7 +10,7 @@ from memory.prefix.store_stats import StoreStats
 from tests.support.engine.fakes import FakeMemory
 
 # "store", "load" or "contains" and a key -> None (it works, at once), "fail", "raise" or "hold"
-# (until `let_go`).
+# (until `release`).
 Plan = Callable[[str, bytes], str | None]
 
 
@@ -63,7 +63,7 @@ class FakeStore:
             self.pages[key] = before
         future.set_result(works)
 
-    def let_go(self, count: int = 1 << 30) -> None:
+    def release(self, count: int = 1 << 30) -> None:
         ended, self._held = self._held[:count], self._held[count:]
         for transfer in ended:
             self._end(*transfer)
