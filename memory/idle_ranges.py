@@ -1,5 +1,4 @@
-"""Ranges without a sequence: which of them the next one gets, and what they still show. Integers
-only."""
+"""Ranges without a sequence, and which of them the next sequence gets. Integers only."""
 
 from __future__ import annotations
 
@@ -11,10 +10,10 @@ from memory.pages.layer_groups import PageLayout
 
 
 class IdleRanges:
-    """They go on showing their last pages in the address space; nobody looks there."""
+    """Idle ranges stay mapped to their last pages; no kernel reads there."""
 
     def __init__(self, ranges: Sequence[Range], layout: PageLayout, space: AddressSpace) -> None:
-        """All of them are idle."""
+        """All ranges are idle at first."""
         self._ranges = ranges
         self._layout = layout
         self._space = space
@@ -27,7 +26,7 @@ class IdleRanges:
         return index in self._indices
 
     def take(self, num_tokens: int, hit: PrefixHit | None = None) -> Range:
-        """The best one for so many tokens."""
+        """Removes and returns the best range for a sequence of num_tokens tokens."""
         found = self.best(num_tokens, hit)
         self._indices.discard(found.index)
         return found
@@ -36,17 +35,16 @@ class IdleRanges:
         self._indices.add(item.index)
 
     def best(self, num_tokens: int, hit: PrefixHit | None = None) -> Range:
-        """The one that shows the hit's pages already, else the best fit: the fewest mapped pages
-        that suffice, else the fullest."""
+        """Returns a range that maps the hit's pages already. If there is none, returns the range
+        with the fewest mapped pages that suffice for num_tokens tokens, or with the most."""
         need = self._layout.groups[0].slots_for(num_tokens)
-        shown = self._space.mapped
+        mapped = self._space.mapped
         first, shared = (hit.parts[0].first, hit.parts[0].shared) if hit else (0, [])
         if shared:
             last = first + len(shared) - 1
             for index in self._indices:
-                pages = shown(index)
-                # Many may show the beginning: where the last page is another one, no list is
-                # compared.
+                pages = mapped(index)
+                # Many ranges may map the first pages. The last one is compared before the lists.
                 is_like = last < len(pages) and pages[last] == shared[-1]
                 if is_like and self._space.maps(index, shared, first):
                     return self._ranges[index]
@@ -56,13 +54,14 @@ class IdleRanges:
         return self._ranges[indices[sizes.index(size)]]
 
     @property
-    def places(self) -> Iterator[int]:
-        """Their parts' numbers in the address space."""
+    def part_indices(self) -> Iterator[int]:
+        """The numbers of their parts in the address space."""
         return (part.index for i in self._indices for part in self._ranges[i].parts)
 
     def unmap(self, limit: int) -> None:
-        """What they show, the most first, until there are fewer mappings than that in all."""
-        for index in sorted(self.places, key=lambda i: -len(self._space.mapped(i))):
+        """Unmaps idle ranges, those with the most mapped slots first, until fewer than `limit`
+        mappings are left in all."""
+        for index in sorted(self.part_indices, key=lambda i: -len(self._space.mapped(i))):
             if self._space.num_mappings < limit:
                 return
             self._space.try_unmap(index)

@@ -1,18 +1,23 @@
-"""Sequences' ranges and the pages mapped into them: the scheduler's only view of memory.
+"""K/V memory with one pool of pages: which sequence holds which pages, in integers only.
 
-Integers only. A *range* is max_model_len token places of contiguous virtual memory that gets
-pages as its sequence grows (`grow`). Growing only changes the books; `commit` edits the address
-space, at the step boundary, before anything may touch the new positions. `map_ahead` lets a
-thread map what the next steps will need. Pages whose tokens are computed can be remembered
-(`remember`) and mapped into other ranges that begin with the same tokens (`match`, `open`):
-prefix sharing without a copy. A range has a part for each group of layers (layer_groups.py);
-most models have one group. Pages that are behind the window of their group are given back.
+A *range* is contiguous virtual memory for max_model_len tokens. It is divided into *page slots*,
+and physical pages are mapped into its slots as its sequence grows. So the K/V of position p lies at
+range start + p, and there is no block table.
+
+`open` gives a sequence a range, `grow` gives the range pages, `close` releases them. These three
+only change the accounting; `commit` edits the address space at the step boundary, before a kernel
+touches the new positions, and `map_ahead` lets a thread do most of that earlier. `insert_prefix`
+offers computed pages to the prefix cache. `match` finds them there for the next sequence that
+begins with the same tokens, and `open` puts them into its range: sharing copies nothing.
+
+A range has a part for each group of layers (layer_groups.py); most models have one group. Pages
+behind a group's sliding window are released while the sequence runs.
 
 +--------------------------------------------------------------------------------------+
-| invariants: a page is free, or has as many references as ranges hold it, plus one if the|
-| prefix cache knows it, one while a copy of it is due, one while the disk writes or reads|
-| it; after commit the first len(pages) places of a range show its pages; a sequence      |
-| writes only pages that no other range and not the cache holds.                          |
+| Invariants. A page is free, or it has one reference for each range that holds it, one  |
+| if the prefix cache has it, one while a copy of it is due, and one while the page store|
+| reads or writes it. After a commit, the slots of an open range map its pages. A        |
+| sequence writes only to pages that neither another range nor the prefix cache holds.   |
 +--------------------------------------------------------------------------------------+
 """
 
@@ -33,13 +38,12 @@ from memory.range_mapper import RangeMapper
 
 logger = logging.getLogger(__name__)
 
-# Linux allows 65,530 mappings in a process, and others need some too.
+# Linux allows a process 65,530 mappings; the rest of the process needs some of them.
 MAX_MAPPINGS = 48_000
-_EAGER_TOKENS = 256  # mapped in an idle range for whoever comes next: a first chunk
 
 
 class KVManager:
-    """Ranges, pages and the edits that are due at the next commit."""
+    """Implements `KVMemory` and `KVPartition` (kv_memory.py), which describe its methods."""
 
     def __init__(
         self,
@@ -57,11 +61,15 @@ class KVManager:
         max_mappings: int = MAX_MAPPINGS,
         most_mappings: int = MAX_MAPPINGS,
     ) -> None:
-        """groups: of layers; by default one without a window, of these token_bytes in tiles of
-        tile_tokens. max_rows: tokens that one step computes of a sequence, at most.
-        in_background: map ahead of need in a thread. first_start: where the ranges begin, in
-        tokens, if others are before them. max_mappings: with which ranges may be opened.
-        most_mappings: that the system has, whatever max_mappings says."""
+        """Lays out the ranges; `total_bytes` must then be reserved in `memory`.
+
+        groups: the layer groups; by default one without a window, of token_bytes and tile_tokens.
+        max_rows: the most tokens of a sequence that one step computes.
+        in_background: a thread maps pages ahead of need.
+        first_start: where the first range begins, in tokens; partitions lie one after the other.
+        max_mappings: the mappings up to which ranges may be opened.
+        most_mappings: the mappings that the system allows, an upper limit for max_mappings.
+        """
         groups = groups or (LayerGroup(token_bytes, tile_tokens),)
         self.page_bytes = memory.page_bytes
         self.max_model_len = max_model_len
@@ -76,6 +84,7 @@ class KVManager:
         self._finder = PrefixFinder(self.layout, self.prefixes)
         self.match = self._finder.match
         self.num_shared_pages = self._finder.num_shared_pages
+        self.insert_prefix = self._finder.insert
         numbered = list(enumerate(self.layout.groups))
         self.ranges = [
             Range(
@@ -87,7 +96,7 @@ class KVManager:
         ]
         self.space = AddressSpace(
             memory,
-            offsets=[self._first(number, i) for number, _ in numbered for i in range(num_ranges)],
+            offsets=[self._offset(number, i) for number, _ in numbered for i in range(num_ranges)],
             max_mappings=min(max_mappings, most_mappings),
             in_background=in_background,
         )
@@ -95,44 +104,43 @@ class KVManager:
         self._most_mappings = most_mappings
         self.on_close: Callable[[Range], None] = lambda target: None
         self._idle = IdleRanges(self.ranges, self.layout, self.space)
-        self._promised = 0
-        self._num_held = 0  # by ranges; a page as often as ranges hold it
+        self._promised = 0  # pages promised to open ranges, the sum of Range.promised_pages
+        self._num_held = 0  # pages in ranges; one that n ranges share counts n times
         self._mapper = RangeMapper(
-            self.ranges, self._idle, self.space, memory, self.prefixes.release
+            self.ranges, self._idle, self.space, memory, self.allocator, self.prefixes
         )
         self.commit = self._mapper.commit
 
-    # ---- sizes
+    # ---- the reservation: all ranges of the first layer group, then those of the next one
 
     @property
     def total_bytes(self) -> int:
-        """Virtual bytes of all ranges: what must be reserved."""
+        """Virtual bytes of all ranges."""
         return self.group_offset(len(self.layout.groups))
 
     def group_offset(self, number: int) -> int:
-        """Where a group's ranges begin in the reservation; for the last number + 1, its end."""
+        """Returns the byte offset of a group's ranges in the reservation, or the reservation's
+        size if `number` is the number of groups."""
         before = sum([group.token_bytes for group in self.layout.groups[:number]])
         return self.range_tokens * len(self.ranges) * before
 
-    def _first(self, number: int, index: int) -> int:
-        """Where a range begins in a group, in bytes of the reservation."""
+    def _offset(self, number: int, index: int) -> int:
+        """Returns the byte offset of a range's part for the group `number`."""
         size = self.range_tokens * self.layout.groups[number].token_bytes
         return self.group_offset(number) + index * size
 
     def spans(self, target: Range) -> list[tuple[int, int]]:
-        """(first, end) bytes of the reservation that are the range's, in each group."""
+        """Returns the (first, end) byte offsets of the range's parts in the reservation."""
         return [
-            (self._first(number, target.index), self._first(number, target.index + 1))
+            (self._offset(number, target.index), self._offset(number, target.index + 1))
             for number in range(len(self.layout.groups))
         ]
+
+    # ---- sizes
 
     @property
     def partitions(self) -> list[KVManager]:
         return [self]
-
-    @property
-    def maps_ahead(self) -> bool:
-        return self.space.maps_ahead
 
     @property
     def num_pages(self) -> int:
@@ -140,43 +148,40 @@ class KVManager:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be had: free, or held by the prefix cache alone."""
         return self.allocator.num_free + self.prefixes.num_evictable
 
     @property
     def num_unpromised(self) -> int:
-        """Free pages that are promised to nobody."""
+        """Free pages, beyond those promised to open ranges."""
         return self.allocator.num_free - self._promised
 
     @property
     def num_cached(self) -> int:
-        """Pages that only the prefix cache holds."""
         return self.prefixes.num_evictable
 
     @property
     def num_in_use(self) -> int:
-        """Pages of sequences, and those on their way to or from the disk."""
         return self.num_pages - self.num_available
 
     @property
     def num_mapped(self) -> int:
-        """Pages with memory behind them."""
         return self.num_pages - self.allocator.num_free + self.allocator.num_warm
 
     @property
+    def num_saved(self) -> int:
+        return max(0, self._num_held - self.num_in_use)
+
+    @property
     def max_sequence_pages(self) -> int:
-        """That one sequence may have."""
         return self.num_pages
 
     def shares_memory(self, one: Range, other: Range) -> bool:
-        """Whether what one range gives back can be had by the other."""
         return True
 
     def can_fit(self, num_tokens: int, spare_pages: int = 0, hit: PrefixHit | None = None) -> bool:
-        """Whether a new range could be opened and grown to that many tokens, and leave some. Pages
-        promised to ranges that still grow into their prompt are not counted as free."""
         need = self.pages_for(num_tokens)
         if hit is not None:
+            # A page to copy that only the cache holds cannot be evicted before it is copied.
             references = self.allocator.num_references
             need -= self.num_shared_pages(hit)
             for part in hit.parts:
@@ -184,57 +189,40 @@ class KVManager:
         unpromised = self.num_available - self._promised - spare_pages
         return bool(self._idle) and need <= unpromised and self._mapper.has_room(hit)
 
-    def ranges_to_close(self, num_tokens: int, leaving: Sequence[Range]) -> list[Range] | None:
-        """Of ranges that could be closed, those that have to do with room for so many tokens;
-        None where there would be none even without them all."""
-        num_pages = sum([len(target.pages) + target.promised_pages for target in leaving])
+    def ranges_to_close(self, num_tokens: int, candidates: Sequence[Range]) -> list[Range] | None:
+        num_pages = sum([len(target.pages) + target.promised_pages for target in candidates])
         fits = self.pages_for(num_tokens) <= self.num_available - self._promised + num_pages
-        return list(leaving) if fits else None
-
-    @property
-    def num_saved(self) -> int:
-        """Pages that sequences would hold more if they shared none; a little less during I/O."""
-        return max(0, self._num_held - self.num_in_use)
-
-    def map_seconds(self, hit: PrefixHit) -> float:
-        """What mapping it takes, as mapping went so far."""
-        return self.space.stats.seconds_for(hit.num_calls)
+        return list(candidates) if fits else None
 
     # ---- prefix cache
 
     def num_cached_tokens(self, keys: Sequence[bytes]) -> int:
-        """Of a sequence with these page keys, tokens that memory knows. From any thread."""
         return self._finder.num_tokens(keys, self.range_tokens, self.prefixes.index.has_key)
+
+    def map_seconds(self, hit: PrefixHit) -> float:
+        return self.space.stats.seconds_for(hit.num_calls)
 
     def fetch(
         self,
         keys: Sequence[bytes],
-        compute_s: Callable[[int, int], float] = lambda num_tokens, num_known: 0.0,
+        compute_s: Callable[[int, int], float] = lambda num_tokens, num_cached: 0.0,
     ) -> bool:
-        """Begin to bring back from the store what memory has forgotten of a sequence with these
-        page keys, into pages that nobody is promised, unless computing it takes less time (as
-        PrefixFinder.fetch has it); whether something is on its way."""
         return self._finder.fetch(keys, self.num_available - self._promised, compute_s)
 
-    def insert_prefix(self, target: Range, keys: Sequence[bytes], num_computed: int) -> None:
-        """Let the prefix cache know the range's pages that are complete by now. keys: of its
-        pages, as far as they are known."""
-        self._finder.insert(target, keys, num_computed)
-
-    # ---- pages of ranges
+    # ---- open, grow, close
 
     def open(self, num_tokens: int, hit: PrefixHit | None = None) -> Range:
-        """A range that num_tokens are promised to; `grow` maps them as they are needed. With a
-        hit, its tokens are there at once. The caller has checked can_fit."""
-        found = self._idle.take(num_tokens, hit)
-        found.is_open = True
-        found.promised_tokens = num_tokens
+        target = self._idle.take(num_tokens, hit)
+        target.is_open = True
+        target.promised_tokens = num_tokens
         if hit is not None:
-            self._begin_with(found, hit)
-        self._promise(found)
-        return found
+            self._insert_hit(target, hit)
+        self._update_promise(target)
+        return target
 
-    def _begin_with(self, target: Range, hit: PrefixHit) -> None:
+    def _insert_hit(self, target: Range, hit: PrefixHit) -> None:
+        """Puts the hit's pages into the first slots of a new range. All of them are held before a
+        free page is taken, so that none of them is evicted for it."""
         for part, found in zip(target.parts, hit.parts, strict=True):
             for page in (*found.shared, *found.copied):
                 self.prefixes.hold(page)
@@ -244,16 +232,15 @@ class KVManager:
         for part, found in zip(target.parts, hit.parts, strict=True):
             for source in found.copied:
                 part.copies.append((source, len(part.pages)))
-                part.pages.append(self._take(part))
+                part.pages.append(self._mapper.take_page(part))
         self._num_held += len(target.pages)
-        target.num_due_mappings = 0 if self._shows(target, hit) else hit.num_calls
-        self._has_grown(target)
-
-    def _shows(self, target: Range, hit: PrefixHit) -> bool:
         parts = zip(target.parts, hit.parts, strict=True)
-        return all(self.space.maps(part.index, found.shared, found.first) for part, found in parts)
+        is_mapped = all(self.space.maps(part.index, it.shared, it.first) for part, it in parts)
+        target.num_due_mappings = 0 if is_mapped else hit.num_calls
+        self._note_growth(target)
 
-    def _promise(self, target: Range) -> None:
+    def _update_promise(self, target: Range) -> None:
+        """Sets the pages promised to a range to those that its promised tokens still need."""
         promised = 0
         if target.is_open and target.capacity < target.promised_tokens:
             held = sum([len(part.pages) - part.num_released for part in target.parts])
@@ -261,64 +248,47 @@ class KVManager:
         self._promised += promised - target.promised_pages
         target.promised_pages = promised
 
-    def _take(self, part: RangePart, more: Sequence[int] = ()) -> int:
-        """A free page for its next place (after `more`), the one shown there if possible."""
-        if not self.allocator.num_free:
-            self.prefixes.evict()
-        shown = self.space.mapped(part.index)
-        place = len(part.pages) + len(more)
-        there = shown[place] if place < len(shown) and shown[place] >= 0 else None
-        before = more or part.pages
-        return self.allocator.take(there, before[-1] if before else None)
-
-    def _extend(self, part: RangePart, count: int) -> None:
-        """Pages for its next places."""
-        self._num_held += count
-        while self.allocator.num_free < count:
-            self.prefixes.evict()
-        self.allocator.extend(part.pages, self.space.mapped(part.index), count)
-
     def grow(self, target: Range, num_tokens: int, num_computed: int = 0) -> bool:
-        """Grant the range pages for num_tokens in all; False (and no page) if there are none. Once
-        num_computed tokens are computed, pages that no later token reaches are given back."""
         if num_tokens <= target.capacity:
             return True
         assert num_tokens <= self.max_model_len, f"{num_tokens} > {self.max_model_len}"
         missing: list[int] = []
         for part in target.parts:
             if part.group.window is not None:
-                self._pass(part, part.group.first_slot(num_computed))
+                self._release_behind(part, part.group.first_slot(num_computed))
             missing.append(max(0, part.group.slots_for(num_tokens) - len(part.pages)))
         has_room = sum(missing) <= self.num_available
         if has_room:
             self.space.collect()
             for part, count in zip(target.parts, missing, strict=True):
-                self._extend(part, count)
-            self._has_grown(target)
+                self._mapper.extend(part, count)
+                self._num_held += count
+            self._note_growth(target)
         if target.promised_pages or target.capacity < target.promised_tokens:
-            self._promise(target)
+            self._update_promise(target)
         return has_room
 
-    def _has_grown(self, target: Range) -> None:
+    def _note_growth(self, target: Range) -> None:
         target.capacity = min([part.group.tokens_in(len(part.pages)) for part in target.parts])
         self._mapper.due.add(target.index)
 
-    def _pass(self, part: RangePart, first: int) -> None:
-        """Give back pages before place `first`. The places may go on showing them; nobody looks."""
-        assert first <= part.num_mapped, f"place {first} of {part.num_mapped} was never mapped"
+    def _release_behind(self, part: RangePart, first: int) -> None:
+        """Releases the pages of the slots before `first`. The slots may stay mapped to them, since
+        no kernel reads there."""
+        assert first <= part.num_mapped, f"slot {first} of {part.num_mapped} was never mapped"
         self._num_held -= max(0, first - part.num_released)
-        for place in range(part.num_released, first):
-            self.prefixes.release(part.pages[place])
-            part.pages[place] = UNMAPPED
+        for slot in range(part.num_released, first):
+            self.prefixes.release(part.pages[slot])
+            part.pages[slot] = UNMAPPED
         part.num_released = max(part.num_released, first)
 
     def close(self, target: Range) -> None:
-        """The sequence is gone. Its places go on showing its pages until others are due there."""
+        # The slots stay mapped to the pages until others are mapped there.
         assert target.is_open, f"range {target.index} is not open"
         self.on_close(target)
         target.is_open = False
         target.capacity = target.promised_tokens = target.num_due_mappings = 0
-        self._promise(target)
+        self._update_promise(target)
         for part in target.parts:
             self._num_held -= len(part.pages) - part.num_released
             if part.group.window is not None:
@@ -331,50 +301,26 @@ class KVManager:
 
     # ---- the address space
 
-    def map_ahead(self, wanted: Iterable[tuple[Range, int]]) -> None:
-        """Let the thread map what the ranges need for that many tokens, and a little for the
-        next one to come. Nothing is granted: whoever is in need may still take those pages."""
-        if self.space.is_busy:
-            return
-        self.space.collect()  # after that question: now nothing is on its way
-        longest = self.max_model_len
-        needs = [(item, min(number, longest)) for item, number in wanted if number > item.capacity]
-        if self._idle:
-            eager = min(_EAGER_TOKENS, longest)
-            needs.append((self._idle.best(eager), eager))
-        places = [
-            self._ahead_of(part, part.group.slots_for(num_tokens))
-            for target, num_tokens in needs
-            for part in target.parts
-        ]
-        ahead = [page for _, _, pages in places for page in pages]
-        try:
-            self.space.map_ahead(places)
-        finally:
-            for page in ahead:
-                self.allocator.give_back(page)
-        self.allocator.defer(ahead)
+    @property
+    def maps_ahead(self) -> bool:
+        return self.space.maps_ahead
 
-    def _ahead_of(self, part: RangePart, num_places: int) -> tuple[int, int, list[int]]:
-        """(index, place, pages) that it would get next. The pages are taken."""
-        pages: list[int] = []
-        while len(part.pages) + len(pages) < num_places and self.num_available:
-            pages.append(self._take(part, pages))
-        return part.index, len(part.pages), pages
+    def map_ahead(self, wanted: Iterable[tuple[Range, int]]) -> None:
+        longest = self.max_model_len
+        needs = [(item, min(count, longest)) for item, count in wanted if count > item.capacity]
+        self._mapper.map_ahead(needs, longest)
 
     def trim(self) -> None:
-        """Unmap what no sequence needs and give free pages' memory back to the system."""
         self.space.settle()
         self.prefixes.poll()
         self._mapper.unmap_unneeded()
         for first, length in runs_of(self.allocator.cool()):
             try:
                 self._memory.release(first, length)
-            except OSError as error:  # the pages are free all the same; only the system waits
+            except OSError as error:  # the pages stay free; the system gets the memory later
                 logger.warning("giving memory back failed: %s", error)
 
     def reset(self, num_pages: int, max_mappings: int = MAX_MAPPINGS) -> None:
-        """All K/V is lost, and there are so many pages and mappings now. No range is open."""
         assert len(self._idle) == len(self.ranges), "ranges are open"
         while self.prefixes.num_evictable:
             self.prefixes.evict()
@@ -383,8 +329,6 @@ class KVManager:
         self.allocator.reset(num_pages)
 
     def close_all(self, timeout_s: float = 30.0) -> None:
-        """Forget the prefixes, give all memory back, end the threads. The disk has so long to
-        take what it has not yet."""
         try:
             self.prefixes.close(timeout_s)
             self.trim()
@@ -392,7 +336,6 @@ class KVManager:
             self.space.close()
 
     def check_integrity(self) -> None:
-        """AssertionError tells which invariant does not hold. For tests and idle moments."""
         owners = check_ranges(self.ranges, self._idle, self._mapper.due, self.space)
         promised = sum(item.promised_pages for item in self.ranges)
         assert promised == self._promised, f"{promised} promised, counted {self._promised}"

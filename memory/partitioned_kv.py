@@ -1,7 +1,7 @@
-"""Several K/V memories as one: whole sequences are in one of them (the request partition).
+"""Several pools of pages as one K/V memory: each sequence is whole in one of them.
 
-What `KVManager` is for one memory this is for some: the scheduler sees the same methods. A
-sequence goes where its beginning is known, else where most pages can be had.
+This is the request partition of memory nodes. A sequence goes to the partition that has its prefix
+cached, or else to the one with the most available pages.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from memory.prefix.store_stats import StoreStats
 
 @dataclass(frozen=True, slots=True)
 class PartitionHit(PrefixHit):
-    """partition: number of the memory that knows it."""
+    """A prefix hit in the partition with this number."""
 
     partition: int
 
 
 class PartitionedKV:
-    """Memories of the same layout, one after the other: number i begins at i * partition_tokens."""
+    """Implements `KVMemory` (kv_memory.py) over partitions of one layout. The ranges of partition i
+    begin at i * partition_tokens."""
 
     def __init__(self, partitions: Sequence[KVManager]) -> None:
         first = partitions[0]
@@ -40,6 +41,7 @@ class PartitionedKV:
         self._partition_tokens = first.range_tokens * len(first.ranges)
 
     def partition_of(self, target: Range) -> int:
+        """Returns the number of the partition that the range belongs to."""
         return target.start // self._partition_tokens
 
     def _of(self, target: Range) -> KVManager:
@@ -76,8 +78,7 @@ class PartitionedKV:
 
     @property
     def max_sequence_pages(self) -> int:
-        """That one sequence may have."""
-        return max(partition.num_pages for partition in self.partitions)
+        return max(item.num_pages for item in self.partitions)
 
     def can_fit(self, num_tokens: int, spare_pages: int = 0, hit: PrefixHit | None = None) -> bool:
         if isinstance(hit, PartitionHit):
@@ -85,19 +86,20 @@ class PartitionedKV:
         return self._fitting(num_tokens, self._share(spare_pages)) is not None
 
     def _share(self, pages: int) -> int:
-        """Of pages that are to stay free, those of one memory; a lost one has none."""
+        """Returns one partition's share of pages that must stay free. A lost partition, which has
+        no pages, has no share."""
         return -(-pages // max(1, sum([partition.num_pages > 0 for partition in self.partitions])))
 
     def _fitting(self, num_tokens: int, spare_pages: int) -> KVManager | None:
-        fitting = [m for m in self.partitions if m.can_fit(num_tokens, spare_pages)]
+        fitting = [item for item in self.partitions if item.can_fit(num_tokens, spare_pages)]
         return max(fitting, key=lambda partition: partition.num_available, default=None)
 
-    def ranges_to_close(self, num_tokens: int, leaving: Sequence[Range]) -> list[Range] | None:
-        """As KVManager's: of ranges in one memory, that of the last one if that will do."""
-        homes = [self.partition_of(target) for target in reversed(leaving)]
-        for home in dict.fromkeys([*homes, *range(len(self.partitions))]):
-            own = [target for target in leaving if self.partition_of(target) == home]
-            if self.partitions[home].ranges_to_close(num_tokens, own) is not None:
+    def ranges_to_close(self, num_tokens: int, candidates: Sequence[Range]) -> list[Range] | None:
+        """The returned ranges are in one partition, in that of the last candidate if possible."""
+        numbers = [self.partition_of(target) for target in reversed(candidates)]
+        for number in dict.fromkeys([*numbers, *range(len(self.partitions))]):
+            own = [target for target in candidates if self.partition_of(target) == number]
+            if self.partitions[number].ranges_to_close(num_tokens, own) is not None:
                 return own
         return None
 
@@ -108,8 +110,9 @@ class PartitionedKV:
     # ---- prefix cache
 
     def match(self, keys: Sequence[bytes], max_tokens: int) -> PrefixHit | None:
-        """The longest one whose memory has room for it; with room elsewhere alone, none: rather
-        compute it again than leave a node idle. max_tokens: one less than the sequence has."""
+        """Returns the longest hit in a partition that has room for the sequence. If only other
+        partitions have room, returns None: to compute the prefix again is better than to leave a
+        node idle. max_tokens: the sequence's tokens less one."""
         found = [(item.match(keys, max_tokens), i) for i, item in enumerate(self.partitions)]
         hits = [PartitionHit(hit.num_tokens, hit.parts, i) for hit, i in found if hit is not None]
         if not hits:
@@ -131,7 +134,7 @@ class PartitionedKV:
         keys: Sequence[bytes],
         compute_s: Callable[[int, int], float] = lambda num_tokens, num_known: 0.0,
     ) -> bool:
-        return False  # there is no store
+        return False  # partitions have no page store
 
     def insert_prefix(self, target: Range, keys: Sequence[bytes], num_computed: int) -> None:
         self._of(target).insert_prefix(target, keys, num_computed)
@@ -153,18 +156,18 @@ class PartitionedKV:
 
     def commit(self, targets: Iterable[Range] | None = None) -> None:
         wanted = None if targets is None else list(targets)
-        for home, partition in enumerate(self.partitions):
+        for number, partition in enumerate(self.partitions):
             if wanted is None:
                 partition.commit()
             else:
-                partition.commit([item for item in wanted if self.partition_of(item) == home])
+                partition.commit([item for item in wanted if self.partition_of(item) == number])
 
     @property
     def maps_ahead(self) -> bool:
         return False
 
     def map_ahead(self, wanted: Iterable[tuple[Range, int]]) -> None:
-        """Nothing is mapped ahead."""
+        """Does nothing: pages of memory nodes are not mapped ahead."""
 
     def trim(self) -> None:
         for partition in self.partitions:
@@ -180,7 +183,7 @@ class PartitionedKV:
 
 
 class PartitionedPrefixes:
-    """The prefix caches of several memories: keys are looked for in all of them."""
+    """The prefix caches of all partitions as one (`PrefixState`), without a page store."""
 
     is_fetching = is_transferring = has_store = False
 
