@@ -1,6 +1,6 @@
 """Virtual address ranges, physical pages and their mapping, on Linux and CUDA.
 
-It owns reservation, mapping, unmapping and the page accounting in integers. It does not know
-sequences, tokens' values or attention. Begin with kv_range.py and allocator.py; vmm.py and
-cuda_vmm.py are the two systems.
+The package owns reservation, mapping, unmapping and the accounting of pages in integers. It does
+not know sequences, token values or attention. Read kv_range.py and allocator.py first; vmm.py and
+cuda_vmm.py implement the two systems.
 """

@@ -1,14 +1,14 @@
-"""What the ranges show: which page is mapped at which place, and the edits that change it.
+"""Which page is mapped at which page slot of the ranges, and the calls that change it.
 
-Apart from the books (`memory.kv_manager`): a range may go on showing pages that it does not own
-any more. Nobody looks there, and when the next sequence in the range gets the same pages again,
-nothing has to be mapped. Edits are made at the step boundary (`show`), except that places beyond
-the end of a range may be mapped ahead of need by a thread of their own (`ahead`; vAttention,
-arXiv 2405.04437, section 6): a step then waits for no system call.
+This is separate from the accounting (`memory.kv_manager`): a range may stay mapped to pages that
+it does not hold any more. No kernel reads there, and if the next sequence in the range gets the
+same pages again, nothing has to be mapped. Slots are mapped at the step boundary (`map`), or by a
+thread ahead of need (`map_ahead`; vAttention, arXiv 2405.04437, section 6), so that a step waits
+for no system call.
 
-Linux limits the mappings of a process (vm.max_map_count, 65,530 by default). Consecutive pages
-at consecutive places are one mapping; `num_mappings` counts them, and stale ones are unmapped
-when they come near the limit.
+Linux limits the mappings of a process (vm.max_map_count, 65,530 by default). Consecutive pages at
+consecutive slots are one mapping. `num_mappings` counts them, and stale ones are unmapped near the
+limit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class MappingStats:
-    """num_calls at step boundaries took seconds; num_ahead were made by the thread."""
+    """num_calls: calls at step boundaries, which took `seconds` in all. num_ahead: calls of the
+    thread. num_waits: how often a step waited for the thread."""
 
     num_calls: int = 0
     seconds: float = 0.0
@@ -37,12 +38,15 @@ class MappingStats:
     num_waits: int = 0
 
     def seconds_for(self, num_calls: int) -> float:
-        """What so many calls take; 0 before the first one."""
+        """Returns the estimated seconds for so many calls, 0 before the first call."""
         return num_calls * self.seconds / max(1, self.num_calls)
 
 
 class AddressSpace:
-    """The places of ranges that begin at `offsets` (bytes) of the reservation."""
+    """The page slots of range parts, which begin at these byte offsets of the reservation.
+
+    `index` is a part's number, `slot` the number of a page slot in the part.
+    """
 
     def __init__(
         self,
@@ -62,32 +66,33 @@ class AddressSpace:
         self._worker = MapWorker(memory) if in_background else None
 
     def mapped(self, index: int) -> Sequence[int]:
-        """Pages at the places of a range from its first one on; -1 where nothing is mapped."""
+        """Returns the pages mapped at the slots, from the first one on; UNMAPPED where none is."""
         return self._mapped[index]
 
     def num_mapped(self, indices: Iterable[int]) -> list[int]:
-        """How many places each of these ranges shows."""
+        """Returns the number of slots up to the last mapped one, for each of these parts."""
         mapped = self._mapped
         return [len(mapped[index]) for index in indices]
 
     def has_room(self, num_more: int, idle: Iterable[int]) -> bool:
-        """For so many more mappings, if those of idle ranges give way."""
+        """Returns whether so many more mappings are allowed, if those of idle ranges are
+        removed."""
         excess = self.num_mappings + num_more - self.max_mappings
         return excess <= 0 or excess <= sum(map(self._num_runs.__getitem__, idle))
 
-    def maps(self, index: int, pages: Sequence[int], place: int = 0) -> bool:
-        """Whether these pages are at a range's places from `place` on."""
+    def maps(self, index: int, pages: Sequence[int], slot: int = 0) -> bool:
+        """Returns whether the slots from `slot` on are mapped to these pages."""
         mapped = self._mapped[index]
         if not pages:
             return True
-        is_begun = place < len(mapped) and mapped[place] == pages[0]
-        return is_begun and mapped[place : place + len(pages)] == pages
+        is_begun = slot < len(mapped) and mapped[slot] == pages[0]
+        return is_begun and mapped[slot : slot + len(pages)] == pages
 
     def map(self, index: int, pages: Sequence[int], first: int = 0) -> None:
-        """Map what differs in the first len(pages) places, from `first` on; the rest stays.
+        """Maps pages[i] at slot i, from slot `first` on, where another page or none is mapped.
 
-        One call per run of consecutive pages. OSError: what was mapped until then is kept, the
-        call can be repeated.
+        It takes one system call per run of consecutive pages. After an OSError what was mapped
+        stays mapped, and the call can be repeated.
         """
         self.collect()
         mapped = self._mapped[index]
@@ -96,44 +101,44 @@ class AddressSpace:
         self.settle()
         began = time.perf_counter()
         try:
-            for place, length in _differing(mapped, pages, first):
-                self._map(index, place, pages[place], length)
+            for slot, length in _differing(mapped, pages, first):
+                self._map(index, slot, pages[slot], length)
         finally:
             self.stats.seconds += time.perf_counter() - began
 
-    def _map(self, index: int, place: int, first_page: int, length: int) -> None:
-        offset = self._offset(index, place)
+    def _map(self, index: int, slot: int, first_page: int, length: int) -> None:
+        offset = self._offset(index, slot)
         try:
             self._memory.map(offset, first_page, length)
-        except OSError:  # part of it may be there, and what was there may be gone
+        except OSError:  # part of the run may be mapped, and the old pages may be unmapped
             with contextlib.suppress(OSError):
                 self._memory.unmap(offset, length)
-            num_stale = min(length, len(self._mapped[index]) - place)
-            self._record(index, place, [UNMAPPED] * max(0, num_stale))
+            num_stale = min(length, len(self._mapped[index]) - slot)
+            self._record(index, slot, [UNMAPPED] * max(0, num_stale))
             raise
-        self._record(index, place, range(first_page, first_page + length))
+        self._record(index, slot, range(first_page, first_page + length))
         self.stats.num_calls += 1
 
-    def _offset(self, index: int, place: int) -> int:
-        return self._offsets[index] + place * self._memory.page_bytes
+    def _offset(self, index: int, slot: int) -> int:
+        return self._offsets[index] + slot * self._memory.page_bytes
 
-    def _record(self, index: int, place: int, pages: Iterable[int]) -> None:
-        """These pages are at these places now."""
+    def _record(self, index: int, slot: int, pages: Iterable[int]) -> None:
+        """Records that these pages are mapped at the slots from `slot` on."""
         mapped = self._mapped[index]
         new = list(pages)
-        if place == len(mapped):  # the usual case: the range grows at its end
+        if slot == len(mapped):  # the usual case: the range grows at its end
             runs = _num_runs(new)
             if mapped and new and new[0] == mapped[-1] + 1 and mapped[-1] != UNMAPPED:
                 runs -= 1
             mapped += new
             self._count(index, self._num_runs[index] + runs)
             return
-        if place > len(mapped):
-            mapped += [UNMAPPED] * (place - len(mapped))
-        # Runs change where something else is mapped, and where that meets what follows.
-        first, end = max(0, place - 1), place + len(new) + 1
+        if slot > len(mapped):
+            mapped += [UNMAPPED] * (slot - len(mapped))
+        # The number of runs changes within the slots and at both of their ends.
+        first, end = max(0, slot - 1), slot + len(new) + 1
         before = _num_runs(mapped[first:end])
-        mapped[place : place + len(new)] = new
+        mapped[slot : slot + len(new)] = new
         runs = _num_runs(mapped[first:end]) - before
         while mapped and mapped[-1] == UNMAPPED:
             mapped.pop()
@@ -146,53 +151,55 @@ class AddressSpace:
     # ---- mapping ahead
 
     def map_ahead(self, wanted: Iterable[tuple[int, int, Sequence[int]]]) -> None:
-        """(range, place, pages): let these pages appear there soon. Nobody may look at those
-        places before `collect` has said that they do. One call for many: waking the thread, and
-        what it takes from the interpreter, costs more than the mapping. Only when the thread is
-        not busy and everything is collected: two jobs for one place would lie about it."""
+        """Lets the thread map (index, slot, pages) runs. They count as mapped after `collect`.
+
+        One call takes many runs, because waking the thread costs more than the mapping. The thread
+        must not be busy and its jobs must be collected, since two jobs for one slot would leave a
+        wrong record.
+        """
         if self._worker is None:
             return
         assert not self._worker.is_busy and not self._worker.done, "collect first"
         jobs = [
-            self._job(index, place + start, pages[start], length)
-            for index, place, pages in wanted
-            for start, length in list(_differing(self._mapped[index], pages, 0, place))
+            self._job(index, slot + start, pages[start], length)
+            for index, slot, pages in wanted
+            for start, length in list(_differing(self._mapped[index], pages, 0, slot))
         ]
         if not jobs:
             return
         try:
             self._worker.put(jobs)
-        except RuntimeError as error:  # the system has no thread left
-            logger.warning("nothing is mapped ahead any more: %s", error)
+        except RuntimeError as error:  # the system cannot start a thread
+            logger.warning("pages are no longer mapped ahead: %s", error)
             self._worker = None
             self._restore(jobs)
 
-    def _job(self, index: int, place: int, first_page: int, length: int) -> MapJob:
+    def _job(self, index: int, slot: int, first_page: int, length: int) -> MapJob:
         stale: list[int] = []
-        if self._memory.maps_during_kernels:  # else the thread only prepares the pages
-            stale = self._mapped[index][place : place + length]
-        if stale:  # about to go: nobody may count on it any more
-            self._record(index, place, [UNMAPPED] * len(stale))
-        return MapJob(index, place, self._offset(index, place), first_page, length, stale)
+        if self._memory.maps_during_kernels:  # otherwise the thread only prepares the pages
+            stale = self._mapped[index][slot : slot + length]
+        if stale:  # about to be replaced: it does not count as mapped any more
+            self._record(index, slot, [UNMAPPED] * len(stale))
+        return MapJob(index, slot, self._offset(index, slot), first_page, length, stale)
 
     def _restore(self, jobs: Iterable[MapJob]) -> None:
-        """They were not begun: what was there still is."""
+        """Records again what jobs that were not begun have left as it was."""
         for job in jobs:
             if job.stale:
-                self._record(job.index, job.place, job.stale)
+                self._record(job.index, job.slot, job.stale)
 
     @property
     def maps_ahead(self) -> bool:
-        """There is a thread for it."""
+        """Whether there is a thread that maps ahead."""
         return self._worker is not None
 
     @property
     def is_busy(self) -> bool:
-        """The thread still has something to map."""
+        """Whether the thread has jobs left."""
         return self._worker is not None and self._worker.is_busy
 
     def settle(self) -> None:
-        """From now on the thread changes nothing; take in what it has mapped."""
+        """Stops the thread's work and collects it. Jobs that have not begun are dropped."""
         if self._worker is None:
             return
         has_waited, dropped = self._worker.settle()
@@ -201,28 +208,29 @@ class AddressSpace:
         self.collect()
 
     def collect(self) -> None:
-        """Take in what the thread has mapped so far."""
+        """Records what the thread has mapped so far."""
         if self._worker is None:
             return
         while self._worker.done:
             job = self._worker.done.popleft()
-            self._record(job.index, job.place, range(job.first_page, job.first_page + job.length))
+            self._record(job.index, job.slot, range(job.first_page, job.first_page + job.length))
             self.stats.num_ahead += 1
 
     # ---- unmapping
 
     def unmap(self, index: int, first: int = 0, end: int | None = None) -> None:
-        """Unmap what the range shows from place `first` to before `end`."""
+        """Unmaps the slots from `first` up to `end`, which is excluded."""
         self.settle()
         mapped = self._mapped[index]
         end = len(mapped) if end is None else min(end, len(mapped))
-        mapped = [i for i in range(first, end) if mapped[i] != UNMAPPED]
-        for place, length in runs_of(mapped):
-            self._memory.unmap(self._offset(index, place), length)
-            self._record(index, place, [UNMAPPED] * length)
+        slots = [i for i in range(first, end) if mapped[i] != UNMAPPED]
+        for slot, length in runs_of(slots):
+            self._memory.unmap(self._offset(index, slot), length)
+            self._record(index, slot, [UNMAPPED] * length)
 
     def try_unmap(self, index: int, first: int = 0, end: int | None = None) -> bool:
-        """As `cut`, where nobody looks, and mapping replaces what is there: an error is logged."""
+        """Like `unmap`, but logs an OSError. Used where no kernel reads; a later `map` replaces the
+        pages. Returns whether it succeeded."""
         try:
             self.unmap(index, first, end)
         except OSError as error:
@@ -231,14 +239,14 @@ class AddressSpace:
         return True
 
     def reset(self) -> None:
-        """The memory is another one: nothing is mapped."""
+        """Records that nothing is mapped, because the memory was replaced."""
         self.settle()
         self._mapped = [[] for _ in self._offsets]
         self._num_runs = [0] * len(self._offsets)
         self.num_mappings = 0
 
     def close(self) -> None:
-        """End the thread."""
+        """Ends the thread."""
         self.settle()
         if self._worker is not None:
             self._worker.stop()
@@ -246,23 +254,23 @@ class AddressSpace:
 
 
 def _differing(
-    mapped: Sequence[int], pages: Sequence[int], first: int, place: int = 0
+    mapped: Sequence[int], pages: Sequence[int], first: int, slot: int = 0
 ) -> Iterable[tuple[int, int]]:
-    """(start, length) in `pages`, from `first` on, of runs of consecutive pages that are not
-    mapped at start + place yet."""
+    """Yields (start, length) of the runs of consecutive pages in pages[first:] that are not yet
+    mapped at the slots start + slot and following."""
     start = first
     end = len(pages)
-    known = len(mapped)
+    num_mapped = len(mapped)
     while start < end:
-        at = start + place
-        if at < known and mapped[at] == pages[start]:
+        at = start + slot
+        if at < num_mapped and mapped[at] == pages[start]:
             start += 1
             continue
         length = 1
         while (
             start + length < end
             and pages[start + length] == pages[start] + length
-            and not (at + length < known and mapped[at + length] == pages[start + length])
+            and not (at + length < num_mapped and mapped[at + length] == pages[start + length])
         ):
             length += 1
         yield start, length
@@ -270,7 +278,7 @@ def _differing(
 
 
 def _num_runs(pages: Sequence[int]) -> int:
-    """Mappings that the kernel needs for pages at consecutive places."""
+    """Returns how many mappings Linux needs for pages at consecutive slots."""
     runs = 0
     previous = UNMAPPED
     for page in pages:
@@ -302,9 +310,9 @@ def check_ranges(
 def _check_part(part: RangePart, space: AddressSpace, owners: dict[int, int]) -> None:
     """Adds the pages that the part holds to `owners`."""
     first, valid = part.num_released, part.num_mapped
-    assert part.pages[:first] == [UNMAPPED] * first, f"places of {part.index}"
-    assert space.maps(part.index, part.pages[first:valid], first), f"places of {part.index}"
+    assert part.pages[:first] == [UNMAPPED] * first, f"slots of part {part.index}"
+    assert space.maps(part.index, part.pages[first:valid], first), f"slots of part {part.index}"
     for page in (*part.held, *(source for source, _ in part.copies)):
         owners[page] = owners.get(page, 0) + 1
     for page in part.pages[max(part.num_offered, first) :]:
-        assert owners[page] == 1, f"page {page} is written"
+        assert owners[page] == 1, f"page {page} is written and shared"

@@ -16,15 +16,15 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class MapJob:
     index: int
-    place: int
+    slot: int
     offset: int
     first_page: int
     length: int
-    stale: list[int]  # what is there until the job is done
+    stale: list[int]  # pages mapped there until the job is done
 
 
 class MapWorker:
-    """The thread that maps ahead. Started with the first jobs."""
+    """The thread that maps ahead of need. It starts with the first jobs."""
 
     def __init__(self, memory: VirtualMemory) -> None:
         self.done: deque[MapJob] = deque()
@@ -37,7 +37,7 @@ class MapWorker:
 
     @property
     def is_busy(self) -> bool:
-        with self._changed:  # a job is never between the two
+        with self._changed:  # with the lock, a job is either pending or current
             return bool(self._pending) or self._current is not None
 
     def put(self, jobs: list[MapJob]) -> None:
@@ -50,11 +50,11 @@ class MapWorker:
             self._changed.notify_all()
 
     def settle(self) -> tuple[bool, list[MapJob]]:
-        """Drop what has not begun, wait for what has. Whether there was something to wait for,
-        and what was dropped.
+        """Drops the jobs that have not begun and waits for the one that has. Returns whether there
+        was one, and the dropped jobs.
 
-        Where all cores compute, the thread may get its turn late: whoever needs a page now maps
-        it faster than it would wait.
+        If all cores compute, the thread may run late. To map a page in the step is then faster than
+        to wait for the thread.
         """
         if not self.is_busy:
             return False, []
@@ -87,13 +87,13 @@ class MapWorker:
             except OSError as error:  # the step that needs the page maps it, or fails, itself
                 logger.warning("mapping ahead failed: %s", error)
                 self._undo(job)
-            except Exception:  # our bug: the thread must go on, others wait for it
+            except Exception:  # a bug here must not end the thread, which `settle` waits for
                 logger.exception("mapping ahead failed")
                 self._undo(job)
 
     def _undo(self, job: MapJob) -> None:
-        """Part of the run may be mapped, beside what was there: it becomes the hole it is noted
-        as. What was only prepared is mapped nowhere, and its places are not ours to touch."""
+        """Unmaps the job's slots, part of which may be mapped: they are recorded as unmapped. Pages
+        that were only prepared are mapped nowhere, and their slots must not be touched."""
         if self._memory.maps_during_kernels:
             with contextlib.suppress(OSError):
                 self._memory.unmap(job.offset, job.length)

@@ -1,5 +1,5 @@
-"""What fails several times in a row is left alone for a while, twice as long each time until it
-works (truncated exponential backoff)."""
+"""Truncated exponential backoff: after some failures in a row there is a pause, and each pause is
+twice as long as the last one until an attempt succeeds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 
 
 class Backoff:
-    """Whoever tries tells how it went. pause_s: the last pause; 0 when it has worked since."""
+    """Counts the outcomes of attempts. pause_s: the last pause, or 0 after a success."""
 
     def __init__(self) -> None:
         self.pause_s = 0.0
@@ -20,7 +20,7 @@ class Backoff:
 
     @property
     def is_longest(self) -> bool:
-        """It has failed for so long that pauses do not grow any more."""
+        """Whether pauses do not grow any more."""
         return self.pause_s >= _MAX_PAUSE_S
 
     def worked(self) -> None:
@@ -28,7 +28,7 @@ class Backoff:
         self.pause_s = 0.0
 
     def failed(self, now_s: float, times: int = 1) -> bool:
-        """Whether that begins a pause."""
+        """Counts failures. Returns whether they begin a pause."""
         self._num_failures += times
         if self._num_failures < FAILURES_IN_A_ROW or self.is_paused(now_s):
             return False
@@ -40,5 +40,5 @@ class Backoff:
         self._until_s = now_s + self.pause_s
 
     def end_pause(self) -> None:
-        """For a last trial."""
+        """Ends the pause for a last attempt."""
         self._until_s = 0.0

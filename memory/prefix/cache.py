@@ -1,15 +1,15 @@
-"""Pages that outlive their sequence: who holds them, what is forgotten, what goes to the disk.
+"""The prefix cache: pages that outlive their sequence, their eviction, and their copies in a store.
 
-The cache holds one reference on each page it knows. A page that only the cache holds can be had
-by whoever needs memory (`evict`). With a store, the oldest pages are written ahead of that, and
-what memory has forgotten may come back from there (`fetch`). Everything here happens in the
-thread that computes, between steps; the store's own threads only end futures. Whatever the store
-does, raising included, is a miss and a counter; a page that was not written waits for its next
-turn, and after some failures in a row all of them wait for a while.
+The cache holds one reference to each of its pages. A page that only the cache holds is evicted when
+memory is needed (`evict`). With a page store, the oldest pages are written before that, and `fetch`
+loads evicted pages again. All of this runs in the computing thread, between steps; the store's own
+threads only end futures. Any failure of the store, exceptions included, is a miss and a counter. A
+page that was not written waits for its next turn, and after some failures in a row there is a
+pause.
 
 +--------------------------------------------------------------------------------------+
-| invariant: num_evictable pages are known and have one reference, the cache's. A page that|
-| is being written or read has one more.                                                  |
+| Invariant: num_evictable pages are cached and have one reference, the cache's. A page   |
+| that is being written or loaded has one more.                                           |
 +--------------------------------------------------------------------------------------+
 """
 
@@ -25,24 +25,24 @@ from memory.pages.allocator import PageAllocator
 from memory.prefix.backoff import FAILURES_IN_A_ROW, Backoff
 from memory.prefix.index import PrefixIndex
 from memory.prefix.load_times import LoadTimes
-from memory.prefix.page_store import Chain, Load, PageStore, PrefixStats, Write, has_worked
+from memory.prefix.page_store import Chain, Load, PageStore, PrefixStats, Write, is_success
 from memory.prefix.store_stats import StoreStats
 
 logger = logging.getLogger(__name__)
 
-# Pages that can be had without losing something, as a share of all: below it old ones are written.
+# Old pages are written when fewer than this share of all pages are free or already in the store.
 _CLEAN_SHARE = 0.25
-# Under way at once, and not more than an eighth of the pages: nobody can have them meanwhile.
+# Writes at once, and at most an eighth of the pages, because such pages cannot be evicted.
 _MAX_WRITES = 64
-_HUNG_S = 10.0  # a write that takes longer is given up
-_CLOSE_SHARE = 0.7  # of the time that `close` has: until then it begins to write
+_HUNG_S = 10.0  # a write that takes longer is abandoned
+_CLOSE_SHARE = 0.7  # `close` starts writes during this share of its time
 
 
 class PrefixCache:
-    """References, the index, and pages on their way to or from the store."""
+    """References, the index, and transfers to and from the store. Implements `PrefixState`."""
 
     def __init__(self, allocator: PageAllocator, num_reserved: int = 0) -> None:
-        """num_reserved: pages that a hung disk shall not keep, where there are enough."""
+        """num_reserved: pages that loads from a hung disk must leave, if there are enough."""
         self.index = PrefixIndex()
         self.stats = PrefixStats()
         self.num_evictable = 0
@@ -56,9 +56,9 @@ class PrefixCache:
         self._writes: deque[Write] = deque()
         self._loads: deque[Load] = deque()
         self.load_times = LoadTimes()
-        self._rest: tuple[Chain, int] | None = None  # to be fetched after the loads
-        # Whatever the disk does, most pages can be had: nobody can take a page from a read that
-        # hangs, so beside those the longest sequence fits, unless loading would be in vain.
+        self._rest: tuple[Chain, int] | None = None  # to fetch after the loads
+        # A page cannot be taken from a load that hangs. So that a hung disk stops no request, the
+        # longest sequence fits beside the loads, unless too few pages would be left for them.
         num_pages = allocator.num_pages
         self._max_writes = max(1, min(_MAX_WRITES, num_pages // 8))
         beside = max(num_pages - num_reserved, num_pages // 8)
@@ -72,8 +72,9 @@ class PrefixCache:
         keep_memory: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """address_of: where a page's bytes are, whatever range it is in. keep_memory: called
-        when these addresses must stay mapped for ever, because the store does not let go."""
+        """address_of: returns the address of a page's bytes, whatever range maps it.
+        keep_memory: called if these addresses must stay mapped for ever, because the store may
+        still use them after it was closed."""
         self._store, self._address_of = store, address_of
         self._keep_memory, self._clock = keep_memory, clock
 
@@ -82,7 +83,6 @@ class PrefixCache:
         return self._store is not None
 
     def store_stats(self) -> StoreStats:
-        """All zero where there is no store (any more). From any thread."""
         store = self._store
         return StoreStats() if store is None else store.stats()
 
@@ -92,19 +92,21 @@ class PrefixCache:
     # ---- references
 
     def hold(self, page: int) -> None:
-        """One more range, or copy that is due, needs a page that the cache knows."""
+        """Adds a reference to a cached page, for a range or for a copy that is due."""
         self.num_evictable -= self._allocator.num_references(page) == 1
         self._allocator.share(page)
 
     def release(self, page: int) -> None:
-        """One less, of whatever page."""
+        """Removes a reference from any page."""
         if not self._allocator.give_back(page) and page in self.index:
             self.num_evictable += self._allocator.num_references(page) == 1
 
     def insert(self, key: bytes, parent: bytes | None, page: int) -> None:
-        """A page that a sequence has computed. Where its key is known with another page, it takes
-        that one's place if nobody uses it: what continues a page of a sequence shall not depend
-        on one that can be forgotten. Nothing happens if the parent is not known."""
+        """Inserts a page that a sequence has computed. Does nothing if the parent is not cached.
+
+        If the key has another page that no sequence holds, this page replaces it: the later pages
+        of the sequence must not depend on a page that can be evicted.
+        """
         if page in self.index:
             return
         if self.index.has_key(key):
@@ -126,25 +128,25 @@ class PrefixCache:
         self.num_evictable -= self._allocator.give_back(old)
 
     def _is_idle(self, page: int) -> bool:
-        """Of a known page: no sequence holds it."""
+        """Returns whether no sequence holds the cached page."""
         references = self._allocator.num_references(page)
         is_written = references == 2 and any(write.page == page for write in self._writes)
         return references == 1 or is_written
 
     def use(self, pages: Sequence[int]) -> None:
-        """These were used just now: the last of them is to go first, because it is worth nothing
+        """Marks pages as just used. The last one is evicted first, because it is worth nothing
         without the others."""
         for page in reversed(pages):
             if page in self.index:
                 self.index.touch(self.index.key_of(page))
 
     def evict(self) -> None:
-        """Forget something so that at least one page becomes free. There is an evictable one."""
+        """Evicts until at least one more page is free. The caller has checked num_evictable."""
         references = self._allocator.num_references
         found = self.index.evict_oldest(lambda page: references(page) == 1)
         if found is not None:
             self._drop([found[1]])
-        else:  # a page that nobody uses, continued by one that somebody does
+        else:  # every evictable page has a child that a sequence holds
             page = next(page for page in self.index.pages if references(page) == 1)
             self._drop(self.index.evict_tree(page))
 
@@ -157,7 +159,6 @@ class PrefixCache:
     # ---- the store
 
     def poll(self) -> None:
-        """Take in what has been written and read; begin to write what is old."""
         if self._store is None:
             return
         self._complete_transfers()
@@ -168,8 +169,6 @@ class PrefixCache:
             self._write()
 
     def write_unwritten(self) -> bool:
-        """With nothing else to do, begin to write what is not on the disk yet. False: all is, or
-        the disk has refused for so long that it shall be left alone."""
         if self._store is None:
             return False
         self.poll()
@@ -177,7 +176,7 @@ class PrefixCache:
         return bool(self._writes or (self._unwritten and not self._backoff.is_longest))
 
     def _write(self) -> None:
-        """The oldest pages that are not on the disk, if it has not just failed."""
+        """Starts to write the oldest unwritten pages, unless there is a pause after failures."""
         assert self._store is not None
         now_s = self._clock()
         count = min(len(self._unwritten), self._max_writes - len(self._writes), self._store.room)
@@ -186,8 +185,8 @@ class PrefixCache:
         chosen = [self._unwritten.popitem(last=False) for _ in range(count)]
         try:
             new = [(page, key) for page, key in chosen if not self._store.contains(key)]
-            # A page is worth nothing without those it continues: they are forgotten after it,
-            # and not for it.
+            # A page is worth nothing without its ancestors. So they are evicted after it, and
+            # none of them is evicted to make room for it.
             room = self._use([key for _, key in reversed(new)])
             new = new[: max(0, room)]
             futures = self._store.store_many([(key, self._address_of(page)) for page, key in new])
@@ -202,7 +201,7 @@ class PrefixCache:
             self._writes.append(Write(key, page, now_s, future))
 
     def _complete_transfers(self) -> None:
-        """What has been written and read."""
+        """Completes the transfers that have ended, and abandons writes that hang."""
         assert self._store is not None
         now_s = self._clock()
         last: Write | Load | None = None
@@ -210,9 +209,9 @@ class PrefixCache:
             write = self._writes.popleft()
             if write.future.done():
                 last = write
-                self._end_write(write, now_s, is_stored=has_worked(write.future))
+                self._end_write(write, now_s, is_stored=is_success(write.future))
             elif now_s - write.began_s > _HUNG_S and self._discards(write.key):
-                # so that others get the page meanwhile
+                # so that the page can be used again
                 self._backoff.failed(now_s, FAILURES_IN_A_ROW)
                 self._end_write(write, now_s, is_stored=False)
             else:
@@ -223,20 +222,22 @@ class PrefixCache:
             if not self._loads:
                 self.load_times.end()
         if last is not None and not self.is_transferring:
-            # They ended in any order; the end of a chain shall be forgotten before its beginning.
+            # Transfers end in any order, but the store must evict the end of a chain first.
             self._use([last.key])
 
     def _use(self, keys: Sequence[bytes]) -> int:
-        """Tell the store that these and what they continue were used, the last ones first."""
+        """Marks these pages and their ancestors as used in the store, ancestors last. Returns how
+        many pages the store has room for without evicting any of them."""
         assert self._store is not None
         try:
             return self._store.use(self.index.chain(keys))
         except Exception:
-            logger.exception("K/V on disk: the store cannot be told what was used")
+            logger.exception("K/V on disk: marking pages as used failed")
             return self._store.room
 
     def _discards(self, key: bytes) -> bool:
-        """Then a hung write does not need its page any more: nobody will find what it writes."""
+        """Drops the key from the store, so that a hung write does not need its page any more.
+        Returns whether the store did so."""
         assert self._store is not None
         try:
             self._store.discard(key)
@@ -252,25 +253,25 @@ class PrefixCache:
         else:
             self.stats.num_failed += 1
             self._backoff.failed(now_s)
-            if self.index.has_key(write.key):  # maybe with another page by now
+            if self.index.has_key(write.key):  # possibly with another page by now
                 self._unwritten[self.index.page_of(write.key)] = write.key
         self.release(write.page)
 
     def _end_load(self, load: Load) -> None:
-        is_here = has_worked(load.future)
-        if self.index.match([load.key]):  # somebody has computed it meanwhile
+        is_here = is_success(load.future)
+        if self.index.match([load.key]):  # a sequence has computed it meanwhile
             self._allocator.give_back(load.page)
         elif is_here and self.index.insert(load.key, load.parent, load.page):
             # the load's reference becomes the cache's
             self.num_evictable += 1
             self.stats.num_loaded += 1
-        else:  # lost, or what it continues is, or had to go for want of memory
+        else:  # the page or its parent is lost, or the parent was evicted
             self._allocator.give_back(load.page)
             self.stats.num_lost += not is_here
             self._rest = None
 
     def is_stored(self, key: bytes) -> bool:
-        """The store can probably load it."""
+        """Returns whether the store can probably load the page."""
         if self._store is None:
             return False
         try:
@@ -279,40 +280,40 @@ class PrefixCache:
             logger.exception("K/V on disk: looking for a page failed")
             return False
 
-    def num_free_excluding(self, known: Sequence[int]) -> int:
-        """Pages that can be had without forgetting these."""
+    def num_free_excluding(self, cached: Sequence[int]) -> int:
+        """Returns how many pages can be had without evicting these."""
         references = self._allocator.num_references
-        num_kept = sum([references(page) == 1 for page in known])
+        num_kept = sum([references(page) == 1 for page in cached])
         return self._allocator.num_free + self.num_evictable - num_kept
 
     def fetch(self, chain: Chain, num_spare: int) -> bool:
-        """Begin to load what memory does not know of a chain, up to what the store does not know,
-        into at most num_spare pages. True: something is on its way; ask again when it is not any
-        more."""
+        """Starts to load the pages of a chain that memory lacks, up to the first that the store
+        lacks, into at most num_spare pages. Returns whether a load is in progress; if it is, call
+        again after it has ended."""
         if self._store is None or self._loads:
             return bool(self._loads)
         index = self.index
-        known = [index.page_of(key) for key, _ in chain if index.has_key(key)]
+        cached = [index.page_of(key) for key, _ in chain if index.has_key(key)]
         wanted = [(key, parent) for key, parent in chain if not index.has_key(key)]
-        self.use(known)
-        for page in known:  # what they continue must not be forgotten for them
+        self.use(cached)
+        for page in cached:  # ancestors must not be evicted for the pages to load
             self.hold(page)
         pages: list[int] = []
         try:
-            self._begin_loads(wanted, num_spare, pages)
+            self._start_loads(wanted, num_spare, pages)
         except Exception:
             logger.exception("K/V on disk: loading pages failed")
             for page in pages:
                 self._allocator.give_back(page)
             self.stats.num_lost += max(1, len(pages))
-        for page in known:
+        for page in cached:
             self.release(page)
-        # More than the store takes at once follows when this is here.
+        # The rest of the chain follows after these loads.
         self._rest = (chain, num_spare - len(pages)) if self._loads else None
         return bool(self._loads)
 
-    def _begin_loads(self, wanted: Chain, num_spare: int, pages: list[int]) -> None:
-        """As many of them as there is room for, into pages that are put into `pages`."""
+    def _start_loads(self, wanted: Chain, num_spare: int, pages: list[int]) -> None:
+        """Starts as many loads as there is room for, and appends their pages to `pages`."""
         assert self._store is not None
         available = self._allocator.num_free + self.num_evictable
         most = min(num_spare, available, self._max_loads, self._store.room, len(wanted))
@@ -322,10 +323,10 @@ class PrefixCache:
         pages += [self._free_page() for _ in range(end)]
         if not pages:
             return
-        places = [
+        targets = [
             (key, self._address_of(page)) for (key, _), page in zip(wanted, pages, strict=False)
         ]
-        futures = self._store.load_many(places)
+        futures = self._store.load_many(targets)
         self.load_times.begin(futures)
         for (key, parent), page, future in zip(wanted, pages, futures, strict=False):
             self._loads.append(Load(key, parent, page, future))
@@ -341,24 +342,22 @@ class PrefixCache:
 
     @property
     def is_transferring(self) -> bool:
-        """Pages are on their way to or from the store; nobody else can have them meanwhile."""
         return bool(self._loads or self._writes)
 
     def wait(self, timeout_s: float) -> None:
-        """Until something on its way to or from the store has come, or the time is over."""
         futures = [write.future for write in self._writes]
-        if self._loads:  # the others are taken in after it
+        if self._loads:  # loads are completed in order
             futures.append(self._loads[0].future)
         if futures:
             wait(futures, timeout_s, return_when=FIRST_COMPLETED)
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Write what is not written yet, as much as can be in that time; forget everything, close
-        the store. Pages that a hung disk still reads or writes stay in use, and mapped."""
+        """Writes what is not yet in the store, as far as the time allows, closes the store and
+        drops all pages. Pages that a hung disk still reads or writes stay in use and mapped."""
         if self._store is not None:
             try:
                 self._close_store(self._store, self._clock() + timeout_s, timeout_s)
-            except BaseException:  # who knows what is still under way
+            except BaseException:  # transfers may still be in progress
                 self._keep_memory()
                 raise
         self._drop(self.index.clear())
@@ -369,7 +368,7 @@ class PrefixCache:
         write_until = end_s - (1 - _CLOSE_SHARE) * timeout_s
         while (now_s := self._clock()) < write_until:
             self._write()
-            if not self._writes and not self._loads:  # all is written, or nothing can be
+            if not self._writes and not self._loads:  # all is written, or writing fails
                 break
             self.wait(write_until - now_s)
             self._complete_transfers()
@@ -387,7 +386,8 @@ class PrefixCache:
             self._keep_memory()
 
     def check_integrity(self, owners: dict[int, int]) -> None:
-        """Adds what is held here to `owners` (page -> how many). AssertionError: what is off."""
+        """Adds the cache's references to `owners` (page -> number of holders). Raises
+        AssertionError for a broken invariant."""
         for page in self.index.pages:
             owners[page] = owners.get(page, 0) + 1
         for write in self._writes:

@@ -1,8 +1,8 @@
-"""How much of a sequence is at hand, when layer groups need different pages of it.
+"""Finds the cached prefix of a sequence, where layer groups need different pages of it.
 
-A hit of n tokens takes of a group all pages that rows from n on can reach: all before n without a
-window, else only those within the last window before n. What is behind a window may be forgotten.
-(Layer-specific prefix caching: Jenga, arXiv 2503.18292.)
+A hit of n tokens needs all pages of a group that rows from n on can reach. Without a window these
+are all pages before n, otherwise only those within the last window before n. Pages behind a window
+may have been evicted. (Layer-specific prefix caching: Jenga, arXiv 2503.18292.)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from memory.prefix.cache import PrefixCache
 
 
 class PrefixFinder:
-    """Pages by a sequence's keys: key i is due at layout.page_end(i) tokens."""
+    """Looks up pages by a sequence's page keys; key i covers layout.page_end(i) tokens."""
 
     def __init__(self, layout: PageLayout, cache: PrefixCache) -> None:
         self._layout = layout
@@ -25,7 +25,8 @@ class PrefixFinder:
     def num_tokens(
         self, keys: Sequence[bytes], max_tokens: int, is_there: Callable[[bytes], bool]
     ) -> int:
-        """The longest beginning, at most max_tokens, whose pages are all there."""
+        """Returns the length of the longest prefix, at most max_tokens, whose pages are all
+        there."""
         chains = [(group, group.keys_of(keys)) for group in self._layout.groups]
         found = max_tokens
         while found > 0:
@@ -55,8 +56,8 @@ class PrefixFinder:
         return PrefixHit(num_tokens, parts)
 
     def num_shared_pages(self, hit: PrefixHit) -> int:
-        """Pages of a hit that others hold already, so that they cost nothing. Behind a window
-        other pages take their place: those do not count."""
+        """Returns how many of the hit's pages sequences hold already, so that they cost nothing.
+        Pages of a window group do not count, because the window passes them and needs others."""
         references = self._cache.num_references
         return sum(
             sum([references(page) > 1 for page in part.shared])
@@ -65,7 +66,7 @@ class PrefixFinder:
         )
 
     def insert(self, target: Range, keys: Sequence[bytes], num_computed: int) -> None:
-        """Let the cache know the range's pages that are complete by now."""
+        """Inserts the pages of the range that num_computed tokens complete into the cache."""
         for part in target.parts:
             group, end, numbers = part.group, part.num_offered, part.group.key_numbers
             while numbers[end] < len(keys) and group.page_end(end) <= num_computed:
@@ -74,29 +75,30 @@ class PrefixFinder:
                 continue
             first = max(part.num_offered, part.num_released)
             if group.window is None:
-                first = self._first_unsettled(part, keys)
-            for place in range(first, end):
-                parent = self._parent(group, keys, place)
-                self._cache.insert(keys[numbers[place]], parent, part.pages[place])
+                first = self._first_uncached(part, keys)
+            for slot in range(first, end):
+                parent = self._parent(group, keys, slot)
+                self._cache.insert(keys[numbers[slot]], parent, part.pages[slot])
             part.num_offered = end
 
-    def _first_unsettled(self, part: RangePart, keys: Sequence[bytes]) -> int:
-        """From there on pages are offered again: the cache knows others, of a sequence that may
-        have ended since, or may have forgotten these with those."""
+    def _first_uncached(self, part: RangePart, keys: Sequence[bytes]) -> int:
+        """Returns the first slot whose page is offered again. For these keys the cache held pages
+        of another sequence, which it may have evicted since, and these pages with them."""
         numbers, knows = part.group.key_numbers, self._cache.index.has
-        place = part.num_cached
-        while place < part.num_offered and knows(keys[numbers[place]], part.pages[place]):
-            place += 1
-        part.num_cached = place
-        return place
+        slot = part.num_cached
+        while slot < part.num_offered and knows(keys[numbers[slot]], part.pages[slot]):
+            slot += 1
+        part.num_cached = slot
+        return slot
 
     def fetch(
         self, keys: Sequence[bytes], num_spare: int, compute_s: Callable[[int, int], float]
     ) -> bool:
-        """Begin to bring back what the store knows of the longest beginning whose missing pages
-        fit into num_spare ones, unless computing it is quicker; whether something is on its way.
+        """Starts to load the longest prefix that is in memory or the store and whose missing pages
+        fit into num_spare pages, unless computing it is faster. Returns whether a load is in
+        progress.
 
-        compute_s(n, k): seconds to compute the first n tokens when k are known; 0: who knows.
+        compute_s(n, k): seconds to compute the first n tokens if k are cached; 0: unknown.
         """
         cache, index = self._cache, self._cache.index
         if not cache.has_store or cache.is_fetching:
@@ -106,12 +108,12 @@ class PrefixFinder:
             keys, end, lambda key: index.has_key(key) or cache.is_stored(key)
         ):
             needed = self._needed(keys, num_tokens)
-            known = [index.page_of(key) for key, _ in needed if index.has_key(key)]
-            excess = len(needed) - len(known) - min(num_spare, cache.num_free_excluding(known))
-            if excess <= 0 or len(needed) == len(known):
-                num_known = self.num_tokens(keys, num_tokens, index.has_key)
-                load_s = cache.load_times.seconds(len(needed) - len(known))
-                if 0.0 < compute_s(num_tokens, num_known) < load_s:
+            cached = [index.page_of(key) for key, _ in needed if index.has_key(key)]
+            excess = len(needed) - len(cached) - min(num_spare, cache.num_free_excluding(cached))
+            if excess <= 0 or len(needed) == len(cached):
+                num_cached = self.num_tokens(keys, num_tokens, index.has_key)
+                load_s = cache.load_times.seconds(len(needed) - len(cached))
+                if 0.0 < compute_s(num_tokens, num_cached) < load_s:
                     cache.load_times.declined()
                     cache.stats.num_declined += 1
                     return False
@@ -121,35 +123,38 @@ class PrefixFinder:
         return False
 
     def _needed(self, keys: Sequence[bytes], num_tokens: int) -> list[tuple[bytes, bytes | None]]:
-        """Keys, with their parents, of what a hit of so many tokens takes; complete pages only."""
+        """Returns the (key, parent key) pairs of the pages that a hit of num_tokens tokens
+        needs."""
         found: list[tuple[bytes, bytes | None]] = []
         for group in self._layout.groups:
             first, end = group.first_slot(num_tokens), group.slots_for(num_tokens)
             found += [
-                (keys[group.key_numbers[place]], self._parent(group, keys, place))
-                for place in range(first, end)
+                (keys[group.key_numbers[slot]], self._parent(group, keys, slot))
+                for slot in range(first, end)
             ]
         return found
 
     @staticmethod
-    def _parent(group: GroupPages, keys: Sequence[bytes], place: int) -> bytes | None:
-        """A page behind a window goes before those that continue it, so it is nobody's parent."""
-        if group.window is not None or place == 0:
+    def _parent(group: GroupPages, keys: Sequence[bytes], slot: int) -> bytes | None:
+        """Returns the key of the parent, which pages of a window group do not have, because a page
+        behind the window is evicted before its successors."""
+        if group.window is not None or slot == 0:
             return None
-        return keys[group.key_numbers[place - 1]]
+        return keys[group.key_numbers[slot - 1]]
 
 
 def _reachable(
     group: GroupPages, chain: Sequence[bytes], num_tokens: int, is_there: Callable[[bytes], bool]
 ) -> int:
-    """The longest beginning, at most num_tokens, of which this group's pages are there."""
+    """Returns the longest prefix, at most num_tokens tokens, whose pages of this group are
+    there."""
     if group.window is None:
-        num_known = sum(1 for _ in takewhile(is_there, chain))
-        return min(num_tokens, group.tokens_in(num_known))
+        num_cached = sum(1 for _ in takewhile(is_there, chain))
+        return min(num_tokens, group.tokens_in(num_cached))
     num_tokens = min(num_tokens, group.tokens_in(len(chain)))
     while num_tokens > 0:
-        places = range(group.first_slot(num_tokens), group.slots_for(num_tokens))
-        gap = next((place for place in reversed(places) if not is_there(chain[place])), None)
+        slots = range(group.first_slot(num_tokens), group.slots_for(num_tokens))
+        gap = next((slot for slot in reversed(slots) if not is_there(chain[slot])), None)
         if gap is None:
             break
         num_tokens = group.tokens_in(gap)

@@ -1,10 +1,10 @@
-"""Which pages hold the K/V of which tokens: the books of the prefix cache.
+"""The index of the prefix cache: which page holds the K/V of which tokens. Integers and bytes only.
 
-A page is known by a key that stands for all tokens from the beginning to its end: a keyed
-BLAKE2b chain, key(i) = H(key(i-1), tokens of page i), begun with a salt. Keys are 128 bits and
-secret-keyed, so nobody can construct two prompts that collide, and a hit needs the same salt.
-Pages are remembered as a tree; the leaf that was used longest ago is forgotten first, and use of
-a page is use of everything before it. Integers and bytes only.
+A page's key stands for all tokens from the beginning of the sequence to the end of the page. It is
+a keyed BLAKE2b chain, key(i) = H(key(i-1), tokens of page i), that starts from a salt. Keys have
+128 bits and depend on a secret, so a client cannot construct two prompts that collide, and a hit
+needs the same salt. The pages form a tree. The least recently used leaf is evicted first, and use
+of a page is use of everything before it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ KEY_BYTES = 16
 
 
 class PrefixHasher:
-    """Keys of the pages of a token sequence."""
+    """Computes the page keys of a token sequence."""
 
     def __init__(self, page_end: Callable[[int], int], secret: bytes | None = None) -> None:
-        """page_end(i): tokens that must be computed for page i to be complete."""
+        """page_end(i): the tokens that must be computed for page i to be complete."""
         self._page_end = page_end
         self._secret = secrets.token_bytes(32) if secret is None else secret
 
@@ -34,9 +34,9 @@ class PrefixHasher:
         salt: str | None = None,
         num_tokens: int | None = None,
     ) -> None:
-        """Append the keys of the pages that token_ids fill and `keys` does not have yet.
+        """Appends the keys of the pages that token_ids fill and `keys` lacks.
 
-        num_tokens: of token_ids, the first that count; None: all."""
+        num_tokens: only so many of the first token_ids count; None: all."""
         num_tokens = len(token_ids) if num_tokens is None else num_tokens
         key = keys[-1] if keys else self._hash(b"", (salt or "").encode())
         start = self._page_end(len(keys) - 1) if keys else 0
@@ -53,18 +53,18 @@ class PrefixHasher:
 class _Node:
     page: int
     parent: bytes | None
-    used: int = 0  # when; of what a forgotten continuation has left, if that was later
+    used: int = 0  # the time of the last use, also by children that were evicted since
     children: set[bytes] = field(default_factory=set)
 
 
 class PrefixIndex:
-    """Keys to pages, and the order in which they are forgotten. O(log n) per page."""
+    """Maps keys to pages and knows the order of eviction. Operations take O(log n) per page."""
 
     def __init__(self) -> None:
         self._nodes: dict[bytes, _Node] = {}
         self._keys: dict[int, bytes] = {}
         self._clock = 0
-        # (used, key) of leaves; entries that are not true any more are skipped when met
+        # A heap of (used, key) of leaves. Entries that are out of date are skipped.
         self._leaves: list[tuple[int, bytes]] = []
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class PrefixIndex:
         return page in self._keys
 
     def has(self, key: bytes, page: int) -> bool:
-        """Under this key it knows this page."""
+        """Returns whether this key has this page."""
         return self._keys.get(page) == key
 
     @property
@@ -85,15 +85,15 @@ class PrefixIndex:
         return key in self._nodes
 
     def page_of(self, key: bytes) -> int:
-        """Of a key that is known."""
+        """Returns the page of a key in the index."""
         return self._nodes[key].page
 
     def key_of(self, page: int) -> bytes:
-        """Of a page that is known."""
+        """Returns the key of a page in the index."""
         return self._keys[page]
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """Pages of the longest known beginning of a chain."""
+        """Returns the pages of the longest prefix of a chain that is in the index."""
         found: list[int] = []
         for key in keys:
             node = self._nodes.get(key)
@@ -103,21 +103,21 @@ class PrefixIndex:
         return found
 
     def chain(self, keys: Iterable[bytes]) -> list[bytes]:
-        """These keys and all that they continue, each once; continuations first."""
+        """Returns these keys and all their ancestors, each once, children before parents."""
         found: dict[bytes, None] = {}
         for key in keys:
-            place: bytes | None = key
-            while place is not None and place not in found and place in self._nodes:
-                found[place] = None
-                place = self._nodes[place].parent
+            ancestor: bytes | None = key
+            while ancestor is not None and ancestor not in found and ancestor in self._nodes:
+                found[ancestor] = None
+                ancestor = self._nodes[ancestor].parent
         return list(found)
 
     def insert(self, key: bytes, parent: bytes | None, page: int) -> bool:
-        """Remember a page under its parent's key (None for a first page). False when the key is
-        known already or the parent is not."""
+        """Inserts a page below its parent's key (None for a first page). Returns False if the key
+        is in the index already or the parent is not."""
         if key in self._nodes or (parent is not None and parent not in self._nodes):
             return False
-        assert page not in self._keys, f"page {page} is known"
+        assert page not in self._keys, f"page {page} is in the index"
         self._nodes[key] = _Node(page, parent)
         self._keys[page] = key
         if parent is not None:
@@ -126,8 +126,8 @@ class PrefixIndex:
         return True
 
     def replace(self, key: bytes, page: int) -> None:
-        """A known key has this page from now on, instead of the one it had."""
-        assert page not in self._keys, f"page {page} is known"
+        """Gives a key in the index this page in place of the one it had."""
+        assert page not in self._keys, f"page {page} is in the index"
         node = self._nodes[key]
         del self._keys[node.page]
         node.page = page
@@ -135,7 +135,7 @@ class PrefixIndex:
         self.touch(key)
 
     def touch(self, key: bytes) -> None:
-        """The chain that ends with `key` has been used."""
+        """Marks the chain that ends with `key` as just used."""
         self._clock += 1
         node = self._nodes[key]
         node.used = self._clock
@@ -147,24 +147,22 @@ class PrefixIndex:
             ]
             heapq.heapify(self._leaves)
 
-    def evict_oldest(self, may_forget: Callable[[int], bool]) -> tuple[bytes, int] | None:
-        """Forget the leaf that was used longest ago among those whose page may go; key and page.
-
-        Those that may not are in use, so they count as used just now.
-        """
+    def evict_oldest(self, may_evict: Callable[[int], bool]) -> tuple[bytes, int] | None:
+        """Removes the least recently used leaf whose page may be evicted. Returns its key and page,
+        or None. Leaves whose page may not be evicted are in use, so they count as just used."""
         for _ in range(len(self._leaves)):
             used, key = heapq.heappop(self._leaves)
             node = self._nodes.get(key)
             if node is None or node.children or node.used != used:
                 continue
-            if may_forget(node.page):
+            if may_evict(node.page):
                 self._remove(key)
                 return key, node.page
             self.touch(key)
         return None
 
     def evict_tree(self, page: int) -> list[int]:
-        """Forget a page and all that continue it; their pages."""
+        """Removes a page and all its descendants; returns their pages."""
         order = [self._keys[page]]
         for key in order:
             order += self._nodes[key].children
@@ -174,7 +172,7 @@ class PrefixIndex:
         return pages
 
     def clear(self) -> list[int]:
-        """Forget everything; the pages."""
+        """Removes all pages and returns them."""
         pages = self.pages
         self._nodes.clear()
         self._keys.clear()
@@ -183,7 +181,7 @@ class PrefixIndex:
 
     def _remove(self, key: bytes) -> None:
         node = self._nodes.pop(key)
-        assert not node.children, "only leaves are forgotten"
+        assert not node.children, "only leaves are removed"
         del self._keys[node.page]
         if node.parent is None:
             return
@@ -194,7 +192,7 @@ class PrefixIndex:
             heapq.heappush(self._leaves, (parent.used, node.parent))
 
     def check_integrity(self) -> None:
-        """AssertionError tells what is off."""
+        """Raises AssertionError for a broken invariant."""
         children: dict[bytes, set[bytes]] = {}
         for key, node in self._nodes.items():
             assert self._keys[node.page] == key, f"page {node.page}"

@@ -1,4 +1,4 @@
-"""How long pages take to come back from a store, measured while they do."""
+"""The time that pages take to load from a store, measured while they are loaded."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
-# What the past counts for after one more batch.
+# The weight of earlier batches after one more batch.
 _DECAY = 0.8
-# A batch counts for so much more than what is known at most: a disk that hung once is not slow.
+# A batch counts as at most this multiple of the estimate: a disk that hung once is not slow.
 _MOST_MORE = 4.0
-# Each time it seemed too much, the estimate sinks: a disk that was slow once is tried again.
+# The estimate sinks by this factor each time a load is declined, so that a disk that was slow once
+# is tried again.
 _HOPE = 0.95
 
 
 class LoadTimes:
-    """Seconds a page, exponentially weighted over batches. Ends are noted in the store's threads,
-    so that it does not matter when somebody looks."""
+    """Seconds per page, exponentially weighted over batches. The store's threads record when loads
+    end, so that the estimate does not depend on when the cache polls."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -25,18 +26,19 @@ class LoadTimes:
         self._num_pages = 0
 
     def begin(self, futures: Iterable[Future[bool]]) -> None:
-        """A batch of pages is on its way."""
+        """Records the start of a batch of loads."""
         self._began_s = self._ended_s = self._clock()
         self._num_pages = 0
         for future in futures:
             self._num_pages += 1
-            future.add_done_callback(self._note_end)
+            future.add_done_callback(self._record_end)
 
-    def _note_end(self, _: Future[bool]) -> None:
+    def _record_end(self, _: Future[bool]) -> None:
         self._ended_s = self._clock()
 
     def end(self) -> None:
-        """All of the batch has come, or failed. Nothing is learned where no end was noted yet."""
+        """Updates the estimate after all loads of the batch have ended, unless no end was
+        recorded."""
         page_s = (self._ended_s - self._began_s) / max(1, self._num_pages)
         if self._num_pages and page_s > 0.0:
             if self._page_s:
@@ -46,9 +48,9 @@ class LoadTimes:
         self._num_pages = 0
 
     def seconds(self, num_pages: int) -> float:
-        """What so many pages would take; 0 before anything is known."""
+        """Returns the estimated seconds for so many pages, 0 before the first batch."""
         return num_pages * self._page_s
 
     def declined(self) -> None:
-        """That was too long for somebody."""
+        """Lowers the estimate after a load was declined as too slow."""
         self._page_s *= _HOPE

@@ -1,4 +1,4 @@
-"""What the prefix cache asks of a store of pages, and what it counts."""
+"""The protocol of a page store behind the prefix cache, and the cache's counters."""
 
 from __future__ import annotations
 
@@ -10,63 +10,63 @@ from typing import Protocol
 from memory.prefix.store_stats import StoreStats
 
 Chain = Sequence[tuple[bytes, bytes | None]]
-"""Keys of pages and their parents' (None: it has none), parents first."""
+"""(key, parent key) pairs of pages, parents first; the first page of a sequence has no parent."""
 
 
 class PageStore(Protocol):
-    """Where pages go for longer; `memory.tiers.disk_tier.DiskTier`. Futures: whether it worked.
+    """Keeps pages longer than memory does, like `memory.tiers.disk_tier.DiskTier`.
 
-    store_many and load_many raise before they have begun anything, or not at all.
+    A future's result says whether its transfer succeeded. store_many and load_many raise before
+    they have started a transfer, or not at all.
     """
 
     @property
     def room(self) -> int:
-        """Pages that may be on their way beside those that are; more would be refused."""
+        """The number of further transfers that the store accepts now."""
 
     def store_many(self, pages: Sequence[tuple[bytes, int]]) -> list[Future[bool]]:
-        """Write the pages at these addresses under these keys; they do not change meanwhile."""
+        """Writes the pages at these (key, address) pairs. They do not change until the futures
+        end."""
 
     def load_many(self, pages: Sequence[tuple[bytes, int]]) -> list[Future[bool]]:
-        """Read the keys' pages to these addresses."""
+        """Reads the pages with these keys to these addresses."""
 
     def use(self, keys: Sequence[bytes]) -> int:
-        """Used just now; who is named last shall be forgotten last. How many pages could be
-        stored without forgetting any of these."""
+        """Marks these pages as just used; the last one is to be evicted last. Returns how many
+        pages could be stored without evicting any of these."""
 
     def contains(self, key: bytes) -> bool:
-        """It can probably be loaded."""
+        """Returns whether the page can probably be loaded."""
 
     def discard(self, key: bytes) -> bool:
-        """Forget it, even while it is being written: its memory may change from now on."""
+        """Drops the page, even while it is being written: its memory may change from now on.
+        Returns whether it was there."""
 
     def stats(self) -> StoreStats:
-        """From any thread."""
+        """Returns the counters. Any thread may call it."""
 
     def close(self, timeout_s: float) -> bool:
-        """When what is safe to write is written, or the time is over. False: memory is still
-        being read or written, and that will go on for who knows how long."""
+        """Ends transfers and closes the store, within the time limit if possible. Returns False if
+        memory is still being read or written, for an unknown time."""
 
 
 @dataclass(slots=True)
 class PrefixStats:
-    """Since the start: tokens asked for and found in memory; pages that memory has forgotten,
-    that were written to the store, that came back from there, and that could not be read back.
-    num_failed: writes that went wrong; their pages are written again later. num_declined: times
-    that computing again was expected to be quicker than loading."""
+    """Counters since the start."""
 
-    num_asked_tokens: int = 0
-    num_hit_tokens: int = 0
-    num_evicted: int = 0
-    num_stored: int = 0
-    num_loaded: int = 0
-    num_lost: int = 0
-    num_failed: int = 0
-    num_declined: int = 0
+    num_asked_tokens: int = 0  # of sequences that were looked up
+    num_hit_tokens: int = 0  # found in memory
+    num_evicted: int = 0  # pages evicted from memory
+    num_stored: int = 0  # pages written to the store
+    num_loaded: int = 0  # pages loaded from it
+    num_lost: int = 0  # pages that could not be loaded
+    num_failed: int = 0  # failed writes; their pages are written again later
+    num_declined: int = 0  # loads not started because computing was expected to be faster
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A page on its way to the store."""
+    """A page that is being written to the store."""
 
     key: bytes
     page: int
@@ -76,7 +76,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A page on its way from the store."""
+    """A page that is being loaded from the store."""
 
     key: bytes
     parent: bytes | None
@@ -84,6 +84,6 @@ class Load:
     future: Future[bool]
 
 
-def has_worked(future: Future[bool]) -> bool:
-    """It has ended; an exception is a failure like others."""
+def is_success(future: Future[bool]) -> bool:
+    """Returns whether a future that has ended is a success. An exception is a failure."""
     return not future.cancelled() and future.exception() is None and future.result()

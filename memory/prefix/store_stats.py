@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class StoreStats:
-    """Counters since the start, and the state now (from `entries` on)."""
+    """Counters since the start; from `entries` on, the present state."""
 
     hits: int = 0
     misses: int = 0  # for every reason
@@ -22,5 +22,5 @@ class StoreStats:
     entries: int = 0
     pinned: int = 0
     bytes_used: int = 0
-    requests: int = 0  # under way
+    requests: int = 0  # in progress
     is_paused: bool = False

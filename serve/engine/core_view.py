@@ -70,7 +70,7 @@ class CoreView:
 
 def _view_of(sequence: Sequence) -> SequenceView:
     target = sequence.kv_range  # the compute thread may take it away
-    pages = 0 if target is None else sum(len(p.pages) - p.num_passed for p in target.parts)
+    pages = 0 if target is None else sum(len(p.pages) - p.num_released for p in target.parts)
     return SequenceView(
         sequence,
         pages,

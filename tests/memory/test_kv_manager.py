@@ -366,7 +366,7 @@ TestKVMachine.settings = examples(400, steps=100)
 @pytest.mark.parametrize("layout", LAYOUTS + GROUPS)
 def test_25_000_random_operations(layout, monkeypatch):
     """Many more than hypothesis has time for; hits and evictions must really happen."""
-    monkeypatch.setattr(memory.range_mapper, "_UNMAP_PLACES", 3)
+    monkeypatch.setattr(memory.range_mapper, "_UNMAP_SLOTS", 3)
     rng = random.Random(5)
     model = KVModel(**layout)
     for number in range(25_000):

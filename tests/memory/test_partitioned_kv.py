@@ -176,7 +176,7 @@ def test_only_ranges_of_one_memory_make_room():
 
 def test_pages_that_are_promised_make_no_room():
     kv, _ = make_partitioned_kv(2, 20, NUM_RANGES, 80, tokens_per_page=4)
-    assert kv.open(72).promised == 18
+    assert kv.open(72).promised_pages == 18
     running, *leaving = ranges = [kv.partitions[1].open(num_tokens) for num_tokens in (48, 8, 8)]
     for item, num_tokens in zip(ranges, (48, 8, 8), strict=True):
         assert kv.partition_of(item) == 1 and kv.grow(item, num_tokens)

@@ -137,7 +137,7 @@ SHARES = [
 
 @pytest.mark.parametrize(("share", "windows"), SHARES)
 def test_a_node_shows_what_the_books_show(share, windows, monkeypatch):
-    monkeypatch.setattr("memory.range_mapper._UNMAP_PLACES", 2)
+    monkeypatch.setattr("memory.range_mapper._UNMAP_SLOTS", 2)
     rng = random.Random(3)
     model = NodeModel(share, windows)
     model.kv.space.max_mappings = 60

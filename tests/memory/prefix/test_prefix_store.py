@@ -132,7 +132,7 @@ def test_a_page_forgotten_meanwhile_is_not_written_again():
     rig.prefixes.write_unwritten()  # the first four: an eighth of 32 pages
     assert rig.store.num_held == 4
     tree = rig.prefixes.index.evict_tree(rig.prefixes.index.match(keys)[0])
-    rig.prefixes._forget(tree)
+    rig.prefixes._drop(tree)
     rig.store.plan = lambda kind, key: "fail"
     rig.store._held = [(*t[:3], t[3], None) for t in rig.store._held]
     for *_, future, _ in rig.store._held:

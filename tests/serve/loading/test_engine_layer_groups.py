@@ -63,7 +63,7 @@ def in_full(path: str, dtype: str, lengths=LENGTHS, num_tokens: int = 60) -> lis
 @pytest.fixture(autouse=True)
 def unmap_at_once(monkeypatch):
     """Whoever looks behind a window finds no memory there: a SIGSEGV ends the tests."""
-    monkeypatch.setattr(memory.range_mapper, "_UNMAP_PLACES", 1)
+    monkeypatch.setattr(memory.range_mapper, "_UNMAP_SLOTS", 1)
 
 
 @pytest.mark.parametrize("chunk", [7, 256])
