@@ -1,5 +1,6 @@
 """`serve bench ablation`: the same requests with each optimisation off in turn.
 
-parts.py     what is put in the place of the engine's own     variants.py  what is off
-run.py       all variants, interleaved, in rounds             report.py    table and bar chart
+It owns the variants (variants.py), the parts that replace the engine's own (parts.py, pools.py),
+the interleaved rounds (run.py) and their report (report.py). It does not know the command line.
+Begin reading with variants.py.
 """

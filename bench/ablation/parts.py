@@ -1,6 +1,6 @@
-"""An engine without some of its mechanisms: what classic servers do in their place.
+"""Parts for load_engine that do what classic servers do in the place of some mechanisms.
 
-Given to load_engine; nothing of it can be had by a setting.
+No setting of the server chooses them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from serve.scheduler.step_plan import StepPlan
 
 
 class InLoop(Executor):
-    """Tokenizing takes its turn in the loop's thread, before the next step."""
+    """Runs tokenizing in the loop's thread, before the next step."""
 
     def __init__(self) -> None:
         self.core: EngineCore | None = None
@@ -28,12 +28,11 @@ class InLoop(Executor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         assert self.core is not None
         self.core.run_in_loop(partial(fn, *args, **kwargs))
-        return Future()  # nobody waits for it
+        return Future()  # no caller waits for it
 
 
 class InLoopOutput(OutputThread):
-    """Detokenizing and delivery take their turn in the loop's thread, after the step. Its own
-    thread gets nothing to do."""
+    """Detokenizes and delivers in the loop's thread, after the step. Its own thread stays idle."""
 
     def __init__(self, processor: OutputProcessor) -> None:
         super().__init__(processor)
@@ -41,7 +40,7 @@ class InLoopOutput(OutputThread):
 
 
 def serial_core(**parts: Any) -> EngineCore:
-    """One thread: tokenize, compute, detokenize, one after the other."""
+    """Returns a core that tokenizes, computes and detokenizes in one thread."""
     pool = InLoop()
     core = EngineCore(tokenize=pool, make_output=InLoopOutput, **parts)
     pool.core = core
@@ -49,17 +48,17 @@ def serial_core(**parts: Any) -> EngineCore:
 
 
 def _decodes(sequence: Sequence) -> bool:
-    """Whether all that is missing is the token sampled last."""
+    """Returns whether only the token sampled last is not computed yet."""
     is_behind_by_one = sequence.num_computed_tokens + 1 == sequence.num_tokens
     return is_behind_by_one and sequence.num_output_tokens > 0
 
 
 class PrefillFirst(Scheduler):
-    """A step has prompt rows or decode rows; while there are prompts, nobody decodes."""
+    """A step has prompt rows or decode rows; while there are prompts, no sequence decodes."""
 
     def schedule(self, now_s: float) -> StepPlan | None:
         limits = self.limits
-        # those that will not be computed take no rows from the prompts
+        # decode rows that will not be computed take no rows from the prompts
         num_decoding = sum(_decodes(sequence) for sequence in self.running)
         most = limits.max_num_batched_tokens + num_decoding
         self.limits = replace(limits, max_num_batched_tokens=most)
@@ -72,7 +71,7 @@ class PrefillFirst(Scheduler):
 
 
 class StaticBatches(PrefillFirst):
-    """Nobody enters a batch that has begun to decode, until all of it have their answers."""
+    """No request enters a batch that has begun to decode until all of its sequences have ended."""
 
     _has_begun = False
 

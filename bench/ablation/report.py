@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.ablation.pools import OnDevice
-from bench.ablation.run import Found
+from bench.ablation.run import AblationResult
 from bench.ablation.variants import OURS, SHORT, Variant
 from bench.common import tables
 from bench.load.results.metrics import percentile
@@ -46,7 +46,7 @@ class Row:
     tpot_p99_ms: float | None
 
 
-def rows_of(variants: Sequence[Variant], found: Found) -> list[Row]:
+def rows_of(variants: Sequence[Variant], found: AblationResult) -> list[Row]:
     answers = found.rounds[OURS][0].saturated.tokens
     rows = []
     for variant in variants:
@@ -90,7 +90,7 @@ def _ms(seconds: list[float], percent: float) -> float | None:
     return 1e3 * percentile(seconds, percent) if seconds else None
 
 
-def show(rows: Sequence[Row], found: Found, max_num_seqs: int, console: Console) -> None:
+def show(rows: Sequence[Row], found: AblationResult, max_num_seqs: int, console: Console) -> None:
     console.print(_throughput(rows))
     if timed := [row for row in rows if row.ttft_p50_ms is not None]:
         console.print(_latency(timed, found.qps))

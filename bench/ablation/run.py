@@ -1,8 +1,8 @@
-"""All variants one after the other, in rounds, on the same requests.
+"""Runs all variants one after the other, in rounds, on the same requests.
 
-The order moves by one from round to round, and prefixes are not kept: nothing is left of an
-earlier round but what the length predictor has learned. Saturated: all requests at once. At a
-rate: Poisson arrivals, the same for all variants, slower than "ours" can go.
+The order moves by one from round to round, and prefixes are not cached: only what the length
+predictor has learned remains of an earlier round. A saturated run gets all requests at once; a run
+at a rate gets Poisson arrivals, the same for all variants, more slowly than "ours" can answer.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from bench.offline.saturated import Asking, Saturated, offer, saturate
 from serve import Engine
 from serve.engine.loader import load_engine
 
-RATE_SHARE = 0.6  # of what "ours" answers when saturated
+RATE_SHARE = 0.6  # of the rate that "ours" reaches when saturated
 _WARM_UP = 16  # requests
-_RATE_ROUNDS = 2  # behind the others, so that what is compared lies close together
+_RATE_ROUNDS = 2  # after the saturated ones, so that compared runs are close in time
 _SHORT_SHARE = 0.25  # of max_num_seqs average requests that short memory holds
-_SHORT_CONTEXTS = 2.2  # at least: one sequence with K/V of twice the bytes has to fit
+_SHORT_CONTEXTS = 2.2  # at least, since one sequence with K/V of twice the bytes has to fit
 
 
 @dataclass(slots=True)
 class Round:
-    """One variant, once. ttft_s (since it was due), tpot_s: of each request at the rate; empty
-    in the rounds without."""
+    """One turn of a variant. ttft_s (since the request was due), tpot_s: of each request at the
+    rate; empty in rounds without a rate."""
 
     saturated: Saturated
     ttft_s: list[float] = field(default_factory=list)
@@ -39,9 +39,10 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """settings: of every engine. has_rate: latency at a rate, too. qps, kv_cache_bytes (when memory
-    is short): None chooses. keeps_engines: all of them stay, else each is loaded for its turn."""
+class AblationPlan:
+    """What is run. settings: of every engine. has_rate: latency at a rate is measured, too. qps,
+    kv_cache_bytes (of variants with short memory): None lets the run choose. keeps_engines: all
+    engines stay loaded, else each is loaded for its turn."""
 
     model: str | None
     works: list[Work]
@@ -55,14 +56,14 @@ class Plan:
 
     @property
     def num_turns(self) -> int:
-        """Of each variant."""
+        """How often each variant runs."""
         rate_rounds = min(_RATE_ROUNDS, self.rounds) if self.has_rate else 0
         return self.rounds + rate_rounds + self.keeps_engines
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """rounds by variant; what was chosen on the way."""
+class AblationResult:
+    """Rounds by variant, and the values that were chosen for them."""
 
     rounds: dict[str, list[Round]]
     qps: float
@@ -71,12 +72,14 @@ class Found:
     tokens_per_request: float
 
 
-async def measure(plan: Plan, variants: Sequence[Variant], advance: Callable[[str], None]) -> Found:
+async def measure(
+    plan: AblationPlan, variants: Sequence[Variant], advance: Callable[[str], None]
+) -> AblationResult:
     """variants: "ours" first. advance(name): before each turn of a variant (num_turns)."""
     rounds: dict[str, list[Round]] = {variant.name: [] for variant in variants}
     async with AsyncExitStack() as stack:
         advance(OURS)
-        async with _asking(plan, variants[0], 0) as ours:
+        async with _open_target(plan, variants[0], 0) as ours:
             first = await saturate(ours, plan.works)
             stats = ours.engine.stats()
             qps = plan.qps or RATE_SHARE * first.requests_per_s
@@ -84,7 +87,7 @@ async def measure(plan: Plan, variants: Sequence[Variant], advance: Callable[[st
         targets: dict[str, Asking] = {}
         for variant in variants if plan.keeps_engines else ():
             advance(variant.name)
-            kept = await stack.enter_async_context(_asking(plan, variant, short_bytes))
+            kept = await stack.enter_async_context(_open_target(plan, variant, short_bytes))
             targets[variant.name] = kept
         for number in range(plan.rounds):
             turn = number % len(variants)
@@ -99,22 +102,26 @@ async def measure(plan: Plan, variants: Sequence[Variant], advance: Callable[[st
                     async with _at_turn(plan, variant, short_bytes, targets) as target:
                         found = rounds[variant.name][number]
                         await _at_rate(target, plan.works, qps, number, found)
-    return Found(rounds, qps, short_bytes, stats.kv_bytes_per_token, first.tokens_per_request)
+    return AblationResult(
+        rounds, qps, short_bytes, stats.kv_bytes_per_token, first.tokens_per_request
+    )
 
 
 @asynccontextmanager
 async def _at_turn(
-    plan: Plan, variant: Variant, short_bytes: int, kept: dict[str, Asking]
+    plan: AblationPlan, variant: Variant, short_bytes: int, kept: dict[str, Asking]
 ) -> AsyncIterator[Asking]:
     if variant.name in kept:
         yield kept[variant.name]
         return
-    async with _asking(plan, variant, short_bytes) as target:
+    async with _open_target(plan, variant, short_bytes) as target:
         yield target
 
 
 @asynccontextmanager
-async def _asking(plan: Plan, variant: Variant, short_bytes: int) -> AsyncIterator[Asking]:
+async def _open_target(
+    plan: AblationPlan, variant: Variant, short_bytes: int
+) -> AsyncIterator[Asking]:
     settings: dict[str, Any] = {"prefix_cache": False, "seed": 0}
     settings["max_num_seqs"] = plan.max_num_seqs
     settings |= plan.settings | variant.settings
@@ -127,7 +134,7 @@ async def _asking(plan: Plan, variant: Variant, short_bytes: int) -> AsyncIterat
         yield target
 
 
-def _short_bytes(plan: Plan, engine: Engine, found: Saturated) -> int:
+def _short_bytes(plan: AblationPlan, engine: Engine, found: Saturated) -> int:
     average = _SHORT_SHARE * plan.max_num_seqs * found.tokens_per_request
     tokens = max(average, _SHORT_CONTEXTS * engine.max_model_len)
     return math.ceil(tokens * engine.stats().kv_bytes_per_token)

@@ -12,7 +12,7 @@ import uvloop
 from bench.ablation import report
 from bench.ablation.parts import serial_core
 from bench.ablation.pools import measure_pools
-from bench.ablation.run import Plan, measure
+from bench.ablation.run import AblationPlan, measure
 from bench.ablation.variants import Variant, all_variants, chosen
 from bench.common import tables
 from bench.common.checkpoints import model_directory
@@ -80,7 +80,7 @@ def ablation(
     ends_early = any(not work.ignore_eos for work in works)
     known = all_variants(_plain_dtype(path, settings), ends_early=ends_early)
     wanted = chosen(known, variants)
-    plan = Plan(
+    plan = AblationPlan(
         path,
         list(works),
         settings,

@@ -120,9 +120,9 @@ def run(record: Record) -> None:
     width = 64 if record.is_dry else 8192
     record.run("copy", partial(_copy, size))
     record.run("read", partial(_read, size))
-    record.run("bf16", partial(_best, _bf16_ways(width)))
-    record.run("int8", partial(_best, _int8_ways(width, record.is_dry)))
-    record.run("fp8", partial(_best, _fp8_ways(width, record.is_dry)))
+    record.run("bf16", partial(_best, _bf16_probes(width)))
+    record.run("int8", partial(_best, _int8_probes(width, record.is_dry)))
+    record.run("fp8", partial(_best, _fp8_probes(width, record.is_dry)))
     record.run("launch", _launches)
     if torch.cuda.is_available():
         record.run("clocks after", clocks)
@@ -155,17 +155,17 @@ def _read(size: int) -> Figures:
     return best
 
 
-Way = Callable[[], Figures]
+Probe = Callable[[], Figures]
 
 
-def _best(ways: dict[str, Way]) -> Figures:
-    """The fastest way is the ceiling; what a way fails with is told, unless all fail."""
+def _best(probes: dict[str, Probe]) -> Figures:
+    """Returns the fastest probe's figures and the errors of those that fail; raises if all fail."""
     rates: dict[str, float] = {}
     errors: dict[str, str] = {}
     error: Exception | None = None
-    for name, way in ways.items():
+    for name, probe in probes.items():
         try:
-            rates[name] = way()["rate"]
+            rates[name] = probe()["rate"]
         except Exception as problem:  # not every device has every product
             error = problem
             errors[f"{name}_error"] = f"{type(problem).__name__}: {problem}"[:200]
@@ -186,7 +186,7 @@ def _matrix(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(rows, cols, device=device()).to(dtype)
 
 
-def _bf16_ways(width: int) -> dict[str, Way]:
+def _bf16_probes(width: int) -> dict[str, Probe]:
     def library() -> Figures:
         a, b = (_matrix(width, width, torch.bfloat16) for _ in range(2))
         out = torch.empty_like(a)
@@ -195,7 +195,7 @@ def _bf16_ways(width: int) -> dict[str, Way]:
     return {"torch.mm": library}
 
 
-def _int8_ways(width: int, is_dry: bool) -> dict[str, Way]:
+def _int8_probes(width: int, is_dry: bool) -> dict[str, Probe]:
     def library() -> Figures:
         a, b = (_matrix(width, width, torch.int8) for _ in range(2))
         return _rate(2.0 * width**3, lambda: torch._int_mm(a, b.t()))
@@ -203,7 +203,7 @@ def _int8_ways(width: int, is_dry: bool) -> dict[str, Way]:
     return {"torch._int_mm": library, **_loops(torch.int8, torch.int32, is_dry)}
 
 
-def _fp8_ways(width: int, is_dry: bool) -> dict[str, Way]:
+def _fp8_probes(width: int, is_dry: bool) -> dict[str, Probe]:
     def library() -> Figures:
         a, b = (_matrix(width, width, torch.float8_e4m3fn) for _ in range(2))
         one = torch.ones((), device=device())
@@ -213,7 +213,7 @@ def _fp8_ways(width: int, is_dry: bool) -> dict[str, Way]:
     return {"torch._scaled_mm": library, **_loops(torch.float8_e4m3fn, torch.float32, is_dry)}
 
 
-def _loops(dtype: torch.dtype, sums: torch.dtype, is_dry: bool) -> dict[str, Way]:
+def _loops(dtype: torch.dtype, sums: torch.dtype, is_dry: bool) -> dict[str, Probe]:
     """Products of tiles that stay where they are, in some shapes."""
 
     def loop(rows: int, cols: int, depth: int, num_warps: int) -> Figures:

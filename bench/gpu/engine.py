@@ -39,7 +39,7 @@ _MAX_LOG_LINES = 60
 
 
 @dataclass
-class Plan:
+class EnginePlan:
     """What is measured of a shape. decodes: (batch, context, tokens in the window)."""
 
     shape: str
@@ -52,19 +52,19 @@ class Plan:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-EIGHT_B = Plan(
+EIGHT_B = EnginePlan(
     "llama-8b",
     ((64, 1024, 96), (1, 1024, 96), (16, 1024, 64), (256, 1024, 48)),
     (8192,),
     settings={"max_num_seqs": 256, "max_model_len": 10240},
 )
-ONE_B = Plan(
+ONE_B = EnginePlan(
     "llama-1b",
     ((64, 1024, 96), (1, 1024, 96), (16, 1024, 64), (256, 1024, 48)),
     (4096,),
     settings={"max_num_seqs": 256, "max_model_len": 8192},
 )
-TINY = Plan(
+TINY = EnginePlan(
     "one-layer",
     ((2, 4, 2),),
     (17,),
@@ -82,7 +82,7 @@ def run_1b(record: Record) -> None:
     measure(record, TINY if record.is_dry else ONE_B)
 
 
-def measure(record: Record, plan: Plan) -> None:
+def measure(record: Record, plan: EnginePlan) -> None:
     clock = StepClock()
     clock.watch()
     path = random_checkpoint(plan.shape, has_weights=False)
@@ -177,7 +177,9 @@ class _Run:
 
 
 class _Bench:
-    def __init__(self, record: Record, plan: Plan, loaded: LoadedEngine, clock: StepClock) -> None:
+    def __init__(
+        self, record: Record, plan: EnginePlan, loaded: LoadedEngine, clock: StepClock
+    ) -> None:
         self._record, self._plan, self._clock = record, plan, clock
         self._core: EngineCore = loaded.core
         self._sizes = ModelSizes.of(SHAPES[plan.shape])

@@ -29,7 +29,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench.common import tables
-from bench.kernels.io_paths import Fio, Pattern, Pread, Ring, Sample, Threads, Way
+from bench.kernels.io_paths import DiskAccess, Fio, Pattern, Pread, Ring, Sample, Threads
 from memory.tiers.block_file import ThreadFile
 from memory.tiers.direct_io import address_of, choose_io, open_direct, wait_for
 from memory.tiers.disk_tier import DiskTier
@@ -48,24 +48,24 @@ _PAGES = (128 << 10, 1 << 20)
 _STORE_DEPTH, _BATCH = 32, 8
 
 
-def _ways(path: Path, size: int) -> tuple[list[Way], list[str]]:
+def _accesses(path: Path, size: int) -> tuple[list[DiskAccess], list[str]]:
     """Those that work here, and what was refused."""
-    ways: list[Way] = [Threads(path, size)]
+    accesses: list[DiskAccess] = [Threads(path, size)]
     notes = []
     try:
         choose_io(path.parent, "io_uring")
-        ways.append(Ring("io_uring", path, size))
-        ways.append(Ring("io_uring fixed", path, size, fixed=True))
+        accesses.append(Ring("io_uring", path, size))
+        accesses.append(Ring("io_uring fixed", path, size, fixed=True))
         if choose_io(path.parent, "sqpoll") == "sqpoll":
-            ways.append(Ring("io_uring SQPOLL", path, size, sqpoll=True))
+            accesses.append(Ring("io_uring SQPOLL", path, size, sqpoll=True))
         else:
             notes.append("SQPOLL is refused here")
         if choose_io(path.parent, "iopoll") != "iopoll":
             notes.append("IOPOLL is refused here")
     except OSError as error:
         notes.append(f"no io_uring ({message_of(error)})")
-    ways.append(Fio(path, size) if Fio.is_there() else Pread(path, size))
-    return ways, notes
+    accesses.append(Fio(path, size) if Fio.is_there() else Pread(path, size))
+    return accesses, notes
 
 
 def _prepare(path: Path, size: int) -> bool:
@@ -106,7 +106,7 @@ def summarize(pattern: Pattern, way: str, depth: int, sample: Sample) -> dict[st
 def measure_store(folder: Path, size: int, seconds: float, rounds: int) -> list[dict[str, Any]]:
     """The disk tier beside the raw device, one after the other; medians of the ratios."""
     results = []
-    raw_way = _raw_way(folder / "raw", size)
+    raw_way = _raw_access(folder / "raw", size)
     for page_bytes in _PAGES:
         pairs: dict[str, list[tuple[float, float]]] = {"store": [], "load": []}
         with mmap.mmap(-1, _STORE_DEPTH * page_bytes) as memory:
@@ -132,12 +132,12 @@ def measure_store(folder: Path, size: int, seconds: float, rounds: int) -> list[
     return results
 
 
-def _raw_rate(way: Way, pattern: Pattern, seconds: float) -> float:
-    sample = way.run(pattern, _STORE_DEPTH, seconds / 2)
+def _raw_rate(access: DiskAccess, pattern: Pattern, seconds: float) -> float:
+    sample = access.run(pattern, _STORE_DEPTH, seconds / 2)
     return sample.operations * pattern.block / sample.wall_s / 1e9
 
 
-def _raw_way(path: Path, size: int) -> Way:
+def _raw_access(path: Path, size: int) -> DiskAccess:
     try:
         choose_io(path.parent, "io_uring")
     except OSError:
@@ -266,19 +266,19 @@ def run_and_report(directory: Path, *, quick: bool, json_file: Path | None = Non
     with tempfile.TemporaryDirectory(prefix=".bench-io-", dir=directory) as name:
         folder = Path(name)
         is_direct = _prepare(folder / "raw", size)
-        ways, notes = _ways(folder / "raw", size)
+        accesses, notes = _accesses(folder / "raw", size)
         if not is_direct:
             notes.append("NO O_DIRECT HERE: these are figures of the page cache, not of a device")
         watched = Console(stderr=True)
         is_hidden = not watched.is_terminal
         with Progress(console=watched, transient=True, disable=is_hidden) as progress:
-            task = progress.add_task("measuring", total=len(PATTERNS) * len(ways) * len(depths))
+            task = progress.add_task("measuring", total=len(PATTERNS) * len(accesses) * len(depths))
             for pattern in PATTERNS:
-                for way in ways:
+                for access in accesses:
                     for depth in depths:
-                        progress.update(task, description=f"{pattern.name}, {way.name}")
-                        sample = way.run(pattern, depth, seconds)
-                        cells.append(summarize(pattern, way.name, depth, sample))
+                        progress.update(task, description=f"{pattern.name}, {access.name}")
+                        sample = access.run(pattern, depth, seconds)
+                        cells.append(summarize(pattern, access.name, depth, sample))
                         progress.advance(task)
             progress.update(task, description="the disk tier")
             store = measure_store(folder, size, 2 * seconds, 1 if quick else 3)

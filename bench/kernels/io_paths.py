@@ -1,4 +1,5 @@
-"""The ways to the disk that `serve bench io` compares: one pattern, one depth, some time."""
+"""The kinds of disk access that `serve bench io` compares; each runs one pattern at one depth for
+some time."""
 
 from __future__ import annotations
 
@@ -56,8 +57,8 @@ def sample_of(latencies: list[float], wall_s: float, cpu_s: float, **calls: floa
     return Sample(count, wall_s, cpu_s, middle, high, statistics.fmean(latencies), **calls)
 
 
-class Way(Protocol):
-    """A way to the disk."""
+class DiskAccess(Protocol):
+    """A way to read and write a file on the disk."""
 
     name: str
 

@@ -32,8 +32,8 @@ _WARM_UP = 16
 
 
 @dataclass(slots=True)
-class Found:
-    """Of each repeat: ours, the share of the bound, the ceilings; a peer's seconds by way."""
+class ThroughputRuns:
+    """The repeats: our runs, their shares of the bound, the ceilings, a peer's seconds by mode."""
 
     runs: list[Saturated] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Found:
     peer_s: dict[str, list[float]] = field(default_factory=dict)
 
     def figures(self) -> dict[str, list[float]]:
-        """Of each repeat."""
+        """Returns the figures of each repeat by name."""
         return {
             "requests/s": [run.requests_per_s for run in self.runs],
             "output tokens/s": [run.tokens_per_s for run in self.runs],
@@ -132,8 +132,8 @@ async def _measure(
     repeats: int,
     has_peer: bool,
     advance: Callable[[str], None],
-) -> Found:
-    found = Found()
+) -> ThroughputRuns:
+    found = ThroughputRuns()
     with ExitStack() as stack:
         async with engine:
             target = Asking(engine)
@@ -159,7 +159,7 @@ async def _measure(
     return found
 
 
-def _result(engine: Engine, found: Found) -> dict[str, Any]:
+def _result(engine: Engine, found: ThroughputRuns) -> dict[str, Any]:
     run = found.runs[0]
     result: dict[str, Any] = {
         "model": engine.model_name,
@@ -177,7 +177,7 @@ def _result(engine: Engine, found: Found) -> dict[str, Any]:
     return result
 
 
-def _show(found: Found, result: dict[str, Any], console: Console) -> None:
+def _show(found: ThroughputRuns, result: dict[str, Any], console: Console) -> None:
     title = (
         f"{result['requests']} requests at once: {result['prompt_tokens']:,} prompt and"
         f" {result['output_tokens']:,} output tokens; medians and ranges of {len(found.runs)}"

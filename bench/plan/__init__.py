@@ -1,5 +1,6 @@
-"""What a model costs on a machine, from sizes and peaks: `serve plan`.
+"""`serve plan`: what a model costs on a machine, from its sizes and the machine's peaks.
 
-Shapes (shapes.py, models.toml) and devices (hardware.py, hardware.toml) make the cost of a step
-(cost.py); all else follows from it: what fits (capacity.py), figures and choices.
+It owns the cost model (cost.py) and what follows from it: shapes.py and hardware.py with their
+tables, what fits (capacity.py), what requests get (serving.py) and which machine is best
+(search.py). It loads no model and knows no scheduler. Begin reading with cost.py.
 """

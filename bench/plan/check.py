@@ -74,7 +74,7 @@ QUICK = (Case("decode", 1, 64), Case("decode", 4, 64), Case("mixed", 2, 64, (64,
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckedStep:
     """Seconds, medians. ratio: predicted over measured, of each step with its own ceilings.
     limit: bound over predicted. drift: of the ceilings before and after. stages: of the last
     prediction, by name."""
@@ -101,13 +101,13 @@ class Checked:
         return self.drift <= MAX_DRIFT
 
 
-def run_and_report(*, quick: bool = False, model: Path | None = None) -> list[Checked]:
+def run_and_report(*, quick: bool = False, model: Path | None = None) -> list[CheckedStep]:
     """Measure, print the table and the JSON line. quick: a tiny model and three steps."""
     path = model or random_checkpoint("tiny" if quick else "llama-1b")
     cases, repeats = (QUICK, _QUICK_REPEATS) if quick else (CASES, None)
     console = Console()
     console.width = max(console.width, 110)
-    found: list[Checked] = []
+    found: list[CheckedStep] = []
     for dtype in DTYPES:
         rows = check(path, dtype, cases, repeats)
         report(rows, console)
@@ -119,7 +119,7 @@ def run_and_report(*, quick: bool = False, model: Path | None = None) -> list[Ch
 
 def check(
     path: Path, dtype: str, cases: Sequence[Case], repeats: int | None = None
-) -> list[Checked]:
+) -> list[CheckedStep]:
     """repeats: of each step; by default as many as some tenths of a second hold. Those between
     two readings that differ by more than MAX_DRIFT are repeated, and left out if others are not."""
     kv = "int8" if dtype == "int8" else "bfloat16"
@@ -144,12 +144,12 @@ def _check_case(
     precision: Precision,
     buffer: torch.Tensor,
     repeats: int | None,
-) -> Checked:
+) -> CheckedStep:
     plan = rig.open([case.context] * case.batch, [case.chunk] if case.chunk else [])
     work = StepWork.of(plan)
     once_s = max(rig.seconds(plan), rig.seconds(plan))  # the first maps pages
     repeats = repeats or max(_MIN_REPEATS, min(_MAX_REPEATS, int(_CASE_S / once_s)))
-    rows: list[Checked] = []
+    rows: list[CheckedStep] = []
     before = Ceiling.now(buffer)
     while len(rows) < repeats + _MORE_REPEATS and sum(row.is_steady for row in rows) < repeats:
         measured_s = rig.seconds(plan)
@@ -168,14 +168,14 @@ def _compare(
     around: tuple[Ceiling, Ceiling],
     shape: Shape,
     precision: Precision,
-) -> Checked:
+) -> CheckedStep:
     before, after = around
     ceiling = before.mean(after)
     machine = Machine(device_of(ceiling))
     cost = MachineCost(shape, precision, machine, expected("cpu", precision))
     predicted_s = cost.seconds(work)
     bound_s = MachineCost(shape, precision, machine, BOUND).seconds(work)
-    return Checked(
+    return CheckedStep(
         dtype=precision.weights,
         case=case,
         measured_s=measured_s,
@@ -191,7 +191,7 @@ def _compare(
     )
 
 
-def _medians(rows: list[Checked]) -> Checked:
+def _medians(rows: list[CheckedStep]) -> CheckedStep:
     last = rows[-1]
     names = [name for name in last.__slots__ if isinstance(getattr(last, name), float)]
     middle: dict[str, Any] = {
@@ -200,7 +200,7 @@ def _medians(rows: list[Checked]) -> Checked:
     return replace(last, **middle)
 
 
-def report(rows: Sequence[Checked], console: Console) -> None:
+def report(rows: Sequence[CheckedStep], console: Console) -> None:
     table = Table(
         *("step", "rows", "context", "measured", "predicted", "error", "bound"),
         *("mostly", "GB/s", "TOP/s"),

@@ -1,5 +1,5 @@
 """An engine whose device is a formula: the real scheduler decides, a cost model says how long each
-step takes, and nothing else takes any time."""
+step takes, and nothing else takes time."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _STOPS = frozenset({EOS})
 
 @dataclass(slots=True)
 class Step:
-    """One that ran, before the scheduler takes in its tokens. sampled: who gets one; firsts: for
-    whom it is the first."""
+    """A step that has run, before the scheduler gets its tokens. sampled: the sequences that get a
+    token; firsts: those of them whose first token it is."""
 
     plan: StepPlan
     work: StepWork
@@ -32,27 +32,27 @@ class Step:
 
 
 class SimulatedEngine:
-    """Answers have the lengths they are given; now_s is where the clock stands."""
+    """Runs steps under a virtual clock, now_s; each answer has the length that it is given."""
 
     def __init__(self, scheduler: Scheduler, cost: StepCost) -> None:
         self.scheduler = scheduler
         self.cost = cost
         self.now_s = 0.0
-        self._ends: dict[Sequence, int] = {}  # of those without a first token
+        self._ends: dict[Sequence, int] = {}  # of sequences without a first token
         self._last: Step | None = None
 
     def add(self, sequence: Sequence, num_output: int) -> None:
-        """It has arrived; its answer ends by itself after num_output tokens (or before, at
+        """Queues a sequence whose answer ends by itself after num_output tokens (or before that, at
         max_tokens)."""
         num_prompt = sequence.num_prompt_tokens
-        # The length at which its next token is a special one: the first, and then the last.
+        # the length at which its next token is the first one, and later the last one
         sequence.history = num_prompt
         self._ends[sequence] = num_prompt + num_output - 1
         self.scheduler.add(sequence)
 
     def step(self, watch: Callable[[Step], None] = lambda step: None) -> list[Sequence] | None:
-        """Run the next one; who ended with it, or None where there was nothing to run. watch: is
-        told before the scheduler is."""
+        """Runs the next step. Returns the sequences that ended with it, or None where there was
+        nothing to run. watch gets the step before the scheduler gets its tokens."""
         scheduler = self.scheduler
         plan = scheduler.schedule(self.now_s)
         if plan is None:
@@ -72,9 +72,9 @@ class SimulatedEngine:
         return scheduler.update(plan, tokens)
 
     def forward(self, watch: Callable[[Step], None], until_s: float) -> None:
-        """After a step: run those that are certain to be like it and to begin before until_s,
-        without asking the scheduler for each. watch: is told of each, when sequences may still
-        have fewer tokens than they are due."""
+        """Runs, after a step, those that are certain to repeat it and to begin before until_s,
+        without the scheduler. watch gets each of them; sequences may then still lack the tokens of
+        these steps."""
         if self._last is None or not (most := _num_steady_steps(self.scheduler, self._last.plan)):
             return
         plan, scheduler, context = self._last.plan, self.scheduler, self._last.work.num_context
@@ -93,17 +93,17 @@ class SimulatedEngine:
         _end_steady_steps(plan, count)
 
     def _answer(self, sampled: list[Sequence]) -> tuple[list[int], list[Sequence]]:
-        """The next token of each, and for whom it is the first."""
+        """Returns the next token of each sequence, and the sequences whose first token it is."""
         tokens = [OTHER] * len(sampled)
         firsts = []
-        for place in [i for i, s in enumerate(sampled) if len(s.token_ids) == s.history]:
-            sequence = sampled[place]
+        for index in [i for i, s in enumerate(sampled) if len(s.token_ids) == s.history]:
+            sequence = sampled[index]
             end = self._ends.pop(sequence, None)
             if end is not None:
                 firsts.append(sequence)
                 sequence.history = end
             if len(sequence.token_ids) == sequence.history:
-                tokens[place] = EOS
+                tokens[index] = EOS
         return tokens, firsts
 
 
@@ -137,12 +137,12 @@ def _end_steady_steps(plan: StepPlan, num_steps: int) -> None:
 
 
 def _until_mark(sequence: Sequence) -> int:
-    """Tokens until the special one."""
+    """Returns the number of tokens before the next first or last one."""
     assert isinstance(sequence.history, int), "set by add"
     return sequence.history - len(sequence.token_ids)
 
 
 def make_sequence(request: Request) -> Sequence:
-    """Of a request that is to be answered once."""
+    """Returns the sequence of a request with one answer."""
     (sequence,) = make_sequences(request, _STOPS)
     return sequence

@@ -1,4 +1,4 @@
-"""A load through a simulated engine: what is asked and when, in; a run's result, out."""
+"""Runs a load through a simulated engine: requests and their times in, a run's result out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from serve.errors import OverloadedError
 from serve.request import Request
 from serve.sampling_params import SamplingParams
 
-_REPORT_STEPS = 4096  # from one word about the progress to the next
+_REPORT_STEPS = 4096  # between two reports of the progress
 
 OnProgress = Callable[[Progress], None]
 
@@ -35,10 +35,13 @@ def simulate(
     warmup_s: float = 0.0,
     on_progress: OnProgress | None = None,
 ) -> RunResult:
-    """calls[i] comes arrivals_s[i] seconds after the start (ascending); every request is run to
-    its end (num_output None: to its max_tokens, or the context's). qps: what was asked for, if
-    not what arrivals_s say. warmup_s: at the beginning, not counted. on_progress: now and then,
-    in simulated seconds. ConfigError: settings that do not work."""
+    """Runs every request to its end (num_output None: to its max_tokens, or the context's).
+
+    calls[i] comes arrivals_s[i] seconds after the start; they ascend. qps: the rate asked for, if
+    it is not that of arrivals_s. warmup_s: seconds at the beginning that do not count. on_progress
+    is called now and then, with simulated seconds. Raises ConfigError for settings that do not
+    work together.
+    """
     load = LoadSimulation(calls, arrivals_s, cost, settings)
     load.run(on_progress)
     if qps is None:
@@ -50,7 +53,8 @@ def simulate(
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """A simulation makes next to no cycles, and looking for them among all that lives is slow."""
+    """Turns garbage collection off: a simulation makes few cycles, and looking for them among its
+    many objects is slow."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -61,7 +65,7 @@ def _without_collections() -> Iterator[None]:
 
 
 class LoadSimulation:
-    """One run, as serve/engine/core.py does it: arrivals are messages between two steps."""
+    """One run as serve/engine/core.py does it: requests arrive as messages between two steps."""
 
     def __init__(
         self,
@@ -70,7 +74,7 @@ class LoadSimulation:
         cost: StepCost,
         settings: SimulationSettings,
     ) -> None:
-        self.is_fast = True  # steps that are all alike are run without the scheduler
+        self.is_fast = True  # equal steps run without the scheduler
         self._calls = calls
         self._arrivals_s = arrivals_s
         self._settings = settings
@@ -91,7 +95,7 @@ class LoadSimulation:
         self._runs: dict[int, int] = {}
 
     def run(self, on_progress: OnProgress | None = None) -> None:
-        """To the end of the last request."""
+        """Runs until the last request has ended."""
         with _without_collections():
             self._run(on_progress)
 
@@ -102,15 +106,15 @@ class LoadSimulation:
             (at_s + delays.before(call.num_prompt), number)
             for number, (at_s, call) in enumerate(zip(self._arrivals_s, self._calls, strict=True))
         )
-        place, count = 0, len(due)
+        index, count = 0, len(due)
         while True:
-            while place < count and due[place][0] <= engine.now_s:
-                self._take_in(due[place][1])
-                place += 1
+            while index < count and due[index][0] <= engine.now_s:
+                self._queue(due[index][1])
+                index += 1
             if not scheduler.has_work():
-                if place == count:
+                if index == count:
                     break
-                engine.now_s = due[place][0]  # nothing to compute: the next message wakes it up
+                engine.now_s = due[index][0]  # nothing to compute: the next message wakes it up
                 continue
             finished = engine.step(keeper.watch)
             if finished is None:
@@ -120,11 +124,11 @@ class LoadSimulation:
                 keeper.ended(sequence, engine.now_s)
             self._num_unfinished -= len(finished)
             if self.is_fast:
-                engine.forward(keeper.watch, due[place][0] if place < count else math.inf)
+                engine.forward(keeper.watch, due[index][0] if index < count else math.inf)
             if on_progress is not None and keeper.num_steps % _REPORT_STEPS == 0:
-                on_progress(self._progress(place))
+                on_progress(self._progress(index))
         if on_progress is not None:
-            on_progress(self._progress(place))
+            on_progress(self._progress(index))
 
     def _progress(self, num_sent: int) -> Progress:
         return Progress(
@@ -138,9 +142,9 @@ class LoadSimulation:
 
     # ---- requests
 
-    def _take_in(self, number: int) -> None:
-        """Checked as serve/engine/preprocessor.py and serve/engine/request_limits.py do, and
-        queued."""
+    def _queue(self, number: int) -> None:
+        """Checks a request as serve/engine/preprocessor.py and request_limits.py do, and queues
+        it."""
         call, engine = self._calls[number], self._settings.engine
         longest = self._settings.max_model_len
         room = longest - call.num_prompt
@@ -174,7 +178,7 @@ class LoadSimulation:
         self._engine.add(sequence, max_tokens if call.num_output is None else call.num_output)
 
     def _prompt(self, number: int, call: Call) -> tuple[int, ...]:
-        """Tokens that are equal where runs are, and new where there are none."""
+        """Returns tokens that are equal where runs are, and new where there are none."""
         if not self.scheduler.prefixes.is_on:
             prompt = self._prompts.get(call.num_prompt)
             if prompt is None:
@@ -186,11 +190,11 @@ class LoadSimulation:
         tokens += [2 * number + 1] * (call.num_prompt - len(tokens))
         return tuple(tokens[: call.num_prompt])
 
-    # ---- what came of it
+    # ---- results
 
     @property
     def num_preempted(self) -> int:
-        """Requests that were, at least once."""
+        """Requests that were preempted at least once."""
         return self._keeper.num_preempted
 
     def result(self, qps: float, seed: int) -> RunResult:

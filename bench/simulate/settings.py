@@ -1,5 +1,5 @@
-"""What a simulated engine is told: the engine's own settings, and what its machine and model
-would have told it."""
+"""Settings of a simulated engine: the engine's own, and those that follow from its machine and
+model."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from serve.scheduler.waiting_queue import make_queue
 
 @dataclass(frozen=True, slots=True)
 class PoolDelays:
-    """What a client waits for beside the steps, in seconds. tokenize_s and tokenize_token_s: of
-    a prompt and of each of its tokens, before the loop can take it in; output_s: from a step's
-    end until its tokens are with the client."""
+    """Seconds that a client waits beside the steps. tokenize_s and tokenize_token_s: for a prompt
+    and for each of its tokens, before the loop gets the request; output_s: from a step's end until
+    the client has its tokens."""
 
     tokenize_s: float = 0.0
     tokenize_token_s: float = 0.0
@@ -33,11 +33,9 @@ class PoolDelays:
 
 @dataclass(frozen=True, slots=True)
 class SimulationSettings:
-    """engine: as EngineConfig has them; max_model_len, kv_cache_bytes and kv_page_bytes must be
-    given. groups: K/V of the layers (memory.pages.layer_groups). map_call_s: a system call that
-    maps
-    pages, which hits of the prefix cache are weighed against. Where calls share nothing (no runs),
-    the prefix cache is left out."""
+    """engine: must have max_model_len, kv_cache_bytes and kv_page_bytes. groups: K/V of the layers
+    (memory.pages.layer_groups). map_call_s: seconds of a system call that maps pages, which prefix
+    hits are weighed against. Where calls share nothing (no runs), the prefix cache is left out."""
 
     engine: EngineConfig
     groups: tuple[LayerGroup, ...]
@@ -55,7 +53,7 @@ class SimulationSettings:
         return self.engine.max_model_len
 
     def make_kv(self) -> KVManager:
-        """ConfigError: memory does not hold one whole context."""
+        """Raises ConfigError where the memory does not hold one whole context."""
         engine = self.engine
         assert engine.kv_cache_bytes is not None and engine.kv_page_bytes is not None, "checked"
         kv = make_kv(
@@ -75,7 +73,7 @@ class SimulationSettings:
         return kv
 
     def make_scheduler(self, *, has_prefixes: bool) -> Scheduler:
-        """As serve/engine/loader.py makes it."""
+        """Returns a scheduler as serve/engine/loader.py makes it."""
         engine, kv = self.engine, self.make_kv()
         limits = SchedulerLimits(
             engine.max_num_seqs,
