@@ -1,7 +1,7 @@
-"""From a request to its endpoint, and from what that raised to an error answer.
+"""Takes a request to its endpoint, and turns what the endpoint raises into an error answer.
 
-The listener is in server.py, the endpoints are in endpoints/. A client that leaves cancels its
-handler, which aborts its sequences.
+server.py has the listener, routes.py the endpoints. A client that disconnects cancels its handler,
+which aborts its sequences.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from aiohttp import web
 from serve.http.calls.context import ApiContext, Call, ErrorShape, Handler, Route, ServerState
 from serve.http.calls.key_policy import KeyPolicy
 from serve.http.edge import limits
-from serve.http.edge.access import HostCheck, authenticate, timeout_of
+from serve.http.edge.access import HostCheck, authenticate, request_timeout_s
 from serve.http.edge.body import check_framing
 from serve.http.edge.cors import Cors
 from serve.http.edge.counters import CLIENT_LEFT
@@ -50,7 +50,7 @@ _REQUEST_ID = re.compile(rf"[A-Za-z0-9._-]{{1,{limits.CLIENT_REQUEST_ID_CHARS}}}
 
 
 class HttpApp:
-    """The routes over one engine. keys: without any, nobody is asked for one."""
+    """The routes over one engine. keys: the valid API keys; where it is empty, no key is needed."""
 
     def __init__(self, engine: Engine, settings: HttpSettings, keys: KeyRing | None = None) -> None:
         self.context = ApiContext(engine, settings)
@@ -62,7 +62,7 @@ class HttpApp:
         self._tracer = make_tracer(settings.otlp_endpoint)
         self.routes = routes = all_routes(self.context)
         self._exact = {route.path: route for route in routes if "{" not in route.path}
-        # "/v1/models/{id}" by what is before and behind the braces, the longest first
+        # "/v1/models/{id}" is matched by the text before and after the braces, the longest first
         patterns = [_around_argument(route) for route in routes if "{" in route.path]
         self._patterns = sorted(patterns, key=lambda item: -len(item[0] + item[1]))
 
@@ -76,18 +76,18 @@ class HttpApp:
 
     @property
     def num_calls(self) -> int:
-        """That are being answered."""
+        """The number of calls that are being answered."""
         return len(self.context.calls)
 
     @property
     def is_computing(self) -> bool:
-        """The engine has something to do for somebody."""
+        """Whether the engine computes something for any call."""
         return any(policy.is_computing for policy in self.context.calls)
 
     async def handle(
         self, request: web.BaseRequest, refusal: ApiError | None = None
     ) -> web.StreamResponse:
-        """refusal: what is answered whatever is asked, except by public routes."""
+        """Answers a request. refusal: the answer of all routes that are not public, if set."""
         call = self._begin(request)
         status = CLIENT_LEFT
         try:
@@ -96,7 +96,7 @@ class HttpApp:
             return response
         finally:
             if status == CLIENT_LEFT and call.route is not None and call.route.is_endless:
-                status = 200  # what else could its end be
+                status = 200  # an endless answer ends only so
             self._end(call, status)
 
     async def close(self) -> None:
@@ -132,12 +132,12 @@ class HttpApp:
             call.route, call.argument = self._find(request)
             if call.route is not None:
                 shape = call.route.error_shape
-            # who has no key learns nothing about which paths there are
-            response = await self._ask(call, refusal)
+            # without a key a client does not learn which paths exist
+            response = await self._run_route(call, refusal)
         except ConnectionError:
             raise
         except Exception as exc:
-            if request.writer.output_size:  # part of an answer is out; only closing is honest
+            if request.writer.output_size:  # part of an answer has been sent: close
                 raise ConnectionResetError("an answer broke off") from exc
             error = to_api_error(exc, call.request_id)
             error.closes |= refusal is not None
@@ -148,8 +148,8 @@ class HttpApp:
         call.response = response
         return response
 
-    async def _ask(self, call: Call, refusal: ApiError | None) -> web.StreamResponse:
-        """Every route asks for a key and takes a place, unless it says that it is public."""
+    async def _run_route(self, call: Call, refusal: ApiError | None) -> web.StreamResponse:
+        """Runs the handler. Routes that are not public need a key and count towards the limits."""
         request, route = call.request, call.route
         if route is not None and route.is_public:
             return await self._run(_handler(route, request), call, closes=refusal is not None)
@@ -159,13 +159,13 @@ class HttpApp:
         handler = _handler(route, request)
         share = self.context.settings.share_prefixes
         call.policy = KeyPolicy(key, share_prefixes=share, arrived_s=call.arrived_s)
-        with self._place(call):
+        with self._admitted(call):
             return await self._run(handler, call)
 
     async def _run(
         self, handler: Handler, call: Call, *, closes: bool = False
     ) -> web.StreamResponse:
-        """closes: the connection is one too many, and is not kept for another request."""
+        """closes: the connection is above the limit and ends with this answer."""
         response = await handler(call)
         if closes:
             response.force_close()
@@ -175,11 +175,11 @@ class HttpApp:
         return response
 
     @contextmanager
-    def _place(self, call: Call) -> Iterator[None]:
-        """Of the calls that are answered at once, and of those of its key; until its time is over.
-        ApiError 429."""
+    def _admitted(self, call: Call) -> Iterator[None]:
+        """Counts the call towards the server's and its key's limits, and ends it when its time is
+        over. Raises ApiError 429."""
         context, key, policy = self.context, call.key, call.policy
-        seconds = timeout_of(call.request, context.settings.request_timeout_s)
+        seconds = request_timeout_s(call.request, context.settings.request_timeout_s)
         if len(context.calls) >= context.settings.max_calls:
             raise overloaded("the server has too many requests")
         is_counted = key is not None and call.request.method not in ("GET", "HEAD")
@@ -199,7 +199,7 @@ class HttpApp:
                 self.quotas.leave(key, tokens)
 
     async def _send_whole(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
-        """Large answers are sent here, where a reader that stalls is given up."""
+        """Sends a large answer; aborts the connection of a reader that stalls."""
         if not isinstance(response, web.Response) or (response.content_length or 0) < LARGE_ANSWER:
             return
         writer = await response.prepare(request)
@@ -211,21 +211,21 @@ class HttpApp:
                 async with asyncio.timeout(self.context.settings.write_timeout_s):
                     await writer.write(body[at : at + _PIECE_BYTES])
                     await writer.drain()
-            await web.StreamResponse.write_eof(response)  # without the body once more
+            await web.StreamResponse.write_eof(response)  # without sending the body again
         except TimeoutError:
             if request.transport is not None:
                 request.transport.abort()
             raise ConnectionResetError("the reader of an answer made no progress") from None
 
     def _find(self, request: web.BaseRequest) -> tuple[Route | None, str]:
-        """The route, and what stands for `{...}` in its path."""
+        """Returns the route and the part of the path that stands for `{...}`."""
         path = request.raw_path.partition("?")[0]
         route = self._exact.get(path)
         if route is not None:
             return route, ""
-        for before, behind, route in self._patterns:
-            end = len(path) - len(behind)
-            if path.startswith(before) and path.endswith(behind) and end > len(before):
+        for before, after, route in self._patterns:
+            end = len(path) - len(after)
+            if path.startswith(before) and path.endswith(after) and end > len(before):
                 return route, unquote(path[len(before) : end], errors="replace")
         return None, ""
 
@@ -238,7 +238,7 @@ def _around_argument(route: Route) -> tuple[str, str, Route]:
 def _handler(route: Route | None, request: web.BaseRequest) -> Handler:
     if route is None:
         path = request.raw_path.partition("?")[0]
-        raise ApiError(404, f"there is no {quoted(path)} here", code="unknown_url")
+        raise ApiError(404, f"{quoted(path)} does not exist on this server", code="unknown_url")
     method = "GET" if request.method == "HEAD" else request.method
     handler = route.handlers.get(method)
     if handler is None:

@@ -16,7 +16,7 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 class ApiCallError(MergestepError):
-    """The server answered with an error. status 0: inside a stream that had begun."""
+    """The server answered with an error. status 0: the error came inside a stream."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -25,14 +25,14 @@ class ApiCallError(MergestepError):
 
 
 class ApiClient:
-    """url: the server's root, with or without /v1. api_key: sent with every request. No timeout
-    besides connecting."""
+    """A client of one server. url: the server's root, with or without /v1. api_key: is sent with
+    every request. Only connecting has a timeout."""
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         root = url.rstrip("/").removesuffix("/v1")
         self._root = root if "://" in root else f"http://{root}"
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise ConfigError("the key has characters that HTTP cannot send")
+            raise ConfigError("the API key has characters that HTTP cannot send")
         self._session = aiohttp.ClientSession(
             headers=None if api_key is None else {"Authorization": f"Bearer {api_key}"},
             connector=aiohttp.TCPConnector(limit=0),
@@ -64,7 +64,7 @@ class ApiClient:
         return models
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """The chunks of a streaming call. Closing the iterator closes the connection."""
+        """Yields the chunks of a streaming call. Closing the iterator closes the connection."""
         with self._connection_errors():
             async with self._session.post(
                 self._root + path,
@@ -102,7 +102,9 @@ def _chunk(data: bytes) -> dict[str, Any]:
     except ValueError:
         chunk = None
     if not isinstance(chunk, dict):
-        raise ApiCallError(200, "no_openai_api", "the stream holds something else than objects")
+        raise ApiCallError(
+            200, "no_openai_api", "the stream holds something that is not a JSON object"
+        )
     return chunk
 
 

@@ -1,4 +1,4 @@
-"""/metrics on a port of its own, on the loopback address: for a scraper that has no key."""
+"""/metrics on a port of its own on the loopback address, for a scraper without a key."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MetricsListener:
         return f"http://{HOST}:{self.port}/metrics"
 
     async def start(self) -> None:
-        """OSError names the port."""
+        """Opens the listener. Raises OSError, which names the port."""
         runner = web.ServerRunner(web.Server(self._handle, access_log=None), shutdown_timeout=0.5)
         await runner.setup()
         self._runner = runner
@@ -58,7 +58,7 @@ class MetricsListener:
         try:
             self._check_host(request)
             if request.raw_path.partition("?")[0] != "/metrics":
-                raise ApiError(404, "there is only /metrics here", code="unknown_url")
+                raise ApiError(404, "this port serves only /metrics", code="unknown_url")
             if request.method not in ("GET", "HEAD"):
                 raise ApiError(405, "use GET", code="method_not_allowed", headers={"Allow": "GET"})
             if self._context.state is ServerState.LOADING:

@@ -1,4 +1,4 @@
-"""The listener: open before the model is loaded, drained before it closes."""
+"""The listener: it opens before the model is loaded and drains before it closes."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FLUSH_S = 0.4  # twice, for handlers that are still there when the engine has stopped
+FLUSH_S = 0.4  # applied twice, to handlers that still run when the engine has stopped
 POLL_S = 0.05
-# A large body is many objects; to look at all of them time and again stops every thread.
+# A large body is many objects; each collection that traverses them stops every thread.
 GC_THRESHOLDS = (50_000, 20, 50)
 
 
 class HttpServer:
-    """One listener over one engine. start, load, then drain and stop.
+    """One listener over one engine: call start and load, then drain and stop.
 
-    The server starts and shuts down the engine it is given.
+    The server starts the engine and shuts it down.
     """
 
     def __init__(self, engine: Engine, settings: HttpSettings | None = None) -> None:
@@ -57,13 +57,14 @@ class HttpServer:
 
     @property
     def num_keys(self) -> int:
-        """API keys that are good; with none, nobody is asked for one."""
+        """The number of valid API keys; with 0, requests need no key."""
         return self._keys.num_keys
 
     async def start(self) -> None:
         """Opens the listener. Until `load` is done, API calls get 503 model_not_ready.
 
-        OSError names host and port. ConfigError: API keys or certificates cannot be had.
+        Raises OSError, which names host and port, and ConfigError for API keys or certificates
+        that cannot be read.
         """
         _check_parser()
         self.load_keys()
@@ -93,7 +94,7 @@ class HttpServer:
             await self.metrics.start()
 
     def load_keys(self) -> None:
-        """Reads the API keys (again). ConfigError: those that were there stay."""
+        """Reads the API keys. Raises ConfigError, and the keys from before stay valid."""
         settings = self.settings
         self._keys.replace(load_keys(settings.api_key_file, settings.api_keys))
 
@@ -103,18 +104,20 @@ class HttpServer:
         except ConfigError as exc:
             logger.error("the API keys stay as they were: %s", exc)
         else:
-            logger.info("the API keys are read again: there are %d", self._keys.num_keys)
+            logger.info("the API keys have been read again: %d keys", self._keys.num_keys)
 
     def _warn(self, *, is_encrypted: bool) -> None:
         settings = self.settings
         if not settings.is_loopback and not is_encrypted:
             logger.warning(
                 "%s can be reached from other machines without encryption: set --tls-cert and"
-                " --tls-key, or have a proxy in front that speaks HTTPS",
+                " --tls-key, or put a proxy in front that speaks HTTPS",
                 settings.host,
             )
         if not settings.is_loopback and not self._keys.num_keys:
-            logger.warning("anybody who reaches port %d may use it: no API key", self._port)
+            logger.warning(
+                "every client that reaches port %d may use it: there is no API key", self._port
+            )
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         connection = request.protocol
@@ -122,7 +125,7 @@ class HttpServer:
         return await self.app.handle(request, connection.refusal)
 
     async def load(self) -> None:
-        """Loads the model; then API calls are answered."""
+        """Loads the model. API calls are answered from then on."""
         await self._engine.start()
         _freeze()
         gc.set_threshold(*GC_THRESHOLDS)
@@ -130,8 +133,8 @@ class HttpServer:
             self.app.state = ServerState.READY
 
     async def drain(self, hurry: asyncio.Event | None = None) -> None:
-        """Refuses new requests; returns when none is computed, drain_s is over or `hurry` is set.
-        Nobody waits for slow clients: what is left to say to them is said by `stop`."""
+        """Refuses new requests. Returns when no request is computed, drain_s is over or `hurry` is
+        set. It does not wait for slow clients: `stop` sends what is left of their answers."""
         self.app.state = ServerState.DRAINING
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.settings.drain_s
@@ -141,7 +144,7 @@ class HttpServer:
             await asyncio.sleep(POLL_S)
 
     async def stop(self) -> None:
-        """Aborts what still runs, lets the answers out, closes the listener."""
+        """Aborts running requests, sends what is left of the answers and closes the listener."""
         self.app.state = ServerState.DRAINING
         self.app.context.counters.stop()
         await self._engine.shutdown(drain_s=0.0)
@@ -166,9 +169,9 @@ class HttpServer:
 
 
 async def serve_until_signal(server: HttpServer, *, on_ready: Callable[[str], None]) -> bool:
-    """The life of a server process. First SIGTERM or SIGINT drains, the second hurries.
+    """Runs a server process. The first SIGTERM or SIGINT drains it, the second ends the wait.
 
-    False when the signal came while the model was loading: its thread may still be busy.
+    Returns False when the signal came while the model was loading: that thread may still work.
     """
     stopping, hurry = asyncio.Event(), asyncio.Event()
 
@@ -199,7 +202,7 @@ async def serve_until_signal(server: HttpServer, *, on_ready: Callable[[str], No
 
 
 async def _load_unless(server: HttpServer, stopping: asyncio.Event) -> bool:
-    """False when a signal came before the model was there."""
+    """Returns False when a signal came before the model was loaded."""
     loading = asyncio.create_task(server.load())
     stopped = asyncio.create_task(stopping.wait())
     await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -213,8 +216,8 @@ async def _load_unless(server: HttpServer, stopping: asyncio.Event) -> bool:
 
 
 def _freeze() -> None:
-    """Whoever looks for cycles need not pass through what is there by now. Once a process: cycles
-    that are frozen never go, and with them a server that has stopped."""
+    """Excludes all objects that exist now from garbage collection. This happens once per process:
+    frozen cycles are never freed, and a stopped server would stay with them."""
     if not gc.get_freeze_count():
         gc.collect()
         gc.freeze()
@@ -222,4 +225,6 @@ def _freeze() -> None:
 
 def _check_parser() -> None:
     if "Py" in aiohttp.http_parser.HttpRequestParser.__name__:
-        logger.warning("aiohttp runs without its C parser: slower, and less strictly tested")
+        logger.warning(
+            "aiohttp runs without its C parser, which is slower and less strictly tested"
+        )

@@ -11,7 +11,7 @@ from serve.http.edge.sse import EventStream
 
 @dataclass(frozen=True, slots=True)
 class AnswerKind:
-    """What differs between chat and plain completions."""
+    """The names in answers that differ between chat and plain completions."""
 
     id_prefix: str
     object_name: str
@@ -23,7 +23,7 @@ COMPLETION = AnswerKind("cmpl-", "text_completion")
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """The part of an answer known before any token."""
+    """The fields of an answer that are known before any token."""
 
     kind: AnswerKind
     answer_id: str
@@ -43,7 +43,7 @@ def answer_head(context: ApiContext, call: Call, kind: AnswerKind) -> AnswerHead
 
 
 def event_stream(context: ApiContext, call: Call) -> EventStream:
-    """Not begun yet: until its start an error can be an answer of its own."""
+    """Returns a stream that has not started. Until it starts, an error is an answer of its own."""
     settings = context.settings
     return EventStream(
         call.request,

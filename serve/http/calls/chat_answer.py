@@ -1,4 +1,4 @@
-"""One choice of a chat to an answer, whole or as events, in whatever API's words."""
+"""Writes the answer to a chat, whole or as events, in the shape of any API."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from serve.http.edge.sse import EventStream
 
 
 class Counts(Protocol):
-    """Tokens of a prompt; cached ones are known with the first step. And those of the answer, up
-    to now, that are reasoning."""
+    """Token counts of a chat. cached_tokens is valid from the first step on; reasoning_tokens are
+    those of the answer up to now."""
 
     @property
     def prompt_tokens(self) -> int: ...
@@ -26,7 +26,7 @@ class Counts(Protocol):
 
 
 class AnswerWriter(Protocol):
-    """Gathers an answer. Each call returns the events to send; the first one's begin the stream."""
+    """Collects an answer. Each call returns the events to send; the first start the stream."""
 
     def step(self, step: ChatStep) -> bytes: ...
     def end(self) -> bytes: ...
@@ -43,7 +43,8 @@ async def write_whole(run: ChatRun, writer: AnswerWriter) -> None:
 async def write_stream(
     run: ChatRun, writer: AnswerWriter, events: EventStream
 ) -> web.StreamResponse:
-    """Until the head is sent an error raises; after that it is the last event."""
+    """Sends the answer as events. An error raises until the head is sent; after that it becomes
+    the last event."""
 
     async def parts() -> AsyncGenerator[bytes, None]:
         async with aclosing(run.steps()) as steps:

@@ -1,4 +1,4 @@
-"""One conversation to answer, whichever API it came by, and the answer in parts."""
+"""One conversation that the engine answers, and its answer in parts, for all APIs."""
 
 from __future__ import annotations
 
@@ -26,15 +26,18 @@ from serve.text.chat_parser.calls import ToolCallParser
 from serve.text.chat_parser.grammar import calls_or_content, content_behind_reasoning, forced_calls
 from serve.text.chat_parser.reasoning import ReasoningParser
 
-_TAIL_TOKENS = 16  # of a prompt, to see whether it ends inside the reasoning
+_TAIL_TOKENS = 16  # the prompt's last tokens, which show whether it ends inside the reasoning
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """messages: as the template takes them (role, content, tool_calls, tool_call_id, name,
+    """A conversation and how to answer it.
+
+    messages: as chat templates take them (role, content, tool_calls, tool_call_id, name,
     reasoning_content). tools: OpenAI's function tools. tool_choice: "none", "auto", "required" or
     ("function", name). template_kwargs: scalars for the template by name. include_reasoning:
-    False drops it from the answer. client: as Engine.submit's."""
+    False drops the reasoning from the answer. client: as in Engine.submit.
+    """
 
     messages: list[dict[str, Any]]
     params: SamplingParams
@@ -49,8 +52,8 @@ class ChatRequest:
 
 
 class ChatStep(NamedTuple):
-    """What one choice gained: the engine's delta, and its text as parts. With the last step of a
-    choice comes finish_reason: "stop", "length" or "tool_calls"."""
+    """What a step adds to a choice: the engine's delta and its text as parts. finish_reason is set
+    in the last step of a choice: "stop", "length" or "tool_calls"."""
 
     choice: int
     delta: TokenDelta
@@ -59,24 +62,24 @@ class ChatStep(NamedTuple):
 
 
 class ChatRun:
-    """The engine's work on one ChatRequest. Use it in a `with` block: leaving it aborts whatever
-    still runs. reasoning_tokens: of all choices up to now."""
+    """The engine's work on one ChatRequest. Use it in a `with` block, whose end aborts what still
+    runs. reasoning_tokens: those of all choices up to now."""
 
     def __init__(self, call: Call, asked: ChatRequest) -> None:
-        """Submits it. OverloadedError, EngineStoppedError; RequestError for tools or a template
-        that the model cannot do."""
+        """Submits the request. Raises OverloadedError, EngineStoppedError, and RequestError for
+        tools or a template that the model does not support."""
         engine = self._engine = call.engine
         self._asked = asked
         self._format = engine.chat_format
         self._uses_tools = bool(asked.tools) and asked.tool_choice != "none"
         if self._uses_tools and self._format.tools is None:
             raise RequestError(
-                "the server is set not to read calls of tools",
+                "tools are not supported: the server runs without a tool parser",
                 param="tools",
                 code="unsupported_parameter",
             )
         structured = asked.params.structured
-        # A client's own grammar says all that comes; reasoning has no place in it.
+        # A grammar of the client describes the whole answer, which leaves no room for reasoning.
         self._reasons = self._format.reasoning is not None and (
             structured is None or structured.kind != "grammar"
         )
@@ -111,7 +114,8 @@ class ChatRun:
         self.generation.__exit__(kind, error, traceback)
 
     async def accepted(self) -> None:
-        """Until the prompt is rendered, tokenized and checked; raises what was wrong with it."""
+        """Waits until the prompt is rendered, tokenized and checked. Raises the error of a refused
+        one."""
         made_of_tools = self._asked.params.structured is None
         with parameters_named({"structured": "tools"} if made_of_tools else {}):
             await self.generation.accepted()
@@ -128,7 +132,7 @@ class ChatRun:
         return self.generation.cached_tokens
 
     async def steps(self) -> AsyncGenerator[ChatStep, None]:
-        """In order of arrival. Raises for sequences that did not end well."""
+        """Yields the steps in order of arrival. Raises for sequences that have failed."""
         parsers = self._parsers
         async with aclosing(self.generation.deltas()) as deltas:
             async for choice, delta in deltas:
@@ -140,21 +144,21 @@ class ChatRun:
                 yield ChatStep(choice, delta, parts, None if reason is None else reason.value)
 
     def _params(self) -> SamplingParams:
-        """Markers that are special tokens must come as text, to be read; what the answer must
-        look like is the sampler's matter."""
+        """Returns the engine's parameters: markers that are special tokens stay in the text for the
+        parsers, and the grammar includes calls and reasoning."""
         style, params = self._format, self._asked.params
-        is_counted = params.max_tokens == 0  # nothing comes that could look like anything
+        is_counted = params.max_tokens == 0  # no token is generated, so no grammar is needed
         structured = None if is_counted else self._structured()
         if structured is not params.structured:
             params = replace(params, structured=structured)
         markers = style.reasoning.markers if self._reasons and style.reasoning else ()
         if self._uses_tools and style.tools is not None:
             markers += style.tools.markers
-        shown = tuple(marker for marker in markers if marker in style.special_ids)
-        return replace(params, shown_special_tokens=shown) if shown else params
+        special = tuple(marker for marker in markers if marker in style.special_ids)
+        return replace(params, shown_special_tokens=special) if special else params
 
     def _structured(self) -> StructuredOutput | None:
-        """A call that must come leaves no room for what else the answer should look like."""
+        """Returns the grammar of the answer. A forced call replaces the client's own format."""
         asked, style = self._asked, self._format
         content, tools, choice = asked.params.structured, asked.tools, asked.tool_choice
         is_open = self._will_be_open()
@@ -183,7 +187,7 @@ class ChatRun:
         return AnswerParser(reasoning, calls)
 
     def _will_be_open(self) -> bool:
-        """Whether the prompt is expected to end inside the reasoning."""
+        """Predicts whether the prompt will end inside the reasoning."""
         asked, style = self._asked, self._format
         if asked.continue_final_message:
             return self._is_continued_inside()
@@ -196,7 +200,7 @@ class ChatRun:
         return style is not None and said.rfind(style.begin) > said.rfind(style.end)
 
     async def _is_reasoning_open(self) -> bool:
-        """Whether the prompt ends behind the marker that begins the reasoning."""
+        """Returns whether the prompt ends with the marker that begins the reasoning."""
         style = self._format.reasoning
         if style is None or not self._reasons:
             return False
@@ -231,7 +235,8 @@ class ChatRun:
         return True
 
     def _num_reasoning(self, delta: TokenDelta, parser: AnswerParser, parts: list[Part]) -> int:
-        """Tokens of the delta that are reasoning, its markers included; it was not over before."""
+        """Returns how many tokens of the delta are reasoning, markers included. The reasoning had
+        not ended before the delta."""
         ids = delta.token_ids
         if parser.is_reasoning:
             return len(ids)
@@ -241,7 +246,7 @@ class ChatRun:
         assert style.reasoning is not None
         if style.reasoning_end_id is not None and style.reasoning_end_id in ids:
             return ids.index(style.reasoning_end_id) + 1
-        # several tokens end it, somewhere in the delta
+        # the end marker is several tokens, somewhere in the delta
         before, end, _ = text.partition(style.reasoning.end)
         thought = sum(len(part.text) for part in parts if isinstance(part, Reasoning))
         size = len(before + end) if end else thought or len(text)

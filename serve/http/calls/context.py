@@ -1,4 +1,4 @@
-"""What every endpoint shares: the engine, the server's state, one call's identity, the routes."""
+"""What all endpoints share: the engine, the server's state, a call, a route."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ logger = logging.getLogger(__name__)
 MAX_LOGGED_NAMES = 256
 
 
-class Understood(Protocol):
-    """What a body asks for."""
+class ParsedBody(Protocol):
+    """The result of parsing a body."""
 
     @property
     def model(self) -> str | None:
-        """Named in it; None: the served one."""
+        """The model that the body names; None is the served one."""
 
 
-T = TypeVar("T", bound=Understood)
+T = TypeVar("T", bound=ParsedBody)
 
 
 class ServerState(Enum):
-    """What the server can answer: everything only when READY."""
+    """What the server can answer. It answers API calls only when it is READY."""
 
     LOADING = "loading"
     READY = "ready"
@@ -60,7 +60,7 @@ class ServerState(Enum):
 
 @dataclass(slots=True)
 class Call:
-    """One HTTP request on its way.
+    """One HTTP request.
 
     policy: what the call's key allows; every request that goes to the engine carries it.
     argument: the part of the path that stands for `{...}` in the route's path. headers: headers of
@@ -91,12 +91,12 @@ ErrorShape = Callable[[ApiError, str], web.Response]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """path: as it is on the wire; one `{...}` in it stands for anything that is not empty.
+    """A path of the server.
 
-    handlers: by method. is_public: answered without a key. is_endless: its answer ends when its
-    reader leaves. error_shape: (error, request id) ->
-    the answer, in the words of the API that the route belongs to. describe: by method, for
-    /openapi.json.
+    path: as on the wire; one `{...}` in it stands for any text that is not empty. handlers: by
+    method. is_public: it needs no key. is_endless: its answer ends when the reader leaves.
+    error_shape: makes the answer from (error, request id) in the shape of the route's API.
+    describe: by method, for /openapi.json.
     """
 
     path: str
@@ -109,8 +109,8 @@ class Route:
 
 @dataclass(slots=True)
 class ApiContext:
-    """calls: all that have a place. bodies: what is being read. logged_names: unknown parameters
-    that the log has."""
+    """The state of one server. calls: those that are being answered. bodies: those that are being
+    read. logged_names: unknown parameters that have been logged."""
 
     engine: Engine
     settings: HttpSettings
@@ -124,41 +124,42 @@ class ApiContext:
 
     @property
     def fingerprint(self) -> str:
-        """Says when answers to the same seed may differ: model, version and precision."""
+        """A digest of model, version and precision. Where it differs, answers to the same seed may
+        differ."""
         if not self._fingerprint:
             config = self.engine.config
             parts = (self.engine.model_name, __version__, config.dtype, config.kv_dtype)
             self._fingerprint = "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
         return self._fingerprint
 
-    async def read(self, call: Call, understand: Callable[[dict[str, Any], Unknown], T]) -> T:
-        """What `understand` makes of the call's JSON object; ApiError or RequestError otherwise,
-        and where it cannot be answered now, or by this model. Names that it does not know are
-        refused, or told in a header of the answer."""
+    async def read(self, call: Call, parse: Callable[[dict[str, Any], Unknown], T]) -> T:
+        """Returns what `parse` makes of the call's JSON object. Unknown parameters are refused, or
+        listed in a header of the answer. Raises ApiError or RequestError for a body that is not
+        valid, for another model, and while the server cannot answer."""
         self.check_ready()
         unknown = Unknown(refuse=self.settings.unknown_fields == "refuse")
         value = await read_call(
-            call.request, self.settings, self.bodies, lambda body: understand(body, unknown)
+            call.request, self.settings, self.bodies, lambda body: parse(body, unknown)
         )
         if unknown.names:
-            # the header must be ASCII, and short whatever the names are
+            # the header must be ASCII and short
             names = [json.dumps(name[:MAX_QUOTED]) for name in unknown.names[:MAX_LISTED]]
             call.headers["x-mergestep-warning"] = f"unknown parameters: {', '.join(names)}"
             self._log_unknown(unknown.names)
         if value.model is not None:
             self.check_model(value.model)
-        self.check_ready()  # still: a body may take its time
+        self.check_ready()  # again, since a body may take long to arrive
         return value
 
     def _log_unknown(self, names: list[str]) -> None:
-        """Each name once, and not without end."""
+        """Logs each name once, up to MAX_LOGGED_NAMES names."""
         for name in names:
             if name not in self.logged_names and len(self.logged_names) < MAX_LOGGED_NAMES:
                 self.logged_names.add(name)
                 logger.warning("a request has the unknown parameter %s", quoted(name))
 
     def check_ready(self) -> None:
-        """ApiError 503 unless requests can be answered."""
+        """Raises ApiError 503 unless requests can be answered."""
         if self.state is ServerState.LOADING:
             raise not_ready()
         if self.state is ServerState.DRAINING:
@@ -167,7 +168,7 @@ class ApiContext:
             raise engine_failed()
 
     def check_model(self, name: str) -> None:
-        """ApiError 404 for any other name than the served one."""
+        """Raises ApiError 404 for any other name than that of the served model."""
         if name != self.engine.model_name:
             raise ApiError(
                 404,

@@ -1,4 +1,4 @@
-"""The fields of a chat request that make its prompt and that say how to read its answer."""
+"""The fields of a chat request that form its prompt or say how its answer is parsed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_KWARG_CHARS = 1024
 MAX_KWARG_INTEGER = 1 << 53
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 _KWARG_NAME = "(?:[a-z_]{1,64})"
-# What a template is given by us, and Jinja's own: a client may change none of it.
+# Names that the server passes to templates, and Jinja's own: clients cannot override them.
 _RESERVED = frozenset(
     (
         *("messages", "tools", "documents", "tool_choice", "add_generation_prompt"),
@@ -47,7 +47,7 @@ def _template_kwargs(value: Any, where: str, unknown: Unknown) -> dict[str, Any]
     for name, item in value.items():
         if not re.fullmatch(_KWARG_NAME, name) or _is_reserved(name):
             raise RequestError(
-                f"{where} may not have the member {quoted(name)}",
+                f"{where} cannot set {quoted(name)}",
                 param=where,
                 code="unsupported_parameter",
             )
@@ -93,7 +93,7 @@ CONVERSATION_FIELDS: dict[str, FieldType] = {
 def conversation(
     values: Mapping[str, Any], params: SamplingParams, client: str | None
 ) -> ChatRequest:
-    """values: checked fields."""
+    """Makes the ChatRequest. values: checked fields."""
     messages: list[dict[str, Any]] = values["messages"]
     options = tool_options(values)
     continues = values.get("continue_final_message", False)
@@ -117,7 +117,7 @@ def conversation(
 
 
 def effort_kwargs(effort: str | None) -> dict[str, Any]:
-    """How hard to think, in the words of chat templates."""
+    """Returns the chat template variables for a reasoning effort."""
     if effort is None:
         return {}
     return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
@@ -131,6 +131,6 @@ def _check_continued(last: Mapping[str, Any], *, adds_prompt: bool) -> None:
         )
     if last["role"] != "assistant" or "tool_calls" in last or not last["content"]:
         raise RequestError(
-            "continue_final_message needs a last message with text of the assistant",
+            "continue_final_message needs a last message of the assistant with text and no calls",
             param="continue_final_message",
         )

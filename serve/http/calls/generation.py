@@ -1,4 +1,4 @@
-"""One API call to one or more engine requests, and their deltas to an answer or a stream."""
+"""The engine requests of one API call: how they are submitted and how their deltas arrive."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SUBMITTED_AT_ONCE = 8  # each takes some tenths of a millisecond
 class Generation:
     """The engine requests of one API call. Choice `p * n + i` is sequence i of prompt p.
 
-    Use it in a `with` block: leaving it aborts whatever still runs.
+    Use it in a `with` block, whose end aborts the requests that still run.
     """
 
     def __init__(self, streams: Sequence[RequestStream], n: int) -> None:
@@ -43,7 +43,7 @@ class Generation:
 
     @property
     def cached_tokens(self) -> int:
-        """Of the prompts, taken from the prefix cache. Known with the first tokens."""
+        """The prompt tokens found in the prefix cache; valid once the first tokens have arrived."""
         return sum(stream.metrics.num_cached_tokens for stream in self._streams)
 
     @property
@@ -51,15 +51,15 @@ class Generation:
         return len(self._streams) * self._n
 
     async def accepted(self) -> None:
-        """Waits until every prompt is tokenized and checked; raises what was wrong with one."""
+        """Waits until every prompt is tokenized and checked. Raises the error of a refused one."""
         for stream in self._streams:
             request = await stream.accepted()
             self.requests.append(request)
             self.prompt_tokens += len(request.prompt_token_ids)
 
     def check_logprobs(self, param: str) -> None:
-        """RequestError: the answer may have more log-probabilities than anyone can want. Only
-        what the requests were accepted with says how many tokens may come."""
+        """Raises RequestError if the answer may have too many log-probabilities. Call it after
+        `accepted`, which fixes how many tokens may come."""
         size = sum(
             (request.params.max_tokens or 0) * request.params.n * (1 + request.params.logprobs)
             for request in self.requests
@@ -67,13 +67,13 @@ class Generation:
         )
         if size > limits.LOGPROBS:
             raise RequestError(
-                f"the answer may have {size} log-probabilities; at most {limits.LOGPROBS} can be "
-                "asked for at once: ask for fewer tokens, or for a stream",
+                f"the answer may have {size} log-probabilities, which is more than "
+                f"{limits.LOGPROBS}: request fewer tokens or a stream",
                 param=param,
             )
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TokenDelta], None]:
-        """(choice, delta) in order of arrival. Raises for sequences that did not end well."""
+        """Yields (choice, delta) in order of arrival. Raises for sequences that have failed."""
         if len(self._streams) == 1:
             async for delta in self._streams[0]:
                 yield delta.index, checked(delta)
@@ -108,14 +108,15 @@ async def _pump(
     try:
         async for delta in stream:
             await queue.put((first_choice + delta.index, delta))
-    except Exception as exc:  # raised again by the consumer
+    except Exception as exc:  # the consumer raises it again
         await queue.put(exc)
     else:
         await queue.put(None)
 
 
 def checked(delta: TokenDelta) -> TokenDelta:
-    """Only the server aborts a sequence whose client still listens."""
+    """Returns the delta. Raises the error of a sequence that has failed or that the server has
+    aborted."""
     if delta.finish_reason is FinishReason.ERROR:
         if delta.error in NO_MEMORY:
             raise MemoryLostError(delta.error)
@@ -130,8 +131,9 @@ def checked(delta: TokenDelta) -> TokenDelta:
 async def submit_each(
     prompts: Sequence[Prompt], request_id: str, submit: Callable[[Prompt, str], RequestStream]
 ) -> list[RequestStream]:
-    """One engine request for each prompt, under names of their own; all or none, also if the
-    client leaves meanwhile. Others have their turn after every SUBMITTED_AT_ONCE."""
+    """Submits one engine request per prompt, each with its own request id. If one fails or the
+    client leaves, all are aborted. The event loop runs other tasks after every SUBMITTED_AT_ONCE
+    requests."""
     streams: list[RequestStream] = []
     try:
         for position, prompt in enumerate(prompts):
@@ -148,7 +150,7 @@ async def submit_each(
 
 @contextmanager
 def parameters_named(names: Mapping[str, str]) -> Iterator[None]:
-    """Inside, a RequestError that names one of our parameters comes out with the API's name."""
+    """Renames parameters in the RequestErrors of the block. names: the API's name by ours."""
     try:
         yield
     except RequestError as exc:
@@ -156,5 +158,7 @@ def parameters_named(names: Mapping[str, str]) -> Iterator[None]:
         if ours not in names:
             raise
         theirs = names[ours]
-        message = re.sub(rf"(?<!the )\b{ours}\b", theirs, str(exc))  # "the prompt" is no name
+        message = re.sub(
+            rf"(?<!the )\b{ours}\b", theirs, str(exc)
+        )  # "the prompt" is not the parameter
         raise RequestError(message, param=theirs, code=exc.code) from exc

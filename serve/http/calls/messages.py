@@ -1,7 +1,7 @@
-"""The `messages` of a chat request, checked and brought to the shape that chat templates take.
+"""Checks the `messages` of a chat request and converts them for chat templates.
 
 Text parts become one string, "developer" becomes "system", the arguments of calls become
-objects, and what clients echo back from our own answers (refusal: null) is dropped.
+objects, and fields that clients echo from answers (refusal: null) are dropped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_MESSAGES = 8192
 MAX_NAME_CHARS = 64
 MAX_TOOL_CALLS = 128
 MAX_CALL_ID_CHARS = 512
-MAX_TEXT_CHARS = 8 << 20  # as large as a body
+MAX_TEXT_CHARS = 8 << 20  # the default limit of a body
 MAX_ARGUMENTS_DEPTH = 64
 _UNSUPPORTED_PARTS = ("image_url", "input_audio", "file", "video_url")
 
@@ -57,12 +57,15 @@ def parse_messages(value: Any, where: str, unknown: Unknown) -> list[dict[str, A
 
 
 def _message(value: Any, where: str, unknown: Unknown, call_ids: set[str]) -> dict[str, Any]:
-    """call_ids: of the calls up to here; those of the message are added."""
+    """Converts one message. call_ids: the ids of earlier calls; the message adds its own."""
     if not isinstance(value, dict):
         raise wrong_type(where, "an object")
     role, content = value.get("role"), value.get("content")
     if len(value) == 2 and isinstance(content, str) and role in ("user", "assistant", "system"):
-        return {"role": role, "content": content}  # most are so, and there may be thousands
+        return {
+            "role": role,
+            "content": content,
+        }  # the fast path for most messages, of which there may be thousands
     role = _role(role, f"{where}.role")
     given = _RECORDS[role].check(value, where, unknown)
     message: dict[str, Any] = {"role": role, "content": given.get("content")}
@@ -87,7 +90,7 @@ def _message(value: Any, where: str, unknown: Unknown, call_ids: set[str]) -> di
         call_id = given["tool_call_id"]
         if call_id not in call_ids:
             raise RequestError(
-                f"{where}.tool_call_id answers no tool call of an earlier message",
+                f"{where}.tool_call_id does not match a tool call of an earlier message",
                 param=f"{where}.tool_call_id",
             )
         message["tool_call_id"] = call_id
@@ -127,7 +130,7 @@ def _content(value: Any, where: str, unknown: Unknown) -> str:
 
 
 def _part(value: Any, where: str, unknown: Unknown) -> str:
-    """A refusal is what the assistant said, too."""
+    """Returns the text of a content part. A refusal counts as text of the assistant."""
     if not isinstance(value, dict):
         raise wrong_type(where, "an object")
     kind = value.get("type")
@@ -137,10 +140,10 @@ def _part(value: Any, where: str, unknown: Unknown) -> str:
         raise RequestError(
             f"{where} has the type {quoted(kind)}; only text is supported", param=f"{where}.type"
         )
-    strange = [name for name, item in value.items() if item is not None]
-    strange = [name for name in strange if name not in ("type", kind)]
-    if strange:
-        unknown.note(where, strange)
+    unexpected = [name for name, item in value.items() if item is not None]
+    unexpected = [name for name in unexpected if name not in ("type", kind)]
+    if unexpected:
+        unknown.note(where, unexpected)
     text = value.get(kind)
     if not isinstance(text, str):
         raise wrong_type(f"{where}.{kind}", "a string")
@@ -148,7 +151,7 @@ def _part(value: Any, where: str, unknown: Unknown) -> str:
 
 
 def parse_arguments(value: Any, where: str, unknown: Unknown) -> dict[str, Any]:
-    """The JSON text of a call's arguments; none at all are none given."""
+    """Parses the JSON text of a call's arguments. An empty text means no arguments."""
     if not isinstance(value, str):
         raise wrong_type(where, "a string")
     if not value:
@@ -200,7 +203,7 @@ _CONTENT = Parsed(
     _content,
     {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA, "minItems": 1}]},
 )
-# A model may have called what no tool is named; its own words are let in again.
+# A model may have called a name that no tool can have; clients may send it back.
 _CALLED_NAME = String(MAX_NAME_CHARS, min_chars=1, pattern="[A-Za-z0-9_.-]+")
 _TOOL_CALL = Record(
     {
@@ -215,7 +218,7 @@ _TOOL_CALL = Record(
             },
             required=("name", "arguments"),
         ),
-        "index": Integer(0, MAX_TOOL_CALLS),  # of a chunk, as some clients keep it
+        "index": Integer(0, MAX_TOOL_CALLS),  # from a chunk; some clients keep it
     },
     required=("id", "function"),
 )

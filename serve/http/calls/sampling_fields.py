@@ -1,4 +1,4 @@
-"""The table of what completions and chat have in common: how tokens are chosen, who asks."""
+"""The fields that completions and chat share: sampling, streaming and the client's name."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ STREAM_FIELDS: dict[str, FieldType] = {
         }
     ),
 }
-# Who or what asks, the most telling first: answers' lengths are predicted per client.
+# The client's name, the most specific field first: lengths of answers are predicted per client.
 CLIENT_FIELDS: dict[str, FieldType] = {
     name: String(MAX_CLIENT_CHARS) for name in ("prompt_cache_key", "safety_identifier", "user")
 }
-# Accepted because clients send them and ignoring them harms nobody.
+# Fields that clients send and that the server can safely ignore.
 IGNORED_FIELDS: dict[str, FieldType] = {
     "metadata": Map(
         String(512, is_text=True),
@@ -122,8 +122,8 @@ COMMON_FIELDS: dict[str, FieldType] = {
 def sampling_params(
     values: Mapping[str, Any], defaults: Mapping[str, Any], **more: Any
 ) -> SamplingParams:
-    """values: checked fields. defaults: the server's, for what the request leaves out. more:
-    arguments of SamplingParams that are no plain fields."""
+    """Makes SamplingParams. values: checked fields. defaults: the server's values for fields that
+    the request leaves out. more: arguments of SamplingParams that are not plain fields."""
     arguments: dict[str, Any] = {
         name: defaults[name]
         for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -140,7 +140,7 @@ def client_name(values: Mapping[str, Any]) -> str | None:
 
 
 def stream_options(values: Mapping[str, Any]) -> tuple[bool, bool, bool]:
-    """Whether to stream, to end with the usage, and to tell it with every chunk."""
+    """Returns whether to stream, to end with the usage, and to send usage with every chunk."""
     stream = values.get("stream", False)
     options = values.get("stream_options")
     if options is not None and not stream:
@@ -163,7 +163,7 @@ def _logit_bias(value: Mapping[str, float] | None) -> dict[int, float] | None:
     bias = {int(key): item for key, item in value.items()}
     if len(bias) != len(value):
         raise RequestError(
-            f"logit_bias names a token twice, as in {quoted(min(value, key=int))}",
+            f"logit_bias names a token twice, such as {quoted(min(value, key=int))}",
             param="logit_bias",
         )
     return bias

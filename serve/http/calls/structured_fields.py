@@ -1,4 +1,4 @@
-"""What a request says about the form of its answer, in OpenAI's words and in both of vLLM's."""
+"""The fields for structured output: OpenAI's response_format and vLLM's two forms."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ _NAMED_SCHEMA = Record(
 
 
 def json_schema(value: Any, where: str) -> StructuredOutput:
-    """value: a schema as JSON gives it, or as JSON text. RequestError invalid_schema."""
+    """Returns the structured output of a schema. value: a parsed schema or its JSON text. Raises
+    RequestError invalid_schema."""
     if isinstance(value, str):
         if len(value) > MAX_SCHEMA_BYTES:
             raise _schema_too_large(where)
@@ -54,18 +55,18 @@ def json_schema(value: Any, where: str) -> StructuredOutput:
         except (ApiError, UnicodeEncodeError):
             raise _bad_schema(f"{where} is not the JSON text of an object", where) from None
     if not isinstance(value, dict):
-        raise _bad_schema(f"{where} must be a JSON schema, which is an object", where)
+        raise _bad_schema(f"{where} must be a JSON schema object", where)
     try:
         source = orjson.dumps(value)
     except TypeError:  # integers that need more than 64 bits
-        raise _bad_schema(f"{where} holds a number that is out of range", where) from None
+        raise _bad_schema(f"{where} has a number that is out of range", where) from None
     if len(source) > MAX_SCHEMA_BYTES:
         raise _schema_too_large(where)
     return StructuredOutput("json_schema", source.decode())
 
 
 def response_format(value: Any, where: str, unknown: Unknown) -> StructuredOutput | None:
-    """OpenAI's object with a type; None for plain text."""
+    """Parses OpenAI's response_format. Returns None for plain text."""
     if not isinstance(value, dict):
         raise wrong_type(where, "an object")
     kind = value.get("type")
@@ -79,10 +80,10 @@ def response_format(value: Any, where: str, unknown: Unknown) -> StructuredOutpu
             param=f"{where}.type",
             code="invalid_value" if isinstance(kind, str) else "invalid_type",
         )
-    known = {"type", "json_schema"} if kind == "json_schema" else {"type"}
-    strange = [name for name, item in value.items() if item is not None and name not in known]
-    if strange:
-        unknown.note(where, strange)
+    names = {"type", "json_schema"} if kind == "json_schema" else {"type"}
+    others = [name for name, item in value.items() if item is not None and name not in names]
+    if others:
+        unknown.note(where, others)
     if kind != "json_schema":
         return JSON_OBJECT if kind == "json_object" else None
     if value.get("json_schema") is None:
@@ -181,17 +182,19 @@ _SOURCES = ("response_format", "structured_outputs", *(f"guided_{name}" for name
 
 
 def structured_output(values: Mapping[str, Any]) -> StructuredOutput | None:
-    """values: checked fields. RequestError if more than one says what the answer looks like."""
+    """Returns the structured output that the checked fields request. Raises RequestError if more
+    than one field requests one."""
     given = [name for name in _SOURCES if values.get(name) is not None]
     if len(given) > 1:
         raise RequestError(
-            f"{given[0]} and {given[1]} both say what the answer must look like", param=given[1]
+            f"{given[0]} and {given[1]} both set the format of the answer; use only one of them",
+            param=given[1],
         )
     return values[given[0]] if given else None
 
 
 def structured_name(values: Mapping[str, Any]) -> str:
-    """The field that says it: the engine's messages must not speak of `structured`."""
+    """Returns the field that requests structured output, for error messages of the engine."""
     return next((name for name in _SOURCES if values.get(name) is not None), "structured")
 
 

@@ -50,7 +50,7 @@ _PATTERN_PART = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ToolOptions:
-    """tools: those that the answer may call, in OpenAI's shape. choice: as ChatRequest's."""
+    """tools: those that the answer may call, in OpenAI's shape. choice: see ChatRequest."""
 
     tools: list[dict[str, Any]]
     choice: str | tuple[str, str]
@@ -58,23 +58,23 @@ class ToolOptions:
 
 
 def parse_parameters(value: Any, where: str, unknown: Unknown) -> dict[str, Any]:
-    """A JSON schema of an object. RequestError invalid_schema."""
+    """Checks the JSON schema of a tool's parameters. Raises RequestError invalid_schema."""
     schema = _JSON.check(value, where, unknown)
     _check_schema(schema, where)
     if schema.get("type", "object") != "object":
-        raise _bad(f"{where} must describe an object", where)
+        raise _bad(f"{where} must be the schema of an object", where)
     return schema
 
 
 def _check_schema(schema: dict[str, Any], where: str) -> None:
-    """What is wrong in any dialect of JSON Schema; the rest is for who compiles it."""
+    """Checks what all dialects of JSON Schema require; the grammar compiler checks the rest."""
     left: list[tuple[Any, int]] = [(schema, 1)]
     while left:
         node, depth = left.pop()
         if isinstance(node, bool):
             continue
         if not isinstance(node, dict):
-            raise _bad(f"{where} has a schema that is no object", where)
+            raise _bad(f"{where} has a schema that is not an object", where)
         if depth > MAX_SCHEMA_DEPTH:
             raise _bad(f"{where} nests deeper than {MAX_SCHEMA_DEPTH} schemas", where)
         for name, value in node.items():
@@ -83,21 +83,22 @@ def _check_schema(schema: dict[str, Any], where: str) -> None:
                 try:
                     left += [(item, depth + 1) for item in inner(value)]
                 except ValueError as error:
-                    raise _bad(f"{where} has {error} in {name}", where) from None
+                    raise _bad(f"{where}: {name} must be {error}", where) from None
 
 
-# Of a keyword's value: the schemas in it. ValueError: what is wrong with it.
+# Each function takes a keyword's value and returns the schemas in it. Its ValueError says what the
+# value must be.
 
 
 def _named(value: Any) -> Iterable[Any]:
     if not isinstance(value, dict):
-        raise ValueError("no object")
+        raise ValueError("an object")
     return value.values()
 
 
 def _listed(value: Any) -> Iterable[Any]:
     if not isinstance(value, list) or not value:
-        raise ValueError("no list of schemas")
+        raise ValueError("a list of schemas that is not empty")
     return value
 
 
@@ -112,46 +113,46 @@ def _one(value: Any) -> Iterable[Any]:
 def _type(value: Any) -> Iterable[Any]:
     for kind in value if isinstance(value, list) else [value]:
         if kind not in _TYPES:
-            raise ValueError(f"{quoted(kind)}, which is no type,")
+            raise ValueError(f"one of {', '.join(_TYPES)}, not {quoted(kind)}")
     return ()
 
 
 def _names(value: Any) -> Iterable[Any]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise ValueError("no list of names")
+        raise ValueError("a list of names")
     return ()
 
 
 def _values(value: Any) -> Iterable[Any]:
     if not isinstance(value, list):
-        raise ValueError("no list")
+        raise ValueError("a list")
     return ()
 
 
 def _reference(value: Any) -> Iterable[Any]:
     if not isinstance(value, str) or not value.startswith("#"):
-        raise ValueError("what leads out of the schema")
+        raise ValueError("a reference within the schema, such as #/$defs/name")
     return ()
 
 
 def _number(value: Any) -> Iterable[Any]:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError("no number")
+        raise ValueError("a number")
     return ()
 
 
 def _count(value: Any) -> Iterable[Any]:
     _number(value)
     if value < 0:
-        raise ValueError("a number below 0")
+        raise ValueError("a number from 0 on")
     return ()
 
 
 def _pattern(value: Any) -> Iterable[Any]:
     if not isinstance(value, str) or len(value) > MAX_PATTERN_CHARS:
-        raise ValueError(f"no text of at most {MAX_PATTERN_CHARS} characters")
+        raise ValueError(f"a string of at most {MAX_PATTERN_CHARS} characters")
     if _is_malformed(value):
-        raise ValueError("a malformed expression")
+        raise ValueError("a valid regular expression")
     return ()
 
 
@@ -171,7 +172,8 @@ _KEYWORDS: dict[str, Callable[[Any], Iterable[Any]]] = {
 
 
 def _is_malformed(pattern: str) -> bool:
-    """Malformed in every dialect. It is not compiled here: that can take seconds."""
+    """Returns whether the pattern is malformed in every dialect. It is not compiled here, since
+    that can take seconds."""
     depth = 0
     can_repeat = False
     for match in _PATTERN_PART.finditer(pattern):
@@ -273,31 +275,30 @@ TOOL_FIELDS: dict[str, FieldType] = {
 
 
 def tool_options(values: Mapping[str, Any]) -> ToolOptions:
-    """values: checked fields. RequestError for a choice that the tools do not allow."""
+    """Returns the tools that the checked fields allow. Raises RequestError for a choice that names
+    none of them."""
     tools: list[dict[str, Any]] = values.get("tools", [])
     choice: Any = values.get("tool_choice", "auto")
     parallel: bool = values.get("parallel_tool_calls", True)
     if isinstance(choice, str):
         if choice == "required" and not tools:
-            raise RequestError(
-                "tool_choice is required, but there are no tools", param="tool_choice"
-            )
+            raise RequestError("tool_choice required needs tools", param="tool_choice")
         return ToolOptions(tools, choice, parallel)
     if "function" in choice:
         name = choice["function"]["name"]
-        _check_known([name], tools)
+        _check_declared([name], tools)
         return ToolOptions(tools, ("function", name), parallel)
     allowed = choice["allowed_tools"]
     names = [item["function"]["name"] for item in allowed["tools"]]
-    _check_known(names, tools)
+    _check_declared(names, tools)
     offered = [tool for tool in tools if tool["function"]["name"] in names]
     return ToolOptions(offered, allowed["mode"], parallel)
 
 
-def _check_known(names: list[str], tools: list[dict[str, Any]]) -> None:
-    known = {tool["function"]["name"] for tool in tools}
+def _check_declared(names: list[str], tools: list[dict[str, Any]]) -> None:
+    declared = {tool["function"]["name"] for tool in tools}
     for name in names:
-        if name not in known:
+        if name not in declared:
             raise RequestError(
                 f"tool_choice names {quoted(name)}, which is not in tools", param="tool_choice"
             )

@@ -1,4 +1,4 @@
-"""A conversation gathered piece by piece, to messages as chat templates take them."""
+"""Builds the messages of a chat template from the pieces of a conversation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from serve.http.edge.errors import quoted
 
 @dataclass(slots=True)
 class _Turn:
-    """Lists are joined once, at the end: there may be thousands of pieces."""
+    """One message in the making. Texts are joined once, at the end: there may be thousands."""
 
     role: str
     texts: list[str] = field(default_factory=list)
@@ -29,13 +29,13 @@ class _Turn:
 
 
 class Turns:
-    """What an assistant does in a row is one turn: texts, thoughts and calls of tools. join_all:
-    so is what others say in a row."""
+    """Joins consecutive texts, thoughts and tool calls of the assistant into one message.
+    join_all: consecutive texts of other roles are joined as well."""
 
     def __init__(self, *, join_all: bool) -> None:
         self._join_all = join_all
         self._turns: list[_Turn] = []
-        self._called: dict[str, str] = {}  # names of tools by the ids of their calls
+        self._called: dict[str, str] = {}  # names of tools by call id
 
     def say(self, role: str, text: str) -> None:
         self._turn(role).texts.append(text)
@@ -50,11 +50,12 @@ class Turns:
         self._turn("assistant").calls.append(call)
 
     def result(self, call_id: str, text: str, where: str) -> None:
-        """where: the name of the call id's field. RequestError unless it was called before."""
+        """Adds the result of a tool call. where: the path of the call id's field. Raises
+        RequestError if no earlier call has the id."""
         name = self._called.get(call_id)
         if name is None:
             raise RequestError(
-                f"{where} {quoted(call_id)} is of no call before it",
+                f"{where} {quoted(call_id)} does not match an earlier call",
                 param=where,
             )
         answered = {"tool_call_id": call_id, "name": name}
@@ -64,7 +65,7 @@ class Turns:
         return [turn.message() for turn in self._turns]
 
     def _turn(self, role: str) -> _Turn:
-        """The one that goes on, or a new one."""
+        """Returns the turn that a piece of this role belongs to."""
         last = self._turns[-1] if self._turns else None
         if last is None or last.role != role or not (self._join_all or role == "assistant"):
             last = _Turn(role)

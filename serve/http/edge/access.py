@@ -1,4 +1,4 @@
-"""Who may come in: the Host header, and the API key. Looked at before the path is."""
+"""Checks of a request's headers before its path: Host, API key and X-Request-Timeout."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _SECONDS = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,3})?")
 
 
 class HostCheck:
-    """A page of somebody else, whose name leads to this machine, must not be taken for ours: its
-    requests carry that name as their Host (DNS rebinding)."""
+    """Refuses requests whose Host header names another host. This stops DNS rebinding, where the
+    name of a foreign web page resolves to this machine."""
 
     def __init__(self, settings: HttpSettings) -> None:
         names = settings.allowed_hosts
@@ -28,7 +28,8 @@ class HostCheck:
         self._names = None if not names or ANY in names else {_host_name(name) for name in names}
 
     def __call__(self, request: web.BaseRequest) -> None:
-        """ApiError 400. HTTP/1.0 needs no Host, and no browser speaks it."""
+        """Raises ApiError 400. A request without Host passes: HTTP/1.0 needs none, and no browser
+        speaks it."""
         host = request.headers.get(hdrs.HOST)
         if self._names is None or host is None or _host_name(host) in self._names:
             return
@@ -41,7 +42,7 @@ class HostCheck:
 
 
 def _host_name(host: str) -> str:
-    """Without a port, in lower case; an IPv6 address keeps its brackets."""
+    """Returns the host in lower case without a port; an IPv6 address keeps its brackets."""
     host = host.strip().lower()
     if host.startswith("["):
         return host.partition("]")[0] + "]"
@@ -51,8 +52,8 @@ def _host_name(host: str) -> str:
 
 
 def authenticate(request: web.BaseRequest, keys: KeyRing) -> ApiKey:
-    """ApiError 401 unless the request brings a good key, as `Authorization: Bearer KEY` or as
-    `x-api-key: KEY`."""
+    """Returns the request's key, from `Authorization: Bearer KEY` or `x-api-key: KEY`. Raises
+    ApiError 401 without a valid one."""
     key = keys.find(_presented(request))
     if key is None:
         raise ApiError(
@@ -75,11 +76,12 @@ def _presented(request: web.BaseRequest) -> bytes:
     return text.strip(" ").encode("utf-8", "surrogateescape")
 
 
-def timeout_of(request: web.BaseRequest, most_s: float) -> float:
-    """Seconds; most_s without the header. ApiError 400 names the header."""
+def request_timeout_s(request: web.BaseRequest, max_s: float) -> float:
+    """Returns how many seconds the client waits at most: the header X-Request-Timeout, bounded by
+    max_s. Raises ApiError 400, which names the header."""
     text = request.headers.get(TIMEOUT_HEADER)
     if text is None:
-        return most_s
+        return max_s
     seconds = float(text) if _SECONDS.fullmatch(text) else 0.0
     if not seconds or len(request.headers.getall(TIMEOUT_HEADER)) > 1:
         raise ApiError(
@@ -88,4 +90,4 @@ def timeout_of(request: web.BaseRequest, most_s: float) -> float:
             param=TIMEOUT_HEADER,
             code="invalid_value",
         )
-    return min(seconds, most_s)
+    return min(seconds, max_s)

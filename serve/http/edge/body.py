@@ -1,4 +1,4 @@
-"""A request's head and body before anything is believed: framing, type, size, deadline."""
+"""Checks the framing of a request and reads its body: type, size and deadline."""
 
 from __future__ import annotations
 
@@ -29,30 +29,29 @@ _SINGLE = (
 
 
 def check_framing(request: web.BaseRequest) -> None:
-    """What the parser lets through and this server does not. Every refusal closes."""
+    """Refuses framing that the HTTP parser accepts and this server does not, and closes then."""
     if request.version < HttpVersion10 or request.version.major != 1:
-        raise _bad_framing("only HTTP/1.0 and HTTP/1.1 are spoken here")
+        raise _bad_framing("only HTTP/1.0 and HTTP/1.1 are supported")
     if not request.raw_path.startswith("/"):
         raise _bad_framing("the request target must be a path")
     headers = request.headers
     encoding = headers.get(hdrs.TRANSFER_ENCODING)
     if encoding is not None and encoding.strip().lower() != "chunked":
-        raise _bad_framing("the only transfer encoding is chunked")
+        raise _bad_framing("the only supported transfer encoding is chunked")
     for name in _SINGLE:
         if name in headers and len(headers.getall(name)) > 1:
             raise _bad_framing(f"the header {name} appears more than once")
 
 
 class Bodies:
-    """Bytes of the bodies that are being read and understood, of all requests together; and the
-    thread that looks at large ones. One: several would only take the interpreter from each other
-    and from the event loop."""
+    """Counts the bytes of all bodies that are being read or parsed, and owns the thread that parses
+    large ones. There is one thread, since several would compete for the interpreter."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self._thread = ThreadPoolExecutor(1, "mergestep-parse")
 
-    async def beside_the_loop(self, job: Callable[[], T]) -> T:
+    async def run_in_thread(self, job: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, job)
 
     def close(self) -> None:
@@ -63,20 +62,20 @@ async def read_call(
     request: web.BaseRequest,
     settings: HttpSettings,
     bodies: Bodies,
-    understand: Callable[[dict[str, Any]], T],
+    parse: Callable[[dict[str, Any]], T],
 ) -> T:
-    """What `understand` makes of the JSON object of a request body; ApiError for anything else.
-    A large body is looked at in a thread, so that nobody waits for it."""
+    """Returns what `parse` makes of the JSON object in a request body. Raises ApiError if there is
+    none. A thread parses large bodies, so that the event loop goes on."""
     _check_content(request, settings.max_body_bytes)
     await _answer_expect(request)
-    reading = _Reading(request, settings, bodies)
+    reader = _BodyReader(request, settings, bodies)
     try:
-        body = await reading.whole()
+        body = await reader.whole()
         if len(body) <= settings.parse_inline_bytes:
-            return understand(parse_object(body))
-        return await bodies.beside_the_loop(lambda: understand(parse_object(body)))
+            return parse(parse_object(body))
+        return await bodies.run_in_thread(lambda: parse(parse_object(body)))
     finally:
-        bodies.num_bytes -= reading.size
+        bodies.num_bytes -= reader.size
 
 
 def _bad_framing(message: str) -> ApiError:
@@ -88,7 +87,7 @@ def _check_content(request: web.BaseRequest, max_bytes: int) -> None:
     if length is not None and length > max_bytes:
         raise _too_large(max_bytes)
     if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() != "identity":
-        raise _unsupported("a content encoding is not supported")
+        raise _unsupported("Content-Encoding is not supported")
     kind = request.content_type if hdrs.CONTENT_TYPE in request.headers else ""
     if kind != "application/json":
         raise _unsupported("Content-Type must be application/json")
@@ -102,14 +101,17 @@ async def _answer_expect(request: web.BaseRequest) -> None:
         return
     if expect.lower() != "100-continue":
         raise ApiError(
-            417, "the only expectation met is 100-continue", code="expectation_failed", closes=True
+            417,
+            "the only supported Expect header is 100-continue",
+            code="expectation_failed",
+            closes=True,
         )
     await request.writer.write(CONTINUE)
-    request.writer.output_size = 0  # the answer proper has not begun
+    request.writer.output_size = 0  # the answer itself has not begun
 
 
-class _Reading:
-    """One body on its way. It must keep a minimum rate, and be whole by a deadline."""
+class _BodyReader:
+    """Reads one body, which must keep a minimum rate and be complete by a deadline."""
 
     def __init__(self, request: web.BaseRequest, settings: HttpSettings, bodies: Bodies) -> None:
         self._request = request
@@ -149,7 +151,7 @@ class _Reading:
                 raise error
 
     def _due_s(self, began_s: float) -> float:
-        """When the next bytes must be there."""
+        """Returns when the next bytes must have arrived."""
         settings = self._settings
         due_s = began_s + settings.body_timeout_s
         if settings.body_min_rate:

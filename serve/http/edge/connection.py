@@ -1,7 +1,7 @@
-"""One connection: how many there may be, and how long the head of a request may take.
+"""Connections: how many there may be, and how long the head of a request may take.
 
-aiohttp parses and answers; here is what it leaves open. Whoever is one too many still gets an
-answer that says so, and health checks are answered even then, until SPARE more are there.
+aiohttp parses and answers; this module adds the limits that it lacks. A connection above the limit
+still gets an answer that says so, and its health checks are answered, for up to SPARE connections.
 """
 
 from __future__ import annotations
@@ -34,37 +34,38 @@ from serve.http.edge.settings import HttpSettings
 logger = logging.getLogger(__name__)
 
 LINGER_S = 1.0
-REST_S = 0.2  # for what is still to be sent when the server stops
+REST_S = 0.2  # time for unsent data when the server stops
 SPARE = 16
-SPARE_S = 1.0  # for a health check to begin; the next one needs the place
-PIECE_BYTES = 16 << 10  # parsed at once
+SPARE_S = 1.0  # time for a health check to begin on a connection above the limit
+PIECE_BYTES = 16 << 10  # how much is parsed at once
 CHUNK_OVERHEAD, SLOW_OVERHEAD = 8, 3
 CHUNK_PADDING_BYTES = 8 << 10
-PROBE_AFTER_S, PROBE_EVERY_S = 10, 5  # of silence
+PROBE_AFTER_S, PROBE_EVERY_S = 10, 5  # seconds of silence before TCP probes, and between them
 LOG_INTERVAL_S = 10.0
 MAX_LOG_TEXTS = 64
-FILES_FOR_OTHERS = 32  # beside connections: checkpoints, K/V on disk, worker processes
+FILES_FOR_OTHERS = 32  # files beside connections: checkpoints, K/V on disk, worker processes
 
 
 class LimitedLog:
-    """A warning of each text in LOG_INTERVAL_S; the next one says how many were left out."""
+    """Logs each warning at most once in LOG_INTERVAL_S, since clients can cause it at any rate. The
+    next one says how many were left out."""
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._logger = logger
         self._clock = clock
-        self._told: dict[str, tuple[float, int]] = {}
+        self._logged: dict[str, tuple[float, int]] = {}
 
     def warning(self, text: str, *values: object) -> None:
-        """text: a constant, with places for the values."""
+        """text: a constant format string for the values."""
         now_s = self._clock()
-        told = self._told.get(text)
-        if told is not None and now_s - told[0] < LOG_INTERVAL_S:
-            self._told[text] = told[0], told[1] + 1
+        last = self._logged.get(text)
+        if last is not None and now_s - last[0] < LOG_INTERVAL_S:
+            self._logged[text] = last[0], last[1] + 1
             return
-        left_out = told[1] if told is not None else 0
-        if len(self._told) >= MAX_LOG_TEXTS:
-            self._told.clear()
-        self._told[text] = now_s, 0
+        left_out = last[1] if last is not None else 0
+        if len(self._logged) >= MAX_LOG_TEXTS:
+            self._logged.clear()
+        self._logged[text] = now_s, 0
         if left_out:
             self._logger.warning(f"{text} (and %d more times)", *values, left_out)
         else:
@@ -75,8 +76,8 @@ _warnings = LimitedLog(logger)
 
 
 class ConnectionServer(web.Server):
-    """Makes and counts the connections. num_refused: those that were one too many. closing: those
-    that the end of the server has closed, and that have not yet sent what they hold."""
+    """Makes and counts the connections. num_refused: connections above a limit. closing:
+    connections that the shutdown has closed and that still have data to send."""
 
     def __init__(self, handler: Any, settings: HttpSettings) -> None:
         super().__init__(
@@ -104,7 +105,7 @@ class ConnectionServer(web.Server):
         return len(self._connections)
 
     async def shutdown(self, timeout: float | None = None) -> None:
-        """As aiohttp's; then nothing is open any more, whether it has been read or not."""
+        """Closes all connections as aiohttp does, then aborts those with unsent data."""
         self.closing = dict(self._connections)
         await super().shutdown(timeout)
         loop = asyncio.get_running_loop()
@@ -117,7 +118,7 @@ class ConnectionServer(web.Server):
             await asyncio.sleep(0)
 
     def count(self, address: str | None) -> ApiError | None:
-        """A connection has come; what to tell it if it is one too many."""
+        """Counts a new connection. Returns the error to answer if it is above a limit."""
         num_connections = len(self._connections)
         if num_connections > self.max_connections:
             self.num_refused += 1
@@ -141,7 +142,7 @@ class ConnectionServer(web.Server):
 class Connection(web.RequestHandler):
     """aiohttp's connection, with JSON errors and deadlines for the heads of requests.
 
-    refusal: what every request on it is told, except health checks; None: nothing.
+    refusal: the error that answers every request on it except health checks, if any.
     """
 
     __slots__ = (
@@ -165,8 +166,8 @@ class Connection(web.RequestHandler):
         self._head_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
         self._num_heads = 0
-        self._payload: Any = None  # of the last request, if it comes in chunks
-        self._num_received = 0  # since the head of the last request
+        self._payload: Any = None  # the body of the last request, if it is chunked
+        self._num_received = 0  # bytes since the head of the last request
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -207,7 +208,7 @@ class Connection(web.RequestHandler):
             if error is not None:
                 payload.set_exception(error)
                 payload.feed_eof()
-                self.close()  # what still comes is not looked at
+                self.close()  # later bytes are not parsed
                 return
         super().data_received(data)
         if self._request_count != self._num_heads:
@@ -223,9 +224,9 @@ class Connection(web.RequestHandler):
             self._head_goes_on(len(data))
 
     def padding_error(self) -> Exception | None:
-        """When the chunks of the last body have brought much beside it. Chunks of one byte each are
-        six times the body, and slow; long extensions, which the parser drops, are no body at all.
-        The parser may not have seen all that came, but then it has seen a body that is larger."""
+        """Returns an error if the framing of a chunked body is much larger than the body. Chunks of
+        one byte are six times the body, and slow to parse; long chunk extensions are not part of
+        the body at all."""
         if self._payload is None:
             return None
         beside = self._num_received - CHUNK_PADDING_BYTES
@@ -234,7 +235,7 @@ class Connection(web.RequestHandler):
         return TimeoutError() if beside > SLOW_OVERHEAD * self._payload.total_bytes else None
 
     def _head_goes_on(self, num_bytes: int) -> None:
-        """Bytes of a head that is not complete."""
+        """Counts bytes of an incomplete head, whose deadline starts with its first byte."""
         if not self._head_bytes:
             loop = asyncio.get_running_loop()
             if self._head_timer is not None:
@@ -254,7 +255,7 @@ class Connection(web.RequestHandler):
             self._head_timer = None
 
     def _head_is_late(self) -> None:
-        if not self._head_bytes:  # it never began: there is nothing to answer
+        if not self._head_bytes:  # no byte has arrived: there is nothing to answer
             self.force_close()
             return
         self._refuse_head(
@@ -267,7 +268,7 @@ class Connection(web.RequestHandler):
         )
 
     def _refuse_head(self, error: ApiError) -> None:
-        """There is no request that could be answered in the usual way."""
+        """Answers an error for a head that is not a complete request, and closes."""
         self._end_head()
         if self.transport is not None:
             self.transport.write(_plain_answer(error))
@@ -280,10 +281,10 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Called for bytes that are no HTTP request. The message quotes none of them."""
+        """Answers bytes that are not an HTTP request. The message quotes none of them."""
         self._end_head()
         if isinstance(exc, ConnectionError):
-            raise exc  # the client is gone: the caller closes, and nothing is to be said
+            raise exc  # the client is gone: the caller closes the connection
         if status >= 500:
             logger.error("a connection failed", exc_info=exc)
             error = internal_error()
@@ -296,8 +297,8 @@ class Connection(web.RequestHandler):
 
 
 def notice_dead_peers(listening: socket.socket, patience_s: float) -> None:
-    """Whose link is cut says nothing, and what is sent to it waits in the kernel: the connection
-    ends when nothing is acknowledged for patience_s. All that are accepted inherit this."""
+    """Has the kernel close connections whose peer acknowledges nothing for patience_s, such as one
+    whose link is cut. Accepted connections inherit this from the listening socket."""
     if listening.family not in (socket.AF_INET, socket.AF_INET6):
         return
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -325,7 +326,8 @@ def _plain_answer(error: ApiError) -> bytes:
 
 
 def _foreign_address(peer: Any) -> str | None:
-    """None for this machine's own: a proxy here speaks for many."""
+    """Returns the peer's address, or None for this machine's own: a local proxy serves many
+    clients."""
     if not isinstance(peer, tuple) or not peer:
         return None
     address = str(peer[0])
@@ -337,7 +339,7 @@ def _foreign_address(peer: Any) -> str | None:
 
 
 def _files_left() -> int:
-    """Connections that the process may have open."""
+    """Returns how many connections the process may still open, by its limit of open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return 1 << 30

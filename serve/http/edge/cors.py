@@ -1,6 +1,6 @@
-"""Pages of other origins: none may call from a browser unless its origin is listed.
+"""CORS: pages of other origins may call from a browser only if their origin is listed.
 
-There are no cookies here, so nothing is said about credentials.
+The server uses no cookies, so it sends no headers about credentials.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Cors:
         self._origins = frozenset(origins)
 
     def headers(self, request: web.BaseRequest) -> dict[str, str]:
-        """For whatever answers the request."""
+        """Returns the headers of any answer to the request."""
         if not self._origins:
             return {}
         headers = {"Vary": "Origin"}
@@ -27,7 +27,7 @@ class Cors:
         return headers
 
     def preflight(self, request: web.BaseRequest) -> web.Response | None:
-        """The answer to a browser that asks whether it may ask, which it does without a key."""
+        """Answers a browser's preflight request, which carries no key; None for other requests."""
         origin = request.headers.get(hdrs.ORIGIN)
         asks = hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
         if request.method != "OPTIONS" or not asks or origin not in self._origins:

@@ -1,4 +1,4 @@
-"""What the HTTP side counts: answers, refusals, connections, and how late its event loop is."""
+"""Counters of the HTTP server: answers, refusals, connections and event loop lag."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MAX_REASONS = 64
 
 
 class HttpCounters:
-    """Written by the event loop. answers: by (route's path, method, "2xx" and so on). refused:
-    by the error's code."""
+    """The event loop writes them. answers: by (route's path, method, status class such as "2xx").
+    refused: by the error's code."""
 
     def __init__(self) -> None:
         self.answers: Counter[tuple[str, str, str]] = Counter()
@@ -38,19 +38,20 @@ class HttpCounters:
         self.refused[reason] += 1
 
     def start(self, num_connections: Callable[[], int]) -> None:
-        """In the loop whose lag is to be measured. num_connections: that are open."""
+        """Starts to measure the lag of the running event loop. num_connections: returns how many
+        connections are open."""
         self.num_connections = num_connections
-        self._look(None)
+        self._measure_lag(None)
 
     def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _look(self, due_s: float | None) -> None:
+    def _measure_lag(self, due_s: float | None) -> None:
         loop = asyncio.get_running_loop()
         now_s = loop.time()
         if due_s is not None:
             self.lag_s.observe(max(0.0, now_s - due_s))
         next_s = now_s + LAG_POLL_S
-        self._timer = loop.call_at(next_s, self._look, next_s)
+        self._timer = loop.call_at(next_s, self._measure_lag, next_s)

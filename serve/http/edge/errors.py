@@ -1,4 +1,4 @@
-"""Every answer that is not 2xx has OpenAI's error shape; this file is where it is made."""
+"""Error answers in OpenAI's shape, and the headers that all answers share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MAX_QUOTED = 64
 
 
 class ApiError(Exception):
-    """An answer other than 2xx. `closes`: the connection cannot be used again."""
+    """An answer other than 2xx. closes: the connection ends with it."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class ApiError(Exception):
 
 
 def quoted(value: object) -> str:
-    """A client's value as it may appear in a message: short and printable."""
+    """Returns a client's value for a message, short and printable."""
     text = _encodable(str(value))
     if len(text) > MAX_QUOTED:
         text = text[:MAX_QUOTED] + "..."
@@ -73,7 +73,7 @@ def quoted(value: object) -> str:
 
 
 def retry_after(seconds: float) -> dict[str, str]:
-    """A header. Those who are refused together shall not come back together."""
+    """Returns the header. Its random part spreads the return of clients refused together."""
     return {"Retry-After": str(max(1, math.ceil(seconds * random.uniform(1.0, 1.5))))}
 
 
@@ -149,7 +149,8 @@ def internal_error() -> ApiError:
 
 
 def to_api_error(exc: Exception, request_id: str) -> ApiError:
-    """The answer to an exception. What is not a known kind is our bug: logged, no detail sent."""
+    """Returns the answer to an exception. Any unexpected exception is a bug of the server: it is
+    logged, and the answer has no details."""
     if isinstance(exc, ApiError):
         return exc
     if isinstance(exc, RequestError):

@@ -1,7 +1,7 @@
-"""Strict JSON: one meaning per document, and none that another parser would read differently.
+"""Parses strict JSON, which has one meaning for every parser.
 
-Refused: duplicate keys, NaN and infinities, numbers out of range, byte order marks, other
-encodings, lone surrogates, deep nesting.
+It refuses duplicate keys, NaN and infinities, numbers out of range, byte order marks, other
+encodings, lone surrogates and deep nesting.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import orjson
 from serve.http.edge.errors import ApiError, quoted
 from serve.http.edge.limits import INTEGER_CHARS, JSON_CONTAINERS, JSON_DEPTH, JSON_VALUES
 
-# the end is optional, so that one without an end is looked at once
+# the closing quote is optional, so that an unterminated string is scanned once
 _STRING_OR_MARK = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[,:{\[]', re.DOTALL)
 _OPENING, _BETWEEN = b"{[", b",:"
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in `body`; ApiError otherwise."""
+    """Returns the JSON object in `body`. Raises ApiError otherwise."""
     if not body:
         raise ApiError(400, "the request body is empty", code="invalid_json")
     _check_size(body)
@@ -44,13 +44,14 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def _check_size(body: bytes) -> None:
-    """Before anything is made of it: `{}` is two bytes, and many more in memory."""
+    """Refuses too many values before any object is made: `{}` is two bytes, and many more in
+    memory."""
     num_values = body.count(b",") + body.count(b":")
     num_containers = body.count(b"{") + body.count(b"[")
     if num_values <= JSON_VALUES and num_containers <= JSON_CONTAINERS:
         return
     num_values = num_containers = 0
-    for match in _STRING_OR_MARK.finditer(body):  # a step at a time: other threads go on
+    for match in _STRING_OR_MARK.finditer(body):  # step by step, so that other threads go on
         mark = body[match.start()]
         if mark in _OPENING:
             num_containers += 1
@@ -88,7 +89,7 @@ def _constant(name: str) -> float:
 
 
 def _integer(text: str) -> int:
-    if len(text) > INTEGER_CHARS:  # beyond 64 bits other parsers round silently
+    if len(text) > INTEGER_CHARS:  # other parsers silently round beyond 64 bits
         raise ValueError("an integer is out of range")
     return int(text)
 
@@ -132,7 +133,8 @@ def _check_surrogates(value: dict[str, Any]) -> None:
 
 
 def _walk_surrogates(value: dict[str, Any]) -> None:
-    """orjson also refuses integers beyond 64 bits, so the strings decide."""
+    """Looks for surrogates in the strings: orjson has refused the value, but it also refuses
+    integers beyond 64 bits."""
     pending: list[Any] = [value]
     while pending:
         item = pending.pop()
@@ -146,5 +148,5 @@ def _walk_surrogates(value: dict[str, Any]) -> None:
                 item.encode()
             except UnicodeEncodeError:
                 raise ApiError(
-                    400, "a string holds half of a surrogate pair", code="invalid_value"
+                    400, "a string has half of a surrogate pair", code="invalid_value"
                 ) from None

@@ -1,8 +1,8 @@
-"""API keys: who may ask, under which name, and how much.
+"""API keys, the names of their clients, and their limits.
 
-A key is known by its SHA-256 digest only. Keys of the same name are one client: they share its
-limits and its K/V, so that a new key can take over from an old one. A file is TOML or JSON by its
-ending (a table `keys`), or has a key a line: `KEY` or `NAME:KEY`, and `#` before a comment.
+The server keeps only the SHA-256 digest of a key. Keys of the same name are one client: they share
+its limits and its cached K/V, so that a new key can replace an old one. A key file is TOML or JSON
+by its suffix (a table `keys`), or has one key per line, `KEY` or `NAME:KEY`, and `#` for comments.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """None is no limit. requests_per_minute: calls that post something. tokens_per_minute: of
-    prompts and answers together. max_concurrent: calls at once. max_tokens: of one answer.
-    min_priority: the lowest number, which goes first, that its requests may have."""
+    """The limits of a key; None is no limit. requests_per_minute: calls except GET and HEAD.
+    tokens_per_minute: prompt and answer tokens together. max_concurrent: concurrent calls.
+    max_tokens: tokens of one answer. min_priority: the lowest priority number of its requests,
+    where lower numbers run first."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -46,7 +47,7 @@ class KeyLimits:
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """digest: SHA-256 of the key. name: of its client, in logs and metrics."""
+    """digest: SHA-256 of the key. name: the client's name in logs and metrics."""
 
     name: str
     digest: bytes
@@ -57,7 +58,7 @@ _LIMITS = frozenset(field.name for field in fields(KeyLimits))
 
 
 class KeyRing:
-    """The keys that are good now. Without any, nobody is asked for one."""
+    """The valid keys. Without any, requests need no key."""
 
     def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
         self._keys = tuple(keys)
@@ -67,7 +68,7 @@ class KeyRing:
         return len(self._keys)
 
     def find(self, presented: bytes) -> ApiKey | None:
-        """Every key is compared, so that the time tells nothing about which one is near."""
+        """Returns the key. It compares with every key, so that the time reveals nothing."""
         digest = hashlib.sha256(presented).digest()
         found = None
         for key in self._keys:
@@ -80,12 +81,13 @@ class KeyRing:
 
 
 def load_keys(path: str | None, given: Sequence[str] = ()) -> list[ApiKey]:
-    """Of a file, and those given as KEY or NAME:KEY. ConfigError tells no key."""
+    """Returns the keys of a file and those given as KEY or NAME:KEY. Raises ConfigError, whose
+    message has no key in it."""
     keys = [_from_line(text, f"API key {number}") for number, text in enumerate(given, 1)]
     if path is not None:
         keys += _from_file(Path(path))
     if len(keys) > MAX_KEYS:
-        raise ConfigError(f"there are {len(keys)} API keys; {MAX_KEYS} are the most")
+        raise ConfigError(f"there are {len(keys)} API keys; at most {MAX_KEYS} are allowed")
     limits: dict[str, KeyLimits] = {}
     digests: set[bytes] = set()
     for key in keys:
@@ -107,7 +109,7 @@ def _from_file(path: Path) -> list[ApiKey]:
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError(f"the API key file {path} is larger than {MAX_FILE_BYTES} bytes")
     if mode & 0o077:
-        logger.warning("others can read the API key file %s (mode %o): chmod 600", path, mode)
+        logger.warning("other users can read the API key file %s (mode %o): chmod 600", path, mode)
     try:
         text = data.decode()
         if path.suffix == ".toml":
@@ -119,11 +121,11 @@ def _from_file(path: Path) -> list[ApiKey]:
         raise ConfigError(f"the API key file {path} is not valid {kind}{_line_of(exc)}") from None
     lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
     keys = [_from_line(s, f"{path}, line {n}") for n, s in lines if s and not s.startswith("#")]
-    return _some(keys, path)
+    return _not_empty(keys, path)
 
 
 def _line_of(error: Exception) -> str:
-    """Where a parser stopped. Its whole message may quote a key."""
+    """Returns where a parser stopped. Its whole message is not used, since it may quote a key."""
     found = _LINE.search(str(error))
     return f" (line {found[1]})" if found else ""
 
@@ -136,16 +138,16 @@ def _from_line(text: str, where: str) -> ApiKey:
 def _from_table(table: Any, path: Path) -> list[ApiKey]:
     entries = table.get("keys") if isinstance(table, dict) and set(table) == {"keys"} else None
     if not isinstance(entries, list):
-        raise ConfigError(f"the API key file {path} must hold one list, `keys`")
-    return _some(
+        raise ConfigError(f"the API key file {path} must have exactly one list, `keys`")
+    return _not_empty(
         [_from_entry(entry, f"{path}, key {number}") for number, entry in enumerate(entries, 1)],
         path,
     )
 
 
-def _some(keys: list[ApiKey], path: Path) -> list[ApiKey]:
+def _not_empty(keys: list[ApiKey], path: Path) -> list[ApiKey]:
     if not keys:
-        raise ConfigError(f"the API key file {path} holds no key")
+        raise ConfigError(f"the API key file {path} has no keys")
     return keys
 
 
@@ -184,7 +186,8 @@ def _make(name: Any, key: Any, where: str, limits: KeyLimits) -> ApiKey:
 
 
 def _checked_name(name: Any, digest: str, where: str) -> str:
-    """A key without a name is called by a digest of its digest, which tells nothing of the key."""
+    """Returns the name, or for a key without one a digest of its digest, which does not reveal the
+    key."""
     if name is None:
         return "key-" + hashlib.sha256(b"name" + bytes.fromhex(digest)).hexdigest()[:8]
     if not isinstance(name, str) or not _NAME.fullmatch(name):

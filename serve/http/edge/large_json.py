@@ -1,6 +1,6 @@
-"""Large answers as JSON, without keeping the event loop.
+"""Serializes large answers to JSON without blocking the event loop.
 
-A thread beside it is not enough: one call of orjson, or of what frees a million objects, holds the
+A thread alone is not enough: one call of orjson, or freeing a million objects at once, holds the
 interpreter until it is done. So both go in pieces.
 """
 
@@ -16,20 +16,20 @@ from aiohttp import web
 
 from serve.http.edge.errors import body_response
 
-INLINE_VALUES = 2048  # answers with more numbers and texts are made off the event loop
-CHARS_PER_VALUE = 16  # of long texts
+INLINE_VALUES = 2048  # answers with more numbers and texts are made in a thread
+CHARS_PER_VALUE = 16  # a long text counts as one value per so many characters
 PIECE = 64
 
 T = TypeVar("T")
 
 
 def json_list(items: Iterable[Any], piece: int = PIECE) -> orjson.Fragment:
-    """A part of something larger."""
+    """Returns a list as JSON, for use inside a larger object."""
     return orjson.Fragment(json_bytes(items, piece))
 
 
 def json_bytes(items: Iterable[Any], piece: int = PIECE) -> bytes:
-    """A list as JSON, so many items in each call of orjson."""
+    """Returns a list as JSON. Each call of orjson serializes `piece` items."""
     iterator = iter(items)
     parts = []
     while some := list(islice(iterator, piece)):
@@ -38,7 +38,7 @@ def json_bytes(items: Iterable[Any], piece: int = PIECE) -> bytes:
 
 
 def drained(items: list[T]) -> Iterator[T]:
-    """The items; each is let go when it has been used."""
+    """Yields the items and removes each from the list, so that it is freed after use."""
     items.reverse()
     while items:
         yield items.pop()
@@ -47,7 +47,7 @@ def drained(items: list[T]) -> Iterator[T]:
 async def large_response(
     make: Callable[[], object], num_values: int, request_id: str
 ) -> web.Response:
-    """What `make` returns, made and put into JSON in a thread if it has many values."""
+    """Answers with what `make` returns. A thread makes and serializes it if it has many values."""
 
     def body() -> bytes:
         return orjson.dumps(make())

@@ -1,6 +1,6 @@
-"""Bounds on what a stranger can send before its fields are looked at, and on time.
+"""Limits on requests before their fields are parsed, and on time.
 
-Those of fields are where the fields are; limit_table.py has all of them.
+Limits of fields stand beside the fields; docs/operations.md lists all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ JSON_DEPTH = 64
 JSON_VALUES = 1_000_000
 JSON_CONTAINERS = 131_072
 INTEGER_CHARS = 20
-ALLOWED_IDS = 1 << 20  # of all prompts
+ALLOWED_IDS = 1 << 20  # prompts times allowed_token_ids
 
 # connections and answers
 CONNECTIONS = 20_000
@@ -39,4 +39,4 @@ PARSE_INLINE_BYTES = 16 * KIB
 WRITE_S = 30.0
 REQUEST_S = 21_600.0
 CLIENT_REQUEST_ID_CHARS = 64
-LOGPROBS = 1 << 21  # numbers in one answer; each is some hundred bytes until it is sent
+LOGPROBS = 1 << 21  # numbers in one answer; each takes some hundred bytes until it is sent

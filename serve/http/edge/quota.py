@@ -1,7 +1,7 @@
-"""How much each client may ask: requests and tokens per minute, and calls at once.
+"""Quotas of clients: requests and tokens per minute, and concurrent calls.
 
-A minute's worth may come in one burst; after that it comes back at a steady rate. Tokens are
-counted when a call has ended, so a client may end in debt, and waits until it is paid.
+A client may use a minute's quota in one burst; it refills at a steady rate. Tokens are counted when
+a call has ended, so a bucket may become negative, and the client waits until it has refilled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _BUSY_RETRY_S = 1.0
 
 
 class Bucket:
-    """per_minute come back each minute, and no more than that lie in it."""
+    """A token bucket: it holds at most per_minute units and refills as many each minute."""
 
     def __init__(self, per_minute: int, now_s: float) -> None:
         self.per_minute = per_minute
@@ -25,20 +25,20 @@ class Bucket:
         self._at_s = now_s
 
     def take(self, amount: float, now_s: float) -> None:
-        """Even if there is less."""
+        """Takes the amount, even if the bucket has less."""
         back = (now_s - self._at_s) * self.per_minute / 60
         self._level = min(float(self.per_minute), self._level + back) - amount
         self._at_s = now_s
 
     def wait_s(self, now_s: float) -> float:
-        """Until there is one."""
+        """Returns the seconds until the bucket has one unit."""
         self.take(0, now_s)
         return max(0.0, (1.0 - self._level) * 60 / self.per_minute)
 
 
 @dataclass(slots=True)
 class Client:
-    """What the keys of one name have used. num_requests and num_tokens: in all."""
+    """The usage of the keys of one name. num_requests and num_tokens: since the start."""
 
     limits: KeyLimits
     requests: Bucket | None = None
@@ -49,14 +49,14 @@ class Client:
 
 
 class Quotas:
-    """By the names of keys. New limits begin with a full minute."""
+    """The clients by the names of their keys. New limits start with full buckets."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clients: dict[str, Client] = {}
         self._clock = clock
 
     def enter(self, key: ApiKey) -> None:
-        """A call begins; `leave` must follow. ApiError 429: it may not."""
+        """Begins a call, which `leave` must end. Raises ApiError 429 if a quota is used up."""
         now_s = self._clock()
         client = self._client(key, now_s)
         limits = key.limits

@@ -1,4 +1,4 @@
-"""Limits and deadlines of the HTTP side."""
+"""Settings of the HTTP server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _POSITIVE = (
     "write_timeout_s",
     "request_timeout_s",
 )
-_MAX_INT = (1 << 31) - 1  # the system's int; as seconds 68 years
+_MAX_INT = (1 << 31) - 1  # the operating system's int; as seconds it is 68 years
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,39 +35,39 @@ class HttpSettings:
     host, port: where to listen; port 0 takes a free one.
     drain_s: how long a stop waits for running requests.
     max_body_bytes: larger requests are refused with 413.
-    max_bodies_bytes: of all requests that are being read; more are refused with 429.
-    body_timeout_s: a body must have arrived by then.
-    body_min_rate: bytes per second that a body must arrive with, after the first seconds; 0: any.
-    head_timeout_s: a request's head must have arrived by then, from its first byte on.
-    first_request_timeout_s: a new connection must have sent its request head by then.
+    max_bodies_bytes: bodies of all requests that are being read; more are refused with 429.
+    body_timeout_s: how long a body may take to arrive.
+    body_min_rate: bytes per second of a body, after the first seconds; 0 allows any rate.
+    head_timeout_s: how long a request's head may take to arrive, from its first byte on.
+    first_request_timeout_s: how long a new connection may take to send its first request head.
     keepalive_s: idle connections are closed after this.
     write_timeout_s: a stream whose reader makes no progress for this long is aborted.
-    request_timeout_s: from a request's head to the end of its answer; clients ask for less with
+    request_timeout_s: from a request's head to the end of its answer; clients set less with
         the header X-Request-Timeout.
-    send_buffer_bytes: kernel buffer of one stream; small, so that a stalled reader shows.
+    send_buffer_bytes: kernel buffer of one stream; small, to detect stalled readers.
     backlog: connections the kernel holds before they are accepted.
-    max_connections: more are told to come back; fewer where the process may not open so many files.
+    max_connections: more are refused with 429; the limit of open files may lower it.
     max_connections_per_address: from one address that is not this machine's own.
     max_calls: requests that are being answered; more are refused with 429.
-    parse_inline_bytes: larger bodies are parsed off the event loop.
-    vllm_metrics: /metrics tells what vLLM tells by vLLM's names, too.
-    metrics_port: /metrics is on this port of the loopback address, without a key, and nowhere
-    else; None: on the main listener, behind the same key as the API; 0 takes a free one.
-    unknown_fields: what becomes of parameters that nobody knows: "refuse" them with 400, or
-        "warn": answer, and name them in a header.
-    max_responses, max_responses_bytes: of /v1/responses, kept in memory to be continued.
-    api_keys: KEY or NAME:KEY each, from the environment; never shown.
+    parse_inline_bytes: larger bodies are parsed in a thread.
+    vllm_metrics: /metrics has metrics that vLLM has under vLLM's names, too.
+    metrics_port: serves /metrics on this port of the loopback address, without a key, and nowhere
+        else; None: on the main listener, with the API's key; 0 takes a free port.
+    unknown_fields: "refuse" answers unknown parameters with 400; "warn" answers the request and
+        lists them in a header.
+    max_responses, max_responses_bytes: responses of /v1/responses that are kept in memory.
+    api_keys: KEY or NAME:KEY each, from the environment; never printed.
     api_key_file: more keys, with limits; read again on SIGHUP.
-    allow_no_key: anybody who reaches the port may use it, also from other machines.
-    share_prefixes: cached prompts are shared between keys; others may then tell from the time of
-        the first token what has been asked.
+    allow_no_key: every client that reaches the port may use it, also from other machines.
+    share_prefixes: keys share cached prompts; the time to the first token may then reveal to
+        one client what another has sent.
     allowed_hosts: names in the Host header; empty: on a loopback address its own names, else any.
     cors_origins: pages of these origins, such as https://a.example, may call from a browser.
-    tls_cert, tls_key: files in PEM; with them HTTPS is spoken.
-    tls_client_ca: clients must show a certificate that this file's authorities have signed.
-    log_format: "text" or "json", a line each.
-    access_log: a line for each request.
-    otlp_endpoint: where spans of requests go, by OpenTelemetry's protocol over HTTP.
+    tls_cert, tls_key: PEM files; with them the server speaks HTTPS.
+    tls_client_ca: clients must present a certificate signed by an authority in this file.
+    log_format: "text" or "json", one line per record.
+    access_log: logs a line per request.
+    otlp_endpoint: receives spans of requests by OpenTelemetry's protocol over HTTP.
     """
 
     host: str = "127.0.0.1"
@@ -117,7 +117,9 @@ class HttpSettings:
         try:
             self.host.encode("idna")
         except UnicodeError as error:
-            raise ConfigError("host is no name or address: a part of it is too long") from error
+            raise ConfigError(
+                "host is not a name or an address: a part of it is too long"
+            ) from error
         if not self.drain_s >= 0:
             raise ConfigError(f"drain_s must be a number of seconds from 0 on, not {self.drain_s}")
         for name in _POSITIVE:
@@ -136,14 +138,14 @@ class HttpSettings:
             raise ConfigError(
                 f"host {self.host} can be reached from other machines, and there is no API key:"
                 " set --api-key-file or the environment's MERGESTEP_API_KEY, listen on 127.0.0.1,"
-                " or let anybody in with --allow-no-key"
+                " or allow every client with --allow-no-key"
             )
         for origin in self.cors_origins:
             scheme, separator, name = origin.partition("://")
             if not (scheme in ("http", "https") and separator and name) or set(name) & set("/*, "):
                 raise ConfigError(
-                    f"cors_origins must be such as https://a.example, not {origin!r}: no path, and"
-                    " no * in place of a name"
+                    f"cors_origins must be origins such as https://a.example, not {origin!r}:"
+                    " no path, and no * in place of a name"
                 )
         if self.max_responses < 0 or self.max_responses_bytes < 0:
             raise ConfigError("max_responses and max_responses_bytes must not be negative")

@@ -1,8 +1,4 @@
-"""Server-sent events: what one stream costs per token.
-
-Everything around the text of a chunk is the same for the whole stream, so it is formatted
-once; a token costs one orjson call on its text and one write.
-"""
+"""Server-sent events: one streaming answer."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def named_event(name: str, value: Any) -> bytes:
-    """An event with a name, and a value that is told as JSON."""
+    """Returns an event with a name and a JSON value."""
     return b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps(value))
 
 
@@ -48,7 +44,7 @@ class EventStream:
         self.response: web.StreamResponse | None = None
 
     async def start(self) -> None:
-        """Sends the head. From here on an error can only be an event."""
+        """Sends the head. After that an error can only be an event."""
         self._limit_send_buffer()
         response = web.StreamResponse(
             headers={
@@ -62,7 +58,7 @@ class EventStream:
         self.response = response
 
     async def send(self, data: bytes) -> None:
-        """ConnectionError when the client is gone or reads nothing for the write timeout."""
+        """Raises ConnectionError if the client has left or reads nothing for the write timeout."""
         await self._writer.write(data, drain=False)
         if self._protocol.writing_paused:
             await self._wait_for_reader(self._writer.drain())
@@ -70,8 +66,8 @@ class EventStream:
     async def send_all(
         self, parts: AsyncGenerator[bytes, None], failed: Callable[[ApiError], bytes]
     ) -> web.StreamResponse:
-        """Sends what is made, beginning with the first that is not empty. Until then an error
-        raises; after that it is the last event, as `failed` words it."""
+        """Sends the parts, and starts with the first that is not empty. An error raises until then;
+        after that it becomes the last event, which `failed` makes."""
         try:
             async with aclosing(parts):
                 async for data in parts:
@@ -88,7 +84,7 @@ class EventStream:
         return await self.finish()
 
     async def send_last(self, data: bytes) -> None:
-        """What ends a stream that cannot go on; the connection closes behind it."""
+        """Sends the last event of a stream that has failed; the connection closes after it."""
         await self.send(data)
         if self.response is not None:
             self.response.force_close()

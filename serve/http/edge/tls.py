@@ -1,4 +1,4 @@
-"""HTTPS: certificates of ours, and of clients where they must have one."""
+"""HTTPS: the server's certificate, and optionally clients' certificates."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from serve.http.edge.settings import HttpSettings
 
 
 def tls_context(settings: HttpSettings) -> ssl.SSLContext | None:
-    """TLS 1.2 or newer; None without a certificate. ConfigError names the file."""
+    """Returns a context for TLS 1.2 or newer, or None without a certificate. Raises ConfigError,
+    which names the file."""
     if (settings.tls_cert is None) != (settings.tls_key is None):
-        raise ConfigError("tls_cert and tls_key belong together; one of them is missing")
+        raise ConfigError("tls_cert and tls_key are needed together; one of them is missing")
     if settings.tls_client_ca is not None and settings.tls_cert is None:
         raise ConfigError("tls_client_ca needs tls_cert and tls_key")
     if settings.tls_cert is None or settings.tls_key is None:
@@ -28,16 +29,16 @@ def tls_context(settings: HttpSettings) -> ssl.SSLContext | None:
         # without a password, OpenSSL asks the terminal for one
         context.load_cert_chain(settings.tls_cert, settings.tls_key, password=_no_password)
     except (ssl.SSLError, OSError, ValueError) as exc:
-        told = getattr(exc, "reason", None) or exc
+        cause = getattr(exc, "reason", None) or exc
         raise ConfigError(
-            f"tls_cert {settings.tls_cert} and tls_key {settings.tls_key} do not work: {told}"
+            f"tls_cert {settings.tls_cert} and tls_key {settings.tls_key} cannot be used: {cause}"
         ) from None
     if settings.tls_client_ca is not None:
         try:
             context.load_verify_locations(settings.tls_client_ca)
         except (ssl.SSLError, OSError) as exc:
             raise ConfigError(
-                f"tls_client_ca {settings.tls_client_ca} holds no certificate: {exc}"
+                f"tls_client_ca {settings.tls_client_ca} has no certificate: {exc}"
             ) from None
         context.verify_mode = ssl.CERT_REQUIRED
     return context

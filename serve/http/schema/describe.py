@@ -1,4 +1,4 @@
-"""What a route says about itself, for the description of the server (openapi.py)."""
+"""Descriptions of routes for /openapi.json."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ ERROR: Schema = {
 class Operation:
     """One method of one route.
 
-    answer: JSON Schema of the body of a 200; None for text of answer_type. body: of the request's
-    body, None where there is none. streams: the answer may be server-sent events. error: of the
-    body of every other answer. statuses: errors beside those that every such route can answer.
-    query: the parameters in the URL, all of which may be left out.
+    answer: JSON Schema of the body of a 200; None for text of answer_type. body: JSON Schema of the
+    request's body, if it has one. streams: the answer may be server-sent events. error: JSON Schema
+    of the body of every other answer. statuses: errors beside those that every such route has.
+    query: the optional parameters in the URL.
     """
 
     summary: str

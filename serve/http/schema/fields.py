@@ -1,6 +1,6 @@
-"""Fields of bodies, declared once: each kind checks a value, and describes itself as JSON Schema.
+"""Types of fields: each checks a value and describes itself as JSON Schema.
 
-null is absent. Every mistake names its parameter, and every number, list and string has a bound.
+null counts as absent. Each error names its parameter; each number, list and string has a bound.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ Schema = dict[str, Any]
 
 
 class Unknown:
-    """What becomes of names that nobody knows: a refusal, or with `refuse` False a note in
-    `names`."""
+    """What happens to unknown parameters: they are refused, or collected in `names`."""
 
     def __init__(self, *, refuse: bool = True) -> None:
         self.refuse = refuse
         self.names: list[str] = []
 
     def note(self, where: str, names: list[str]) -> None:
-        """where: the object's name in `param`; empty for the body itself."""
+        """where: the path of the object that has the names; empty for the body itself."""
         prefix = f"{where}." if where else ""
         if self.refuse:
             listed = ", ".join(quoted(name) for name in sorted(names)[:MAX_LISTED])
@@ -44,7 +43,8 @@ class Unknown:
 
 
 class FieldType(Protocol):
-    """check: (value as JSON gives it, name, unknown) -> the value to use, or RequestError."""
+    """The type of a field. check: returns the value to use for a JSON value, or raises
+    RequestError, which names the path `where`."""
 
     def check(self, value: Any, where: str, unknown: Unknown) -> Any: ...
     def schema(self) -> Schema: ...
@@ -99,8 +99,8 @@ class Boolean:
 
 @dataclass(frozen=True, slots=True)
 class String:
-    """Characters, without NUL unless it is text for the model. pattern: for the whole string.
-    if_empty: the code of a string that is too short."""
+    """A string, without NUL unless it is text for the model. pattern: matches the whole string.
+    if_empty: the error code of a string that is too short."""
 
     max_chars: int
     min_chars: int = 0
@@ -120,7 +120,7 @@ class String:
         if len(value) < self.min_chars:
             raise RequestError(f"{where} is empty", param=where, code=self.if_empty)
         if not self.is_text and "\0" in value:
-            raise RequestError(f"{where} holds a NUL character", param=where)
+            raise RequestError(f"{where} has a NUL character", param=where)
         if self.pattern is not None and not re.fullmatch(self.pattern, value):
             raise RequestError(f"{where} must match {self.pattern}", param=where)
         return value
@@ -157,7 +157,7 @@ class OneOfNames:
 
 @dataclass(frozen=True, slots=True)
 class List:
-    """Items that are objects are named by their place; others by the list's name."""
+    """A list. Errors name items that are objects by their index, others by the list."""
 
     item: FieldType
     max_items: int
@@ -168,8 +168,8 @@ class List:
             raise wrong_type(where, "a list")
         check_length(value, where, self.max_items)
         if len(value) < self.min_items:
-            wanted = f"must hold at least {self.min_items}" if value else "is empty"
-            raise RequestError(f"{where} {wanted}", param=where)
+            message = f"must have at least {self.min_items}" if value else "is empty"
+            raise RequestError(f"{where} {message}", param=where)
         if getattr(self.item, "is_object", False):
             return [
                 self.item.check(item, f"{where}[{position}]", unknown)
@@ -188,7 +188,7 @@ class List:
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """Token ids of any vocabulary: whoever knows the model compares them with its own."""
+    """Token ids of any vocabulary; the engine compares them with the model's own."""
 
     max_items: int
     min_items: int = 0
@@ -217,7 +217,7 @@ MAX_TOKEN_ID = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """An object with these fields. check: the fields that are there, without nulls."""
+    """An object with these fields. check: returns the given fields without nulls."""
 
     is_object: ClassVar[bool] = True
     fields: Mapping[str, FieldType]
@@ -229,11 +229,11 @@ class Record:
         given = {name: item for name, item in value.items() if item is not None}
         prefix = f"{where}." if where else ""
         if isinstance(self.fields.get("type"), OneOfNames) and "type" in given:
-            # Of another type, it rightly lacks what this one requires, and has more.
+            # checked first: an object of another type has other fields
             self.fields["type"].check(given["type"], prefix + "type", unknown)
-        strange = [name for name in given if name not in self.fields]
-        if strange:
-            unknown.note(where, strange)
+        others = [name for name in given if name not in self.fields]
+        if others:
+            unknown.note(where, others)
         for name in self.required:
             if name not in given:
                 raise RequestError(
@@ -261,7 +261,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Map:
-    """An object of any keys. key: their pattern; `keys` says in words what it lets through."""
+    """An object with any keys. key: their pattern; keys: the pattern in words."""
 
     value: FieldType
     max_entries: int
@@ -290,7 +290,7 @@ class Map:
 
 @dataclass(frozen=True, slots=True)
 class Either:
-    """The first kind that takes the JSON type of the value; wanted: all of them, in words."""
+    """The field type by the JSON type of the value. wanted: the types in words."""
 
     kinds: Mapping[type, FieldType]
     wanted: str
@@ -307,7 +307,7 @@ class Either:
 
 @dataclass(frozen=True, slots=True)
 class JsonObject:
-    """Any object, as large as max_bytes of JSON text."""
+    """Any object of at most max_bytes of JSON text."""
 
     max_bytes: int
 
@@ -317,9 +317,7 @@ class JsonObject:
         try:
             size = len(orjson.dumps(value))
         except TypeError:  # integers that need more than 64 bits
-            raise RequestError(
-                f"{where} holds a number that is out of range", param=where
-            ) from None
+            raise RequestError(f"{where} has a number that is out of range", param=where) from None
         if size > self.max_bytes:
             raise RequestError(
                 f"{where} is larger than {self.max_bytes} bytes of JSON", param=where
@@ -332,7 +330,8 @@ class JsonObject:
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """Known to the API, not to us. The values listed ask for nothing and are accepted."""
+    """A parameter of the API that this server lacks. The neutral values have no effect and are
+    accepted."""
 
     neutral: tuple[Any, ...] = ()
 
@@ -347,7 +346,7 @@ class Unsupported:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """Whatever `parse` makes of (value, name, unknown); the schema is told beside it."""
+    """A value that `parse` makes of (value, path, unknown). described: its schema."""
 
     parse: Callable[[Any, str, Unknown], Any]
     described: Schema = field(hash=False)
@@ -377,7 +376,7 @@ def check_length(value: list[Any] | dict[str, Any], where: str, max_items: int) 
 
 
 def nullable(schema: Schema) -> Schema:
-    """What an optional field may be: null is absent."""
+    """Returns the schema of an optional field, which may be null."""
     kind = schema.get("type")
     if kind == "null" or "null" in (kind if isinstance(kind, list) else ()):
         return schema

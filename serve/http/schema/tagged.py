@@ -1,4 +1,4 @@
-"""Objects of which one field says what else they hold: content blocks, items, tools."""
+"""Objects with a field that names their kind: content blocks, items, tools."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from serve.http.schema.fields import Record, Schema, Unknown, wrong_type
 
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """kinds: by what the field `by` says. others: kinds of the API that are not spoken here.
-    default: the kind of an object that names none. check: the fields of the kind, with `by`."""
+    """An object of one of several kinds. kinds: by the value of the field `by`. others: kinds of
+    the API that are not supported. default: the kind of an object that names none. check: returns
+    the fields of the kind, with `by`."""
 
     is_object: ClassVar[bool] = True
     kinds: Mapping[str, Record]
@@ -28,23 +29,23 @@ class Tagged:
         kind = value.get(self.by)
         if kind is None:
             kind = self.default
-        place = f"{where}.{self.by}"
+        field = f"{where}.{self.by}"
         if kind is None:
             raise RequestError(
-                f"{place} is missing", param=place, code="missing_required_parameter"
+                f"{field} is missing", param=field, code="missing_required_parameter"
             )
         if not isinstance(kind, str):
-            raise wrong_type(place, "a string")
+            raise wrong_type(field, "a string")
         record = self.kinds.get(kind)
         if record is None:
             if kind in self.others:
                 raise RequestError(
-                    f"{place} {quoted(kind)} is not supported",
-                    param=place,
+                    f"{field} {quoted(kind)} is not supported",
+                    param=field,
                     code="unsupported_parameter",
                 )
             names = ", ".join(self.kinds)
-            raise RequestError(f"{place} must be one of {names}, not {quoted(kind)}", param=place)
+            raise RequestError(f"{field} must be one of {names}, not {quoted(kind)}", param=field)
         rest = {name: item for name, item in value.items() if name != self.by}
         return {self.by: kind, **record.check(rest, where, unknown)}
 

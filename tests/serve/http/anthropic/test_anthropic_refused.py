@@ -118,7 +118,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         user({"type": "thinking", "thinking": "a"}),
         'messages[0].content[0].type must be one of text, tool_result, not "thinking"',
     ),
-    (user(RESULT), 'messages[0].content[0].tool_use_id "c" is of no call before it'),
+    (user(RESULT), 'messages[0].content[0].tool_use_id "c" does not match an earlier call'),
     (
         user({**RESULT, "content": [IMAGE]}),
         'messages[0].content[0].content[0].type "image" is not supported',

@@ -76,13 +76,13 @@ def test_files_and_the_environment(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "told"),
     [
-        ("k.toml", "keys = 3", "must hold one list"),
+        ("k.toml", "keys = 3", "must have exactly one list"),
         ("k.toml", "secret-text-of-a-key = ", "not valid toml"),
         ("k.toml", '[[keys]]\nname = "a"\nkey = secret-text\nx = 3', "not valid toml (line 3)"),
         ("k.json", '{"keys":\n ["secret-text-of-a-key",]}', "not valid json (line 2)"),
         ("k.json", '{"keys": ["secret-text-of-a-key"]}', "key 1 must be a table"),
         ("k.json", "[" * 100_000, "not valid json"),
-        ("k.json", '{"keys": []}', "holds no key"),
+        ("k.json", '{"keys": []}', "has no keys"),
         ("k.toml", '[[keys]]\nname = "a"', "either key or sha256"),
         ("k.toml", '[[keys]]\nkey = "secret"', "a key must be 16 to 256"),
         ("k.toml", f'[[keys]]\nkey = "{ALICE}"\nnome = "a"', "unknown field 'nome'"),
@@ -94,7 +94,7 @@ def test_files_and_the_environment(tmp_path: Path) -> None:
         ),
         ("k.toml", f'[[keys]]\nkey = "{ALICE}"\nmax_concurrent = 0', "max_concurrent must be pos"),
         ("k.toml", '[[keys]]\nsha256 = "12"', "64 hexadecimal digits"),
-        ("keys", "", "holds no key"),
+        ("keys", "", "has no keys"),
         ("keys", "a:secret", "line 1: a key must be"),
         ("keys", f"a:{ALICE}\nb:{ALICE}", "appears twice; the second is named b"),
         ("keys", "\xff", "a key must be"),
@@ -124,7 +124,7 @@ def test_a_file_that_others_can_read(
     tmp_path: Path, mode: int, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     load_keys(write(tmp_path / "keys", ALICE, mode))
-    assert ("others can read" in caplog.text) == warns
+    assert ("other users can read" in caplog.text) == warns
     assert ALICE not in caplog.text
 
 

@@ -159,12 +159,12 @@ def test_files_that_do_not_work(files: Files, tmp_path: Path) -> None:
     other = trustme.CA().issue_cert("x").private_key_pem
     other.write_to_path(tmp_path / "other.pem")
     for settings, told in (
-        ({"tls_cert": files["tls_cert"]}, "belong together"),
+        ({"tls_cert": files["tls_cert"]}, "are needed together"),
         ({"tls_client_ca": files["tls_cert"]}, "needs tls_cert"),
         ({**files, "tls_cert": "/nowhere.pem"}, "tls_cert /nowhere.pem is not a file"),
-        ({**files, "tls_cert": str(broken)}, "do not work"),
-        ({**files, "tls_key": str(tmp_path / "other.pem")}, "do not work"),
-        ({**files, "tls_client_ca": str(broken)}, "holds no certificate"),
+        ({**files, "tls_cert": str(broken)}, "cannot be used"),
+        ({**files, "tls_key": str(tmp_path / "other.pem")}, "cannot be used"),
+        ({**files, "tls_client_ca": str(broken)}, "has no certificate"),
     ):
 
         async def main(settings: Files = settings, told: str = told) -> None:
