@@ -1,7 +1,6 @@
-"""Messages of content blocks, to messages as chat templates take them.
+"""Converts messages of content blocks to messages of chat templates.
 
-Consecutive messages of one role become one, as Anthropic's API does it: many templates take
-nothing else.
+Consecutive messages of one role become one, as in Anthropic's API; many templates require it.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ MAX_TEXT_CHARS = 8 << 20
 MAX_BLOCKS = 8192
 MAX_ARGUMENT_BYTES = 1 << 20
 MAX_ID_CHARS = 128
-IS_ERROR = "Error: "  # templates know no other way to say that a tool failed
+IS_ERROR = "Error: "  # templates have no other way to mark a failed tool call
 
 CACHE_CONTROL = Record({"type": OneOfNames(("ephemeral",)), "ttl": OneOfNames(("5m", "1h"))})
 _TEXT = String(MAX_TEXT_CHARS, is_text=True)
 _ID = String(MAX_ID_CHARS, min_chars=1)
 NAME = String(128, min_chars=1, pattern="[A-Za-z0-9_-]+")
-# A model may have called what no tool is named; its own words are let in again.
+# A model may have called a name that no tool can have; clients may send it back.
 _CALLED_NAME = String(128, min_chars=1, pattern="[A-Za-z0-9_.-]+")
 TEXT_BLOCK = Record(
     {
         "text": _TEXT,
         "cache_control": CACHE_CONTROL,
-        "citations": List(JsonObject(64 << 10), 1024),  # echoed by clients, and not looked at
+        "citations": List(JsonObject(64 << 10), 1024),  # echoed by clients, and ignored
     },
     required=("text",),
 )
@@ -106,7 +105,7 @@ MESSAGES = List(
 
 
 def text_of(content: str | Sequence[dict[str, Any]]) -> str:
-    """content: checked text, or checked text blocks."""
+    """Returns the text of a checked content."""
     if isinstance(content, str):
         return content
     return "\n".join(block["text"] for block in content)
@@ -115,7 +114,8 @@ def text_of(content: str | Sequence[dict[str, Any]]) -> str:
 def chat_messages(
     system: str | list[dict[str, Any]] | None, messages: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """All of them checked by their tables. RequestError for results of what was not called."""
+    """Returns the template's messages. system, messages: checked fields. Raises RequestError for
+    results of calls that no earlier message has."""
     turns = Turns(join_all=True)
     if system is not None and (text := text_of(system)):
         turns.say("system", text)
@@ -142,4 +142,4 @@ def _add(turns: Turns, role: str, block: dict[str, Any], where: str) -> None:
         if block.get("is_error"):
             text = IS_ERROR + text
         turns.result(block["tool_use_id"], text, f"{where}.tool_use_id")
-    # nobody here can read a redacted_thinking block
+    # a redacted_thinking block has no text that could be used

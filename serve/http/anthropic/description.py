@@ -1,4 +1,4 @@
-"""What Anthropic's routes say about themselves."""
+"""Descriptions of Anthropic's routes, for /openapi.json."""
 
 from __future__ import annotations
 

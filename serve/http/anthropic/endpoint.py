@@ -19,7 +19,7 @@ from serve.http.calls.generation import parameters_named
 from serve.http.edge.errors import json_response
 from serve.sampling_params import SamplingParams
 
-# SamplingParams' and the engine's names, in this API's.
+# The names of this API by those of SamplingParams and the engine.
 NAMES = {
     "prompt": "messages",
     "stop": "stop_sequences",
@@ -38,7 +38,9 @@ def messages_routes(context: ApiContext) -> list[Route]:
     async def count_tokens(call: Call) -> web.Response:
         call.headers["request-id"] = call.request_id
         asked = await context.read(call, parse_count_call)
-        chat = replace(asked.chat, params=SamplingParams(max_tokens=0))  # rendered, never scheduled
+        chat = replace(
+            asked.chat, params=SamplingParams(max_tokens=0)
+        )  # rendered, but never scheduled
         with parameters_named(NAMES), ChatRun(call, chat) as run:
             await run.accepted()
             return json_response({"input_tokens": run.prompt_tokens}, call.request_id)

@@ -1,4 +1,4 @@
-"""Errors in Anthropic's shape and with its statuses."""
+"""Errors in Anthropic's shape and with Anthropic's statuses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aiohttp import web
 from serve.http.edge.errors import JSON_TYPE, ApiError, common_headers
 
 OVERLOADED_STATUS = 529
-# Clients that try conversations kept by the server go on without them at this code.
+# At this code, clients that try server-side conversations go on without them.
 THREADS_UNSUPPORTED = "thread_unsupported_request"
 _KINDS = {
     401: "authentication_error",
@@ -25,7 +25,7 @@ _KINDS = {
 
 
 def error_status(error: ApiError) -> int:
-    """A full queue is 529, as Anthropic tells it; other errors keep their status."""
+    """Returns 529 for a full queue, as Anthropic's API does; other errors keep their status."""
     return OVERLOADED_STATUS if error.code in ("overloaded", "queue_full") else error.status
 
 
@@ -33,17 +33,17 @@ def error_object(error: ApiError, request_id: str) -> dict[str, Any]:
     status = error_status(error)
     kind = _KINDS.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
     message, param = error.message, error.param or ""
-    if (param.rpartition(".")[0] or param) not in message:  # there is no field for it
+    if (param.rpartition(".")[0] or param) not in message:  # Anthropic's shape has no field for it
         message = f"{param}: {message}"
     message = message.encode("utf-8", "replace").decode()
-    told: dict[str, Any] = {"type": kind, "message": message}
+    body: dict[str, Any] = {"type": kind, "message": message}
     if error.code == THREADS_UNSUPPORTED:
-        told["details"] = {"error_code": error.code}
-    return {"type": "error", "error": told, "request_id": request_id}
+        body["details"] = {"error_code": error.code}
+    return {"type": "error", "error": body, "request_id": request_id}
 
 
 def anthropic_error(error: ApiError, request_id: str) -> web.Response:
-    """Route.error_shape of Anthropic's routes."""
+    """The error_shape of Anthropic's routes."""
     response = web.Response(
         status=error_status(error),
         body=orjson.dumps(error_object(error, request_id)),

@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's Messages API, parsed to a ChatRequest, or refused."""
+"""Parses bodies of Anthropic's Messages API to a ChatRequest."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _FORMAT = Tagged(
         )
     }
 )
-# Which thinking of earlier turns the model sees is up to its chat template.
+# The chat template decides which thinking of earlier turns the model sees.
 _CONTEXT_MANAGEMENT = Record(
     {
         "edits": List(
@@ -90,7 +90,7 @@ def _no_thread(value: Any, where: str, unknown: Unknown) -> None:
     )
 
 
-# What the prompt is made of, which is what count_tokens counts.
+# The fields that form the prompt, whose tokens count_tokens counts.
 _PROMPT_FIELDS: dict[str, FieldType] = {
     "model": MODEL,
     "messages": MESSAGES,
@@ -129,7 +129,7 @@ COUNT = Record(_PROMPT_FIELDS, required=("model", "messages"))
 
 @dataclass(frozen=True, slots=True)
 class MessagesCall:
-    """A checked body. max_tokens: the client's bound, which the context may cut short."""
+    """A checked body. max_tokens: the client's limit; the context may allow fewer."""
 
     model: str
     chat: ChatRequest
@@ -139,7 +139,7 @@ class MessagesCall:
 
 
 class CountCall(NamedTuple):
-    """chat: what to count the tokens of."""
+    """A checked body of POST /v1/messages/count_tokens. chat: the conversation to count."""
 
     model: str
     chat: ChatRequest
@@ -148,7 +148,7 @@ class CountCall(NamedTuple):
 def parse_messages_call(
     body: Mapping[str, Any], defaults: Mapping[str, Any], unknown: Unknown | None = None
 ) -> MessagesCall:
-    """defaults: sampling settings of the server for what the request leaves out."""
+    """Raises RequestError. defaults: the server's sampling settings for omitted fields."""
     values = CREATE.check(body, "", unknown or Unknown())
     max_tokens: int = values["max_tokens"]
     thinking = values.get("thinking", {})
@@ -189,13 +189,14 @@ def _chat(values: Mapping[str, Any], params: SamplingParams) -> ChatRequest:
     prefills = bool(messages) and messages[-1]["role"] == "assistant"
     if prefills and "tool_calls" in messages[-1]:
         raise RequestError(
-            "the last message calls tools: their results must follow it", param="messages"
+            "messages: the results of the last message's tool calls must follow it",
+            param="messages",
         )
-    if prefills and not messages[-1]["content"]:  # nothing to go on from
+    if prefills and not messages[-1]["content"]:  # there is no text to continue
         messages.pop()
         prefills = False
-    if not messages:  # of empty contents nothing is left
-        raise RequestError("messages holds nothing to answer", param="messages")
+    if not messages:  # all contents were empty
+        raise RequestError("messages has nothing to answer", param="messages")
     tools, tool_choice = chat_tools(values.get("tools", []), values.get("tool_choice"))
     one_call: bool = (values.get("tool_choice") or {}).get("disable_parallel_tool_use", False)
     return ChatRequest(

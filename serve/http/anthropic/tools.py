@@ -1,4 +1,4 @@
-"""Tools as Anthropic's API declares them, to OpenAI's function tools."""
+"""Converts the tools of Anthropic's API to OpenAI's function tools."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 def chat_tools(
     tools: list[dict[str, Any]], choice: Mapping[str, Any] | None
 ) -> tuple[list[dict[str, Any]], str | tuple[str, str]]:
-    """Both checked by their tables; ChatRequest's tools and tool_choice."""
+    """Returns the tools and tool_choice of a ChatRequest. tools, choice: checked fields."""
     functions = [_function(tool) for tool in tools]
     names = [tool["name"] for tool in tools]
     for position, name in enumerate(names):
         if name in names[:position]:
             raise RequestError(
-                f"tools[{position}].name {quoted(name)} is there twice",
+                f"tools[{position}].name {quoted(name)} appears twice",
                 param=f"tools[{position}].name",
             )
     kind = "auto" if choice is None else choice["type"]
@@ -77,7 +77,7 @@ def chat_tools(
         return functions, _CHOICES[kind]
     if choice["name"] not in names:
         raise RequestError(
-            f"tool_choice.name {quoted(choice['name'])} is none of the tools",
+            f"tool_choice.name {quoted(choice['name'])} is not one of the tools",
             param="tool_choice.name",
         )
     return functions, ("function", choice["name"])

@@ -1,4 +1,4 @@
-"""A message of Anthropic's API, whole or as events, from the steps of one choice."""
+"""Writes a message of Anthropic's API, whole or as events, from the steps of one choice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from serve.http.edge.sse import named_event
 from serve.text.chat_parser.parts import Part, Reasoning, Text, ToolCallStart
 
 TEXT, THINKING, TOOL_USE = "text", "thinking", "tool_use"
-# By kind of block: the type of its deltas, and the field that grows.
+# By kind of block: the type of its deltas, and the field that they extend.
 _DELTAS = {
     TEXT: ("text_delta", "text"),
     THINKING: ("thinking_delta", "thinking"),
@@ -25,10 +25,10 @@ _PING = named_event("ping", {"type": "ping"})
 
 
 class MessageWriter:
-    """See chat_answer.AnswerWriter. streams: whether anyone reads the events.
+    """An AnswerWriter (chat_answer.py). streams: whether events are sent.
 
     max_tokens, stop_sequences: the client's; the context may end an answer before max_tokens.
-    shows_thinking: else thinking blocks stay empty.
+    shows_thinking: if False, thinking blocks stay empty.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class MessageWriter:
         self._stop_sequences = stop_sequences
         self._shows_thinking = shows_thinking
         self._content: list[dict[str, Any]] = []
-        self._kind: str | None = None  # of the block that is open, the last of _content
-        self._pieces: list[str] = []  # what the open block has gained
+        self._kind: str | None = None  # the kind of the open block, which is the last of _content
+        self._pieces: list[str] = []  # texts of the open block
         self._before_delta = b""
         self._output_tokens = 0
         self._stop_reason: str | None = None
@@ -119,7 +119,7 @@ class MessageWriter:
 
     def _grow(self, kind: str, text: str) -> None:
         if self._kind != kind:
-            assert kind != TOOL_USE, "arguments of a call that has not begun"
+            assert kind != TOOL_USE, "arguments before the start of a call"
             self._open(kind, {TEXT: ""} if kind == TEXT else {THINKING: "", "signature": ""})
         if not text:
             return
@@ -176,7 +176,7 @@ class MessageWriter:
 
 
 def _input(text: str) -> dict[str, Any]:
-    """The arguments of a call. One that was cut off, or is no object, has none."""
+    """Returns the arguments of a call, or none if they are cut off or are not an object."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:

@@ -282,7 +282,7 @@ def tool_options(values: Mapping[str, Any]) -> ToolOptions:
     parallel: bool = values.get("parallel_tool_calls", True)
     if isinstance(choice, str):
         if choice == "required" and not tools:
-            raise RequestError("tool_choice required needs tools", param="tool_choice")
+            raise RequestError('tool_choice "required" needs tools', param="tool_choice")
         return ToolOptions(tools, choice, parallel)
     if "function" in choice:
         name = choice["function"]["name"]

@@ -1,4 +1,4 @@
-"""JSON Schemas of the answers of completions and of what is beside them."""
+"""JSON Schemas of answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NUMBER: Schema = {"type": "number"}
 
 
 def object_of(fields: dict[str, Schema], *optional: str) -> Schema:
-    """All are there but the optional ones."""
+    """Returns the schema of an object that has all fields but the optional ones."""
     required = [name for name in fields if name not in optional]
     return {"type": "object", "properties": fields, "required": required}
 

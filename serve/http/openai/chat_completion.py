@@ -1,4 +1,4 @@
-"""Chat completions in OpenAI's shapes, whole and as chunks, from the steps of a ChatRun."""
+"""Writes chat completions in OpenAI's shapes, whole and as chunks, from the steps of a ChatRun."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from serve.text.chat_parser.parts import Part, Reasoning, Text, ToolCallArgument
 
 @dataclass(slots=True)
 class _Choice:
-    """One answer, gathered from its steps."""
+    """One choice, collected from its steps."""
 
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -53,7 +53,7 @@ class _Choice:
             self.finish_reason, self.stop_reason = step.finish_reason, delta.stop_reason
 
     def message(self) -> dict[str, Any]:
-        """content is null where there is only something else."""
+        """Returns the message. content is null if the choice has only reasoning or calls."""
         content = "".join(self.texts)
         is_null = not content and (self.calls or self.reasoning)
         message: dict[str, Any] = {
@@ -76,7 +76,7 @@ class _Choice:
 
 
 def check_size(run: ChatRun, asked: ChatCall) -> None:
-    """RequestError: more log-probabilities than anyone can want."""
+    """Raises RequestError if the answer would have too many log-probabilities."""
     if not asked.stream:
         run.generation.check_logprobs("top_logprobs")
     num_top = asked.params.prompt_logprobs
@@ -88,7 +88,7 @@ def check_size(run: ChatRun, asked: ChatCall) -> None:
 
 
 class WholeChat:
-    """An AnswerWriter that sends nothing: the answer is there at its end."""
+    """An AnswerWriter that sends nothing: `body` returns the answer at its end."""
 
     def __init__(
         self, run: ChatRun, head: AnswerHead, asked: ChatCall, tokenizer: shapes.TokenTexts
@@ -113,7 +113,7 @@ class WholeChat:
 
     @property
     def num_values(self) -> int:
-        """Of the body, about."""
+        """The approximate number of values in the body."""
         params, prompt_tokens = self._asked.params, self._run.prompt_tokens
         num_tokens = sum(len(item.token_ids) for item in self._choices)
         texts = [text for item in self._choices for text in (*item.texts, *item.reasoning)]
@@ -127,7 +127,7 @@ class WholeChat:
         return size
 
     def body(self) -> dict[str, Any]:
-        """Once only: what it was made of is let go. Any thread."""
+        """Returns the answer. Any thread may call it, but only once, since it frees its parts."""
         head, asked = self._head, self._asked
         body: dict[str, Any] = {
             "id": head.answer_id,
@@ -161,8 +161,8 @@ class WholeChat:
 
 
 class ChatStream:
-    """An AnswerWriter of chunks. What is the same in every chunk is made once: a token of plain
-    text costs one call of orjson and one write."""
+    """An AnswerWriter of chunks. The constant parts of chunks are made once: a token of plain text
+    costs one call of orjson and one write."""
 
     def __init__(
         self, run: ChatRun, head: AnswerHead, asked: ChatCall, tokenizer: shapes.TokenTexts
@@ -188,7 +188,7 @@ class ChatStream:
         self._is_plain = not (
             asked.params.logprobs is not None or asked.return_token_ids or asked.continuous_usage
         )
-        # a client that is not shown the reasoning sees at least that an answer has begun
+        # a client without the reasoning still sees that the answer has begun
         self._opens_at_once = not (self._is_plain and asked.chat.include_reasoning)
         self._opened: set[int] = set()
         self._num_tokens = 0
@@ -220,32 +220,32 @@ class ChatStream:
         return b"data: " + error.body() + b"\n\n"
 
     def _opening(self, choice: int, parts: Sequence[Part]) -> bytes:
-        """The content is null where the answer begins with something else."""
+        """Returns the first chunk. The content is null if the answer begins with something else."""
         is_text = not parts or isinstance(parts[0], Text)
         data = self._chunk(choice, {"role": "assistant", "content": "" if is_text else None})
         if self._asked.return_token_ids and not self._opened:
             ids = self._run.generation.requests[0].prompt_token_ids
-            told = b',"prompt_token_ids":' + orjson.dumps(ids) + b',"choices":['
-            data = data.replace(self._head, self._fields + told, 1)
+            head = b',"prompt_token_ids":' + orjson.dumps(ids) + b',"choices":['
+            data = data.replace(self._head, self._fields + head, 1)
         self._opened.add(choice)
         return data
 
     def _full(self, step: ChatStep) -> bytes:
-        """Log-probabilities and ids come once for each token, though its text may be held back or
-        be part of a call."""
+        """Returns chunks with log-probabilities and token ids. Each token's are sent once, even if
+        its text is held back or is part of a call."""
         delta = step.delta
         deltas = [_delta(part) for part in step.parts]
-        told: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
         if delta.logprobs:
-            told["logprobs"] = shapes.chat_logprobs(delta.logprobs, self._tokenizer)
+            extra["logprobs"] = shapes.chat_logprobs(delta.logprobs, self._tokenizer)
         if self._asked.return_token_ids and delta.token_ids:
-            told["token_ids"] = delta.token_ids
-        if told and not deltas:
+            extra["token_ids"] = delta.token_ids
+        if extra and not deltas:
             deltas = [{"content": ""}]
         data = b""
         for item in deltas:
-            data += self._chunk(step.choice, item, **told)
-            told = {}
+            data += self._chunk(step.choice, item, **extra)
+            extra = {}
         return data
 
     def _chunk(self, choice: int, delta: dict[str, Any], **more: Any) -> bytes:

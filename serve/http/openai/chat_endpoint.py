@@ -37,10 +37,10 @@ async def _answer(context: ApiContext, call: Call, asked: schema.ChatCall) -> we
     ):
         await run.accepted()
         check_size(run, asked)
-        told = (run, answer_head(context, call, CHAT), asked, call.engine.tokenizer)
+        parts = (run, answer_head(context, call, CHAT), asked, call.engine.tokenizer)
         if asked.stream:
             events = event_stream(context, call)
-            return await write_stream(run, ChatStream(*told), events)
-        whole = WholeChat(*told)
+            return await write_stream(run, ChatStream(*parts), events)
+        whole = WholeChat(*parts)
         await write_whole(run, whole)
         return await large_response(whole.body, whole.num_values, call.request_id)

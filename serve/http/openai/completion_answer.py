@@ -1,4 +1,4 @@
-"""The answer of a completion, whole or as events: echo, the best of several, counts."""
+"""Writes the answer of a completion, whole or as events, with echo, best_of and usage."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from serve.http.openai import shapes
 from serve.http.openai.requests import CompletionCall
 from serve.request import TokenDelta, TokenLogprobs
 
-MAX_PROMPT_LOGPROBS = 1 << 18  # each is some hundred bytes while an answer is made
+MAX_PROMPT_LOGPROBS = 1 << 18  # numbers; each takes some hundred bytes while the answer is made
 MAX_REPEATED_TOKENS = 1 << 20
-FIELDS = 8  # of a choice
+FIELDS = 8  # the fields of a choice
 
 
 def check_size(asked: CompletionCall, generation: Generation) -> None:
-    """RequestError: more is to come back of the prompts than anyone can want."""
+    """Raises RequestError if the answer would repeat too much of the prompts."""
     repeats = "echo" if asked.echo else "return_token_ids" if asked.return_token_ids else None
     num_tokens = generation.prompt_tokens * asked.num_choices
     if repeats is not None and num_tokens > MAX_REPEATED_TOKENS:
         raise RequestError(
             f"{repeats} repeats {num_tokens} tokens of the prompts; at most "
-            f"{MAX_REPEATED_TOKENS} can be asked for",
+            f"{MAX_REPEATED_TOKENS} are allowed",
             param=repeats,
         )
     if not asked.stream:
@@ -50,14 +50,14 @@ def check_size(asked: CompletionCall, generation: Generation) -> None:
     if size * copies > MAX_PROMPT_LOGPROBS:
         raise RequestError(
             f"the prompts' log-probabilities are {size * copies} numbers; at most "
-            f"{MAX_PROMPT_LOGPROBS} can be asked for",
+            f"{MAX_PROMPT_LOGPROBS} are allowed",
             param="logprobs" if asked.prompt_logprobs is None else "prompt_logprobs",
         )
 
 
 @dataclass(slots=True)
 class _Candidate:
-    """One sequence, gathered from its deltas."""
+    """One sequence, collected from its deltas."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -84,15 +84,15 @@ class _Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Wording:
-    """How choices are put into words, for one call."""
+class ChoiceWriter:
+    """Formats the choices of one call."""
 
     asked: CompletionCall
     generation: Generation
     tokenizer: shapes.TokenTexts
 
     def prompt_text(self, position: int) -> str:
-        """What the prompt says; if it was cut, or came as tokens, what is left of it says."""
+        """Returns the prompt's text, decoded if the prompt was truncated or came as tokens."""
         prompt = self.asked.prompts[position]
         text: object = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         is_cut = isinstance(prompt, dict) and "truncate_prompt_tokens" in prompt
@@ -110,8 +110,8 @@ class Wording:
         position: int,
         offset: int = 0,
     ) -> tuple[dict[str, Any] | None, int]:
-        """And where the next token begins. before: of the prompt, if it is echoed. offset: of the
-        first of these tokens in the text."""
+        """Returns the log-probabilities and the text offset of the next token. before: those of the
+        prompt, if it is echoed. offset: the text offset of the first token."""
         num_top = self.asked.logprobs
         if num_top is None or (before is None and items is None):
             return None, offset
@@ -139,7 +139,7 @@ class Wording:
                 output.prompt_logprobs, self.tokenizer, asked.prompt_logprobs
             )
         for _ in drained(output.logprobs or []):
-            pass  # nobody needs them again
+            pass  # frees them one by one
         if asked.return_token_ids:
             choice["token_ids"] = output.token_ids
             choice["prompt_token_ids"] = self.generation.requests[position].prompt_token_ids
@@ -147,10 +147,10 @@ class Wording:
 
 
 async def whole_answer(
-    generation: Generation, head: AnswerHead, wording: Wording, request_id: str
+    generation: Generation, head: AnswerHead, writer: ChoiceWriter, request_id: str
 ) -> web.Response:
-    """The answer at once: of each prompt, the best choices."""
-    asked = wording.asked
+    """Answers with the best choices of each prompt."""
+    asked = writer.asked
     outputs = [_Candidate() for _ in range(generation.num_choices)]
     async with aclosing(generation.deltas()) as deltas:
         async for choice, delta in deltas:
@@ -162,7 +162,7 @@ async def whole_answer(
             if len(of_prompt) > asked.num_choices:
                 of_prompt.sort(key=lambda output: -output.mean_logprob)
             for number, output in enumerate(of_prompt[: asked.num_choices]):
-                yield wording.choice(position * asked.num_choices + number, position, output)
+                yield writer.choice(position * asked.num_choices + number, position, output)
 
     num_tokens = sum(len(output.token_ids) for output in outputs)
     usage = shapes.usage(generation.prompt_tokens, num_tokens, generation.cached_tokens)
@@ -183,7 +183,7 @@ async def whole_answer(
 
 
 def _num_values(asked: CompletionCall, prompt_tokens: int, outputs: list[_Candidate]) -> int:
-    """Of the answer, about."""
+    """Returns the approximate number of values in the answer."""
     num_tokens = sum(len(output.token_ids) for output in outputs)
     num_chars = sum(len(text) for output in outputs for text in output.texts)
     size = FIELDS * len(outputs) + num_chars // CHARS_PER_VALUE
@@ -197,13 +197,13 @@ def _num_values(asked: CompletionCall, prompt_tokens: int, outputs: list[_Candid
 
 
 class CompletionStream:
-    """Writes the deltas of one completion as events. What is the same in every chunk is made
-    once: a token costs one call of orjson and one write."""
+    """Writes the deltas of one completion as events. The constant parts of chunks are made once: a
+    token costs one call of orjson and one write."""
 
-    def __init__(self, generation: Generation, head: AnswerHead, wording: Wording) -> None:
+    def __init__(self, generation: Generation, head: AnswerHead, writer: ChoiceWriter) -> None:
         self._generation = generation
-        self._wording = wording
-        asked = self._asked = wording.asked
+        self._writer = writer
+        asked = self._asked = writer.asked
         fields = {
             "id": head.answer_id,
             "object": head.kind.object_name,
@@ -225,7 +225,8 @@ class CompletionStream:
         self._num_tokens = 0
 
     async def run(self, events: EventStream) -> web.StreamResponse:
-        """Until the head is sent an error raises; after that it is the last event."""
+        """Sends the events. An error raises until the head is sent; after that it becomes the last
+        event."""
         return await events.send_all(self._parts(), lambda e: b"data: " + e.body() + b"\n\n")
 
     async def _parts(self) -> AsyncGenerator[bytes, None]:
@@ -258,7 +259,7 @@ class CompletionStream:
         return data
 
     async def _opening(self, choice: int, delta: TokenDelta) -> bytes:
-        """Of a choice: what is said about its prompt."""
+        """Returns the first chunk of a choice, with what the client requests of its prompt."""
         asked, position = self._asked, choice // self._asked.params.n
         if not asked.echo and not asked.return_token_ids:
             return b""
@@ -275,7 +276,7 @@ class CompletionStream:
                 size *= 1 + (asked.logprobs or 0)
 
             def fill() -> None:
-                opening["text"] = self._wording.prompt_text(position)
+                opening["text"] = self._writer.prompt_text(position)
                 opening["logprobs"] = self._logprobs(choice, scores, None)
 
             await asyncio.to_thread(fill) if size > INLINE_VALUES else fill()
@@ -302,7 +303,7 @@ class CompletionStream:
     ) -> dict[str, Any] | None:
         position = choice // self._asked.params.n
         offset = self._offsets.get(choice, 0)
-        answer, self._offsets[choice] = self._wording.logprobs(before, items, position, offset)
+        answer, self._offsets[choice] = self._writer.logprobs(before, items, position, offset)
         return answer
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:

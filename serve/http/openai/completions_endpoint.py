@@ -11,7 +11,12 @@ from serve.http.calls.context import ApiContext, Call, Route
 from serve.http.calls.generation import Generation, parameters_named, submit_each
 from serve.http.openai import requests as schema
 from serve.http.openai.answer_schemas import COMPLETION_ANSWER
-from serve.http.openai.completion_answer import CompletionStream, Wording, check_size, whole_answer
+from serve.http.openai.completion_answer import (
+    ChoiceWriter,
+    CompletionStream,
+    check_size,
+    whole_answer,
+)
 from serve.http.schema.describe import Operation
 from serve.request import Prompt
 
@@ -51,8 +56,8 @@ async def _answer(
         with Generation(streams, asked.params.n) as generation:
             await generation.accepted()
             check_size(asked, generation)
-            wording = Wording(asked, generation, context.engine.tokenizer)
+            writer = ChoiceWriter(asked, generation, context.engine.tokenizer)
             if asked.stream:
-                stream = CompletionStream(generation, head, wording)
+                stream = CompletionStream(generation, head, writer)
                 return await stream.run(event_stream(context, call))
-            return await whole_answer(generation, head, wording, call.request_id)
+            return await whole_answer(generation, head, writer, call.request_id)

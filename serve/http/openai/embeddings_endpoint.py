@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: vectors of texts, of the model's final hidden states."""
+"""POST /v1/embeddings: vectors of texts, pooled from the model's final hidden states."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from serve.engine.request_stream import RequestStream
 
 MAX_INPUTS = 2048
-INLINE_NUMBERS = 1 << 14  # more are put into JSON off the event loop
+INLINE_NUMBERS = 1 << 14  # more are serialized to JSON in a thread
 
 EMBEDDINGS = Record(
     {
@@ -59,7 +59,7 @@ EMBEDDINGS = Record(
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingCall:
-    """A checked body."""
+    """A checked body of POST /v1/embeddings."""
 
     model: str
     prompts: list[Prompt]
@@ -102,7 +102,7 @@ def embedding_routes(context: ApiContext) -> list[Route]:
 
 
 async def _embed(call: Call, asked: EmbeddingCall) -> list[EmbeddingOutput]:
-    """All or none. Whatever goes wrong, nothing goes on behind."""
+    """Returns the embeddings of all prompts. An error aborts all of them."""
 
     def submit(prompt: Prompt, name: str) -> RequestStream:
         return call.engine.submit_embedding(
@@ -127,7 +127,7 @@ async def _output(stream: RequestStream) -> EmbeddingOutput:
 
 
 def _body(outputs: list[EmbeddingOutput], model: str, is_base64: bool) -> bytes:
-    """Numbers as JSON, or base64 of little-endian fp32."""
+    """Returns the answer, with vectors as JSON numbers or as base64 of little-endian fp32."""
     num_tokens = sum(output.num_prompt_tokens for output in outputs)
     answer = {
         "object": "list",

@@ -44,13 +44,13 @@ def _text(value: str, where: str) -> str:
 
 def _token_ids(value: list[Any], where: str) -> Prompt:
     if not value:
-        raise RequestError(f"{where} holds no tokens", param=where, code="invalid_prompt")
+        raise RequestError(f"{where} has no tokens", param=where, code="invalid_prompt")
     check_length(value, where, MAX_PROMPT_TOKENS)
     for token in value:
         if type(token) is not int:
             raise wrong_type(where, "token ids that are integers")
         if not 0 <= token < MAX_TOKEN_ID:
-            raise RequestError(f"{where} holds a token id that is out of range", param=where)
+            raise RequestError(f"{where} has a token id that is out of range", param=where)
     return {"prompt_token_ids": value}
 
 
@@ -64,7 +64,7 @@ _TOKENS_SCHEMA: Schema = {
 
 
 def prompts_field(max_prompts: int) -> Parsed:
-    """A text, texts, token ids or lists of token ids, as a list of prompts."""
+    """Returns a field that parses any of the four forms to a list of prompts."""
 
     def parse(value: Any, where: str, unknown: Unknown) -> list[Prompt]:
         return parse_prompts(value, where, max_prompts)
@@ -77,7 +77,7 @@ def prompts_field(max_prompts: int) -> Parsed:
 
 
 def with_options(prompt: Prompt, values: Mapping[str, Any]) -> Prompt:
-    """With what the fields say about its tokens."""
+    """Returns the prompt with the options of the fields for its tokens."""
     names = ("add_special_tokens", "truncate_prompt_tokens", "truncation_side")
     options = {name: values[name] for name in names if name in values}
     if not options:

@@ -1,6 +1,6 @@
-"""Request bodies of the OpenAI API, parsed to SamplingParams and prompts, or refused.
+"""Parses request bodies of OpenAI's API to prompts and SamplingParams.
 
-The tables of fields hold types and ranges; here is what depends on several of them.
+The tables have the types and ranges of fields; the functions check what depends on several fields.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ CHAT = Record(
 class CompletionCall:
     """A checked body of POST /v1/completions.
 
-    num_choices: of each prompt; params.n may be more, of which the best are chosen. logprobs,
-    prompt_logprobs: as asked; those of params may be more.
+    num_choices: choices per prompt; params.n may be larger, and the best are chosen. logprobs,
+    prompt_logprobs: as requested; those of params may be larger.
     """
 
     model: str
@@ -105,8 +105,8 @@ class CompletionCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """A checked body of POST /v1/chat/completions. structured_name: where params.structured comes
-    from."""
+    """A checked body of POST /v1/chat/completions. structured_name: the field that
+    params.structured comes from."""
 
     model: str
     chat: ChatRequest
@@ -124,7 +124,7 @@ class ChatCall:
 def parse_completion(
     body: Mapping[str, Any], defaults: Mapping[str, Any], unknown: Unknown | None = None
 ) -> CompletionCall:
-    """defaults: sampling settings of the server for what the request leaves out."""
+    """Raises RequestError. defaults: the server's sampling settings for omitted fields."""
     values = COMPLETION.check(body, "", unknown or Unknown())
     stream, include_usage, continuous_usage = stream_options(values)
     num_choices = values.get("n", 1)
@@ -136,14 +136,14 @@ def parse_completion(
         defaults,
         n=best_of,
         max_tokens=values.get("max_tokens", COMPLETION_MAX_TOKENS),
-        # candidates are compared by their tokens' log-probabilities
+        # best_of compares candidates by the log-probabilities of their tokens
         logprobs=0 if logprobs is None and best_of > num_choices else logprobs,
         prompt_logprobs=_prompt_logprobs(values, logprobs if echo else None),
     )
     prompts = [with_options(prompt, values) for prompt in values["prompt"]]
     if len(prompts) * best_of > MAX_SEQUENCES:
         raise RequestError(
-            f"prompts times n is more than {MAX_SEQUENCES}",
+            f"the number of prompts times n is more than {MAX_SEQUENCES}",
             param="n" if best_of == num_choices else "best_of",
             code="array_above_max_length",
         )
@@ -168,7 +168,7 @@ def parse_completion(
 def parse_chat(
     body: Mapping[str, Any], defaults: Mapping[str, Any], unknown: Unknown | None = None
 ) -> ChatCall:
-    """defaults: sampling settings of the server for what the request leaves out."""
+    """Raises RequestError. defaults: the server's sampling settings for omitted fields."""
     values = CHAT.check(body, "", unknown or Unknown())
     stream, include_usage, continuous_usage = stream_options(values)
     params = sampling_params(
@@ -195,10 +195,10 @@ def _best_of(values: Mapping[str, Any], num_choices: int, *, stream: bool) -> in
 
 
 def _check_allowed_ids(num_prompts: int, params: SamplingParams) -> None:
-    """Each prompt's are looked at, and become a mask."""
+    """Bounds the work of making a mask of the allowed tokens for each prompt."""
     if num_prompts * len(params.allowed_token_ids or ()) > limits.ALLOWED_IDS:
         raise RequestError(
-            f"prompts times allowed_token_ids is more than {limits.ALLOWED_IDS}",
+            f"the number of prompts times allowed_token_ids is more than {limits.ALLOWED_IDS}",
             param="allowed_token_ids",
             code="array_above_max_length",
         )

@@ -1,4 +1,4 @@
-"""The bodies of answers: plain dicts in OpenAI's shapes, from engine outputs."""
+"""Parts of answers in OpenAI's shapes, made from engine outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses this value too
 
 
 class TokenTexts(Protocol):
-    """The part of a tokenizer that log-probabilities need."""
+    """The part of a tokenizer that formats log-probabilities."""
 
     @property
     def pieces(self) -> list[bytes] | None: ...
@@ -50,9 +50,11 @@ def completion_logprobs(
     first_token: int,
     hides_special: bool,
 ) -> tuple[dict[str, Any], int]:
-    """And the offset behind them. text_offset: characters of text before the first of these
-    tokens. An item that is None is first_token, of a prompt. hides_special: special tokens are no
-    part of the text."""
+    """Returns the log-probabilities and the text offset after the last token.
+
+    text_offset: characters of text before the first token. An item that is None stands for
+    first_token, the first of a prompt. hides_special: the text has no special tokens.
+    """
     hidden = tokenizer.special_ids if hides_special else frozenset()
     tokens: list[str] = []
     offsets: list[int] = []
@@ -82,7 +84,7 @@ def completion_logprobs(
 def prompt_logprobs(
     items: Iterable[TokenLogprobs | None], tokenizer: TokenTexts, num_top: int
 ) -> orjson.Fragment:
-    """In vLLM's shape: of each token, the candidates by id."""
+    """Returns the candidates of each token by id, in vLLM's shape."""
     return json_list(
         None if item is None else _candidates(item, tokenizer, num_top) for item in items
     )

@@ -28,7 +28,7 @@ from serve.sampling_params import SamplingParams
 
 MAX_TEXT_CHARS = 1 << 20
 MAX_TOKENS = 1 << 18
-INLINE_CHARS = 4096  # longer texts do not keep the event loop
+INLINE_CHARS = 4096  # longer texts are tokenized in a thread
 
 _COMMON: dict[str, FieldType] = {
     "model": String(512, min_chars=1),
@@ -58,7 +58,7 @@ TOKENS = Record(
 
 
 class TokenizeCall(NamedTuple):
-    """Either a text or a conversation."""
+    """A checked body of POST /tokenize: a text, or a conversation."""
 
     model: str | None
     text: str
@@ -75,9 +75,9 @@ class DetokenizeCall(NamedTuple):
 def parse_tokenize(body: Mapping[str, Any], unknown: Unknown) -> TokenizeCall:
     if body.get("messages") is not None:
         if body.get("prompt") is not None:
-            raise RequestError("prompt and messages are both there", param="prompt")
+            raise RequestError("prompt and messages cannot both be given", param="prompt")
         values = CHAT.check(body, "", unknown)
-        # no token is generated: it is rendered and tokenized, but never scheduled
+        # max_tokens 0: the chat is rendered and tokenized, but never scheduled
         chat = conversation(values, SamplingParams(max_tokens=0), None)
         text = ""
     else:
@@ -122,7 +122,7 @@ def tokenize_routes(context: ApiContext) -> list[Route]:
         tokens = (await context.read(call, parse_detokenize)).tokens
         size = call.engine.spec.vocab_size
         if any(token >= size for token in tokens):
-            raise RequestError(f"tokens holds a token id above {size - 1}", param="tokens")
+            raise RequestError(f"tokens has a token id above {size - 1}", param="tokens")
 
         def answer() -> dict[str, Any]:
             return {"prompt": call.engine.tokenizer.decode(tokens, skip_special_tokens=False)}

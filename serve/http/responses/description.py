@@ -1,4 +1,4 @@
-"""What the routes of the Responses API say about themselves."""
+"""Descriptions of the routes of the Responses API, for /openapi.json."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ COUNT = Operation(
     body=COUNT_BODY.schema(),
 )
 FETCH = Operation(
-    "A response that is kept",
+    "A stored response",
     answer=_RESPONSE,
     statuses=(404,),
     query={"stream": {"enum": ["false"]}},
 )
 DELETE = Operation(
-    "Forgets a response",
+    "Deletes a stored response",
     answer={
         "type": "object",
         "properties": {
@@ -72,7 +72,7 @@ DELETE = Operation(
     statuses=(404,),
 )
 INPUT_ITEMS = Operation(
-    "What a response was made of",
+    "The input items of a response",
     answer={
         "type": "object",
         "properties": {
@@ -91,4 +91,6 @@ INPUT_ITEMS = Operation(
         "after": {"type": "string"},
     },
 )
-CANCEL = Operation("Refused: no response is in the background", answer=_RESPONSE, statuses=(404,))
+CANCEL = Operation(
+    "Refused: background responses are not supported", answer=_RESPONSE, statuses=(404,)
+)

@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's Responses API, and the responses that it keeps."""
+"""/v1/responses: OpenAI's Responses API and its stored responses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from serve.http.responses.store import ResponseStore, StoredResponse
 from serve.http.responses.writer import ResponseWriter
 from serve.sampling_params import SamplingParams
 
-# SamplingParams' and the engine's names, in this API's.
+# The names of this API by those of SamplingParams and the engine.
 NAMES = {
     "prompt": "input",
     "messages": "input",
@@ -70,8 +70,8 @@ def response_routes(context: ApiContext) -> list[Route]:
 
 
 class _Conversation(NamedTuple):
-    """history: lists of items as JSON, of what a request continues and its own, to be kept.
-    head: see response_head."""
+    """The parts of a request that depend on stored responses. history: lists of items as JSON, to
+    be stored: those that the request continues and its own. head: see response_head."""
 
     history: tuple[bytes, ...]
     chat: ChatRequest
@@ -89,9 +89,7 @@ class _Endpoints:
         asked = await self._context.read(call, lambda body, unknown: parse(body, unknown=unknown))
         with parameters_named(NAMES):
             conversation = await self._conversation(call, asked)
-            with (
-                ChatRun(call, conversation.chat) as run,
-            ):
+            with ChatRun(call, conversation.chat) as run:
                 await run.accepted()
                 run.generation.check_logprobs("top_logprobs")
                 return await self._answer(call, asked, run, conversation)
@@ -99,7 +97,7 @@ class _Endpoints:
     async def input_tokens(self, call: Call) -> web.Response:
         asked = await self._context.read(call, parse_count_call)
         with parameters_named(NAMES):
-            # rendered, never scheduled
+            # max_tokens 0: rendered, but never scheduled
             none = SamplingParams(max_tokens=0)
             chat = replace((await self._conversation(call, asked)).chat, params=none)
             with ChatRun(call, chat) as run:
@@ -110,7 +108,10 @@ class _Endpoints:
     async def fetch(self, call: Call) -> web.Response:
         stored = self._stored(call)
         if call.request.query.get("stream", "false") != "false":
-            raise RequestError("only background responses can be streamed again", param="stream")
+            raise RequestError(
+                "stream must be false: only background responses can be streamed again",
+                param="stream",
+            )
         return body_response(stored.body, call.request_id)
 
     async def delete(self, call: Call) -> web.Response:
@@ -182,20 +183,20 @@ class _Endpoints:
         return gather()
 
     def _previous(self, response_id: str | None, owner: str) -> StoredResponse | None:
-        """What is continued."""
+        """Returns the stored response that the request continues."""
         if response_id is None:
             return None
         stored = self._store.get(response_id, owner)
         if stored is None:
             raise RequestError(
-                f"previous_response_id {quoted(response_id)} is of no kept response",
+                f"previous_response_id {quoted(response_id)} is not a stored response",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
         return stored
 
     def _referred(self, items: list[dict[str, Any]], owner: str) -> list[StoredResponse]:
-        """Those that have the items that `items` refer to, each once."""
+        """Returns the stored responses that have the items that `items` refer to, each once."""
         found: dict[int, StoredResponse] = {}
         names: set[str] = set()
         for position, item in enumerate(items):
@@ -204,9 +205,9 @@ class _Endpoints:
             where, name = f"input[{position}].id", item["id"]
             stored = self._store.of_item(name, owner)
             if stored is None:
-                raise RequestError(f"{where} {quoted(name)} is of no kept item", param=where)
-            if name in names:  # a few bytes would ask for as many megabytes as one likes
-                raise RequestError(f"{where} {quoted(name)} is there twice", param=where)
+                raise RequestError(f"{where} {quoted(name)} is not a stored item", param=where)
+            if name in names:  # repeated references would turn a few bytes into many megabytes
+                raise RequestError(f"{where} {quoted(name)} appears twice", param=where)
             names.add(name)
             found[id(stored)] = stored
         return list(found.values())
@@ -220,20 +221,20 @@ class _Endpoints:
 
 
 def _resolved(items: list[dict[str, Any]], referred: list[StoredResponse]) -> list[dict[str, Any]]:
-    """With the items that references stand for."""
+    """Returns the items with references replaced by the items that they name."""
     kept = {item["id"]: item for stored in referred for item in stored.output()}
     return [kept[item["id"]] if item["type"] == REFERENCE else item for item in items]
 
 
 def _owner(call: Call) -> str:
-    """Whoever has no key is one owner."""
+    """Returns the owner of a call's responses. All calls without a key are one owner."""
     return "" if call.key is None else call.key.name
 
 
 def _not_found(response_id: str) -> ApiError:
     return ApiError(
         404,
-        f"there is no response {quoted(response_id)}",
+        f"the response {quoted(response_id)} does not exist",
         param="response_id",
         code="response_not_found",
     )

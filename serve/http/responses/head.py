@@ -1,4 +1,4 @@
-"""What is known of a response before any token: its name, and what was asked."""
+"""The fields of a response that are known before any token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import orjson
 
 from serve.http.responses.request import ResponseCall
 
-# Fields that the answer repeats as they came.
+# Fields of the request that the answer repeats.
 _REPEATED = (
     "max_output_tokens",
     "max_tool_calls",
@@ -22,6 +22,7 @@ _REPEATED = (
 def response_head(
     asked: ResponseCall, response_id: str, created: int, model: str
 ) -> dict[str, Any]:
+    """Returns the head of a response. created: in seconds of Unix time."""
     values, params = asked.values, asked.params
     reasoning = values.get("reasoning", {})
     return {
@@ -54,7 +55,7 @@ def response_head(
 
 
 def _as_json(value: object) -> orjson.Fragment:
-    """Once, for the up to five times that it is told: it may be megabytes."""
+    """Serializes a value once, since it may be megabytes and is sent up to five times."""
     return orjson.Fragment(orjson.dumps(value))
 
 

@@ -1,6 +1,6 @@
-"""Items of the Responses API: what is taken, and the messages that chat templates take.
+"""Items of the Responses API: their fields, and their conversion to messages of chat templates.
 
-What an assistant did in one turn (reasoning, text, calls) becomes one message.
+The reasoning, text and calls of one assistant turn become one message.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _TEXT = String(MAX_TEXT_CHARS, is_text=True)
 _ID = String(MAX_ID_CHARS, min_chars=1)
 _STATUS = OneOfNames(("in_progress", "completed", "incomplete"))
 NAME = String(128, min_chars=1, pattern="[A-Za-z0-9_-]+")
-# A model may have called what no tool is named; its own words are let in again.
+# A model may have called a name that no tool can have; clients may send it back.
 _CALLED_NAME = String(128, min_chars=1, pattern="[A-Za-z0-9_.-]+")
-_ECHOED = List(JsonObject(64 << 10), 1 << 16)  # of our own answers, and not looked at
+_ECHOED = List(JsonObject(64 << 10), 1 << 16)  # echoed from answers, and ignored
 _BREAKPOINT = Record({"mode": OneOfNames(("explicit",)), "ttl": OneOfNames(("30m", "12h"))})
 _INPUT_TEXT = Record({"text": _TEXT, "prompt_cache_breakpoint": _BREAKPOINT}, required=("text",))
 _NOT_TEXT = ("input_image", "input_file", "input_audio", "computer_screenshot")
@@ -145,7 +145,8 @@ INPUT = Either({str: _TEXT, list: _ITEM_LIST}, "a string or a list of items")
 
 
 def input_items(value: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """value: checked. Items with what was left out, but their ids; references stay."""
+    """Returns complete items of a checked input: omitted fields are filled, except ids. References
+    stay."""
     items = (
         [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
     )
@@ -166,8 +167,9 @@ def _complete(item: dict[str, Any]) -> dict[str, Any]:
 def chat_messages(
     instructions: str | None, items: Iterable[dict[str, Any]], first: int
 ) -> list[dict[str, Any]]:
-    """items: complete ones. first: of them, the first that the request itself brought; mistakes
-    are named by their place in its input. RequestError for outputs of unknown calls."""
+    """Returns the messages of complete items. first: the index of the first item of the request's
+    own input; errors name items by their index there. Raises RequestError for outputs of unknown
+    calls."""
     turns = Turns(join_all=False)
     if instructions:
         turns.say("system", instructions)
@@ -186,11 +188,11 @@ def _add(turns: Turns, item: Mapping[str, Any], where: str) -> None:
         turns.result(item["call_id"], _text(item["output"]), f"{where}.call_id")
     else:
         for part in item.get("content") or item.get("summary") or ():
-            turns.think(part["text"])  # encrypted content is not for us
+            turns.think(part["text"])  # encrypted content is ignored
 
 
 def _arguments(text: str) -> dict[str, Any] | str:
-    """As templates want them, an object; a kept call that was cut off stays what it was."""
+    """Returns the arguments as an object. A stored call that was cut off stays text."""
     try:
         return parse_arguments(text, "", Unknown())
     except RequestError:

@@ -1,4 +1,4 @@
-"""A stored response's input items: their ids, and pages of them."""
+"""Input items of stored responses: their ids, and listings of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ DEFAULT_LIMIT = 20
 
 
 def item_list(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """items: in order. query: limit, order and after, as the URL has them. RequestError."""
+    """Lists items, which are in order. query: the URL's limit, order and after. Raises
+    RequestError."""
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise RequestError(f"order must be asc or desc, not {quoted(order)}", param="order")
@@ -23,7 +24,9 @@ def item_list(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str
     if after is not None:
         places = [place for place, item in enumerate(listed) if item["id"] == after]
         if not places:
-            raise RequestError(f"after is no item of this response: {quoted(after)}", param="after")
+            raise RequestError(
+                f"after {quoted(after)} is not an item of this response", param="after"
+            )
         listed = listed[places[0] + 1 :]
     page = listed[:limit]
     return {
@@ -36,22 +39,23 @@ def item_list(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str
 
 
 def named_items(items: Iterable[dict[str, Any]], response_id: str) -> Iterator[dict[str, Any]]:
-    """An id for each that has none."""
+    """Yields the items with an id for each that has none."""
     name = response_id.removeprefix("resp_")
     for position, item in enumerate(items):
         yield {"id": f"in_{name}{position:02x}", **item}
 
 
 def kept_items(items: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Without what no prompt is made of: a prompt's length is bounded, and so is then what is
-    kept. An empty part of a message is a line, but a thought is nothing."""
+    """Yields the items without the parts that no prompt is made of. The limit of a prompt's length
+    thereby bounds the size of stored items. Empty message parts stay, since each is a line of the
+    prompt; empty reasoning parts are dropped."""
     for item in items:
         kept = {name: value for name, value in item.items() if name != "encrypted_content"}
         is_thought = kept.get("type") == "reasoning"
         parts = kept.get("content")
         if isinstance(parts, list):
             kept["content"] = _thoughts(parts) if is_thought else [_plain(part) for part in parts]
-        if is_thought:  # read where there is no content
+        if is_thought:  # used only where there is no content
             kept["summary"] = [] if parts else _thoughts(kept.get("summary", []))
         yield kept
 

@@ -1,4 +1,4 @@
-"""Bodies of POST /v1/responses, parsed, or refused."""
+"""Parses bodies of POST /v1/responses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from serve.structured_output import StructuredOutput
 
 MAX_INSTRUCTIONS_CHARS = 8 << 20
 LOGPROBS = "message.output_text.logprobs"
-# Each says what else to tell; of these there is nothing to tell but the log-probabilities.
+# All are accepted; only the log-probabilities exist here.
 _INCLUDES = (
     LOGPROBS,
     "reasoning.encrypted_content",
@@ -134,7 +134,7 @@ _REASONING = Record(
 )
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty")
 _MORE_SAMPLING = ("frequency_penalty", "seed", "stop", "logit_bias", "cache_salt", "priority")
-# What the prompt is made of, which is what input_tokens counts.
+# The fields that form the prompt, whose tokens input_tokens counts.
 _PROMPT_FIELDS: dict[str, FieldType] = {
     "model": MODEL,
     "input": INPUT,
@@ -176,9 +176,9 @@ COUNT = Record({**_PROMPT_FIELDS, "personality": Unsupported()}, required=("mode
 
 @dataclass(frozen=True, slots=True)
 class ResponseCall:
-    """A checked body. values: its fields as checked. items: its input, complete, perhaps with
-    references. functions, tool_choice: ChatRequest's. The messages are not known before the
-    conversation that it continues."""
+    """A checked body. values: its checked fields. items: its input items, perhaps with references.
+    functions, tool_choice: see ChatRequest. `chat` makes the messages once the conversation that
+    it continues is known."""
 
     values: dict[str, Any]
     items: list[dict[str, Any]]
@@ -199,8 +199,8 @@ class ResponseCall:
         return self.values.get("previous_response_id")
 
     def chat(self, before: list[dict[str, Any]], items: list[dict[str, Any]]) -> ChatRequest:
-        """before: the items of the conversation that this one continues. items: its own, without
-        references."""
+        """Returns the ChatRequest. before: the items of the conversation that this one continues.
+        items: its own, without references."""
         values = self.values
         instructions = values.get("instructions")
         effort = values.get("reasoning", {}).get("effort")
@@ -218,7 +218,7 @@ class ResponseCall:
 def parse_response_call(
     body: Mapping[str, Any], defaults: Mapping[str, Any], unknown: Unknown | None = None
 ) -> ResponseCall:
-    """defaults: sampling settings of the server for what the request leaves out."""
+    """Raises RequestError. defaults: the server's sampling settings for omitted fields."""
     values = CREATE.check(body, "", unknown or Unknown())
     if "stream_options" in values and not values.get("stream"):
         raise RequestError("stream_options needs stream: true", param="stream_options")
@@ -235,7 +235,7 @@ def parse_response_call(
 
 
 def parse_count_call(body: Mapping[str, Any], unknown: Unknown | None = None) -> ResponseCall:
-    """A body of POST /v1/responses/input_tokens."""
+    """Parses a body of POST /v1/responses/input_tokens."""
     return _call(COUNT.check(body, "", unknown or Unknown()), SamplingParams())
 
 
@@ -255,12 +255,12 @@ def _structured(values: Mapping[str, Any]) -> StructuredOutput | None:
 def _functions(
     tools: list[dict[str, Any]], choice: str | dict[str, Any]
 ) -> tuple[list[dict[str, Any]], str | tuple[str, str]]:
-    """ChatRequest's tools and tool_choice."""
+    """Returns the tools and tool_choice of a ChatRequest."""
     names = [tool["name"] for tool in tools]
     for position, name in enumerate(names):
         if name in names[:position]:
             where = f"tools[{position}].name"
-            raise RequestError(f"{where} {quoted(name)} is there twice", param=where)
+            raise RequestError(f"{where} {quoted(name)} appears twice", param=where)
     if choice not in ("auto", "none") and not tools:
         raise RequestError("tool_choice needs tools", param="tool_choice")
     if isinstance(choice, str):
@@ -276,9 +276,9 @@ def _functions(
 
 def _check_name(name: str, names: list[str], where: str) -> None:
     if name not in names:
-        raise RequestError(f"{where} {quoted(name)} is none of the tools", param=where)
+        raise RequestError(f"{where} {quoted(name)} is not one of the tools", param=where)
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    known = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {name: tool[name] for name in known if name in tool}}
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {name: tool[name] for name in names if name in tool}}

@@ -1,4 +1,4 @@
-"""A response of OpenAI's Responses API, whole or as events, from the steps of one choice."""
+"""Writes a response of OpenAI's Responses API, whole or as events, from the steps of a choice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from serve.text.chat_parser.parts import Part, Reasoning, Text, ToolCallStart
 MESSAGE, REASONING, CALL = "message", "reasoning", "function_call"
 _NO_LOGPROBS = orjson.Fragment(b"[]")
 _ID_PREFIXES = {MESSAGE: "msg", REASONING: "rs", CALL: "fc"}
-# By kind of item: what its events are called, and the type of the part that it has.
+# By kind of item: the prefix of its event names, and the type of its part.
 _EVENTS = {
     MESSAGE: ("response.output_text", "output_text"),
     REASONING: ("response.reasoning_text", "reasoning_text"),
@@ -29,10 +29,10 @@ _EVENTS = {
 
 
 class ResponseWriter:
-    """See chat_answer.AnswerWriter. streams: whether anyone reads the events.
+    """An AnswerWriter (chat_answer.py). streams: whether events are sent.
 
-    head: what is known of the response before any token; its id is "resp_" and a name. on_end:
-    given the whole response before anybody can read of its end.
+    head: see response_head; its id is "resp_" and a name. on_end: is called with the whole
+    response before its end is sent.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class ResponseWriter:
         self._streams = streams
         self._on_end = on_end
         self._output: list[dict[str, Any]] = []
-        self._kind: str | None = None  # of the item that is open, the last of _output
-        self._pieces: list[str] = []  # what the open item has gained
-        self._logprobs: list[bytes] = []  # of the open item, in JSON
-        self._unplaced: list[TokenLogprobs] = []  # of tokens whose text has not come yet
+        self._kind: str | None = None  # the kind of the open item, which is the last of _output
+        self._pieces: list[str] = []  # texts of the open item
+        self._logprobs: list[bytes] = []  # of the open item, as JSON
+        self._unplaced: list[TokenLogprobs] = []  # of tokens whose text is still held back
         self._before_delta = b""
         self._output_tokens = 0
-        self._is_cut = False  # by max_output_tokens
+        self._is_cut = False  # whether max_output_tokens ended it
         self._sequence_number = 0
         self._events: list[bytes] = []
 
@@ -74,7 +74,7 @@ class ResponseWriter:
         return self._take()
 
     def end(self) -> bytes:
-        if not self._output:  # there is always something to look at
+        if not self._output:  # a response has at least one item
             self._open(MESSAGE, {"content": [], "role": "assistant"})
         self._close_item("incomplete" if self._is_cut else "completed")
         response = self.response()
@@ -83,17 +83,17 @@ class ResponseWriter:
         return self._take()
 
     def failed(self, error: ApiError) -> bytes:
-        """The response's own end, and the error as clients raise it."""
-        told = {"code": "server_error", "message": error.message}
+        """Returns the failed response and the error event that clients raise."""
+        failure = {"code": "server_error", "message": error.message}
         self._close_item("incomplete")
-        self._events.clear()  # nothing was done
-        self._emit("response.failed", response={**self._response("failed"), "error": told})
+        self._events.clear()  # the item is not complete
+        self._emit("response.failed", response={**self._response("failed"), "error": failure})
         fields = {"message": error.message, "param": error.param, "code": error.code}
         self._emit("error", **fields, error={"type": error.kind, **fields})
         return self._take()
 
     def response(self) -> dict[str, Any]:
-        """The whole response, after its end."""
+        """Returns the whole response, after its end."""
         response = self._response("incomplete" if self._is_cut else "completed")
         if self._is_cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -119,7 +119,7 @@ class ResponseWriter:
         }
 
     def _note_logprobs(self, step: ChatStep) -> None:
-        """Only those of steps that brought nothing but text belong to the message."""
+        """Keeps the log-probabilities of steps that have only text, which belong to a message."""
         if step.delta.logprobs is None:
             return
         if all(isinstance(part, Text) for part in step.parts):
@@ -128,8 +128,8 @@ class ResponseWriter:
             self._unplaced = []
 
     def _place_logprobs(self) -> bytes:
-        """A list in JSON. Words are found for each token once, since an answer tells them up to
-        five times."""
+        """Returns the log-probabilities as a JSON list. They are serialized once, since an answer
+        sends them up to five times."""
         if not self._unplaced:
             return b"[]"
         items = json_bytes(shapes.chat_tokens(self._unplaced, self._tokenizer))
@@ -149,7 +149,7 @@ class ResponseWriter:
 
     def _grow(self, kind: str, text: str) -> None:
         if self._kind != kind:
-            assert kind != CALL, "arguments of a call that has not begun"
+            assert kind != CALL, "arguments before the start of a call"
             head = {"content": [], "role": "assistant"} if kind == MESSAGE else {"summary": []}
             self._open(kind, {"content": [], **head})
         if not text:

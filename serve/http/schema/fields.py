@@ -198,12 +198,12 @@ class TokenIds:
             raise wrong_type(where, "a list of integers")
         check_length(value, where, self.max_items)
         if len(value) < self.min_items:
-            raise RequestError(f"{where} holds no tokens", param=where)
+            raise RequestError(f"{where} has no tokens", param=where)
         for token in value:
             if type(token) is not int:
                 raise wrong_type(where, "a list of integers")
             if not 0 <= token < MAX_TOKEN_ID:
-                raise RequestError(f"{where} holds a token id that is out of range", param=where)
+                raise RequestError(f"{where} has a token id that is out of range", param=where)
         return value
 
     def schema(self) -> Schema:

@@ -31,8 +31,8 @@ def thinking(**fields: Any) -> dict[str, Any]:
 TEXT = {"type": "text", "text": "hi"}
 # What changes in a good body, and the whole message.
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (user(), "messages holds nothing to answer"),
-    (assistant({"type": "text", "text": ""}), "messages holds nothing to answer"),
+    (user(), "messages has nothing to answer"),
+    (assistant({"type": "text", "text": ""}), "messages has nothing to answer"),
     ({"foo": 1}, 'unknown parameter "foo"'),
     ({"model": None}, "model is missing"),
     ({"model": 1}, "model must be a string"),
@@ -130,7 +130,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "messages[0].content[0].type must be one of text, tool_use, thinking, "
         'redacted_thinking, not "tool_result"',
     ),
-    (assistant(CALL), "messages: the last message calls tools: their results must follow it"),
+    (assistant(CALL), "messages: the results of the last message's tool calls must follow it"),
     (assistant({**CALL, "input": "{}"}), "messages[0].content[0].input must be an object"),
     (assistant({**CALL, "name": "a b"}), "messages[0].content[0].name must match [A-Za-z0-9_.-]+"),
     (
@@ -148,7 +148,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"tools": [{**TOOL, "x": 1}]}, 'unknown parameter "x" in tools[0]'),
     ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading is not supported"),
-    ({"tools": [TOOL, TOOL]}, 'tools[1].name "f" is there twice'),
+    ({"tools": [TOOL, TOOL]}, 'tools[1].name "f" appears twice'),
     ({"tools": [TOOL] * 129}, "tools has more than 128 entries"),
     (
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
@@ -165,7 +165,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name is missing"),
     (
         {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}},
-        'tool_choice.name "g" is none of the tools',
+        'tool_choice.name "g" is not one of the tools',
     ),
     (thinking(type="enabled"), "thinking.budget_tokens is missing"),
     (
