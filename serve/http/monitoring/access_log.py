@@ -1,4 +1,4 @@
-"""A line for each request: who asked what, and what became of it. No prompts, paths or keys."""
+"""Logs a line per request: its key's name, route, status and counts. No prompts, paths or keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("serve.access")
 
 CLIENT_REQUEST_ID = "x-client-request-id"
-FIELDS = "fields"  # the name under which a log record carries them
+FIELDS = "fields"  # the attribute of a log record that has them
 
 
 class AccessLog:
@@ -24,17 +24,17 @@ class AccessLog:
         self._is_on = is_on
 
     def answered(self, call: Call, status: int) -> None:
-        """Also of a client that has left: 499."""
+        """Logs the end of a call. status 499: the client has left."""
         if self._is_on and logger.isEnabledFor(logging.INFO):
             fields = access_fields(call, status)
-            shown = {name: "-" if value is None else value for name, value in fields.items()}
-            text = " ".join(f"{name}={value}" for name, value in shown.items())
+            texts = {name: "-" if value is None else value for name, value in fields.items()}
+            text = " ".join(f"{name}={value}" for name, value in texts.items())
             logger.info("%s", text, extra={FIELDS: fields})
 
 
 def access_fields(call: Call, status: int) -> dict[str, Any]:
-    """Everything here is of our own making, except the method and the client's request id, which
-    were checked."""
+    """Returns the fields of the line. The server makes all values but the method and the client's
+    request id, which are checked."""
     request, route = call.request, call.route
     fields: dict[str, Any] = {
         "id": call.request_id,
@@ -62,7 +62,7 @@ def access_fields(call: Call, status: int) -> dict[str, Any]:
 
 
 def num_sent(request: web.BaseRequest, response: web.StreamResponse | None) -> int:
-    """Bytes of the answer: its body where it is not out yet, else all that was written."""
+    """Returns the bytes of the answer: all that was written, or its body if it is not sent yet."""
     if response is None or response.prepared:
         return int(request.writer.output_size)
     return (response.content_length or 0) if isinstance(response, web.Response) else 0

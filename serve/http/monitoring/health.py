@@ -26,23 +26,23 @@ def health_routes(context: ApiContext) -> list[Route]:
     async def ready(call: Call) -> web.Response:
         context.check_ready()
         if not context.engine.has_memory:
-            raise no_memory("memory nodes are lost, and no other memory is there")
+            raise no_memory("memory nodes are lost, and there is no other K/V memory")
         return json_response({"status": "ready"}, call.request_id)
 
-    async def figures(call: Call) -> web.Response:
+    async def metrics(call: Call) -> web.Response:
         context.check_ready()
         return web.Response(
             body=await exposition.read(),
             headers={"Content-Type": CONTENT_TYPE, **common_headers(call.request_id)},
         )
 
-    alive = Operation("Whether the process lives", STATUS_ANSWER)
+    alive = Operation("Whether the process is alive", STATUS_ANSWER)
     serving = Operation("Whether requests are answered", STATUS_ANSWER)
-    counters = Operation("Counters for Prometheus", answer_type="text/plain")
-    found = [
+    scrape = Operation("Metrics for Prometheus", answer_type="text/plain")
+    routes = [
         *(Route(path, {"GET": health}, is_public=True, describe={"GET": alive}) for path in LIVE),
         *(Route(path, {"GET": ready}, is_public=True, describe={"GET": serving}) for path in READY),
     ]
     if context.settings.metrics_port is None:  # else metrics_listener.py has it
-        found.append(Route("/metrics", {"GET": figures}, describe={"GET": counters}))
-    return found
+        routes.append(Route("/metrics", {"GET": metrics}, describe={"GET": scrape}))
+    return routes

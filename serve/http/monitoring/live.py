@@ -1,7 +1,7 @@
-"""What the engine does right now, a few times a second, for the page's live view.
+"""Snapshots of the engine's work, a few times per second, for the page's live view.
 
-One snapshot serves everybody who watches; while nobody does, nothing is looked at and no step is
-traced. Snapshots tell sizes and numbers: no text, no request ids, no names of clients.
+All watchers share one snapshot; without watchers none is made and no step is traced. Snapshots have
+sizes and counts only: no text, no request ids, no names of clients.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 0.25
 MAX_WATCHERS = 16
-MAX_BEHIND = 8  # snapshots that a watcher may lag before it is given up
-MAX_STEPS = 64  # of one snapshot: the last ones since the snapshot before
+MAX_BEHIND = 8  # a watcher that lags by more snapshots is disconnected
+MAX_STEPS = 64  # per snapshot: the last ones since the previous snapshot
 MAX_SEQUENCES = 128
 
 
 class Snapshots:
-    """The engine's state, and what happened since the snapshot before. Open until `close`."""
+    """Takes snapshots of the engine's state and of what happened since the previous one. `close`
+    ends the trace of steps."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -46,7 +47,7 @@ class Snapshots:
         self._view.traces.close(self._trace)
 
     def take(self) -> dict[str, Any]:
-        """In well under a millisecond, whatever runs."""
+        """Returns a snapshot. It takes well under a millisecond."""
         now_s, stats = time.monotonic(), self._engine.stats()
         elapsed_s = max(1e-3, now_s - self._last_s)
         counts = self._read_counts()
@@ -88,14 +89,14 @@ class Snapshots:
         }
 
     def _steps(self) -> list[tuple[float, int, int]]:
-        """(milliseconds, decode rows, prefill rows) of the last ones that are new."""
-        steps, found = self._trace.steps, []
-        while steps:  # the compute thread may add one meanwhile
+        """Returns (milliseconds, decode rows, prefill rows) of the last new steps."""
+        steps, rows = self._trace.steps, []
+        while steps:  # the compute thread may append meanwhile
             step = steps.popleft()
             work = step.work
             took_ms = round(1e3 * (step.ended_s - step.began_s), 2)
-            found.append((took_ms, work.num_decodes, work.num_rows - work.num_decodes))
-        return found[-MAX_STEPS:]
+            rows.append((took_ms, work.num_decodes, work.num_rows - work.num_decodes))
+        return rows[-MAX_STEPS:]
 
     def _sequences(self) -> list[list[int]]:
         """Returns [number, pages, tokens, prompt tokens, computed tokens] per running sequence,
@@ -111,7 +112,7 @@ class Snapshots:
 
 
 class Watcher:
-    """One reader of the feed. None in its queue: the feed has ended."""
+    """One reader of the feed. None in its queue marks the end of the feed."""
 
     def __init__(self, transport: asyncio.Transport | None) -> None:
         self.transport = transport
@@ -119,7 +120,7 @@ class Watcher:
 
 
 class LiveFeed:
-    """Carries snapshots to those who watch."""
+    """Sends snapshots to the watchers."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
@@ -127,11 +128,12 @@ class LiveFeed:
         self._task: asyncio.Task[None] | None = None
 
     async def serve(self, request: web.BaseRequest, events: EventStream) -> web.StreamResponse:
-        """Until the client leaves or the server drains. ApiError 429: too many watch."""
+        """Sends snapshots until the client leaves or the server drains. Raises ApiError 429 if
+        there are too many watchers."""
         if len(self._watchers) >= MAX_WATCHERS:
             raise ApiError(
                 429,
-                f"{MAX_WATCHERS} readers watch already",
+                f"there are already {MAX_WATCHERS} watchers, which is the limit",
                 kind=SERVER_ERROR,
                 code="too_many_watchers",
                 headers={"Retry-After": "5"},
@@ -165,16 +167,16 @@ class LiveFeed:
             while self._context.state is ServerState.READY and self._context.engine.is_ready:
                 data = b"data: " + orjson.dumps(snapshots.take()) + b"\n\n"
                 for watcher in list(self._watchers):
-                    self._give(watcher, data)
+                    self._send(watcher, data)
                 await asyncio.sleep(PERIOD_S)
         except Exception:
             logger.exception("the live view failed")
         finally:
             snapshots.close()
-        for watcher in list(self._watchers):  # if cancelled, there are none that are ours
-            self._give(watcher, None)
+        for watcher in list(self._watchers):  # there are none after a cancellation
+            self._send(watcher, None)
 
-    def _give(self, watcher: Watcher, data: bytes | None) -> None:
+    def _send(self, watcher: Watcher, data: bytes | None) -> None:
         try:
             watcher.queue.put_nowait(data)
         except asyncio.QueueFull:

@@ -1,4 +1,4 @@
-"""Every figure of /metrics: its name, what it means, and where it comes from."""
+"""The metrics of /metrics: their names, meanings and sources."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Value = float | None | Histogram | Sampled
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """What is told at one moment. cache: labels that say how K/V memory is set up."""
+class MetricSources:
+    """The sources of the metrics at one moment. cache: labels with the K/V configuration."""
 
     stats: EngineStats
     view: CoreView
@@ -28,14 +28,15 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """name: without a prefix; a counter's gets _total behind it. value: a number, None (nothing
-    to tell yet), a histogram, or numbers by the values of `labels`. alias: vLLM's name for it."""
+class MetricSpec:
+    """A metric. name: without a prefix; a counter's name gets the suffix _total. value: returns a
+    number, None (no value yet), a histogram, or numbers by the values of `labels`. alias: vLLM's
+    name of it."""
 
     kind: str
     name: str
     about: str
-    value: Callable[[Reading], Value]
+    value: Callable[[MetricSources], Value]
     labels: tuple[str, ...] = ()
     alias: str | None = None
 
@@ -44,51 +45,51 @@ def _shared(
     kind: str,
     name: str,
     about: str,
-    value: Callable[[Reading], Value],
+    value: Callable[[MetricSources], Value],
     labels: tuple[str, ...] = (),
-) -> Figure:
-    """One that vLLM has under the same name."""
-    return Figure(kind, name, about, value, labels, f"vllm:{name}")
+) -> MetricSpec:
+    """Returns a metric that vLLM has under the same name."""
+    return MetricSpec(kind, name, about, value, labels, f"vllm:{name}")
 
 
-def _usage(reading: Reading) -> float:
-    return reading.stats.pages_in_use / max(1, reading.stats.pages_total)
+def _usage(sources: MetricSources) -> float:
+    return sources.stats.pages_in_use / max(1, sources.stats.pages_total)
 
 
 def _by(label_values: dict[str, float]) -> Sampled:
     return [((name,), value) for name, value in label_values.items()]
 
 
-def _reasons(reading: Reading) -> Sampled:
-    ended = reading.view.requests.num_ended
+def _reasons(sources: MetricSources) -> Sampled:
+    ended = sources.view.requests.num_ended
     return [((reason.value,), count) for reason, count in ended.items()]
 
 
-def _grammar_requests(reading: Reading) -> Sampled:
-    cache = reading.view.grammars
+def _grammar_requests(sources: MetricSources) -> Sampled:
+    cache = sources.view.grammars
     return [] if cache is None else _by({"hit": cache.num_hits, "miss": cache.num_misses})
 
 
-def _coverage(reading: Reading) -> Sampled:
-    found = (("0.5", reading.stats.coverage_p50), ("0.9", reading.stats.coverage_p90))
+def _coverage(sources: MetricSources) -> Sampled:
+    found = (("0.5", sources.stats.coverage_p50), ("0.9", sources.stats.coverage_p90))
     return [((level,), share) for level, share in found if share is not None]
 
 
 REQUESTS = (
-    _shared("gauge", "num_requests_running", "Sequences that run.", lambda r: r.stats.num_running),
-    _shared("gauge", "num_requests_waiting", "Sequences that wait.", lambda r: r.stats.num_waiting),
-    _shared("counter", "prompt_tokens", "Prompt tokens of requests that got a first token.",
+    _shared("gauge", "num_requests_running", "Running sequences.", lambda r: r.stats.num_running),
+    _shared("gauge", "num_requests_waiting", "Waiting sequences.", lambda r: r.stats.num_waiting),
+    _shared("counter", "prompt_tokens", "Prompt tokens of requests that have a first token.",
             lambda r: r.view.requests.num_prompt_tokens),
-    _shared("counter", "generation_tokens", "Tokens generated.",
+    _shared("counter", "generation_tokens", "Generated tokens.",
             lambda r: r.view.requests.num_generation_tokens),
-    _shared("counter", "request_success", "Answers that ended, by why.", _reasons,
+    _shared("counter", "request_success", "Finished answers, by finish reason.", _reasons,
             ("finished_reason",)),
     _shared("histogram", "time_to_first_token_seconds", "From arrival to the first token.",
             lambda r: r.view.requests.ttft_s),
     _shared("histogram", "inter_token_latency_seconds", "From one token to the next.",
             lambda r: r.view.requests.inter_token_s),
     _shared("histogram", "request_time_per_output_token_seconds",
-            "Of a whole answer: mean time from token to token.",
+            "Mean time from token to token of an answer.",
             lambda r: r.view.requests.per_token_s),
     _shared("histogram", "e2e_request_latency_seconds", "From arrival to the last token.",
             lambda r: r.view.requests.e2e_s),
@@ -104,114 +105,124 @@ REQUESTS = (
             lambda r: r.view.requests.prompt_tokens),
     _shared("histogram", "request_generation_tokens", "Tokens of an answer.",
             lambda r: r.view.requests.generation_tokens),
-    _shared("histogram", "request_params_max_tokens", "Tokens that a request allowed.",
+    _shared("histogram", "request_params_max_tokens", "max_tokens of a request.",
             lambda r: r.view.requests.max_tokens),
-    _shared("histogram", "request_params_n", "Answers that a request asked for.",
+    _shared("histogram", "request_params_n", "n of a request.",
             lambda r: r.view.requests.n),
-    Figure("gauge", "requests_unfinished", "Requests inside, those that are being tokenized too.",
-           lambda r: r.stats.num_unfinished),
-    Figure("counter", "sequences_finished", "Sequences that ended.",
-           lambda r: r.stats.num_finished),
+    MetricSpec("gauge", "requests_unfinished",
+               "Unfinished requests, including those being tokenized.",
+               lambda r: r.stats.num_unfinished),
+    MetricSpec("counter", "sequences_finished", "Finished sequences.",
+               lambda r: r.stats.num_finished),
 )  # fmt: skip
 
 STEPS = (
-    Figure("counter", "steps", "Merged steps.", lambda r: r.stats.num_steps),
-    Figure("counter", "mixed_steps", "Of those, with prompt rows and decode rows.",
-           lambda r: r.view.steps.num_mixed_steps),
-    Figure("counter", "step_rows", "Rows computed, by kind.",
-           lambda r: _by({"decode": r.stats.num_decode_rows, "prefill": r.stats.num_prefill_rows}),
-           ("kind",)),
+    MetricSpec("counter", "steps", "Merged steps.", lambda r: r.stats.num_steps),
+    MetricSpec("counter", "mixed_steps", "Steps with both prefill and decode rows.",
+               lambda r: r.view.steps.num_mixed_steps),
+    MetricSpec("counter", "step_rows", "Computed rows, by kind.",
+               lambda r: _by({"decode": r.stats.num_decode_rows,
+                              "prefill": r.stats.num_prefill_rows}),
+               ("kind",)),
     _shared("histogram", "iteration_tokens_total", "Rows of a step.",
             lambda r: r.view.steps.rows),
-    Figure("histogram", "step_time_seconds", "From the end of the step before to its tokens.",
-           lambda r: r.view.steps.seconds),
-    Figure("gauge", "last_step_age_seconds", "Since the last step.",
-           lambda r: r.stats.last_step_age_s),
-    Figure("gauge", "step_time_error_ratio",
-           "|predicted - real| / real of the last steps' times, median.",
-           lambda r: r.stats.step_time_error),
+    MetricSpec("histogram", "step_time_seconds",
+               "From the end of the previous step to the step's tokens.",
+               lambda r: r.view.steps.seconds),
+    MetricSpec("gauge", "last_step_age_seconds", "Seconds since the last step.",
+               lambda r: r.stats.last_step_age_s),
+    MetricSpec("gauge", "step_time_error_ratio",
+               "Median of |predicted - real| / real over the last steps' times.",
+               lambda r: r.stats.step_time_error),
 )  # fmt: skip
 
 MEMORY = (
     _shared("gauge", "kv_cache_usage_perc", "K/V memory in use, 0 to 1.", _usage),
-    Figure("gauge", "kv_pages", "Pages of K/V memory, by state.",
-           lambda r: _by({state: getattr(r.stats, f"pages_{state}")
-                          for state in ("in_use", "mapped", "cached", "total")}),
-           ("state",)),
-    Figure("gauge", "kv_page_bytes", "Bytes of a page.", lambda r: r.stats.kv_page_bytes),
-    Figure("gauge", "kv_bytes_per_token", "Bytes of one token's K/V.",
-           lambda r: r.stats.kv_bytes_per_token),
-    _shared("counter", "num_preemptions", "Sequences that gave their memory back and waited.",
+    MetricSpec("gauge", "kv_pages", "Pages of K/V memory, by state.",
+               lambda r: _by({state: getattr(r.stats, f"pages_{state}")
+                              for state in ("in_use", "mapped", "cached", "total")}),
+               ("state",)),
+    MetricSpec("gauge", "kv_page_bytes", "Bytes of a page.", lambda r: r.stats.kv_page_bytes),
+    MetricSpec("gauge", "kv_bytes_per_token", "Bytes of one token's K/V.",
+               lambda r: r.stats.kv_bytes_per_token),
+    _shared("counter", "num_preemptions", "Preempted sequences.",
             lambda r: r.stats.num_preemptions),
-    Figure("counter", "sequences_given_way", "Of those, for one that goes first.",
-           lambda r: r.stats.num_given_way),
-    _shared("counter", "prefix_cache_queries", "Prompt tokens that were looked for.",
+    MetricSpec("counter", "sequences_given_way", "Sequences preempted for one of higher priority.",
+               lambda r: r.stats.num_given_way),
+    _shared("counter", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
             lambda r: r.stats.prefix_asked_tokens),
-    _shared("counter", "prefix_cache_hits", "Of those, found.",
+    _shared("counter", "prefix_cache_hits", "Prompt tokens found in the prefix cache.",
             lambda r: r.stats.prefix_hit_tokens),
-    Figure("counter", "prefix_evicted_pages", "Cached pages forgotten for want of memory.",
-           lambda r: r.stats.prefix_evicted_pages),
-    Figure("gauge", "predicted_peak_pages", "Of running sequences and the last that asked.",
-           lambda r: r.stats.predicted_peak_pages),
-    Figure("gauge", "prediction_coverage_ratio",
-           "Answers within the length that was predicted for this quantile on arrival.",
-           _coverage, ("quantile",)),
+    MetricSpec("counter", "prefix_evicted_pages", "Cached pages evicted to free memory.",
+               lambda r: r.stats.prefix_evicted_pages),
+    MetricSpec("gauge", "predicted_peak_pages",
+               "Predicted peak of the running sequences and the last candidate.",
+               lambda r: r.stats.predicted_peak_pages),
+    MetricSpec("gauge", "prediction_coverage_ratio",
+               "Share of answers within the length predicted for this quantile on arrival.",
+               _coverage, ("quantile",)),
 )  # fmt: skip
 
 ELSEWHERE = (
-    Figure("gauge", "memory_nodes", "Memory nodes, by state.",
-           lambda r: _by({"connected": r.stats.memory_nodes - r.stats.memory_nodes_missing,
-                          "missing": r.stats.memory_nodes_missing}), ("state",)),
-    Figure("counter", "memory_nodes_lost", "Times that a memory node was lost.",
-           lambda r: r.stats.memory_nodes_lost),
-    Figure("counter", "sequences_recomputed", "Sequences whose memory node was lost.",
-           lambda r: r.stats.recomputed_sequences),
-    Figure("gauge", "disk_pages", "Pages on the disk.", lambda r: r.stats.disk_pages),
-    Figure("gauge", "disk_bytes", "Bytes of them.", lambda r: r.stats.disk_bytes),
-    Figure("counter", "disk_page_events", "Pages written, read back, lost, and not written.",
-           lambda r: _by({"stored": r.stats.disk_stored_pages, "loaded": r.stats.disk_loaded_pages,
-                          "lost": r.stats.disk_lost_pages, "failed": r.stats.disk_failed_pages}),
-           ("event",)),
-    Figure("counter", "disk_errors", "Errors of the disk, by kind.",
-           lambda r: _by({"corrupt": r.stats.disk_corrupt_pages, "read": r.stats.disk_read_errors,
-                          "write": r.stats.disk_write_errors}), ("kind",)),
-    Figure("gauge", "disk_paused", "1: writing is paused after errors.",
-           lambda r: float(r.stats.disk_is_paused)),
+    MetricSpec("gauge", "memory_nodes", "Memory nodes, by state.",
+               lambda r: _by({"connected": r.stats.memory_nodes - r.stats.memory_nodes_missing,
+                              "missing": r.stats.memory_nodes_missing}), ("state",)),
+    MetricSpec("counter", "memory_nodes_lost", "Losses of memory nodes.",
+               lambda r: r.stats.memory_nodes_lost),
+    MetricSpec("counter", "sequences_recomputed",
+               "Sequences recomputed after the loss of a memory node.",
+               lambda r: r.stats.recomputed_sequences),
+    MetricSpec("gauge", "disk_pages", "Pages on disk.", lambda r: r.stats.disk_pages),
+    MetricSpec("gauge", "disk_bytes", "Bytes of the pages on disk.", lambda r: r.stats.disk_bytes),
+    MetricSpec("counter", "disk_page_events", "Pages stored, loaded, lost and failed to store.",
+               lambda r: _by({"stored": r.stats.disk_stored_pages,
+                              "loaded": r.stats.disk_loaded_pages,
+                              "lost": r.stats.disk_lost_pages,
+                              "failed": r.stats.disk_failed_pages}),
+               ("event",)),
+    MetricSpec("counter", "disk_errors", "Disk errors, by kind.",
+               lambda r: _by({"corrupt": r.stats.disk_corrupt_pages,
+                              "read": r.stats.disk_read_errors,
+                              "write": r.stats.disk_write_errors}), ("kind",)),
+    MetricSpec("gauge", "disk_paused", "1 while writing is paused after errors.",
+               lambda r: float(r.stats.disk_is_paused)),
 )  # fmt: skip
 
 SERVER = (
-    Figure("counter", "http_requests", "Answers by route, method and kind of status.",
-           lambda r: list(r.http.answers.items()), ("handler", "method", "status"),
-           "http_requests"),
-    Figure("counter", "requests_refused", "Error answers, by code.",
-           lambda r: _by(dict(r.http.refused)), ("reason",)),
-    Figure("counter", "requests_over_slo", "Refused: the first token would have come too late.",
-           lambda r: r.stats.num_refused),
-    Figure("gauge", "predicted_ttft_seconds", "Of the last request that was asked for it.",
-           lambda r: r.stats.predicted_ttft_s),
-    Figure("gauge", "connections", "Open connections.", lambda r: r.http.num_connections()),
-    Figure("gauge", "live_watchers", "Readers of /live.", lambda r: r.http.num_watchers),
-    Figure("histogram", "event_loop_lag_seconds", "How late the event loop wakes up.",
-           lambda r: r.http.lag_s),
-    Figure("gauge", "pool_queue_length", "Jobs that wait, by pool.",
-           lambda r: _by({name: waiting for name, (waiting, _) in r.view.pools().items()}),
-           ("pool",)),
-    Figure("counter", "pool_busy_seconds", "Seconds of work, by pool.",
-           lambda r: _by({name: busy_s for name, (_, busy_s) in r.view.pools().items()}),
-           ("pool",)),
+    MetricSpec("counter", "http_requests", "Answers by route, method and status class.",
+               lambda r: list(r.http.answers.items()), ("handler", "method", "status"),
+               "http_requests"),
+    MetricSpec("counter", "requests_refused", "Error answers, by code.",
+               lambda r: _by(dict(r.http.refused)), ("reason",)),
+    MetricSpec("counter", "requests_over_slo",
+               "Requests refused because the first token would have been too late.",
+               lambda r: r.stats.num_refused),
+    MetricSpec("gauge", "predicted_ttft_seconds",
+               "Predicted time to first token of the last checked request.",
+               lambda r: r.stats.predicted_ttft_s),
+    MetricSpec("gauge", "connections", "Open connections.", lambda r: r.http.num_connections()),
+    MetricSpec("gauge", "live_watchers", "Readers of /live.", lambda r: r.http.num_watchers),
+    MetricSpec("histogram", "event_loop_lag_seconds", "Delay of the event loop's wake-ups.",
+               lambda r: r.http.lag_s),
+    MetricSpec("gauge", "pool_queue_length", "Waiting jobs, by pool.",
+               lambda r: _by({name: waiting for name, (waiting, _) in r.view.pools().items()}),
+               ("pool",)),
+    MetricSpec("counter", "pool_busy_seconds", "Busy seconds, by pool.",
+               lambda r: _by({name: busy_s for name, (_, busy_s) in r.view.pools().items()}),
+               ("pool",)),
 )  # fmt: skip
 
 STRUCTURED = (
-    Figure("counter", "structured_output_requests", "Requests with a grammar, by whether it was"
-           " compiled already.", _grammar_requests, ("cache",)),
-    Figure("gauge", "structured_output_cached_grammars", "Compiled grammars that are kept.",
-           lambda r: len(r.view.grammars or ())),
-    Figure("gauge", "structured_output_cache_bytes", "Bytes of them, estimated.",
-           lambda r: r.view.grammars.num_bytes if r.view.grammars else 0),
+    MetricSpec("counter", "structured_output_requests", "Requests with a grammar, by hit or miss of"
+               " the grammar cache.", _grammar_requests, ("cache",)),
+    MetricSpec("gauge", "structured_output_cached_grammars", "Compiled grammars in the cache.",
+               lambda r: len(r.view.grammars or ())),
+    MetricSpec("gauge", "structured_output_cache_bytes", "Estimated bytes of the cached grammars.",
+               lambda r: r.view.grammars.num_bytes if r.view.grammars else 0),
 )  # fmt: skip
 
-CACHE_INFO = Figure(
-    "gauge", "cache_config_info", "How K/V memory is set up.", lambda r: 1.0, (),
+CACHE_INFO = MetricSpec(
+    "gauge", "cache_config_info", "Configuration of K/V memory.", lambda r: 1.0, (),
     "vllm:cache_config_info",
 )  # fmt: skip
 

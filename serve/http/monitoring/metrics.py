@@ -1,7 +1,7 @@
-"""/metrics: what the engine and the server tell about themselves, as Prometheus text.
+"""/metrics: metrics of the engine and the server as Prometheus text.
 
-What vLLM tells too is told by its names as well (a setting), so that what reads them (load
-generators, scalers, dashboards) finds it. Families are made when somebody reads.
+Metrics that vLLM has too appear under vLLM's names as well (a setting), for load generators,
+scalers and dashboards that expect them. Families are made on each request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from prometheus_client.core import (
 from prometheus_client.utils import floatToGoString
 
 from serve.engine.counters import Histogram
-from serve.http.monitoring.metric_names import CACHE_INFO, SECTIONS, Figure, Reading
+from serve.http.monitoring.metric_names import CACHE_INFO, SECTIONS, MetricSources, MetricSpec
 
 __all__ = ["CONTENT_TYPE", "Exposition"]
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from serve.engine.engine import Engine
     from serve.http.calls.context import ApiContext
 
-ENGINE_NUMBER = "0"  # vLLM's label of one engine of several
+ENGINE_NUMBER = "0"  # vLLM's label of the engine's number
 
 
 class Exposition:
-    """Readings of one server. Those that come while one is being written share it."""
+    """Writes the metrics of one server. Requests that arrive during a write share its result."""
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
@@ -44,7 +44,7 @@ class Exposition:
         self._registry.register(PROCESS_COLLECTOR)
 
     async def read(self) -> bytes:
-        """Written in a thread: milliseconds that the event loop does not have."""
+        """Returns the text. A thread writes it, since that takes milliseconds."""
         if self._current is None or self._current.done():
             writing = asyncio.to_thread(generate_latest, self._registry)
             self._current = asyncio.create_task(writing)
@@ -52,22 +52,22 @@ class Exposition:
 
     def collect(self) -> Iterator[Metric]:
         engine = self._context.engine
-        reading = self._reading(engine)
+        sources = self._sources(engine)
         own = {"model_name": engine.model_name}
         theirs = {**own, "engine": ENGINE_NUMBER}
         has_aliases = self._context.settings.vllm_metrics
-        for figures in SECTIONS.values():
-            for figure in figures:
-                yield _family(figure, f"mergestep:{figure.name}", own, reading)
-                if figure.alias is not None and has_aliases:
-                    # the one that is not vLLM's own knows of no model
-                    labels = theirs if figure.alias.startswith("vllm:") else {}
-                    yield _family(figure, figure.alias, labels, reading)
-        yield _family(CACHE_INFO, "mergestep:cache_config_info", own | reading.cache, reading)
+        for specs in SECTIONS.values():
+            for spec in specs:
+                yield _family(spec, f"mergestep:{spec.name}", own, sources)
+                if spec.alias is not None and has_aliases:
+                    # http_requests is not a metric of vLLM's own and has no model label
+                    labels = theirs if spec.alias.startswith("vllm:") else {}
+                    yield _family(spec, spec.alias, labels, sources)
+        yield _family(CACHE_INFO, "mergestep:cache_config_info", own | sources.cache, sources)
         if has_aliases:
-            yield _family(CACHE_INFO, "vllm:cache_config_info", theirs | reading.cache, reading)
+            yield _family(CACHE_INFO, "vllm:cache_config_info", theirs | sources.cache, sources)
 
-    def _reading(self, engine: Engine) -> Reading:
+    def _sources(self, engine: Engine) -> MetricSources:
         stats, config = engine.stats(), engine.config
         cache = {
             "block_size": str(stats.kv_page_bytes // max(1, stats.kv_bytes_per_token)),
@@ -75,18 +75,18 @@ class Exposition:
             "cache_dtype": config.kv_dtype,
             "enable_prefix_caching": str(config.prefix_cache),
         }
-        return Reading(stats, engine.loaded.core.view, self._context.counters, cache)
+        return MetricSources(stats, engine.loaded.core.view, self._context.counters, cache)
 
 
-def _family(figure: Figure, name: str, labels: dict[str, str], reading: Reading) -> Metric:
-    names, values = [*labels, *figure.labels], list(labels.values())
-    value = figure.value(reading)
+def _family(spec: MetricSpec, name: str, labels: dict[str, str], sources: MetricSources) -> Metric:
+    names, values = [*labels, *spec.labels], list(labels.values())
+    value = spec.value(sources)
     if isinstance(value, Histogram):
-        histogram = HistogramMetricFamily(name, figure.about, labels=names)
+        histogram = HistogramMetricFamily(name, spec.about, labels=names)
         histogram.add_metric(values, _buckets(value), value.sum)
         return histogram
-    make = CounterMetricFamily if figure.kind == "counter" else GaugeMetricFamily
-    family: CounterMetricFamily | GaugeMetricFamily = make(name, figure.about, labels=names)
+    make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+    family: CounterMetricFamily | GaugeMetricFamily = make(name, spec.about, labels=names)
     if value is None:
         return family
     samples = [((), value)] if isinstance(value, int | float) else value
@@ -96,7 +96,7 @@ def _family(figure: Figure, name: str, labels: dict[str, str], reading: Reading)
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Cumulative, by upper bound."""
-    counts = list(histogram.counts)  # at one moment
+    """Returns the cumulative counts by upper bound."""
+    counts = list(histogram.counts)  # a copy, while others add
     bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
     return list(zip(bounds, accumulate(map(float, counts)), strict=True))

@@ -1,4 +1,4 @@
-"""The description of the whole server (OpenAPI 3.1), made of what its routes say of themselves."""
+"""Makes the server's OpenAPI 3.1 document from the descriptions of its routes."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from serve.http.schema.fields import Schema, nullable
 
 MEANINGS = {
     200: "The answer.",
-    304: "It is what the client has.",
-    400: "Something is wrong with the request; `param` names what.",
+    304: "The client's copy is current.",
+    400: "The request is invalid; `param` names the field.",
     401: "A valid API key is needed.",
     403: "The API key does not allow this.",
-    404: "There is no such thing here.",
+    404: "The path, model or object does not exist.",
     408: "The request did not arrive in time.",
     413: "The body is too large.",
     415: "The body is not JSON in UTF-8, or it is compressed.",
-    417: "The only expectation met is 100-continue.",
-    429: "Too many requests; Retry-After says when to come again.",
+    417: "The only supported Expect header is 100-continue.",
+    429: "Too many requests; Retry-After says when to retry.",
     431: "The request's head is too large.",
-    500: "A fault of the server; its log has the request id.",
-    503: "Loading, stopping or without memory; Retry-After says when to come again.",
-    504: "The answer was not there in time.",
-    529: "Overloaded, as Anthropic's API says it; Retry-After says when to come again.",
+    500: "The server failed; its log has the request id.",
+    503: "Loading, stopping or without memory; Retry-After says when to retry.",
+    504: "The answer was not complete in time.",
+    529: "Overloaded, in Anthropic's API; Retry-After says when to retry.",
 }
 EVERYWHERE = (400, 431, 500, 503)
 WITH_KEY = (401, 403, 429)
 WITH_BODY = (404, 408, 413, 415, 417, 504)
 _HEADERS = {
     "x-request-id": {
-        "description": "Made by the server; the log has it, too.",
+        "description": "The server makes it, and its log has it.",
         "required": True,
         "schema": {"type": "string"},
     }
@@ -42,7 +42,7 @@ _HEADERS = {
 
 
 def document(routes: Iterable[Route], model: str) -> dict[str, Any]:
-    """model: the name that is served."""
+    """Returns the document. model: the served model's name."""
     return {
         "openapi": "3.1.0",
         "info": {
@@ -79,36 +79,36 @@ def _path(route: Route, model: str) -> dict[str, Any]:
 
 
 def _operation(route: Route, method: str, model: str, has_argument: bool) -> dict[str, Any]:
-    said = route.describe.get(method) or Operation(f"{method} {route.path}")
-    statuses = {*EVERYWHERE, *said.statuses}
+    described = route.describe.get(method) or Operation(f"{method} {route.path}")
+    statuses = {*EVERYWHERE, *described.statuses}
     if not route.is_public:
         statuses.update(WITH_KEY)
-    if said.body is not None:
+    if described.body is not None:
         statuses.update(WITH_BODY)
     if has_argument:
         statuses.add(404)
     operation: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{method.lower()}{route.path}").strip("_"),
-        "summary": said.summary,
-        "responses": {"200": _answer(said)}
-        | {str(status): _error(status, said.error or ERROR) for status in sorted(statuses)},
+        "summary": described.summary,
+        "responses": {"200": _answer(described)}
+        | {str(status): _error(status, described.error or ERROR) for status in sorted(statuses)},
         "security": [] if route.is_public else [{}, {"bearer": []}, {"x-api-key": []}],
     }
-    if said.query:
+    if described.query:
         operation["parameters"] = [
             {"name": name, "in": "query", "required": False, "schema": schema}
-            for name, schema in said.query.items()
+            for name, schema in described.query.items()
         ]
-    if said.body is not None:
+    if described.body is not None:
         operation["requestBody"] = {
             "required": True,
-            "content": {"application/json": {"schema": _naming(said.body, model)}},
+            "content": {"application/json": {"schema": _naming(described.body, model)}},
         }
     return operation
 
 
 def _naming(body: Schema, model: str) -> Schema:
-    """The schema of a body, with the name that `model` must be."""
+    """Returns a body's schema in which `model` must be the served name."""
     if "anyOf" in body:
         return {**body, "anyOf": [_naming(form, model) for form in body["anyOf"]]}
     properties = body.get("properties", {})
@@ -119,10 +119,12 @@ def _naming(body: Schema, model: str) -> Schema:
     return {**body, "properties": {**properties, "model": given}}
 
 
-def _answer(said: Operation) -> dict[str, Any]:
+def _answer(described: Operation) -> dict[str, Any]:
     text: Schema = {"type": "string"}
-    content = {said.answer_type: {"schema": text if said.answer is None else said.answer}}
-    if said.streams:
+    content = {
+        described.answer_type: {"schema": text if described.answer is None else described.answer}
+    }
+    if described.streams:
         content["text/event-stream"] = {"schema": text}
     return {"description": MEANINGS[200], "content": content, "headers": _HEADERS}
 

@@ -16,7 +16,7 @@ from serve.http.schema.describe import Operation
 
 
 def openapi_routes(context: ApiContext, others: Sequence[Route]) -> list[Route]:
-    """others: the routes that are described beside these."""
+    """Returns the routes. others: the routes that /openapi.json describes beside these."""
 
     @cache
     def described() -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""/: the page, its files, and what its live view reads."""
+"""/: the page and its files, and /live for its live view."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def page_routes(context: ApiContext) -> list[Route]:
         Route(path, {"GET": _sender(file)}, is_public=True, describe={"GET": _described(file)})
         for path, file in read_page().items()
     ]
-    stream = Operation("What the engine does, without end", answer_type="text/event-stream")
+    stream = Operation(
+        "Snapshots of the engine's work, without end", answer_type="text/event-stream"
+    )
     return [*files, Route("/live", {"GET": live}, is_endless=True, describe={"GET": stream})]
 
 

@@ -1,4 +1,4 @@
-"""The page's files: read once, served from memory, and only by the names that are known here."""
+"""The page's files, which are read once and served from memory by fixed names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# Nothing from elsewhere, nothing inline, no frames, no forms: what a model writes stays text.
+# No foreign or inline code, no frames, no forms: a model's output stays text.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for"
@@ -30,13 +30,13 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # it is asked for again, and mostly not sent again
+    "Cache-Control": "no-cache",  # browsers revalidate, and mostly get 304
 }
 
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """One file: its type, its bytes, and a name for these very bytes."""
+    """One file: its type, its bytes, and their ETag."""
 
     content_type: str
     body: bytes
@@ -59,7 +59,7 @@ class PageFile:
 
 
 def read_page() -> dict[str, PageFile]:
-    """By path on the wire."""
+    """Returns the files by URL path."""
     files = {f"/page/{path.name}": path for path in DIRECTORY.iterdir() if path.suffix in TYPES}
     files["/"] = files.pop("/page/index.html")
     return {name: PageFile.read(path) for name, path in files.items()}

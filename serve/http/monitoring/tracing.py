@@ -1,7 +1,7 @@
-"""A span for each request, by OpenTelemetry's conventions for generative AI. No prompts.
+"""A span per request, by OpenTelemetry's conventions for generative AI, without prompts.
 
-The SDK is imported only where an endpoint is set (`pip install mergestep[otel]`). Spans are sent
-from a thread of the SDK's.
+The SDK (`pip install mergestep[otel]`) is imported only if an endpoint is set; its thread sends the
+spans.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _OPERATIONS = {
 
 
 def make_tracer(endpoint: str | None) -> RequestTracer | None:
-    """None without an endpoint. ConfigError: it cannot be, or the SDK is missing."""
+    """Returns a tracer, or None without an endpoint. Raises ConfigError for a bad endpoint or a
+    missing SDK."""
     if endpoint is None:
         return None
     if not endpoint.startswith(("http://", "https://")):
@@ -50,7 +51,7 @@ def make_tracer(endpoint: str | None) -> RequestTracer | None:
 
 
 class RequestTracer:
-    """processor: a SpanProcessor, which gets the spans that have ended."""
+    """Makes the spans. processor: a SpanProcessor, which receives ended spans."""
 
     def __init__(self, processor: Any) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -62,7 +63,7 @@ class RequestTracer:
         self._tracer = self._provider.get_tracer("mergestep", __version__)
 
     def answered(self, call: Call, status: int) -> None:
-        """The span from the call's arrival until now. Public routes have none."""
+        """Ends the span of a call, which began at its arrival. Public routes have none."""
         from opentelemetry.trace import SpanKind, StatusCode
 
         route = call.route
@@ -85,8 +86,8 @@ class RequestTracer:
         span.end(now_ns)
 
     async def close(self) -> None:
-        """Sends what is left, if that does not take longer than CLOSE_S."""
-        # not to_thread, whose threads the end of the loop waits for
+        """Sends the remaining spans, for at most CLOSE_S."""
+        # not to_thread: the end of the event loop waits for its threads
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         loop = asyncio.get_running_loop()
@@ -124,7 +125,8 @@ def _attributes(call: Call, status: int) -> dict[str, Any]:
 
 
 def _parent(header: str | None) -> Any:
-    """The caller's span, as W3C's traceparent names it; None: there is none, or it is no such."""
+    """Returns the context of the caller's span from W3C's traceparent; None if it is absent or
+    malformed."""
     from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 
     match = None if header is None else _PARENT.fullmatch(header)

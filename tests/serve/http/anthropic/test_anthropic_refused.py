@@ -144,7 +144,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{**TOOL, "input_schema": []}]}, "tools[0].input_schema must be an object"),
     (
         {"tools": [{**TOOL, "input_schema": {"type": "array"}}]},
-        "tools[0].input_schema must describe an object",
+        "tools[0].input_schema must be the schema of an object",
     ),
     ({"tools": [{**TOOL, "x": 1}]}, 'unknown parameter "x" in tools[0]'),
     ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading is not supported"),
