@@ -184,7 +184,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"output_config": {"format": {"type": "json_schema", "schema": 1}}},
-        "output_config.format.schema must be a JSON schema, which is an object",
+        "output_config.format.schema must be a JSON schema object",
     ),
     (
         {"output_config": {"effort": "none"}},
