@@ -1,5 +1,5 @@
-"""A child process with limits on memory and time, for data that is not trusted.
+"""A child process with limits on memory and time, for untrusted input.
 
-It owns the process and its protocol of lines. It does not know what the worker scripts compute.
-Begin with worker.py; worker_main.py is the child's side.
+This folder owns the process and its line protocol. It does not know what the worker scripts
+compute. Begin with worker.py; worker_main.py runs in the child process.
 """

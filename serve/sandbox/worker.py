@@ -1,7 +1,7 @@
-"""A child process that answers questions under limits of memory and time, for work that strangers
-give: it may loop, grow or crash, and costs its question, never the server.
+"""A child process that answers calls under limits on memory and time, for untrusted work.
 
-The child is serve/sandbox/worker_main.py with a script. One JSON document a line each way.
+Work that loops, grows or crashes fails its call and not the server. The child process runs
+serve/sandbox/worker_main.py with a script; calls and answers are JSON documents, one per line.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ READ_SIZE = 1 << 16
 
 
 class WorkerError(Exception):
-    """No answer, in words for the client."""
+    """There is no answer; the message is for the client."""
 
 
 class BoundedWorker:
-    """Starts its child at the first question, and again after one that ended or had to be
-    stopped. Thread-safe; one question at a time."""
+    """Starts its child process at the first call, and again after it ended or was stopped.
+
+    It answers one call at a time. Thread-safe.
+    """
 
     def __init__(
         self,
@@ -41,8 +43,8 @@ class BoundedWorker:
         timeout_s: float,
         memory_bytes: int,
     ) -> None:
-        """script: a file whose start(setup) gives a function from question to
-        answer. name: of the work, for messages. memory_bytes: beside what start() takes."""
+        """script: a file whose start(setup) returns a function from call to answer. name: names the
+        work in messages. memory_bytes: the memory beyond that of prepare()."""
         self._script = script
         self._make_setup = make_setup
         self._name = name
@@ -53,7 +55,7 @@ class BoundedWorker:
         self._child: _Child | None = None
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """WorkerError if there is no answer, EngineStoppedError after close()."""
+        """Returns the answer; raises WorkerError without one, EngineStoppedError after close()."""
         line = json.dumps(question).encode() + b"\n"
         with self._lock:
             if self._is_closed:
@@ -68,13 +70,13 @@ class BoundedWorker:
         raise WorkerError(problem)
 
     def start(self) -> None:
-        """Begin before the first question: starting takes a while."""
+        """Starts the child process ahead of the first call, since that takes a while."""
         with self._lock:
             if not self._is_closed:
                 self._start()
 
     def close(self) -> None:
-        """Ends the child and waits for it. Idempotent."""
+        """Ends the child process and waits for it. Idempotent."""
         with self._lock:
             self._is_closed = True
             self._stop()
@@ -98,16 +100,16 @@ class BoundedWorker:
 
 
 class _Child:
-    """One child process and its two pipes."""
+    """A child process and its two pipes."""
 
     def __init__(self, script: Path, setup: dict[str, Any]) -> None:
-        # Started by path with -P: importing `serve` or finding `serve/http` first on the path
-        # would be slow or wrong. An own session keeps Ctrl-C in a terminal away from it.
+        # Started by path with -P: importing `serve` would be slow, and its folders must not shadow
+        # modules. A session of its own keeps Ctrl-C in a terminal away from it.
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(MAIN), str(script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a traceback would hold what a client sent
+            stderr=subprocess.DEVNULL,  # a traceback would contain a client's text
             bufsize=0,
             start_new_session=True,
         )
@@ -123,11 +125,11 @@ class _Child:
         return self.process.poll() is None
 
     def ask(self, line: bytes, timeout_s: float) -> dict[str, Any]:
-        """Sends a line and returns the answer. TimeoutError, OSError or ValueError if none."""
+        """Sends a line and returns the answer, or raises TimeoutError, OSError or ValueError."""
         if self._unsent:
             deadline = time.monotonic() + STARTUP_TIMEOUT_S
             self._send(self._unsent, deadline)
-            json.loads(self._receive(deadline))  # it says that it is ready
+            json.loads(self._receive(deadline))  # the child reports that it is ready
             self._unsent = b""
         deadline = time.monotonic() + timeout_s
         self._send(line, deadline)
@@ -148,7 +150,7 @@ class _Child:
             if not piece:
                 raise ConnectionResetError("the process ended")
             pieces.append(piece)
-            if piece.endswith(b"\n"):  # one answer per question, so a newline is its end
+            if piece.endswith(b"\n"):  # each call has one answer, which ends at a newline
                 return b"".join(pieces)
 
     def stop(self) -> None:

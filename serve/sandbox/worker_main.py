@@ -1,8 +1,8 @@
-"""The child of serve/sandbox/worker.py; started by path, never imported by the server.
+"""The child process of serve/sandbox/worker.py, started by path and never imported by the server.
 
-Loads one script and answers questions with what its start(setup) returns, under limits
-of memory and CPU time; the parent kills it on a deadline. Imports are minimal on purpose: it must
-start fast.
+It loads a script and answers calls with the function that its start(setup) returns, under limits
+on memory and CPU time; the parent kills it at a deadline. Imports are minimal so that it starts
+fast.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PAGE_BYTES = resource.getpagesize()
 
 
 def limit_resources(memory_bytes: int) -> None:
-    """memory_bytes: beside the address space that is in use now."""
+    """Limits the address space to its present size plus memory_bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * PAGE_BYTES + memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -28,7 +28,7 @@ def limit_resources(memory_bytes: int) -> None:
 
 
 def allow_cpu(seconds: int) -> None:
-    """The limit counts from the start of the process, so each question moves it."""
+    """Moves the CPU limit, which counts from the start of the process, for the next call."""
     limit = int(time.process_time()) + seconds + 1
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
 
@@ -45,7 +45,7 @@ def load(script: str) -> Any:
 def main() -> None:
     lines, answers = sys.stdin.buffer, sys.stdout.buffer
 
-    def say(answer: object) -> None:
+    def send(answer: object) -> None:
         answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
 
@@ -54,13 +54,13 @@ def main() -> None:
     if not setup:
         return
     allow_cpu(setup["cpu_s"] + 5)
-    prepared = module.prepare(setup["job"])  # the server's own, of any size
+    prepared = module.prepare(setup["job"])  # trusted data of any size
     limit_resources(setup["memory_bytes"])
     answer = module.start(prepared)
-    say({})
+    send({})
     for line in lines:
         allow_cpu(setup["cpu_s"])
-        say(answer(json.loads(line)))
+        send(answer(json.loads(line)))
 
 
 if __name__ == "__main__":

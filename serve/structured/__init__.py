@@ -1,5 +1,5 @@
-"""Structured output: grammars, and the token masks that follow from them.
+"""Structured output: grammars, and the token masks that are made from them.
 
-It owns compilation in a sandboxed child process and the masks' life beside a sequence. It does
+This folder owns the compilation in a sandboxed child process and the masks of a sequence. It does
 not know HTTP bodies or how a mask is applied to logits. Begin with compiler.py, then masks.py.
 """

@@ -1,7 +1,7 @@
-"""Grammars of structured output, compiled: tried out in a child process first, then kept.
+"""Compiles the grammars of structured output, after a trial in a child process, and caches them.
 
-Everything is made at the first request that asks for it. Any thread; compiling takes its time, so
-not the loop's and not the compute thread.
+A grammar is compiled at the first request for it. Compilation is slow, so that neither the event
+loop nor the compute thread may call it; any other thread may.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from serve.text.tokenizer import Tokenizer
 
 COMPILE_TIMEOUT_S = 2.0
 COMPILE_MEMORY_BYTES = 256 << 20
-# A child that did not answer may have had too little of a busy machine: asked again after this.
+# A child process without an answer may have run on a busy machine: its verdict is kept this long.
 UNSURE_S = 60.0
 MAX_GRAMMARS = 256
 MAX_CACHE_BYTES = 64 << 20
-# What a compiled grammar takes: measured, about 45 times its text, and the matcher itself.
+# The memory of a compiled grammar, as measured: about 45 times its text, and the matcher itself.
 _BYTES_PER_CHAR = 48
 _BYTES_EACH = 64 << 10
 _Key = tuple[str, str]
 
 
 class GrammarCompiler:
-    """The compiled grammars of one engine. vocab_size: width of the logits."""
+    """The compiled grammars of an engine. vocab_size: the width of the logits."""
 
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]
@@ -44,7 +44,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_ids = sorted(token for token in eos_token_ids if token < vocab_size)
         self.cache = GrammarCache()
-        self._making = threading.Lock()  # one at a time: several would only wait for the child
+        self._compiling = threading.Lock()  # one at a time, since there is one child process
         self._ll_tokenizer: LLTokenizer | None = None
         self._worker = BoundedWorker(
             Path(__file__).with_name("grammar_worker.py"),
@@ -54,51 +54,52 @@ class GrammarCompiler:
             memory_bytes=COMPILE_MEMORY_BYTES,
         )
 
-    def knows(self, structured: StructuredOutput) -> bool:
-        """Whether compile() answers at once."""
+    def is_cached(self, structured: StructuredOutput) -> bool:
+        """Whether compile() returns at once."""
         return self.cache.get(structured) is not None
 
     def compile(self, structured: StructuredOutput) -> LLMatcher:
-        """A matcher at the beginning of the text, the caller's own. RequestError, code
-        "invalid_schema"."""
-        found = self.cache.get(structured)
-        self.cache.count(is_hit=found is not None)
-        if found is None:
-            with self._making:
-                found = self.cache.get(structured) or self._make(structured)
-        if isinstance(found, str):
-            raise invalid(found)
-        return found.deep_copy()
+        """Returns a new matcher at the beginning of the text.
 
-    def renewed(self, structured: StructuredOutput) -> LLMatcher:
-        """Of a grammar that has been compiled: one that shares nothing with those before, and
-        nor will those that come."""
+        Raises RequestError with code "invalid_schema".
+        """
+        result = self.cache.get(structured)
+        self.cache.count(is_hit=result is not None)
+        if result is None:
+            with self._compiling:
+                result = self.cache.get(structured) or self._compile(structured)
+        if isinstance(result, str):
+            raise invalid(result)
+        return result.deep_copy()
+
+    def compile_unshared(self, structured: StructuredOutput) -> LLMatcher:
+        """Drops a valid grammar from the cache and compiles it again, with a lexer of its own."""
         self.cache.drop(structured)
         assert self._ll_tokenizer is not None
         return make_matcher(self._ll_tokenizer, grammar_of(structured))
 
     def close(self) -> None:
-        """Ends the child. Idempotent."""
+        """Ends the child process. Idempotent."""
         self._worker.close()
 
-    def _make(self, structured: StructuredOutput) -> LLMatcher | str:
+    def _compile(self, structured: StructuredOutput) -> LLMatcher | str:
         grammar = grammar_of(structured)
         if self._tokenizer.pieces is None:
             raise RequestError(
-                "this model's tokenizer does not say what text its tokens stand for, which "
-                "structured needs",
+                "structured needs the text of each token, which this model's tokenizer does not "
+                "give",
                 param=PARAM,
                 code="unsupported_parameter",
             )
         try:
             problem = self._worker.ask({"grammar": grammar}).get("error")
         except WorkerError as error:
-            found: LLMatcher | str = f"is too complex: {error}"
-            self.cache.put(structured, found, UNSURE_S)
-            return found
-        found = f"cannot be used: {problem}" if problem else self._matcher(grammar)
-        self.cache.put(structured, found)
-        return found
+            result: LLMatcher | str = f"is too complex: {error}"
+            self.cache.put(structured, result, UNSURE_S)
+            return result
+        result = f"cannot be used: {problem}" if problem else self._matcher(grammar)
+        self.cache.put(structured, result)
+        return result
 
     def _matcher(self, grammar: str) -> LLMatcher | str:
         if self._ll_tokenizer is None:
@@ -109,11 +110,11 @@ class GrammarCompiler:
 
     @property
     def _ends(self) -> list[int]:
-        """Without an end the library does not work: then one beyond the logits."""
+        """The EOS ids, or an id beyond the logits, since the library needs one."""
         return self._eos_ids or [self._vocab_size]
 
     def _tokens(self) -> list[bytes]:
-        """One more than there are logits. Ids without a token have no text and never come."""
+        """Returns the bytes of vocab_size + 1 ids; ids without a token have none."""
         assert self._tokenizer.pieces is not None
         tokens = self._tokenizer.pieces[: self._vocab_size]
         return tokens + [b""] * (self._vocab_size + 1 - len(tokens))
@@ -135,7 +136,7 @@ class GrammarCompiler:
 
 
 class GrammarCache:
-    """The grammars used last, or what is wrong with them; bounded by number and bytes."""
+    """An LRU cache of compiled grammars, or of the reasons why they are invalid."""
 
     def __init__(self, max_entries: int = MAX_GRAMMARS, max_bytes: int = MAX_CACHE_BYTES) -> None:
         self._max_entries, self._max_bytes = max_entries, max_bytes
@@ -157,21 +158,21 @@ class GrammarCache:
             return entry[0]
 
     def count(self, *, is_hit: bool) -> None:
-        """A request asked for one, and it was there, or has to be made."""
+        """Counts a request that found its grammar here or not."""
         with self._lock:
             self.num_hits += is_hit
             self.num_misses += not is_hit
 
     def put(
-        self, structured: StructuredOutput, found: LLMatcher | str, keep_s: float = math.inf
+        self, structured: StructuredOutput, result: LLMatcher | str, keep_s: float = math.inf
     ) -> None:
-        size = len(found) if isinstance(found, str) else _BYTES_PER_CHAR * len(structured.source)
+        size = len(result) if isinstance(result, str) else _BYTES_PER_CHAR * len(structured.source)
         size += _BYTES_EACH
         key = _key(structured)
         with self._lock:
             before = self._entries.pop(key, None)
             self.num_bytes += size - (before[1] if before else 0)
-            self._entries[key] = found, size, time.monotonic() + keep_s
+            self._entries[key] = result, size, time.monotonic() + keep_s
             while len(self._entries) > self._max_entries or self.num_bytes > self._max_bytes:
                 self.num_bytes -= self._entries.popitem(last=False)[1][1]
 
@@ -182,5 +183,5 @@ class GrammarCache:
 
 
 def _key(structured: StructuredOutput) -> _Key:
-    """Strings keep their hash: a call with a thousand prompts asks a thousand times."""
+    """Returns a key of strings, which keep their hash when a call has a thousand prompts."""
     return structured.kind, structured.source

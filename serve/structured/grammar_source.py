@@ -1,7 +1,7 @@
-"""StructuredOutput -> a grammar in llguidance's notation, within limits that cost nothing to check.
+"""Converts a StructuredOutput to a grammar of llguidance, within limits that are cheap to check.
 
-Only what can be told from the text is checked here; the rest is the compiler's matter, in a child
-process (serve/structured/compiler.py). A schema is one document: nothing is ever fetched.
+These checks read only the text; the compiler checks the rest in a child process
+(serve/structured/compiler.py). A schema is one document: nothing is ever fetched.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 from llguidance import LLMatcher
 
 from serve.errors import RequestError
-from serve.structured.schema_ends import has_end
+from serve.structured.schema_ends import has_finite_text
 from serve.structured_output import JSON_OPTIONS, StructuredOutput
 
 MAX_SOURCE_BYTES = 128 << 10
-MAX_DEPTH = 64  # of JSON: an object in an object is two
+MAX_DEPTH = 64  # of JSON: an object in an object has depth two
 MAX_NODES = 20_000
-MAX_PROPERTIES = 256  # of one object: each optional one is one more that may come next
+MAX_PROPERTIES = 256  # of one object: each optional one is another possible next key
 MAX_BRANCHES = 256
 MAX_CHOICES = 1000
-MAX_REPEATS = 1 << 16  # of characters
+MAX_REPEATS = 1 << 16  # repetitions of characters
 MAX_ITEMS = 10_000
-MAX_REGEX_SIZE = 4096  # characters, repetitions multiplied: what a step of the matcher may cost
+MAX_REGEX_SIZE = 4096  # characters with repetitions multiplied, which bounds a matcher step
 MAX_GROUPS = 32
 
 PARAM = "structured"
@@ -49,7 +49,7 @@ _LARK_TOKEN = re.compile(
 
 
 def grammar_of(structured: StructuredOutput) -> str:
-    """For LLMatcher. RequestError, code "invalid_schema"."""
+    """Returns the grammar for LLMatcher; RequestError has code "invalid_schema"."""
     source = structured.source
     try:
         size = len(source.encode())
@@ -85,7 +85,7 @@ def _json_grammar(schema: dict[str, Any]) -> str:
             json.dumps({**schema, "x-guidance": JSON_OPTIONS}, allow_nan=False)
         )
     except ValueError:
-        raise invalid("has a number that is none in JSON") from None
+        raise invalid("has a number that JSON cannot represent") from None
 
 
 def _parsed(source: str) -> Any:
@@ -94,7 +94,7 @@ def _parsed(source: str) -> Any:
     except RecursionError:
         raise invalid(f"is nested deeper than {MAX_DEPTH}") from None
     except ValueError:
-        raise invalid("is not JSON that can be read") from None
+        raise invalid("is not valid JSON") from None
 
 
 def _schema(source: str) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _schema(source: str) -> dict[str, Any]:
 def _choices(source: str) -> list[str]:
     choices = _parsed(source)
     if not isinstance(choices, list) or not all(isinstance(c, str) and c for c in choices):
-        raise invalid("must be a list of strings that are not empty")
+        raise invalid("must be a list of non-empty strings")
     if not 0 < len(choices) <= MAX_CHOICES:
         raise invalid(f"must have 1 to {MAX_CHOICES} choices")
     for choice in choices:
@@ -117,7 +117,7 @@ def _choices(source: str) -> list[str]:
 
 
 def _check_text(text: str) -> None:
-    """JSON can spell what is no text."""
+    """Rejects lone surrogates, which JSON escapes can express."""
     if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
         raise invalid("has a lone surrogate")
 
@@ -126,7 +126,7 @@ def _check_text(text: str) -> None:
 
 
 def check_schema(schema: dict[str, Any]) -> None:
-    """Every object in it is looked at as if it were a schema: references may point anywhere."""
+    """Checks every object in it as a schema, since references may point anywhere."""
     left: list[tuple[Any, int]] = [(schema, 1)]
     num_nodes = 0
     while left:
@@ -143,8 +143,8 @@ def check_schema(schema: dict[str, Any]) -> None:
             left += [(value, depth + 1) for value in node.values()]
         elif isinstance(node, list):
             left += [(value, depth + 1) for value in node]
-    if not has_end(schema):
-        raise invalid("is a schema that requires itself: no text that ends fulfils it")
+    if not has_finite_text(schema):
+        raise invalid("is a schema that requires itself: no finite text matches it")
 
 
 def _check_node(node: dict[str, Any]) -> None:
@@ -162,7 +162,7 @@ def _check_node(node: dict[str, Any]) -> None:
     for key in ("$ref", "$dynamicRef"):
         reference = node.get(key)
         if isinstance(reference, str) and not reference.startswith("#"):
-            raise invalid(f"has a {key} that leads out of the schema")
+            raise invalid(f"has a {key} to another document")
     patterns = [node.get("pattern"), *_keys(node.get("patternProperties"))]
     for pattern in patterns:
         if isinstance(pattern, str):
@@ -183,8 +183,8 @@ def _keys(value: object) -> list[str]:
 
 
 def check_regex(text: str) -> None:
-    """Its size, with repetitions multiplied, and the depth of its groups."""
-    sizes = [0]  # of the open groups so far, their last atom left out
+    """Checks the size, with repetitions multiplied, and the depth of groups."""
+    sizes = [0]  # of the open groups so far, without their last atoms
     atom = 0
     at = 0
     while at < len(text):
@@ -206,14 +206,14 @@ def check_regex(text: str) -> None:
             raise invalid(f"has a regular expression with groups nested deeper than {MAX_GROUPS}")
         if max(sizes[-1], 0) + atom > MAX_REGEX_SIZE:
             raise invalid(
-                f"has a regular expression that is too large: repetitions written out, it may "
-                f"have {MAX_REGEX_SIZE} characters"
+                f"has a regular expression that is too large: it may have {MAX_REGEX_SIZE} "
+                "characters, repetitions written out"
             )
         at += length
 
 
 def _most(repeat: re.Match[str]) -> int:
-    """Times that a repetition comes at most, or at least if it has no end."""
+    """Returns the largest count of a repetition, or the least count if it is unbounded."""
     numbers = [group for group in (repeat.group(1), repeat.group(3)) if group]
     if any(len(number) > 9 for number in numbers):
         raise invalid("has a regular expression with a repetition that is too large")
@@ -221,7 +221,7 @@ def _most(repeat: re.Match[str]) -> int:
 
 
 def _atom_length(text: str, at: int) -> int:
-    """Of a class, an escaped character or a plain one."""
+    """Returns the length of a class, an escaped character or a plain one."""
     if text[at] == "\\":
         escape = _ESCAPE.match(text, at)
         return len(escape.group()) if escape else 1
@@ -242,7 +242,7 @@ def _atom_length(text: str, at: int) -> int:
 
 
 def _check_lark(source: str) -> None:
-    """Its nesting, its regular expressions and the schemas in it."""
+    """Checks the nesting, the regular expressions and the schemas of a Lark grammar."""
     depth, at = 0, 0
     while (token := _LARK_TOKEN.search(source, at)) is not None:
         at = token.end()
@@ -260,11 +260,11 @@ def _check_lark(source: str) -> None:
 
 
 def _check_inner_schema(source: str, at: int) -> int:
-    """Returns where it ends."""
+    """Checks the schema at `at` and returns its end."""
     try:
         schema, end = json.JSONDecoder().raw_decode(source, at)
     except (ValueError, RecursionError):
-        raise invalid("has a %json that is not JSON that can be read") from None
+        raise invalid("has a %json that is not valid JSON") from None
     if not isinstance(schema, dict):
         raise invalid("has a %json that is not an object")
     if schema.get("x-guidance", JSON_OPTIONS) != JSON_OPTIONS:

@@ -1,7 +1,7 @@
-"""llguidance's tokenizer and limits, and the child process that tries a grammar out.
+"""llguidance's tokenizer and limits, and the trial of a grammar in a child process.
 
-Runs in a child (serve/sandbox/worker.py), and is imported by serve/structured/compiler.py:
-whatever the child has found good is made the same way in the server.
+serve/sandbox/worker.py runs this script, and serve/structured/compiler.py imports it, so that the
+server compiles a grammar exactly as the child process did.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 MAX_MESSAGE_CHARS = 300
 _TRIAL_TOKENS = 48
-# What a grammar may cost: in the compiler, in one step, in memory (1 to 2 KB a lexer state).
+# The limits of a grammar in the compiler, in a step, and in memory (1 to 2 KB per lexer state).
 _LIMITS = LLParserLimits(
     max_items_in_row=2000,
     initial_lexer_fuel=500_000,
@@ -27,7 +27,7 @@ _LIMITS = LLParserLimits(
 
 
 class Vocabulary(TokenizerWrapper):
-    """The tokens as llguidance asks for them. tokens: the bytes of each."""
+    """A vocabulary in llguidance's interface. tokens: the bytes of each token."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Vocabulary(TokenizerWrapper):
         eos_ids: Sequence[int],
         encode: Callable[[str], Sequence[int]] | None = None,
     ) -> None:
-        """encode: as the model's tokenizer does; None: the longest token that fits comes next."""
+        """encode: the model's tokenizer; None takes the longest token that fits at each step."""
         self.is_tokenizer_wrapper = True
         self.tokens = tokens
         self.special_token_ids = special_ids
@@ -46,8 +46,8 @@ class Vocabulary(TokenizerWrapper):
         self._greedy: Callable[[str], list[int]] | None = None
 
     def __call__(self, text: str) -> list[int]:
-        """Text that the grammar forces is split the way the model has learned it, if that has
-        the same bytes: a tokenizer may add a space in front."""
+        """Tokenizes text that the grammar forces as the model's tokenizer does, provided that the
+        bytes stay the same: a tokenizer may add a space in front."""
         want = text.encode()
         for mark in ("", "\x02") if self._encode is not None else ():
             ids = self._ids_behind(mark, text)
@@ -66,14 +66,14 @@ class Vocabulary(TokenizerWrapper):
 
 
 def make_tokenizer(vocabulary: Vocabulary, eos_ids: Sequence[int]) -> LLTokenizer:
-    """Slow for large vocabularies: about a second for a million tokens."""
+    """Makes llguidance's tokenizer, which takes about a second for a million tokens."""
     tokenizer = LLTokenizer(vocabulary, n_vocab=len(vocabulary.tokens), eos_token=list(eos_ids))
     vocabulary._greedy = tokenizer.greedy_tokenize
     return tokenizer
 
 
 def make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """It may be in its error state."""
+    """Makes a matcher, which may be in its error state."""
     return LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
 
 
@@ -81,28 +81,28 @@ _LONG_QUOTE = re.compile(r'"([^"]{64})[^"]+"')
 
 
 def problem_of(matcher: LLMatcher) -> str:
-    """In the library's words, without the state and the lines of the grammar that it adds."""
+    """Returns the library's message, without its dump of the state and of the grammar."""
     words = matcher.get_error().split("<non-verbose/>")[0].split("<state>")[0]
-    # lines that show the grammar are indented, or numbered before a bar
+    # lines of the grammar are indented, or numbered before a bar
     lines = [line for line in words.splitlines() if line[:1].strip() and " | " not in line]
     problem = _LONG_QUOTE.sub(r'"\1..."', " ".join(" ".join(lines).split()))
     if problem in ("", "NoExtension", "NoExtensionBias"):
-        return "no text fulfils it"
+        return "no text matches it"
     return problem.encode("ascii", "backslashreplace").decode()[:MAX_MESSAGE_CHARS]
 
 
-# -- in the child
+# -- in the child process
 
 
 def prepare(job: dict[str, Any]) -> LLTokenizer:
-    """job: tokens (bytes as Latin-1), special_ids, eos_ids."""
+    """Makes the tokenizer of a job: tokens (bytes as Latin-1), special_ids, eos_ids."""
     tokens = [token.encode("latin-1") for token in job["tokens"]]
     vocabulary = Vocabulary(tokens, job["special_ids"], job["eos_ids"])
     return make_tokenizer(vocabulary, job["eos_ids"])
 
 
 def start(tokenizer: LLTokenizer) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """{"grammar": ...} -> {} or {"error": ...}."""
+    """Returns the function from {"grammar": ...} to {} or {"error": ...}."""
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -115,7 +115,7 @@ def start(tokenizer: LLTokenizer) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 def _try_out(tokenizer: LLTokenizer, grammar: str) -> str:
-    """Compile and follow one text for a while: a grammar that no text fulfils shows soon."""
+    """Compiles a grammar and follows one text, which reveals a grammar that no text matches."""
     matcher = make_matcher(tokenizer, grammar)
     for step in range(_TRIAL_TOKENS):
         if matcher.is_error() or matcher.is_stopped():

@@ -1,4 +1,4 @@
-"""The masks of a request's sequences: from structured, allowed_token_ids and bad_words."""
+"""Makes the masks of a request's sequences from structured, allowed_token_ids and bad_words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from serve.request import Request
 from serve.sampling_params import SamplingParams
-from serve.structured.token_mask import BadWords, Bits, Effort, Matcher, SequenceMask, bits_of
+from serve.structured.token_mask import BadWords, Bits, MaskBudget, Matcher, SequenceMask, bits_of
 from serve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _Lists = tuple[Collection[int] | None, Collection[str], tuple[Bits | None, BadWo
 
 
 class MaskMaker:
-    """Of one engine. Any thread. vocab_size: width of the logits."""
+    """Makes the masks of an engine. vocab_size: the width of the logits. Thread-safe."""
 
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]
@@ -32,15 +32,15 @@ class MaskMaker:
         self._last: _Lists | None = None
 
     def is_slow(self, params: SamplingParams) -> bool:
-        """Whether make() has to compile something."""
+        """Whether make() has to compile a grammar."""
         structured, compiler = params.structured, self._compiler
         if structured is None:
             return False
-        return compiler is None or not compiler.knows(structured)
+        return compiler is None or not compiler.is_cached(structured)
 
     @property
     def compiler(self) -> GrammarCompiler:
-        """Made when it is needed: importing its library takes 70 ms."""
+        """The compiler, made on first use, since the import of its library takes 70 ms."""
         with self._lock:
             if self._compiler is None:
                 from serve.structured.compiler import GrammarCompiler
@@ -50,11 +50,14 @@ class MaskMaker:
 
     @property
     def grammars(self) -> GrammarCache | None:
-        """None: nobody has asked for one yet."""
+        """The cache of grammars; None if no request has needed one."""
         return None if self._compiler is None else self._compiler.cache
 
     def make(self, request: Request) -> list[SequenceMask] | None:
-        """One for each of its n sequences; None if all tokens may come. RequestError."""
+        """Returns a mask for each of the n sequences, or None if all tokens are allowed.
+
+        Raises RequestError for an invalid grammar.
+        """
         params = request.params
         allowed, words = params.allowed_token_ids, params.bad_words
         if params.structured is None and allowed is None and not words:
@@ -64,10 +67,12 @@ class MaskMaker:
         structured = params.structured
         if structured is not None:
             compiler = self.compiler
-            matcher = Matcher(compiler.compile(structured), lambda: compiler.renewed(structured))
+            matcher = Matcher(
+                compiler.compile(structured), lambda: compiler.compile_unshared(structured)
+            )
         bits, bad_words = self._lists(allowed, words)
         stops = frozenset(params.stop_ids)
-        effort = Effort(size)
+        budget = MaskBudget(size)
         return [
             SequenceMask(
                 size,
@@ -78,7 +83,7 @@ class MaskMaker:
                 eos_ids=self._eos_ids,
                 stop_ids=stops if params.ignore_eos else stops | self._eos_ids,
                 min_output=params.min_tokens,
-                effort=effort,
+                budget=budget,
             )
             for _ in range(params.n)
         ]
@@ -86,19 +91,19 @@ class MaskMaker:
     def _lists(
         self, allowed: Collection[int] | None, words: Collection[str]
     ) -> tuple[Bits | None, BadWords | None]:
-        """The prompts of one call have the same lists: they are looked at once."""
+        """Returns the bits and words of these lists, which all prompts of a call share."""
         last = self._last
         if last is not None and last[0] is allowed and last[1] is words:
             return last[2]
-        found = (
+        result = (
             None if allowed is None else bits_of(allowed, self._vocab_size),
             BadWords(self._spellings(words), self._vocab_size) if words else None,
         )
-        self._last = allowed, words, found
-        return found
+        self._last = allowed, words, result
+        return result
 
     def _spellings(self, words: Iterable[str]) -> set[tuple[int, ...]]:
-        """The tokens of each word at the beginning of a text and behind a space."""
+        """Returns the tokens of each word, at the beginning of a text and after a space."""
         encode = self._tokenizer.encode_plain
         spellings = (text for word in words for text in (word.lstrip(), " " + word.lstrip()))
         return {tuple(encode(text)) for text in spellings}

@@ -1,21 +1,21 @@
-"""Whether a text that ends can fulfil a JSON schema: one that requires itself has none."""
+"""Checks whether a finite text can match a JSON schema: none does if it requires itself."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# More references than depend on each other in practice; beyond it the answer is yes.
+# More references than depend on each other in practice; beyond it the result is True.
 _MAX_ROUNDS = 32
 _BOTTOMLESS = frozenset({"object", "array"})
 
 
-def has_end(schema: dict[str, Any]) -> bool:
-    """False only if there is no such text. What else the keywords forbid is not looked at."""
+def has_finite_text(schema: dict[str, Any]) -> bool:
+    """Returns False only if no finite text matches; other constraints are not considered."""
     return _Ends(schema).is_found()
 
 
 class _Ends:
-    """The least fixed point: a reference has an end if its target has one without it."""
+    """Computes a least fixed point: a reference ends if its target ends without it."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
@@ -27,11 +27,11 @@ class _Ends:
             self._open = set()
             if self._ends(self._root):
                 return True
-            looked_at: set[str] = set()
+            visited: set[str] = set()
             before = len(self._ended)
-            while self._open - looked_at:
-                reference = min(self._open - looked_at)
-                looked_at.add(reference)
+            while self._open - visited:
+                reference = min(self._open - visited)
+                visited.add(reference)
                 if self._ends(self._target(reference)):
                     self._ended.add(reference)
             if len(self._ended) == before:
@@ -76,7 +76,7 @@ class _Ends:
         return any(results)
 
     def _target(self, reference: str) -> Any:
-        """None where it leads nowhere: the compiler says so."""
+        """Returns the target, or None if there is none, which the compiler reports."""
         node: Any = self._root
         for part in reference.removeprefix("#").split("/")[1:]:
             part = part.replace("~1", "/").replace("~0", "~")

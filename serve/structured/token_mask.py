@@ -1,8 +1,8 @@
-"""Which tokens a sequence may have next: a bit for each, a pure function of its tokens so far.
+"""The mask of a sequence: a bit for each token that may come next.
 
-Steps are computed again, cut and taken back, so nothing here counts calls: a matcher follows the
-tokens that are there, and goes back where some have gone. What goes wrong in it ends its own
-sequence. Knows no device and no engine.
+A mask is a pure function of the sequence's tokens. Steps are repeated, cut and rolled back, so
+nothing here counts calls: a matcher follows the present tokens and rolls back where tokens were
+removed. An error ends only its own sequence. Nothing here knows a device or the engine.
 """
 
 from __future__ import annotations
@@ -27,44 +27,46 @@ Bits = npt.NDArray[np.uint32]
 TOO_COMPLEX = "structured: the grammar is too complex for this text"
 NOTHING_ALLOWED = "structured, allowed_token_ids and bad_words leave no token"
 REQUEST_FAULTS = frozenset({TOO_COMPLEX, NOTHING_ALLOWED})
-"""Errors of a sequence that are its request's fault, not the engine's."""
+"""Errors that the request causes and not the engine."""
 
-# Tokens that may have been replaced since they were seen: those of two steps in flight, and more.
+# The number of last tokens that may have changed: more than two steps in flight have.
 _LOOK_BACK = 16
 
 
-# Seconds of the processor that a request may use up before it has saved them: its masks, and taking
-# in tokens between two steps, while everybody waits. It saves what a mask (more with a larger
-# vocabulary) or a token took less than these.
+# A request may overdraw this many seconds of CPU time, for its masks and for consuming tokens
+# between two steps, while all other requests wait. A mask (more with a larger vocabulary) or a
+# token that takes less than its usual time earns the difference.
 _MASKS_S, _USUAL_MASK_S, _USUAL_MASK_S_PER_TOKEN = 1.0, 0.5e-3, 20e-9
-_TAKES_S, _USUAL_TAKE_S = 5e-3, 0.1e-3
+_TOKENS_S, _USUAL_TOKEN_S = 5e-3, 0.1e-3
 
 
-class Effort:
-    """What the masks of one request may still cost everybody else. Any thread: two at once may
-    make it forget what one of them took."""
+class MaskBudget:
+    """The CPU time that the masks of a request may still take.
+
+    Any thread may use it; an update may get lost when two threads do so at once.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         self._usual_mask_s = _USUAL_MASK_S + _USUAL_MASK_S_PER_TOKEN * vocab_size
-        self._masks_s, self._takes_s = _MASKS_S, _TAKES_S
+        self._masks_s, self._tokens_s = _MASKS_S, _TOKENS_S
 
     @property
     def is_spent(self) -> bool:
-        """It has had more than its share."""
+        """Whether the masks have taken more than the budget."""
         return self._masks_s <= 0
 
     @property
-    def may_take(self) -> bool:
-        """Whether a token may be taken in between two steps, or only when the next mask is made."""
-        return self._takes_s > 0
+    def may_consume(self) -> bool:
+        """Whether a token may be consumed between two steps, or only with the next mask."""
+        return self._tokens_s > 0
 
-    def made(self, seconds: float) -> None:
-        """A mask took so long."""
+    def add_mask(self, seconds: float) -> None:
+        """Charges the time of a mask."""
         self._masks_s = min(_MASKS_S, self._masks_s + self._usual_mask_s - seconds)
 
-    def took(self, seconds: float) -> None:
-        """A token did, between two steps."""
-        self._takes_s = min(_TAKES_S, self._takes_s + _USUAL_TAKE_S - seconds)
+    def add_token(self, seconds: float) -> None:
+        """Charges the time of a token that was consumed between two steps."""
+        self._tokens_s = min(_TOKENS_S, self._tokens_s + _USUAL_TOKEN_S - seconds)
 
 
 def num_words(vocab_size: int) -> int:
@@ -72,7 +74,7 @@ def num_words(vocab_size: int) -> int:
 
 
 def bits_of(token_ids: Iterable[int], vocab_size: int) -> Bits:
-    """[words] with these bits set; ids beyond the vocabulary are left out."""
+    """Returns uint32 [words] with these bits set; ids beyond the vocabulary are ignored."""
     bits = np.zeros(num_words(vocab_size), dtype=np.uint32)
     ids = np.fromiter(token_ids, dtype=np.int64)
     ids = ids[(ids >= 0) & (ids < vocab_size)]
@@ -81,7 +83,7 @@ def bits_of(token_ids: Iterable[int], vocab_size: int) -> Bits:
 
 
 def all_bits(vocab_size: int) -> Bits:
-    """[words] with the bits of the vocabulary set, and none beyond."""
+    """Returns uint32 [words] with exactly the bits of the vocabulary set."""
     bits = np.full(num_words(vocab_size), 0xFFFFFFFF, dtype=np.uint32)
     if vocab_size % 32:
         bits[-1] = (1 << vocab_size % 32) - 1
@@ -91,71 +93,71 @@ def all_bits(vocab_size: int) -> Bits:
 class Matcher:
     """A grammar's matcher that follows a sequence's output.
 
-    Copies of a matcher share a lexer, and with it the limit of its states: a sequence that
-    meets the limit begins again with a lexer of its own, for others may have used it up.
+    Copies of a matcher share a lexer and the limit on its states. A sequence that meets the limit
+    restarts with a lexer of its own, since other sequences may have used the states up.
     """
 
     def __init__(self, start: LLMatcher, renew: Callable[[], LLMatcher] | None = None) -> None:
-        """start: at the beginning of the text; it stays there. renew: makes another one that
-        shares nothing; None: start is such a one."""
+        """start: a matcher at the beginning of the text, which is never advanced. renew: makes a
+        matcher that shares nothing; None if `start` is one."""
         self._start = start
         self._renew = renew
-        self._first: list[Bits] = []  # the mask of an empty text, made once for all copies
+        self._first: list[Bits] = []  # the mask of an empty text, which all copies share
         self._matcher = start.deep_copy()
-        self._seen: list[int] = []  # of them the matcher has the first _num_taken
-        self._num_taken = 0
+        self._seen: list[int] = []  # the matcher has consumed the first _num_consumed
+        self._num_consumed = 0
 
     def copy(self) -> Matcher:
-        """At the beginning of the text."""
+        """Returns a copy at the beginning of the text."""
         other = Matcher(self._start, self._renew)
         other._first = self._first
         return other
 
     def follow(self, token_ids: Sequence[int], begin: int, end: int) -> None:
-        """The output is token_ids[begin:end]."""
-        keep = self._num_alike(token_ids, begin, end)
-        if keep < self._num_taken:
-            self._go_back(keep)
+        """Moves the matcher to the output token_ids[begin:end]."""
+        keep = self._num_common(token_ids, begin, end)
+        if keep < self._num_consumed:
+            self._roll_back(keep)
         self._seen[keep:] = token_ids[begin + keep : end]
-        self._take()
-        if self._begins_again():
-            self._take()
+        self._consume()
+        if self._restarts():
+            self._consume()
 
-    def _take(self) -> None:
-        while self._num_taken < len(self._seen) and not self._matcher.is_stopped():
-            self._matcher.consume_token(self._seen[self._num_taken])
-            self._num_taken += 1
+    def _consume(self) -> None:
+        while self._num_consumed < len(self._seen) and not self._matcher.is_stopped():
+            self._matcher.consume_token(self._seen[self._num_consumed])
+            self._num_consumed += 1
 
-    def _num_alike(self, token_ids: Sequence[int], begin: int, end: int) -> int:
-        """Tokens at the beginning that have been seen."""
+    def _num_common(self, token_ids: Sequence[int], begin: int, end: int) -> int:
+        """Returns the length of the common prefix with the tokens seen so far."""
         keep = min(len(self._seen), end - begin)
-        for place in range(max(0, keep - _LOOK_BACK), keep):
-            if self._seen[place] != token_ids[begin + place]:
-                return place
+        for index in range(max(0, keep - _LOOK_BACK), keep):
+            if self._seen[index] != token_ids[begin + index]:
+                return index
         return keep
 
-    def _go_back(self, keep: int) -> None:
-        if not self._matcher.is_error() and self._matcher.rollback(self._num_taken - keep):
-            self._num_taken = keep
+    def _roll_back(self, keep: int) -> None:
+        if not self._matcher.is_error() and self._matcher.rollback(self._num_consumed - keep):
+            self._num_consumed = keep
         else:
-            self._matcher, self._num_taken = self._start.deep_copy(), 0
+            self._matcher, self._num_consumed = self._start.deep_copy(), 0
 
-    def _begins_again(self) -> bool:
-        """After an error that may have been others' fault."""
+    def _restarts(self) -> bool:
+        """Restarts with an unshared lexer after an error, once; returns whether it did."""
         if self._renew is None or not self._matcher.is_error():
             return False
         self._start, self._renew = self._renew(), None
-        self._matcher, self._num_taken = self._start.deep_copy(), 0
+        self._matcher, self._num_consumed = self._start.deep_copy(), 0
         return True
 
     @property
     def is_accepting(self) -> bool:
-        """The text so far is whole."""
+        """Whether the text so far is complete."""
         return self._matcher.is_accepting()
 
     @property
     def is_over(self) -> bool:
-        """Nothing can follow."""
+        """Whether no token can follow."""
         return self._matcher.is_stopped()
 
     @property
@@ -167,20 +169,20 @@ class Matcher:
         return self._matcher.stop_reason()
 
     def fill(self, bits: Bits) -> None:
-        """The tokens that may follow; ends among them where the text may end."""
+        """Sets the bits of the tokens that may follow, and of EOS where the text may end."""
         if not self._seen and self._first:
             bits[:] = self._first[0]
             return
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        if self._begins_again():
-            self._take()
+        if self._restarts():
+            self._consume()
             self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if not self._seen and not self._matcher.is_error():
             self._first.append(bits.copy())
 
 
 class BadWords:
-    """Forbids the last token of a word whose other tokens have just come."""
+    """Forbids the last token of a word after its other tokens."""
 
     def __init__(self, words: Iterable[Sequence[int]], vocab_size: int) -> None:
         words = [tuple(word) for word in words if word]
@@ -188,7 +190,7 @@ class BadWords:
         self._longer = [(word[:-1], word[-1]) for word in words if len(word) > 1]
 
     def forbidden(self, token_ids: Sequence[int], begin: int, end: int) -> list[int]:
-        """Beside the single ones, where the output is token_ids[begin:end]."""
+        """Returns the forbidden tokens after token_ids[begin:end], except `single`."""
         return [
             last
             for head, last in self._longer
@@ -197,7 +199,7 @@ class BadWords:
 
 
 class SequenceMask:
-    """The mask of one sequence: at `address` when fill() has been called, until its next call."""
+    """The mask of one sequence; fill() writes it at `address`."""
 
     def __init__(
         self,
@@ -210,14 +212,15 @@ class SequenceMask:
         eos_ids: frozenset[int] = frozenset(),
         stop_ids: frozenset[int] = frozenset(),
         min_output: int = 0,
-        effort: Effort | None = None,
+        budget: MaskBudget | None = None,
     ) -> None:
-        """allowed: no other token comes. stop_ids: tokens that end the sequence once it has
-        min_output tokens, eos_ids among them unless they are ignored. effort: its request's."""
+        """allowed: the only tokens that may come. stop_ids: tokens that end the sequence once it
+        has min_output tokens, with eos_ids among them unless EOS is ignored. budget: that of the
+        request."""
         self.error: str | None = None
-        self.cost_s = 0.0  # of the last fill()
-        self.job: object = None  # of who makes it, when the step before was over first; opaque here
-        self._effort = Effort(vocab_size) if effort is None else effort
+        self.cost_s = 0.0  # seconds of the last fill()
+        self.job: object = None  # opaque: a mask that is filled ahead of its step has its job here
+        self._budget = MaskBudget(vocab_size) if budget is None else budget
         self._num_prompt = num_prompt
         self._matcher = matcher
         self._bad_words = bad_words
@@ -226,41 +229,40 @@ class SequenceMask:
         self._min_output = min_output
         self._whole = all_bits(vocab_size)
         self._allowed = self._whole if allowed is None else allowed
-        # one more than there are logits: a matcher may have an end that no token stands for
+        # one bit more than there are logits: the matcher's EOS may be no token
         self._buffer = np.zeros(num_words(vocab_size + 1), dtype=np.uint32)
         self.bits = self._buffer[: num_words(vocab_size)]
         self.address = self.bits.ctypes.data
 
     def fill(self, token_ids: Sequence[int]) -> None:
-        """For the token after these, prompt first. Never raises: see error."""
-        if self.error is None and self._matcher is not None and self._effort.is_spent:
+        """Fills the mask of the token after these, prompt included. Sets `error`, never raises."""
+        if self.error is None and self._matcher is not None and self._budget.is_spent:
             self._give_up("its masks took too long")
         if self.error is None:
             self.cost_s = self._guarded(lambda: self._fill(token_ids))
-            self._effort.made(self.cost_s)
+            self._budget.add_mask(self.cost_s)
         if self.error is not None:
-            self.bits[:] = self._whole  # what comes is not shown to anybody
+            self.bits[:] = self._whole  # the next token is never delivered
 
     def ending(self, token_ids: Sequence[int]) -> FinishReason | None:
-        """Whether the sequence ends with these: its text is whole and nothing can follow, or
-        something is wrong (see error)."""
+        """Returns STOP if the text is complete and no token can follow, ERROR after an error."""
         matcher = self._matcher
         if matcher is not None and self.error is None:
             seconds = 0.0
-            # else its end is seen a step later, when the mask lets nothing but an end follow
-            if self._effort.may_take or not self._ends.any():
+            # else the end is noticed a step later, when the mask allows only EOS
+            if self._budget.may_consume or not self._ends.any():
                 seconds = self._guarded(lambda: self._follow(matcher, token_ids))
-            self._effort.took(seconds)
+            self._budget.add_token(seconds)
         if self.error is not None:
             return FinishReason.ERROR
         return FinishReason.STOP if matcher is not None and matcher.is_over else None
 
     def is_end(self, token: int) -> bool:
-        """Whether it is one of those that stand for no text but for its end."""
+        """Whether the token is an EOS or a stop token."""
         return bool(self._ends[token >> 5] >> (token & 31) & 1)
 
     def _guarded(self, work: Callable[[], object]) -> float:
-        """Seconds of this thread: what others do meanwhile is not its fault."""
+        """Runs the work and returns the CPU seconds of this thread; sets `error` on failure."""
         began_s = time.thread_time()
         try:
             work()
@@ -273,7 +275,7 @@ class SequenceMask:
         return time.thread_time() - began_s
 
     def _end(self, token_ids: Sequence[int]) -> int:
-        """Where the known tokens end: of the others only the device knows."""
+        """Returns the end of the tokens that the host knows; later ones are on the device."""
         end = len(token_ids)
         while end > self._num_prompt and token_ids[end - 1] < 0:
             end -= 1
@@ -281,11 +283,11 @@ class SequenceMask:
 
     def _follow(self, matcher: Matcher, token_ids: Sequence[int]) -> None:
         matcher.follow(token_ids, self._num_prompt, self._end(token_ids))
-        self._look_for_error(matcher)
+        self._check_error(matcher)
 
-    def _look_for_error(self, matcher: Matcher) -> None:
+    def _check_error(self, matcher: Matcher) -> None:
         if matcher.is_error:
-            self._give_up(matcher.stop_reason)  # a name of the library's, nothing of the client's
+            self._give_up(matcher.stop_reason)  # a name of the library, without text of the client
 
     def _give_up(self, why: str) -> None:
         logger.info("a grammar ended its sequence: %s", why)
@@ -298,29 +300,29 @@ class SequenceMask:
         else:
             self._follow(matcher, token_ids)
             matcher.fill(self._buffer)
-            self._look_for_error(matcher)
+            self._check_error(matcher)
             bits &= self._allowed
-            self._place_ends(matcher.is_accepting)
+            self._set_ends(matcher.is_accepting)
         if self._bad_words is not None:
             bits &= ~self._bad_words.single
             for token in self._bad_words.forbidden(token_ids, self._num_prompt, end):
                 bits[token >> 5] &= ~np.uint32(1 << (token & 31))
-        is_held = end - self._num_prompt < self._min_output
+        is_too_short = end - self._num_prompt < self._min_output
         if matcher is not None:
-            self._hold_back(self._ends if is_held else self._ends & ~self._stops)
-        elif is_held:
+            self._forbid_ends(self._ends if is_too_short else self._ends & ~self._stops)
+        elif is_too_short:
             bits &= ~self._stops
         if self.error is None and not bits.any():
             self.error = NOTHING_ALLOWED
 
-    def _place_ends(self, is_accepting: bool) -> None:
+    def _set_ends(self, is_accepting: bool) -> None:
         if is_accepting:
             self.bits |= self._stops
         else:
             self.bits &= ~self._ends
 
-    def _hold_back(self, ends: Bits) -> None:
-        """Where the grammar lets nothing but an end follow, it ends all the same."""
+    def _forbid_ends(self, ends: Bits) -> None:
+        """Clears the bits of these ends unless the grammar allows nothing else."""
         left = self.bits & ~ends
         if left.any():
             self.bits[:] = left

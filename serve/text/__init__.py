@@ -1,5 +1,5 @@
-"""Text to token ids and back, and chat templates.
+"""The conversion between text and token ids, and chat templates.
 
-It owns the tokenizer, incremental detokenization and the rendering of a conversation as a
-prompt. It does not know requests or the engine. Begin with tokenizer.py.
+This folder owns the tokenizer, incremental detokenization, and the rendering of a conversation as
+a prompt. It does not know requests or the engine. Begin with tokenizer.py.
 """

@@ -1,7 +1,7 @@
-"""Chat messages to prompt text, and keeping special tokens out of what users wrote.
+"""Renders chat messages as prompt text, without special tokens from the text of users.
 
-Rendering happens in a child process with a deadline (see chat_template_worker.py): a template
-that loops, grows or crashes costs its request, never the server. Knows no tokenizer.
+A child process renders under a deadline (chat_template_worker.py), so that a template that loops,
+grows or crashes fails its request and not the server. Nothing here knows the tokenizer.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from serve.sandbox.worker import BoundedWorker, WorkerError
 
 WORKER_MEMORY_BYTES = 1 << 30
 
-# Inserted into special-token strings inside message contents, and split at after rendering.
-# Random, so no client can know it; private-use characters, so no filter changes it.
+# The sentinel is inserted into special-token strings inside message contents, and the rendered text
+# is split at it. It is random, so that no client knows it, and consists of private-use characters,
+# so that no filter changes it.
 SENTINEL = "".join(chr(0xF0000 + secrets.randbelow(0xFFFE)) for _ in range(4))
-# Behind the content of a last message that the model is to continue.
+# This marker follows the content of a last message that the model has to continue.
 CONTINUE = "".join(chr(0xF0000 + secrets.randbelow(0xFFFE)) for _ in range(4))
 
 
 class ChatTemplate:
-    """Renders one template in a child process. Thread-safe; one render at a time."""
+    """Renders one template in a child process, one prompt at a time. Thread-safe."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class ChatTemplate:
         tools: list[Any] | None = None,
         extra: dict[str, Any] | None = None,
     ) -> str:
-        """The prompt text. RequestError when the template raises, times out or grows too large."""
+        """Returns the prompt; RequestError if the template raises, times out or grows too large."""
         variables = {
             **(extra or {}),
             "messages": messages,
@@ -76,12 +77,12 @@ class ChatTemplate:
         return str(answer["text"])
 
     def close(self) -> None:
-        """Ends the child and waits for it. Idempotent."""
+        """Ends the child process and waits for it. Idempotent."""
         self._worker.close()
 
 
 def flatten_content(content: Any) -> Any:
-    """Text parts joined by newlines; anything else unchanged."""
+    """Joins text parts by newlines; returns other content unchanged."""
     if isinstance(content, list) and all(
         isinstance(part, Mapping) and part.get("type", "text") == "text" for part in content
     ):
@@ -92,9 +93,9 @@ def flatten_content(content: Any) -> Any:
 def neutralize(
     messages: Sequence[Mapping[str, Any]], special_tokens: Iterable[str]
 ) -> list[dict[str, Any]]:
-    """A copy whose special-token strings are cut by the sentinel, wherever a client can write.
+    """Returns a copy whose special-token strings are cut by the sentinel in every client text.
 
-    Text parts are joined first: two harmless parts may form a special token together.
+    Text parts are joined first, since two harmless parts may form a special token together.
     """
     pattern = _pattern(tuple(special_tokens))
     return [
@@ -107,18 +108,18 @@ def neutralize(
 
 
 def neutralize_value(value: Any, special_tokens: Iterable[str]) -> Any:
-    """The same for any JSON value, names of objects' members too."""
+    """Does the same for any JSON value, including the keys of objects."""
     return _cut(value, _pattern(tuple(special_tokens)))
 
 
 def split_neutralized(text: str) -> list[str]:
-    """The segments to encode one by one, so that no special token spans user text."""
+    """Returns the segments to encode one by one, so that none forms a special token."""
     return [segment for segment in text.split(SENTINEL) if segment]
 
 
 @lru_cache(maxsize=8)
 def _pattern(special_tokens: tuple[str, ...]) -> re.Pattern[str] | None:
-    """Longest first. A token of one character cannot be cut and is left alone."""
+    """Matches the longest token; a token of one character cannot be cut and is left as it is."""
     tokens = sorted({token for token in special_tokens if len(token) > 1}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, tokens))) if tokens else None
 
@@ -134,8 +135,7 @@ def _cut(value: Any, pattern: re.Pattern[str] | None) -> Any:
 
 
 def _cut_text(text: str, pattern: re.Pattern[str]) -> str:
-    """Cuts after the first character of every match, overlapping ones too: the search goes on
-    one character later."""
+    """Cuts after the first character of every match, including overlapping ones."""
     pieces: list[str] = []
     start = 0
     match = pattern.search(text)

@@ -1,7 +1,7 @@
-"""Renders chat templates, in a child process (serve/sandbox/worker.py).
+"""Renders chat templates in a child process (serve/sandbox/worker.py).
 
-A template is code from a stranger. It runs in Jinja's sandbox, under the child's limits. Imports
-are minimal on purpose: it must start fast.
+A template is untrusted code. It runs in Jinja's sandbox under the limits of the child process.
+Imports are minimal so that the process starts fast.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_MESSAGE_CHARS = 300
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}` marks what the assistant said, for training; here it is transparent."""
+    """Ignores `{% generation %}`, which marks the assistant's text for training."""
 
     tags = {"generation"}  # noqa: RUF012  # Jinja's interface
 
@@ -66,7 +66,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML characters, which no prompt wants."""
+    """Writes JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -88,7 +88,7 @@ def build_environment() -> ImmutableSandboxedEnvironment:
 
 
 def render(template: jinja2.Template, variables: dict[str, Any], max_chars: int) -> dict[str, Any]:
-    """{"text": ...} or {"error": ...}; never raises for what a template can do."""
+    """Returns {"text": ...} or {"error": ...}; no template makes it raise."""
     pieces: list[str] = []
     size = 0
     try:
@@ -101,7 +101,7 @@ def render(template: jinja2.Template, variables: dict[str, Any], max_chars: int)
         return {"error": "rendering the chat template needs too much memory"}
     except RecursionError:
         return {"error": "the chat template recurses too deeply"}
-    except Exception as exc:  # a template can raise anything, and only its request may fail
+    except Exception as exc:  # a template can raise anything, but fails only its request
         return {"error": describe(exc)}
     return {"text": "".join(pieces)}
 
@@ -118,17 +118,17 @@ def compile_template(source: str) -> tuple[jinja2.Template | None, str]:
         return build_environment().from_string(source), ""
     except (MemoryError, RecursionError):
         return None, "the chat template is too large"
-    except Exception as exc:  # reported on every request; completions keep working
+    except Exception as exc:  # every chat request reports it; completions keep working
         return None, f"the chat template does not compile: {describe(exc)}"
 
 
 def prepare(setup: dict[str, Any]) -> dict[str, Any]:
-    """Before the limits: nothing."""
+    """Prepares nothing before the limits apply."""
     return setup
 
 
 def start(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """setup: the template, the special tokens and max_chars -> variables to text."""
+    """Returns the renderer; setup has the template, the special tokens and max_chars."""
     template, problem = compile_template(setup["source"])
 
     def answer(variables: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Token ids -> text, one token at a time, never ending inside a character.
+"""Incremental detokenization: text that never ends inside a character, token by token.
 
-One object per sequence, used by pool 3 only. Byte-level and sentencepiece vocabularies have a
-table of the bytes each token adds; other decoders re-decode a short tail.
+Each sequence has its own detokenizer, which only the output thread uses. Byte-level and
+sentencepiece vocabularies have a table of the bytes that each token adds; other decoders decode a
+short tail again.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ _REPLACEMENT = "\ufffd"
 
 class Detokenizer(Protocol):
     def push(self, token_id: int) -> str:
-        """The text that becomes final with this token; may be empty."""
+        """Returns the text that becomes final with this token, which may be empty."""
 
     def finish(self) -> str:
-        """What is left: an unfinished character becomes U+FFFD."""
+        """Returns the rest; an unfinished character becomes U+FFFD."""
 
 
 class BytesDetokenizer:
-    """Concatenates the tokens' bytes and decodes UTF-8 as it completes.
+    """Concatenates the bytes of tokens and decodes UTF-8 incrementally.
 
-    texts[i]: the text of token i if its bytes are whole characters (almost always), else None.
+    texts[i] is the text of token i if its bytes are whole characters (the usual case), else None.
     """
 
     __slots__ = ("_decoder", "_is_whole", "_pieces", "_texts")
@@ -35,7 +36,7 @@ class BytesDetokenizer:
         self._pieces = pieces
         self._texts = texts
         self._decoder = _new_decoder("replace")
-        self._is_whole = True  # nothing is held in the decoder
+        self._is_whole = True  # the decoder holds no bytes
 
     def push(self, token_id: int) -> str:
         if token_id >= len(self._texts):
@@ -52,18 +53,18 @@ class BytesDetokenizer:
 
 
 class TailDetokenizer:
-    """Decodes a window of the last tokens before and after the new one, emits the difference.
+    """Decodes a window of the last tokens without and with the new one, and emits the difference.
 
-    The window starts where text was last complete, so its cost does not grow with the output
-    (the two-offset scheme known from Hugging Face's text-generation-inference).
+    The window begins where text was last complete, so that its cost does not grow with the output
+    (the two-offset scheme of Hugging Face's text-generation-inference).
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._token_ids: list[int] = []
-        self._prefix = 0  # start of the window
-        self._read = 0  # tokens whose text has been emitted
+        self._prefix = 0  # the start of the window
+        self._read = 0  # the number of tokens whose text has been emitted
 
     def push(self, token_id: int) -> str:
         self._token_ids.append(token_id)
@@ -86,7 +87,7 @@ class TailDetokenizer:
 
 
 class ShownTokens:
-    """A detokenizer that skips special tokens, and the few of them that are text all the same."""
+    """Skips special tokens except a few, which are part of the text."""
 
     def __init__(self, inner: Detokenizer, texts: dict[int, str]) -> None:
         self._inner = inner
@@ -94,7 +95,7 @@ class ShownTokens:
 
     def push(self, token_id: int) -> str:
         text = self._texts.get(token_id)
-        # A special token ends the character before it, if that one is not whole.
+        # a special token ends an incomplete character before it
         return self._inner.push(token_id) if text is None else self._inner.finish() + text
 
     def finish(self) -> str:
@@ -102,11 +103,11 @@ class ShownTokens:
 
 
 class DetokenizerFactory:
-    """Makes the detokenizers of one engine; the tables are built once."""
+    """Makes the detokenizers of an engine, whose tables are built once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        # Both tables are made at start-up: the thread that makes detokenizers also computes.
+        # Both tables are made at start-up, since the thread that makes detokenizers also computes.
         self._tables: dict[bool, tuple[list[bytes], list[str | None]]] = {}
         if tokenizer.pieces is not None:
             pieces = tokenizer.pieces
@@ -119,7 +120,7 @@ class DetokenizerFactory:
             )
 
     def make(self, *, skip_special_tokens: bool = True, shown: tuple[str, ...] = ()) -> Detokenizer:
-        """A fresh detokenizer for one sequence. shown: special tokens that are not skipped."""
+        """Makes the detokenizer of a sequence. shown: special tokens that are not skipped."""
         inner: Detokenizer
         if self._tokenizer.pieces is None:
             inner = TailDetokenizer(self._tokenizer, skip_special_tokens)
@@ -139,7 +140,7 @@ def _whole_text(piece: bytes) -> str | None:
 
 
 class StopStrings:
-    """Finds stop strings in streamed text and holds back what may be the start of one."""
+    """Finds stop strings in streamed text; holds back text that may be the start of one."""
 
     __slots__ = ("_held", "_include", "_stops")
 
@@ -149,12 +150,12 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """(text that may be shown, the stop string that ended it if any)."""
+        """Returns (text to emit, the stop string that ended it or None)."""
         text = self._held + text
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            # the match that is complete first, as a token-by-token reader would see it
-            at, stop = min(found, key=lambda item: (item[0] + len(item[1]), item[0]))
+        matches = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if matches:
+            # the match that is complete first, as if the text came character by character
+            at, stop = min(matches, key=lambda item: (item[0] + len(item[1]), item[0]))
             self._held = ""
             return text[: at + len(stop)] if self._include else text[:at], stop
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
@@ -162,13 +163,13 @@ class StopStrings:
         return text[: len(text) - keep], None
 
     def finish(self) -> str:
-        """The sequence ended otherwise: what was held back is text after all."""
+        """Returns the text that was held back, for a sequence that ended without a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of text that is a proper beginning of stop."""
+    """Returns the length of the longest suffix of text that is a proper prefix of stop."""
     for size in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:size]):
             return size

@@ -1,9 +1,8 @@
-"""Text to token ids and back, from tokenizer.json (tokenizers) or tokenizer.model (sentencepiece).
+"""Tokenizers of tokenizer.json (tokenizers) and tokenizer.model (sentencepiece).
 
-A Tokenizer is immutable after `load` and may be used from any number of threads;
-long texts are encoded without the GIL. Incremental decoding is detokenizer.py, which works on
-`pieces`; rendering a chat is chat_template.py. Tokenizer code in a checkpoint is
-never run.
+A Tokenizer is immutable after `load` and thread-safe; long texts are encoded without the GIL.
+detokenizer.py decodes incrementally from `pieces`; chat_template.py renders chats. Tokenizer code
+in a checkpoint is never run.
 """
 
 from __future__ import annotations
@@ -33,13 +32,14 @@ MAX_VOCAB = 1 << 24
 LONG_TEXT = 4096
 EXTRA_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 SPACE = "\u2581"  # sentencepiece's visible space
-# Appended to a serialized model: protobuf merges it as normalizer_spec.add_dummy_prefix = false.
+# These bytes follow a serialized model: protobuf merges them as
+# normalizer_spec.add_dummy_prefix = false.
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class _Codec(Protocol):
-    """What a library gives: ids to and from text. Ids are below `size`; holes have no token."""
+    """A library's tokenizer. Ids are below `size`; some of them may have no token."""
 
     size: int
     special: dict[int, str]
@@ -55,10 +55,10 @@ class _Codec(Protocol):
 class Tokenizer:
     """The tokenizer of one checkpoint.
 
-    vocab_size: one more than the largest token id. named_tokens: "bos_token" -> "<s>" and so
-    on, as chat templates want them. pieces: the bytes each id adds to the text, for
-    byte-level and sentencepiece-like decoders, padded with b"" to the model's vocabulary;
-    None for other decoders. strips_leading_space: the first space of a text is not shown.
+    vocab_size: the largest token id plus one. named_tokens: "bos_token" -> "<s>" and so on, for
+    chat templates. pieces: the bytes that each id adds to the text, for byte-level and
+    sentencepiece-like decoders, padded with b"" to the model's vocabulary; None for other
+    decoders. strips_leading_space: decoding removes the first space of a text.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """From a Hugging Face directory; ModelLoadError names what cannot be used."""
+        """Loads a Hugging Face directory; ModelLoadError names the file that is wrong."""
         config = optional_json(path / "tokenizer_config.json")
         if config.get("auto_map") is not None:
             raise ModelLoadError(
@@ -104,19 +104,21 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Special tokens written in the text become their ids; add_special_tokens puts those
-        around it that the checkpoint asks for (BOS)."""
+        """Encodes the text; special tokens in it become their ids.
+
+        add_special_tokens: add those that the checkpoint puts around a text (BOS).
+        """
         return self._codec.encode(_checked(text), add_special_tokens)
 
     def encode_plain(self, text: str) -> list[int]:
-        """The text as ordinary text: nothing is added, and "</s>" is four characters."""
+        """Encodes the text without special tokens: "</s>" is four characters."""
         return self._codec.encode_plain(_checked(text))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._codec.decode(token_ids, skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """One token alone, for display; parts of characters show as U+FFFD."""
+        """Decodes one token for display; parts of characters become U+FFFD."""
         if self.pieces is None:
             return self._codec.decode([token_id], False)
         if not 0 <= token_id < len(self.pieces):
@@ -125,7 +127,7 @@ class Tokenizer:
 
     @property
     def max_piece_bytes(self) -> int | None:
-        """No token stands for more bytes of text than this; None if nobody knows."""
+        """The most bytes that a token adds to the text; None if that is unknown."""
         return self._max_piece_bytes
 
     def _named_id(self, name: str) -> int | None:
@@ -134,7 +136,7 @@ class Tokenizer:
 
 
 def _checked(text: str) -> str:
-    """Lone surrogates are valid in JSON escapes and in str, but are no text."""
+    """Rejects lone surrogates, which JSON escapes and str allow but UTF-8 does not."""
     if not text.isascii():
         try:
             text.encode("utf-8")
@@ -146,7 +148,7 @@ def _checked(text: str) -> str:
 
 
 class _FastCodec:
-    """tokenizer.json. Its own post-processor decides about BOS, as in Transformers 5."""
+    """Uses tokenizer.json, whose post-processor decides about BOS, as in Transformers 5."""
 
     def __init__(self, file: Path, config: dict[str, Any], named: dict[str, str]) -> None:
         description = read_json(file, max_bytes=MAX_FILE_BYTES)
@@ -158,8 +160,8 @@ class _FastCodec:
             self._add_configured(config, named)
             self._fast.encode("a", add_special_tokens=True)
         except BaseException as error:
-            # the library raises plain Exception for a bad file, and panics at first use for
-            # one whose parts do not fit together
+            # the library raises Exception for a malformed file, and panics at the first use of an
+            # inconsistent one
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise ModelLoadError(f"{file} cannot be used: {error}") from error
@@ -176,7 +178,7 @@ class _FastCodec:
         )
 
     def _add_configured(self, config: dict[str, Any], named: dict[str, str]) -> None:
-        """Tokens that only tokenizer_config.json declares, where their ids agree."""
+        """Adds the tokens that only tokenizer_config.json declares, where their ids agree."""
         known = {item.content for item in self._fast.get_added_tokens_decoder().values()}
         declared = config.get("added_tokens_decoder")
         items = declared.items() if isinstance(declared, dict) else ()
@@ -200,7 +202,7 @@ class _FastCodec:
     def encode_plain(self, text: str) -> list[int]:
         with self._plain_lock:
             if self._plain is None:
-                # a second instance, because the switch is a property of the whole tokenizer
+                # a second instance, since the option applies to the whole tokenizer
                 plain = FastTokenizer.from_str(self._fast.to_str())
                 plain.encode_special_tokens = True
                 self._plain = plain
@@ -216,21 +218,21 @@ class _FastCodec:
 
 
 def _fast_ids(fast: FastTokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """RequestError for what the checkpoint's own expressions cannot split: the library panics."""
+    """Encodes the text; RequestError if the library panics, as its regular expressions may."""
     try:
         if len(text) < LONG_TEXT:
             return list(fast.encode(text, add_special_tokens=add_special_tokens).ids)
-        # only the batch call releases the interpreter while it works
+        # only the batch call releases the GIL
         return list(fast.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
-    except BaseException as error:  # a panic is no Exception, and its class has no other name
+    except BaseException as error:  # a panic is not an Exception, and its class is not exported
         if type(error).__name__ != "PanicException":
             raise
-        text = "the tokenizer gave up on the text"
+        text = "the tokenizer cannot split the text"
         raise RequestError(text, param="prompt", code="invalid_prompt") from None
 
 
 def _check_ids(description: dict[str, Any], file: Path) -> None:
-    """Two tokens of one id: the library takes now the one and now the other."""
+    """Rejects two tokens with one id, between which the library picks arbitrarily."""
     model = description.get("model")
     ids = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(ids, dict) and len(set(map(repr, ids.values()))) < len(ids):
@@ -238,8 +240,11 @@ def _check_ids(description: dict[str, Any], file: Path) -> None:
 
 
 class _SentencePieceCodec:
-    """tokenizer.model, with Llama's conventions: BOS in front unless add_bos_token is false,
-    and the invisible leading space only at the start of the text."""
+    """Uses tokenizer.model with Llama's conventions.
+
+    BOS comes first unless add_bos_token is false, and only the start of a text gets the invisible
+    leading space.
+    """
 
     def __init__(self, file: Path, config: dict[str, Any], named: dict[str, str]) -> None:
         try:
@@ -303,12 +308,12 @@ class _SentencePieceCodec:
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        shown = [
+        parts = [
             self._bytes[index]
             for index in token_ids
             if 0 <= index < self.size and not (skip_special_tokens and index in self.special)
         ]
-        data = b"".join(shown)
+        data = b"".join(parts)
         if self.strips_leading_space and data.startswith(b" "):
             data = data[1:]
         return data.decode("utf-8", errors="replace")
@@ -325,11 +330,11 @@ def _piece_bytes(token: str, *, has_bytes: bool) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's characters for bytes: printable ones stand for themselves, the others follow
-    from U+0100 on."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(byte): byte for byte in shown}
-    hidden = [byte for byte in range(256) if byte not in shown]
+    """Returns GPT-2's characters for bytes: printable ones map to themselves, the others to the
+    characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    hidden = [byte for byte in range(256) if byte not in printable]
     alphabet.update({chr(0x100 + index): byte for index, byte in enumerate(hidden)})
     return alphabet
 
@@ -337,7 +342,7 @@ def _byte_alphabet() -> dict[str, int]:
 def _fast_pieces(
     decoder: object, vocab: dict[str, int], size: int
 ) -> tuple[list[bytes] | None, bool]:
-    """What each id adds to the text, and whether a leading space goes away."""
+    """Returns the bytes that each id adds, and whether decoding strips a leading space."""
     steps = _decoder_steps(decoder)
     kinds = [str(step.get("type")) for step in steps]
     pieces = [b""] * size

@@ -1,4 +1,4 @@
-"""What a checkpoint's JSON files say about its tokenizer: named tokens, the chat template."""
+"""Reads named tokens and the chat template from a checkpoint's JSON files."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token",
 
 
 def optional_json(file: Path) -> dict[str, Any]:
-    """Empty where there is no such file."""
+    """Reads a JSON file; {} if it does not exist."""
     return read_json(file) if file.is_file() else {}
 
 
 def token_string(value: object) -> str | None:
-    """tokenizer_config.json writes a token as a string or as an object with `content`."""
+    """Reads a token, which is a string or an object with `content`; None for other values."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) and value else None
 
 
 def listed(config: dict[str, Any], key: str) -> list[object]:
-    """Empty where it is no list."""
+    """Returns a list of the configuration; [] for other values."""
     value = config.get(key)
     return value if isinstance(value, list) else []
 
 
 def named_tokens_of(config: dict[str, Any]) -> dict[str, str]:
-    """ "bos_token" -> "<s>", of those that it names."""
+    """Returns the named tokens that are configured, such as "bos_token" -> "<s>"."""
     tokens = {name: token_string(config.get(name)) for name in NAMED_TOKENS}
     return {name: token for name, token in tokens.items() if token is not None}
 
 
 def chat_template_of(path: Path, config: dict[str, Any]) -> str | None:
-    """chat_template.jinja, else the one in tokenizer_config.json (the default of several)."""
+    """Reads chat_template.jinja, else the (default) template of tokenizer_config.json."""
     file = path / "chat_template.jinja"
     if file.is_file():
         try:

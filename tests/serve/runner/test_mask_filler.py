@@ -13,7 +13,7 @@ from serve.runner.mask_filler import MaskFiller
 from serve.scheduler.step_plan import StepPlan
 from serve.structured import token_mask
 from serve.structured.compiler import GrammarCompiler
-from serve.structured.token_mask import TOO_COMPLEX, Effort, Matcher, SequenceMask
+from serve.structured.token_mask import TOO_COMPLEX, MaskBudget, Matcher, SequenceMask
 from serve.structured_output import StructuredOutput
 from serve.text.tokenizer import Tokenizer
 from tests.support.engine.fakes import make_seq
@@ -120,23 +120,23 @@ def test_what_counts_of_a_step_with_late_ones():
     assert plan.num_rows == [1, 1, 5, 7], "the runner's plan stays"
 
 
-def test_an_effort_is_spent_and_saved(monkeypatch):
-    effort = Effort(1000)
+def test_a_budget_is_spent_and_saved(monkeypatch):
+    budget = MaskBudget(1000)
     for _ in range(10_000):
-        effort.made(1e-4)
-        effort.took(5e-5)
-    assert effort.may_take and not effort.is_spent, "what is usual goes on for ever"
+        budget.add_mask(1e-4)
+        budget.add_token(5e-5)
+    assert budget.may_consume and not budget.is_spent, "what is usual goes on for ever"
     for _ in range(200):
-        effort.made(0.01)
-    assert effort.is_spent
-    effort.took(0.1)
-    assert not effort.may_take
+        budget.add_mask(0.01)
+    assert budget.is_spent
+    budget.add_token(0.1)
+    assert not budget.may_consume
     for _ in range(2000):
-        effort.took(0.0)
-    assert effort.may_take
-    large = Effort(200_000)
+        budget.add_token(0.0)
+    assert budget.may_consume
+    large = MaskBudget(200_000)
     for _ in range(1000):
-        large.made(0.004)
+        large.add_mask(0.004)
     assert not large.is_spent, "a mask of a large vocabulary may take longer"
 
 
@@ -148,7 +148,7 @@ def compiler():
     made.close()
 
 
-def masks_of(compiler, source, count, effort=None):
+def masks_of(compiler, source, count, budget=None):
     matcher = Matcher(compiler.compile(StructuredOutput("regex", source)))
     ends = frozenset(compiler._ends)
     size = compiler._vocab_size
@@ -159,18 +159,18 @@ def masks_of(compiler, source, count, effort=None):
             matcher=matcher.copy(),
             eos_ids=ends,
             stop_ids=ends,
-            effort=effort,
+            budget=budget,
         )
         for _ in range(count)
     ]
 
 
 def test_a_request_that_has_had_more_than_its_share_ends(compiler):
-    effort = Effort(compiler._vocab_size)
-    mask, other = masks_of(compiler, "[a-z]+", 2, effort)
+    budget = MaskBudget(compiler._vocab_size)
+    mask, other = masks_of(compiler, "[a-z]+", 2, budget)
     mask.fill([1])
     assert mask.error is None
-    effort.made(100.0)
+    budget.add_mask(100.0)
     other.fill([1])
     assert (other.error, other.ending([1, 2])) == (TOO_COMPLEX, FinishReason.ERROR)
 
@@ -205,13 +205,13 @@ def test_the_first_mask_is_made_once(compiler):
 
 def test_tokens_that_are_taken_later_end_a_text_with_its_end(compiler, monkeypatch):
     """Where taking a token is slow it is not done between two steps."""
-    monkeypatch.setattr(token_mask, "_USUAL_TAKE_S", -1.0)  # nothing is ever saved
+    monkeypatch.setattr(token_mask, "_USUAL_TOKEN_S", -1.0)  # nothing is ever saved
     (mask,) = masks_of(compiler, "[xyz]", 1)
     mask.fill([1])
     letter = next(i for i in range(2, 4096) if mask.bits[i >> 5] >> (i & 31) & 1)
     assert mask.ending([1, letter]) is FinishReason.STOP
     (mask,) = masks_of(compiler, "[xyz]", 1)
-    mask._effort.took(1.0)
+    mask._budget.add_token(1.0)
     mask.fill([1])
     assert mask.ending([1, letter]) is None
     mask.fill([1, letter])

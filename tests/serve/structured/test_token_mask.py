@@ -176,7 +176,7 @@ def test_nobody_pays_for_the_states_of_others(compiler, tokenizer, monkeypatch):
     monkeypatch.setattr(grammar_worker, "_LIMITS", limits)
     structured = StructuredOutput("regex", "(.*[a-m].{6}){3}")
     shared = Matcher(compiler.compile(structured))
-    renewing = Matcher(compiler.compile(structured), lambda: compiler.renewed(structured))
+    renewing = Matcher(compiler.compile(structured), lambda: compiler.compile_unshared(structured))
 
     def errors(start, rng):
         count = 0
@@ -191,7 +191,7 @@ def test_nobody_pays_for_the_states_of_others(compiler, tokenizer, monkeypatch):
 
     assert errors(shared, random.Random(1)) > 10
     assert errors(renewing, random.Random(1)) == 0
-    assert not compiler.knows(structured)  # the next one gets an empty lexer, too
+    assert not compiler.is_cached(structured)  # the next one gets an empty lexer, too
 
 
 def test_a_model_without_an_end(tokenizer):
@@ -262,12 +262,12 @@ def test_masks_of_one_request_have_one_effort(compiler, tokenizer, monkeypatch):
         "_USUAL_MASK_S_PER_TOKEN": 0,
     }.items():
         monkeypatch.setattr(token_mask, name, seconds)
-    effort = token_mask.Effort(tokenizer.vocab_size)
+    budget = token_mask.MaskBudget(tokenizer.vocab_size)
     given = compiler, tokenizer, "json_object", ""
-    first, second = (grammar_mask(*given, effort=effort) for _ in range(2))
+    first, second = (grammar_mask(*given, budget=budget) for _ in range(2))
     assert allowed(first, []) and first.error is None
     second.fill(PROMPT)
     assert second.error == TOO_COMPLEX
-    plain = SequenceMask(tokenizer.vocab_size, num_prompt=3, effort=effort)
+    plain = SequenceMask(tokenizer.vocab_size, num_prompt=3, budget=budget)
     plain.fill(PROMPT)
     assert plain.error is None
