@@ -23,7 +23,7 @@ from serve.text.chat_parser import (
     ToolCallStart,
 )
 from serve.text.chat_parser.calls import ToolCallParser
-from serve.text.chat_parser.grammar import calls_or_content, content_behind_reasoning, forced_calls
+from serve.text.chat_parser.grammar import calls_or_content, content_after_reasoning, forced_calls
 from serve.text.chat_parser.reasoning import ReasoningParser
 
 _TAIL_TOKENS = 16  # the prompt's last tokens, which show whether it ends inside the reasoning
@@ -165,7 +165,7 @@ class ChatRun:
         if not self._uses_tools:
             if content is None or not self._reasons:
                 return content
-            return content_behind_reasoning(style, content, is_open=is_open)
+            return content_after_reasoning(style, content, is_open=is_open)
         parallel = asked.parallel_tool_calls
         if isinstance(choice, tuple):
             tools = [tool for tool in tools if tool["function"]["name"] == choice[1]]

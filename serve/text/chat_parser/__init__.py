@@ -1,6 +1,6 @@
-"""How models write reasoning and calls of tools, and how to read it as it comes.
+"""The formats of reasoning and tool calls, and their incremental parsers.
 
-Text in, parts out: no engine, no tokenizer, no HTTP.
+Parsers turn text into parts; nothing here knows the engine, the tokenizer or HTTP.
 """
 
 from __future__ import annotations

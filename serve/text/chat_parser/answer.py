@@ -1,4 +1,4 @@
-"""One answer's text, in parts: first the reasoning, then text and calls."""
+"""Splits the text of an answer into parts: first the reasoning, then text and tool calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from serve.text.chat_parser.reasoning import ReasoningParser, Split
 
 
 class AnswerParser:
-    """However the text is cut, the parts are the same when they are joined."""
+    """Parses an answer; the joined parts do not depend on how the text is cut."""
 
     __slots__ = ("_calls", "_reasoning")
 
@@ -22,7 +22,7 @@ class AnswerParser:
 
     @property
     def has_reasoned(self) -> bool:
-        """The reasoning is over; False if there was none."""
+        """Whether the reasoning has ended; False if there was none."""
         return self._reasoning is not None and self._reasoning.is_over
 
     @property
@@ -34,7 +34,7 @@ class AnswerParser:
         return self._parts(split)
 
     def finish(self) -> list[Part]:
-        """The answer is over: what was held back."""
+        """Ends the answer and returns the parts that were held back."""
         parts = [] if self._reasoning is None else self._parts(self._reasoning.finish())
         return parts if self._calls is None else parts + self._calls.finish()
 

@@ -1,9 +1,9 @@
-"""Calls of tools, read from a model's text as it comes.
+"""Parses tool calls incrementally from the text of a model.
 
-A call whose object begins with its name is passed on while its arguments are still written; any
-other is held until its object is whole. What turns out to be no call is text, and so is all of
-it: nothing is dropped but the markup of calls and the white space around it. Once a call has
-begun its arguments are what the model writes, valid JSON or not, as OpenAI's API has it.
+A call whose object begins with its name is emitted while the model still writes its arguments; any
+other call is held until its object is complete. An object that is not a call is text: only the
+markup of calls and the white space around it are dropped. Once a call has begun, its arguments are
+the model's text, valid JSON or not, as in OpenAI's API.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from serve.text.chat_parser.formats import ToolFormat
 from serve.text.chat_parser.parts import Part, Text, ToolCallArguments, ToolCallStart
 from serve.text.chat_parser.scan import JsonEnd, overlap
 
-MAX_HELD_CHARS = 1 << 18  # of a call that cannot be passed on before it is whole
-MAX_EXTRA_CHARS = 1024  # of an object after its arguments
+MAX_HELD_CHARS = 1 << 18  # of a call that is held until it is complete
+MAX_EXTRA_CHARS = 1024  # in an object after its arguments
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _HEAD = re.compile(
     r'\{\s{0,16}"name"\s{0,16}:\s{0,16}"([A-Za-z0-9_.-]{1,64})"\s{0,16},\s{0,16}'
     r'"(?:arguments|parameters)"\s{0,16}:\s{0,16}(?=\{)'
 )
-_MAX_HEAD_CHARS = 300  # no head is longer
+_MAX_HEAD_CHARS = 300  # the longest possible head
 _FIRST_KEY = re.compile(r'\{\s{0,16}+(?:[^"]|"([^"]{0,16}+).)', re.DOTALL)
 _KEYS = frozenset({"name", "arguments", "parameters", "type", "id"})
 
 
 class ToolCallParser:
-    """Reads one answer. names: of the tools there are; bare objects are calls only of these."""
+    """Parses one answer. names: the tools; a bare object is a call only if it names one."""
 
     def __init__(self, style: ToolFormat, names: frozenset[str]) -> None:
         self._format = style
         self._names = names
-        self._text = ""  # not understood yet
-        self._held = ""  # before it: text, if the call that began turns out to be none
+        self._text = ""  # not parsed yet
+        self._held = ""  # the text before it, which is emitted if the call is rejected
         self._object = JsonEnd()
         self._scanned = 0
         self._is_after_call = False
@@ -52,18 +52,18 @@ class ToolCallParser:
         return self._parts
 
     def finish(self) -> list[Part]:
-        """The answer is over: what was held back."""
+        """Ends the answer and returns the parts that were held back."""
         self._parts = []
         text, self._text = self._text, ""
         if self._state == self._content:
-            self._say(text.lstrip() if self._is_after_call else text)
+            self._emit(text.lstrip() if self._is_after_call else text)
         elif self._state == self._rest:
-            self._say(text.lstrip())
-        elif self._state != self._after:  # a part of an end marker is no text
-            self._say(self._held + text)
+            self._emit(text.lstrip())
+        elif self._state != self._after:  # a partial end marker is not text
+            self._emit(self._held + text)
         return self._parts
 
-    # ---- states: each takes from the text, and says whether there is more to do now
+    # ---- states: each consumes text, and returns whether the next state can run now
 
     def _start(self) -> bool:
         text = self._text.lstrip()
@@ -73,19 +73,19 @@ class ToolCallParser:
         return True
 
     def _content(self) -> bool:
-        """Text up to a marker. White space is held back: it may stand before a call."""
+        """Emits text up to a marker; white space is held back, since a call may follow."""
         text, begin = self._text, self._format.begin
         if self._is_after_call:
             text = text.lstrip()
             self._is_after_call = not text
         at = text.find(begin)
-        shown = text[: at if at >= 0 else len(text) - overlap(text, begin)].rstrip()
-        self._say(shown)
+        ready = text[: at if at >= 0 else len(text) - overlap(text, begin)].rstrip()
+        self._emit(ready)
         if at < 0:
-            self._text = text[len(shown) :]
+            self._text = text[len(ready) :]
             return False
         at += len(begin)
-        self._held, self._text = text[len(shown) : at], text[at:]
+        self._held, self._text = text[len(ready) : at], text[at:]
         self._state = self._list if self._format.is_list else self._before
         return True
 
@@ -95,7 +95,7 @@ class ToolCallParser:
             return False
         if text[0] != "[":
             return self._reject(0)
-        self._take(self._text.index("[") + 1)
+        self._hold(self._text.index("[") + 1)
         self._state = self._before
         return True
 
@@ -105,13 +105,13 @@ class ToolCallParser:
             return False
         if text[0] != "{":
             return self._reject(0)
-        self._take(len(self._text) - len(text))
+        self._hold(len(self._text) - len(text))
         self._object, self._scanned = JsonEnd(), 0
         self._state = self._head
         return True
 
     def _head(self) -> bool:
-        """An object from its first bracket on."""
+        """Parses an object from its first bracket on."""
         text = self._text
         first = _FIRST_KEY.match(text)
         if first is None:
@@ -142,17 +142,17 @@ class ToolCallParser:
 
     def _arguments(self) -> bool:
         end = self._object.scan(self._text, 0)
-        shown = self._text if end < 0 else self._text[:end]
-        if shown:
-            self._parts.append(ToolCallArguments(self.num_calls - 1, shown))
-        self._text = self._text[len(shown) :]
+        ready = self._text if end < 0 else self._text[:end]
+        if ready:
+            self._parts.append(ToolCallArguments(self.num_calls - 1, ready))
+        self._text = self._text[len(ready) :]
         if end < 0:
             return False
         self._state = self._rest
         return True
 
     def _rest(self) -> bool:
-        """What an object holds behind its arguments, and its last bracket, if it has one."""
+        """Skips the members of an object after its arguments, and its last bracket."""
         text = self._text.lstrip()
         if not text:
             return False
@@ -169,7 +169,7 @@ class ToolCallParser:
         return True
 
     def _after(self) -> bool:
-        """Behind a call: its end marker, another call or text."""
+        """Parses the end marker, another call or text after a call."""
         style = self._format
         text = self._text.lstrip("} \t\r\n" if style.end else None)
         end = style.end or ("]" if style.is_list else "")
@@ -185,20 +185,20 @@ class ToolCallParser:
         self._state = self._content
         return True
 
-    # ---- steps of several states
+    # ---- helpers of the states
 
-    def _say(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         if text:
             self._parts.append(Text(text))
 
-    def _take(self, size: int) -> None:
+    def _hold(self, size: int) -> None:
         self._held += self._text[:size]
         self._text = self._text[size:]
 
     def _reject(self, size: int) -> bool:
-        """No call: what was held, and so much of the text, is text."""
-        self._take(size)
-        self._say(self._held)
+        """Emits the held text and `size` characters as text, since they are not a call."""
+        self._hold(size)
+        self._emit(self._held)
         self._held = ""
         self._state = self._content
         return True
@@ -218,7 +218,7 @@ class _WholeCall(NamedTuple):
 
 
 def _whole_call(text: str) -> _WholeCall | None:
-    """An object that is complete; None if it is no call. Arguments may be JSON in a string."""
+    """Parses a complete object, whose arguments may be a JSON string; None if it is no call."""
     try:
         call = json.loads(text)
         arguments = call.get("arguments", call.get("parameters"))

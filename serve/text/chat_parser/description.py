@@ -1,5 +1,6 @@
-"""Tools for models whose chat template knows none: described in the conversation, and calls and
-results written as text, in the Hermes format.
+"""Tools for models whose chat template does not support them.
+
+The conversation describes the tools, and calls and results are text in the Hermes format.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ def describe_tools(
     tools: Sequence[Mapping[str, Any]] | None,
     template: str,
 ) -> list[dict[str, Any]]:
-    """The conversation in plain messages of system, user and assistant. template: its text; some
-    refuse a system message, and the first user message takes the description then."""
+    """Returns the conversation as plain messages of system, user and assistant.
+
+    template: the text of the chat template; where it refuses system messages, the first user
+    message has the description.
+    """
     plain = _plain(messages)
     if not tools:
         return plain
@@ -42,8 +46,8 @@ def describe_tools(
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Calls and results as text. Results in a row are one message: templates want roles that
-    take turns."""
+    """Writes calls and results as text; consecutive results become one message, since templates
+    require alternating roles."""
     plain: list[dict[str, Any]] = []
     was_result = False
     for message in messages:

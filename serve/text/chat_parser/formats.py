@@ -1,4 +1,4 @@
-"""The formats of tool calls and reasoning, and which of them a chat template asks for."""
+"""The formats of tool calls and reasoning, and the choice of one by the chat template."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def _call_id() -> str:
 
 
 def _short_call_id() -> str:
-    """Nine letters and digits: the templates of Mistral raise for any other id."""
+    """Returns nine letters and digits, as the chat templates of Mistral require."""
     return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """Each call is a JSON object with a name and arguments (or parameters).
+    """A format of calls, each of which is a JSON object with a name and arguments or parameters.
 
-    begin: before a call, or before a list of them. end: after each call, if not empty.
-    separator: between the calls of one list, if not empty. is_list: the calls stand in [].
-    is_bare: an answer that begins with { is a call as well. key: of the arguments, as the model
-    is used to it.
+    begin: the marker before a call or a list of calls. end: the marker after each call, if any.
+    separator: the text between the calls of a list, if any. is_list: the calls are in brackets.
+    is_bare: an answer that begins with { is a call too. key: the arguments' key in the model's
+    training.
     """
 
     name: str
@@ -47,7 +47,7 @@ class ToolFormat:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """What stands around what a model thinks."""
+    """The markers around a model's reasoning."""
 
     name: str
     begin: str
@@ -71,12 +71,12 @@ REASONING_FORMATS = {"deepseek_r1": ReasoningFormat("deepseek_r1", "<think>", "<
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """How one model's answers are read.
+    """The formats of one model's answers.
 
-    tools: None: calls are not read. has_native_tools: the chat template renders tools; else they
-    are described in the conversation. special_ids: the markers that are special tokens.
-    reasoning_end_id: the token that ends the reasoning, if it is one. opens_reasoning: prompts end
-    inside the reasoning, unless enable_thinking is false.
+    tools: the format of calls; None if they are not parsed. has_native_tools: whether the chat
+    template renders tools; else the conversation describes them. special_ids: the ids of markers
+    that are special tokens. reasoning_end_id: the id of the end marker if it is one token.
+    opens_reasoning: whether prompts end inside the reasoning, unless enable_thinking is false.
     """
 
     tools: ToolFormat | None = TOOL_FORMATS["hermes"]
@@ -88,15 +88,18 @@ class ChatFormat:
 
 
 def choose_format(template: str, tool_parser: str, reasoning_parser: str) -> ChatFormat:
-    """For a chat template's text and the two settings. "auto": what the template writes; tools
-    that it writes in a way that is not known here are described in the conversation instead."""
+    """Returns the formats for the text of a chat template and the two settings.
+
+    "auto" takes the format of the template; tools in an unknown format are described in the
+    conversation instead.
+    """
     has_tools = _TOOLS_VARIABLE.search(template) is not None
     name = tool_parser
     if tool_parser == "auto":
-        name = _written(template)
+        name = _call_format(template)
         has_tools = has_tools and bool(name)
     if not has_tools and tool_parser != "none":
-        name = "hermes"  # as they are described
+        name = "hermes"  # the format of the description
     if reasoning_parser == "auto":
         reasoning_parser = "deepseek_r1" if "</think>" in template else "none"
     reasoning = REASONING_FORMATS.get(reasoning_parser)
@@ -109,13 +112,13 @@ def choose_format(template: str, tool_parser: str, reasoning_parser: str) -> Cha
 
 
 def _opens(template: str, reasoning: ReasoningFormat) -> bool:
-    """Whether what a template writes last begins the reasoning, and does not always end it."""
+    """Whether the end of a prompt begins the reasoning without always ending it."""
     last = template.rpartition("add_generation_prompt")[2]
     return last.count(reasoning.begin) > last.count(reasoning.end)
 
 
-def _written(template: str) -> str:
-    """The format that a template shows its calls in, or ""."""
+def _call_format(template: str) -> str:
+    """Returns the format of the calls in a template, or ""."""
     if "<tool_call>" in template and "<function=" not in template:
         return "hermes"
     if "[TOOL_CALLS]" in template and "[ARGS]" not in template:

@@ -1,5 +1,6 @@
-"""Grammars, in llguidance's Lark notation, that make a model write calls of tools in its own
-format, so that the parsers read them back; with arguments that fit the tools' schemas.
+"""Grammars that make a model write tool calls in its own format with valid arguments.
+
+The notation is llguidance's Lark; the parsers of this folder read the calls back.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from serve.errors import RequestError
 from serve.structured_output import JSON_OPTIONS, StructuredOutput
 from serve.text.chat_parser.formats import ChatFormat, ToolFormat
 
-MAX_CALLS = 16  # of one answer that must call
+MAX_CALLS = 16  # of an answer that must be calls
 _REGEX_PART = re.compile(r"\\.|/|\n", re.DOTALL)
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _NO_PARAMETERS: dict[str, Any] = {
@@ -26,8 +27,10 @@ _NO_PARAMETERS: dict[str, Any] = {
 def forced_calls(
     chat: ChatFormat, tools: Sequence[Mapping[str, Any]], *, parallel: bool, is_open: bool
 ) -> StructuredOutput:
-    """The answer is one call, or several if parallel, of these tools. is_open: the prompt ends
-    inside the reasoning. A model that reasons may do so first."""
+    """Requires one call of these tools, or several if parallel, after optional reasoning.
+
+    is_open: the prompt ends inside the reasoning.
+    """
     assert chat.tools is not None
     rules = _call_rules(chat, chat.tools, tools, parallel=parallel, all_strict=True)
     return _grammar(chat, "calls", rules, is_open=is_open)
@@ -41,8 +44,10 @@ def calls_or_content(
     parallel: bool,
     is_open: bool,
 ) -> StructuredOutput:
-    """The answer may be calls; the arguments of strict tools fit their schemas. Otherwise it is
-    what `content` says, or any text, which calls may follow."""
+    """Allows calls, whose arguments match the schemas of strict tools, or else content.
+
+    The content is that of `content`, or any text, which calls may follow.
+    """
     style = chat.tools
     assert style is not None
     rules = _call_rules(chat, style, tools, parallel=parallel, all_strict=False)
@@ -50,9 +55,9 @@ def calls_or_content(
         return _grammar(chat, "calls | content", [*rules, _content_rule(content)], is_open=is_open)
     rules += ["TEXT: /(.|\\n)*/", "text: TEXT"]
     if style.is_bare:
-        # any text but one that begins as a call does
-        rules += ["SAID: /([^{\\s](.|\\n)*)?/", "said: SAID"]
-        return _grammar(chat, "calls | said", rules, is_open=is_open)
+        # any text that does not begin like a call
+        rules += ["PLAIN: /([^{\\s](.|\\n)*)?/", "plain: PLAIN"]
+        return _grammar(chat, "calls | plain", rules, is_open=is_open)
     marker = _literal(chat, style.begin)
     if style.begin in chat.special_ids:
         rules.append(f"lead: TEXT {marker}")
@@ -64,10 +69,10 @@ def calls_or_content(
     return _grammar(chat, f"block{times} text", rules, is_open=is_open)
 
 
-def content_behind_reasoning(
+def content_after_reasoning(
     chat: ChatFormat, content: StructuredOutput, *, is_open: bool
 ) -> StructuredOutput:
-    """The answer is what `content` says, and a model that reasons may do so first."""
+    """Requires `content`, after optional reasoning."""
     return _grammar(chat, "content", [_content_rule(content)], is_open=is_open)
 
 
@@ -89,12 +94,12 @@ def _call_rules(
     parallel: bool,
     all_strict: bool,
 ) -> list[str]:
-    """Rules `calls`, and for what stands behind a begin marker `rest` (of one call) or `list`."""
+    """Returns the rules `calls`, and `rest` (of a call) or `list` after a begin marker."""
     more = f"{{0,{MAX_CALLS - 1}}}"
     end = f' "\\n" {_literal(chat, style.end)}' if style.end else ""
     space = '"\\n" ' if style.end else ""
     again = json.dumps(f"{style.separator} " if style.separator else "\n")
-    # the templates of Llama refuse a message with two calls when it comes back
+    # the chat templates of Llama refuse a later message with two calls
     following = f" ({again} call){more}" if parallel and not style.is_bare else ""
     begin = "" if style.is_bare else f"{_literal(chat, style.begin)} "
     rules = [f"rest: {space}object{end}"]
@@ -124,7 +129,7 @@ def _json(schema: Mapping[str, Any]) -> str:
 
 
 def _literal(chat: ChatFormat, marker: str) -> str:
-    """A special token is none of its characters."""
+    """Writes a marker as text, or as its id if it is a special token."""
     token_id = chat.special_ids.get(marker)
     return json.dumps(marker) if token_id is None else f"<[{token_id}]>"
 
@@ -148,6 +153,6 @@ def _content_rule(content: StructuredOutput) -> str:
 
 
 def _lark_part(part: re.Match[str]) -> str:
-    """Lark's regular expressions stand between slashes, on one line."""
+    """Escapes a part of a regular expression, which Lark writes in slashes on one line."""
     text = part[0]
     return "\\n" if text[-1] == "\n" else "\\/" if text == "/" else text

@@ -1,6 +1,6 @@
-"""What an assistant says, in parts: text, reasoning, calls of tools.
+"""The parts of an answer: text, reasoning and tool calls.
 
-Whoever speaks a chat API (chat completions, responses, messages) makes its answers of these.
+Each chat API (chat completions, responses, messages) builds its answers from them.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from typing import NamedTuple
 
 
 class Text(NamedTuple):
-    """More of the visible answer."""
+    """Another piece of the visible answer."""
 
     text: str
 
 
 class Reasoning(NamedTuple):
-    """More of what the model thinks before it answers."""
+    """Another piece of the reasoning."""
 
     text: str
 
 
 class ToolCallStart(NamedTuple):
-    """number: from 0, of the calls of this choice. call_id: made by the server."""
+    """The start of a call. number: its index in this choice. call_id: made by the server."""
 
     number: int
     call_id: str
@@ -29,7 +29,7 @@ class ToolCallStart(NamedTuple):
 
 
 class ToolCallArguments(NamedTuple):
-    """More of the JSON text of a call's arguments."""
+    """Another piece of the JSON text of a call's arguments."""
 
     number: int
     text: str

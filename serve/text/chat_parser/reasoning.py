@@ -1,4 +1,4 @@
-"""What a model thinks before it answers: <think> ... </think> at the start of an answer."""
+"""Parses the reasoning at the start of an answer, such as <think> ... </think>."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Split(NamedTuple):
 
 
 class ReasoningParser:
-    """Splits one answer. Newlines beside a marker belong to the marker.
+    """Splits one answer into reasoning and content. Newlines next to a marker are dropped.
 
-    is_open: the prompt ends inside the reasoning. Only what stands at the start is reasoning;
-    a marker later is text.
+    is_open: the prompt ends inside the reasoning. Only the start of an answer is reasoning; a
+    later marker is text.
     """
 
     __slots__ = ("_format", "_has_begun", "_is_first", "_state", "_text")
@@ -35,7 +35,7 @@ class ReasoningParser:
 
     @property
     def is_over(self) -> bool:
-        """There was some, even if it was empty."""
+        """Whether reasoning, possibly empty, has ended."""
         return self._has_begun and self._state != "inside"
 
     def push(self, text: str) -> Split:
@@ -57,7 +57,7 @@ class ReasoningParser:
         return Split(reasoning, content)
 
     def finish(self) -> Split:
-        """The answer is over: what was held back."""
+        """Ends the answer and returns the text that was held back."""
         text, self._text = self._text, ""
         return Split(text, "") if self._state == "inside" else Split("", text)
 
@@ -80,6 +80,6 @@ class ReasoningParser:
             self._text = text[at + len(end) :]
             self._state = "after"
             return text[:at].rstrip("\n")
-        shown = text[: len(text) - overlap(text, end)].rstrip("\n")
-        self._text = text[len(shown) :]
-        return shown
+        ready = text[: len(text) - overlap(text, end)].rstrip("\n")
+        self._text = text[len(ready) :]
+        return ready

@@ -1,4 +1,4 @@
-"""Finding ends in text that is still coming."""
+"""Finds ends in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _INSIDE = re.compile(r'["\\]')
 
 
 def overlap(text: str, marker: str) -> int:
-    """Length of the longest end of text that is a proper beginning of marker."""
+    """Returns the length of the longest suffix of text that is a proper prefix of marker."""
     at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
     while at >= 0:
         if marker.startswith(text[at:]):
@@ -19,8 +19,10 @@ def overlap(text: str, marker: str) -> int:
 
 
 class JsonEnd:
-    """Where a JSON object or list ends, by its brackets and strings. depth: of brackets that are
-    open already."""
+    """Finds the end of a JSON object or list by its brackets and strings.
+
+    depth: the number of brackets that are open already.
+    """
 
     __slots__ = ("_depth", "_is_escaped", "_is_string")
 
@@ -30,8 +32,11 @@ class JsonEnd:
         self._is_escaped = False
 
     def scan(self, text: str, start: int) -> int:
-        """The index behind the last bracket, or -1 if it is not in text[start:]; go on with what
-        follows. A < outside of a string, where JSON has none, is an end as well."""
+        """Returns the index after the last bracket, or -1 if it is not in text[start:].
+
+        The next call continues with the text that follows. A < outside a string, which is not
+        JSON, is an end too.
+        """
         at = start
         while at < len(text):
             if self._is_escaped:

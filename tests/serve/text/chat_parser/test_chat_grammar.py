@@ -27,7 +27,7 @@ from serve.text.chat_parser.formats import REASONING_FORMATS, TOOL_FORMATS
 from serve.text.chat_parser.grammar import (
     MAX_CALLS,
     calls_or_content,
-    content_behind_reasoning,
+    content_after_reasoning,
     forced_calls,
 )
 from serve.text.chat_parser.reasoning import ReasoningParser
@@ -134,7 +134,7 @@ def test_reasoning_may_come_first() -> None:
     is_open = forced_calls(chat, TOOLS, parallel=True, is_open=True)
     assert accepts(is_open, f"well\n</think>\n\n{CALL}")
     assert not accepts(is_open, CALL)
-    form = content_behind_reasoning(chat, StructuredOutput("json_object"), is_open=True)
+    form = content_after_reasoning(chat, StructuredOutput("json_object"), is_open=True)
     assert accepts(form, 'well\n</think>\n\n{"a": 1}')
     assert not accepts(form, '{"a": 1}')
 
