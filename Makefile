@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 GUEST := build/guest
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard ops/csrc/* transport/csrc/*)
 
-.PHONY: serve test test-full test-rest test-rdma check format bench cross-aarch64 clean test-faults gpu fuzz
+.PHONY: serve test test-full test-rest test-rdma check format figures cross-aarch64 clean test-faults gpu fuzz
 
 serve: $(VENV)/.serve
 	$(BIN)/serve run --port $(PORT)
@@ -58,21 +58,10 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The figures of the README, on a quiet machine; it takes a while, and the first run writes a
-# 2.5 GB random checkpoint into ~/.cache/mergestep.
-bench: $(VENV)/.dev
-	$(BIN)/serve bench ops
-	$(BIN)/serve bench latency random:llama-1b
-	$(BIN)/serve bench throughput random:llama-1b --requests 16 --output-len 256 \
-		--dtype bfloat16 --peer transformers --repeats 1
-	$(BIN)/serve bench prefix-cache
-	$(BIN)/serve bench nodes capacity
-	$(BIN)/serve bench engine
-	$(BIN)/serve bench http random:llama-1b
-	$(BIN)/serve bench http
-	$(BIN)/serve bench startup
-	$(BIN)/serve bench ablation
-	$(BIN)/serve eval
+# Measures the README's table and writes it there, on a quiet machine: about half an hour. The first
+# run writes a 2.5 GB random checkpoint into ~/.cache/mergestep.
+figures: $(VENV)/.dev
+	$(BIN)/python -m bench.cli.figures
 
 # Everything that a GPU can tell, in less than nine minutes: bench/results/DEVICE.json and .md. With
 # the first Python here whose torch sees the GPU; GPU_PYTHON names another one. It needs what

@@ -122,7 +122,13 @@ def measure_capacity(folder: Path, is_quick: bool) -> Result:
     times = nodes[0].most_running / alone[0].most_running
     is_same = alone[2] == nodes[2]
     table.caption = f"{times:.1f}x the batch; same tokens: {is_same}"
-    found = {"times": times, "bytes": nodes[0].most_bytes, "is_same": is_same}
+    found = {
+        "times": times,
+        "bytes": nodes[0].most_bytes,
+        "is_same": is_same,
+        "sequences": [watch.most_running for watch, _, _ in rows],
+        "tokens_per_s": [count * answer / seconds for _, seconds, _ in rows],
+    }
     return table, found
 
 
