@@ -21,7 +21,7 @@ DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "nf4", "fp8")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 PARTITIONS = ("auto", "head", "request", "sequence")  # as memory.nodes.placement, which has torch
 MEMORY_POLICIES = ("predicted", "worst_case", "prompt_only")  # as in serve.scheduler.admission
-ORDERS = ("fcfs", "priority", "mlfq", "fair")  # as in serve.scheduler
+QUEUE_POLICIES = ("fcfs", "priority", "mlfq", "fair")  # as in serve.scheduler
 TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "none")
 REASONING_PARSERS = ("auto", "deepseek_r1", "none")
 MEMORY_PREFILLS = ("local", "remote")
@@ -237,7 +237,7 @@ class EngineConfig:
             ("dtype", DTYPES),
             ("kv_dtype", KV_DTYPES),
             ("memory_policy", MEMORY_POLICIES),
-            ("order", ORDERS),
+            ("order", QUEUE_POLICIES),
             ("memory_partition", PARTITIONS),
             ("memory_prefill", MEMORY_PREFILLS),
             ("memory_wire", MEMORY_WIRES),

@@ -65,7 +65,7 @@ from serve.models import load_model
 from serve.request import Request
 from serve.runner.runner import ModelRunner
 from serve.sampling_params import SamplingParams
-from serve.scheduler.microbatches import StaggerChoice
+from serve.scheduler.microbatches import LearnedMicrobatches
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import make_sequences
 from serve.scheduler.step_plan import SchedulerLimits
@@ -241,13 +241,13 @@ def _injected_times(
     def runner(policy: Any, *, is_late: bool = False) -> ModelRunner:
         node = TimedNode(runtime.attention, costs, clock)
         attention = LateQ(node) if is_late else node
-        return ModelRunner(model, runtime.kv, attention, stagger=policy, clock=clock.now)
+        return ModelRunner(model, runtime.kv, attention, microbatches=policy, clock=clock.now)
 
     runners = {
         "late_s": (runner(FixedMode(False), is_late=True), 0),
         "early_s": (runner(FixedMode(False)), 0),
         "two_s": (runner(FixedMode(True)), 0),
-        "learned_s": (runner(StaggerChoice()), _LEARNING_STEPS),
+        "learned_s": (runner(LearnedMicrobatches()), _LEARNING_STEPS),
     }
     return step_times(runtime, runners, ROWS, _PROMPT, num_steps, clock.now)
 
@@ -320,7 +320,7 @@ def _node_times(
     try:
         runners = {
             mode: (
-                ModelRunner(runtime.model, runtime.kv, attention, stagger=FixedMode(is_split)),
+                ModelRunner(runtime.model, runtime.kv, attention, microbatches=FixedMode(is_split)),
                 0,
             )
             for mode, attention, is_split in (

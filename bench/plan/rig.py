@@ -18,7 +18,7 @@ from serve.request import Request
 from serve.runner.runner import ModelRunner
 from serve.sampling_params import SamplingParams
 from serve.scheduler.sequence import Sequence, SequenceStatus, make_sequences
-from serve.scheduler.step_plan import StepPlan, plan_of
+from serve.scheduler.step_plan import StepPlan, make_plan
 
 _PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
 
@@ -46,7 +46,7 @@ class StepRig:
         """A step: a decode row after each of the contexts, and chunks of (rows, context)."""
         decodes = [self._sequence(context, 1) for context in contexts]
         prompts = [(self._sequence(context, rows), rows) for rows, context in chunks]
-        plan = plan_of(decodes, prompts)
+        plan = make_plan(decodes, prompts)
         assert plan is not None, "a step without rows"
         return plan
 

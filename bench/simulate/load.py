@@ -225,7 +225,7 @@ class LoadSimulation:
         notes = [
             f"simulated: {keeper.num_steps} steps in {self._engine.now_s:.1f} s of virtual time,"
             f" {scheduler.num_preemptions} preemptions"
-            f" of which {scheduler.num_given_way} gave way to others"
+            f" of which {scheduler.num_priority_preemptions} gave way to others"
         ]
         if len(keeper.rows) < keeper.num_steps:
             notes.append(f"of {keeper.num_steps} steps every {keeper.stride}th is kept")

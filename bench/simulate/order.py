@@ -26,7 +26,7 @@ from bench.simulate.memory import make_kv
 from bench.simulate.memory_policy import CPU
 from memory.pages.layer_groups import LayerGroup
 from memory.prefix.index import PrefixHasher
-from serve.config import ORDERS
+from serve.config import QUEUE_POLICIES
 from serve.request import Request
 from serve.sampling_params import SamplingParams
 from serve.scheduler.admission import make_policy
@@ -187,8 +187,8 @@ class Simulation:
             _quantile(ttfts[True], 0.99),
             _quantile(latencies, 0.99),
             sum(call.num_output for call in self.calls) / self.engine.now_s,
-            self.scheduler.num_given_way,
-            self.scheduler.num_preemptions - self.scheduler.num_given_way,
+            self.scheduler.num_priority_preemptions,
+            self.scheduler.num_preemptions - self.scheduler.num_priority_preemptions,
             self.num_rows / needed - 1,
         )
 
@@ -203,11 +203,11 @@ def measure(quick: bool) -> dict[str, dict[str, Result]]:
     calls = mixed_trace(NUM_REQUESTS // 10 if quick else NUM_REQUESTS)
     queue = backlog_trace(NUM_BACKLOG // 4 if quick else NUM_BACKLOG)
     fairness = {
-        order: Simulation(queue, order, MAX_NUM_SEQS * whole).fairness() for order in ORDERS
+        order: Simulation(queue, order, MAX_NUM_SEQS * whole).fairness() for order in QUEUE_POLICIES
     }
     found: dict[str, dict[str, Result]] = {}
     for name, num_pages in (("roomy", MAX_NUM_SEQS * whole), ("tight", 2 * whole)):
-        found[name] = {order: Simulation(calls, order, num_pages).run() for order in ORDERS}
+        found[name] = {order: Simulation(calls, order, num_pages).run() for order in QUEUE_POLICIES}
     return {
         name: {
             order: Result(**(asdict(result) | {"fairness": fairness[order]}))

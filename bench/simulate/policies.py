@@ -21,11 +21,13 @@ from bench.load.workload.datasets import DatasetSettings
 from bench.load.workload.schedule import ArrivalSettings, make_calls
 from bench.simulate.load import LoadSimulation
 from bench.simulate.machine import DEFAULT_MACHINE, simulated_machine
-from serve.config import ORDERS
-from serve.scheduler.admission import POLICIES
+from serve.config import MEMORY_POLICIES, QUEUE_POLICIES
 
 MODEL, DATASET, MAX_MODEL_LEN = "llama-3.1-8b", "azure-conv", 16_384
-CASES = [*((policy, "fcfs") for policy in POLICIES), *(("predicted", name) for name in ORDERS[1:])]
+CASES = [
+    *((policy, "fcfs") for policy in MEMORY_POLICIES),
+    *(("predicted", name) for name in QUEUE_POLICIES[1:]),
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from serve.config import (
     MEMORY_POLICIES,
     MEMORY_PREFILLS,
     MEMORY_WIRES,
-    ORDERS,
     PARTITIONS,
+    QUEUE_POLICIES,
     REASONING_PARSERS,
     TOOL_PARSERS,
 )
@@ -110,7 +110,9 @@ ENGINE_OPTIONS: dict[str, Option] = {
         metavar="SECONDS",
     ),
     "max_num_waiting": Option(SCHEDULING, "Most requests that wait; further ones are refused."),
-    "order": Option(SCHEDULING, "Queue policy: fcfs, priority, mlfq or fair.", choices=ORDERS),
+    "order": Option(
+        SCHEDULING, "Queue policy: fcfs, priority, mlfq or fair.", choices=QUEUE_POLICIES
+    ),
     "kv_cache_bytes": Option(
         MEMORY,
         "Most K/V memory, such as 2GiB; by default 40 % of free memory, on a GPU all that is left.",

@@ -293,7 +293,7 @@ class EngineCore:
                 state, prepared, self._eos, self._detokenizers, shares_prefix=shares_prefix
             )
             params = prepared.request.params
-            has_work = params.max_tokens != 0 or sequences[0].prompt_rows is not None
+            has_work = params.max_tokens != 0 or sequences[0].prompt_outputs is not None
             if has_work and not state.is_aborted:
                 for sequence in sequences:
                     self._scheduler.add(sequence)

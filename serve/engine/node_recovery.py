@@ -84,7 +84,7 @@ class NodeRecovery:
         def is_lost(start: int) -> bool:
             return any(starts[i] <= start < ends[i] for i in numbers)
 
-        num_lost = self._scheduler.lose(lambda target: is_lost(target.start))
+        num_lost = self._scheduler.preempt_lost(lambda target: is_lost(target.start))
         self.num_recomputed += num_lost
         for number in numbers:
             self._partitions[number].reset(0)

@@ -21,7 +21,7 @@ from serve.errors import MergestepError, RequestError
 from serve.pooling import PoolingParams
 from serve.request import Prompt, Request
 from serve.sampling_params import SamplingParams
-from serve.scheduler.prefix_lookup import PrefixUse
+from serve.scheduler.prefix_lookup import PrefixLookup
 from serve.scheduler.sequence import Sequence, make_sequences
 from serve.structured.masks import MaskMaker
 from serve.structured.token_mask import SequenceMask
@@ -62,7 +62,7 @@ class Preprocessor:
         self,
         tokenizer: Tokenizer,
         limits: RequestLimits,
-        prefixes: PrefixUse,
+        prefixes: PrefixLookup,
         rejection: EarlyRejection | None,
         eos_token_ids: frozenset[int],
         seed: int = 0,
@@ -176,6 +176,6 @@ def prepare_sequences(
             detokenizers,
             state.sink,
             state.times,
-            sequence.prompt_rows,
+            sequence.prompt_outputs,
         )
     return sequences

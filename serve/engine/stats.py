@@ -25,7 +25,8 @@ class EngineStats:
     the prefix cache. prefix_*: tokens of admitted sequences, those of them that were found, pages
     forgotten for want of memory.
     predicted_ttft_s: of the last request that was asked whether it meets ttft_slo; num_refused:
-    those that did not. num_given_way: preemptions for one that goes first, not for want of memory.
+    those that did not. num_priority_preemptions: preemptions for a higher priority level,
+    not for want of memory.
     disk_*: pages written there, read back, lost (they could not be read back), and not
     written (they are tried again); then what lies there now. Of what was lost: pages whose
     content was damaged, reads with an error. Of what failed: writes with an error, requests that
@@ -40,7 +41,7 @@ class EngineStats:
     num_decode_rows: int
     num_finished: int
     num_preemptions: int
-    num_given_way: int
+    num_priority_preemptions: int
     num_refused: int
     predicted_ttft_s: float | None
     preemptions_per_1000: float
@@ -129,7 +130,7 @@ def engine_stats(
         num_decode_rows=steps.num_decode_rows,
         num_finished=scheduler.num_finished,
         num_preemptions=scheduler.num_preemptions,
-        num_given_way=scheduler.num_given_way,
+        num_priority_preemptions=scheduler.num_priority_preemptions,
         num_refused=rejection.num_refused if rejection else 0,
         predicted_ttft_s=rejection.predicted_s if rejection else None,
         preemptions_per_1000=1000 * scheduler.num_preemptions / max(1, scheduler.num_finished),

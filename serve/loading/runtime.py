@@ -36,7 +36,7 @@ from serve.machine import local_kv_bytes, usable_processors
 from serve.models import Decoder, ModelSpec, load_model, read_spec
 from serve.models.checksums import check_manifest
 from serve.models.weights import MakeLinear, joining
-from serve.runner.runner import Closes, Runner
+from serve.runner.runner import Closable, Runner
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Runtime:
     model: Decoder
     attention: PlannedAttention
     kv: KVMemory
-    memory: Closes
+    memory: Closable
     prefix_secret: bytes | None = None  # the secret of page keys on disk
     nodes: NodeSet | None = None
     runner: Runner | None = None  # set on devices with a runner of their own

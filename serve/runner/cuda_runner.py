@@ -8,10 +8,10 @@ the host. Nobody waits for the device but `PendingStep.wait`.
 
 from __future__ import annotations
 
+import collections.abc as abc
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,12 +27,12 @@ from ops.cuda.sampling import DeviceSampler, Fetched, Kind, SamplingPlan
 from serve.models import Decoder
 from serve.runner.device_sampler import rows_of, sampled
 from serve.runner.graph_shapes import StepShape, StepShapes
-from serve.runner.mask_filler import NOBODY, FillingMasks, MaskFiller, has_masks
-from serve.runner.prompt_reader import PromptReader, PromptRowRequest, wanted_rows
-from serve.runner.runner import LOOK_EVERY, Closes, StepResult, next_needs
+from serve.runner.mask_filler import NO_SEQUENCES, FillingMasks, MaskFiller, has_masks
+from serve.runner.prompt_reader import PromptReader, PromptRowRequest, prompt_row_requests
+from serve.runner.runner import MAP_AHEAD_EVERY, Closable, StepResult, upcoming_tokens
 from serve.runner.step_device import Event, StepDevice, Work
 from serve.runner.step_inputs import block_bytes, fields, fill
-from serve.scheduler.sequence import Sequence as Output
+from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -44,30 +44,30 @@ _NUM_SLOTS = 3  # of pinned memory: two steps in flight, and one that is being m
 
 @dataclass(slots=True)
 class _Slot:
-    """Pinned memory of one step. mark: behind the last step that used it."""
+    """Pinned memory of one step. event: behind the last step that used it."""
 
     rows: Tensor
     attention: Tensor
-    mark: Event | None = None
+    event: Event | None = None
 
 
 @dataclass(slots=True)
 class _Step:
     """A step from its launch on. ranges: those that it may touch; wanted: of prompts' rows."""
 
-    sampled: list[Output]
+    sampled: list[Sequence]
     sampling: SamplingPlan
     ranges: list[Range]
     wanted: list[PromptRowRequest]
-    mark: Event | None = None
+    event: Event | None = None
     fetched: Fetched | None = None
-    reading: PromptReader | None = None
-    late: frozenset[Output] = NOBODY
+    reader: PromptReader | None = None
+    late: frozenset[Sequence] = NO_SEQUENCES
 
     def wait(self) -> StepResult:
-        assert self.mark is not None
-        self.mark.wait()
-        prompts = () if self.reading is None else self.reading.parts()
+        assert self.event is not None
+        self.event.wait()
+        prompts = () if self.reader is None else self.reader.parts()
         if not self.sampled:
             return StepResult([], [], None, prompts)
         assert self.fetched is not None
@@ -88,7 +88,7 @@ class CudaRunner:
         device: StepDevice,
         shapes: StepShapes,
         *,
-        memory: Closes | None = None,
+        memory: Closable | None = None,
     ) -> None:
         self._model = model
         self._kv = kv
@@ -111,7 +111,7 @@ class CudaRunner:
             for _ in range(_NUM_SLOTS)
         )
         self._graphs: dict[StepShape, Work] = {}
-        self._flying: deque[_Step] = deque(maxlen=_NUM_SLOTS)
+        self._launched: deque[_Step] = deque(maxlen=_NUM_SLOTS)
         self._num_steps = 0
         self._masks = MaskFiller()
 
@@ -150,19 +150,19 @@ class CudaRunner:
         return True
 
     def _prepare_empty(self, shape: StepShape) -> None:
-        """Rows that belong to nobody."""
+        """Rows that belong to no_rows."""
         slot = self._slots[0]
         slot.rows.zero_()
-        nobody = AttentionStep(0, [], [], [])
+        no_rows = AttentionStep(0, [], [], [])
         self._attention.fill(
-            slot.attention, nobody, shape.rows, shape.decodes, is_captured=shape.is_captured
+            slot.attention, no_rows, shape.rows, shape.decodes, is_captured=shape.is_captured
         )
         self._upload(slot, shape)
         self._device.wait()  # the slot is written again at once
 
     # -- a step
 
-    def run(self, plan: StepPlan, launched: Callable[[], None]) -> StepResult:
+    def run(self, plan: StepPlan, launched: abc.Callable[[], None]) -> StepResult:
         """One step alone."""
         return self.launch(plan, launched).wait()
 
@@ -171,13 +171,13 @@ class CudaRunner:
         return has_masks(plan)
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, launched: Callable[[], None]) -> _Step:
+    def launch(self, plan: StepPlan, launched: abc.Callable[[], None]) -> _Step:
         targets = [s.kv_range for s in plan.sequences if s.kv_range is not None]
         self._kv.commit(targets)
         self._num_steps += 1
         has_prompts = plan.num_total_rows > plan.num_decodes
-        if self._kv.maps_ahead and (has_prompts or self._num_steps % LOOK_EVERY == 0):
-            self._kv.map_ahead(next_needs(plan))
+        if self._kv.maps_ahead and (has_prompts or self._num_steps % MAP_AHEAD_EVERY == 0):
+            self._kv.map_ahead(upcoming_tokens(plan))
         shape = self._shapes.of(plan)
         slot = self._free_slot()
         fill(slot.rows, plan, shape.rows)
@@ -191,22 +191,22 @@ class CudaRunner:
         chosen = [s for s, samples in zip(plan.sequences, plan.samples, strict=True) if samples]
         slots = [s.kv_range.index for s in chosen if s.kv_range is not None]
         sampling = self._sampler.plan(rows_of(chosen, slots))
-        step = _Step(chosen, sampling, targets, wanted_rows(plan))
+        step = _Step(chosen, sampling, targets, prompt_row_requests(plan))
         masks = self._masks.begin(plan)
         try:
-            step.mark = slot.mark = self._submit(
+            step.event = slot.event = self._submit(
                 lambda: self._compute(step, slot, shape, chunks, masks)
             )
         finally:
             step.late = masks.wait()
-        self._flying.append(step)
+        self._launched.append(step)
         self._slots.rotate(-1)
         self._grow_early(plan)
         launched()
         return step
 
     def _submit(self, work: Work) -> Event:
-        """Of work that fails half way nobody has the mark: it is waited for here."""
+        """Of work that fails half way no_rows has the event: it is waited for here."""
         try:
             return self._device.submit(work)
         except BaseException:
@@ -238,15 +238,15 @@ class CudaRunner:
 
     def settle(self, first: int, end: int) -> None:
         """Wait until no step that was launched may touch these bytes of the reservation."""
-        for step in self._flying:
+        for step in self._launched:
             spans = (span for target in step.ranges for span in self._kv.spans(target))
             if any(a < end and first < b for a, b in spans):
-                _pass(step.mark)
+                wait_quietly(step.event)
 
     def _free_slot(self) -> _Slot:
         slot = self._slots[0]
-        _pass(slot.mark)
-        slot.mark = None
+        wait_quietly(slot.event)
+        slot.event = None
         return slot
 
     @torch.inference_mode()
@@ -255,7 +255,7 @@ class CudaRunner:
         step: _Step,
         slot: _Slot,
         shape: StepShape,
-        chunks: Sequence[PrefillChunk],
+        chunks: abc.Sequence[PrefillChunk],
         masks: FillingMasks,
     ) -> None:
         """What the device does, in its order. The masks are made while it runs the model."""
@@ -263,7 +263,7 @@ class CudaRunner:
         graph = self._graphs.get(shape)
         if step.wanted:  # graphs share their memory: what one computed is gone with the next
             hidden = self._hidden(shape, chunks)
-            step.reading = PromptReader(self._model, hidden, step.wanted, self._fetch)
+            step.reader = PromptReader(self._model, hidden, step.wanted, self._fetch)
         elif graph is None:
             self._body(shape, chunks)
         else:
@@ -289,11 +289,11 @@ class CudaRunner:
         self._block[:size].copy_(slot.rows[:size], non_blocking=True)
         self._attention.arrays.upload(slot.attention)
 
-    def _body(self, shape: StepShape, chunks: Sequence[PrefillChunk] = ()) -> None:
+    def _body(self, shape: StepShape, chunks: abc.Sequence[PrefillChunk] = ()) -> None:
         """The model on whatever rows the buffers have: the last rows' hidden states."""
         self._hidden(shape, chunks)
 
-    def _hidden(self, shape: StepShape, chunks: Sequence[PrefillChunk] = ()) -> Tensor:
+    def _hidden(self, shape: StepShape, chunks: abc.Sequence[PrefillChunk] = ()) -> Tensor:
         """`_body`, and all rows' hidden states."""
         tokens, positions, slots, sampled = fields(self._block, shape.rows)
         attention = self._attention.view(shape.rows, shape.decodes, shape.has_prompts, chunks)
@@ -310,7 +310,7 @@ class CudaRunner:
         except Exception:
             logger.exception("the device cannot be waited for any more")
         self._graphs.clear()
-        self._flying.clear()
+        self._launched.clear()
         del self._model, self._attention  # views of the reservation go before it does
         if self._memory is not None:
             try:
@@ -319,15 +319,15 @@ class CudaRunner:
                 logger.error("giving device memory back failed: %s", error)
 
 
-def _pass(mark: Event | None) -> None:
+def wait_quietly(event: Event | None) -> None:
     """Wait for a step, however it ends: whoever launched it is told by `_Step.wait`."""
-    if mark is not None:
+    if event is not None:
         with contextlib.suppress(Exception):
-            mark.wait()
+            event.wait()
 
 
 def _attention_step(plan: StepPlan) -> AttentionStep:
-    starts: Sequence[int] = [s.kv_range.start for s in plan.sequences]  # type: ignore[union-attr]
+    starts: abc.Sequence[int] = [s.kv_range.start for s in plan.sequences]  # type: ignore[union-attr]
     kv_lens = [
         s.num_computed_tokens + rows for s, rows in zip(plan.sequences, plan.num_rows, strict=True)
     ]

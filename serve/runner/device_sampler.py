@@ -6,7 +6,7 @@ sequence's newest token may still be PENDING_TOKEN: the device knows it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
+import collections.abc as abc
 
 from ops.cuda.sampling import Fetched, SamplingPlan, described
 from ops.cuda.sampling_inputs import DeviceSamplingInputs, Row
@@ -15,7 +15,7 @@ from serve.runner.sampler import Sampled, choice_settings
 from serve.scheduler.sequence import Sequence
 
 
-def rows_of(sequences: SequenceOf[Sequence], slots: SequenceOf[int]) -> list[Row]:
+def rows_of(sequences: abc.Sequence[Sequence], slots: abc.Sequence[int]) -> list[Row]:
     """slots[i]: where the device keeps the last token of sequences[i]. A mask is read when the plan
     is uploaded."""
     return [

@@ -56,10 +56,10 @@ class StepShapes:
         rows = plan.num_total_rows
         has_prompts = rows > plan.num_decodes
         sizes = self._merged if has_prompts else self._decodes
-        place = bisect_left(sizes, rows)
-        if place == len(sizes):
+        index = bisect_left(sizes, rows)
+        if index == len(sizes):
             return StepShape(rows, plan.num_decodes, has_prompts, False)
-        return self._of_merged(sizes[place]) if has_prompts else _of_decodes(sizes[place])
+        return self._of_merged(sizes[index]) if has_prompts else _of_decodes(sizes[index])
 
     def _of_merged(self, rows: int) -> StepShape:
         return StepShape(rows, min(rows, self.max_sampled), True, True)

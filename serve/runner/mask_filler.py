@@ -17,7 +17,7 @@ from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_plan import StepPlan
 
 STEP_WAIT_S = 5e-3
-NOBODY: frozenset[Sequence] = frozenset()
+NO_SEQUENCES: frozenset[Sequence] = frozenset()
 # Above it the model's own threads are in the way.
 _MAX_THREADS = 4
 
@@ -81,7 +81,7 @@ class FillingMasks:
         """Until the masks are there, or it has taken STEP_WAIT_S. Those that are late: never all
         of the step's sequences. Called again it returns the same."""
         if self._filler is None:
-            return NOBODY
+            return NO_SEQUENCES
         if self._late is None:
             is_everybody = len(self._jobs) == self._num_sequences
             self._late = self._filler.end(self._jobs, is_everybody=is_everybody)
@@ -136,7 +136,7 @@ class MaskFiller:
             if is_late:
                 job.num_late += 1
                 late.append(job.sequence)
-        return frozenset(late) if late else NOBODY
+        return frozenset(late) if late else NO_SEQUENCES
 
     def _work(self) -> None:
         while True:

@@ -35,20 +35,22 @@ class PromptRowRequest(NamedTuple):
         return hidden[self.row : self.row + self.end - self.first]
 
 
-def wanted_rows(plan: StepPlan, rows_at: Sequence[int] | None = None) -> list[PromptRowRequest]:
+def prompt_row_requests(
+    plan: StepPlan, rows_at: Sequence[int] | None = None
+) -> list[PromptRowRequest]:
     """What the plan's rows are to bring, each once. rows_at: each sequence's first row; None: they
     follow each other. Before the plan counts."""
     found: list[PromptRowRequest] = []
     taken: dict[int, int] = {}  # several outputs of one prompt may compute it side by side
     row = 0
-    for place, (sequence, num_rows) in enumerate(zip(plan.sequences, plan.num_rows, strict=True)):
-        outputs = sequence.prompt_rows
+    for index, (sequence, num_rows) in enumerate(zip(plan.sequences, plan.num_rows, strict=True)):
+        outputs = sequence.prompt_outputs
         if outputs is not None and not outputs.is_complete:
             start = sequence.num_computed_tokens
             first = max(start, outputs.num_done, taken.get(id(outputs), 0))
             end = min(start + num_rows, outputs.end)
             if first < end:
-                at = row if rows_at is None else rows_at[place]
+                at = row if rows_at is None else rows_at[index]
                 found.append(PromptRowRequest(outputs, first, end, at + first - start))
                 taken[id(outputs)] = end
         row += num_rows

@@ -6,9 +6,8 @@ rows run, the KV manager which pages are mapped.
 
 from __future__ import annotations
 
+import collections.abc as abc
 import time
-from collections.abc import Callable, Collection
-from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -19,10 +18,10 @@ from memory.pages.kv_range import Range
 from serve.models import Decoder, run_interleaved
 from serve.request import TokenLogprobs
 from serve.runner.batch import make_batch
-from serve.runner.mask_filler import NOBODY, MaskFiller
-from serve.runner.prompt_reader import PromptReader, wanted_rows
+from serve.runner.mask_filler import NO_SEQUENCES, MaskFiller
+from serve.runner.prompt_reader import PromptReader, prompt_row_requests
 from serve.runner.sampler import sample
-from serve.scheduler.microbatches import MicrobatchPolicy, StaggerChoice, halve
+from serve.scheduler.microbatches import LearnedMicrobatches, MicrobatchPolicy, split_in_two
 from serve.scheduler.prompt_outputs import PromptPart
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_plan import StepPlan
@@ -30,10 +29,10 @@ from serve.scheduler.step_plan import StepPlan
 # Decoding, pages are mapped ahead for so many steps, and so often: waking the thread costs more
 # than what it does.
 _STEPS_AHEAD = 12
-LOOK_EVERY = 6
+MAP_AHEAD_EVERY = 6
 
 
-class Computed(NamedTuple):
+class ForwardResult(NamedTuple):
     """hidden: [T, hidden], all rows before the final norm, in whatever order. sampled: those that
     get a token, in the plan's order; sample_rows: their last rows; None: all, as they are.
     rows_at: each sequence's first row; None: in the plan's order."""
@@ -51,10 +50,10 @@ class StepResult(NamedTuple):
     sampled: list[Sequence]
     tokens: list[int]
     logprobs: list[TokenLogprobs | None] | None
-    prompts: SequenceOf[PromptPart] = ()
-    late: frozenset[Sequence] = NOBODY
+    prompts: abc.Sequence[PromptPart] = ()
+    late: frozenset[Sequence] = NO_SEQUENCES
 
-    def without(self, others: Collection[Sequence]) -> StepResult:
+    def without(self, others: abc.Collection[Sequence]) -> StepResult:
         """Of prompts all is left: several outputs may have a part in them."""
         kept = [i for i, sequence in enumerate(self.sampled) if sequence not in others]
         logprobs = self.logprobs
@@ -65,7 +64,7 @@ class StepResult(NamedTuple):
         )
 
 
-def next_needs(plan: StepPlan) -> list[tuple[Range, int]]:
+def upcoming_tokens(plan: StepPlan) -> list[tuple[Range, int]]:
     """Tokens that the plan's sequences will need places for in the next steps: a prompt its next
     chunk, everyone a few more."""
     needs: list[tuple[Range, int]] = []
@@ -79,7 +78,7 @@ def next_needs(plan: StepPlan) -> list[tuple[Range, int]]:
     return needs
 
 
-class Closes(Protocol):
+class Closable(Protocol):
     def close(self) -> None:
         """Give memory back."""
 
@@ -87,7 +86,7 @@ class Closes(Protocol):
 class Runner(Protocol):
     """What the engine's loop needs of the device."""
 
-    def run(self, plan: StepPlan, launched: Callable[[], None]) -> StepResult:
+    def run(self, plan: StepPlan, launched: abc.Callable[[], None]) -> StepResult:
         """Compute the plan's rows and sample. May raise; then nothing of the plan counts.
 
         Calls launched() when the host's part is done and the device is about to work.
@@ -115,7 +114,7 @@ class OverlappingRunner(Runner, Protocol):
     At most two steps are in flight. `run` is for moments when none is.
     """
 
-    def launch(self, plan: StepPlan, launched: Callable[[], None]) -> PendingStep:
+    def launch(self, plan: StepPlan, launched: abc.Callable[[], None]) -> PendingStep:
         """Commit the plan's pages and queue its rows and the sampling behind the step before.
 
         Where token_ids has PENDING_TOKEN, the token is the one that the step before samples for
@@ -144,38 +143,38 @@ class ModelRunner:
         kv: KVMemory,
         attention: PlannedAttention,
         *,
-        memory: Closes | None = None,
-        stagger: MicrobatchPolicy | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        memory: Closable | None = None,
+        microbatches: MicrobatchPolicy | None = None,
+        clock: abc.Callable[[], float] = time.perf_counter,
     ) -> None:
-        """stagger: when a step is computed as two halves in turn; by default it is learned where
-        attention is remote, and never done where it is not."""
+        """microbatches: decides when a step is computed as two micro-batches that alternate. By
+        default this is learned when attention is remote, and never done when it is local."""
         self._model = model
         self._kv = kv
         self._attention = attention
         self._memory = memory
         self._clock = clock
-        if stagger is None and attention.is_remote:
-            stagger = StaggerChoice()
-        self._stagger = stagger
+        if microbatches is None and attention.is_remote:
+            microbatches = LearnedMicrobatches()
+        self._microbatches = microbatches
         self._num_steps = 0
         self._masks = MaskFiller()
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, launched: Callable[[], None]) -> StepResult:
+    def run(self, plan: StepPlan, launched: abc.Callable[[], None]) -> StepResult:
         self._kv.commit(s.kv_range for s in plan.sequences if s.kv_range is not None)
         self._num_steps += 1
         has_prompts = len(plan.num_rows) > plan.num_decodes
-        if self._kv.maps_ahead and (has_prompts or self._num_steps % LOOK_EVERY == 0):
-            self._kv.map_ahead(next_needs(plan))
+        if self._kv.maps_ahead and (has_prompts or self._num_steps % MAP_AHEAD_EVERY == 0):
+            self._kv.map_ahead(upcoming_tokens(plan))
         masks = self._masks.begin(plan)
         try:
-            if self._stagger is None or len(plan.sequences) < 2:
+            if self._microbatches is None or len(plan.sequences) < 2:
                 computed = self._whole(plan, launched)
             else:
-                computed = self._staggered(self._stagger, plan, launched)
+                computed = self._timed(self._microbatches, plan, launched)
             hidden, sampled, sample_rows, rows_at = computed
-            wanted = wanted_rows(plan, rows_at)
+            wanted = prompt_row_requests(plan, rows_at)
             prompts = PromptReader(self._model, hidden, wanted).parts() if wanted else ()
             if not sampled:
                 return StepResult([], [], None, prompts)
@@ -190,28 +189,28 @@ class ModelRunner:
         result = sample(logits, sampled)
         return StepResult(sampled, result.token_ids, result.logprobs, prompts, late)
 
-    def _staggered(
-        self, stagger: MicrobatchPolicy, plan: StepPlan, launched: Callable[[], None]
-    ) -> Computed:
+    def _timed(
+        self, microbatches: MicrobatchPolicy, plan: StepPlan, launched: abc.Callable[[], None]
+    ) -> ForwardResult:
         """One way or the other, and how long it took."""
         work = plan.num_decodes, plan.num_total_rows - plan.num_decodes
-        is_split = stagger.splits(*work)
+        is_split = microbatches.splits(*work)
         began_s = self._clock()
-        found = (self._halves if is_split else self._whole)(plan, launched)
-        stagger.learn(*work, is_split, self._clock() - began_s)
+        found = (self._microbatched if is_split else self._whole)(plan, launched)
+        microbatches.learn(*work, is_split, self._clock() - began_s)
         return found
 
-    def _whole(self, plan: StepPlan, launched: Callable[[], None]) -> Computed:
+    def _whole(self, plan: StepPlan, launched: abc.Callable[[], None]) -> ForwardResult:
         batch = make_batch(plan)
         attention = self._attention.plan(batch.attention)
         launched()
         hidden = self._model.forward(batch.input_ids, batch.positions, attention)
         is_all = len(batch.sampled) == hidden.shape[0]
-        return Computed(hidden, batch.sampled, None if is_all else batch.sample_rows, None)
+        return ForwardResult(hidden, batch.sampled, None if is_all else batch.sample_rows, None)
 
-    def _halves(self, plan: StepPlan, launched: Callable[[], None]) -> Computed:
+    def _microbatched(self, plan: StepPlan, launched: abc.Callable[[], None]) -> ForwardResult:
         """The same rows with the same bits, in two batches that take turns."""
-        halves = halve(plan)
+        halves = split_in_two(plan)
         assert halves is not None
         batches = [make_batch(plan.subset(half)) for half in halves]
         passes = [
@@ -224,12 +223,12 @@ class ModelRunner:
         hidden = torch.cat(run_interleaved(passes))
         rows_at = [0] * len(plan.sequences)
         row = 0
-        for place in (place for half in halves for place in half):
-            rows_at[place] = row
-            row += plan.num_rows[place]
-        chosen = [place for place, samples in enumerate(plan.samples) if samples]
-        last_rows = [rows_at[place] + plan.num_rows[place] - 1 for place in chosen]
-        return Computed(hidden, [plan.sequences[p] for p in chosen], last_rows, rows_at)
+        for index in (index for half in halves for index in half):
+            rows_at[index] = row
+            row += plan.num_rows[index]
+        chosen = [index for index, samples in enumerate(plan.samples) if samples]
+        last_rows = [rows_at[index] + plan.num_rows[index] - 1 for index in chosen]
+        return ForwardResult(hidden, [plan.sequences[p] for p in chosen], last_rows, rows_at)
 
     def close(self) -> None:
         self._masks.close()

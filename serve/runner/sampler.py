@@ -9,7 +9,7 @@ The native kernels do the work; the torch functions below do the same where they
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
+import collections.abc as abc
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +35,7 @@ class Sampled(NamedTuple):
     logprobs: list[TokenLogprobs | None] | None
 
 
-def sample(logits: Tensor, sequences: SequenceOf[Sequence]) -> Sampled:
+def sample(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Sampled:
     """logits: [R, vocab] fp32, one row for each sequence; may be overwritten. Masks are filled."""
     if not (sampling.is_available() and sampling.takes(logits)):
         return sample_with_torch(logits, sequences)
@@ -92,7 +92,7 @@ def _described(
     ]
 
 
-def sample_with_torch(logits: Tensor, sequences: SequenceOf[Sequence]) -> Sampled:
+def sample_with_torch(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Sampled:
     """sample() without the native kernels: for any device and element type."""
     wanted = [s.request.params.logprobs for s in sequences]
     raw = None
@@ -110,7 +110,7 @@ def sample_with_torch(logits: Tensor, sequences: SequenceOf[Sequence]) -> Sample
     return Sampled(token_ids, logprobs)
 
 
-def uniform(seeds: SequenceOf[int], positions: SequenceOf[int]) -> Tensor:
+def uniform(seeds: abc.Sequence[int], positions: abc.Sequence[int]) -> Tensor:
     """[R] fp64 in [0, 1): splitmix64 of (seed, position) (Steele, Lea, Flood, OOPSLA 2014)."""
     seed = np.array([s & _MASK64 for s in seeds], dtype=np.uint64)
     position = np.array(positions, dtype=np.uint64)
@@ -127,7 +127,7 @@ def _splitmix(x: _UInt64s) -> _UInt64s:
     return x
 
 
-def _adjust(logits: Tensor, sequences: SequenceOf[Sequence]) -> None:
+def _adjust(logits: Tensor, sequences: abc.Sequence[Sequence]) -> None:
     """Penalties, biases, masks and forbidden ends, in place, on the rows that ask for them."""
     for i, sequence in enumerate(sequences):
         params = sequence.request.params
@@ -163,7 +163,7 @@ def _penalize(row: Tensor, sequence: Sequence) -> None:
         row.index_add_(0, output, step)
 
 
-def _draw(logits: Tensor, sequences: SequenceOf[Sequence]) -> list[int]:
+def _draw(logits: Tensor, sequences: abc.Sequence[Sequence]) -> list[int]:
     """One token for each row by inverting its cumulative distribution. logits: [R, vocab]."""
     params = [s.request.params for s in sequences]
     temperature = torch.tensor([p.temperature for p in params])[:, None]

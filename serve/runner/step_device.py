@@ -106,7 +106,7 @@ class CudaStepDevice:
         work()
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
-        return _EventMark(event)
+        return _CudaEvent(event)
 
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -146,7 +146,7 @@ class CudaStepDevice:
         torch.zeros(1, device=self.device).item()
 
 
-class _EventMark:
+class _CudaEvent:
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
 

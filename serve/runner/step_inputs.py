@@ -38,8 +38,8 @@ def fill(pinned: Tensor, plan: StepPlan, padded_rows: int) -> None:
     positions[:num_decodes] = [s.num_computed_tokens for s in decodes]
     slots[:num_decodes] = [s.kv_range.index for s in decodes]  # type: ignore[union-attr]
     row = num_decodes
-    for place in range(num_decodes, len(plan.sequences)):
-        sequence, rows = plan.sequences[place], plan.num_rows[place]
+    for index in range(num_decodes, len(plan.sequences)):
+        sequence, rows = plan.sequences[index], plan.num_rows[index]
         first = sequence.num_computed_tokens
         tokens[row : row + rows] = sequence.token_ids[first : first + rows]
         positions[row : row + rows] = np.arange(first, first + rows)

@@ -6,7 +6,7 @@ costs a preemption, never an error.
 
     prompt_only   what it has now fits, with a page to grow for everyone who runs
     worst_case    everyone could grow to max_tokens
-    predicted     the peak of everyone's predicted future fits
+    predicted     the peak of everyone's predicted forecast fits
     oracle        the same with the real lengths: the bound that a simulation compares with
 """
 
@@ -18,18 +18,18 @@ from dataclasses import dataclass
 
 from memory.kv_memory import KVMemory
 from memory.pages.kv_range import PrefixHit
-from serve.config import MEMORY_POLICIES, LengthPredictor
+from serve.config import LengthPredictor
 from serve.request import FinishReason
 from serve.scheduler.length_predictor import (
     Coverage,
     GuardedPredictor,
     HistoryPredictor,
 )
-from serve.scheduler.peak_memory import Entry, MemoryForecast
+from serve.scheduler.peak_memory import ForecastEntry, MemoryForecast
 from serve.scheduler.sequence import Sequence
 
-_NUM_FUTURES = 4
-# Sequences in all futures together that a check looks at: many sequences average out in one.
+_NUM_FORECASTS = 4
+# Sequences in all forecasts together that a check looks at: many sequences average out in one.
 _MAX_ENTRIES = 256
 _RECHECK_STEPS = 16
 
@@ -60,7 +60,7 @@ class MemoryPolicy:
     def stopped(self, sequence: Sequence) -> None:
         """It ran and gave its pages back: finished or preempted, as its status says."""
 
-    def gave_way(self, sequence: Sequence) -> None:
+    def preempted_by_priority(self, sequence: Sequence) -> None:
         """It was preempted for one that goes first, not because memory ran out."""
         self.stopped(sequence)
 
@@ -143,29 +143,29 @@ class WorstCase(MemoryPolicy):
 
 
 @dataclass(slots=True, eq=False)
-class _Member:
-    """A running sequence: its output tokens and its entry in each future."""
+class _RunningSequence:
+    """A running sequence: its output tokens and its entry in each forecast."""
 
     sequence: Sequence
     lengths: list[int]
-    entries: list[Entry]
+    entries: list[ForecastEntry]
 
 
 class PeakForecast(MemoryPolicy):
-    """The peaks of some futures fit, on average, into what the reserve leaves.
+    """The peaks of some forecasts fit, on average, into what the reserve leaves.
 
-    draw(sequence, k): the number of output tokens in future k, more than it has.
+    draw(sequence, k): the number of output tokens in forecast k, more than it has.
     rows: of a step; prompts that are computed one after the other share them.
     """
 
     def __init__(
-        self, kv: KVMemory, draw: Callable[[Sequence, int], int], num_futures: int, rows: int
+        self, kv: KVMemory, draw: Callable[[Sequence, int], int], num_forecasts: int, rows: int
     ) -> None:
         self._kv = kv
         self._draw = draw
         self._rows = rows
-        self._futures = [MemoryForecast() for _ in range(num_futures)]
-        self._members: dict[int, _Member] = {}
+        self._forecasts = [MemoryForecast() for _ in range(num_forecasts)]
+        self._members: dict[int, _RunningSequence] = {}
         self._keys: dict[Sequence, int] = {}
         self._num_keys = 0
         self._prefilling: list[int] = []
@@ -186,20 +186,20 @@ class PeakForecast(MemoryPolicy):
     ) -> bool:
         if self.still_refuses(sequence, step):
             return False
-        futures = self._futures[: max(1, _MAX_ENTRIES // (len(self._members) + 1))]
-        self._settle(futures, step)
+        forecasts = self._forecasts[: max(1, _MAX_ENTRIES // (len(self._members) + 1))]
+        self._settle(forecasts, step)
         # Its lengths are drawn once: asking again must not mean trying one's luck again.
         if self._asked is None or self._asked[0] is not sequence:
             self._asked = sequence, self._lengths(sequence)
         first = self._first_step(sequence, step)
         num_shared = _num_shared(self._kv, hit)
         capacity, total = self.capacity_pages + num_shared, 0
-        for future, length in zip(futures, self._asked[1], strict=False):
+        for forecast, length in zip(forecasts, self._asked[1], strict=False):
             entry = _entry(sequence, length, first, 0)
-            future.add(entry)
-            total += future.peak_pages(self._kv, capacity)
-            future.remove(entry)
-        peak_pages = total // len(futures)
+            forecast.add(entry)
+            total += forecast.peak_pages(self._kv, capacity)
+            forecast.remove(entry)
+        peak_pages = total // len(forecasts)
         self.predicted_peak_pages = peak_pages - num_shared
         is_admitted = peak_pages <= capacity
         self._refused = None if is_admitted else sequence
@@ -213,17 +213,17 @@ class PeakForecast(MemoryPolicy):
         key = self._keys[sequence] = self._num_keys
         first = self._first_step(sequence, step)
         entries = [_entry(sequence, length, first, key) for length in lengths]
-        self._members[key] = _Member(sequence, lengths, entries)
-        for future, entry in zip(self._futures, entries, strict=True):
-            future.add(entry)
+        self._members[key] = _RunningSequence(sequence, lengths, entries)
+        for forecast, entry in zip(self._forecasts, entries, strict=True):
+            forecast.add(entry)
         self._prefilling.append(key)
         self._missing_rows += sequence.num_tokens - sequence.num_computed_tokens
 
     def stopped(self, sequence: Sequence) -> None:
         key = self._keys.pop(sequence)
         member = self._members.pop(key)
-        for future, entry in zip(self._futures, member.entries, strict=True):
-            future.remove(entry)
+        for forecast, entry in zip(self._forecasts, member.entries, strict=True):
+            forecast.remove(entry)
         self._refused = None
         if key in self._prefilling:
             self._prefilling.remove(key)
@@ -235,7 +235,7 @@ class PeakForecast(MemoryPolicy):
         return self._refused is sequence and step % _RECHECK_STEPS != 0
 
     def steps_left(self, step: int) -> list[int]:
-        return [max(1, end - step) for end, _, _ in list(self._futures[0].entries)]
+        return [max(1, end - step) for end, _, _ in list(self._forecasts[0].entries)]
 
     def mean_steps(self) -> float:
         lengths = [member.lengths[0] for member in list(self._members.values())]
@@ -248,7 +248,7 @@ class PeakForecast(MemoryPolicy):
             self._refused = None
 
     def _lengths(self, sequence: Sequence) -> list[int]:
-        return [self._draw(sequence, k) for k in range(len(self._futures))]
+        return [self._draw(sequence, k) for k in range(len(self._forecasts))]
 
     def _first_step(self, sequence: Sequence, step: int) -> int:
         """The one that computes its next output token, after prompts that came before."""
@@ -258,8 +258,8 @@ class PeakForecast(MemoryPolicy):
     def _rows_for_prompts(self) -> int:
         return max(1, self._rows - len(self._members))
 
-    def _settle(self, futures: list[MemoryForecast], step: int) -> None:
-        """Bring futures up to now: prompts that are not computed yet, and sequences that
+    def _settle(self, forecasts: list[MemoryForecast], step: int) -> None:
+        """Bring forecasts up to now: prompts that are not computed yet, and sequences that
         have become longer than they were drawn."""
         self._missing_rows = 0
         still = []
@@ -268,30 +268,30 @@ class PeakForecast(MemoryPolicy):
             if member is None:
                 continue
             first = self._first_step(member.sequence, step)
-            for k in range(len(futures)):
-                self._place(k, key, first)
+            for k in range(len(forecasts)):
+                self._replace_entry(k, key, first)
             missing = member.sequence.num_tokens - member.sequence.num_computed_tokens
             if missing > 1:
                 still.append(key)
                 self._missing_rows += missing
         self._prefilling = still
-        for k, future in enumerate(futures):
-            for _, _, key in future.overdue(step):
+        for k, forecast in enumerate(forecasts):
+            for _, _, key in forecast.overdue(step):
                 member = self._members[key]
                 # A sequence that had to wait for its rows can be late without being longer.
                 if member.lengths[k] <= member.sequence.num_output_tokens:
                     member.lengths[k] = self._draw(member.sequence, k)
-                self._place(k, key, step)
+                self._replace_entry(k, key, step)
 
-    def _place(self, k: int, key: int, first: int) -> None:
-        """Replace the sequence's entry in future k: its next token comes in step `first`."""
+    def _replace_entry(self, k: int, key: int, first: int) -> None:
+        """Replace the sequence's entry in forecast k: its next token comes in step `first`."""
         member = self._members[key]
-        self._futures[k].remove(member.entries[k])
+        self._forecasts[k].remove(member.entries[k])
         member.entries[k] = _entry(member.sequence, member.lengths[k], first, key)
-        self._futures[k].add(member.entries[k])
+        self._forecasts[k].add(member.entries[k])
 
 
-def _entry(sequence: Sequence, length: int, first: int, key: int) -> Entry:
+def _entry(sequence: Sequence, length: int, first: int, key: int) -> ForecastEntry:
     """It ends with `length` output tokens, of which the last one is never written."""
     start = sequence.num_tokens - first
     return first + length - sequence.num_output_tokens - 1, start, key
@@ -307,9 +307,9 @@ class Oracle(PeakForecast):
 class PredictedPeak(PeakForecast):
     """Admission by predicted peak.
 
-    Every sequence has a length drawn for each future from the predictor's law (stratified over
-    the futures) and keeps it until it has grown beyond it; then the rest is drawn from what is
-    left of the law. So the futures are samples of what can happen given everything known
+    Every sequence has a length drawn for each forecast from the predictor's law (stratified over
+    the forecasts) and keeps it until it has grown beyond it; then the rest is drawn from what is
+    left of the law. So the forecasts are samples of what can happen given everything known
     (Past-Future), at the cost of a draw now and then instead of one a step.
 
     The reserve is learned: a preemption raises it by a hundredth of memory, a sequence that
@@ -321,7 +321,7 @@ class PredictedPeak(PeakForecast):
     MAX_RESERVE = 0.3
 
     def __init__(self, kv: KVMemory, rows: int, predictor: LengthPredictor | None = None) -> None:
-        super().__init__(kv, self._draw_length, _NUM_FUTURES, rows)
+        super().__init__(kv, self._draw_length, _NUM_FORECASTS, rows)
         self.predictor = HistoryPredictor() if predictor is None else predictor
         self.reserve = 0.05
         self.coverages = (Coverage(0.5), Coverage(0.9))
@@ -336,7 +336,7 @@ class PredictedPeak(PeakForecast):
     def _draw_length(self, sequence: Sequence, k: int) -> int:
         if k == 0:
             self._offset = self._random.random()
-        level = (self._offset + k / _NUM_FUTURES) % 1.0
+        level = (self._offset + k / _NUM_FORECASTS) % 1.0
         return self.predictor.quantile(sequence.request, sequence.num_output_tokens, level)
 
     def arrived(self, sequence: Sequence) -> None:
@@ -350,7 +350,7 @@ class PredictedPeak(PeakForecast):
         if not sequence.is_finished:
             self.reserve = min(self.MAX_RESERVE, self.reserve + self.STEP)
 
-    def gave_way(self, sequence: Sequence) -> None:
+    def preempted_by_priority(self, sequence: Sequence) -> None:
         super().stopped(sequence)  # no prediction was wrong: the reserve stays
 
     def ended(self, sequence: Sequence) -> None:
@@ -374,16 +374,13 @@ class PredictedPeak(PeakForecast):
         return p50, p90
 
 
-POLICIES = MEMORY_POLICIES
-
-
 def make_policy(
     name: str,
     kv: KVMemory,
     max_num_batched_tokens: int,
     predictor: LengthPredictor | None = None,
 ) -> MemoryPolicy:
-    """One of POLICIES (config.py checks the name). predictor: a user's own, for "predicted"."""
+    """Returns one of MEMORY_POLICIES. predictor: a user's own, for "predicted"."""
     if name == "worst_case":
         return WorstCase(kv)
     if name == "prompt_only":

@@ -50,9 +50,9 @@ class StepBudget:
         "_rows",
         "_share",
         "_work",
+        "level",
         "longs",
         "owed_s",
-        "rank",
         "rest",
         "rows_for_one",
         "shorts",
@@ -65,10 +65,10 @@ class StepBudget:
         rows: int,
         limit_s: float,
         owed_s: float = 0.0,
-        rank: int = 0,
+        level: int = 0,
     ) -> None:
         """decodes: those of the step; without them there is no time to keep."""
-        self.rank = rank
+        self.level = level
         self.shorts: list[Sequence] = []
         self.longs: list[Sequence] = []
         self.rest: list[Sequence] = []
@@ -192,21 +192,21 @@ class ChunkPolicy:
         decodes: list[Sequence],
         rows: int,
         now_s: float,
-        rank: int = 0,
+        level: int = 0,
     ) -> StepBudget:
-        """A step with `rows` left beside the decodes. prompts: (rank, sequence), running, and not
-        yet computed; a lower rank goes first, slack decides among equals. rank: of who may be
-        let in; only long prompts of this rank make room for others, and whoever is behind such a
-        one in rank comes after it."""
-        budget = StepBudget(self.model, decodes, rows, self._limit_s, self._owed_s, rank)
+        """A step with `rows` left beside the decodes. prompts: (level, sequence), running, and not
+        yet computed; a lower level goes first, slack decides among equals. level: of who may be
+        let in; only long prompts of this level make room for others, and whoever is behind such a
+        one in level comes after it."""
+        budget = StepBudget(self.model, decodes, rows, self._limit_s, self._owed_s, level)
         self.limit = budget.rows_for_one
         self._now_s = now_s
         if len(prompts) > 1:
             prompts = sorted(prompts, key=lambda item: (item[0], self._slack_at_start(item[1])))
-        for place, sequence in prompts:
-            if budget.longs and place > rank:
+        for prompt_level, sequence in prompts:
+            if budget.longs and prompt_level > level:
                 budget.rest.append(sequence)
-            elif place != rank or not self.defer(sequence, budget):
+            elif prompt_level != level or not self.defer(sequence, budget):
                 budget.shorts.append(sequence)
         return budget
 

@@ -10,7 +10,7 @@ from serve.scheduler.sequence import Sequence
 from serve.scheduler.waiting_queue import WaitingQueue
 
 
-class Fair(WaitingQueue):
+class FairQueue(WaitingQueue):
     """Tokens served per client, weighted; the client with the fewest is next.
 
     A client that begins to wait is lifted to the fewest of those who wait already, or to the last
@@ -132,15 +132,15 @@ class Fair(WaitingQueue):
 
     def _enqueue(self, sequence: Sequence) -> None:
         queue = self._queues.setdefault(sequence.request.client, [])
-        insort(queue, (self._numbers[sequence], sequence))
+        insort(queue, (self._arrivals[sequence], sequence))
         self._num_waiting += 1
 
     def _dequeue(self, sequence: Sequence) -> None:
         client = sequence.request.client
         queue = self._queues[client]
-        place = bisect_left(queue, (self._numbers[sequence],))
-        assert queue[place][1] is sequence, "not in the queue"
-        del queue[place]
+        index = bisect_left(queue, (self._arrivals[sequence],))
+        assert queue[index][1] is sequence, "not in the queue"
+        del queue[index]
         self._num_waiting -= 1
         if not queue:
             del self._queues[client]

@@ -2,7 +2,7 @@
 
 A step is in flight from its launch until its tokens are known. Meanwhile the next one is made as
 if they were: computed tokens count at once (`apply_launch`), and a token that is not known yet
-has its place in token_ids, as PENDING_TOKEN. `apply_result` puts the tokens there and sees who
+has its index in token_ids, as PENDING_TOKEN. `apply_result` puts the tokens there and sees who
 ends. Length limits are known by count alone; a stop token is seen one step late, and the row that
 the sequence has in flight by then is nobody's: it is in no counter, no page of the prefix cache,
 no output.
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from serve.request import FinishReason
 from serve.scheduler.scheduler import Scheduler
-from serve.scheduler.sequence import PENDING_TOKEN, Sequence, SequenceStatus, ending
+from serve.scheduler.sequence import PENDING_TOKEN, Sequence, SequenceStatus, finish_reason_after
 from serve.scheduler.step_plan import StepPlan
 
 
@@ -48,7 +48,7 @@ def apply_result(scheduler: Scheduler, plan: StepPlan, tokens: list[int]) -> lis
         sequence.rows_in_flight -= rows
         end = context + rows
         if end >= sequence.next_cacheable_at:
-            scheduler.prefixes.remember(sequence, end)
+            scheduler.prefixes.insert(sequence, end)
         if not sampled:
             if end >= sequence.max_tokens_total:  # it has no answer
                 scheduler.finish(sequence, FinishReason.LENGTH)
@@ -56,7 +56,7 @@ def apply_result(scheduler: Scheduler, plan: StepPlan, tokens: list[int]) -> lis
             continue
         token = next(next_token)
         sequence.token_ids[end] = token
-        reason = ending(sequence, token, end + 1)
+        reason = finish_reason_after(sequence, token, end + 1)
         if reason is not None:
             scheduler.finish(sequence, reason)
             finished.append(sequence)
@@ -66,12 +66,12 @@ def apply_result(scheduler: Scheduler, plan: StepPlan, tokens: list[int]) -> lis
 def roll_back(scheduler: Scheduler, plan: StepPlan) -> None:
     """A launched step has failed: as if it had never been. The last one in flight goes first."""
     assert plan.contexts is not None
-    for place in plan.unfinished():
-        sequence = plan.sequences[place]
-        sequence.rows_in_flight -= plan.num_rows[place]
+    for index in plan.unfinished():
+        sequence = plan.sequences[index]
+        sequence.rows_in_flight -= plan.num_rows[index]
         sequence.recheck_at = 0
         if sequence.status is SequenceStatus.RUNNING:
-            sequence.num_computed_tokens = plan.contexts[place]
-        if plan.samples[place]:
-            scheduler.cut(sequence, plan.contexts[place] + plan.num_rows[place])
+            sequence.num_computed_tokens = plan.contexts[index]
+        if plan.samples[index]:
+            scheduler.truncate(sequence, plan.contexts[index] + plan.num_rows[index])
     plan.contexts = None

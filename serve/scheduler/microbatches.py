@@ -20,7 +20,7 @@ _MOST_PERIOD = 256
 _GAIN = 0.02  # what changing must bring
 
 
-def halve(plan: StepPlan) -> tuple[list[int], list[int]] | None:
+def split_in_two(plan: StepPlan) -> tuple[list[int], list[int]] | None:
     """Places in plan.sequences of each half, rising; None for a step of one sequence.
 
     Sequences stay whole. The largest goes first, each to the half with less attention so far:
@@ -35,18 +35,18 @@ def halve(plan: StepPlan) -> tuple[list[int], list[int]] | None:
     one: list[int] = []
     other: list[int] = []
     difference = 0  # of the first half's load to the second's
-    for place in sorted(range(len(loads)), key=loads.__getitem__, reverse=True):
+    for index in sorted(range(len(loads)), key=loads.__getitem__, reverse=True):
         if difference <= 0:
-            one.append(place)
-            difference += loads[place]
+            one.append(index)
+            difference += loads[index]
         else:
-            other.append(place)
-            difference -= loads[place]
+            other.append(index)
+            difference -= loads[index]
     return sorted(one), sorted(other)
 
 
 class MicrobatchPolicy(Protocol):
-    """Whether to halve a step, asked before it and told afterwards."""
+    """Whether to split_in_two a step, asked before it and told afterwards."""
 
     def splits(self, num_decodes: int, num_prompt_rows: int) -> bool: ...
 
@@ -55,7 +55,7 @@ class MicrobatchPolicy(Protocol):
     ) -> None: ...
 
 
-class StaggerChoice:
+class LearnedMicrobatches:
     """Learns from the times of steps alike: decode rows and prompt rows in the same powers of two.
 
     The way that is not kept is tried for a few steps in a row now and then, and compared with
@@ -63,17 +63,17 @@ class StaggerChoice:
     """
 
     def __init__(self) -> None:
-        self._kinds: dict[tuple[int, int], StepClass] = {}
+        self._classes: dict[tuple[int, int], StepClass] = {}
 
     def splits(self, num_decodes: int, num_prompt_rows: int) -> bool:
-        return self._kind(num_decodes, num_prompt_rows).next_way
+        return self._class_of(num_decodes, num_prompt_rows).next_mode
 
     def learn(self, num_decodes: int, num_prompt_rows: int, is_split: bool, seconds: float) -> None:
-        self._kind(num_decodes, num_prompt_rows).learn(is_split, seconds)
+        self._class_of(num_decodes, num_prompt_rows).learn(is_split, seconds)
 
-    def _kind(self, num_decodes: int, num_prompt_rows: int) -> StepClass:
+    def _class_of(self, num_decodes: int, num_prompt_rows: int) -> StepClass:
         key = (num_decodes.bit_length(), num_prompt_rows.bit_length())
-        return self._kinds.setdefault(key, StepClass())
+        return self._classes.setdefault(key, StepClass())
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class StepClass:
     tried: list[float] = field(default_factory=list)
 
     @property
-    def next_way(self) -> bool:
+    def next_mode(self) -> bool:
         return self.kept if self.steps_left else not self.kept
 
     def learn(self, is_split: bool, seconds: float) -> None:

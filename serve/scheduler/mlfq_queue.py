@@ -25,8 +25,8 @@ class _Job:
         self.since_s = self.until_s = 0.0
 
 
-class MultiLevelFeedback(WaitingQueue):
-    """Level p lasts BASE_S * 2^p seconds of running; the level is the rank.
+class MlfqQueue(WaitingQueue):
+    """Level p lasts BASE_S * 2^p seconds of running; the level is the level.
 
     A request joins the first level that lasts for its prompt. Giving way costs a swap: it takes
     somebody who has run for more than 2^margin times as long, and where memory cannot keep what
@@ -51,10 +51,10 @@ class MultiLevelFeedback(WaitingQueue):
         self._demotions: list[tuple[float, int, Sequence]] = []
         self._starving: list[tuple[float, int, Sequence]] = []
 
-    def rank(self, sequence: Sequence) -> int:
+    def level(self, sequence: Sequence) -> int:
         return self._jobs[sequence].level
 
-    def rank_of(self, request: Request, num_rows: int) -> int:
+    def level_of_arrival(self, request: Request, num_rows: int) -> int:
         return self._join(len(request.prompt_token_ids), num_rows)
 
     def _join(self, num_tokens: int, num_rows: int) -> int:
@@ -78,7 +78,7 @@ class MultiLevelFeedback(WaitingQueue):
             if job is not None and sequence not in self._running and job.until_s == until_s:
                 self._dequeue(sequence)
                 job.level, job.left_s = 0, now_s - job.since_s
-                insort(self._waiting, (0, self._numbers[sequence], sequence))
+                insort(self._waiting, (0, self._arrivals[sequence], sequence))
 
     def _demote(self, sequence: Sequence) -> None:
         job = self._jobs[sequence]
@@ -86,7 +86,7 @@ class MultiLevelFeedback(WaitingQueue):
             job.level += 1
             job.until_s += self._quantum_s(job.level)
         if job.level < self.MAX_LEVEL:
-            heappush(self._demotions, (job.until_s, self._numbers[sequence], sequence))
+            heappush(self._demotions, (job.until_s, self._arrivals[sequence], sequence))
 
     def add(self, sequence: Sequence) -> None:
         level = self._join(sequence.num_tokens, sequence.num_expected_rows)
@@ -100,7 +100,7 @@ class MultiLevelFeedback(WaitingQueue):
         job.since_s = max(self.now_s, sequence.request.arrival_s)
         again_s = self.prefill_seconds(sequence.num_tokens, 0)
         job.until_s = job.since_s + self.STARVING_S + self.STARVING_SHARE * again_s
-        heappush(self._starving, (job.until_s, self._numbers[sequence], sequence))
+        heappush(self._starving, (job.until_s, self._arrivals[sequence], sequence))
         if len(self._starving) > 2 * len(self._jobs) + 64:
             self._starving = [
                 entry
@@ -127,14 +127,14 @@ class MultiLevelFeedback(WaitingQueue):
         job.since_s = self.now_s
         job.until_s = self.now_s + job.left_s
         if job.level < self.MAX_LEVEL:
-            heappush(self._demotions, (job.until_s, self._numbers[sequence], sequence))
+            heappush(self._demotions, (job.until_s, self._arrivals[sequence], sequence))
 
     def victims_for(self, sequence: Sequence, running: list[Sequence]) -> list[Sequence]:
         # Where everybody starves, throwing each other out would serve nobody.
-        rank = self._jobs[sequence].earned + self.margin
-        return sorted([s for s in running if self.rank(s) > rank], key=self.rank)
+        level = self._jobs[sequence].earned + self.margin
+        return sorted([s for s in running if self.level(s) > level], key=self.level)
 
-    def is_worth_a_swap(self, sequence: Sequence) -> bool:
+    def is_worth_preempting(self, sequence: Sequence) -> bool:
         ran_s = self.now_s - self._jobs[sequence].since_s
         return ran_s >= self.SWAP_SHARE * self.prefill_seconds(sequence.num_tokens, 0)
 

@@ -1,4 +1,4 @@
-"""What the running sequences will need in one future, at its peak. Integers only."""
+"""What the running sequences will need in one forecast, at its peak. Integers only."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from operator import add, mul
 
 from memory.kv_memory import KVMemory
 
-Entry = tuple[int, int, int]
+ForecastEntry = tuple[int, int, int]
 """(end, start, key): see Future."""
 
 
 class MemoryForecast:
-    """One future of the running sequences: when each ends, and so what memory all need.
+    """One forecast of the running sequences: when each ends, and so what memory all need.
 
     An entry (end, start, key): the sequence has start + t tokens at step t, up to and including
     t = end. The highest need of all is at somebody's end: sorted by end, the i that end last
     need the sum of their starts and i times the end of the first of them (LightLLM's
-    "future required memory"). An entry stays true while its sequence grows by a token a step.
+    "forecast required memory"). An entry stays true while its sequence grows by a token a step.
     """
 
     __slots__ = ("entries",)
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[ForecastEntry] = []
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: ForecastEntry) -> None:
         insort(self.entries, entry)
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: ForecastEntry) -> None:
         del self.entries[bisect_left(self.entries, entry)]
 
-    def overdue(self, step: int) -> list[Entry]:
+    def overdue(self, step: int) -> list[ForecastEntry]:
         """Those that should have ended before `step`."""
         return self.entries[: bisect_left(self.entries, (step,))]
 

@@ -14,7 +14,7 @@ from serve.scheduler.sequence import Sequence
 _FETCH_LIMIT_S = 2.0
 
 
-class PrefixUse:
+class PrefixLookup:
     """Names the pages of sequences, asks the K/V manager for them, offers what is complete."""
 
     def __init__(
@@ -28,7 +28,7 @@ class PrefixUse:
         self._kv = kv
         self._hasher = hasher
         self._prefill_seconds = prefill_seconds
-        self._fetch_until_s = 0.0
+        self._fetch_deadline_s = 0.0
 
     @property
     def is_on(self) -> bool:
@@ -74,13 +74,13 @@ class PrefixUse:
         if self._hasher is None or not self._kv.prefixes.has_store or sequence.reads_prompt:
             return False
         if self._kv.prefixes.is_fetching:
-            return now_s < self._fetch_until_s
-        if not sequence.has_fetched and self._kv.can_fit(
+            return now_s < self._fetch_deadline_s
+        if not sequence.is_fetch_requested and self._kv.can_fit(
             sequence.num_tokens, hit=self.match(sequence)
         ):
-            sequence.has_fetched = True
+            sequence.is_fetch_requested = True
             self._kv.fetch(sequence.page_keys, self._prefill_seconds)
-            self._fetch_until_s = now_s + _FETCH_LIMIT_S
+            self._fetch_deadline_s = now_s + _FETCH_LIMIT_S
         return self._kv.prefixes.is_fetching
 
     def match(self, sequence: Sequence) -> PrefixHit | None:
@@ -105,7 +105,7 @@ class PrefixUse:
         if sequence.first_scheduled_s is None:
             sequence.num_cached_tokens = num_hit
 
-    def remember(self, sequence: Sequence, num_computed: int) -> None:
+    def insert(self, sequence: Sequence, num_computed: int) -> None:
         """Offer the pages that are complete with so many computed tokens to the prefix cache."""
         if self._hasher is None or sequence.kv_range is None:
             return

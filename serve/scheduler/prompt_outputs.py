@@ -120,8 +120,8 @@ class PromptLogprobs(Sequence["TokenLogprobs | None"]):
     def __getitem__(self, index: int | slice) -> TokenLogprobs | list[TokenLogprobs | None] | None:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        place = range(len(self))[index]
-        return self._made(place - 1, place)[0] if place else None
+        index = range(len(self))[index]
+        return self._made(index - 1, index)[0] if index else None
 
     def __iter__(self) -> Iterator[TokenLogprobs | None]:
         yield None
@@ -148,7 +148,7 @@ def logprobs_of(rows: LogprobRows, num_top: int) -> list[TokenLogprobs]:
     ]
 
 
-def prompt_outputs(request: Request) -> PromptOutputs | None:
+def make_prompt_outputs(request: Request) -> PromptOutputs | None:
     """What the rows of a request's prompt are to bring, if anything."""
     if request.pooling is not None:
         return Pooled(len(request.prompt_token_ids), request.pooling)

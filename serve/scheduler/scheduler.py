@@ -6,7 +6,7 @@ what is left of the budget) rows, running ones first, then waiting ones as their
 is the chunk policy's matter (serve/scheduler/chunking.py). When memory runs out a running
 sequence is preempted: it gives back its pages, waits again and is recomputed later, except for
 what the prefix cache still knows of it. Where the order has ranks, running
-sequences also give way to a waiting one of a higher rank that cannot run otherwise.
+sequences also give way to a waiting one of a higher level that cannot run otherwise.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from memory.prefix.index import PrefixHasher
 from serve.request import FinishReason
 from serve.scheduler.admission import MemoryPolicy, PromptOnly
 from serve.scheduler.chunking import ChunkPolicy, StepDraft
-from serve.scheduler.prefix_lookup import PrefixUse
-from serve.scheduler.sequence import PENDING_TOKEN, Sequence, SequenceStatus, ending
+from serve.scheduler.prefix_lookup import PrefixLookup
+from serve.scheduler.sequence import PENDING_TOKEN, Sequence, SequenceStatus, finish_reason_after
 from serve.scheduler.steady_decode import decode_rows
-from serve.scheduler.step_plan import SchedulerLimits, StepPlan, plan_of
+from serve.scheduler.step_plan import SchedulerLimits, StepPlan, make_plan
 from serve.scheduler.step_time import StepWork
 from serve.scheduler.waiting_queue import WaitingQueue
 
 # Waiting sequences that are looked at for one whose beginning nobody else is computing.
-_LOOK_THROUGH = 16
+_MAX_PREFIX_WAITS = 16
 # And for one that is not a long prompt too many.
-_MAX_PASSED = 256
+_MAX_SCANNED = 256
 # Steps in a row for which others may take the rows of a prompt.
-_MAX_PAUSES = 16
+_MAX_STARVED_STEPS = 16
 # Steps after which somebody who did not fit is looked at again, whatever has changed.
 _RECHECK_STEPS = 16
 # Steps that only decode teach once in so many, when they have taught enough.
@@ -62,15 +62,15 @@ class Scheduler:
         )
         prefill_seconds = self.chunks.model.prefill_seconds
         self.waiting.prefill_seconds = prefill_seconds
-        self.prefixes = PrefixUse(kv, hasher, prefill_seconds)
+        self.prefixes = PrefixLookup(kv, hasher, prefill_seconds)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-        self.num_given_way = 0  # of those, not for want of memory
+        self.num_priority_preemptions = 0  # of those, not for want of memory
         self.num_finished = 0
         self.num_steps = 0
         self.num_page_steps = 0  # pages in use, summed over the steps
-        self._num_aside_pages = 0  # of the preempted that wait
-        self._pauses: dict[Sequence, int] = {}  # prompts without rows, for how many steps
+        self._num_preempted_pages = 0  # of the preempted that wait
+        self._starved_steps: dict[Sequence, int] = {}  # prompts without rows, for how many steps
         self._is_short = False  # of memory, in this step
         self.chunks_in_flight: list[Sequence] = []  # with prompt rows in the last one launched
         self._refused: tuple[Sequence | None, int] = None, 0  # with what was available then
@@ -95,21 +95,23 @@ class Scheduler:
         num_certain, num_preemptions = len(decodes), self.num_preemptions
         chunks: list[tuple[Sequence, int]] = []
         if prefilling or self.waiting:
-            prompts = [(self._rank(s), s) for s in prefilling]
-            budget = self.chunks.begin(prompts, decodes, rows, now_s, self._rank_of_next(prompts))
-            self._share(StepDraft(budget, decodes, chunks), now_s)
+            prompts = [(self._level_of(s), s) for s in prefilling]
+            budget = self.chunks.begin(prompts, decodes, rows, now_s, self._level_of_next(prompts))
+            self._fill(StepDraft(budget, decodes, chunks), now_s)
             self.chunks.end(budget)
         if self.waiting.preempts:
             given = {s for s, _ in chunks}
-            self._pauses = {s: self._pauses.get(s, 0) + 1 for s in prefilling if s not in given}
+            self._starved_steps = {
+                s: self._starved_steps.get(s, 0) + 1 for s in prefilling if s not in given
+            }
         self._is_short = False
         self.num_steps += 1
         self.num_page_steps += self.kv.num_in_use
         if self.num_preemptions > num_preemptions:
             num_certain = 0
-        return plan_of(decodes, chunks, num_certain)
+        return make_plan(decodes, chunks, num_certain)
 
-    def _share(self, draft: StepDraft, now_s: float) -> None:
+    def _fill(self, draft: StepDraft, now_s: float) -> None:
         """Give a step's rows to prompts: short ones, new ones, long ones, and who is behind."""
         budget = draft.budget
         for sequence in budget.shorts:
@@ -143,14 +145,14 @@ class Scheduler:
             self._is_short = True
             if sequence.rows_in_flight:
                 return False  # what ends with that step may be enough
-            victim = self.waiting.victim(self._rivals(sequence.kv_range))
+            victim = self.waiting.victim(self._memory_sharers(sequence.kv_range))
             self._preempt(victim)
             self.policy.stopped(victim)
             if victim is sequence:
                 return False
         return True
 
-    def _rivals(self, target: Range) -> list[Sequence]:
+    def _memory_sharers(self, target: Range) -> list[Sequence]:
         """Running ones that use the same memory, itself included."""
         return [
             s
@@ -158,7 +160,7 @@ class Scheduler:
             if s.kv_range is not None and self.kv.shares_memory(s.kv_range, target)
         ]
 
-    def lose(self, is_lost: Callable[[Range], bool]) -> int:
+    def preempt_lost(self, is_lost: Callable[[Range], bool]) -> int:
         """K/V of these ranges is gone: their sequences wait and compute it again. How many."""
         lost = [s for s in self.running if s.kv_range is not None and is_lost(s.kv_range)]
         for sequence in reversed(lost):
@@ -172,11 +174,11 @@ class Scheduler:
         self.kv.close(sequence.kv_range)
         sequence.kv_range = None
         sequence.num_computed_tokens = sequence.next_cacheable_at = sequence.recheck_at = 0
-        sequence.has_fetched = False
+        sequence.is_fetch_requested = False
         sequence.num_preemptions += 1
         sequence.status = SequenceStatus.WAITING
         self.waiting.put_back(sequence)
-        self._num_aside_pages += self._pages_aside(sequence)
+        self._num_preempted_pages += self._preempted_pages(sequence)
         self.num_preemptions += 1
 
     def _admit(self, draft: StepDraft, now_s: float) -> None:
@@ -186,7 +188,7 @@ class Scheduler:
             has_slot = len(self.running) < self.limits.max_num_seqs
             if not (self.waiting.preempts or (has_slot and budget.has_room)):
                 break
-            sequence = self._next(draft)
+            sequence = self._next_candidate(draft)
             if sequence is None:
                 break
             is_refused = self._is_refused(sequence)
@@ -198,19 +200,19 @@ class Scheduler:
             if not (has_slot and not is_refused and self._fits(sequence, hit)):
                 if has_slot and not is_refused:
                     self._refused = sequence, self.kv.num_available
-                victim = self._gives_way(sequence)
+                victim = self._victim_for(sequence)
                 if victim is None:
                     break
                 draft.remove(victim)
                 paused = [s for s in paused if s is not victim]  # it may be admitted again
-                self._give_way(victim)
+                self._preempt_for(victim)
                 continue
             if not budget.has_room:
-                self._pause(sequence, draft, paused)
+                self._take_rows_for(sequence, draft, paused)
             if not budget.has_room:
                 break
-            self._start(sequence, hit, now_s)
-            is_rival = self.waiting.rank(sequence) == budget.rank
+            self._admit_sequence(sequence, hit, now_s)
+            is_rival = self.waiting.level(sequence) == budget.level
             if not (is_rival and self.chunks.defer(sequence, budget)):
                 self._add_chunk(sequence, draft)
         for sequence in reversed(paused):
@@ -227,48 +229,48 @@ class Scheduler:
         has_changed = self.kv.num_available > num_available or not self.num_steps % _RECHECK_STEPS
         return refused is sequence and not has_changed
 
-    def _is_overdue(self, sequence: Sequence) -> bool:
-        return self._pauses.get(sequence, 0) >= _MAX_PAUSES
+    def _is_starved(self, sequence: Sequence) -> bool:
+        return self._starved_steps.get(sequence, 0) >= _MAX_STARVED_STEPS
 
-    def _rank(self, sequence: Sequence) -> int:
+    def _level_of(self, sequence: Sequence) -> int:
         """Of a running prompt, when rows are given out."""
-        return -1 if self._is_overdue(sequence) else self.waiting.rank(sequence)
+        return -1 if self._is_starved(sequence) else self.waiting.level(sequence)
 
-    def _rank_of_next(self, prompts: list[tuple[int, Sequence]]) -> int:
+    def _level_of_next(self, prompts: list[tuple[int, Sequence]]) -> int:
         if self.waiting:
-            return self.waiting.rank(next(iter(self.waiting)))
-        return min([rank for rank, _ in prompts])
+            return self.waiting.level(next(iter(self.waiting)))
+        return min([level for level, _ in prompts])
 
-    def _pause(self, sequence: Sequence, draft: StepDraft, paused: list[Sequence]) -> None:
-        """A prompt gives its rows to a waiting one of a higher rank; it gets what that leaves."""
-        prompts = [s for s, _ in draft.chunks if not self._is_overdue(s)]
+    def _take_rows_for(self, sequence: Sequence, draft: StepDraft, paused: list[Sequence]) -> None:
+        """A prompt gives its rows to a waiting one of a higher level; it gets what that leaves."""
+        prompts = [s for s, _ in draft.chunks if not self._is_starved(s)]
         victims = self.waiting.victims_for(sequence, prompts)
         if victims:
             paused.append(victims[-1])
             draft.remove(victims[-1])
 
-    def _next(self, draft: StepDraft) -> Sequence | None:
+    def _next_candidate(self, draft: StepDraft) -> Sequence | None:
         """The first waiting one that is not a long prompt too many, and of whose beginning nobody
         is just computing what is missing: to wait for that costs less than to compute it twice.
-        Who is passed over is so only for its equals in rank."""
+        Who is passed over is so only for its equals in level."""
         budget = draft.budget
         prompts = [s for s, _ in draft.chunks] + budget.longs
         prompts += [s for s in self.chunks_in_flight if s.rows_in_flight]
         passed: int | None = None
-        num_under_way = 0
-        for sequence in islice(self.waiting, _MAX_PASSED):
+        num_prefix_waits = 0
+        for sequence in islice(self.waiting, _MAX_SCANNED):
             if sequence.rows_in_flight:
                 return None  # preempted just now: its next token is not known yet
             if self.kv.pages_for(sequence.num_tokens) > self.kv.max_sequence_pages:
                 continue  # memory was lost: until there is more, this one keeps nobody waiting
-            rank = self.waiting.rank(sequence)
-            if passed is not None and rank > passed:
+            level = self.waiting.level(sequence)
+            if passed is not None and level > passed:
                 return None
             if self.chunks.must_wait(sequence, budget):
-                passed = rank
+                passed = level
             elif prompts and self.prefixes.is_being_computed(sequence, prompts):
-                num_under_way += 1
-                if num_under_way == _LOOK_THROUGH:
+                num_prefix_waits += 1
+                if num_prefix_waits == _MAX_PREFIX_WAITS:
                     return None
             else:
                 return sequence
@@ -279,11 +281,11 @@ class Scheduler:
             return False
         return not self.running or self.policy.admits(sequence, self.running, self.num_steps, hit)
 
-    def _gives_way(self, sequence: Sequence) -> Sequence | None:
-        """A running one to preempt so that a waiting one of a higher rank can run."""
+    def _victim_for(self, sequence: Sequence) -> Sequence | None:
+        """A running one to preempt so that a waiting one of a higher level can run."""
         victims = self.waiting.victims_for(sequence, self.running)
-        if victims and not self._keeps_all(sequence):
-            victims = [s for s in victims if self.waiting.is_worth_a_swap(s)]
+        if victims and not self._can_keep_preempted(sequence):
+            victims = [s for s in victims if self.waiting.is_worth_preempting(s)]
         ranges = [s.kv_range for s in victims if s.kv_range is not None]
         leaving = self.kv.ranges_to_close(sequence.num_tokens, ranges)
         if leaving:
@@ -291,25 +293,25 @@ class Scheduler:
             victims = [s for s in victims if s.kv_range is not None and s.kv_range.start in starts]
         return victims[-1] if victims and leaving is not None else None
 
-    def _give_way(self, victim: Sequence) -> None:
+    def _preempt_for(self, victim: Sequence) -> None:
         self._preempt(victim)
-        self.num_given_way += 1
-        self.policy.gave_way(victim)
+        self.num_priority_preemptions += 1
+        self.policy.preempted_by_priority(victim)
 
-    def _keeps_all(self, sequence: Sequence) -> bool:
+    def _can_keep_preempted(self, sequence: Sequence) -> bool:
         """Whether memory has room for a waiting one and all that is and would be set aside."""
         if not self.prefixes.is_on or self.kv.prefixes.has_store:
             return self.prefixes.is_on
-        need = self.kv.pages_for(sequence.num_tokens) - self._pages_aside(sequence)
-        return self.kv.num_in_use + self._num_aside_pages + need <= self.kv.num_pages
+        need = self.kv.pages_for(sequence.num_tokens) - self._preempted_pages(sequence)
+        return self.kv.num_in_use + self._num_preempted_pages + need <= self.kv.num_pages
 
-    def _pages_aside(self, sequence: Sequence) -> int:
+    def _preempted_pages(self, sequence: Sequence) -> int:
         return self.kv.pages_for(sequence.num_tokens) if sequence.num_preemptions else 0
 
-    def _start(self, sequence: Sequence, hit: PrefixHit | None, now_s: float) -> None:
+    def _admit_sequence(self, sequence: Sequence, hit: PrefixHit | None, now_s: float) -> None:
         self.prefixes.open(sequence, hit)
         self.waiting.take(sequence)
-        self._num_aside_pages -= self._pages_aside(sequence)
+        self._num_preempted_pages -= self._preempted_pages(sequence)
         sequence.status = SequenceStatus.RUNNING
         if sequence.first_scheduled_s is None:
             sequence.first_scheduled_s = now_s
@@ -337,25 +339,25 @@ class Scheduler:
             sequence.token_ids.append(token)
             is_due = num_computed >= sequence.recheck_at or token in sequence.stop_ids
             if is_due or sequence.mask is not None:
-                self._settle(sequence, token, finished)
-        for place in range(num_decodes, len(plan.sequences)):
-            sequence = plan.sequences[place]
-            sequence.num_computed_tokens += plan.num_rows[place]
+                self._apply_progress(sequence, token, finished)
+        for index in range(num_decodes, len(plan.sequences)):
+            sequence = plan.sequences[index]
+            sequence.num_computed_tokens += plan.num_rows[index]
             token = PENDING_TOKEN
-            if plan.samples[place]:
+            if plan.samples[index]:
                 token = next(next_token)
                 sequence.token_ids.append(token)
-            self._settle(sequence, token, finished)
+            self._apply_progress(sequence, token, finished)
         if finished:
             self.running = [s for s in self.running if s.status is SequenceStatus.RUNNING]
         return finished
 
-    def _settle(self, sequence: Sequence, token: int, finished: list[Sequence]) -> None:
+    def _apply_progress(self, sequence: Sequence, token: int, finished: list[Sequence]) -> None:
         """Its rows are computed, and with them this token (PENDING_TOKEN: none)."""
         if sequence.num_computed_tokens >= sequence.next_cacheable_at:
-            self.prefixes.remember(sequence, sequence.num_computed_tokens)
+            self.prefixes.insert(sequence, sequence.num_computed_tokens)
         if token != PENDING_TOKEN:
-            reason = ending(sequence, token)
+            reason = finish_reason_after(sequence, token)
         else:  # only the prompt is wanted of some
             is_over = sequence.num_computed_tokens >= sequence.max_tokens_total
             reason = FinishReason.LENGTH if is_over else None
@@ -371,17 +373,17 @@ class Scheduler:
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
-            self._num_aside_pages -= self._pages_aside(sequence)
+            self._num_preempted_pages -= self._preempted_pages(sequence)
         self._finish(sequence, reason)
         return True
 
-    def cut(self, sequence: Sequence, num_tokens: int) -> None:
+    def truncate(self, sequence: Sequence, num_tokens: int) -> None:
         """Take back its tokens after so many: they will never be known."""
         is_aside = sequence.status is SequenceStatus.WAITING
-        self._num_aside_pages -= self._pages_aside(sequence) if is_aside else 0
+        self._num_preempted_pages -= self._preempted_pages(sequence) if is_aside else 0
         del sequence.token_ids[num_tokens:]
         sequence.recheck_at = 0
-        self._num_aside_pages += self._pages_aside(sequence) if is_aside else 0
+        self._num_preempted_pages += self._preempted_pages(sequence) if is_aside else 0
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.status = SequenceStatus.FINISHED

@@ -5,13 +5,13 @@ Only the compute loop touches a Sequence after it has been queued. No torch, no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
+import collections.abc as abc
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from serve.request import FinishReason, Request
-from serve.scheduler.prompt_outputs import PromptOutputs, prompt_outputs
+from serve.scheduler.prompt_outputs import PromptOutputs, make_prompt_outputs
 
 if TYPE_CHECKING:
     from memory.pages.kv_range import Range
@@ -58,7 +58,7 @@ class Sequence:
     kv_range: Range | None = None
     page_keys: list[bytes] = field(default_factory=list)  # of its pages, for the prefix cache
     next_cacheable_at: int = 0  # computed tokens at which its next page is complete
-    has_fetched: bool = False  # what the store knows of it is in memory, or on its way
+    is_fetch_requested: bool = False  # what the store knows of it is in memory, or on its way
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     num_preemptions: int = 0
     first_scheduled_s: float | None = None
@@ -66,7 +66,7 @@ class Sequence:
     stop_token: int | None = None
     output: object = None  # pool 3's state; opaque here
     history: object = None  # the sampler's; opaque here
-    prompt_rows: PromptOutputs | None = None  # what is to be known of the prompt's own rows
+    prompt_outputs: PromptOutputs | None = None  # what is to be known of the prompt's own rows
     mask: SequenceMask | None = None  # of the tokens that may come next; None: all may
     error: str | None = None  # with finish_reason ERROR, if the sequence itself is the cause
 
@@ -86,8 +86,8 @@ class Sequence:
     @property
     def reads_prompt(self) -> bool:
         """Rows of its prompt are still to be looked at, which the prefix cache does not have."""
-        rows = self.prompt_rows
-        return rows is not None and self.request.reads_prompt and not rows.is_complete
+        outputs = self.prompt_outputs
+        return outputs is not None and self.request.reads_prompt and not outputs.is_complete
 
     @property
     def is_finished(self) -> bool:
@@ -95,7 +95,7 @@ class Sequence:
 
 
 def make_sequences(
-    request: Request, eos_token_ids: frozenset[int], page_keys: SequenceOf[bytes] = ()
+    request: Request, eos_token_ids: frozenset[int], page_keys: abc.Sequence[bytes] = ()
 ) -> list[Sequence]:
     """The n sequences of a request; output i samples with its own seed."""
     params = request.params
@@ -104,7 +104,7 @@ def make_sequences(
     if not params.ignore_eos:
         stops |= eos_token_ids
     num_prompt = len(request.prompt_token_ids)
-    prompt_rows = prompt_outputs(request)
+    outputs = make_prompt_outputs(request)
     return [
         Sequence(
             request=request,
@@ -117,13 +117,15 @@ def make_sequences(
             stop_ids=stops,
             num_expected_rows=num_prompt,
             page_keys=list(page_keys),
-            prompt_rows=prompt_rows,
+            prompt_outputs=outputs,
         )
         for index in range(params.n)
     ]
 
 
-def ending(sequence: Sequence, token: int, length: int | None = None) -> FinishReason | None:
+def finish_reason_after(
+    sequence: Sequence, token: int, length: int | None = None
+) -> FinishReason | None:
     """Whether this token, its newest known one, ends it. length: tokens with it; None: all."""
     length = len(sequence.token_ids) if length is None else length
     if token in sequence.stop_ids and length > sequence.min_tokens_total:

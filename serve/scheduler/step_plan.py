@@ -73,7 +73,7 @@ class StepPlan:
         return self.subset(indices) if indices else None
 
 
-def plan_of(
+def make_plan(
     decodes: list[Sequence], chunks: list[tuple[Sequence, int]], num_certain: int = 0
 ) -> StepPlan | None:
     """Of those that still run, with one row and with more (how many). num_certain: of decodes,
@@ -94,9 +94,9 @@ def plan_of(
         return None
     num_certain = min(num_certain, num_decodes)
     samples = [True] * num_certain
-    for place in range(num_certain, len(sequences)):
-        sequence = sequences[place]
-        num_known = sequence.num_computed_tokens + num_rows[place]
+    for index in range(num_certain, len(sequences)):
+        sequence = sequences[index]
+        num_known = sequence.num_computed_tokens + num_rows[index]
         num_tokens = len(sequence.token_ids)
         samples.append(num_known == num_tokens < sequence.max_tokens_total)
     num_prompt_rows = sum(num_rows[num_decodes:])

@@ -13,7 +13,7 @@ machine stalled counts little.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
+import collections.abc as abc
 from dataclasses import dataclass
 from operator import mul
 from statistics import median
@@ -126,14 +126,14 @@ class Law:
         self._weight = 1.0
         self._growth = 1.0 + 1.0 / window
 
-    def predict(self, features: SequenceOf[float]) -> float:
+    def predict(self, features: abc.Sequence[float]) -> float:
         return self._pace * self._at_pace_1(features)
 
-    def _at_pace_1(self, features: SequenceOf[float]) -> float:
+    def _at_pace_1(self, features: abc.Sequence[float]) -> float:
         seconds: float = sum(map(mul, self.coefficients, features))
         return seconds
 
-    def learn(self, features: SequenceOf[float], seconds: float) -> None:
+    def learn(self, features: abc.Sequence[float], seconds: float) -> None:
         """seconds > 0."""
         predicted = self._at_pace_1(features)
         if predicted > 0.0:

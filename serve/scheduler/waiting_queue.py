@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterator
 from serve.request import Request
 from serve.scheduler.sequence import Sequence
 
-Entry = tuple[int, int, Sequence]
-"""(rank, number of arrival, sequence): sorted, the first is next."""
+QueueEntry = tuple[int, int, Sequence]
+"""(level, number of arrival, sequence): sorted, the first is next."""
 
 
 class WaitingQueue:
-    """First come, first served, and the base of the others: sorted by `rank`, then by arrival.
+    """First come, first served, and the base of the others: sorted by `level`, then by arrival.
 
     Iterating gives the waiting sequences, the next one first. preempts: somebody who waits may
     outrank somebody who runs. Only `seconds_before` may be called from another thread.
@@ -39,15 +39,15 @@ class WaitingQueue:
         # of so many tokens, the second number of them known; whoever can tell sets it
         self.prefill_seconds: Callable[[int, int], float] = lambda num_tokens, num_cached: 0.0
         self.now_s = 0.0
-        self._waiting: list[Entry] = []
-        self._numbers: dict[Sequence, int] = {}
+        self._waiting: list[QueueEntry] = []
+        self._arrivals: dict[Sequence, int] = {}
         self._num_arrived = 0
 
-    def rank(self, sequence: Sequence) -> int:
+    def level(self, sequence: Sequence) -> int:
         """A lower one goes first. It does not change while the sequence is in a queue."""
         return 0
 
-    def rank_of(self, request: Request, num_rows: int) -> int:
+    def level_of_arrival(self, request: Request, num_rows: int) -> int:
         """That of a request that arrives with num_rows to compute."""
         return 0
 
@@ -60,7 +60,7 @@ class WaitingQueue:
     def add(self, sequence: Sequence) -> None:
         """It has arrived."""
         self._num_arrived += 1
-        self._numbers[sequence] = self._num_arrived
+        self._arrivals[sequence] = self._num_arrived
         self._enqueue(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
@@ -77,20 +77,20 @@ class WaitingQueue:
 
     def ended(self, sequence: Sequence) -> None:
         """It is finished and not waiting."""
-        del self._numbers[sequence]
+        del self._arrivals[sequence]
 
     def victim(self, running: list[Sequence]) -> Sequence:
         """Who must go when memory runs out. running: in the order of their admission."""
-        return max(reversed(running), key=self.rank)
+        return max(reversed(running), key=self.level)
 
     def victims_for(self, sequence: Sequence, running: list[Sequence]) -> list[Sequence]:
         """Those of the running who give way to a waiting one, the first to go last."""
         if not self.preempts:
             return []
-        rank = self.rank(sequence) + self.margin
-        return sorted([s for s in running if self.rank(s) > rank], key=self.rank)
+        level = self.level(sequence) + self.margin
+        return sorted([s for s in running if self.level(s) > level], key=self.level)
 
-    def is_worth_a_swap(self, sequence: Sequence) -> bool:
+    def is_worth_preempting(self, sequence: Sequence) -> bool:
         """Whether a running one may give way although its tokens must be computed again."""
         return True
 
@@ -103,13 +103,13 @@ class WaitingQueue:
     def seconds_before(self, request: Request, num_rows: int) -> float:
         """To compute the prompts that wait and come before a request that arrives now with
         num_rows."""
-        rank = self.rank_of(request, num_rows)
-        return self._seconds([s for other, _, s in list(self._waiting) if other <= rank])
+        level = self.level_of_arrival(request, num_rows)
+        return self._seconds([s for other, _, s in list(self._waiting) if other <= level])
 
     def num_before(self, request: Request, num_rows: int) -> int:
         """Of the waiting, those that come before a request that arrives now with num_rows."""
-        rank = self.rank_of(request, num_rows)
-        return sum([other <= rank for other, _, _ in list(self._waiting)])
+        level = self.level_of_arrival(request, num_rows)
+        return sum([other <= level for other, _, _ in list(self._waiting)])
 
     def _seconds(self, sequences: list[Sequence]) -> float:
         """To compute their prompts; those that came before anything was known by their rows."""
@@ -120,37 +120,37 @@ class WaitingQueue:
     # ---- the queue
 
     def _enqueue(self, sequence: Sequence) -> None:
-        insort(self._waiting, (self.rank(sequence), self._numbers[sequence], sequence))
+        insort(self._waiting, (self.level(sequence), self._arrivals[sequence], sequence))
 
     def _dequeue(self, sequence: Sequence) -> None:
-        place = bisect_left(self._waiting, (self.rank(sequence), self._numbers[sequence]))
-        assert self._waiting[place][2] is sequence, "not in the queue"
-        del self._waiting[place]
+        index = bisect_left(self._waiting, (self.level(sequence), self._arrivals[sequence]))
+        assert self._waiting[index][2] is sequence, "not in the queue"
+        del self._waiting[index]
 
 
-class Priority(WaitingQueue):
+class PriorityQueue(WaitingQueue):
     """SamplingParams.priority; a running sequence gives way only if there is no other way."""
 
     preempts = True
 
-    def rank(self, sequence: Sequence) -> int:
+    def level(self, sequence: Sequence) -> int:
         return sequence.request.params.priority
 
-    def rank_of(self, request: Request, num_rows: int) -> int:
+    def level_of_arrival(self, request: Request, num_rows: int) -> int:
         return request.params.priority
 
 
 QUEUES = {
     "fcfs": "serve.scheduler.waiting_queue:WaitingQueue",
-    "priority": "serve.scheduler.waiting_queue:Priority",
-    "mlfq": "serve.scheduler.mlfq_queue:MultiLevelFeedback",
-    "fair": "serve.scheduler.fair_queue:Fair",
+    "priority": "serve.scheduler.waiting_queue:PriorityQueue",
+    "mlfq": "serve.scheduler.mlfq_queue:MlfqQueue",
+    "fair": "serve.scheduler.fair_queue:FairQueue",
 }
-"""The class of each queue policy in serve.config.ORDERS, imported when it is chosen."""
+"""The class of each queue policy in serve.config.QUEUE_POLICIES, imported when it is chosen."""
 
 
 def make_queue(name: str) -> WaitingQueue:
-    """Returns an empty queue of the policy `name`, one of serve.config.ORDERS."""
+    """Returns an empty queue of the policy `name`, one of serve.config.QUEUE_POLICIES."""
     module, _, attribute = QUEUES[name].partition(":")
     queue: WaitingQueue = getattr(importlib.import_module(module), attribute)()
     return queue

@@ -148,7 +148,7 @@ MEMORY = (
     _shared("counter", "num_preemptions", "Preempted sequences.",
             lambda r: r.stats.num_preemptions),
     MetricSpec("counter", "sequences_given_way", "Sequences preempted for one of higher priority.",
-               lambda r: r.stats.num_given_way),
+               lambda r: r.stats.num_priority_preemptions),
     _shared("counter", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
             lambda r: r.stats.prefix_asked_tokens),
     _shared("counter", "prefix_cache_hits", "Prompt tokens found in the prefix cache.",

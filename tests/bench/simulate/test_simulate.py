@@ -14,9 +14,8 @@ from bench.simulate import keep
 from bench.simulate.load import LoadSimulation, simulate
 from bench.simulate.settings import PoolDelays, SimulationSettings
 from memory.pages.layer_groups import LayerGroup
-from serve.config import ORDERS, EngineConfig
+from serve.config import MEMORY_POLICIES, QUEUE_POLICIES, EngineConfig
 from serve.errors import ConfigError
-from serve.scheduler.admission import POLICIES
 
 
 class Law:
@@ -157,8 +156,8 @@ def random_calls(seed, count=60):
     return calls, arrivals_s
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("order", QUEUE_POLICIES)
+@pytest.mark.parametrize("policy", MEMORY_POLICIES)
 def test_every_request_ends_and_memory_is_free_again(policy, order):
     calls, arrivals_s = random_calls(f"{policy} {order}")
     options = {"memory_policy": policy, "order": order, "inter_token_slo_ms": 1400.0}
@@ -178,8 +177,8 @@ def test_every_request_ends_and_memory_is_free_again(policy, order):
     assert again == result
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("order", QUEUE_POLICIES)
+@pytest.mark.parametrize("policy", MEMORY_POLICIES)
 @pytest.mark.parametrize("seed", range(3))
 def test_fast_forward_changes_nothing(policy, order, seed):
     """The same clock, step by step, with few and many running, scarce memory and shared pages."""

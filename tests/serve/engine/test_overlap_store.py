@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import pytest
 
 from memory.prefix.store_stats import StoreStats
-from serve.config import ORDERS
+from serve.config import QUEUE_POLICIES
 from serve.request import FinishReason
 from tests.serve.engine.test_overlap_walk import Walk
 from tests.support.cuda.late_device import Job
@@ -122,7 +122,7 @@ class StoreWalk(Walk):
 def test_pages_that_come_and_go_are_right(fails):
     num_stored = num_loaded = 0
     for seed in range(6):
-        walk = StoreWalk(seed, ORDERS[seed % len(ORDERS)], fails).walk(30)
+        walk = StoreWalk(seed, QUEUE_POLICIES[seed % len(QUEUE_POLICIES)], fails).walk(30)
         walk.end()
         failed = {s for s, reason in walk.ended.items() if reason is FinishReason.ERROR}
         assert failed <= set(walk.bad)

@@ -9,11 +9,10 @@ from dataclasses import replace
 import pytest
 
 from memory.pages.layer_groups import LayerGroup
-from serve.config import ORDERS
+from serve.config import MEMORY_POLICIES, QUEUE_POLICIES
 from serve.engine.overlapped_executor import OverlappedExecutor
 from serve.pooling import PoolingParams
 from serve.request import FinishReason
-from serve.scheduler.admission import POLICIES
 from serve.scheduler.sequence import PENDING_TOKEN, make_sequences
 from serve.scheduler.step_plan import SchedulerLimits
 from tests.support.cuda.late_device import EOS, check_prompt_rows, expected_tokens
@@ -38,7 +37,7 @@ class Walk(Bench):
         budget = rng.choice([2, 7, 16, 64])
         limits = SchedulerLimits(rng.choice([1, 3, 8]), budget, rng.choice([1, 5, budget]))
         groups = groups or rng.choice(GROUPS)
-        self.policy = rng.choice(POLICIES)
+        self.policy = rng.choice(MEMORY_POLICIES)
         self.bad = {}
         self.fails = fails
         self.reads = reads
@@ -160,7 +159,7 @@ class Walk(Bench):
             assert sequence in self.records.tokens or not sequence.num_output_tokens
             assert (sequence in by_step) != (sequence in self.ended)
             has_answer = len(tokens) > sequence.num_prompt_tokens
-            if sequence.prompt_rows is not None and (has_answer or sequence in by_step):
+            if sequence.prompt_outputs is not None and (has_answer or sequence in by_step):
                 check_prompt_rows(sequence)
             if sequence in by_step:
                 assert len(tokens) == len(expected)
@@ -177,7 +176,7 @@ class Walk(Bench):
             assert not scheduler.policy.steps_left(0) and not scheduler.policy._prefilling
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", QUEUE_POLICIES)
 @pytest.mark.parametrize("seed", range(12))
 def test_tokens_are_those_of_a_run_without_overlap(order, seed):
     walk = Walk(seed, order).walk(30)
@@ -189,7 +188,7 @@ def test_tokens_are_those_of_a_run_without_overlap(order, seed):
 @pytest.mark.parametrize("fails", ["launch", "wait"])
 @pytest.mark.parametrize("seed", range(16))
 def test_who_fails_ends_alone(fails, seed):
-    walk = Walk(100 + seed, ORDERS[seed % len(ORDERS)], fails).walk(30)
+    walk = Walk(100 + seed, QUEUE_POLICIES[seed % len(QUEUE_POLICIES)], fails).walk(30)
     walk.check_end()
     failed = {s for s, reason in walk.ended.items() if reason is FinishReason.ERROR}
     assert failed <= set(walk.bad)
@@ -203,5 +202,5 @@ def test_who_fails_ends_alone(fails, seed):
 @pytest.mark.parametrize("seed", range(12))
 def test_rows_of_prompts_are_taken_once_and_in_order(fails, seed):
     """Whoever is preempted, fails, shares its prompt with others or is found in the cache."""
-    walk = Walk(200 + seed, ORDERS[seed % len(ORDERS)], fails, reads=True).walk(40)
+    walk = Walk(200 + seed, QUEUE_POLICIES[seed % len(QUEUE_POLICIES)], fails, reads=True).walk(40)
     walk.check_end()

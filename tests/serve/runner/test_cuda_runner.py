@@ -264,10 +264,10 @@ def test_unmapping_waits_for_the_steps_that_may_look_there(device):
         llm.generate(prompts_of(6, 5), greedy(2), use_tqdm=False)
         core = llm._loaded.core
         runner, kv = core._runner, core.kv
-        step = runner._flying[-1]
+        step = runner._launched[-1]
         (span,) = kv.spans(step.ranges[0])
         waited: list[int] = []
-        step.mark = type("M", (), {"wait": lambda self: waited.append(1)})()
+        step.event = type("M", (), {"wait": lambda self: waited.append(1)})()
         others = [kv.spans(r)[0] for r in kv.ranges if kv.spans(r)[0] != span]
         for first, end in others:
             runner.settle(first, end)

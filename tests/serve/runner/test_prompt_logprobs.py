@@ -204,7 +204,7 @@ def test_halves_that_take_turns_say_the_same():
     prompts = [prompt_of(n, seed=n) for n in (40, 7, 90, 23)]
     with LLM(str(checkpoint("llama")), dtype="float32", max_chunk_tokens=16) as llm:
         whole = llm.generate(prompts, asking(2), use_tqdm=False)
-        llm._loaded.core._runner._stagger = Always()
+        llm._loaded.core._runner._microbatches = Always()
         halves = llm.generate(prompts, asking(2), use_tqdm=False)
     for prompt, one, other in zip(prompts, whole, halves, strict=True):
         check(other.prompt_logprobs, prompt, 2)

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from memory.pages.layer_groups import LayerGroup
+from serve.config import MEMORY_POLICIES
 from serve.request import FinishReason
 from serve.scheduler.admission import (
-    POLICIES,
     Oracle,
     PeakForecast,
     PredictedPeak,
@@ -151,7 +151,7 @@ class Rig:
         assert self.kv.num_in_use == 0
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, "oracle"])
+@pytest.mark.parametrize("policy", [*MEMORY_POLICIES, "oracle"])
 def test_every_policy_serves_a_crowd_to_its_end(policy):
     rng = random.Random(3)
     rig = Rig(policy)
@@ -176,7 +176,7 @@ def test_the_oracle_is_hardly_ever_wrong(seed):
     assert rig.most_running > 4, "more than the worst case lets in"
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, "oracle"])
+@pytest.mark.parametrize("policy", [*MEMORY_POLICIES, "oracle"])
 def test_who_fits_alone_is_served_whatever_is_predicted(policy):
     """32 pages of 4 tokens hold exactly one sequence of the whole context."""
     rig = Rig(policy, num_pages=32)
@@ -295,7 +295,7 @@ def test_the_reserve_falls_while_nobody_is_preempted():
     assert 0.03 < rig.policy.reserve < 0.04, "300 times 0.4 % of a hundredth from 5 %"
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", MEMORY_POLICIES)
 def test_books_are_empty_after_random_arrivals_and_aborts(policy):
     rng = random.Random(11)
     rig = Rig(policy, num_pages=48)
@@ -314,5 +314,5 @@ def test_books_are_empty_after_random_arrivals_and_aborts(policy):
         assert rig.policy._reserved == 0
     if isinstance(rig.policy, PredictedPeak):
         assert not rig.policy._members and not rig.policy._keys and not rig.policy._arrivals
-        assert all(not future.entries for future in rig.policy._futures)
+        assert all(not future.entries for future in rig.policy._forecasts)
         assert rig.policy._asked is rig.policy._refused is None

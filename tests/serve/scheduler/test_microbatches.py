@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from serve.scheduler.microbatches import StaggerChoice, halve
+from serve.scheduler.microbatches import LearnedMicrobatches, split_in_two
 from serve.scheduler.step_plan import StepPlan
 from tests.support.engine.fakes import make_seq
 
@@ -28,8 +28,8 @@ def loads(plan: StepPlan, places: list[int]) -> list[int]:
 
 
 def test_one_sequence_is_not_halved() -> None:
-    assert halve(make_plan([7])) is None
-    assert halve(make_plan([], [(64, 0)])) is None
+    assert split_in_two(make_plan([7])) is None
+    assert split_in_two(make_plan([], [(64, 0)])) is None
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -39,7 +39,7 @@ def test_halves_are_balanced_and_whole(seed: int) -> None:
         [rng.randrange(3000) for _ in range(rng.randrange(2, 40))],
         [(rng.randrange(2, 200), rng.choice([0, 500])) for _ in range(rng.randrange(3))],
     )
-    halves = halve(plan)
+    halves = split_in_two(plan)
     assert halves is not None and all(halves)
     assert sorted([*halves[0], *halves[1]]) == list(range(len(plan.sequences)))
     one, other = (loads(plan, places) for places in halves)
@@ -55,13 +55,13 @@ def test_halves_are_balanced_and_whole(seed: int) -> None:
 
 
 def test_many_small_ones_stand_against_a_large_one() -> None:
-    halves = halve(make_plan([10] * 30 + [320]))
+    halves = split_in_two(make_plan([10] * 30 + [320]))
     assert halves == ([30], list(range(30)))
-    assert halve(make_plan([10] * 8, [(64, 900)])) == ([8], list(range(8)))
+    assert split_in_two(make_plan([10] * 8, [(64, 900)])) == ([8], list(range(8)))
 
 
 def steps_split(
-    choice: StaggerChoice,
+    choice: LearnedMicrobatches,
     seconds: Callable[[bool], float],
     num_steps: int,
     num_decodes: int = 16,
@@ -76,7 +76,7 @@ def steps_split(
 @pytest.mark.parametrize("is_better", [False, True])
 def test_the_faster_way_is_found_and_kept(is_better: bool) -> None:
     rng = random.Random(3)
-    choice = StaggerChoice()
+    choice = LearnedMicrobatches()
 
     def seconds(is_split: bool) -> float:
         stall = 5.0 if rng.random() < 0.05 else 1.0
@@ -90,13 +90,13 @@ def test_the_faster_way_is_found_and_kept(is_better: bool) -> None:
 
 def test_equal_ways_are_left_as_they_are() -> None:
     rng = random.Random(4)
-    ways = steps_split(StaggerChoice(), lambda is_split: rng.uniform(0.995, 1.005), 1000)
+    ways = steps_split(LearnedMicrobatches(), lambda is_split: rng.uniform(0.995, 1.005), 1000)
     assert ways.count(True) <= 40
 
 
 def test_it_learns_again() -> None:
     """Contexts grow, and attention takes as long as the products; then it is quick again."""
-    choice = StaggerChoice()
+    choice = LearnedMicrobatches()
     quick = steps_split(choice, lambda is_split: 1.1 if is_split else 1.0, 1500)
     assert quick[-50:].count(True) <= 5
     slow = steps_split(choice, lambda is_split: 1.2 if is_split else 2.0, 600)
@@ -107,7 +107,7 @@ def test_it_learns_again() -> None:
 
 def test_times_that_grow_slowly_do_not_mislead() -> None:
     """A step gets slower with every token: ways are compared with their neighbours in time."""
-    choice, growth = StaggerChoice(), 1.0
+    choice, growth = LearnedMicrobatches(), 1.0
 
     def seconds(is_split: bool) -> float:
         nonlocal growth
@@ -119,7 +119,7 @@ def test_times_that_grow_slowly_do_not_mislead() -> None:
 
 def test_sizes_are_learned_apart() -> None:
     """Few rows wait for the weights, many do not."""
-    choice = StaggerChoice()
+    choice = LearnedMicrobatches()
     for _ in range(300):
         few = steps_split(choice, lambda is_split: 2.0 if is_split else 1.0, 1, num_decodes=4)
         many = steps_split(choice, lambda is_split: 1.0 if is_split else 1.7, 1, num_decodes=64)

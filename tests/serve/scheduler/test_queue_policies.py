@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from serve.config import ORDERS
-from serve.scheduler.fair_queue import Fair
-from serve.scheduler.mlfq_queue import MultiLevelFeedback
-from serve.scheduler.waiting_queue import Priority, WaitingQueue, make_queue
+from serve.config import QUEUE_POLICIES
+from serve.scheduler.fair_queue import FairQueue
+from serve.scheduler.mlfq_queue import MlfqQueue
+from serve.scheduler.waiting_queue import PriorityQueue, WaitingQueue, make_queue
 from tests.support.engine.fakes import make_request
 from tests.support.engine.order_rig import at_rate, drained, make, name_of, names, seq
 
@@ -57,7 +57,7 @@ def test_who_is_next(order, arrivals, expected):
     assert drained(made) == expected
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", QUEUE_POLICIES)
 def test_who_comes_back_is_before_those_who_came_later(order):
     made = make_queue(order)
     first, second, third = seq("a"), seq("b"), seq("c")
@@ -93,7 +93,7 @@ def test_who_goes_when_memory_runs_out(order, expected):
 
 
 def test_levels_of_multi_level_feedback():
-    order = at_rate(MultiLevelFeedback(), 1000)
+    order = at_rate(MlfqQueue(), 1000)
     short, long = seq("s", num_prompt=10), seq("l", num_prompt=100)
     for sequence in (short, long):
         order.add(sequence)
@@ -102,16 +102,16 @@ def test_levels_of_multi_level_feedback():
         order.tick(now_s)
         if now_s == 0.0:
             order.take(short)
-        levels.append(order.rank(short))
+        levels.append(order.level(short))
     assert levels == [0, 0, 1, 1, 2, 6], "10, 20, 40, 80 ... ms"
-    assert order.rank(long) == 4, "160 ms are the first that cover 100"
+    assert order.level(long) == 4, "160 ms are the first that cover 100"
 
 
 def test_what_is_left_of_a_level_survives_a_preemption_and_recomputing_is_free():
-    order = at_rate(MultiLevelFeedback(), 1000)
+    order = at_rate(MlfqQueue(), 1000)
     sequence = seq("a", num_prompt=30)
     order.add(sequence)
-    assert order.rank(sequence) == 2
+    assert order.level(sequence) == 2
     order.take(sequence)
     order.tick(0.025)  # of 40 ms
     order.put_back(sequence)
@@ -120,11 +120,11 @@ def test_what_is_left_of_a_level_survives_a_preemption_and_recomputing_is_free()
     order.take(sequence)
     for now_s, level in ((2.044, 2), (2.046, 3)):
         order.tick(now_s)
-        assert order.rank(sequence) == level
+        assert order.level(sequence) == level
 
 
 def test_who_starves_goes_to_the_first_level_for_as_long_as_it_waited():
-    order = at_rate(MultiLevelFeedback(), 1000)
+    order = at_rate(MlfqQueue(), 1000)
     long, short = seq("l", num_prompt=100), seq("s", num_prompt=5, arrival_s=5.0)
     order.add(long)
     order.tick(5.9)
@@ -134,13 +134,13 @@ def test_who_starves_goes_to_the_first_level_for_as_long_as_it_waited():
     assert names(order) == "ls"
     order.take(long)
     order.tick(12.1)
-    assert order.rank(long) == 0
+    assert order.level(long) == 0
     order.tick(12.3)
-    assert order.rank(long) > 0
+    assert order.level(long) > 0
 
 
 def test_who_starves_outranks_only_those_it_did_before():
-    order = at_rate(MultiLevelFeedback(), 1000)
+    order = at_rate(MlfqQueue(), 1000)
     running = [seq("a", num_prompt=5), seq("b", num_prompt=1000), seq("c", num_prompt=9000)]
     for sequence in running:
         order.add(sequence)
@@ -150,32 +150,32 @@ def test_who_starves_outranks_only_those_it_did_before():
     assert names(order.victims_for(long, running)) == "bc"
     running[1].token_ids.append(1)
     order.tick(6.1)
-    assert order.rank(long) == 0
+    assert order.level(long) == 0
     assert names(order.victims_for(long, running)) == "abc"
 
 
 def test_a_swap_must_be_worth_it_where_its_tokens_would_be_lost():
-    order = at_rate(MultiLevelFeedback(), 1000)
+    order = at_rate(MlfqQueue(), 1000)
     sequence = seq("a", num_prompt=100)
     order.add(sequence)
     order.take(sequence)
     for now_s, is_worth_it in ((0.9, False), (1.1, True)):
         order.tick(now_s)
-        assert order.is_worth_a_swap(sequence) == is_worth_it
+        assert order.is_worth_preempting(sequence) == is_worth_it
 
 
 def test_waiting_does_not_begin_before_arrival():
     """The last step may have been long ago."""
-    order = MultiLevelFeedback()
+    order = MlfqQueue()
     order.tick(0.0)
     late = seq("b", num_prompt=100, arrival_s=100.0)
     at_rate(order, 1000).add(late)
     order.tick(100.0)
-    assert order.rank(late) > 0
+    assert order.level(late) > 0
 
 
 def test_a_client_that_was_away_is_lifted():
-    order = Fair()
+    order = FairQueue()
     order.add(seq("a", num_prompt=50, client="x"))
     order.add(seq("b", num_prompt=50, client="x"))
     order.take(next(iter(order)))
@@ -187,7 +187,7 @@ def test_a_client_that_was_away_is_lifted():
 
 
 def test_output_counts_twice_and_a_prompt_once_for_all_its_samples():
-    order = Fair()
+    order = FairQueue()
     samples = make("a", num_prompt=10, client="x", n=3)
     for sequence in samples:
         order.add(sequence)
@@ -200,7 +200,7 @@ def test_output_counts_twice_and_a_prompt_once_for_all_its_samples():
 
 
 def test_idle_clients_are_forgotten_when_there_are_many():
-    order = Fair()
+    order = FairQueue()
     order.MAX_CLIENTS = 100
     for number in range(1000):
         sequence = seq("a", client=f"client-{number}")
@@ -232,9 +232,9 @@ def test_seconds_before(order, expected):
 
 
 def test_orders_have_names():
-    assert [type(make_queue(name)) for name in ORDERS] == [
+    assert [type(make_queue(name)) for name in QUEUE_POLICIES] == [
         WaitingQueue,
-        Priority,
-        MultiLevelFeedback,
-        Fair,
+        PriorityQueue,
+        MlfqQueue,
+        FairQueue,
     ]

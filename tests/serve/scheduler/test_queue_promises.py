@@ -7,15 +7,15 @@ from statistics import fmean
 
 import pytest
 
-from serve.config import ORDERS
+from serve.config import QUEUE_POLICIES
 from serve.request import FinishReason
-from serve.scheduler.fair_queue import Fair
-from serve.scheduler.mlfq_queue import MultiLevelFeedback
+from serve.scheduler.fair_queue import FairQueue
+from serve.scheduler.mlfq_queue import MlfqQueue
 from tests.support.engine.order_rig import Rig
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", QUEUE_POLICIES)
 def test_everybody_finishes_in_a_random_walk(order, seed):
     """Arrivals, aborts and too little memory; nobody is lost and all pages come back."""
     rng = random.Random(seed)
@@ -43,10 +43,10 @@ def test_everybody_finishes_in_a_random_walk(order, seed):
     assert rig.scheduler.num_preemptions > 0
     rig.run()
     assert rig.scheduler.num_finished == total > 150
-    assert not rig.order._numbers
-    if isinstance(rig.order, MultiLevelFeedback):
+    assert not rig.order._arrivals
+    if isinstance(rig.order, MlfqQueue):
         assert not rig.order._jobs and not rig.order._running
-    if isinstance(rig.order, Fair):
+    if isinstance(rig.order, FairQueue):
         assert not rig.order._queues and not rig.order._charged
     rig.kv.check_integrity()
 

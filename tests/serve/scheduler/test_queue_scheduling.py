@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve.config import ORDERS
+from serve.config import QUEUE_POLICIES
 from serve.request import FinishReason
 from tests.serve.scheduler.test_scheduler import rows
 from tests.support.engine.order_rig import Rig, at_rate, names
@@ -18,7 +18,7 @@ def test_a_lower_priority_gives_way_when_slots_are_few():
     rig.add("d", priority=0)
     rig.step()
     assert names(rig.scheduler.running) == "ad"
-    assert lower.num_preemptions == rig.scheduler.num_given_way == 1
+    assert lower.num_preemptions == rig.scheduler.num_priority_preemptions == 1
     assert low.num_preemptions == 0
     rig.run()
     assert list(rig.finished_s) == ["a", "d", "c", "b"]
@@ -48,7 +48,7 @@ def test_nobody_gives_way_when_it_does_not_help():
     for _ in range(5):
         rig.step()
     assert names(rig.scheduler.running) == "c"
-    assert rig.scheduler.num_given_way == 1
+    assert rig.scheduler.num_priority_preemptions == 1
     rig.run()
 
 
@@ -64,7 +64,7 @@ def test_only_who_is_in_the_same_memory_gives_way():
     for _ in range(3):
         rig.step()
     assert names(rig.scheduler.running) == "abx"
-    assert rig.scheduler.num_given_way == 0
+    assert rig.scheduler.num_priority_preemptions == 0
     rig.run()
     assert set(rig.finished_s) == {*"abxc"}
 
@@ -130,7 +130,7 @@ def test_the_order_chooses_the_victim_when_memory_runs_out():
     for name, priority in (("a", 1), ("b", 0), ("c", 0)):
         rig.add(name, num_prompt=16, num_tokens=20, priority=priority)
     rig.run()
-    assert rig.scheduler.num_given_way == 0
+    assert rig.scheduler.num_priority_preemptions == 0
     assert list(rig.finished_s)[-1] == "a"
 
 
@@ -143,13 +143,13 @@ def test_giving_way_does_not_count_as_a_wrong_prediction():
     rig.step()
     rig.add("b", priority=0)
     rig.step()
-    assert rig.scheduler.num_given_way == 1
+    assert rig.scheduler.num_priority_preemptions == 1
     assert policy.reserve == 0.05
     rig.run()
     assert not policy._members
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", QUEUE_POLICIES)
 def test_samples_of_one_prompt_compute_it_once(order):
     rig = Rig(order, num_pages=200, max_num_seqs=8, budget=32)
     rig.add("a", num_prompt=121, num_tokens=5, n=8)

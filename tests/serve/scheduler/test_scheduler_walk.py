@@ -9,9 +9,9 @@ import pytest
 
 from memory.pages.layer_groups import LayerGroup
 from memory.prefix.index import PrefixHasher
-from serve.config import ORDERS
+from serve.config import MEMORY_POLICIES, QUEUE_POLICIES
 from serve.request import FinishReason
-from serve.scheduler.admission import POLICIES, make_policy
+from serve.scheduler.admission import make_policy
 from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import make_sequences
 from serve.scheduler.step_plan import SchedulerLimits
@@ -43,7 +43,7 @@ class Walk:
         self.kv, _ = make_kv(pages, max_num_seqs, MAX_LEN, **settings)
         if num_memories > 1:
             self.kv, _ = make_partitioned_kv(num_memories, pages, max_num_seqs, MAX_LEN, **settings)
-        self.policy = rng.choice(POLICIES)
+        self.policy = rng.choice(MEMORY_POLICIES)
         self.scheduler = Scheduler(
             self.limits,
             self.kv,
@@ -110,7 +110,7 @@ class Walk:
         raise AssertionError("somebody never ends")
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", QUEUE_POLICIES)
 @pytest.mark.parametrize(
     ("seed", "num_memories"), [(seed, 1 if seed < 12 else 2 + seed % 2) for seed in range(20)]
 )
@@ -119,9 +119,9 @@ def test_everybody_ends_and_nothing_is_left(order, seed, num_memories):
     walk = Walk(seed, order, num_memories)
     walk.run(40)
     scheduler = walk.scheduler
-    assert walk.kv.num_in_use == 0 and scheduler._num_aside_pages == 0
+    assert walk.kv.num_in_use == 0 and scheduler._num_preempted_pages == 0
     walk.kv.check_integrity()
     if walk.policy == "worst_case" and num_memories == 1:  # it reckons with all memory as one
-        assert scheduler.num_preemptions == scheduler.num_given_way, "for want of memory"
+        assert scheduler.num_preemptions == scheduler.num_priority_preemptions, "for want of memory"
     if walk.policy == "predicted":
         assert not scheduler.policy.steps_left(0) and not scheduler.policy._prefilling

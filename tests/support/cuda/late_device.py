@@ -22,7 +22,7 @@ from memory.kv_manager import KVManager
 from memory.pages.kv_range import Range
 from ops.cpu.sampling import SAMPLED_ROW
 from serve.request import TokenDelta, TokenLogprobs
-from serve.runner.prompt_reader import PromptRowRequest, wanted_rows
+from serve.runner.prompt_reader import PromptRowRequest, prompt_row_requests
 from serve.runner.runner import StepResult
 from serve.scheduler.prompt_outputs import Pooled, PromptPart, PromptScores
 from serve.scheduler.sequence import PENDING_TOKEN, Sequence
@@ -242,7 +242,7 @@ class LateRunner:
         job = self.device.submit(lambda: self._compute(step, books, is_bad, faults, seen))
         sampled = [rows.sequence for rows in step if rows.samples]
         behind = self.in_flight[-1] if self.in_flight else None
-        late = Late(self, job, sampled, faults, behind, (wanted_rows(plan), seen))
+        late = Late(self, job, sampled, faults, behind, (prompt_row_requests(plan), seen))
         self.in_flight.append(late)
         launched()
         return late
@@ -397,7 +397,7 @@ def check_prompt_rows(sequence: Sequence, num_tokens: int = 23) -> None:
         next_token(i, prompt[max(0, i + 1 - WINDOW) : i + 1], num_tokens)
         for i in range(len(prompt))
     ]
-    outputs = sequence.prompt_rows
+    outputs = sequence.prompt_outputs
     assert outputs is not None and outputs.is_complete, f"{sequence.request.request_id}"
     delta = TokenDelta(0, "", [])
     if isinstance(outputs, PromptScores):

@@ -129,7 +129,7 @@ class Bench:
     def check_rest(self):
         assert not self.device.faults, self.device.faults[:3]
         assert not self.runner.in_flight and self.device.is_idle
-        assert self.scheduler._num_aside_pages == 0 and self.kv.num_in_use == 0
+        assert self.scheduler._num_preempted_pages == 0 and self.kv.num_in_use == 0
         for sequence, told in self.records.tokens.items():
             assert told == sequence.token_ids[sequence.num_prompt_tokens :]
             assert PENDING_TOKEN not in told

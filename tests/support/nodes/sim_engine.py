@@ -137,7 +137,7 @@ class SimCore(EngineCore):
 
 
 class SometimesHalves:
-    """A stagger that follows the dice."""
+    """A microbatches that follows the dice."""
 
     def __init__(self, world: World, share: float) -> None:
         self._world = world
@@ -233,7 +233,7 @@ class SimEngine:
             kv,
             attention,
             memory=self.nodes,
-            stagger=SometimesHalves(world, world.random.choice([0.0, 0.3, 1.0])),
+            microbatches=SometimesHalves(world, world.random.choice([0.0, 0.3, 1.0])),
             clock=world.clock,
         )
         policy = make_policy(

@@ -175,7 +175,7 @@ class AlwaysSplits:
     ("partition", "scheme"), [("head", "tcp"), ("sequence", "inproc"), ("request", "shm")]
 )
 def test_two_batches_in_flight(partition, scheme, tmp_path, monkeypatch):
-    monkeypatch.setattr("serve.runner.runner.StaggerChoice", AlwaysSplits)
+    monkeypatch.setattr("serve.runner.runner.LearnedMicrobatches", AlwaysSplits)
     AlwaysSplits.num_split = 0
     with nodes(scheme, 2, tmp_path) as urls:
         found, stats = remote_tokens(DEFAULT_MODEL, 4096, urls, tmp_path, partition)

@@ -72,12 +72,16 @@ def loaded(model: str | Path, **settings: object) -> Iterator[Runtime]:
 
 
 def generate(
-    runtime: Runtime, attention: PlannedAttention, stagger: MicrobatchPolicy | None
+    runtime: Runtime, attention: PlannedAttention, microbatches: MicrobatchPolicy | None
 ) -> list[tuple[list[int], list[object]]]:
     """Tokens and their log-probabilities, request by request; they come one after the other."""
     clock = iter(range(10**6))
     runner = ModelRunner(
-        runtime.model, runtime.kv, attention, stagger=stagger, clock=lambda: float(next(clock))
+        runtime.model,
+        runtime.kv,
+        attention,
+        microbatches=microbatches,
+        clock=lambda: float(next(clock)),
     )
     scheduler = Scheduler(SchedulerLimits(8, 64, 30), runtime.kv)
     waiting = requests(runtime.spec.vocab_size, 14)
@@ -116,13 +120,13 @@ def test_halves_give_the_same_bits(model, settings) -> None:
         assert generate(runtime, late, Scripted(False)) == expected
         num_steps = len(late.steps)
         for ways in ((True,), (True, True, False)):
-            late, stagger = LateAttention(runtime.attention), Scripted(*ways)
-            assert generate(runtime, late, stagger) == expected
-            num_split = sum(is_split for is_split, _ in stagger.told)
+            late, microbatches = LateAttention(runtime.attention), Scripted(*ways)
+            assert generate(runtime, late, microbatches) == expected
+            num_split = sum(is_split for is_split, _ in microbatches.told)
             assert len(late.steps) == num_steps + num_split and num_split > 15
         # a step of one sequence asks nobody, and times come from the clock
-        assert all(decodes + rows > 1 for decodes, rows in stagger.asked)
-        assert {seconds for _, seconds in stagger.told} == {1.0}
+        assert all(decodes + rows > 1 for decodes, rows in microbatches.asked)
+        assert {seconds for _, seconds in microbatches.told} == {1.0}
 
 
 @contextmanager
@@ -132,7 +136,7 @@ def one_step(late: LateAttention, runtime: Runtime) -> Iterator[tuple[ModelRunne
         scheduler.add(sequence)
     plan = scheduler.schedule(0.0)
     assert plan is not None and len(plan.sequences) >= 2
-    yield ModelRunner(runtime.model, runtime.kv, late, stagger=Scripted(True)), plan
+    yield ModelRunner(runtime.model, runtime.kv, late, microbatches=Scripted(True)), plan
     runtime.kv.close_all()
 
 
@@ -166,9 +170,9 @@ def test_a_failing_half_fails_the_step_and_the_next_one_is_right() -> None:
 def test_local_attention_is_never_halved() -> None:
     with loaded(checkpoint("qwen2", "window"), dtype="float32") as runtime:
         assert not runtime.attention.is_remote
-        assert ModelRunner(runtime.model, runtime.kv, runtime.attention)._stagger is None
+        assert ModelRunner(runtime.model, runtime.kv, runtime.attention)._microbatches is None
         late = LateAttention(runtime.attention)
-        assert ModelRunner(runtime.model, runtime.kv, late)._stagger is not None
+        assert ModelRunner(runtime.model, runtime.kv, late)._microbatches is not None
 
 
 @torch.inference_mode()
