@@ -1,4 +1,4 @@
-"""What others may look at while the core works. Any thread: it may be a step old."""
+"""What other threads may read while the core works. Values may be one step old."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SequenceView(NamedTuple):
 
 
 class CoreView:
-    """The meters of the three pools, the sequences, and traces of the steps."""
+    """Counters of the three pools, the running sequences and the traces of the steps."""
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class CoreView:
 
     @property
     def grammars(self) -> GrammarCache | None:
-        """Of structured output; None before the first request that asks for it."""
+        """Compiled grammars of structured output; None before the first request with one."""
         return self._masks.grammars
 
     def pools(self) -> dict[str, tuple[int, float]]:
-        """What waits for each pool, and for how many seconds it has worked. Tokenizing and
-        checking are one pool, steps the second one, text and delivery the third."""
+        """For each pool: the number of waiting items and the seconds of work so far. Pool 1 is
+        "tokenize", pool 2 "compute" and pool 3 "output"."""
         return {
             "tokenize": (self._tokenize.num_waiting, self._tokenize.busy_s),
             "compute": (self._num_messages(), self.steps.seconds.sum),

@@ -1,7 +1,7 @@
-"""What the pools count as they work: plain integers and floats, one writer each, no locks.
+"""Counters of the pools: plain integers and floats, each with one writer and without a lock.
 
-Read from any thread: a reading may be a token old. Steps and tokens are counted in lists, not in
-a metrics library's objects; those are made when somebody asks (serve/http/monitoring/metrics.py).
+Any thread may read them; a value may be one token old. They are not objects of a metrics library:
+those are made when the metrics are requested (serve/http/monitoring/metrics.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from time import monotonic
 
 from serve.request import FinishReason
 
-# Upper bounds. Of seconds between tokens, until the first one, and of whole requests.
+# Upper bounds of buckets: seconds between tokens, to the first token, and of whole requests.
 STEP_SECONDS = (
     *(0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03),
     *(0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
@@ -32,7 +32,7 @@ CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 
 
 class Histogram:
-    """counts[i]: values up to bounds[i], the last one those above all of them."""
+    """counts[i] is the number of values up to bounds[i]; the last one counts those above all."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -51,7 +51,7 @@ class Histogram:
 
 
 class RequestCounters:
-    """Written by pool 3. A request's n answers count one by one, its prompt once."""
+    """Counts requests; pool 3 writes it. Each of the n answers counts, the prompt counts once."""
 
     def __init__(self) -> None:
         self.ttft_s = Histogram(FIRST_SECONDS)
@@ -71,7 +71,7 @@ class RequestCounters:
         self.num_ended = dict.fromkeys(FinishReason, 0)
 
     def count_first_token(self, index: int, num_prompt_tokens: int, ttft_s: float) -> None:
-        """Answer number `index` of its request has its first token."""
+        """Counts the first token of answer number `index` of a request."""
         self.ttft_s.observe(ttft_s)
         if index == 0:
             self.num_prompt_tokens += num_prompt_tokens
@@ -82,7 +82,8 @@ class RequestCounters:
         num_tokens: int,
         times_s: tuple[float, float | None, float | None, float],
     ) -> None:
-        """times_s: of its arrival, first step, first token and end; None: it came to none."""
+        """Counts an ended answer. times_s: its arrival, first step, first token and end; None
+        where the answer did not get that far."""
         arrival_s, scheduled_s, first_s, end_s = times_s
         self.num_ended[reason] += 1
         self.generation_tokens.observe(num_tokens)
@@ -98,14 +99,14 @@ class RequestCounters:
                 self.per_token_s.observe((end_s - first_s) / (num_tokens - 1))
 
     def count_request(self, num_prompt_tokens: int, max_tokens: int, n: int) -> None:
-        """What a request that ended had asked for."""
+        """Counts what an ended request had asked for."""
         self.prompt_tokens.observe(num_prompt_tokens)
         self.max_tokens.observe(max_tokens)
         self.n.observe(n)
 
 
 class PoolCounters:
-    """Of a pool of several threads: jobs that wait, and seconds of work."""
+    """Counts the waiting jobs and the seconds of work of a pool of several threads."""
 
     def __init__(self) -> None:
         self.num_waiting = 0
@@ -118,7 +119,7 @@ class PoolCounters:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """One job that was queued."""
+        """Surrounds the work of one queued job."""
         began_s = monotonic()
         with self._lock:
             self.num_waiting -= 1

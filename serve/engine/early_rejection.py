@@ -1,9 +1,9 @@
-"""Early rejection: a request whose first token would come too late is refused on its arrival.
+"""Early rejection: refuses a request on arrival if its first token would come too late.
 
-Mooncake (FAST'25): the time to the first token is predicted from what waits before the request
-and its own prompt; where that is beyond the objective, a refusal now is worth more to the client
-than an answer later, and costs the others nothing. The prediction knows prompts, and slots where
-the memory policy predicts lengths; waiting for K/V memory is not in it.
+As in Mooncake (FAST'25), the time to the first token is predicted from the requests that wait and
+from the request's own prompt. If it exceeds the objective, a refusal now is worth more to the
+client than a late answer, and it costs other requests nothing. The prediction covers prompts, and
+slots where the memory policy predicts lengths; it does not cover the wait for K/V memory.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ if TYPE_CHECKING:
 
 
 class EarlyRejection:
-    """May be asked from any thread, while another one runs the scheduler: what it reads there
-    may be a step old."""
+    """Decides about arriving requests. Any thread may call it while the loop runs the scheduler;
+    what it reads there may be one step old."""
 
     def __init__(self, scheduler: Scheduler, slo_s: float) -> None:
         self._scheduler = scheduler
         self._slo_s = slo_s
         self._lock = threading.Lock()
-        # of prompts that are accepted, and not yet in the scheduler's queue
+        # accepted prompts that are not in the scheduler's queue yet, and their seconds
         self._num_coming, self._coming_s = 0, 0.0
         self.num_refused = 0
         self.predicted_s: float | None = None
 
     def admit(self, request: Request, num_rows: int) -> float:
-        """num_rows: of its prompt, those that the prefix cache does not know. OverloadedError:
-        refused. Otherwise `mark_queued` must follow, with what this returns."""
+        """Returns the predicted seconds of the request's prefill, which `mark_queued` must get
+        later; raises OverloadedError to refuse. num_rows: prompt tokens that the prefix cache does
+        not have."""
         scheduler = self._scheduler
         num_tokens = len(request.prompt_token_ids)
         own_s = scheduler.chunks.model.prefill_seconds(num_tokens, num_tokens - num_rows)
@@ -57,7 +58,7 @@ class EarlyRejection:
         return own_s
 
     def mark_queued(self, seconds: float) -> None:
-        """A request that was admitted is in the scheduler's queue now, or was aborted."""
+        """An admitted request has reached the scheduler's queue, or was aborted."""
         with self._lock:
             self._num_coming -= 1
             self._coming_s = self._coming_s - seconds if self._num_coming else 0.0
@@ -66,8 +67,9 @@ class EarlyRejection:
 def predicted_ttft_s(
     scheduler: Scheduler, request: Request, num_rows: int, seconds_before: float, num_before: int
 ) -> float:
-    """Of a request that arrives now with num_rows to compute, and with num_before prompts on the
-    way that take seconds_before. From any thread: what is read may be a step old."""
+    """The predicted seconds to the first token of a request that arrives now and has num_rows
+    rows to compute. seconds_before, num_before: of the prompts that are accepted but not queued
+    yet. Any thread may call it; what it reads may be one step old."""
     model = scheduler.chunks.model
     num_tokens = len(request.prompt_token_ids)
     own_s = model.prefill_seconds(num_tokens, num_tokens - num_rows)
@@ -87,11 +89,11 @@ def predicted_ttft_s(
 
 
 def _steps_to_slot(scheduler: Scheduler, num_before: int) -> float:
-    """Until so many others and one more have had a slot, as far as lengths are predicted."""
+    """Steps until num_before requests and one more have had a slot, by the predicted lengths."""
     number = len(scheduler.running) + num_before + 1 - scheduler.limits.max_num_seqs
     left = scheduler.policy.steps_left(scheduler.num_steps)
     if number <= 0 or not left:
         return 0.0
     rounds, place = divmod(number - 1, len(left))
-    # those who come next take as long as these take in all
+    # each further round of requests is expected to take a mean length
     return left[place] + rounds * scheduler.policy.mean_steps()

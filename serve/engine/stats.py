@@ -1,4 +1,4 @@
-"""What an engine tells about itself."""
+"""An engine's statistics: a snapshot of its counters, and the counters of its steps."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class EngineStats:
     """A snapshot of counters.
 
     memory_utilisation: pages in use over all pages, mean over the steps. predicted_peak_pages:
-    of running sequences and the one that asked, at the last time one did. coverage_p50, _p90:
-    share of answers within the quantile predicted when they arrived. None: nothing to tell yet,
-    or the policy does not predict. step_time_error: |predicted - real| / real, median of the
-    last steps. chunk_limit_rows: prompt rows for which the last step with a prompt had room.
-    pages_mapped have memory behind them; pages_in_use belong to sequences, pages_cached only to
-    the prefix cache. prefix_*: tokens of admitted sequences, those of them that were found, pages
-    forgotten for want of memory.
-    predicted_ttft_s: of the last request that was asked whether it meets ttft_slo; num_refused:
-    those that did not. num_priority_preemptions: preemptions for a higher priority level,
+    of the running sequences and the last one that was considered for admission. coverage_p50,
+    coverage_p90: share of answers within the quantile predicted on their arrival. These are None
+    as long as there is no value, or if the policy does not predict. step_time_error:
+    |predicted - real| / real, median of the last steps. chunk_limit_rows: prompt rows that the
+    last step with a prompt had room for. pages_mapped: pages with memory behind them;
+    pages_in_use belong to sequences, pages_cached only to the prefix cache. prefix_asked_tokens:
+    tokens of admitted sequences; prefix_hit_tokens: those found in the cache;
+    prefix_evicted_pages: pages evicted for lack of memory. predicted_ttft_s: of the last request
+    checked against ttft_slo; num_refused: requests that exceeded it. num_priority_preemptions: preemptions for a higher priority level,
     not for want of memory.
     disk_*: pages written there, read back, lost (they could not be read back), and not
     written (they are tried again); then what lies there now. Of what was lost: pages whose

@@ -1,4 +1,4 @@
-"""Whether the engine goes on: a step that takes far longer than any before it hangs.
+"""Detects a stalled engine: a step that takes far longer than any step before it.
 
 The watchdog learns how long steps take, so that it does not report long prompts or slow machines
 as a stall, and gives a step that is larger than all before it time for its rows. It reports
@@ -12,31 +12,31 @@ from collections.abc import Callable
 
 MIN_STALL_S = 30.0
 MAX_TIMES_LONGEST = 5.0
-MAX_ROW_S = 0.25  # of a model that is too slow to be of use
+MAX_ROW_S = 0.25  # seconds per row; a model that needs more is too slow to be of use
 
 
 class Watchdog:
-    """The loop is at rest, or busy with one round: a step, or messages in between."""
+    """Times the loop's rounds. A round is a step, or the messages between two steps."""
 
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
         is_output_alive: Callable[[], bool] = lambda: True,
     ) -> None:
-        """is_output_alive: the thread that the loop hands its results to."""
+        """is_output_alive: whether the thread of pool 3 runs."""
         self._clock = clock
         self._is_output_alive = is_output_alive
-        self._round: tuple[float, int] | None = None  # when it began, its rows
+        self._round: tuple[float, int] | None = None  # when it began, and its rows; None: idle
         self._longest_s, self._most_rows = 0.0, 0
 
     def begin(self, num_rows: int = 0) -> None:
-        """A round begins, and the one before it, if any, has ended."""
+        """Starts a round and ends the one before it, if there is one."""
         now_s = self._clock()
         self._learn(now_s)
         self._round = now_s, num_rows
 
     def rest(self) -> None:
-        """The loop waits for something to do."""
+        """Ends the round: the loop waits for work."""
         self._learn(self._clock())
         self._round = None
 
@@ -47,15 +47,15 @@ class Watchdog:
             self._most_rows = max(self._most_rows, num_rows)
 
     def stall_reason(self) -> str | None:
-        """In words; None: none."""
+        """Why the engine has stalled, in words; None if it has not."""
         if not self._is_output_alive():
             return "the thread that delivers answers has ended"
         seconds = self.stalled_s()
         return None if seconds is None else f"a step has taken {seconds:.0f} s and goes on"
 
     def stalled_s(self) -> float | None:
-        """Seconds that the round has taken so far, if they are too many."""
-        current = self._round  # once: the loop may go on meanwhile
+        """Seconds that the current round has taken, if that is too long; else None."""
+        current = self._round  # read once, because the loop may start another round
         if current is None:
             return None
         began_s, num_rows = current
