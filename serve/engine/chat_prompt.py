@@ -1,5 +1,7 @@
-"""A conversation to token ids: tools described or rendered, special tokens kept out of what
-clients wrote, the model's chat template, its tokenizer.
+"""Turns a conversation into token ids with the model's chat template.
+
+Tools are rendered by the template or described in text, and what clients wrote cannot bring in
+special tokens.
 """
 
 from __future__ import annotations
@@ -25,14 +27,15 @@ from serve.text.tokenizer import Tokenizer
 
 
 def make_chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The model's template, or None. The worker process starts at the first use."""
+    """The model's chat template, if it has one. Its worker process starts at the first use."""
     if tokenizer.chat_template is None:
         return None
     return ChatTemplate(tokenizer.chat_template, special_tokens=tokenizer.named_tokens)
 
 
 def make_chat_format(tokenizer: Tokenizer, config: EngineConfig) -> ChatFormat:
-    """How the model's answers are read, by its template and the settings."""
+    """The format of reasoning and tool calls in the model's answers, by its template and the
+    settings."""
     style = choose_format(
         tokenizer.chat_template or "", config.tool_parser, config.reasoning_parser
     )
@@ -59,8 +62,8 @@ def encode_chat(
     template_kwargs: Mapping[str, Any] | None = None,
     continue_final_message: bool = False,
 ) -> list[int]:
-    """Token ids of a conversation. Special tokens come from the template only, never from what
-    a client wrote. RequestError for a conversation that the template refuses."""
+    """Token ids of a conversation. Special tokens come from the template only, never from a
+    client's text. Raises RequestError for a conversation that the template refuses."""
     _check_size(messages, tokenizer, limits)
     if style is not None and not style.has_native_tools:
         flat = [{**item, "content": flatten_content(item.get("content"))} for item in messages]
@@ -87,13 +90,13 @@ def encode_chat(
 def _check_size(
     messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, limits: RequestLimits
 ) -> None:
-    """Before the one process that renders is kept busy with what cannot fit."""
+    """Refuses a text that cannot fit before the one rendering process spends time on it."""
     texts = [text for item in messages if isinstance(text := item.get("content"), str)]
     check_text(max(texts, key=len, default=""), tokenizer, limits)
 
 
 def _continued(text: str) -> str:
-    """Up to the end of the last message's content."""
+    """The text up to the end of the last message's content."""
     before, found, _ = text.rpartition(CONTINUE)
     if not found:
         raise RequestError(

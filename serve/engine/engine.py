@@ -1,7 +1,7 @@
-"""The asyncio face of the engine: submit, stream, abort, drain.
+"""The asyncio interface of the engine: submit, stream, abort, drain.
 
-Everything heavy happens in the core's threads; this file moves deltas from pool 3 into the
-event loop, at most one wake-up call per step, and lets slow consumers coalesce theirs.
+All heavy work runs in the core's threads. Deltas reach the event loop with at most one wake-up
+call per step, and those that a slow consumer has not taken are joined (request_stream.py).
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Loader(Protocol):
 
 
 class Engine:
-    """An LLM engine in this process. `async with Engine(path) as engine: ...`
+    """An LLM engine in this process: `async with Engine(path) as engine: ...`
 
-    model: a Hugging Face directory; None takes the embedded model. settings: EngineConfig's.
-    progress: show a bar while weights load. load: how to build the core from the config
-    (tests and benchmarks pass a fake runner).
+    model: a Hugging Face directory; None takes the embedded model. settings: the fields of
+    EngineConfig. progress: shows a bar while weights load. load: builds the core from the
+    configuration (tests and benchmarks put a scripted runner in).
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Engine:
         self._is_draining = False
 
     async def start(self) -> None:
-        """Load the model and start the pools. ModelLoadError, ConfigError."""
+        """Loads the model and starts the pools. Raises ModelLoadError and ConfigError."""
         loop = asyncio.get_running_loop()
         loading = asyncio.ensure_future(
             asyncio.to_thread(self._load, self.config, progress=self._progress)
@@ -75,7 +75,7 @@ class Engine:
         try:
             loaded = await asyncio.shield(loading)
         except asyncio.CancelledError:
-            # a thread cannot be cancelled: what it loads is given back when it is there
+            # A thread cannot be cancelled: what it loads is freed when it is there.
             loading.add_done_callback(_give_back)
             raise
         try:
@@ -113,7 +113,7 @@ class Engine:
         )
 
     def stall_reason(self) -> str | None:
-        """What keeps the engine from going on, in words; None: nothing."""
+        """Why the engine does not go on, in words; None if it does."""
         if self._loaded is None or self._is_draining:
             return None
         core = self._loaded.core
@@ -121,7 +121,7 @@ class Engine:
 
     @property
     def has_memory(self) -> bool:
-        """For K/V; memory nodes may be lost for a while."""
+        """There is memory for K/V; with memory nodes there may be none for a while."""
         return self._loaded is not None and self._loaded.core.kv.num_pages > 0
 
     @property
@@ -146,18 +146,19 @@ class Engine:
 
     @property
     def chat_format(self) -> ChatFormat:
-        """How the model writes reasoning and calls of tools."""
+        """How the model writes reasoning and tool calls."""
         return self._chat_format
 
     def stats(self) -> EngineStats:
         return self.loaded.core.stats()
 
     def trace_steps(self, max_steps: int = 1 << 20) -> StepTrace:
-        """What every step from now on computes; the last max_steps are kept. 0: ends the trace."""
+        """Starts a trace of all steps from now on, of which the last max_steps are kept. 0 ends
+        the trace."""
         return self.loaded.core.view.traces.measure(max_steps)
 
     def check_grammar_queue(self, params: SamplingParams) -> None:
-        """OverloadedError: too many requests wait for their grammars to be compiled."""
+        """Raises OverloadedError if too many requests wait for their grammars."""
         self.loaded.core.check_grammar_queue(params)
 
     def submit(
@@ -169,10 +170,10 @@ class Engine:
         client: str | None = None,
         policy: CallPolicy | None = None,
     ) -> RequestStream:
-        """Queue a prompt. Raises OverloadedError or EngineStoppedError at once; what is wrong
-        with the prompt itself is raised by the stream. client: any name of who or which
-        application asks; lengths of answers are predicted per client. policy: the limits of the
-        API call that the request belongs to."""
+        """Queues a prompt. Raises OverloadedError or EngineStoppedError at once; the stream raises
+        errors of the prompt itself. client: a name for the user or the application; lengths of
+        answers are predicted per client. policy: the limits of the API call that the request
+        belongs to."""
         return self._submit(prompt, params, request_id, client, policy)
 
     def submit_chat(
@@ -188,8 +189,8 @@ class Engine:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> RequestStream:
-        """Queue a conversation, rendered with the model's chat template in pool 1. tools:
-        OpenAI's function tools; template_kwargs: more variables of the template."""
+        """Queues a conversation, which pool 1 renders with the model's chat template. tools:
+        OpenAI's function tools. template_kwargs: further variables of the template."""
         template, style = self._template, self._chat_format
         tokenizer, limits = self.tokenizer, self.loaded.limits
         if template is None:
@@ -235,7 +236,7 @@ class Engine:
         return stream
 
     async def stream(self, prompt: Prompt, params: SamplingParams) -> AsyncIterator[TokenDelta]:
-        """Deltas of one request; leaving the loop early aborts it."""
+        """Deltas of one request. Leaving the loop early aborts the request."""
         stream = self.submit(prompt, params)
         try:
             async for delta in stream:
@@ -244,7 +245,7 @@ class Engine:
             stream.abort()
 
     async def generate(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
-        """One request from beginning to end."""
+        """Runs one request to its end."""
         return await self.collect(self.submit(prompt, params))
 
     async def embed(
@@ -255,8 +256,8 @@ class Engine:
         request_id: str | None = None,
         client: str | None = None,
     ) -> EmbeddingOutput:
-        """A prompt's embedding. Raises what `submit` and its stream raise, and GenerationError;
-        cancelling aborts the request."""
+        """A prompt's embedding. Raises what `submit` and its stream raise, and GenerationError.
+        Cancelling aborts the request."""
         stream = self.submit_embedding(prompt, params, request_id=request_id, client=client)
         try:
             request = await stream.accepted()
@@ -276,11 +277,11 @@ class Engine:
         client: str | None = None,
         policy: CallPolicy | None = None,
     ) -> RequestStream:
-        """Queue a prompt as `submit` does; its one delta has the embedding."""
+        """Queues a prompt as `submit` does; the stream's one delta has the embedding."""
         return self._submit(prompt, params or PoolingParams(), request_id, client, policy)
 
     async def collect(self, stream: RequestStream) -> RequestOutput:
-        """Everything a stream has to give; cancelling aborts the request."""
+        """Collects all deltas of a stream. Cancelling aborts the request."""
         token_text = self.tokenizer.token_text
         of_prompt = None
         try:
@@ -302,7 +303,8 @@ class Engine:
         )
 
     async def shutdown(self, *, drain_s: float = 0.0) -> None:
-        """Refuse new requests, give running ones drain_s seconds, end the rest, free all."""
+        """Refuses new requests, lets running ones go on for drain_s seconds, ends the rest and
+        frees all memory."""
         self._is_draining = True
         loaded = self._loaded
         if loaded is None:

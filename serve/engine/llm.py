@@ -1,7 +1,7 @@
-"""The offline, synchronous face: prompts in, finished outputs out, over the same core.
+"""The offline, synchronous interface: prompts in, finished outputs out, over the same core.
 
-No event loop is involved; results come through a queue, so it can be used in a notebook, in a
-script or in several threads, next to other engines.
+It needs no event loop, so it works in a notebook, in a script and in several threads, next to
+other engines.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Messages = list[dict[str, Any]]
 
 
 class _Collector:
-    """Sink of one request; reports to the queue when all its sequences have ended."""
+    """The Sink of one request. It goes into the queue `done` when all its sequences have ended."""
 
     def __init__(
         self, done: queue.SimpleQueue[_Collector], token_text: Callable[[int], str]
@@ -73,7 +73,7 @@ class _Collector:
         self._done.put(self)
 
     def wake(self) -> None:
-        """Nothing to do: nobody reads a request before it has ended."""
+        """Does nothing: a request is read when it has ended."""
 
     def output(self, state: RequestState) -> RequestOutput:
         request, of_prompt = self.request, self._prompt_logprobs
@@ -94,9 +94,10 @@ class _Collector:
 
 
 class LLM:
-    """A model for batch use. LLM(path, dtype="auto").generate(prompts, SamplingParams(...)).
+    """A model for batch use: `LLM(path, dtype="auto").generate(prompts, SamplingParams(...))`.
 
-    model: a Hugging Face directory; None takes the embedded model. settings: EngineConfig's.
+    model: a Hugging Face directory; None takes the embedded model. progress: shows a bar while
+    weights load. settings: the fields of EngineConfig.
     """
 
     def __init__(
@@ -128,9 +129,9 @@ class LLM:
         client: str | None = None,
     ) -> list[RequestOutput]:
         """Outputs in the order of the prompts. A prompt is text, a list of token ids or
-        {"prompt_token_ids": [...]}. RequestError when one of them cannot be served (the others
-        are aborted). use_tqdm: show a progress bar, on a terminal. client: any name of the
-        application that asks; lengths of answers are predicted per client."""
+        {"prompt_token_ids": [...]}. Raises RequestError if one of them cannot be served; the other
+        requests are then aborted. use_tqdm: shows a progress bar on a terminal. client: a name for
+        the application; lengths of answers are predicted per client."""
         many = _many(prompts)
         params = _params_for(sampling_params, len(many), SamplingParams)
         done = self._run(many, params, use_tqdm, client)
@@ -144,8 +145,8 @@ class LLM:
         use_tqdm: bool = True,
         client: str | None = None,
     ) -> list[EmbeddingOutput]:
-        """Embeddings, in the order of the prompts, which are as in `generate`. RequestError,
-        GenerationError."""
+        """Embeddings in the order of the prompts, which are as in `generate`. Raises RequestError
+        and GenerationError."""
         many = _many(prompts)
         params = _params_for(pooling_params, len(many), PoolingParams)
         done = self._run(many, params, use_tqdm, client)
@@ -160,7 +161,7 @@ class LLM:
         client: str | None = None,
         add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
-        """Like generate, for one conversation or a list of them."""
+        """Does what `generate` does for one conversation or a list of them."""
         template = self._template
         if template is None:
             raise RequestError("this model has no chat template", param="messages")
@@ -210,7 +211,7 @@ class LLM:
                     if collector.error is not None and error is None:
                         error = collector.error
                         _abort_all(core, states)
-        except BaseException:  # Ctrl-C, or a refusal: nothing of this call goes on
+        except BaseException:  # Ctrl-C or a refusal: no request of this call may go on
             _abort_all(core, states)
             raise
         if error is not None:
@@ -221,7 +222,8 @@ class LLM:
         return self._loaded.core.stats()
 
     def shutdown(self) -> None:
-        """Stop the threads and free all memory. `with`, collection and exit call it too."""
+        """Stops the threads and frees all memory. The end of `with`, garbage collection and the
+        interpreter's exit call it too."""
         self._finalizer()
 
     def __enter__(self) -> LLM:

@@ -1,6 +1,7 @@
-"""From an EngineConfig to a running core: read, size, load, connect.
+"""From an EngineConfig to a core that is ready to start: read, size, load, connect.
 
-Every start-up decision is taken here and logged once: dtype, context length, pages, threads.
+Start-up decisions (dtype, context length, pages, threads) are taken here and in serve.loading, and
+logged once.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ GPU_BATCHED_TOKENS = 2048  # rows of a step: enough for the products to reach th
 
 @dataclass(slots=True)
 class LoadedEngine:
-    """A core that is ready to start, and what its faces need to know. precision, kv: of a model."""
+    """A core that is ready to start, and what its interfaces need to know. precision and kv are
+    None for a scripted runner."""
 
     core: EngineCore
     spec: ModelSpec
@@ -56,7 +58,7 @@ class LoadedEngine:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What an engine is made of besides its model. Measurements exchange some."""
+    """Classes of an engine's parts, which measurements may replace."""
 
     core: Callable[..., EngineCore] = EngineCore
     scheduler: Callable[..., Scheduler] = Scheduler
@@ -65,7 +67,8 @@ class Parts:
 def load_engine(
     config: EngineConfig, *, progress: bool = False, parts: Parts | None = None
 ) -> LoadedEngine:
-    """Load the model and build the three pools (not started). ModelLoadError, ConfigError."""
+    """Loads the model and builds the core, which is not started. Raises ModelLoadError and
+    ConfigError."""
     compute = ComputeThread()
     made_of = parts or Parts()
     try:
@@ -80,7 +83,7 @@ def _load(
 ) -> LoadedEngine:
     """Runs in the compute thread, because packing weights is parallel work."""
     path = config.model_path
-    # what is wrong with the directory itself is said first
+    # errors in the directory itself are reported before anything else
     config = _with_device_defaults(config, read_spec(path))
     tokenizer = Tokenizer.load(path)
     defaults = _generation_defaults(path)
@@ -129,7 +132,7 @@ def _load(
 
 
 def _with_device_defaults(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
-    """Settings whose best value depends on the device."""
+    """Fills in settings whose best value depends on the device."""
     backend = choose_backend(config, spec)
     config = replace(config, backend=backend)
     is_gpu = backend == "cuda" and torch.cuda.is_available()
@@ -139,7 +142,7 @@ def _with_device_defaults(config: EngineConfig, spec: ModelSpec) -> EngineConfig
 
 
 def _generation_defaults(path: Path) -> dict[str, object]:
-    """What generation_config.json asks for, checked as a request's parameters would be."""
+    """The defaults in generation_config.json, checked like a request's parameters."""
     defaults = dict(read_generation_defaults(path))
     sampling: dict[str, Any] = {k: v for k, v in defaults.items() if k != "eos_token_ids"}
     try:

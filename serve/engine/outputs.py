@@ -1,4 +1,4 @@
-"""What the library gives for a finished request, in the shapes that vLLM's users know."""
+"""The results of a finished request, in the shapes that vLLM's users know."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CompletionOutput:
     error: str | None = None
 
     def extend(self, delta: TokenDelta, token_text: Callable[[int], str]) -> None:
-        """Append a delta of this sequence; token_text spells a single token."""
+        """Append a delta of this sequence; token_text gives the text of a single token."""
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
         for item in delta.logprobs or ():
@@ -50,7 +50,7 @@ class CompletionOutput:
 def decode_prompt_logprobs(
     logprobs: Iterable[TokenLogprobs | None], token_text: Callable[[int], str]
 ) -> list[dict[int, Logprob] | None]:
-    """As CompletionOutput.logprobs, for TokenDelta.prompt_logprobs."""
+    """TokenDelta.prompt_logprobs in the form of CompletionOutput.logprobs."""
     return [None if item is None else _decode_logprobs(item, token_text) for item in logprobs]
 
 
@@ -77,7 +77,7 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class EmbeddingOutput:
-    """embedding: [dimensions] fp32."""
+    """A prompt's embedding: [dimensions] fp32."""
 
     request_id: str
     embedding: Vector
@@ -88,7 +88,8 @@ class EmbeddingOutput:
 def embedding_output(
     request: Request, last: TokenDelta | None, metrics: RequestMetrics
 ) -> EmbeddingOutput:
-    """last: the request's last delta. GenerationError, EngineStoppedError: it did not get there."""
+    """The embedding in a request's last delta. Raises GenerationError or EngineStoppedError if the
+    request ended without one."""
     if last is None or last.finish_reason is FinishReason.ABORT:
         raise EngineStoppedError("the request was aborted")
     if last.error is not None:

@@ -1,4 +1,4 @@
-"""One request's deltas on their way from pool 3 to a consumer in an event loop."""
+"""One request's deltas, from pool 3 to a consumer in the event loop."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 
 class Mailbox:
-    """A Sink: what the core's threads leave for a stream. They know this and not the stream, so
-    that there is no circle: to look for those of a thousand requests stops every thread."""
+    """The Sink of a stream: holds what the core's threads have for it. The core refers to this and
+    not to the stream, so that there is no reference cycle; collecting the cycles of a thousand
+    requests would stop every thread."""
 
     def __init__(self, hub: Hub) -> None:
         self.pending: deque[TokenDelta] = deque()  # filled by pool 3, emptied in the loop
@@ -42,7 +43,7 @@ class Mailbox:
     # ---- in the event loop
 
     async def wait(self) -> None:
-        """Until wake() is called."""
+        """Returns when wake() is called."""
         self._waiter = self._hub.loop.create_future()
         await self._waiter
 
@@ -55,9 +56,9 @@ class Mailbox:
 
 
 class RequestStream:
-    """One request's deltas, as an async iterator that ends when all n sequences have.
+    """One request's deltas: an async iterator that ends when all n sequences have ended.
 
-    For one consumer. Dropping it does not end the request: call abort().
+    It serves one consumer. Dropping it does not end the request; abort() does.
     """
 
     def __init__(self, hub: Hub, num_sequences: int) -> None:
@@ -87,7 +88,7 @@ class RequestStream:
         return self._state.metrics()
 
     async def accepted(self) -> Request:
-        """The tokenized request. Raises what it was refused with."""
+        """Waits for the tokenized request. Raises the error with which it was refused."""
         sink = self.sink
         while sink.request is None:
             if sink.error is not None:
@@ -97,7 +98,7 @@ class RequestStream:
         return sink.request
 
     def abort(self) -> None:
-        """End the request now; a consumer still gets finish_reason "abort"."""
+        """Ends the request now; a consumer still gets finish_reason "abort"."""
         if self._core is not None and self._state is not None and self._num_left:
             self._core.abort(self._state)
 
@@ -119,7 +120,7 @@ class RequestStream:
         return delta
 
     def _take(self) -> TokenDelta:
-        """The next delta; what follows for the same sequence is joined to it."""
+        """The next delta, joined with those that follow it for the same sequence."""
         pending = self.sink.pending
         first = pending.popleft()
         if not pending or pending[0].index != first.index or first.finish_reason is not None:
@@ -145,7 +146,7 @@ def _join(deltas: Sequence[TokenDelta]) -> TokenDelta:
 
 
 class Hub:
-    """Carries wake-ups into the event loop, one call for however many have gathered."""
+    """Carries wake-ups into the event loop, with one call for all that have gathered."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -161,7 +162,7 @@ class Hub:
                 self.loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
-        # Cleared first: what is appended after the last pop schedules a new call.
+        # Cleared first, so that a mailbox appended after the last pop schedules a new call.
         self._is_scheduled = False
         woken = self._woken
         while woken:

@@ -25,12 +25,13 @@ class EngineStats:
     pages_in_use belong to sequences, pages_cached only to the prefix cache. prefix_asked_tokens:
     tokens of admitted sequences; prefix_hit_tokens: those found in the cache;
     prefix_evicted_pages: pages evicted for lack of memory. predicted_ttft_s: of the last request
-    checked against ttft_slo; num_refused: requests that exceeded it. num_priority_preemptions: preemptions for a higher priority level,
-    not for want of memory.
-    disk_*: pages written there, read back, lost (they could not be read back), and not
-    written (they are tried again); then what lies there now. Of what was lost: pages whose
-    content was damaged, reads with an error. Of what failed: writes with an error, requests that
-    were too many, had no room or came while writing is paused after errors.
+    checked against ttft_slo; num_refused: requests that exceeded it. num_priority_preemptions:
+    preemptions for a request of a higher priority level, not for lack of memory.
+    disk_stored_pages, _loaded_pages, _lost_pages: pages written, read back, and not readable any
+    more. disk_failed_pages: pages not written, which are tried again. disk_pages, disk_bytes: what
+    is on the disk now. disk_corrupt_pages, disk_read_errors: damaged pages and failed reads.
+    disk_write_errors: failed writes. disk_refused_requests: write requests refused because there
+    were too many, there was no room, or writing is paused after errors (disk_is_paused).
     """
 
     num_unfinished: int
@@ -81,8 +82,8 @@ class EngineStats:
 
 @dataclass(slots=True)
 class StepCounters:
-    """Steps that ran through and their rows; when the last one ended. num_mixed_steps: with rows
-    of both kinds. Seconds are those of steps that did not fail, so pool 2's work."""
+    """Counts completed steps and their rows. num_mixed_steps: steps with prefill and decode rows.
+    last_s: the end of the last step. seconds: times of steps that did not fail."""
 
     num_steps: int = 0
     num_mixed_steps: int = 0
@@ -102,7 +103,7 @@ class StepCounters:
         self.last_s = now_s
 
     def last_age_s(self, clock: Callable[[], float]) -> float | None:
-        """Seconds since the last one. From any thread."""
+        """Seconds since the last step ended; None before the first one."""
         last_s = self.last_s
         return None if last_s is None else clock() - last_s
 
@@ -116,11 +117,11 @@ def engine_stats(
     num_unfinished: int,
     clock: Callable[[], float],
 ) -> EngineStats:
-    """A snapshot, from any thread: what is read may be a step old."""
+    """A snapshot for any thread; its values may be one step old."""
     kv, nodes = scheduler.kv, recovery.nodes if recovery else None
     prefixes, disk = kv.prefixes.stats, kv.prefixes.store_stats()
     coverage_p50, coverage_p90 = scheduler.policy.coverage()
-    page_steps = max(1, scheduler.num_steps * kv.num_pages)  # of none while nodes are lost
+    page_steps = max(1, scheduler.num_steps * kv.num_pages)  # 0 pages while nodes are lost
     return EngineStats(
         num_unfinished=num_unfinished,
         num_running=len(scheduler.running),

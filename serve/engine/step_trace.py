@@ -1,4 +1,4 @@
-"""The steps an engine ran, one row each, for those who measure or simulate it."""
+"""Traces of an engine's steps, one row for each step, for measurements and the simulator."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from serve.scheduler.step_time import StepWork
 
 
 class TracedStep(NamedTuple):
-    """began_s to ended_s: from the end of the step before, if the engine was busy, until the
-    tokens were there (the engine's clock). Sequences and pages: at ended_s, with those that end
-    with it and, where steps overlap, with what the next step was given already."""
+    """began_s, ended_s: from the end of the step before (if the engine was busy) until the tokens
+    were there, on the engine's clock. num_running, num_waiting, pages_in_use: at ended_s; they
+    include sequences that end with this step and, with overlapped steps, what the next step has
+    been given already."""
 
     began_s: float
     ended_s: float
@@ -24,15 +25,15 @@ class TracedStep(NamedTuple):
 
 
 class StepTrace:
-    """The last max_steps of them. Rows are added by the compute thread; read from any.
-    num_lost: how many came before those that are kept."""
+    """The last max_steps steps. The compute thread adds them; any thread reads. num_lost: earlier
+    steps that were dropped."""
 
     def __init__(self, max_steps: int) -> None:
         self.steps: deque[TracedStep] = deque(maxlen=max_steps)
         self.num_lost = 0
 
     def add(self, plan: StepPlan, scheduler: Scheduler, began_s: float, ended_s: float) -> None:
-        """Before the scheduler's update."""
+        """Adds a step. Called before the scheduler's update."""
         self.num_lost += len(self.steps) == self.steps.maxlen
         self.steps.append(
             TracedStep(
@@ -47,15 +48,15 @@ class StepTrace:
 
 
 class StepTraces:
-    """Those that are written now. Opened and closed by one thread, read by the compute thread.
-    One of them, the measurement's, is replaced by the next one of its kind."""
+    """The open traces. One thread opens and closes them; the compute thread writes to them. A new
+    measurement replaces the one before."""
 
     def __init__(self) -> None:
         self.open: tuple[StepTrace, ...] = ()
         self._measured: StepTrace | None = None
 
     def watch(self, max_steps: int) -> StepTrace:
-        """One more, until it is closed."""
+        """Opens a trace, which is written until it is closed."""
         trace = StepTrace(max_steps)
         self.open = (*self.open, trace)
         return trace
@@ -64,7 +65,7 @@ class StepTraces:
         self.open = tuple(other for other in self.open if other is not trace)
 
     def measure(self, max_steps: int) -> StepTrace:
-        """Replaces an earlier measurement; 0: only that."""
+        """Opens a measurement in place of an earlier one; 0 only ends the earlier one."""
         self.close(self._measured)
         self._measured = self.watch(max_steps) if max_steps else None
         return self._measured or StepTrace(0)
