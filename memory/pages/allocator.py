@@ -1,10 +1,9 @@
-"""The pool of physical pages, as integers: take, share, give back, count, check.
+"""The pool of physical pages, in integers only.
 
-A page is free or has one or more owners: a sequence's range, or the prefix cache. Free pages
-that have been used before are taken again first, the one that has been free longest before the
-others: the memory in use stays small, and a page that a range still shows after its sequence
-ended is left alone for as long as possible, because the next sequence there then needs no
-system call.
+A page is free or has one or more owners: ranges, the prefix cache, transfers. Free pages that were
+used before are taken first, the one that was free longest before the others. So the memory in use
+stays small, and a page that a range stays mapped to after its sequence has ended is left alone for
+as long as possible, because the next sequence in that range then needs no system call for it.
 """
 
 from __future__ import annotations
@@ -14,19 +13,22 @@ from collections.abc import Iterable, Sequence
 
 
 class PageAllocator:
-    """Reference-counted pages 0..num_pages-1. Everything is O(1)."""
+    """Reference-counted pages 0..num_pages-1. Operations take O(1) per page.
+
+    A free page is warm if it has physical memory, and cold otherwise.
+    """
 
     def __init__(self, num_pages: int) -> None:
         self.reset(num_pages)
 
     def reset(self, num_pages: int) -> None:
-        """So many pages, all free and without memory."""
+        """Starts anew with num_pages free, cold pages."""
         self.num_pages = num_pages
         self._refs = [0] * num_pages
-        self._warm: OrderedDict[int, None] = OrderedDict()  # free, with memory behind them
-        self._num_cold = num_pages  # free, without
-        # A stack of candidates: it may hold pages taken meanwhile by their number, which are
-        # skipped when met. _listed says which pages are on the stack.
+        self._warm: OrderedDict[int, None] = OrderedDict()  # longest free first
+        self._num_cold = num_pages
+        # A stack of cold pages. Pages that were taken by number stay on it and are skipped.
+        # _listed says which pages are on the stack.
         self._cold = list(range(num_pages - 1, -1, -1))
         self._is_cold = bytearray(b"\x01") * num_pages
         self._deferred: set[int] = set()
@@ -38,7 +40,7 @@ class PageAllocator:
 
     @property
     def num_warm(self) -> int:
-        """Free pages that still have memory behind them."""
+        """Free pages that still have physical memory."""
         return len(self._warm)
 
     def num_references(self, page: int) -> int:
@@ -48,29 +50,27 @@ class PageAllocator:
         return self._refs[page] == 0
 
     def take(self, preferred: int | None = None, after: int | None = None) -> int:
-        """A free page: `preferred` if that is free, else the warm one following `after` (they
-        merge into one mapping), else the one free for longest, else one never used.
-
-        The caller has checked num_free.
-        """
+        """Takes a free page: `preferred` if it is free, or the page that follows `after` if it is
+        free and warm (the two are one mapping), or the warm page that was free longest, or a cold
+        one. The caller has checked num_free."""
         assert self.num_free > 0, "no free page"
         page = self._choose(preferred, after)
         self._claim(page)
         return page
 
-    def extend(self, pages: list[int], shown: Sequence[int], count: int) -> None:
-        """Append so many free pages: for each place the one that is shown there (-1: none), if it
-        is free, else as `take` chooses. The caller has checked num_free."""
-        refs, num_shown = self._refs, len(shown)
-        for place in range(len(pages), len(pages) + count):
-            page = shown[place] if place < num_shown else -1
+    def extend(self, pages: list[int], mapped: Sequence[int], count: int) -> None:
+        """Appends `count` free pages. Each slot gets the page that is mapped there (-1: none) if it
+        is free, and otherwise one as `take` chooses it. The caller has checked num_free."""
+        refs, num_mapped = self._refs, len(mapped)
+        for slot in range(len(pages), len(pages) + count):
+            page = mapped[slot] if slot < num_mapped else -1
             if page < 0 or refs[page]:
                 page = self._choose(None, pages[-1] if pages else None)
             self._claim(page)
             pages.append(page)
 
     def _claim(self, page: int) -> None:
-        """A free page has an owner now."""
+        """Gives a free page its first owner."""
         self._refs[page] = 1
         if self._is_cold[page]:
             self._is_cold[page] = 0
@@ -94,20 +94,20 @@ class PageAllocator:
                 return page
 
     def defer(self, pages: Iterable[int]) -> None:
-        """Free pages that are taken only by who prefers them, or last; instead of the earlier
-        ones."""
+        """Sets the free pages that `take` gives last, unless they are preferred. They replace those
+        of the previous call."""
         self._deferred = set(pages)
         for page in self._deferred:
             if page in self._warm:
                 self._warm.move_to_end(page)
 
     def share(self, page: int) -> None:
-        """One more owner of a page in use."""
+        """Adds an owner to a page in use."""
         assert self._refs[page] > 0, f"page {page} is free"
         self._refs[page] += 1
 
     def give_back(self, page: int) -> bool:
-        """One owner less; True when the page is free now."""
+        """Removes an owner. Returns whether the page is free now."""
         assert self._refs[page] > 0, f"page {page} is free already"
         self._refs[page] -= 1
         if self._refs[page]:
@@ -116,7 +116,8 @@ class PageAllocator:
         return True
 
     def cool(self) -> list[int]:
-        """All free pages have lost their memory; returns those that had some, sorted."""
+        """Makes all free pages cold. Returns those that were warm, in ascending order; the caller
+        releases their memory."""
         pages = sorted(self._warm)
         self._warm.clear()
         for page in pages:
@@ -128,7 +129,7 @@ class PageAllocator:
         return pages
 
     def check_integrity(self, owners: dict[int, int]) -> None:
-        """owners: page -> how many hold it. AssertionError tells what is off."""
+        """Raises AssertionError for a broken invariant. owners: page -> number of owners."""
         num_cold = 0
         for page, refs in enumerate(self._refs):
             held = owners.get(page, 0)
@@ -142,7 +143,8 @@ class PageAllocator:
 
 
 def runs_of(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """(first, length) of the runs of consecutive numbers in a list."""
+    """Returns (first, length) of each run of consecutive numbers: one system call maps, unmaps or
+    releases a run of pages."""
     found: list[tuple[int, int]] = []
     for number in numbers:
         if found and number == sum(found[-1]):

@@ -1,7 +1,7 @@
-"""One CUDA device's primary context, and the driver's calls with errors as exceptions.
+"""One CUDA device's primary context, and driver calls that raise exceptions.
 
-The driver is a module of calls that return (error, value...), as `cuda.bindings.driver` is one;
-tests pass another.
+The driver is a module whose calls return (error, value...), like `cuda.bindings.driver`; tests pass
+another one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class CudaUnavailableError(RuntimeError):
-    """No package, no driver, no such device, or one that cannot do what was asked."""
+    """The package, the driver or the device is missing, or the device lacks a capability."""
 
 
 class CudaError(OSError):
@@ -20,10 +20,10 @@ class CudaError(OSError):
 
 
 class CudaDevice:
-    """From any thread, each of which calls `enter` first."""
+    """Any thread may use it; each thread calls `enter` first."""
 
     def __init__(self, driver: Any, index: int, *, for_rdma: bool = False) -> None:
-        """driver: None is `cuda.bindings.driver`. CudaUnavailableError if it cannot be used."""
+        """driver: None is `cuda.bindings.driver`. Raises CudaUnavailableError."""
         self._driver = driver = _import_driver() if driver is None else driver
         self._success = driver.CUresult.CUDA_SUCCESS
         self._context: Any = None
@@ -66,7 +66,8 @@ class CudaDevice:
         return kind
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """The call's value, if it has one. CudaError names the call and the driver's error."""
+        """Calls the driver and returns the call's value, if it has one. Raises CudaError with the
+        name of the call and the driver's error."""
         error, *values = getattr(self._driver, name)(*arguments)
         if error != self._success:
             raise self._failed(name, error)
@@ -77,14 +78,15 @@ class CudaDevice:
         return CudaError(errno.ENOMEM if is_full else errno.EIO, f"{name}: {error.name}")
 
     def is_over(self, event: Any) -> bool:
-        """Whether the work that the event was recorded behind has ended; without waiting."""
+        """Returns whether the work before the event has ended, without waiting. Raises
+        CudaError."""
         (error,) = self._driver.cuEventQuery(event)
         if error not in (self._success, self._driver.CUresult.CUDA_ERROR_NOT_READY):
             raise self._failed("cuEventQuery", error)
         return bool(error == self._success)
 
     def enter(self) -> None:
-        """Make the context current on this thread; after the first time that is one look."""
+        """Makes the context current on this thread. It is cheap if it is already."""
         if self._context is None:
             raise CudaError(errno.EBADF, "the device memory is closed")
         if int(self.call("cuCtxGetCurrent")) != int(self._context):

@@ -1,13 +1,13 @@
 """Virtual ranges and physical pages on a CUDA device: `VirtualMemory` on the driver's calls.
 
-A physical page is one allocation handle of cuMemCreate; mapping one is cuMemMap, and a run of
-pages gets its access rights in one cuMemSetAccess. Like `LinuxMemory` it decides nothing.
-Behind the reservation's end every page has a place of its own, for what is done to it wherever it
-is mapped (`page_address`). Nothing here needs torch, except `torch_view` when it is called.
+A physical page is one allocation handle of cuMemCreate. cuMemMap maps one page, and a run of pages
+gets its access rights in one cuMemSetAccess. Like `LinuxMemory` it decides nothing. Behind the end
+of the reservation every page has a slot of its own, to access it whatever range maps it
+(`page_address`). Only `torch_view` needs torch.
 
 +--------------------------------------------------------------------------------------+
-| invariants: a page has at most one handle, and one while it is mapped anywhere;        |
-| `_shown` is what the driver has mapped, one cuMemMap for each entry.                   |
+| Invariants: a page has at most one handle, and has one while it is mapped anywhere.    |
+| `_mapped` is what the driver has mapped, one cuMemMap for each entry.                  |
 +--------------------------------------------------------------------------------------+
 """
 
@@ -25,19 +25,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_NEIGHBOURS = 32  # on either side that `page_address` shows along with a page
+_NEIGHBOURS = 32  # on either side that `page_address` maps along with a page
 
 
 class CudaMemory:
     """Pages of device memory in a reservation of device addresses.
 
-    `map`, `unmap`, `release` and `close` are for one thread at a time; `prepare` for any.
-    A thread's current CUDA context becomes the device's primary one, which torch uses too.
+    One thread at a time calls `map`, `unmap`, `release` and `close`; any thread calls `prepare`.
+    The calling thread's current CUDA context becomes the device's primary one, which torch uses
+    too.
     """
 
-    # A thread of its own could replace what a kernel looks at (kvcached issue 465 saw faults). The
-    # computing thread maps new places while a step runs, as vAttention does, and waits (`settle`)
-    # where something is there already.
+    # Another thread could replace a page that a kernel reads (kvcached issue 465 saw faults). The
+    # computing thread maps unmapped slots while a step runs, as vAttention does, and waits
+    # (`settle`) before it replaces a mapping.
     maps_during_kernels = False
 
     def __init__(
@@ -52,12 +53,13 @@ class CudaMemory:
         compute_stream: int = 0,
         for_rdma: bool = False,
     ) -> None:
-        """synchronize: waits for every kernel that may touch the reservation (cuCtxSynchronize).
-        settle(first, end): only for those that may touch these bytes of it; by default for all.
-        compute_stream: where the kernels run; 0 is the legacy stream, torch's default.
+        """synchronize: waits for all kernels that may access the reservation (cuCtxSynchronize).
+        settle(first, end): waits for the kernels that may access these bytes; by default for all.
+        compute_stream: the stream of the kernels; 0 is the legacy stream, torch's default.
+        for_rdma: network cards may read and write the pages.
 
-        for_rdma: network cards may read and write the pages. CudaUnavailableError if the device
-        cannot be used, ValueError for a page size it does not have.
+        Raises CudaUnavailableError if the device cannot be used, and ValueError if it does not
+        support the page size.
         """
         self.page_bytes = page_bytes
         self.device = device
@@ -73,9 +75,9 @@ class CudaMemory:
         self._compute_stream = compute_stream
         self._address = 0
         self._num_slots = 0
-        self._shown: dict[int, int] = {}  # page number by place in the reservation
-        self._unusable: set[int] = set()  # in _shown, but a failure left them without access
-        self._uses = [0] * num_pages  # how often each page is in _shown
+        self._mapped: dict[int, int] = {}  # page by slot
+        self._unusable: set[int] = set()  # slots in _mapped that a failure left without access
+        self._uses = [0] * num_pages  # how often each page is in _mapped
         self._changed = threading.Condition()  # guards the three below
         self._handles: dict[int, Any] = {}
         self._creating: set[int] = set()
@@ -100,7 +102,8 @@ class CudaMemory:
             self._create(page)
 
     def _create(self, page: int) -> Any:
-        """The page's handle. The lock is not held meanwhile: `map` never waits for other pages."""
+        """Returns the page's handle, creating it if needed. The lock is not held meanwhile, so that
+        `map` never waits for other pages."""
         assert 0 <= page < len(self._uses), f"{page=}"
         with self._changed:
             while page in self._creating:
@@ -132,17 +135,17 @@ class CudaMemory:
         done: list[int] = []
         try:
             for i, (page, handle) in enumerate(zip(pages, handles, strict=True)):
-                place = self._place(slot + i)
-                self._device.call("cuMemMap", place, self.page_bytes, 0, handle, 0)
-                self._shown[slot + i] = page
+                address = self._slot_address(slot + i)
+                self._device.call("cuMemMap", address, self.page_bytes, 0, handle, 0)
+                self._mapped[slot + i] = page
                 self._uses[page] += 1
                 done.append(slot + i)
-            self._device.allow(self._place(slot), num_pages * self.page_bytes)
+            self._device.allow(self._slot_address(slot), num_pages * self.page_bytes)
         except BaseException:
-            # If this fails too the pages stay in _shown, and the next `map` there tries again.
+            # If this fails too, the pages stay in _mapped, and the next `map` there tries again.
             with contextlib.suppress(CudaError):
-                self._hide(done)
-            self._unusable.update(slot for slot in done if slot in self._shown)
+                self._unmap_slots(done)
+            self._unusable.update(slot for slot in done if slot in self._mapped)
             raise
 
     def unmap(self, offset: int, num_pages: int) -> None:
@@ -151,97 +154,100 @@ class CudaMemory:
         self._clear(slot, num_pages)
 
     def page_address(self, page: int) -> int:
-        """Where a page can be read and written, whatever range it is in, until its release.
+        """Returns an address at which the page can be accessed until its release, whatever range
+        maps it. Raises CudaError.
 
-        Mapped when it is first asked for, which is not beside kernels as `prepare` is, and with
-        present neighbours: one cuMemSetAccess for all. CudaError if it cannot be.
+        The first call maps it, together with neighbours that have memory, in one cuMemSetAccess.
+        Unlike `prepare` it must not run beside kernels.
         """
         assert self._address, "reserve first"
-        place = self._num_slots + page
-        if place not in self._shown or place in self._unusable:
+        slot = self._num_slots + page
+        if slot not in self._mapped or slot in self._unusable:
             self._device.enter()
             self._create(page)
-            first, end = self._hidden_around(page)
+            first, end = self._unmapped_around(page)
             self._map(self._num_slots + first, first, end - first)
-        return self._place(place)
+        return self._slot_address(slot)
 
     def keep_pages(self) -> None:
-        """From now on pages stay where page_address says, also when released or closed: a copy
-        may still be under way, and nobody can wait for it."""
+        """Keeps the pages mapped at their page_address even after `release` and `close`, because a
+        copy that cannot be waited for may still be in progress."""
         self._is_kept = True
 
-    def _hidden_around(self, page: int) -> tuple[int, int]:
-        """First and end of a run of present pages around this one without a place of their own."""
+    def _unmapped_around(self, page: int) -> tuple[int, int]:
+        """Returns (first, end) of the run of pages around this one that have memory but are not
+        mapped at their own slots."""
 
-        def is_hidden(page: int) -> bool:
-            return page in self._handles and self._num_slots + page not in self._shown
+        def needs_mapping(page: int) -> bool:
+            return page in self._handles and self._num_slots + page not in self._mapped
 
         first, end = page, page + 1
         with self._changed:
-            while page - first < _NEIGHBOURS and is_hidden(first - 1):
+            while page - first < _NEIGHBOURS and needs_mapping(first - 1):
                 first -= 1
-            while end - page <= _NEIGHBOURS and is_hidden(end):
+            while end - page <= _NEIGHBOURS and needs_mapping(end):
                 end += 1
         return first, end
 
     def copy_page(self, source: int, target: int) -> None:
-        places = (self.page_address(target), self.page_address(source))
+        addresses = (self.page_address(target), self.page_address(source))
         self._device.enter()
-        # After the kernel that wrote the source and before the next one, so aliases are coherent.
+        # The stream orders the copy after the kernel that wrote the source and before the next one.
         call = self._device.call
-        call("cuMemcpyDtoDAsync", *places, self.page_bytes, self._compute_stream)
+        call("cuMemcpyDtoDAsync", *addresses, self.page_bytes, self._compute_stream)
 
     def is_mapped(self, offset: int) -> bool:
-        return offset // self.page_bytes in self._shown
+        return offset // self.page_bytes in self._mapped
 
     def _slot(self, offset: int, num_pages: int) -> int:
         slot, rest = divmod(offset, self.page_bytes)
         assert not rest and 0 <= slot <= self._num_slots - num_pages, f"{offset=} {num_pages=}"
         return slot
 
-    def _place(self, slot: int) -> int:
+    def _slot_address(self, slot: int) -> int:
         return self._address + slot * self.page_bytes
 
     def _clear(self, slot: int, num_pages: int) -> None:
-        """Unmap what is there, holes or not, once no queued kernel can touch it."""
-        self._clear_all([s for s in range(slot, slot + num_pages) if s in self._shown])
+        """Unmaps the slots that are mapped, once no queued kernel can access them."""
+        self._clear_all([s for s in range(slot, slot + num_pages) if s in self._mapped])
 
     def _clear_all(self, slots: list[int]) -> None:
-        """slots: ascending."""
+        """Unmaps mapped slots, given in ascending order, once no queued kernel can access them."""
         if not slots:
             return
         if slots[-1] < self._num_slots:
             self._settle(slots[0] * self.page_bytes, (slots[-1] + 1) * self.page_bytes)
-        else:  # pages' own places, where copies are made
+        else:  # the pages' own slots, which copies use
             self._synchronize()
-        self._hide(slots)
+        self._unmap_slots(slots)
 
-    def _hide(self, slots: list[int]) -> None:
-        """slots: mapped ones, ascending. One call per run: it takes adjacent mappings, no holes."""
+    def _unmap_slots(self, slots: list[int]) -> None:
+        """Unmaps mapped slots, given in ascending order, with one driver call per run."""
         start = 0
         for end in range(1, len(slots) + 1):
             if end < len(slots) and slots[end] == slots[end - 1] + 1:
                 continue
             size = (end - start) * self.page_bytes
-            self._device.call("cuMemUnmap", self._place(slots[start]), size)
+            self._device.call("cuMemUnmap", self._slot_address(slots[start]), size)
             for slot in slots[start:end]:
-                self._uses[self._shown.pop(slot)] -= 1
+                self._uses[self._mapped.pop(slot)] -= 1
                 self._unusable.discard(slot)
             start = end
 
     def release(self, first_page: int, num_pages: int) -> None:
-        """Their content is lost, and what the pages hold when they are mapped again is undefined.
+        """Frees the pages' memory. What they hold when they are mapped again is undefined.
 
-        CudaError (EBUSY) after the others if some are in a range: those stay as they are.
+        Pages that a range maps stay as they are; after the others were released, CudaError (EBUSY)
+        is raised for them.
         """
         if self._is_kept:
             return
         self._device.enter()
         own = {page: self._num_slots + page for page in range(first_page, first_page + num_pages)}
-        busy = [page for page, place in own.items() if self._uses[page] > (place in self._shown)]
+        busy = [page for page, slot in own.items() if self._uses[page] > (slot in self._mapped)]
         for page in busy:
             del own[page]
-        self._clear_all([place for place in own.values() if place in self._shown])
+        self._clear_all([slot for slot in own.values() if slot in self._mapped])
         self._release(list(own))
         if busy:
             raise CudaError(errno.EBUSY, f"pages {busy} are mapped and were not released")
@@ -261,15 +267,15 @@ class CudaMemory:
             self._is_closed = True
             while self._creating:
                 self._changed.wait()
-        places = sorted(self._shown)
-        with contextlib.ExitStack() as last_to_first:  # all of them, whichever fails
+        slots = sorted(self._mapped)
+        with contextlib.ExitStack() as last_to_first:  # all steps run even if one fails
             if self._is_kept:
-                places = [place for place in places if place < self._num_slots]
+                slots = [slot for slot in slots if slot < self._num_slots]
             else:
                 last_to_first.callback(self._device.close)
                 last_to_first.callback(self._free_addresses)
             last_to_first.callback(lambda: self._release(list(self._handles)))
-            last_to_first.callback(lambda: self._hide(places))
+            last_to_first.callback(lambda: self._unmap_slots(slots))
             last_to_first.callback(self._synchronize)
             self._device.enter()
 
@@ -280,12 +286,12 @@ class CudaMemory:
             self._address = self._num_slots = 0
 
     def view(self) -> DeviceBytes:
-        """The reservation for libraries that read __cuda_array_interface__."""
+        """Returns the reservation for libraries that read __cuda_array_interface__."""
         return DeviceBytes(self, self._address, self.size_bytes)
 
 
 class DeviceBytes:
-    """Device addresses as an array of bytes. Keeps the memory object, not its mappings."""
+    """Device addresses as an array of bytes. It keeps the memory object alive, not its mappings."""
 
     def __init__(self, memory: CudaMemory, address: int, size_bytes: int) -> None:
         self.memory = memory
@@ -299,18 +305,18 @@ class DeviceBytes:
 
 
 def torch_view(memory: CudaMemory) -> Tensor:
-    """uint8 [size_bytes]: the whole reservation without a copy; other dtypes by `.view`.
+    """Returns the whole reservation as uint8 [size_bytes], without a copy.
 
-    Only what is mapped may be touched; so never print, clone or fill the whole tensor.
+    Only mapped bytes may be accessed, so the whole tensor must not be printed, cloned or filled.
     """
     import torch
 
-    # torch asks the driver whose memory the first address is: something must be mapped there.
-    is_hole = not memory.is_mapped(0)
-    if is_hole:
+    # torch asks the driver about the first address, so a page must be mapped there.
+    is_unmapped = not memory.is_mapped(0)
+    if is_unmapped:
         memory.map(0, 0, 1)
     try:
         return torch.as_tensor(memory.view(), device=f"cuda:{memory.device}")
     finally:
-        if is_hole:
+        if is_unmapped:
             memory.unmap(0, 1)

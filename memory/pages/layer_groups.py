@@ -1,11 +1,11 @@
-"""Layer groups: layers that need the K/V of the same tokens share pages; sizes in integers.
+"""Layer groups: layers that need the K/V of the same tokens share pages. Integers only.
 
-Layers that see everything are one group, and those of each sliding window another one. A group
-has its own bytes per token, so a page of it holds another number of tokens than a page of the
-next group, but all take their pages from one pool. Every range begins at the same token in all
-groups and keeps a place for each of its tokens: virtual memory costs nothing, and K/V of
-position p stays at start + p in every layer. Behind a window the places lose their pages.
-(Groups of one page size: after Jenga, arXiv 2503.18292, which cuts small pages from large ones.)
+Layers with full attention are one group, and the layers of each sliding window are another one. A
+group has its own bytes per token, so its pages hold another number of tokens than those of other
+groups, but all groups take pages from one pool. A range begins at the same token in all groups and
+has addresses for all of its tokens: virtual memory costs nothing, and the K/V of position p stays
+at start + p in every layer. The page slots behind a window lose their pages. (Groups of one page
+size: after Jenga, arXiv 2503.18292, which cuts small pages from large ones.)
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ from dataclasses import dataclass
 from math import lcm
 
 READ_BLOCK = 128
-"""Positions of the largest block of keys that a kernel reads at once (csrc: KEY_BLOCK, STRETCH)."""
+"""The largest block of key positions that a kernel reads at once (csrc: KEY_BLOCK, STRETCH)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """token_bytes: of a token in all layers of the group. tile_tokens: tokens that are stored
-    interleaved and need their memory together. window: keys a row sees, itself included.
-    read_block: keys are read in blocks of so many positions from a range's start, whole blocks
-    that the window reaches, whatever is masked of them."""
+    """The sizes of one layer group.
+
+    token_bytes: the bytes of a token in all layers of the group.
+    tile_tokens: the tokens that are stored interleaved and so need their memory together.
+    window: the keys that a row sees, itself included; None: all.
+    read_block: kernels read keys in blocks of so many positions, counted from a range's start, and
+        read whole blocks even if they mask part of one.
+    """
 
     token_bytes: int
     tile_tokens: int = 1
@@ -43,10 +47,10 @@ class LayerGroup:
 
 
 class GroupPages:
-    """Tokens and pages of one group. A *place* is a page's number in its range."""
+    """Converts between tokens, page slots and keys of one group."""
 
     def __init__(self, group: LayerGroup, page_bytes: int, max_rows: int) -> None:
-        """max_rows: tokens that one step computes of a sequence, at most."""
+        """max_rows: the most tokens of a sequence that one step computes."""
         self.layers = group
         self.token_bytes = group.token_bytes
         self.tile_tokens = group.tile_tokens
@@ -57,8 +61,8 @@ class GroupPages:
         self.unit_tokens = lcm(page_bytes, self._tile_bytes) // group.token_bytes
         self.max_pages = self._pages_in_reach(max_rows)
         self.max_decode_pages = self._pages_in_reach(1)
-        # Which key of a sequence names a place; they are in the order in which pages of all
-        # groups become complete. Without other groups, key i names place i.
+        # The number of the page key for each slot. Keys are in the order in which the pages of all
+        # groups become complete. With one group, key i is the key of slot i.
         self.key_numbers: Sequence[int] = range(sys.maxsize)
 
     def _pages_in_reach(self, num_rows: int) -> int:
@@ -68,31 +72,32 @@ class GroupPages:
         return self.slots_for(tokens) + 1
 
     def slots_for(self, num_tokens: int) -> int:
-        """Places that a range's first tokens take."""
+        """Returns how many slots a range's first num_tokens tokens take."""
         num_tiles = -(-num_tokens // self.tile_tokens)
         return -(-num_tiles * self._tile_bytes // self.page_bytes)
 
-    def tokens_in(self, num_places: int) -> int:
-        """Tokens that fit into a range's first places."""
-        return num_places * self.page_bytes // self._tile_bytes * self.tile_tokens
+    def tokens_in(self, num_slots: int) -> int:
+        """Returns how many tokens fit into a range's first slots."""
+        return num_slots * self.page_bytes // self._tile_bytes * self.tile_tokens
 
-    def page_end(self, place: int) -> int:
-        """Tokens from the range's start on that give the page its whole content."""
-        return -(-(place + 1) * self.page_bytes // self._tile_bytes) * self.tile_tokens
+    def page_end(self, slot: int) -> int:
+        """Returns how many tokens from the range's start on make the slot's page complete."""
+        return -(-(slot + 1) * self.page_bytes // self._tile_bytes) * self.tile_tokens
 
     def num_complete(self, num_tokens: int) -> int:
-        """Leading places that so many tokens fill; the next token is written behind them."""
+        """Returns how many leading slots num_tokens tokens fill; the next token is written behind
+        them."""
         return num_tokens // self.tile_tokens * self._tile_bytes // self.page_bytes
 
     def first_slot(self, num_computed: int) -> int:
-        """The first one that anything may read when so many tokens are computed."""
+        """Returns the first slot that later rows can read once num_computed tokens are computed."""
         if self.window is None or num_computed < self.window:
             return 0
         first = (num_computed + 1 - self.window) // self.read_block * self.read_block
         return first // self.tile_tokens * self._tile_bytes // self.page_bytes
 
     def keys_of(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Of a sequence's page keys, those of this group, place by place."""
+        """Returns those of a sequence's page keys that belong to this group, in slot order."""
         numbers = self.key_numbers
         if isinstance(numbers, range):
             return keys
@@ -100,7 +105,8 @@ class GroupPages:
 
 
 class PageLayout:
-    """The groups of a model on pages of one size. range_tokens: from one range to the next."""
+    """The layer groups of a model on pages of one size. range_tokens: the tokens from the start of
+    one range to the start of the next."""
 
     def __init__(
         self, groups: Sequence[LayerGroup], page_bytes: int, max_model_len: int, max_rows: int
@@ -111,15 +117,15 @@ class PageLayout:
         unit = lcm(*(group.unit_tokens for group in self.groups))
         self.range_tokens = -(-max_model_len // unit) * unit
         self.page_end: Callable[[int], int] = self.groups[0].page_end
-        """Tokens that must be computed before a sequence's key of that number is due."""
+        """Returns how many tokens must be computed before that page key can be formed."""
         if len(groups) > 1:
             self._order_keys(max_model_len)
 
     def _order_keys(self, max_model_len: int) -> None:
         pages = sorted(
-            (group.page_end(place), number, place)
+            (group.page_end(slot), number, slot)
             for number, group in enumerate(self.groups)
-            for place in range(group.slots_for(max_model_len) + 1)
+            for slot in range(group.slots_for(max_model_len) + 1)
         )
         ends = [end for end, _, _ in pages]
         self.page_end = ends.__getitem__
@@ -128,13 +134,13 @@ class PageLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Of a token in all layers."""
+        """The bytes of a token in all layers."""
         return sum(group.token_bytes for group in self.groups)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that a sequence holds at most until it has so many tokens."""
+        """Returns the most pages that a sequence holds until it has num_tokens tokens."""
         return sum([min(g.slots_for(num_tokens), g.max_pages) for g in self.groups])
 
     def pages_at(self, num_tokens: int) -> int:
-        """Pages that a sequence holds at most while it decodes at so many tokens."""
+        """Returns the most pages that a sequence holds while it decodes at num_tokens tokens."""
         return sum([min(g.slots_for(num_tokens), g.max_decode_pages) for g in self.groups])

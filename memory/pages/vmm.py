@@ -1,9 +1,8 @@
 """Virtual ranges and physical pages: reserve, map, unmap.
 
-`VirtualMemory` is the protocol; `LinuxMemory` implements it with pages of a memfd mapped at
-fixed addresses into a PROT_NONE reservation. It counts nothing and decides nothing: which page
-goes where is the KV manager's business. An address that is not mapped must never be touched:
-that is a SIGSEGV, not an exception.
+`VirtualMemory` is the protocol. `LinuxMemory` implements it with pages of a memfd, mapped at fixed
+addresses into a PROT_NONE reservation. It decides nothing: `KVManager` chooses which page is mapped
+where. An access to an unmapped address ends the process with SIGSEGV.
 """
 
 from __future__ import annotations
@@ -44,32 +43,30 @@ class VirtualMemory(Protocol):
     """Whether `map` may run while kernels read and write other places of the reservation."""
 
     def reserve(self, size_bytes: int) -> int:
-        """Address of a fresh reservation that nothing is mapped into. Once per object."""
+        """Reserves addresses and returns the first one. Nothing is mapped there. Once per
+        object."""
 
     def prepare(self, first_page: int, num_pages: int) -> None:
-        """Make the pages physically present, so that mapping them later does not wait for that.
-
-        Keeps the content of pages that are. From any thread, but not once `close` has begun.
-        OSError if there is no memory; mapping a page that was not prepared works too.
-        """
+        """Allocates the pages' physical memory, so that `map` need not. Pages that have memory keep
+        their content. Optional. Any thread may call it until `close`. Raises OSError if there is no
+        memory."""
 
     def map(self, offset: int, first_page: int, num_pages: int) -> None:
-        """Pages first_page.. appear at `offset` of the reservation, readable and writable.
-
-        They replace what was mapped there. OSError if they cannot.
-        """
+        """Maps consecutive pages at the byte `offset` of the reservation, readable and writable, in
+        place of what was mapped there. Raises OSError."""
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy a page's content to another one. Both are present; nobody writes them."""
+        """Copies a page's content to another one. Both have memory, and nothing else writes
+        them."""
 
     def unmap(self, offset: int, num_pages: int) -> None:
-        """What was mapped there is gone; the addresses stay reserved."""
+        """Unmaps the addresses, which stay reserved."""
 
     def release(self, first_page: int, num_pages: int) -> None:
-        """Give the memory behind unmapped pages back to the system; content becomes zero."""
+        """Returns the memory of unmapped pages to the system. Their content is lost."""
 
     def close(self) -> None:
-        """Give everything back. Views of the reservation must not be used any more."""
+        """Frees everything. Views of the reservation must not be used any more."""
 
 
 class LinuxMemory:
@@ -85,7 +82,7 @@ class LinuxMemory:
         self._is_kept = False
         self._fd = os.memfd_create("mergestep-kv", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, page_bytes * num_pages)
-        # All pages in a row, one mapping: for what is done to a page wherever it is mapped.
+        # One mapping of all pages in a row, to access a page whatever range maps it.
         self._pool_size = page_bytes * num_pages
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         flags = mmap.MAP_SHARED | _MAP_NORESERVE
@@ -117,12 +114,12 @@ class LinuxMemory:
         ctypes.memmove(self.page_address(target), self.page_address(source), self.page_bytes)
 
     def page_address(self, page: int) -> int:
-        """Where a page can be read and written, whatever range it is in."""
+        """Returns an address at which the page can be accessed, whatever range maps it."""
         return self._pool + page * self.page_bytes
 
     def keep_pages(self) -> None:
-        """`close` will leave the pages where page_address says: a disk that hangs may write
-        there at any time, and these addresses must not become somebody else's."""
+        """Makes `close` leave the pages mapped at their page_address: a disk that hangs may write
+        there at any time, so these addresses must not be used for other memory."""
         self._is_kept = True
 
     def unmap(self, offset: int, num_pages: int) -> None:
@@ -143,7 +140,7 @@ class LinuxMemory:
     def close(self) -> None:
         if self._address:
             _libc.munmap(self._address, self._size)
-            self._address = self._size = 0  # whatever still maps here fails
+            self._address = self._size = 0  # so that a later `map` fails
         if self._pool and not self._is_kept:
             _libc.munmap(self._pool, self._pool_size)
             self._pool = 0

@@ -1,5 +1,5 @@
 """Page stores behind the prefix cache: host memory and disk.
 
-It owns copies of pages, their files and the disk's health. It does not know which prefixes are
-worth keeping. Begin with disk_tier.py and host_tier.py.
+The package owns copies of pages, their files and the disk's health. It does not know which prefixes
+are worth keeping. Read disk_tier.py and host_tier.py first.
 """

@@ -1,9 +1,8 @@
 """Copies between device memory and page-locked host memory, beside the kernels.
 
-They have a stream of their own. Its order with the kernels is kept on the device: `follow` lets
-it wait for what the computing stream has been given so far, and nobody's thread waits for that.
-The thread that copies asks again and again whether they have ended, because a driver call that
-waits may keep the interpreter's lock (cuda-bindings before 13).
+Copies run in their own stream. `follow` makes this stream wait on the device for the work submitted
+to the compute stream so far, and no thread waits for that. The copying thread polls for the end of
+its copies, because a driver call that waits may hold the GIL (cuda-bindings before 13).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from memory.pages.cuda_device import CudaDevice, CudaError
 
 logger = logging.getLogger(__name__)
 
-_ALIGNMENT = 4096  # what direct I/O from the host memory needs; the driver promises nothing
+_ALIGNMENT = 4096  # for direct I/O from the host memory; the driver does not guarantee it
 _NON_BLOCKING = 1  # CUstream_flags: does not wait for the legacy stream
 _DISABLE_TIMING = 2  # CUevent_flags
 _POLL_S = 50e-6
@@ -29,11 +28,11 @@ class CudaCopier:
     """`PageCopier` on the driver's calls."""
 
     def __init__(self, *, device: int = 0, driver: Any = None, compute_stream: int = 0) -> None:
-        """compute_stream: where the kernels run; 0 is the legacy stream, torch's default.
-        CudaUnavailableError or CudaError if the device cannot be used."""
+        """compute_stream: the stream of the kernels; 0 is the legacy stream, torch's default.
+        Raises CudaUnavailableError or CudaError if the device cannot be used."""
         self._device = CudaDevice(driver, device)
         self._compute_stream = compute_stream
-        self._following = threading.Lock()  # it is one event for all who call `follow`
+        self._following = threading.Lock()  # `follow` uses one event, from any thread
         self._memory: int | None = None
         with contextlib.ExitStack() as made:
             made.callback(self._device.close)
@@ -70,7 +69,7 @@ class CudaCopier:
                 time.sleep(_POLL_S)
         except CudaError as error:
             logger.warning("K/V in host memory: copying failed (%s)", error.strerror)
-            self._device.call("cuStreamSynchronize", self._stream)  # some may be under way
+            self._device.call("cuStreamSynchronize", self._stream)  # some copies may still run
             return False
         return True
 

@@ -1,6 +1,6 @@
-"""Which way of direct I/O works in a directory: tried out at start, logged, or forced.
+"""Chooses the I/O method for a directory: it tries them at start, or takes the configured one.
 
-Direct means past the page cache (O_DIRECT); where the file system has none, through it.
+I/O bypasses the page cache (O_DIRECT) if the file system supports that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from memory.tiers.block_file import ALIGNMENT, BlockFile, RingFile, ThreadFile, 
 logger = logging.getLogger(__name__)
 
 IO_CHOICES = ("auto", "io_uring", "sqpoll", "iopoll", "threads")
-# What a kernel, a seccomp filter or a device says to a way of working that it does not have.
+# The errors of a kernel, a seccomp filter or a device that does not support an I/O method.
 _REFUSALS = {
     errno.EINVAL,
     errno.EOPNOTSUPP,
@@ -33,7 +33,7 @@ _REFUSALS = {
 
 
 def open_direct(path: str | Path, flags: int, mode: int = 0o600) -> tuple[int, bool]:
-    """(descriptor, whether it goes past the page cache). OSError."""
+    """Returns (descriptor, whether it bypasses the page cache). Raises OSError."""
     flags |= os.O_CLOEXEC
     try:
         return os.open(path, flags | os.O_DIRECT, mode), True
@@ -45,17 +45,17 @@ def open_direct(path: str | Path, flags: int, mode: int = 0o600) -> tuple[int, b
 
 
 def open_block_file(fd: int, *, is_direct: bool, depth: int = 64, io: str = "threads") -> BlockFile:
-    """`io` as `choose_io` answered it. Takes the descriptor over."""
+    """Returns a BlockFile that owns the descriptor. io: an answer of `choose_io`."""
     if io == "threads":
         return ThreadFile(fd, is_direct=is_direct, depth=depth)
     return RingFile(fd, is_direct=is_direct, depth=depth, io=io)
 
 
 def choose_io(directory: str | Path, io: str = "auto", *, depth: int = 64) -> str:
-    """The way that works in this directory: one of IO_CHOICES but "auto".
+    """Returns the I/O method that works in this directory, one of IO_CHOICES except "auto".
 
-    Every candidate writes and reads a block. "auto" is io_uring, else threads; "sqpoll" and
-    "iopoll" fall back to plain io_uring; "io_uring" refused is an OSError.
+    Each candidate writes and reads a block. "auto" tries io_uring, then threads; "sqpoll" and
+    "iopoll" fall back to plain io_uring. Raises OSError if no candidate works.
     """
     if io not in IO_CHOICES:
         raise ValueError(f"io={io!r}: one of {', '.join(IO_CHOICES)}")
@@ -76,7 +76,7 @@ def choose_io(directory: str | Path, io: str = "auto", *, depth: int = 64) -> st
 
 
 def _try_out(directory: str | Path, io: str, depth: int) -> OSError | None:
-    """What is wrong with it. A full or failing disk says nothing against a way of working."""
+    """Returns the error that rules the method out, or None. A full or failing disk does not."""
     pattern = os.urandom(ALIGNMENT)
     with mmap.mmap(-1, 2 * ALIGNMENT) as memory:
         address = address_of(memory)
@@ -114,7 +114,8 @@ def _open_scratch(directory: str | Path, io: str, depth: int) -> BlockFile:
 def wait_for(
     start: Callable[[Sequence[Transfer]], None], blocks: Sequence[tuple[int, int, int]]
 ) -> None:
-    """Run (address, length, offset) blocks with a file's `read` or `write`. The first OSError."""
+    """Transfers (address, length, offset) blocks with a file's `read` or `write` and waits for
+    them. Raises the first OSError."""
     ended: queue.SimpleQueue[OSError | None] = queue.SimpleQueue()
     start([Transfer(*block, ended.put) for block in blocks])
     errors = [ended.get() for _ in blocks]
@@ -124,5 +125,5 @@ def wait_for(
 
 
 def address_of(memory: mmap.mmap) -> int:
-    """Where a mapping lies. It must outlive every transfer."""
+    """Returns the address of a mapping, which must outlive all transfers."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))

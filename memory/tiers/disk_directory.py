@@ -1,4 +1,5 @@
-"""The directory of the disk tier: private (K/V tells what was asked), and one process at a time."""
+"""The disk tier's directory: private, since K/V reveals prompts, and used by one process at a
+time."""
 
 from __future__ import annotations
 
@@ -15,13 +16,17 @@ class DiskDirectoryError(OSError):
 
 
 class DiskDirectoryInUse(DiskDirectoryError):
-    """Another process has it."""
+    """Another process uses the directory."""
 
 
 def claim_directory(directory: str | Path) -> tuple[Path, int]:
-    """Its path and a lock to be closed. Made with mode 0700, or tightened when only ours."""
+    """Returns the directory's path and the descriptor of its lock, which the caller closes.
+
+    Makes the directory with mode 0700, or sets that mode if it holds only our files. Raises
+    DiskDirectoryError.
+    """
     path = Path(directory).absolute()
-    if path.is_symlink():  # whoever made it may let it point elsewhere tomorrow
+    if path.is_symlink():  # its owner could let it point elsewhere later
         raise DiskDirectoryError(f"{path} is a link; remove it")
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.lstat()
@@ -45,8 +50,8 @@ def claim_directory(directory: str | Path) -> tuple[Path, int]:
 
 
 def check_parent(directory: Path) -> None:
-    """DiskDirectoryError where others may decide what lies there: a link of theirs, or another
-    user's directory in which everybody can write. (Links of root and our own are fine.)"""
+    """Raises DiskDirectoryError if another user can decide what the directory contains: it is
+    another user's link (root's excepted), or another user's directory that others can write to."""
     link = directory.lstat()
     if stat.S_ISLNK(link.st_mode) and link.st_uid not in (0, os.geteuid()):
         raise DiskDirectoryError(f"{directory} is a link of another user; choose another directory")
@@ -59,6 +64,6 @@ def check_parent(directory: Path) -> None:
 
 
 def is_private(status: os.stat_result) -> bool:
-    """A plain file of this user that nobody else can have read or written."""
+    """Returns whether it is a plain file of this user that no other user can read or write."""
     is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
     return is_ours and not stat.S_IMODE(status.st_mode) & 0o077

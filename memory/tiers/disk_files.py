@@ -1,4 +1,4 @@
-"""The file of pages of the disk tier: found again or made, and nobody else's."""
+"""The disk tier's file of pages: it is reopened or made, and belongs to one process."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ _HANDOVER_S = 5.0
 def open_pages(
     path: Path, log: IndexLog | None, page_bytes: int, num_slots: int
 ) -> tuple[int, bool, list[StoredPage]]:
-    """The file of pages: descriptor, whether it is direct, and what the log knows is in it.
-
-    Without a log a file without a name. OSError.
-    """
+    """Opens the file of pages. Returns its descriptor, whether it bypasses the page cache, and the
+    pages in it that the log lists. Without a log the file has no name. Raises OSError."""
     placed = [] if log is None else log.open(num_slots)
     pages = path / (f"pages-{os.urandom(16).hex()}.kv" if log is None else log.data_name)
     if log is not None and placed and not (pages.exists() and is_private(pages.lstat())):
@@ -42,7 +40,7 @@ def open_pages(
             claim_pages(fd)
         size = os.fstat(fd).st_size
         placed = [p for p in placed if p.slot * page_bytes + p.length <= size]
-        os.ftruncate(fd, num_slots * page_bytes)  # a hole, until it is set aside
+        os.ftruncate(fd, num_slots * page_bytes)  # sparse until it is preallocated
     except BaseException:
         os.close(fd)
         raise
@@ -50,10 +48,10 @@ def open_pages(
 
 
 def claim_pages(fd: int) -> None:
-    """Wait for the transfers of a killed process.
+    """Locks the file, and waits for the transfers of a killed process.
 
-    A ring outlives its process until its last transfer has ended, and with it the open file
-    and the lock on that.
+    A ring outlives its process until its last transfer has ended, and with it the open file and
+    the lock.
     """
     end = time.monotonic() + _HANDOVER_S
     while True:
@@ -68,7 +66,7 @@ def claim_pages(fd: int) -> None:
 
 
 def remove_pages(directory: Path, *, but: str = "") -> None:
-    """Unlink files of pages that no index speaks of."""
+    """Removes files of pages that no index refers to."""
     for path in directory.glob("pages-*.kv"):
         if path.name != but and not path.is_dir():
             path.unlink(missing_ok=True)

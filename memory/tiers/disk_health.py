@@ -1,4 +1,4 @@
-"""What has happened to the disk tier: counters, a pause after errors, a warning once a minute."""
+"""The disk tier's counters, pauses after errors, and warnings, at most one per minute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WARNING_S = 60.0
 
 
 class DiskHealth:
-    """Not for several threads at once: the store has the lock."""
+    """It has no lock of its own: the caller holds the store's lock."""
 
     def __init__(self, where: str, clock: Callable[[], float]) -> None:
         self.stats = StoreStats()
@@ -22,14 +22,14 @@ class DiskHealth:
         self._clock = clock
         self._backoff = Backoff()
         self._warn_from = 0.0
-        self._num_unread = 0  # that no warning has told yet
+        self._num_unread = 0  # not yet reported by a warning
 
     @property
     def is_paused(self) -> bool:
         return self._backoff.is_paused(self._clock())
 
     def count_write(self, length: int, error: OSError | None) -> None:
-        """After some errors in a row nothing is written for a while, twice as long each time."""
+        """Counts a write. After some errors in a row writes pause, twice as long each time."""
         if error is None:
             self.stats.stores += 1
             self.stats.bytes_written += length
@@ -41,7 +41,7 @@ class DiskHealth:
             logger.warning("K/V on disk: not writing for %.0f s (%s)", pause_s, error)
 
     def count_read(self, length: int, error: OSError | None, *, is_right: bool) -> None:
-        """is_right: the page is what was stored."""
+        """Counts a load. is_right: the page is the one that was stored."""
         self.stats.hits += is_right
         self.stats.misses += not is_right
         if is_right:

@@ -1,14 +1,14 @@
-"""The index file of the disk tier: which key lies in which slot, across restarts.
+"""The disk tier's index file: which key lies in which slot, across restarts.
 
-A header, then records of fixed size, each with a checksum of its own, appended after the page
-it speaks of was written. What cannot be understood is put aside or begun anew, never raised.
+The file is a header and records of fixed size. A record has its own checksum and is appended after
+its page was written. A file that cannot be read is moved away or replaced; no exception is raised.
 
 +--------------------------------------------------------------------------------------+
 | header, 128 bytes: magic, version u32, record size u32, page size u64, id [16],      |
 | SHA-256 of the identity [32], BLAKE2b-128 of all that, zeros.                        |
 | record, 64 bytes: kind u8, key length u8, length u16 (in 4096s), slot u32, key [32], |
 | XXH3-64 of the page u64, number u64, BLAKE2b-64 of all that, keyed with the id.      |
-| All little-endian. Numbers rise; of two records for a key or a slot the later holds. |
+| All little-endian. Numbers rise; the later of two records for a key or slot counts.  |
 +--------------------------------------------------------------------------------------+
 """
 
@@ -39,7 +39,7 @@ _CHUNK = 1 << 20
 
 
 class StoredPage(NamedTuple):
-    """A page on disk: `length` bytes from the start of `slot`; none: it is dropped."""
+    """A page on disk: `length` bytes from the start of `slot`; length 0: it was dropped."""
 
     key: bytes
     slot: int
@@ -48,10 +48,9 @@ class StoredPage(NamedTuple):
 
 
 class IndexLog:
-    """One thread at a time. Failures to write are answered, not raised."""
+    """The index file. One thread at a time uses it. Methods return False for failed writes."""
 
     def __init__(self, directory: Path, page_bytes: int, identity: bytes) -> None:
-        """OSError only where the directory itself does not work."""
         self._path = directory / "index"
         self._page_bytes = page_bytes
         self._identity = hashlib.sha256(identity).digest()
@@ -63,11 +62,12 @@ class IndexLog:
 
     @property
     def data_name(self) -> str:
-        """The file of pages that this index speaks of."""
+        """The name of the file of pages that this index describes."""
         return f"pages-{self.id.hex()}.kv"
 
     def open(self, num_slots: int) -> list[StoredPage]:
-        """What an earlier process left, oldest first; empty where that is of no use."""
+        """Returns the pages of an earlier process, the oldest first; empty if the file cannot be
+        used, in which case a new one is made. Raises OSError if the directory does not work."""
         fd = self._open_existing()
         why = "" if fd < 0 else self._read_header(fd)
         if fd < 0 or why:
@@ -84,7 +84,7 @@ class IndexLog:
         return placed
 
     def _open_existing(self) -> int:
-        """Descriptor, or -1 where there is nothing. What is not ours is moved out of the way."""
+        """Returns the file's descriptor, or -1 if there is no file. A foreign file is renamed."""
         try:
             status = os.lstat(self._path)
         except FileNotFoundError:
@@ -101,7 +101,7 @@ class IndexLog:
         return -1
 
     def _read_header(self, fd: int) -> str:
-        """Why it is of no use here, or nothing."""
+        """Reads the header. Returns why the file cannot be used, or an empty string."""
         raw = os.pread(fd, _HEADER_BYTES, 0)
         if len(raw) < _HEADER_BYTES:
             return "the index has no whole header"
@@ -118,7 +118,7 @@ class IndexLog:
         by_key: dict[bytes, StoredPage] = {}
         by_slot: dict[int, bytes] = {}
         num_bad = 0
-        # Compaction keeps it far below this; a longer file is not all ours.
+        # Compaction keeps the file far below this size; the rest of a longer file is ignored.
         most = _HEADER_BYTES + RECORD_BYTES * (4 * num_slots + 65_536)
         size = min(os.fstat(self._fd).st_size, most)
         for raw in self._raw_records(size):
@@ -139,7 +139,7 @@ class IndexLog:
                 by_key.pop(by_slot.get(slot, b""), None)
                 by_key[key] = StoredPage(key, slot, units * UNIT, checksum)
                 by_slot[slot] = key
-        # A torn last record is written over.
+        # A torn last record is overwritten.
         self._size = _HEADER_BYTES + (size - _HEADER_BYTES) // RECORD_BYTES * RECORD_BYTES
         return list(by_key.values()), num_bad
 
@@ -150,15 +150,15 @@ class IndexLog:
                 yield chunk[at : at + RECORD_BYTES]
 
     def begin_anew(self) -> None:
-        """An empty index of a new id. OSError."""
+        """Makes an empty index with a new id. Raises OSError."""
         self.id = os.urandom(16)
         self._number = self.num_records = 0
         self._replace(self._write_new([]))
 
     def append(self, changes: Iterable[StoredPage]) -> bool:
-        """Pages that were written (in a slot) and dropped (length 0), in their order.
+        """Appends records of written and dropped (length 0) pages. Returns False on failure.
 
-        Written at a known place: what a failed write left there is written over.
+        The offset is explicit, so that the next call overwrites what a failed write left.
         """
         records = b"".join(self._record(change) for change in changes)
         try:
@@ -186,11 +186,11 @@ class IndexLog:
         return body + _digest(body, self.id)
 
     def flush(self) -> None:
-        """Onto the medium. OSError."""
+        """Waits until the records are on the medium. Raises OSError."""
         os.fdatasync(self._fd)
 
     def rewrite(self, live: Iterable[StoredPage]) -> bool:
-        """Replace the file by one of these records only, atomically."""
+        """Replaces the file atomically by one with only these records. Returns False on failure."""
         try:
             self.num_records = 0
             self._replace(self._write_new(live))

@@ -1,9 +1,9 @@
-"""Which page has which slot of the file, and which one has to go: integers and keys only.
+"""Which page has which slot of the file, and which page is evicted next: integers and keys only.
 
 +--------------------------------------------------------------------------------------+
-| A slot is free, or belongs to one entry until that is dropped and nobody reads it.   |
-| An entry is being written (`stored` is set), or can be loaded. Evictable are, in the |
-| order of their last use, those that are neither written, read nor pinned.            |
+| A slot is free, or belongs to one entry until that is dropped and no load reads it.  |
+| An entry is being written (`stored` is set), or can be loaded. Entries that are not  |
+| being written or read and not pinned are evictable, least recently used first.       |
 +--------------------------------------------------------------------------------------+
 """
 
@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 
 from memory.tiers.disk_index import StoredPage
 
-_FULL_S = 30.0  # how long a full disk is not asked for more
+_FULL_S = 30.0  # after the disk was full, no new slots for so long
 
 
 @dataclass(slots=True)
 class DiskEntry:
+    """A page in a slot of the file."""
+
     key: bytes
     slot: int
     length: int
@@ -34,14 +36,14 @@ class DiskEntry:
 
 
 class SlotTable:
-    """Not for several threads at once: the store has the lock."""
+    """It has no lock of its own: the caller holds the store's lock."""
 
     def __init__(
         self, num_slots: int, forget: Callable[[DiskEntry], None], clock: Callable[[], float]
     ) -> None:
-        """forget: called with every entry that is dropped."""
+        """forget: called with each entry that is dropped."""
         self.num_slots = num_slots
-        self.num_begun = 0  # slots below have been given out before
+        self.num_begun = 0  # slots below this number were used before
         self.num_pinned = self.num_evicted = 0
         self.entries: dict[bytes, DiskEntry] = {}
         self._evictable: OrderedDict[bytes, DiskEntry] = OrderedDict()
@@ -56,7 +58,7 @@ class SlotTable:
         return self.num_begun - len(self._free) - len(self._unbacked)
 
     def adopt(self, placed: Sequence[StoredPage]) -> None:
-        """Pages of an earlier process, the oldest first."""
+        """Takes over the pages of an earlier process, the oldest first."""
         for key, slot, length, checksum in placed:
             entry = DiskEntry(key, slot, length, checksum, is_logged=True)
             self.entries[key] = self._evictable[key] = entry
@@ -65,7 +67,8 @@ class SlotTable:
         self._free.extend(slot for slot in range(self.num_begun) if slot not in used)
 
     def add(self, key: bytes, length: int, *, is_pinned: bool) -> DiskEntry | None:
-        """A new entry that is being written, in the slot of the oldest one if need be."""
+        """Returns a new entry that is being written, or None without a slot. It evicts the oldest
+        evictable entry if no slot is free."""
         slot = self._take()
         if slot is None:
             return None
@@ -94,7 +97,7 @@ class SlotTable:
         self.settle(entry)
 
     def settle(self, entry: DiskEntry) -> None:
-        """Used just now: evictable from here on, the last of all, or not at all."""
+        """Marks the entry as just used: it is evicted last, or it is not evictable."""
         if entry.is_dropped:  # the key may have another entry by now
             return
         self._evictable.pop(entry.key, None)
@@ -102,7 +105,8 @@ class SlotTable:
             self._evictable[entry.key] = entry
 
     def use(self, keys: Iterable[bytes]) -> int:
-        """Used just now, one after the other; the slots that could be had without theirs."""
+        """Marks these pages as used, in this order. Returns how many slots can be had without
+        evicting any of them."""
         num_used = 0
         for key in keys:
             if key in self._evictable:
@@ -112,7 +116,7 @@ class SlotTable:
         return len(self._free) + num_new + len(self._evictable) - num_used
 
     def drop(self, entry: DiskEntry) -> None:
-        """It cannot be found any more; its slot is free once nobody is busy there."""
+        """Makes the entry impossible to find. Its slot is free when no transfer uses it."""
         if not entry.is_dropped:
             entry.is_dropped = True
             del self.entries[entry.key]
@@ -122,20 +126,20 @@ class SlotTable:
         self.release(entry)
 
     def release(self, entry: DiskEntry) -> None:
-        """Free the slot of a dropped entry if nobody writes or reads there. It may have failed,
-        so it goes to the end of the queue."""
+        """Frees the slot of a dropped entry if no transfer uses it. The slot may be defective, so
+        it goes to the end of the queue."""
         if entry.slot >= 0 and entry.stored is None and not entry.readers:
             self._free.append(entry.slot)
             entry.slot = -1
 
     def disk_is_full(self, entry: DiskEntry) -> None:
-        """This slot has no space behind it; those that were written before do."""
+        """Records that the disk has no space for this entry's slot. Slots written before have."""
         self._full_until = self._clock() + _FULL_S
         self._unbacked.append(entry.slot)
         entry.slot = -1
 
     def logged(self) -> list[StoredPage]:
-        """What shall survive a restart, the oldest first."""
+        """Returns the pages that survive a restart, the oldest first."""
         busy = [entry for entry in self.entries.values() if entry.key not in self._evictable]
         return [
             StoredPage(entry.key, entry.slot, entry.length, entry.checksum)
@@ -144,7 +148,7 @@ class SlotTable:
         ]
 
     def check_integrity(self) -> None:
-        """Every slot has one place; for tests, while nothing is under way."""
+        """Raises AssertionError for a broken invariant. For tests, while no transfer is running."""
         used = [entry.slot for entry in self.entries.values()]
         all_slots = sorted([*used, *self._free, *self._unbacked])
         assert all_slots == list(range(self.num_begun)), f"{all_slots=}"

@@ -1,5 +1,6 @@
-"""The slow part of the disk tier's books, in a thread of its own: index records, compaction,
-setting disk space aside. Nobody who stores or loads a page waits for any of it.
+"""The thread that writes the disk tier's index, compacts it and preallocates disk space.
+
+No store or load of a page waits for it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class DiskWriter:
     def __init__(
         self, file: BlockFile, log: IndexLog | None, live: Callable[[], list[StoredPage]]
     ) -> None:
-        """log: None where nothing is to survive. live: all pages that shall, the oldest first."""
+        """log: None if no page survives a restart. live: returns the pages that do, oldest
+        first."""
         self._file = file
         self._log = log
         self._live = live
@@ -43,7 +45,7 @@ class DiskWriter:
         self._thread.start()
 
     def note(self, change: StoredPage) -> None:
-        """A page that was written, or (length 0) dropped."""
+        """Queues the record of a page that was written or, with length 0, dropped."""
         if self._log is None:
             return
         with self._change:
@@ -54,14 +56,15 @@ class DiskWriter:
             self._change.notify()
 
     def want_bytes(self, size_bytes: int) -> None:
-        """Set that much of the file aside, if it is not already."""
+        """Asks for so many bytes of the file to be preallocated."""
         with self._change:
             if size_bytes > self._wanted_bytes:
                 self._wanted_bytes = size_bytes
                 self._change.notify()
 
     def flush(self, timeout_s: float) -> bool:
-        """Everything noted so far is on the medium, pages before records. False: it is not."""
+        """Waits until all pages and records so far are on the medium, pages before records. Returns
+        whether they are."""
         with self._change:
             self._flushes_asked += 1
             ticket = self._flushes_asked
@@ -70,8 +73,8 @@ class DiskWriter:
             return self._flushes_done >= ticket and not self._must_rewrite
 
     def close(self, timeout_s: float) -> bool:
-        """Write what is noted, the index in the order of its pages' use, and end. False: that
-        is still going on, in the file and the index."""
+        """Writes the queued records, and the index in the order of its pages' last use, and ends
+        the thread. Returns False if the thread still writes."""
         with self._change:
             self._is_closed = True
             self._change.notify_all()
@@ -87,7 +90,7 @@ class DiskWriter:
             self._log.close()
 
     def _take_turn(self) -> bool:
-        """Do what is asked for, if need be wait for it. False: closed, and nothing is left."""
+        """Waits for work and does it. Returns False if the writer is closed and nothing is left."""
         with self._change:
             self._change.wait_for(self._has_work)
             if self._is_closed and not self._changes:
@@ -118,9 +121,9 @@ class DiskWriter:
         try:
             self._file.preallocate(wanted)
         except OSError as error:
-            # Writes go on: into holes, and what does not fit is the error of one write.
+            # Writes go on into the sparse file; without space a single write fails.
             if error.errno != errno.EOPNOTSUPP:
-                logger.warning("K/V on disk: no space can be set aside (%s)", error)
+                logger.warning("K/V on disk: no space can be preallocated (%s)", error)
         self._set_aside = wanted
 
     def _write(self, changes: list[StoredPage], *, is_flush: bool) -> None:
@@ -141,7 +144,7 @@ class DiskWriter:
                 self._must_rewrite = True
 
     def _compact(self, log: IndexLog) -> None:
-        """When most records are out of date, or an earlier write failed a while ago."""
+        """Rewrites the index if most records are out of date, or a while after a failed write."""
         if self._must_rewrite:
             if time.monotonic() < self._paused_until:
                 return
@@ -157,5 +160,5 @@ class DiskWriter:
     def _flush_pages(self) -> None:
         try:
             self._file.flush()
-        except OSError as error:  # their checksums will tell
+        except OSError as error:  # checksums find pages that were lost
             logger.warning("K/V on disk: pages were not flushed (%s)", error)

@@ -1,4 +1,4 @@
-"""Copies between the pages that attention reads and host memory that waits for them."""
+"""Copies between the pages that attention reads and the host tier's memory."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from memory.tiers.direct_io import address_of
 
 
 class PageCopier(Protocol):
-    """Where the host memory comes from, and how pages get there and back. `follow` is for the
-    thread that computes, `copy` for one other, the rest for before and after."""
+    """Allocates host memory and copies pages there and back. The computing thread calls `follow`,
+    and one other thread calls `copy`."""
 
     def allocate(self, size_bytes: int) -> int:
-        """Address of host memory, a multiple of 4096; once per object. OSError if there is none."""
+        """Returns the address of new host memory, a multiple of 4096. Once per object. Raises
+        OSError."""
 
     def follow(self) -> None:
-        """Copies asked for from now on come after what the caller has given the device so far.
-        Does not wait. OSError if that cannot be promised."""
+        """Orders later copies after the device work that the caller has submitted so far. Does not
+        wait. Raises OSError on failure."""
 
     def copy(self, copies: Sequence[tuple[int, int]], size_bytes: int, *, to_host: bool) -> bool:
-        """Copy (target, source) each; when it returns they have ended. False: some have failed,
-        and no target may be trusted. OSError: nobody knows whether they have ended."""
+        """Copies each (target, source) pair and waits for the end. Returns False if some failed:
+        then no target is valid. Raises OSError if it is unknown whether the copies have ended."""
 
     def close(self) -> None:
-        """Give the host memory back. Nothing is under way."""
+        """Frees the host memory. No copy is running."""
 
 
 class MemoryCopier:
-    """For pages that are host memory themselves."""
+    """Copies pages that are host memory themselves."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
@@ -41,7 +42,7 @@ class MemoryCopier:
         return address_of(self._memory)
 
     def follow(self) -> None:
-        """Whoever wrote the pages has ended."""
+        """Does nothing: the pages were written before the call."""
 
     def copy(self, copies: Sequence[tuple[int, int]], size_bytes: int, *, to_host: bool) -> bool:
         for target, source in copies:
