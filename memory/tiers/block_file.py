@@ -1,8 +1,8 @@
 """Files of aligned blocks, read and written asynchronously.
 
 `BlockFile` is the protocol; `RingFile` (io_uring) and `ThreadFile` (pread in threads) implement
-it. Nobody here knows what the bytes mean. Short transfers are continued, interrupted ones
-repeated; what is left arrives as an OSError with its errno.
+it. Short transfers are continued and interrupted ones repeated; any other failure is an OSError
+with its errno.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 ALIGNMENT = 4096
 MAX_TRANSFER_BYTES = 1 << 30
 MAX_THREADS = 16
-_MAX_TRIES = 100  # of one transfer without progress
+_MAX_TRIES = 100  # attempts of one transfer without progress
 _REAP_S = 1.0
-_END_S = 0.1  # for threads that have nothing left to do
+_END_S = 0.1  # for threads without work to end
 _FALLOC_KEEP_SIZE = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -40,9 +40,9 @@ Done = Callable[[OSError | None], None]
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One block: memory address, length and file offset, multiples of 4096 all three.
+    """One block: memory address, length and file offset in bytes, all multiples of 4096.
 
-    done(error) is called once, in a thread of the file; it must be quick and never raise. The
+    done(error) is called once, in a thread of the file. It must be quick and must not raise. The
     memory belongs to the transfer until then.
     """
 
@@ -58,37 +58,37 @@ class Transfer:
 
 
 class BlockFile(Protocol):
-    """A file of blocks. `io` says how it works; every method may be called from any thread."""
+    """A file of blocks. `io` names the I/O method. Any thread may call any method."""
 
     io: str
     is_direct: bool
 
     def read(self, transfers: Sequence[Transfer]) -> None:
-        """Start them all; more than the queue's depth wait here in their order."""
+        """Starts the transfers; those beyond the queue's depth wait here in their order."""
 
     def write(self, transfers: Sequence[Transfer]) -> None:
-        """As `read`. A write beyond the end makes the file longer."""
+        """Starts writes, as `read` starts reads. A write beyond the end extends the file."""
 
     def register(self, regions: Sequence[tuple[int, int]]) -> bool:
-        """(address, size) of memory whose transfers should be cheaper; False: it makes no
-        difference. Pages are pinned: what is mapped at an address must stay while registered."""
+        """Pins (address, size) regions so that their transfers are cheaper. Returns False if that
+        is not possible. What is mapped at an address must stay there while it is registered."""
 
     def fileno(self) -> int: ...
 
     def preallocate(self, size_bytes: int) -> None:
-        """Have the file system set this much aside. OSError where it cannot."""
+        """Lets the file system allocate so many bytes. Raises OSError if it cannot."""
 
     def flush(self) -> None:
-        """Wait until finished writes are on the medium. OSError."""
+        """Waits until finished writes are on the medium. Raises OSError."""
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """After all transfers; later ones end with EBADF. With a time limit those that have not
-        begun by then end with ECANCELED. False: some have begun and go on, the file stays open.
-        """
+        """Closes the file after all transfers; later ones end with EBADF. With a time limit,
+        transfers that have not begun by then end with ECANCELED. Returns False if some are still
+        running, in which case the file stays open."""
 
 
 class _Operation:
-    """A transfer under way: how much is done, how often it was tried in vain."""
+    """A transfer in progress. finished: bytes done. tries: attempts without progress."""
 
     __slots__ = ("finished", "is_write", "transfer", "tries")
 
@@ -103,7 +103,8 @@ class _Operation:
         return self.transfer.length - self.finished
 
     def advance(self, result: int, *, is_direct: bool) -> OSError | None:
-        """Count `result` bytes (or -errno) in. Done when nothing is left or an error returns."""
+        """Counts `result` bytes, or -errno. Returns the error that ends the transfer, if any; it is
+        also over when nothing is left."""
         if result < 0:
             is_transient = -result in (errno.EINTR, errno.EAGAIN)
             return self._retry() if is_transient else os_error(-result)
@@ -128,12 +129,12 @@ class _Operation:
     def deliver(self, error: OSError | None) -> None:
         try:
             self.transfer.done(error)
-        except Exception:  # our bug: it must not take the other transfers along
+        except Exception:  # a bug in the callback must not stop other transfers
             logger.exception("the callback of a transfer failed")
 
 
 class _File:
-    """What both kinds share: the descriptor and the calls that wait."""
+    """The descriptor and the blocking calls of both implementations."""
 
     def __init__(self, fd: int, *, is_direct: bool) -> None:
         self.is_direct = is_direct
@@ -151,14 +152,14 @@ class _File:
 
 
 class RingFile(_File):
-    """io_uring: the caller's thread submits, one thread of ours reaps and calls back."""
+    """io_uring: the caller's thread submits; one thread reaps completions and runs callbacks."""
 
     def __init__(
         self, fd: int, *, is_direct: bool, depth: int, io: str = "io_uring", ring: Any = None
     ) -> None:
-        """Takes the descriptor over. OSError where the kernel refuses a ring.
+        """Owns the descriptor from now on. Raises OSError if the kernel refuses a ring.
 
-        ring: an object with the methods of the native IoRing; one is made by default.
+        ring: an object with the methods of the native IoRing; by default a new one.
         """
         super().__init__(fd, is_direct=is_direct)
         self.io = io
@@ -171,7 +172,7 @@ class RingFile(_File):
         self._change = threading.Condition()
         self._waiting: deque[_Operation] = deque()
         self._failed: list[tuple[_Operation, OSError | None]] = []
-        self._under_way: dict[int, _Operation] = {}
+        self._in_progress: dict[int, _Operation] = {}
         self._next_tag = 0
         self._is_closed = False
         self._thread = threading.Thread(target=self._reap, name="mergestep-io", daemon=True)
@@ -220,17 +221,17 @@ class RingFile(_File):
             operation.deliver(os_error(errno.EBADF))
 
     def _submit(self) -> None:
-        """Fill the queue from those that wait. The lock is held."""
+        """Submits waiting operations as far as the queue has room. The caller holds the lock."""
         batch: list[_Operation] = []
         fields: list[int] = []
-        room = self._depth - len(self._under_way)
+        room = self._depth - len(self._in_progress)
         while self._waiting and len(batch) < room:
             operation = self._waiting.popleft()
             transfer, finished = operation.transfer, operation.finished
             tag = self._next_tag = (self._next_tag + 1) % (1 << 62)
             fields += (tag, operation.is_write, transfer.address + finished)
             fields += (operation.left, transfer.offset + finished)
-            self._under_way[tag] = operation
+            self._in_progress[tag] = operation
             batch.append(operation)
         if not batch:
             return
@@ -241,22 +242,22 @@ class RingFile(_File):
             self._failed += [(operation, error) for operation in batch]
             batch, taken = [], 0
         for tag in tags[taken:]:
-            del self._under_way[tag]
+            del self._in_progress[tag]
         self._waiting.extendleft(reversed(batch[taken:]))
 
     def _reap(self) -> None:
         while True:
             with self._change:
-                while not (self._under_way or self._waiting or self._failed):
+                while not (self._in_progress or self._waiting or self._failed):
                     if self._is_closed:
                         return
                     self._change.wait()
-                has_some = bool(self._under_way)
+                has_some = bool(self._in_progress)
             events = self._wait_for_events() if has_some else []
             with self._change:
                 finished, self._failed = self._failed, []
                 for tag, result in events:
-                    operation = self._under_way.pop(tag)
+                    operation = self._in_progress.pop(tag)
                     error = operation.advance(result, is_direct=self.is_direct)
                     if error is not None or operation.left == 0:
                         finished.append((operation, error))
@@ -269,19 +270,19 @@ class RingFile(_File):
     def _wait_for_events(self) -> list[tuple[int, int]]:
         try:
             events: list[tuple[int, int]] = self._ring.reap(1, _REAP_S)
-        except OSError:  # transfers may still be under way, so nothing can be called ended
+        except OSError:  # transfers may still run, so none can be ended
             logger.exception("waiting for the kernel failed; trying again")
             time.sleep(0.1)
             return []
         return events
 
 
-# (descriptor, one buffer, offset) -> bytes; pread and pwrite, or a test's.
+# (descriptor, one buffer, offset) -> bytes; preadv and pwritev, or a test's double.
 Call = Callable[[int, Sequence[Any], int], int]
 
 
 class ThreadFile(_File):
-    """pread and pwrite in a few threads: works on every system."""
+    """Blocking reads and writes in a few threads. It works on every system."""
 
     io = "threads"
 
@@ -294,7 +295,7 @@ class ThreadFile(_File):
         pread: Call = os.preadv,
         pwrite: Call = os.pwritev,
     ) -> None:
-        """Takes the descriptor over."""
+        """Owns the descriptor from now on."""
         super().__init__(fd, is_direct=is_direct)
         self._calls = (pread, pwrite)
         self._queue: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()

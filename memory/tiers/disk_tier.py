@@ -1,8 +1,8 @@
-"""The disk tier of K/V memory: pages under keys in one file of slots.
+"""The disk tier: a page store that keeps pages in the slots of one file.
 
-A key names its content for good: a hash chain for prefixes, a unique id for the pages of a
-preempted sequence. Whatever goes wrong with the disk is a miss and a counter; a page that comes
-back is the page that was stored, for its checksum is compared on every load.
+A key always stands for the same content. It is a hash chain for prefixes, or a unique id for the
+pages of a preempted sequence. Any failure of the disk is a miss and a counter. Every load compares
+the page's checksum, so a loaded page is the page that was stored.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from ops.cpu import native
 logger = logging.getLogger(__name__)
 
 MAX_PAGE_BYTES = 65_535 * ALIGNMENT
-_IDLE_SHARE = 0.8  # of the time `close` has, for what is under way; the rest is the index's
+_IDLE_SHARE = 0.8  # of the time of `close`, to end transfers; the rest is for the index
 
 
 class DiskTier:
-    """Store, load and forget pages from any thread; the futures end in a thread of ours."""
+    """Stores, loads and drops pages, from any thread. The futures end in a thread of the tier."""
 
     def __init__(
         self,
@@ -54,10 +54,10 @@ class DiskTier:
         open_file: Callable[..., BlockFile] = open_block_file,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """identity: the model's fingerprint, its K/V layout and whatever else the bytes mean.
+        """identity: the model's fingerprint, its K/V layout and all else that the bytes depend on.
 
-        persistent: unpinned pages are there after a restart; else no file is left, not even by
-        a kill. DiskDirectoryError and other OSErrors where the directory cannot be used.
+        persistent: unpinned pages survive a restart; otherwise no file is left, even after a kill.
+        Raises DiskDirectoryError or another OSError if the directory cannot be used.
         """
         assert page_bytes % ALIGNMENT == 0 and 0 < page_bytes <= MAX_PAGE_BYTES, f"{page_bytes=}"
         assert capacity_bytes >= page_bytes, f"{capacity_bytes=} {page_bytes=}"
@@ -93,7 +93,7 @@ class DiskTier:
         self.io = self._file.io
         self._writer = DiskWriter(self._file, log, self._live)
         self._want_room()
-        atexit.register(self.close)  # for one that nobody closed
+        atexit.register(self.close)  # if the owner does not close it
         free = shutil.disk_usage(path).free
         if free < capacity_bytes - self._slots.num_begun * page_bytes:
             logger.warning("K/V on disk: %s has only %d MiB free", path, free >> 20)
@@ -101,11 +101,11 @@ class DiskTier:
     def store(
         self, key: bytes, address: int, length: int | None = None, *, pinned: bool = False
     ) -> Future[bool]:
-        """Write `length` bytes (page_bytes; a multiple of 4096) at `address` under `key`.
+        """Writes `length` bytes (default page_bytes; a multiple of 4096) at `address` under `key`.
 
-        The memory must not change until the future ends: True when `load` may find it. A key
-        that is there already is True at once, nothing is compared. pinned: never evicted, not
-        there after a restart; counts as one `pin`.
+        The memory must not change until the future ends. True: `load` may find the page. A key
+        that is there already is True at once, without a comparison. pinned: the page is not
+        evicted and does not survive a restart; it counts as one `pin`.
         """
         return self.store_many([(key, address)], length, pinned=pinned)[0]
 
@@ -116,7 +116,7 @@ class DiskTier:
         *,
         pinned: bool = False,
     ) -> list[Future[bool]]:
-        """As `store` for each (key, address), with one submission for all."""
+        """Stores each (key, address) as `store` does, with one submission for all."""
         length = self.page_bytes if length is None else length
         assert 0 < length <= self.page_bytes and length % ALIGNMENT == 0, f"{length=}"
         _check(pages)
@@ -145,7 +145,7 @@ class DiskTier:
             return _ended(False), None
         future = entry.stored
         assert future is not None
-        future.set_running_or_notify_cancel()  # so that nobody can cancel it
+        future.set_running_or_notify_cancel()  # so that it cannot be cancelled
         self._requests += 1
         offset = entry.slot * self.page_bytes
 
@@ -179,16 +179,16 @@ class DiskTier:
             self._idle.notify_all()
         assert future is not None
         future.set_result(is_there)
-        for go_on in waiting:  # dropped: its memory may have changed before the checksum
+        for go_on in waiting:  # False if dropped: its memory may have changed before the checksum
             go_on(is_there)
 
     def load(self, key: bytes, address: int) -> Future[bool]:
-        """Read the page of `key` to `address`. False: a miss, and the memory's content is
-        undefined. The memory belongs to the store until the future ends."""
+        """Reads the page of `key` to `address`, which belongs to the tier until the future ends.
+        False is a miss, and the content of the memory is undefined."""
         return self.load_many([(key, address)])[0]
 
     def load_many(self, pages: Sequence[tuple[bytes, int]]) -> list[Future[bool]]:
-        """As `load` for each (key, address), with one submission for all."""
+        """Loads each (key, address) as `load` does, with one submission for all."""
         _check(pages)
         futures, transfers = [], []
         with self._lock:
@@ -258,19 +258,19 @@ class DiskTier:
         future.set_result(is_right)
 
     def contains(self, key: bytes) -> bool:
-        """It is there, or on its way. (Its checksum is compared on loading only.)"""
+        """Returns whether the page is there or being written. Only a load compares its checksum."""
         with self._lock:
             return key in self._slots.entries
 
     def use(self, keys: Sequence[bytes]) -> int:
-        """Used just now; who is named last goes last. How many pages could be stored without
-        evicting any of these."""
+        """Marks these pages as just used; the last one is evicted last. Returns how many pages
+        could be stored without evicting any of these."""
         with self._lock:
             return self._slots.use(keys)
 
     def discard(self, key: bytes) -> bool:
-        """Forget it, pinned or not; loads under way still end, those that wait for its write
-        with a miss. False: it was not there."""
+        """Drops the page, even if pinned. Loads in progress still end; those that wait for its
+        write are misses. Returns whether it was there."""
         with self._lock:
             entry = self._slots.entries.get(key)
             if entry is None:
@@ -279,11 +279,13 @@ class DiskTier:
             return True
 
     def pin(self, key: bytes) -> bool:
-        """Keep it until as many `unpin` or a `discard`. False: it is not there."""
+        """Keeps the page until `unpin` was called as often, or `discard`. Returns whether it is
+        there."""
         return self._pin_by_key(key, 1)
 
     def unpin(self, key: bytes) -> bool:
-        """Take one pin back; without any it may be evicted again, the latest used last."""
+        """Removes one pin. A page without pins may be evicted, as the most recently used one.
+        Returns whether it is there."""
         return self._pin_by_key(key, -1)
 
     def _pin_by_key(self, key: bytes, change: int) -> bool:
@@ -306,11 +308,12 @@ class DiskTier:
 
     @property
     def room(self) -> int:
-        """Requests that would be taken now; more are refused."""
+        """The number of further requests that are accepted now."""
         return max(0, self._max_requests - self._requests)
 
     def flush(self, timeout_s: float = 30.0) -> bool:
-        """Stored pages are on the medium and, where persistent, in the index. False: not all."""
+        """Waits until stored pages are on the medium and, if persistent, in the index. Returns
+        whether they all are."""
         end_s = time.monotonic() + timeout_s
         with self._lock:
             if not self._idle.wait_for(lambda: self._requests == 0, timeout_s):
@@ -318,11 +321,11 @@ class DiskTier:
         return self._writer.flush(end_s - time.monotonic())
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """After what is under way, as far as that ends in time; not from a future's callback.
-        Later requests are misses.
+        """Waits for transfers, as far as the time allows, and closes the store. Must not be called
+        from a future's callback. Later requests are misses.
 
-        False: transfers are still under way. The kernel may read or write their memory at any
-        time, so that must stay mapped; files and lock stay open until the process ends.
+        Returns False if transfers are still in progress. The kernel may read or write their memory
+        at any time, so it must stay mapped; files and lock stay open until the process ends.
         """
         end_s = time.monotonic() + timeout_s
         with self._lock:
@@ -331,7 +334,7 @@ class DiskTier:
             self._is_closed = True
             self._idle.wait_for(lambda: self._requests == 0, _IDLE_SHARE * timeout_s)
         atexit.unregister(self.close)
-        # In this order: whoever is left uses what comes after it.
+        # In this order, because each one uses what is closed after it.
         has_ended = self._writer.close(end_s - time.monotonic())
         has_ended = has_ended and self._file.close(end_s - time.monotonic())
         with self._lock:
@@ -356,7 +359,7 @@ class DiskTier:
             self._writer.note(StoredPage(entry.key, 0, 0, 0))
 
     def _want_room(self) -> None:
-        """Disk space is set aside ahead of need, in steps."""
+        """Preallocates disk space ahead of need, in steps."""
         steps = (self._slots.num_begun + self._growth // 2) // self._growth + 1
         self._writer.want_bytes(min(steps * self._growth, self._slots.num_slots) * self.page_bytes)
 
@@ -366,7 +369,8 @@ class DiskTier:
 
 
 def _check(pages: Sequence[tuple[bytes, int]]) -> None:
-    """Before anything is begun: what is begun must get its transfer, or nobody ends it."""
+    """Checks all arguments before anything is begun, since a begun entry needs its transfer to
+    end."""
     for key, address in pages:
         assert 1 <= len(key) <= MAX_KEY_BYTES, f"{len(key)=}"
         assert address % ALIGNMENT == 0, f"{address=}"
@@ -374,7 +378,7 @@ def _check(pages: Sequence[tuple[bytes, int]]) -> None:
 
 def _begun() -> Future[bool]:
     future: Future[bool] = Future()
-    future.set_running_or_notify_cancel()  # so that nobody can cancel it
+    future.set_running_or_notify_cancel()  # so that it cannot be cancelled
     return future
 
 

@@ -1,12 +1,12 @@
-"""Slots of the host tier as integers: which page is in which, and which one goes first.
+"""Slots of the host tier, in integers only: which page is in which slot, and which is evicted next.
 
-A page that nobody uses is young or ready. Ready ones may be pushed out at once; young ones become
-ready in the order of their last use, when the store below has them. So the order in which pages go
-is that of their last use, but for the time that writing takes.
+A page without users is young or ready. Ready pages may be evicted at once. Young pages become ready
+in the order of their last use, when the store below has them. So pages are evicted in the order of
+their last use, except for the time that writing takes.
 
 +--------------------------------------------------------------------------------------+
-| invariant: a slot is free, or has one entry. An entry with users is neither young nor |
-| ready, and its slot is not given to another one, whether it is still known or not.   |
+| Invariant: a slot is free, or has one entry. An entry with users is neither young nor |
+| ready, and its slot is not given to another entry, even if the entry was dropped.    |
 +--------------------------------------------------------------------------------------+
 """
 
@@ -22,21 +22,21 @@ Waiting = TypeVar("Waiting")
 
 
 class HostEntry(Generic[Waiting]):
-    """A page in a slot, or on its way there."""
+    """A page in a slot, or one that is being copied there (is_there is False)."""
 
     __slots__ = ("is_aged", "is_there", "key", "slot", "users", "waiting")
 
     def __init__(self, key: bytes, slot: int) -> None:
         self.key = key
         self.slot = slot
-        self.users = 1  # whoever brings it
+        self.users = 1  # the transfer that fills the slot
         self.is_there = False
         self.is_aged = False
         self.waiting: list[Waiting] = []
 
 
 class HostArena(Generic[Waiting]):
-    """num_slots slots; everything is O(1)."""
+    """num_slots slots. All operations but `age_again` take O(1)."""
 
     def __init__(self, num_slots: int, on_evict: Callable[[bytes], None]) -> None:
         self.num_slots = num_slots
@@ -48,7 +48,7 @@ class HostArena(Generic[Waiting]):
 
     @property
     def num_reusable(self) -> int:
-        """Slots that can be had at once."""
+        """Slots that are free or can be evicted at once."""
         return len(self._free) + len(self._ready)
 
     @property
@@ -60,7 +60,7 @@ class HostArena(Generic[Waiting]):
         return bool(self._young)
 
     def add(self, key: bytes) -> HostEntry[Waiting] | None:
-        """A slot for a page that is to come, with one user; None if there is no slot."""
+        """Returns a new entry with one user for a page to be copied, or None without a slot."""
         assert key not in self.entries, "it is there"
         if not self._free:
             if not self._ready:
@@ -73,14 +73,14 @@ class HostArena(Generic[Waiting]):
         return entry
 
     def use(self, entry: HostEntry[Waiting], *, is_wanted: bool) -> None:
-        """One more user. is_wanted: counts as a use for the order in which pages go."""
+        """Adds a user. is_wanted: counts as a use for the order of eviction."""
         entry.users += 1
         self._young.pop(entry.key, None)
         self._ready.pop(entry.key, None)
         entry.is_aged &= not is_wanted
 
     def release(self, entry: HostEntry[Waiting]) -> None:
-        """One user less."""
+        """Removes a user."""
         assert entry.users > 0, f"{entry.key!r} has no user"
         entry.users -= 1
         if entry.users:
@@ -93,13 +93,13 @@ class HostArena(Generic[Waiting]):
             self._young[entry.key] = entry
 
     def drop(self, entry: HostEntry[Waiting]) -> None:
-        """Forget a page that has a user; its slot is free when the last one has let go."""
+        """Drops a page that has users; its slot is free when the last user releases it."""
         assert entry.users, f"{entry.key!r} has no user"
         del self.entries[entry.key]
 
     def age(self) -> HostEntry[Waiting] | None:
-        """The page used longest ago of the young ones, with one more user; ready when that lets
-        go, unless somebody wants it meanwhile."""
+        """Returns the least recently used young page with one more user, or None. The page is ready
+        when that user releases it, unless the page is used again before."""
         if not self._young:
             return None
         entry = next(iter(self._young.values()))
@@ -108,7 +108,7 @@ class HostArena(Generic[Waiting]):
         return entry
 
     def age_again(self, is_due: Callable[[bytes], bool]) -> None:
-        """Ready pages for which that is so are young again, older than the others."""
+        """Makes ready pages for which is_due(key) holds young again, as the oldest ones."""
         for entry in reversed([e for e in self._ready.values() if is_due(e.key)]):
             del self._ready[entry.key]
             entry.is_aged = False
@@ -116,7 +116,7 @@ class HostArena(Generic[Waiting]):
             self._young.move_to_end(entry.key, last=False)
 
     def check_integrity(self) -> None:
-        """AssertionError: what is off. Only while no page that was dropped has users."""
+        """Raises AssertionError for a broken invariant. No dropped page may have users."""
         slots = sorted([*self._free, *(entry.slot for entry in self.entries.values())])
         assert slots == list(range(self.num_slots)), f"{slots}"
         for key, entry in self.entries.items():
@@ -129,15 +129,15 @@ class HostArena(Generic[Waiting]):
 
 @dataclass(slots=True)
 class HostCounters:
-    """Pages, unless it says otherwise."""
+    """Counters of pages, except where a comment says otherwise."""
 
     hits: int = 0  # loaded from host memory
     hits_below: int = 0  # loaded from the store below
-    misses: int = 0  # for every reason
+    misses: int = 0  # for any reason
     stores: int = 0
-    refused: int = 0  # too many requests, closed, or out of order
+    refused: int = 0  # too many requests, closed, or broken
     pushed_down: int = 0  # written to the store below
-    lost: int = 0  # had to give way, and the store below does not have them
+    lost: int = 0  # evicted, and not in the store below
     copy_errors: int = 0  # batches
     bytes_in: int = 0
     bytes_out: int = 0
@@ -145,7 +145,7 @@ class HostCounters:
 
 @dataclass(slots=True, eq=False)
 class TransferRequest:
-    """A page to be kept, or to be brought back."""
+    """A request to store or to load one page."""
 
     key: bytes
     address: int

@@ -1,10 +1,9 @@
-"""The host-memory tier of K/V memory: pages of a device wait in host memory, then below it.
+"""The host tier: a page store in host memory, between device memory and an optional store below.
 
-Between device memory and the store below (`memory.tiers.disk_tier.DiskTier`, or none) lies a
-bounded arena
-of host memory. Pages are stored into the arena; those used longest ago are written to the store
-below ahead of need and give way to others. A load looks in the arena, then below. Whatever goes
-wrong is a miss and a counter; only what was copied whole is ever found.
+Pages are stored into a bounded arena of host memory. The least recently used ones are written ahead
+of need to the store below (`memory.tiers.disk_tier.DiskTier`, or none) and are then evicted. A load
+looks in the arena, then below. Any failure is a miss and a counter; only pages that were copied
+completely are found.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ from memory.tiers.page_copy import PageCopier
 
 logger = logging.getLogger(__name__)
 
-# Of the time that `close` has, and of what is left of it then.
+# The share of its time that `close` flushes, and the share of the rest that it stops the thread.
 _FLUSH_SHARE, _STOP_SHARE = 0.6, 0.5
 
-# Host memory that somebody may still be writing when its tier was closed. Never given back.
+# Tiers whose host memory may still be written after `close`. It is never freed.
 _abandoned: list[HostTier] = []
 
 
 @dataclass(slots=True)
 class HostStats(HostCounters):
-    """Counters since the start, and the state now."""
+    """Counters since the start, and the present state."""
 
     entries: int = 0
     bytes_used: int = 0
-    requests: int = 0  # under way
+    requests: int = 0  # in progress
 
 
 class HostTier:
-    """`PageStore` in host memory. Requests from any thread whose work `copier` may follow."""
+    """A `PageStore` in host memory. Requests come from any thread that `copier.follow` supports."""
 
     def __init__(
         self,
@@ -51,9 +50,9 @@ class HostTier:
         *,
         max_requests: int = 1024,
     ) -> None:
-        """The copier and the store below are closed with the tier. below: ends its futures in
-        any thread, but never while it holds a lock that its `contains` takes. OSError if there is
-        no memory."""
+        """The tier closes the copier and the store below. The store below ends its futures in any
+        thread, but never while it holds a lock that its `contains` takes. Raises OSError if there
+        is no memory."""
         assert capacity_bytes >= page_bytes > 0, f"{capacity_bytes=} {page_bytes=}"
         self.page_bytes = page_bytes
         self._copier = copier
@@ -66,15 +65,16 @@ class HostTier:
         self._worker = HostWorker(page_bytes, self._num_slots, base, copier, below)
 
     def store_many(self, pages: Sequence[tuple[bytes, int]]) -> list[Future[bool]]:
-        """Keep the pages at these addresses under these keys, which name their content for good;
-        they do not change until the future ends. True: a load may find it. Waits for a slot."""
+        """Stores the pages at these (key, address) pairs. A key always stands for the same content.
+        A page must not change until its future ends, which waits for a slot. True: a load may find
+        the page."""
         return self._submit(
             [TransferRequest(key, address, is_store=True) for key, address in pages]
         )
 
     def load_many(self, pages: Sequence[tuple[bytes, int]]) -> list[Future[bool]]:
-        """Copy the keys' pages to these addresses, which are the tier's until the future ends.
-        False: a miss, and the content there is undefined."""
+        """Copies the keys' pages to these addresses, which belong to the tier until the future
+        ends. False is a miss, and the content there is undefined."""
         return self._submit(
             [TransferRequest(key, address, is_store=False) for key, address in pages]
         )
@@ -93,16 +93,16 @@ class HostTier:
         return True
 
     def contains(self, key: bytes) -> bool:
-        """It is there or below, or on its way."""
+        """Returns whether the page is here, in the store below, or being stored."""
         return self._worker.contains(key)
 
     def use(self, keys: Sequence[bytes]) -> int:
-        """The store below forgets; what is pushed out of the arena goes there."""
+        """Marks pages as used in the store below, to which evicted pages go."""
         return self._below.use(keys) if self._below is not None else self.room
 
     def discard(self, key: bytes) -> bool:
-        """Forget it, here and below, even while it is being stored: its memory may change from
-        now on. False: it was not there."""
+        """Drops the page here and below, even while it is being stored: its memory may change from
+        now on. Returns whether it was there."""
         was_here = self._worker.discard(key)
         was_below = self._below is not None and self._below.discard(key)
         return was_here or was_below
@@ -112,11 +112,11 @@ class HostTier:
         return max(0, self._max_requests - len(self._worker.open))
 
     def stats(self) -> StoreStats:
-        """Of the store below."""
+        """Returns the counters of the store below."""
         return StoreStats() if self._below is None else self._below.stats()
 
     def host_stats(self) -> HostStats:
-        """From any thread."""
+        """Returns the tier's own counters. Any thread may call it."""
         with self._worker.changed:
             return HostStats(
                 **asdict(self._worker.stats),
@@ -126,16 +126,16 @@ class HostTier:
             )
 
     def flush(self, timeout_s: float = 30.0) -> bool:
-        """Everything has been written to the store below. False: not all, or there is none."""
+        """Writes all pages to the store below. Returns whether it has them all."""
         try:
             return self._worker.flush().result(timeout_s)
         except TimeoutError:
             return False
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Write what is not below yet, end what is under way, close the store below, all as far
-        as time allows; not from a future's callback. False: pages may still be read or written.
-        Host memory that may still be is never given back."""
+        """Writes pages that the store below lacks, ends transfers and closes the store below, as
+        far as the time allows. Must not be called from a future's callback. Returns False if pages
+        may still be read or written; host memory that may still be written is never freed."""
         end_s = time.monotonic() + timeout_s
         if not self._is_closed:
             self._is_closed = True

@@ -1,8 +1,7 @@
-"""The thread of the host tier: it alone has the arena, asks the copier and the store below.
+"""The thread of the host tier. Only this thread uses the arena, the copier and the store below.
 
-Whoever wants something leaves a message; the store below leaves word with the thread too when a
-transfer has ended. So nobody waits for a copy but this thread, and what a page goes through is
-one sequence of steps without a lock.
+Other threads leave messages for it, and so does the store below when a transfer has ended. So only
+this thread waits for copies, and the steps of a page's transfer need no lock.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from memory.tiers.page_copy import PageCopier
 
 logger = logging.getLogger(__name__)
 
-_READY_SHARE = 0.25  # of the slots can be had without waiting for the store below
-_MAX_WRITES = 64  # under way below
-_MAX_BATCH, _BATCH_BYTES = 64, 32 << 20  # of pages copied before the thread looks up
+_READY_SHARE = 0.25  # of the slots are kept reusable, ahead of need
+_MAX_WRITES = 64  # at once, to the store below
+_MAX_BATCH, _BATCH_BYTES = 64, 32 << 20  # pages, bytes of one copy batch
 
 
 _Entry = HostEntry[TransferRequest]
 
 
 class HostWorker:
-    """Started at once; `stop` ends it."""
+    """The thread starts with the object; `stop` ends it."""
 
     def __init__(
         self,
@@ -40,7 +39,7 @@ class HostWorker:
         copier: PageCopier,
         below: PageStore | None,
     ) -> None:
-        """base: address of the slots."""
+        """base: the address of the first slot."""
         self.arena: HostArena[TransferRequest] = HostArena(num_slots, self._evicted)
         self._page_bytes = page_bytes
         self._base = base
@@ -51,17 +50,17 @@ class HostWorker:
         self.open: set[TransferRequest] = set()
         self.stats = HostCounters()
         self.is_closing = False
-        self.is_broken = False  # everything is a miss; slots may still be in use
+        self.is_broken = False  # all requests are misses; slots may still be in use
         self._inbox: list[Callable[[], None]] = []
         self._flushes: list[Future[bool]] = []
-        self._num_below = 0  # transfers under way there
-        # Of the thread:
-        self._loads: deque[TransferRequest] = deque()  # without a slot
+        self._num_below = 0  # transfers to and from the store below
+        # Only the thread uses the following.
+        self._loads: deque[TransferRequest] = deque()  # that wait for a slot
         self._stores: deque[TransferRequest] = deque()
         self._to_device: deque[tuple[TransferRequest, _Entry]] = deque()
         self._to_host: deque[tuple[TransferRequest, _Entry]] = deque()
         self._in_copy: list[TransferRequest] = []  # loads whose page the device may be writing
-        self._reads: list[_Entry] = []  # to be asked of the store below
+        self._reads: list[_Entry] = []  # to request from the store below
         self._writes: list[_Entry] = []
         self._num_writes = 0
         self._thread = threading.Thread(target=self._run, name="mergestep-host", daemon=True)
@@ -77,9 +76,10 @@ class HostWorker:
         return not self.is_over and (key in self.arena.entries or self._is_below(key))
 
     def take(self, requests: Sequence[TransferRequest], max_requests: int) -> None:
-        """Begin as many as that leaves room for; the others end at once."""
+        """Begins requests up to max_requests in all; the futures of the others are False at
+        once."""
         for request in requests:
-            request.future.set_running_or_notify_cancel()  # so that nobody can cancel it
+            request.future.set_running_or_notify_cancel()  # so that it cannot be cancelled
         with self.changed:
             room = 0 if self.is_over else max(0, max_requests - len(self.open))
             taken, refused = requests[:room], requests[room:]
@@ -91,7 +91,7 @@ class HostWorker:
             self._end(request, False)
 
     def discard(self, key: bytes) -> bool:
-        """From now on pages that are being stored under it may change."""
+        """Drops the key. Pages that are being stored under it may change from now on."""
         with self.changed:
             stores = [request for request in self.open if request.is_store and request.key == key]
             for request in stores:
@@ -101,7 +101,7 @@ class HostWorker:
         return bool(stores) or key in self.arena.entries
 
     def flush(self) -> Future[bool]:
-        """Whether everything that is here then is below."""
+        """Returns a future: whether the store below has all pages that are here when it ends."""
         future: Future[bool] = Future()
         with self.changed:
             if not self.is_over:
@@ -113,9 +113,9 @@ class HostWorker:
         return future
 
     def stop(self, timeout_s: float) -> bool:
-        """End what is under way, then the thread and every future but those of loads that may be
-        copied still. False (and broken): a copy or the store below was not done in time, or
-        nobody knows."""
+        """Ends the transfers, the thread and all futures, except those of loads that may still be
+        copied. Returns False, and the tier is broken, if a copy or the store below did not end in
+        time, or if that is unknown."""
         until = time.monotonic() + timeout_s
         with self.changed:
             self.is_closing = True
@@ -141,7 +141,7 @@ class HostWorker:
                 self._give_slots()
                 self._ask_below()
                 self._answer_flushes()
-        except OSError as error:  # nobody knows which slots are still in use
+        except OSError as error:  # it is unknown which slots are still in use
             self._break(error)
         except BaseException as error:
             self._break(error)
@@ -155,7 +155,7 @@ class HostWorker:
             self.is_broken = True
 
     def _receive(self) -> bool:
-        """Wait for something to do, and take in what was asked and what has come. False: over."""
+        """Waits for work and handles the messages. Returns False if the thread must end."""
         with self.changed:
             self.changed.wait_for(self._has_work)
             if self.is_broken:
@@ -194,8 +194,8 @@ class HostWorker:
             self._end(request, False)
 
     def _join(self, request: TransferRequest) -> bool:
-        """Whether it needs no slot: the page has one already, and the request goes on from there,
-        or nobody wants it any more."""
+        """Returns whether the request needs no slot: the page has one, where the request continues,
+        or the request was discarded."""
         if request.is_discarded:
             self._end(request, False)
             return True
@@ -212,7 +212,7 @@ class HostWorker:
         return True
 
     def _copy_some(self) -> None:
-        queue = self._to_device or self._to_host  # somebody waits for what is loaded
+        queue = self._to_device or self._to_host  # loads first: a sequence waits for them
         if not queue:
             return
         to_host = queue is self._to_host
@@ -225,9 +225,9 @@ class HostWorker:
         self._in_copy = []
         self._count_copies(len(batch), is_right, to_host)
         for request, entry in batch:
-            is_good = is_right and not request.is_discarded  # looked at after the copy
+            is_good = is_right and not request.is_discarded  # checked after the copy
             if to_host:
-                self._arrive(entry, is_good)
+                self._complete_arrival(entry, is_good)
             else:
                 self.arena.release(entry)
             self._end(request, is_good)
@@ -242,8 +242,8 @@ class HostWorker:
             else:
                 self.stats.bytes_out += count * self._page_bytes
 
-    def _arrive(self, entry: _Entry, is_right: bool) -> None:
-        """The page has come into its slot, or has not."""
+    def _complete_arrival(self, entry: _Entry, is_right: bool) -> None:
+        """Completes the transfer of a page into its slot. is_right: it succeeded."""
         waiting, entry.waiting = entry.waiting, []
         entry.is_there = is_right
         if not is_right and self.arena.entries.get(entry.key) is entry:
@@ -256,7 +256,7 @@ class HostWorker:
                 self._end(request, False)
 
     def _age(self) -> None:
-        """Let the oldest pages become ready, by writing them below if they are not there."""
+        """Makes the oldest pages ready, and writes them to the store below if it lacks them."""
         want = max(1, int(_READY_SHARE * self.arena.num_slots))
         want = max(want, len(self._loads) + len(self._stores))
         if self._flushes and self._below is not None:
@@ -324,7 +324,7 @@ class HostWorker:
         with self.changed:
             self._num_below += len(entries)
 
-        def leave_word(entry: _Entry, future: Future[bool]) -> None:
+        def on_done(entry: _Entry, future: Future[bool]) -> None:
             is_right = not future.cancelled() and not future.exception() and future.result()
             with self.changed:
                 self._num_below -= 1
@@ -332,22 +332,23 @@ class HostWorker:
                 self.changed.notify_all()
 
         for entry, future in zip(entries, futures, strict=True):
-            future.add_done_callback(partial(leave_word, entry))
+            future.add_done_callback(partial(on_done, entry))
 
     def _read(self, entry: _Entry, is_right: bool) -> None:
         for request in entry.waiting:
             request.is_from_below = True
-        self._arrive(entry, is_right)
+        self._complete_arrival(entry, is_right)
 
     def _written(self, entry: _Entry, is_right: bool) -> None:
-        """Where it could not be written it is ready all the same: others need the room."""
+        """Completes a write. The page is ready even if the write failed, because its slot is
+        needed."""
         self._num_writes -= 1
         with self.changed:
             self.stats.pushed_down += is_right
         self.arena.release(entry)
 
     def _try_again(self) -> None:
-        """Pages that could not be written get another try."""
+        """Lets pages that could not be written be written again."""
         if self._below is not None:
             self.arena.age_again(lambda key: not self._is_below(key))
 
@@ -358,7 +359,7 @@ class HostWorker:
             return
         is_down = all(self._is_below(key) for key in self.arena.entries)
         with self.changed:
-            if self._inbox:  # something was asked before the flush, or has failed
+            if self._inbox:  # there are messages from before the flush, or a transfer has failed
                 return
             flushes, self._flushes = self._flushes, []
         for future in flushes:
@@ -368,7 +369,7 @@ class HostWorker:
 
     def _end(self, request: TransferRequest, is_right: bool) -> None:
         with self.changed:
-            if request not in self.open:  # `stop` was quicker
+            if request not in self.open:  # `stop` has ended it already
                 return
             self.open.remove(request)
             if not request.is_store:
@@ -383,7 +384,7 @@ class HostWorker:
             flushes, self._flushes = self._flushes, []
         in_copy = self._in_copy
         for request in left:
-            if request not in in_copy:  # nobody else may have its page
+            if request not in in_copy:  # the device may still write its page
                 self._end(request, False)
         for future in flushes:
             future.set_result(False)
