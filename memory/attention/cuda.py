@@ -1,8 +1,8 @@
-"""Attention over K/V in tiles in a CUDA device's memory: the seam on the kernels of ops.
+"""The attention seam over K/V in tiles in a CUDA device's memory, on the kernels of ops.
 
-A range is a row of tiles of 16 tokens; a tile holds all layers of a group, one after the other
-(ops.kv_tiles). What a step's rows are lies in one buffer of the device with fixed places, so
-that what was captured in a CUDA graph can be launched again for other rows.
+A range is a row of tiles of 16 tokens, and a tile holds all layers of a group, one after the other
+(ops.kv_tiles). One device buffer with fixed offsets describes a step's rows, so that a captured
+CUDA graph can be launched again for other rows.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _DIM_UNIT = 16  # of a head, as the kernels have it
 
 
 class CudaKVLayout:
-    """Where each layer's part lies inside one tile's bytes. Heads are filled up with zeros to a
-    multiple of 16."""
+    """Where each layer's part lies inside one tile's bytes. Head dimensions are padded with zeros
+    to a multiple of 16."""
 
     tile_tokens = TILE_TOKENS
 
     def __init__(self, layers: Sequence[AttentionLayer], dtype: torch.dtype, group: int) -> None:
-        """dtype: int8, bfloat16 or float32. group: values of a head that share a scale in int8,
-        at most. ValueError for heads that the kernels do not take."""
+        """dtype: int8, bfloat16 or float32. group: the most values of a head that share a scale in
+        int8. Raises ValueError for heads that the kernels do not support."""
         self.layers = list(layers)
         self.dtype = dtype
         self.groups: list[int | None] = []
@@ -45,7 +45,7 @@ class CudaKVLayout:
         self.tile_bytes = offset
 
     def pad(self, tile_bytes: int) -> None:
-        """Leave room behind each tile, so that a page holds a whole number of them."""
+        """Pads each tile to tile_bytes, so that a page holds a whole number of tiles."""
         assert tile_bytes >= self.tile_bytes and tile_bytes % TILE_TOKENS == 0, f"{tile_bytes=}"
         self.tile_bytes = tile_bytes
 
@@ -54,7 +54,7 @@ class CudaKVLayout:
         return self.tile_bytes // TILE_TOKENS
 
     def tiles(self, index: int) -> KVTiles:
-        """What the kernels must know of a layer."""
+        """Returns the kernels' parameters of a layer."""
         layer = self.layers[index]
         return KVTiles(
             num_heads=layer.num_heads,
@@ -81,7 +81,7 @@ def step_arrays(
     max_len: int,
     device: torch.device,
 ) -> kernels.StepArrays:
-    """For a model's layers, which have heads of one shape."""
+    """Returns the step buffers for a model's layers, which have heads of one shape."""
     shapes = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
     assert len(shapes) == 1, f"layers of several shapes: {shapes}"
     heads, kv_heads, dim = shapes.pop()
@@ -92,9 +92,9 @@ def step_arrays(
 
 
 class CudaAttention:
-    """PlannedAttention over the K/V of one or several layer groups.
+    """Implements PlannedAttention over the K/V of one or several layer groups.
 
-    arrays: of the step that is about to be computed; one at a time, in the order of the device's
+    arrays: the buffers of the next step; they hold one step at a time, in the order of the device's
     work.
     """
 
@@ -108,8 +108,9 @@ class CudaAttention:
         arrays: kernels.StepArrays,
         library: LibraryPrefill | None = None,
     ) -> None:
-        """layers_of: of each layout, its layers' numbers in the model. bases: of each, the address
-        where its ranges begin. library: for long chunks outside of CUDA graphs."""
+        """layers_of: for each layout, the numbers of its layers in the model. bases: for each
+        layout, the address where its ranges begin. library: computes long chunks outside CUDA
+        graphs."""
         self.arrays = arrays
         self._library_rows = None if library is None else library.min_rows
         self._host = torch.zeros(arrays.num_words, dtype=torch.int32)
@@ -121,7 +122,7 @@ class CudaAttention:
         self._layers = [made[number] for number in range(len(made))]
 
     def plan(self, step: AttentionStep) -> CudaPlan:
-        """Of exactly these rows, uploaded at once; the device has ended with the step before."""
+        """Plans exactly these rows and uploads them. The device has finished the previous step."""
         num_rows, num_decodes = sum(step.num_rows), step.num_decodes
         chunks = self.fill(self._host, step, num_rows, num_decodes, is_captured=False)
         self.arrays.upload(self._host)
@@ -136,8 +137,8 @@ class CudaAttention:
         *,
         is_captured: bool,
     ) -> Sequence[kernels.PrefillChunk]:
-        """Write a step, with padding up to these numbers, to host memory for `arrays.upload`. What
-        it returns is for `view`: chunks for the library, none of a step that was captured."""
+        """Writes a step, padded to these numbers, to host memory for `arrays.upload`. Returns the
+        chunks that the library computes, for `view`; a captured step has none."""
         return self.arrays.fill(
             host,
             step.starts,
@@ -156,8 +157,8 @@ class CudaAttention:
         has_prompts: bool,
         chunks: Sequence[kernels.PrefillChunk] = (),
     ) -> CudaPlan:
-        """For steps of at most so many rows, of which so many are decode rows, as the arrays have
-        it when the device gets there."""
+        """Returns the plan for steps of at most num_rows rows, num_decodes of them decode rows. The
+        device reads the rows from the arrays when it runs the plan."""
         return CudaPlan(self._layers, self.arrays, num_rows, num_decodes, has_prompts, chunks)
 
 

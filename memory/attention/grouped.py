@@ -1,4 +1,4 @@
-"""The seam for a model whose layers form several groups: each layer to its group's K/V."""
+"""The attention seam for several layer groups: each layer uses its group's K/V."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from memory.attention.seam import (
 
 
 class GroupedAttention:
-    """PlannedAttention on one for each group. Ranges begin at the same token in all of them."""
+    """Implements PlannedAttention with one PlannedAttention per group. Ranges begin at the same
+    token in all groups."""
 
     def __init__(
         self, groups: Sequence[PlannedAttention], layers_of: Sequence[Sequence[int]]
     ) -> None:
-        """layers_of: of each group, its layers' numbers in the model."""
+        """layers_of: for each group, the numbers of its layers in the model."""
         self._groups = list(groups)
-        self._places = {
-            layer: (group, place)
+        self._positions = {
+            layer: (group, position)
             for group, layers in enumerate(layers_of)
-            for place, layer in enumerate(layers)
+            for position, layer in enumerate(layers)
         }
 
     @property
@@ -36,31 +37,33 @@ class GroupedAttention:
         return any(group.is_remote for group in self._groups)
 
     def plan(self, step: AttentionStep) -> GroupedPlan:
-        return GroupedPlan([group.plan(step) for group in self._groups], self._places)
+        return GroupedPlan([group.plan(step) for group in self._groups], self._positions)
 
 
 class GroupedPlan:
     """Attention for one step's rows."""
 
-    def __init__(self, groups: Sequence[Attention], places: Mapping[int, tuple[int, int]]) -> None:
-        """places: of each layer, its group and its number in there."""
+    def __init__(
+        self, groups: Sequence[Attention], positions: Mapping[int, tuple[int, int]]
+    ) -> None:
+        """positions: for each layer, its group and its number in the group."""
         self._groups = groups
-        self._places = places
+        self._positions = positions
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
-        group, place = self._places[layer]
-        return Ticket(layer, self._groups[group].begin(place, q).q)
+        group, position = self._positions[layer]
+        return Ticket(layer, self._groups[group].begin(position, q).q)
 
     def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Pending:
-        group, place = self._places[ticket.layer]
-        return self._groups[group].finish(Ticket(place, ticket.q), k, v, rotation)
+        group, position = self._positions[ticket.layer]
+        return self._groups[group].finish(Ticket(position, ticket.q), k, v, rotation)
 
 
 def group_layers(
     layers: Sequence[AttentionLayer], max_model_len: int
 ) -> list[tuple[int | None, list[int]]]:
-    """(window, numbers of its layers): those that see everything first, if there are any. A
-    window that no sequence outgrows is none."""
+    """Returns (window, layer numbers) of each group, the largest window first. A window of at least
+    max_model_len counts as None, full attention."""
     found: dict[int, list[int]] = {}
     for number, layer in enumerate(layers):
         window = max_model_len if layer.window is None else min(layer.window, max_model_len)

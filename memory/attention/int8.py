@@ -1,6 +1,6 @@
-"""int8 K/V in tiles on the reservation, and attention over it: the seam on our own kernels.
+"""int8 K/V in tiles on the reservation, and the attention seam over it on the native kernels.
 
-A range is a row of tiles of 16 tokens; a tile holds all layers, one after the other. A token's
+A range is a row of tiles of 16 tokens, and a tile holds all layers, one after the other. A token's
 tile is (range start + position) // 16, so a kernel needs a base, one stride and a length.
 """
 
@@ -21,7 +21,7 @@ class Int8KVLayout:
     tile_tokens = TILE_TOKENS
 
     def __init__(self, layers: Sequence[AttentionLayer], group: int) -> None:
-        """group: scale group along head_dim, made smaller where it does not divide it."""
+        """group: the scale group along head_dim; a smaller one is used if it does not divide it."""
         self.layers = list(layers)
         self.formats: list[Int8KVFormat] = []
         self.offsets: list[int] = []  # in bytes, per layer, from the start of a tile
@@ -35,7 +35,7 @@ class Int8KVLayout:
         self.tile_bytes = offset
 
     def pad(self, tile_bytes: int) -> None:
-        """Leave room behind each tile, so that a page holds a whole number of them."""
+        """Pads each tile to tile_bytes, so that a page holds a whole number of tiles."""
         assert tile_bytes >= self.tile_bytes and tile_bytes % TILE_TOKENS == 0, f"{tile_bytes=}"
         self.tile_bytes = tile_bytes
 
@@ -49,7 +49,7 @@ class Int8KVLayout:
 
 
 def int8_ops(layout: Int8KVLayout) -> list[Int8Attention]:
-    """The kernels' view of each layer of a layout."""
+    """Returns the kernels' parameters of each layer of a layout."""
     return [
         Int8Attention(
             offset_bytes=offset,
@@ -65,7 +65,7 @@ def int8_ops(layout: Int8KVLayout) -> list[Int8Attention]:
 
 
 class Int8LocalAttention:
-    """PlannedAttention over int8 K/V at `address`."""
+    """Implements PlannedAttention over int8 K/V at `address`."""
 
     is_remote = False
 

@@ -1,9 +1,9 @@
 """K/V tensors on the reservation, and the layout of a token's bytes.
 
-The layout is token-major: all layers of a token side by side, each layer's K beside its V,
-[tokens, layers, 2, Hk, D]. A token's address is (range start + position) * token_bytes, so a
-kernel needs only a base, one stride and a length; the stride is the price (docs/memory.md).
-Layers of different shapes get slices of different sizes.
+The layout is token-major, [tokens, layers, 2, Hk, D]: all layers of a token lie side by side, each
+layer's K beside its V. A token's address is (range start + position) * token_bytes, so a kernel
+needs only a base, one stride and a length. docs/memory.md has the cost of the stride. Layers of
+different shapes have slices of different sizes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class KVLayout:
         self.token_elements = offset
 
     def pad(self, token_bytes: int) -> None:
-        """Leave room behind each token, so that a page holds a whole number of them."""
+        """Pads each token to token_bytes, so that a page holds a whole number of tokens."""
         assert token_bytes >= self.token_bytes, f"{token_bytes=}"
         self.token_elements = token_bytes // self.dtype.itemsize
 
@@ -44,7 +44,7 @@ class KVLayout:
 
 
 class KVCache:
-    """Views of a reservation. Nothing here maps memory: whoever makes a view has committed it."""
+    """Views of a reservation. It maps no memory: the caller has committed what a view covers."""
 
     def __init__(self, layout: KVLayout, address: int, size_bytes: int) -> None:
         self.layout = layout
@@ -54,7 +54,7 @@ class KVCache:
         self._is_uniform = len({(x.num_kv_heads, x.head_dim) for x in layout.layers}) == 1
 
     def layer(self, index: int) -> Tensor:
-        """All token places of one layer: [N, 2, Hk, D]."""
+        """Returns one layer's K/V of all N token addresses, [N, 2, Hk, D]."""
         item = self.layout.layers[index]
         heads, dim = item.num_kv_heads, item.head_dim
         return self._flat.as_strided(
@@ -64,12 +64,13 @@ class KVCache:
         )
 
     def views(self, start: int, num_tokens: int) -> list[KeyValues]:
-        """K and V of `num_tokens` token places from `start` on, one pair for each layer."""
+        """Returns K and V of num_tokens tokens from the token address `start` on, for each
+        layer."""
         if not self._is_uniform:
             return [self.view(i, start, num_tokens) for i in range(len(self.layout.layers))]
         item = self.layout.layers[0]
         heads, dim, stride = item.num_kv_heads, item.head_dim, self.layout.token_elements
-        # one strided view of everything, taken apart in C++: cheaper than one per layer
+        # One strided view of all layers that C++ splits is cheaper than one view per layer.
         whole = self._flat.as_strided(
             (len(self.layout.layers), 2, 1, heads, num_tokens, dim),
             (2 * heads * dim, heads * dim, 0, dim, stride, 1),
@@ -78,7 +79,7 @@ class KVCache:
         return [KeyValues(*pair.unbind(0)) for pair in whole.unbind(0)]
 
     def view(self, index: int, start: int, num_tokens: int) -> KeyValues:
-        """As `views`, of one layer."""
+        """Returns one layer's item of `views`."""
         item = self.layout.layers[index]
         heads, dim, stride = item.num_kv_heads, item.head_dim, self.layout.token_elements
         pair = self._flat.as_strided(

@@ -1,8 +1,7 @@
 """Attention over K/V in this machine's memory: the seam's local implementation.
 
-`finish` appends the rows of the step, then runs the decode kernel on the first num_decodes
-rows and the prefill kernel on each remaining sequence. The prefill/decode split is seen here
-and nowhere above.
+`finish` appends the rows of the step, then runs the decode kernel on the first num_decodes rows
+and the prefill kernel on each remaining sequence. Layers above do not see this split.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ops.backend import Backend, KeyValues
 
 
 class LocalAttention:
-    """PlannedAttention on one KVCache."""
+    """Implements PlannedAttention on one KVCache."""
 
     is_remote = False
 
@@ -80,9 +79,9 @@ class LocalPlan:
 
 
 def _reached(cache: KeyValues, num_rows: int, window: int | None) -> KeyValues:
-    """The keys that the last num_rows positions see, and whole blocks of them: kernels whose sums
-    begin at fixed keys then give a row the same bits however the prompt is cut. What is before
-    may not be mapped any more."""
+    """Returns the keys that the last num_rows positions see, from the start of a block of
+    READ_BLOCK keys on. Kernels sum over such blocks, so a row has the same bits however the prompt
+    is cut into chunks. Keys before may not be mapped any more."""
     length = cache.k.shape[2]
     first = 0 if window is None else length - num_rows + 1 - window
     if first < READ_BLOCK:
@@ -92,7 +91,7 @@ def _reached(cache: KeyValues, num_rows: int, window: int | None) -> KeyValues:
 
 
 def _last(cache: KeyValues, num_tokens: int | None) -> KeyValues:
-    """The last num_tokens keys: all that a sliding window can reach."""
+    """Returns the last num_tokens keys, which are all that a sliding window reaches."""
     length = cache.k.shape[2]
     if num_tokens is None or num_tokens >= length:
         return cache

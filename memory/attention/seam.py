@@ -1,9 +1,9 @@
-"""The attention seam: everything that needs K/V goes through it (DESIGN 3.6).
+"""The attention seam: the protocol through which models use K/V (DESIGN 3.6).
 
-Planned once per step (or part of a step), called once per layer: `begin` as soon as q exists,
-`finish` with k and v, and the result where it is needed. Locally `begin` is free and the result is
-there when `finish` returns; a remote implementation ships q in `begin` and waits in `wait`.
-Models see only this, never ranges or pages.
+Attention is planned once per step (or part of a step) and called once per layer: `begin` as soon
+as q exists, `finish` with k and v, and `wait` where the result is needed. Locally `begin` costs
+nothing and the result exists when `finish` returns. A remote implementation sends q in `begin` and
+waits in `wait`. Models never see ranges or pages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """What the seam must know of one layer. window: keys a row sees, itself included."""
+    """The attention parameters of one layer. window: the keys a row sees, itself included."""
 
     num_heads: int
     num_kv_heads: int
@@ -28,10 +28,10 @@ class AttentionLayer:
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """The K/V side of one step; sequences in the order of their rows, decode rows first.
+    """The K/V side of one step. Sequences are in the order of their rows, decode rows first.
 
-    num_decodes: sequences at the front that have one row each. starts: where each range
-    begins, in tokens. num_rows: rows of each sequence. kv_lens: its keys after this step.
+    num_decodes: the number of leading sequences with one row each. starts: where each sequence's
+    range begins, in tokens. num_rows: each sequence's rows. kv_lens: its keys after this step.
     """
 
     num_decodes: int
@@ -48,19 +48,19 @@ class Ticket(NamedTuple):
 
 
 Rotation = tuple[Tensor, Tensor]
-"""cos, sin: [T, R/2] fp32, as Backend.rotary takes them."""
+"""cos and sin, [T, R/2] fp32, as Backend.rotary takes them."""
 
 
 class Pending(Protocol):
-    """Attention of one layer, which may still be under way."""
+    """The attention of one layer, which may still be computed."""
 
     def wait(self) -> Tensor:
-        """[T, H, D], once. Blocks until it is there."""
+        """Waits for the result and returns it, [T, H, D]. It is called once."""
 
 
 @dataclass(slots=True)
 class Finished:
-    """A Pending whose result is there already."""
+    """A Pending whose result exists already."""
 
     out: Tensor
 
@@ -69,16 +69,15 @@ class Finished:
 
 
 class Attention(Protocol):
-    """The rows of one plan. q: [T, H, D], rotated; k and v: [T, Hk, D]; packed as planned."""
+    """Attention for the rows of one plan. q is [T, H, D] and rotated, k and v are [T, Hk, D]; rows
+    are packed as planned."""
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
-        """Start layer `layer` with its queries. Nothing has been written yet."""
+        """Starts a layer with its queries. The step's K/V is not yet written."""
 
     def finish(self, ticket: Ticket, k: Tensor, v: Tensor, rotation: Rotation | None) -> Pending:
-        """Rotate k, write k and v, attend. k may be overwritten.
-
-        Rotating is left to whoever writes, which can do it on the way.
-        """
+        """Rotates k, writes k and v, and attends. k may be overwritten. The implementation rotates
+        k, so that it can do so while it writes k."""
 
 
 class PlannedAttention(Protocol):
@@ -86,11 +85,11 @@ class PlannedAttention(Protocol):
 
     @property
     def is_remote(self) -> bool:
-        """Whether other machines compute it: then there is time to use between `finish` and
-        `wait`. Where it is not, results are always there."""
+        """Whether other machines compute attention, so that other work can be done between `finish`
+        and `wait`. Otherwise results exist when `finish` returns."""
 
     def plan(self, step: AttentionStep) -> Attention:
-        """Everything that is the same for all layers. Memory for the step is committed.
+        """Prepares what all layers share. The memory for the step is committed.
 
-        Plans of different sequences may be in use at once: their layers may be called in turn.
+        Plans for different sequences may be in use at once, with their layers called in turn.
         """
