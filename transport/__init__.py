@@ -1,4 +1,8 @@
-"""Bytes between machines: windows and sequence numbers (transport/base.py has the contract)."""
+"""Bytes between machines, through memory windows and sequence numbers.
+
+It owns connections, their authentication and their liveness. It does not know what the bytes mean
+and does not import torch. Begin with base.py, which is the contract of every transport.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from urllib.parse import urlsplit
 
 from transport.base import DEFAULT_WINDOW_BYTES, Endpoint, Listener
 
-# Each has connect(url, ...) and listen(url, ...) with the arguments of those below.
+# Each class has connect(url, ...) and listen(url, ...) with the arguments of the functions below.
 TRANSPORTS = {
     "inproc": "transport.inproc:InprocTransport",
     "shm": "transport.shm:ShmTransport",
@@ -26,10 +30,11 @@ def connect(
     window_bytes: int = DEFAULT_WINDOW_BYTES,
     timeout_s: float = 5.0,
 ) -> Endpoint:
-    """A connection to who listens at url. key: the secret both ends know, 16 bytes or more.
+    """Connects to the listener at url.
 
-    info: what the peer is told about us, JSON. window_bytes: of our window; the peer's is its
-    own affair. TransportError; ValueError for a url or setting that no peer could accept.
+    key is the secret that both ends know, of 16 bytes or more. info (JSON) describes this end to
+    the peer. window_bytes is the size of this end's window; the peer chooses its own. Raises
+    TransportError, and ValueError for a url or setting that no peer could accept.
     """
     made = _transport(url).connect(
         url, key=key, info=info or {}, window_bytes=window_bytes, timeout_s=timeout_s
@@ -45,7 +50,8 @@ def listen(
     window_bytes: int = DEFAULT_WINDOW_BYTES,
     max_peers: int = 64,
 ) -> Listener:
-    """Where peers may arrive. window_bytes: of our window for each of them. TransportError."""
+    """Listens for peers at url. window_bytes is the size of our window for each of them. Raises
+    TransportError."""
     made = _transport(url).listen(
         url, key=key, info=info or {}, window_bytes=window_bytes, max_peers=max_peers
     )
@@ -53,7 +59,7 @@ def listen(
 
 
 def check_scheme(url: str) -> str:
-    """The transport's name. ValueError if there is none like it."""
+    """Returns the name of the url's transport; raises ValueError for an unknown one."""
     if "://" not in url:
         raise ValueError(f"{url}: an address begins with its transport, as in tcp://{url}")
     scheme = urlsplit(url).scheme

@@ -1,4 +1,4 @@
-"""What every transport offers: a memory window and a sequence number (DESIGN 3.7).
+"""The contract of every transport: a memory window and a sequence number.
 
 An endpoint is one end of a connection of two. Each end owns a *window*: registered memory that
 only the peer writes. A message is copied into the peer's window, and after it a descriptor with
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 HEARTBEAT_S = 0.25
-"""From one heartbeat to the next."""
+"""The time from one heartbeat to the next."""
 LOST_AFTER_S = 1.25
 """Silence on the control connection after which the peer counts as lost."""
 DEFAULT_WINDOW_BYTES = 16 << 20
@@ -28,11 +28,11 @@ class TransportError(Exception):
 
 
 class PeerLostError(TransportError):
-    """The peer closed, died, or was not heard of for LOST_AFTER_S."""
+    """The peer closed the connection, died, or was silent for LOST_AFTER_S."""
 
 
 class CorruptMessageError(TransportError):
-    """Bytes in the window are not those that were sent, or numbers are not the next ones."""
+    """Bytes in the window differ from those that were sent, or a sequence number is wrong."""
 
 
 class RefusedError(TransportError):
@@ -40,11 +40,11 @@ class RefusedError(TransportError):
 
 
 class TransportTimeoutError(TransportError):
-    """It took longer than allowed."""
+    """An operation took longer than allowed."""
 
 
 class Segment(NamedTuple):
-    """num_rows pieces of row_bytes each, stride_bytes from one to the next, from `address` on."""
+    """Memory to send: num_rows pieces of row_bytes each, stride_bytes apart, from `address` on."""
 
     address: int
     num_rows: int
@@ -62,64 +62,67 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who is on the other end. info: what it said of itself when it connected (small, JSON)."""
+    """The other end of a connection. info (small, JSON) is how it described itself."""
 
     address: str
     info: Mapping[str, object]
 
 
 class Endpoint(Protocol):
-    """One end. Used by one thread at a time, except for close and is_lost."""
+    """One end of a connection. One thread at a time uses it, except for close and is_lost."""
 
     peer: Peer
     max_message_bytes: int
-    """Of one message to the peer: a part of its window."""
+    """The most bytes of one message to the peer, which is a part of its window."""
 
     def post(self, segments: Sequence[Segment], timeout_s: float = 10.0) -> int:
-        """Send the segments' bytes, one after the other, as one message; its number (1, 2, ...).
+        """Sends the segments' bytes, one after the other, as one message; returns its number (1, 2,
+        ...).
 
         Their memory may be reused as soon as this returns. Waits for room in the peer's window.
-        TransportTimeoutError, PeerLostError; ValueError if it is larger than max_message_bytes.
+        Raises TransportTimeoutError, PeerLostError, and ValueError for a message larger than
+        max_message_bytes.
         """
 
     def poll(self, timeout_s: float = 0.0) -> Frame | None:
-        """The next message, or None if there is none within the time. The GIL is free while it
-        waits: it spins first, then sleeps.
+        """Returns the next message, or None if none arrives within the time. It spins first, then
+        sleeps, and does not hold the GIL while it waits.
 
-        PeerLostError, once what had arrived before is taken; CorruptMessageError.
+        Raises PeerLostError after the last message that had arrived, and CorruptMessageError.
         """
 
     def release(self, frame: Frame) -> None:
-        """The frame's memory may be written again. In any order, once for each frame."""
+        """Gives the frame's memory back to the peer. Frames may be released in any order, each
+        once."""
 
     @property
     def silence_s(self) -> float:
-        """How long nothing was heard of the peer, heartbeats included."""
+        """The time since the peer's last message or heartbeat."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether the peer is known to be lost, or this end is closed. From any thread."""
+        """Whether the peer is known to be lost, or this end is closed. Any thread may read it."""
 
     def close(self) -> None:
-        """End the connection and free both windows. From any thread, also while another one
-        waits in poll or post, which then raises PeerLostError; more than once."""
+        """Ends the connection and frees both windows. Any thread may call it, more than once; a
+        thread that waits in poll or post then gets PeerLostError."""
 
 
 class Listener(Protocol):
-    """Where peers arrive."""
+    """Accepts connections of peers."""
 
     url: str
-    """As `connect` takes it; with the port that was chosen where 0 was asked for."""
+    """The url that `connect` takes; it has the chosen port where port 0 was asked for."""
 
     def accept(self, timeout_s: float | None = None) -> Endpoint | None:
-        """The next authenticated peer; None if none came within the time, or after close.
+        """Returns the next authenticated peer, or None after the time or close.
 
-        Peers that fail the set-up are refused, counted and never seen here.
+        Peers that fail the set-up are refused and counted; they are not returned.
         """
 
     @property
     def num_refused(self) -> int:
-        """Connections that ended before they became an endpoint."""
+        """The number of connections that ended before they became an endpoint."""
 
     def close(self) -> None:
-        """No more peers; accepted endpoints stay. From any thread; more than once."""
+        """Accepts no more peers; accepted endpoints stay. Any thread may call it, repeatedly."""

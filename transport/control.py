@@ -1,16 +1,16 @@
-"""The control connection: who may talk to us, before anything else is said.
+"""The control connection, which authenticates both ends before anything else is exchanged.
 
     client                                   server
     magic, nonce                  ->
                                   <-         magic, nonce
-    HMAC(key, client, nonces)     ->                        closed without a word if it is wrong
+    HMAC(key, client, nonces)     ->                        a wrong one closes the connection
                                   <-         HMAC(key, server, nonces)
-    hello, as a sealed message    <->        hello, or why not
+    hello, as a sealed message    <->        hello, or the reason of a refusal
 
-Both prove that they know the key without showing it, over numbers that are new each time. What
-follows are JSON objects, each with an HMAC under a key of this session over its direction and
-number, so that nothing of it can be replayed, reordered or sent back. It is not secret: the
-network is trusted not to listen, but not trusted to send.
+Both ends prove that they know the key without sending it, over fresh nonces. JSON objects follow,
+each with an HMAC under a key of this session over its direction and number, so that none can be
+replayed, reordered or reflected. They are not encrypted: this protects against a network that
+sends, not against one that listens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 from transport.base import PeerLostError, RefusedError, TransportError, TransportTimeoutError
 
-MAGIC = b"mergstp1"  # of the handshake itself, which is meant never to change
+MAGIC = b"mergstp1"  # the handshake's own version, which is meant never to change
 DATA_MAGIC = b"mergdat1"
 PROTOCOL_VERSION = 1
 """Of everything after the handshake. Both ends must have the same."""
@@ -45,7 +45,8 @@ def check_key(key: bytes) -> None:
 
 
 def receive_exactly(sock: socket.socket, num_bytes: int, deadline: float) -> bytes:
-    """PeerLostError at the end of the stream, TransportTimeoutError at the deadline."""
+    """Receives exactly so many bytes. Raises PeerLostError at the end of the stream and
+    TransportTimeoutError at the deadline."""
     parts = bytearray()
     while len(parts) < num_bytes:
         left = deadline - time.monotonic()
@@ -75,8 +76,8 @@ def send_all(sock: socket.socket, data: bytes, deadline: float) -> None:
 
 
 class Session:
-    """An authenticated control connection, while it is set up: messages both ways until the
-    deadline, then `detach`. For use by one thread."""
+    """An authenticated control connection during set-up: messages both ways until the deadline,
+    then `detach`. One thread uses it."""
 
     def __init__(
         self, sock: socket.socket, key: bytes, deadline: float, *, is_client: bool
@@ -97,7 +98,8 @@ class Session:
         send_all(self.sock, len(body).to_bytes(2, "big") + body + mac, self.deadline)
 
     def receive(self) -> dict[str, Any]:
-        """TransportError, also for what the peer did not send, or is no JSON object."""
+        """Receives a message. Raises TransportError, also for a forged one or one that is no JSON
+        object."""
         length = int.from_bytes(receive_exactly(self.sock, 2, self.deadline), "big")
         if not 0 < length <= MAX_MESSAGE_BYTES:
             raise RefusedError(f"a control message of {length} bytes")
@@ -115,13 +117,13 @@ class Session:
         return message
 
     def detach(self) -> int:
-        """The socket's descriptor, which from now on is the caller's; not blocking."""
+        """Returns the socket's descriptor, not blocking; the caller owns it from now on."""
         self.sock.setblocking(False)
         return self.sock.detach()
 
 
 def encode(message: Mapping[str, object]) -> bytes:
-    """ValueError if it is more than fits into one message."""
+    """Returns the object as bytes; raises ValueError if they do not fit into one message."""
     body = json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
     if len(body) > MAX_MESSAGE_BYTES:
         raise ValueError(f"{len(body)} bytes of JSON for the peer, at most {MAX_MESSAGE_BYTES} fit")
@@ -137,7 +139,7 @@ def _proof(key: bytes, role: bytes, client_nonce: bytes, server_nonce: bytes) ->
 
 
 def authenticate_to(sock: socket.socket, key: bytes, deadline: float) -> Session:
-    """The client's half. RefusedError if the peer does not know the key, or says that we do not."""
+    """Runs the client's half. Raises RefusedError if either end does not know the key."""
     nonce = os.urandom(_NONCE_BYTES)
     try:
         send_all(sock, MAGIC + nonce, deadline)
@@ -160,7 +162,7 @@ def authenticate_to(sock: socket.socket, key: bytes, deadline: float) -> Session
 
 
 def authenticate_from(sock: socket.socket, key: bytes, deadline: float) -> Session:
-    """The server's half, after the magic has been read."""
+    """Runs the server's half, after the magic has been read."""
     theirs = receive_exactly(sock, _NONCE_BYTES, deadline)
     nonce = os.urandom(_NONCE_BYTES)
     send_all(sock, MAGIC + nonce, deadline)
@@ -174,7 +176,7 @@ def authenticate_from(sock: socket.socket, key: bytes, deadline: float) -> Sessi
 def hello(
     transport: str, info: Mapping[str, object], window_bytes: int, **more: object
 ) -> dict[str, object]:
-    """What both ends say first. ValueError if info is too large."""
+    """Returns the first message of either end; raises ValueError if info is too large."""
     said = {
         "version": PROTOCOL_VERSION,
         "transport": transport,
@@ -187,7 +189,7 @@ def hello(
 
 
 def why_not(theirs: Mapping[str, Any], transport: str) -> str | None:
-    """What is wrong with a hello, in words that both ends understand."""
+    """Returns what is wrong with a hello, as a text for both ends, or None."""
     version, other = theirs.get("version"), theirs.get("transport")
     if version != PROTOCOL_VERSION:
         return f"protocol versions {_shown(version)} and {PROTOCOL_VERSION} do not go together"
@@ -202,7 +204,7 @@ def why_not(theirs: Mapping[str, Any], transport: str) -> str | None:
 
 
 def printable(text: object, most: int) -> str:
-    """A peer's words as a log may have them: a line, and not a long one."""
+    """Returns a peer's text in a form that is safe to log: one line of bounded length."""
     return "".join([c if c.isprintable() else "?" for c in str(text)[:most]])
 
 
@@ -220,7 +222,8 @@ def check_window(window_bytes: int) -> None:
 
 
 def exchange_hellos(session: Session, ours: Mapping[str, object]) -> dict[str, Any]:
-    """The client's half: the server's hello. RefusedError with the reason that either has."""
+    """Runs the client's half and returns the server's hello. Raises RefusedError with the reason of
+    either end."""
     session.send(ours)
     theirs = session.receive()
     if "refused" in theirs:

@@ -1,4 +1,4 @@
-"""The Python side of a channel of transport/csrc: the Endpoint of inproc, shm and tcp."""
+"""The Endpoint of inproc, shm and tcp: the Python side of a channel of transport/csrc."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from transport._windows import Channel
 from transport.base import Frame, Peer, Segment
 
-_SLICE_S = 0.5  # a signal's Python handler runs between two of them
+_SLICE_S = 0.5  # a signal's Python handler runs between two slices
 
 
 class ChannelEndpoint:
@@ -18,11 +18,11 @@ class ChannelEndpoint:
         self.max_message_bytes = channel.max_message_bytes
         self._channel = channel
         if len(os.sched_getaffinity(0)) == 1:
-            channel.spin_s = 0.0  # nobody else runs meanwhile
+            channel.spin_s = 0.0  # the peer cannot run while this thread spins
 
     @property
     def spin_s(self) -> float:
-        """How long a wait spins before it sleeps."""
+        """The time that a wait spins before it sleeps."""
         return self._channel.spin_s
 
     @spin_s.setter

@@ -21,13 +21,13 @@ class InprocTransport:
     def connect(
         url: str, *, key: bytes, info: Mapping[str, object], window_bytes: int, timeout_s: float
     ) -> ChannelEndpoint:
-        """There is nobody to authenticate, and nothing takes time."""
+        """Connects at once: within one process there is nothing to authenticate."""
         control.check_window(window_bytes)
         said = _copy(info)
         with _lock:
             listener = _listeners.get(_name(url))
         if listener is None:
-            raise TransportError(f"{url}: nobody listens there")
+            raise TransportError(f"{url}: there is no listener")
         return listener.join(said, window_bytes)
 
     @staticmethod
@@ -38,7 +38,7 @@ class InprocTransport:
         listener = InprocListener(url, _copy(info), window_bytes, max_peers)
         with _lock:
             if _name(url) in _listeners:
-                raise TransportError(f"{url}: somebody listens there")
+                raise TransportError(f"{url}: there is a listener already")
             _listeners[_name(url)] = listener
         return listener
 
@@ -51,10 +51,10 @@ class InprocListener(ListenerBase):
         self._info = info
 
     def join(self, info: Mapping[str, object], window_bytes: int) -> ChannelEndpoint:
-        """The end of who connects."""
+        """Returns the connecting end, and queues the other one for accept()."""
         with self._lock:
             if self._is_closed:
-                raise TransportError(f"{self.url}: nobody listens there")
+                raise TransportError(f"{self.url}: there is no listener")
             if self._num_peers() >= self._max_peers:
                 self._num_refused += 1
                 raise RefusedError(f"the peer refuses: it has {self._max_peers} peers already")
@@ -78,6 +78,6 @@ def _name(url: str) -> str:
 
 
 def _copy(info: Mapping[str, object]) -> dict[str, object]:
-    """As it would arrive."""
+    """Returns the information as it would arrive over a network."""
     copied: dict[str, object] = json.loads(control.encode(info))
     return copied

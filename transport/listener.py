@@ -1,7 +1,7 @@
-"""Listening sockets: who is let in, how many at a time, and what becomes of the others.
+"""Listening sockets: which connections are accepted, and how many at a time.
 
 One thread accepts; each connection is set up by a thread of its own within HANDSHAKE_S. Until a
-peer has proved that it knows the key it holds one of MAX_STRANGERS places, and learns nothing.
+peer has proved that it knows the key it holds one of MAX_STRANGERS places, and is told nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SocketListener(ListenerBase, ABC):
         self._sock = sock
         self._key = key
         self._hello = control.hello(self.name, info, window_bytes)
-        # The lock is of these, too.
+        # The lock protects these, too.
         self._strangers: list[socket.socket] = []  # oldest first
         self._num_coming = 0  # authenticated, not yet among the peers
         self._num_logged, self._logged_at = 0, -_LOG_EVERY_S
@@ -68,14 +68,14 @@ class SocketListener(ListenerBase, ABC):
     def _establish(
         self, session: control.Session, theirs: Mapping[str, Any], address: str
     ) -> ChannelEndpoint:
-        """The endpoint; what is left of the set-up after both hellos fit."""
+        """Makes the endpoint: the rest of the set-up after both hellos fit."""
 
     def _data_connection(self, sock: socket.socket, deadline: float) -> None:
-        """A connection that named itself one for data. It is the callee's."""
+        """Takes over a connection that declared itself a data connection."""
         raise RefusedError("a data connection where there are none")
 
     def _clean_up(self) -> None:
-        """After the socket is closed."""
+        """Frees what is left after the socket is closed."""
         return
 
     def _own_hello(self) -> dict[str, object]:
@@ -88,7 +88,7 @@ class SocketListener(ListenerBase, ABC):
             try:
                 sock, address = self._sock.accept()
             except OSError as error:
-                if not self._is_closed:  # no descriptors left: some may come back
+                if not self._is_closed:  # no descriptors are left: wait until some are free
                     self._refuse(f"accept: {error}")
                     time.sleep(0.05)
                 continue
@@ -98,19 +98,20 @@ class SocketListener(ListenerBase, ABC):
                 threading.Thread(
                     target=self._set_up, args=(sock, shown), name="handshake", daemon=True
                 ).start()
-            except RuntimeError as error:  # no threads left
+            except RuntimeError as error:  # no thread can be started
                 self._forget(sock)
                 sock.close()
                 self._refuse(str(error))
 
     def _make_room(self, sock: socket.socket) -> None:
-        """Who has been silent for longest goes: strangers that say nothing keep nobody out."""
+        """Closes the oldest connection that is not authenticated, so that silent strangers cannot
+        keep peers out."""
         with self._lock:
             oldest = self._strangers.pop(0) if len(self._strangers) >= MAX_STRANGERS else None
             self._strangers.append(sock)
         if oldest is not None:
             with contextlib.suppress(OSError):
-                oldest.shutdown(socket.SHUT_RDWR)  # its thread finds out, and refuses it
+                oldest.shutdown(socket.SHUT_RDWR)  # its thread notices and refuses it
 
     def _forget(self, sock: socket.socket) -> None:
         with self._lock:

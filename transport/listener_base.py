@@ -1,4 +1,4 @@
-"""What every listener has: peers that are set up and wait to be accepted, and those that live."""
+"""What all listeners share: peers that wait to be accepted, and those that are connected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ListenerBase:
         self.window_bytes = window_bytes
         self._max_peers = max_peers
         self._ready: queue.SimpleQueue[ChannelEndpoint | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # protects the attributes below
         self._peers: weakref.WeakSet[ChannelEndpoint] = weakref.WeakSet()
         self._num_refused = 0
         self._is_closed = False
@@ -28,7 +28,7 @@ class ListenerBase:
         except queue.Empty:
             return None
         if endpoint is None:
-            self._ready.put(None)  # for the next call, or another thread
+            self._ready.put(None)  # the next call, or another thread, must see it too
         return endpoint
 
     @property
@@ -38,17 +38,17 @@ class ListenerBase:
     # ---- for subclasses
 
     def _num_peers(self) -> int:
-        """That live. With the lock."""
+        """Returns how many peers are connected. The caller holds the lock."""
         return sum(not peer.is_lost for peer in self._peers)
 
     def _begin_close(self) -> bool:
-        """Whether it was open until now."""
+        """Marks the listener closed; returns whether it was open until now."""
         with self._lock:
             was_open, self._is_closed = not self._is_closed, True
         return was_open
 
     def _end_ready(self) -> None:
-        """Nobody will accept who still waits; who waits in accept() is told."""
+        """Closes the peers that were not accepted, and wakes the threads that wait in accept()."""
         while True:
             try:
                 endpoint = self._ready.get_nowait()

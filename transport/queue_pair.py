@@ -28,7 +28,7 @@ GID = re.compile("[0-9a-f]{4}(:[0-9a-f]{4}){7}")
 
 @dataclass(frozen=True, slots=True)
 class QueuePairAddress:
-    """What one end tells the other, over the control connection, so that it can write."""
+    """What one end sends over the control connection so that the other end can write."""
 
     queue_pair: int
     packet_number: int
@@ -44,17 +44,17 @@ class QueuePairAddress:
 
     @classmethod
     def from_wire(cls, values: object) -> QueuePairAddress:
-        """Check what a peer sent, each value by itself and before anything is made from it.
+        """Checks each value that a peer sent before anything is made from it.
 
-        RefusedError.
+        Raises RefusedError.
         """
         names = {field.name for field in fields(cls)}
         if not isinstance(values, Mapping) or set(values) != names:
             raise RefusedError("the peer's queue pair: not the fields of this version")
         limits = {
-            "queue_pair": (2, (1 << 24) - 1),  # 0 and 1 belong to the subnet's management
+            "queue_pair": (2, (1 << 24) - 1),  # 0 and 1 are reserved for subnet management
             "packet_number": (0, (1 << 24) - 1),
-            "lid": (0, 0xBFFF),  # above: multicast
+            "lid": (0, 0xBFFF),  # higher ones are multicast
             "mtu": (1, 5),
             "window_key": (0, (1 << 32) - 1),
             "window_address": (4096, 1 << 62),
@@ -75,15 +75,14 @@ class QueuePair:
     """A reliable connection that writes `outgoing` memory into the peer's window, at the same
     offsets, and lets the peer write ours.
 
-    `num_arrived` counts the peer's writes that came with immediate data other than 0: what was
-    written before each of them lies in our memory. Closing frees the registrations; the memory
-    itself is the caller's. Used by one thread at a time, and not after it is closed.
+    `num_arrived` counts the peer's writes with immediate data other than 0; all that was written
+    before each of them is in our memory. Closing frees the registrations; the caller owns the
+    memory. One thread at a time uses it, and none after it is closed.
     """
 
     def __init__(self, port: Port, window: tuple[int, int], max_posts: int) -> None:
-        """window: address and size of the memory that the peer may write. max_posts: in flight.
-
-        TransportError.
+        """window is the address and size of the memory that the peer may write; max_posts is the
+        most posts in flight. Raises TransportError.
         """
         self.context = (
             port.context
@@ -122,7 +121,7 @@ class QueuePair:
                 qp.QPAttr(port_num=port.number),
             )
             self._window = self._register(*window, e.IBV_ACCESS_REMOTE_WRITE)
-        # Immediate data needs no memory. pyverbs wants some: what the peer may write anyway.
+        # Immediate data needs no memory, but pyverbs wants some: it gets the peer's window.
         self._receive = self._wr.RecvWR(
             num_sge=1, sg=[self._wr.SGE(window[0], 64, self._window.lkey)]
         )
@@ -149,8 +148,8 @@ class QueuePair:
             ) from error
 
     def connect(self, peer: QueuePairAddress, outgoing: tuple[int, int]) -> None:
-        """Ready to receive and to send. outgoing: address and size of the memory that mirrors
-        the peer's window. RefusedError, TransportError.
+        """Makes the pair ready to receive and to send. outgoing is the address and size of the
+        memory that mirrors the peer's window. Raises RefusedError and TransportError.
         """
         port, e, addr = self._port, self._e, pyverbs("addr")
         if port.is_ethernet and not peer.gid.strip("0:"):
@@ -168,8 +167,8 @@ class QueuePair:
             attributes.rq_psn = peer.packet_number
             attributes.sq_psn = self.address.packet_number
             attributes.max_rd_atomic = attributes.max_dest_rd_atomic = 1
-            attributes.min_rnr_timer = 1  # 10 us: the peer's receives are only just used up
-            attributes.rnr_retry = 7  # for ever: that the peer is gone is seen elsewhere
+            attributes.min_rnr_timer = 1  # 10 us: the peer's receives will be refilled soon
+            attributes.rnr_retry = 7  # for ever: the control connection notices a lost peer
             attributes.timeout = 14  # 67 ms
             attributes.retry_cnt = 7
             attributes.ah_attr = addr.AHAttr(
@@ -187,20 +186,20 @@ class QueuePair:
         self._outgoing_address = outgoing[0]
 
     def is_ordered(self) -> bool:
-        """Whether the device promises that memory fills in the order of the peer's writes. If
-        not, only `num_arrived` tells that they are all there. Once connected."""
+        """Returns whether the device promises that memory fills in the order of the peer's writes.
+        If not, only `num_arrived` tells that all of them have arrived. Call it once connected."""
         write = self._e.IBV_WR_RDMA_WRITE
         return bool(self.pair.query_data_in_order(write, 0))
 
     def write(
         self, pieces: list[tuple[int, int]], immediate: int | None, *, reports: bool = False
     ) -> None:
-        """Copy (offset, bytes) of the outgoing memory to the same offsets in the peer's window,
-        in this order, in one post. immediate: goes with the last. reports: see `is_idle`.
+        """Copies (offset, bytes) of the outgoing memory to the same offsets in the peer's window,
+        in this order, in one post. The last write carries `immediate`. reports: see `is_idle`.
 
-        The last piece is at most MAX_INLINE_BYTES and may be written again at once, the others
-        when the peer has seen the last. Waits while the send queue is full, for as long as
-        earlier writes take. PeerLostError, TransportError.
+        The last piece is at most MAX_INLINE_BYTES and may be overwritten at once, the others
+        when the peer has seen the last. Waits while the send queue is full. Raises
+        PeerLostError and TransportError.
         """
         e = self._e
         self.reap()
@@ -216,7 +215,7 @@ class QueuePair:
         last = self._last_request(*pieces[-1], immediate)
         last.wr_id = self._num_posted
         last.send_flags = flags
-        chain = [last]  # a request points to the next, and owns none: kept until posted
+        chain = [last]  # a request points to the next without owning it: kept until posted
         for offset, num_bytes in reversed(pieces[:-1]):
             chain.append(self._request(e.IBV_WR_RDMA_WRITE, offset, num_bytes))
             chain[-1].next_wr = chain[-2]
@@ -226,10 +225,10 @@ class QueuePair:
             raise TransportError(f"posting a write: {error}") from error
         finally:
             for request in chain[1:]:
-                request.close()  # not all releases do so by themselves
+                request.close()  # not all releases do so
 
     def _last_request(self, offset: int, num_bytes: int, immediate: int | None) -> Any:
-        """There are only so many small pieces: their requests are kept."""
+        """Returns the request of a small last piece; there are few, so they are kept."""
         found = self._last_requests.get((offset, num_bytes, immediate))
         if found is None:
             e = self._e
@@ -249,17 +248,17 @@ class QueuePair:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the peer has all that was written, if the last write was one that reports."""
+        """Returns whether the peer has all that was written, if the last write reports."""
         return self._num_completed == self._num_posted
 
     def reap(self) -> int:
-        """Take what has completed; how much of it has arrived. PeerLostError: a write did not
-        reach the peer; TransportError: it was refused."""
+        """Takes completions and returns how many messages have arrived. Raises PeerLostError if a
+        write did not reach the peer, and TransportError if it was refused."""
         num_arrived, arrived = self._received.poll(16)
         flushed = None
         for completion in arrived:
             if completion.status != self._e.IBV_WC_SUCCESS:
-                flushed = completion  # because of what a write met with, or the peer did
+                flushed = completion  # because of a failed write, or because the peer ended it
                 break
             self.pair.post_recv(self._receive)
             self.num_arrived += completion.imm_data != 0
@@ -282,12 +281,12 @@ class QueuePair:
         raise kind(f"the queue pair is in error: {what}")
 
     def arm(self) -> bool:
-        """Have `event_fd` become readable at the next arrival. False: there is one already."""
+        """Makes `event_fd` readable at the next arrival; returns False if one is there already."""
         self._received.req_notify()
         return self.reap() == 0
 
     def disarm(self) -> None:
-        """After `arm` and a wait, whether something came or not."""
+        """Ends a wait that `arm` began, whether a message arrived or not."""
         if self._event.poll(0):
             self._channel.get_cq_event(self._received)
             self._received.ack_events(1)
@@ -313,7 +312,7 @@ _opening_channel = threading.Lock()
 
 
 def _completion_channel(cq: Any, context: Any) -> tuple[Any, int]:
-    """A completion channel and its file descriptor, which older releases do not tell."""
+    """Makes a completion channel and finds its descriptor, which older releases do not expose."""
     with _opening_channel:
         before = _event_files()
         channel = cq.CompChannel(context)
@@ -322,12 +321,12 @@ def _completion_channel(cq: Any, context: Any) -> tuple[Any, int]:
 
 
 def _event_files() -> set[int]:
-    """Descriptors of completion channels and the like in this process."""
+    """Returns the descriptors of completion channels and the like in this process."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:
             if "infinibandevent" in os.readlink(f"/proc/self/fd/{name}"):
                 found.add(int(name))
-        except OSError:  # the one that lists
+        except OSError:  # the descriptor of the listing itself
             pass
     return found

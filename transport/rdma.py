@@ -38,12 +38,12 @@ MAX_WINDOW_BYTES = 1 << 30
 SET_UP_S = 5.0
 """For the queue pairs, once the peer is known: registering memory touches all of it."""
 FLUSH_S = 0.5
-_LOOK_AGAIN_S = 0.1  # at the send queue, which wakes nobody
+_LOOK_AGAIN_S = 0.1  # a full send queue wakes no thread, so it is polled
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The query of a url."""
+    """The options in a url's query."""
 
     device: str | None = None
     port: int | None = None
@@ -51,7 +51,7 @@ class Options:
     imm: bool | None = None
 
     def for_both(self) -> str:
-        """Of a listener's options, those that a peer on another machine can take over."""
+        """Returns the options of a listener that also hold for a peer on another machine."""
         return "" if self.imm is None else f"?imm={self.imm:d}"
 
 
@@ -65,7 +65,7 @@ class RdmaTransport:
         _check_window(window_bytes)
         deadline = time.monotonic() + timeout_s
         with contextlib.ExitStack() as undo:
-            # before the handshake, which the listener gives little time
+            # before the handshake, for which the listener allows little time
             end = _End(options, window_bytes, _ip_towards(*address, url))
             undo.callback(end.pair.close)
             ours = control.hello("rdma", info, window_bytes, queue_pair=end.pair.address.to_wire())
@@ -86,7 +86,9 @@ class RdmaTransport:
         control.check_key(key)
         _check_window(window_bytes)
         control.hello("rdma", info, window_bytes)
-        open_port(options.device, options.port, options.gid).context.close()  # is there one?
+        open_port(
+            options.device, options.port, options.gid
+        ).context.close()  # raises if there is none
         sock, where = server_at(host, port, url)
         return RdmaListener(
             options,
@@ -133,7 +135,7 @@ class RdmaListener(SocketListener):
 
 
 class _End:
-    """One end's memory and queue pair, while it is set up."""
+    """One end's memory and queue pair during set-up."""
 
     def __init__(self, options: Options, window_bytes: int, local_ip: str) -> None:
         self._options = options
@@ -144,9 +146,9 @@ class _End:
         self.needs_immediate = True
 
     def connect(self, theirs: Mapping[str, Any]) -> None:
-        """RefusedError: what the peer says of its end cannot be."""
+        """Connects to the peer's end; raises RefusedError if its description is impossible."""
         peer = QueuePairAddress.from_wire(theirs.get("queue_pair"))
-        window_bytes = theirs["window_bytes"]  # a size that can be, as every hello's
+        window_bytes = theirs["window_bytes"]  # a possible size, as in every hello
         if window_bytes > MAX_WINDOW_BYTES:
             raise RefusedError(f"a window of {window_bytes} bytes, at most {MAX_WINDOW_BYTES}")
         self._mirror = Memory.anonymous(window_bytes)
@@ -174,19 +176,19 @@ class _End:
             self._port.max_message_bytes,
             not self.needs_immediate,
         )
-        if len(os.sched_getaffinity(0)) == 1:  # what we wait for needs the CPU
+        if len(os.sched_getaffinity(0)) == 1:  # the peer may need this CPU
             channel.spin_s = 0.0
         return RdmaEndpoint(channel, wire, Peer(address, theirs["info"]))
 
 
 class _Wire:
-    """What the channel writes with (transport/csrc/mirrored_channel.h). Its calls come from the
-    thread that posts and polls, `flush` and `close` from any."""
+    """Writes for the channel (transport/csrc/mirrored_channel.h). The thread that posts and polls
+    calls it; any thread may call `flush` and `close`."""
 
     def __init__(
         self, pair: QueuePair, link: Link, memory: tuple[Memory, Memory], notifies: bool
     ) -> None:
-        """notifies: the peer wants immediate data with each message."""
+        """notifies: whether the peer wants immediate data with each message."""
         self._pair: QueuePair | None = pair
         self._link = link
         self._memory: tuple[Memory, ...] = memory  # as long as it is registered
@@ -200,7 +202,7 @@ class _Wire:
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[QueuePair]:
-        """The pair. Whatever goes wrong with it ends the connection."""
+        """Yields the queue pair; any error of it ends the connection."""
         with self._lock:
             if self._pair is None:
                 raise PeerLostError("the connection is closed")
@@ -222,7 +224,7 @@ class _Wire:
             pair.write([(0, 8)], self._credit)
 
     def num_arrived(self) -> int:
-        # An error ends the link, which the channel sees: after what arrived before it.
+        # An error ends the link; the channel sees that after the messages that arrived before.
         with contextlib.suppress(TransportError), self._using() as pair:
             self._num_arrived = pair.num_arrived
             pair.reap()
@@ -240,7 +242,7 @@ class _Wire:
                     self._pair.disarm()
 
     def flush(self) -> None:
-        """Wait until the peer has what was posted, unless it is gone, for FLUSH_S at most."""
+        """Waits until the peer has all posted messages or is lost, for FLUSH_S at most."""
         deadline = time.monotonic() + FLUSH_S
         with contextlib.suppress(TransportError):
             with self._using() as pair:
@@ -280,7 +282,7 @@ def _check_window(window_bytes: int) -> None:
 
 
 def _ip_towards(host: str, port: int, url: str) -> str:
-    """Our address on the way to the peer. Nothing is sent."""
+    """Returns our address on the route to the peer, without sending anything."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as sock:

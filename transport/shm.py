@@ -56,7 +56,9 @@ class ShmTransport:
         control.hello("shm", info, window_bytes)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            os.fchmod(sock.fileno(), 0o600)  # what bind gives the file: there is no moment without
+            os.fchmod(
+                sock.fileno(), 0o600
+            )  # bind creates the file with these permissions, so it is never open to others
             _remove_stale(path)
             sock.bind(path)
             sock.listen(64)
@@ -87,7 +89,7 @@ class ShmListener(SocketListener):
 
     def _clean_up(self) -> None:
         try:
-            if os.stat(self._path).st_ino == self._inode:  # not a successor's
+            if os.stat(self._path).st_ino == self._inode:  # it is ours, not a successor's
                 os.unlink(self._path)
         except FileNotFoundError:
             pass
@@ -96,7 +98,7 @@ class ShmListener(SocketListener):
 def _endpoint(
     session: control.Session, theirs: Mapping[str, Any], address: str, window_bytes: int
 ) -> ChannelEndpoint:
-    """Both windows change hands, ours first."""
+    """Exchanges the windows' descriptors, ours first."""
     fd = create_window_fd(window_bytes)
     try:
         own = Memory.of_fd(window_bytes, fd)
@@ -147,7 +149,7 @@ def _path(url: str) -> str:
 
 
 def _remove_stale(path: str) -> None:
-    """A socket's file that nobody listens on any more."""
+    """Removes a socket's file that has no listener any more."""
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise TransportError(f"{path} exists and is no socket")
@@ -162,6 +164,6 @@ def _remove_stale(path: str) -> None:
     except OSError as error:
         raise control.connection_error(path, error) from error
     else:
-        raise TransportError(f"{path}: somebody listens there")
+        raise TransportError(f"{path}: there is a listener already")
     finally:
         probe.close()

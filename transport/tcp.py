@@ -20,11 +20,11 @@ from transport.base import Peer, RefusedError, TransportTimeoutError
 from transport.endpoint import ChannelEndpoint
 from transport.listener import SocketListener
 
-# Longer than heartbeats take: who hears nothing gets no acknowledgement either, and must live to
-# reset the connection, which is how the peer learns of it.
+# Longer than LOST_AFTER_S: an end that hears nothing gets no acknowledgement either, and must live
+# long enough to reset the connection, which is how the peer learns of it.
 _USER_TIMEOUT_MS = 2000
-# What is on its way stays in the caches: twice as fast on loopback as with the kernel's own choice
-# (up to 4 MiB), and enough for 20 Gbit/s at 100 us (the kernel doubles it).
+# Bytes in flight then fit into the caches: twice as fast on loopback as the kernel's own choice (up
+# to 4 MiB), and enough for 20 Gbit/s at 100 us (the kernel doubles it).
 _SEND_BUFFER_BYTES = 256 << 10
 
 
@@ -73,7 +73,7 @@ class TcpTransport:
 
 
 class _Expected:
-    """A data connection that is awaited."""
+    """A data connection that a session expects."""
 
     def __init__(self) -> None:
         self.has_come = threading.Event()
@@ -112,7 +112,7 @@ class TcpListener(SocketListener):
         with self._expected_lock:
             expected = self._expected.pop(_digest(token), None)
             if expected is None:
-                raise RefusedError("a data connection that nobody awaits")
+                raise RefusedError("a data connection that no session expects")
             expected.sock = sock
         expected.has_come.set()
 
@@ -129,7 +129,7 @@ def _endpoint(
     window_bytes: int,
 ) -> ChannelEndpoint:
     set_options(session.sock)
-    # Not for the data: a peer that is busy for longer reads nothing, and lives.
+    # The data connection has no such limit: a busy peer reads nothing for a while and is not lost.
     data.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     data.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     data.setblocking(False)
@@ -152,7 +152,7 @@ def connected_to(host: str, port: int, url: str, deadline: float) -> socket.sock
 
 
 def server_at(host: str, port: int, url: str) -> tuple[socket.socket, str]:
-    """A socket that listens, and its host:port as in urls."""
+    """Returns a listening socket, and its host:port as urls have it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         sock = socket.create_server((host, port), family=family, backlog=128)

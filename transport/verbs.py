@@ -1,4 +1,4 @@
-"""pyverbs where it is found, and the port of an RDMA device to send from."""
+"""Finds pyverbs, and the port of an RDMA device to send from."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class RdmaUnavailableError(TransportError):
 
 
 def pyverbs(name: str) -> Any:
-    """The module pyverbs.`name`.
+    """Imports the module pyverbs.`name`.
 
-    RdmaUnavailableError, naming the package to install.
+    Raises RdmaUnavailableError, which names the package to install.
     """
     try:
         if "pyverbs" not in sys.modules and importlib.util.find_spec("pyverbs") is None:
@@ -44,8 +44,8 @@ def pyverbs(name: str) -> Any:
 
 
 def _import_debian_package() -> None:
-    """Debian's package, from where it lies. Its folder alone: on sys.path, the folder around it
-    would bring every other package of the distribution."""
+    """Imports Debian's package from its own folder. The folder above it stays off sys.path, because
+    it would bring every other package of the distribution."""
     spec = importlib.util.spec_from_file_location(
         "pyverbs",
         DEBIAN_PYVERBS / "__init__.py",
@@ -60,7 +60,7 @@ def _import_debian_package() -> None:
 
 @functools.cache
 def constants() -> SimpleNamespace:
-    """The IBV_... numbers, which releases keep in modules and enumerations of different names."""
+    """Collects the IBV_... numbers, which releases keep in different modules and enumerations."""
     try:
         module = pyverbs("enums")
     except RdmaUnavailableError:
@@ -76,7 +76,7 @@ def constants() -> SimpleNamespace:
 
 @contextlib.contextmanager
 def _root_logger_untouched() -> Iterator[None]:
-    """pyverbs sets up the root logger when it is imported, which is the program's to do."""
+    """Undoes what pyverbs does to the root logger on import, which only the program may set up."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:
@@ -88,7 +88,7 @@ def _root_logger_untouched() -> Iterator[None]:
 
 @contextlib.contextmanager
 def verbs_errors(doing: str) -> Iterator[None]:
-    """Errors of pyverbs as a TransportError that says what was being done."""
+    """Turns errors of pyverbs into a TransportError that names the action."""
     try:
         yield
     except pyverbs("pyverbs_error").PyverbsError as error:
@@ -115,9 +115,9 @@ def open_port(
     gid_index: int | None = None,
     local_ip: str | None = None,
 ) -> Port:
-    """The port that is asked for; of several, one whose RoCE v2 GID is `local_ip`, or the first.
+    """Opens the requested port; of several, the one whose GID is `local_ip`, else the first.
 
-    RdmaUnavailableError: there is none that is active, and why.
+    Raises RdmaUnavailableError, which says why there is no active port.
     """
     api = pyverbs("device")
     try:
@@ -151,7 +151,7 @@ def open_port(
 def _ports(
     context: Any, name: str, number: int | None, gid_index: int | None, local_ip: str | None
 ) -> Iterator[tuple[int, Port]]:
-    """Ports with each of their GIDs, and how well it fits."""
+    """Yields each port with each of its GIDs, and how well it fits."""
     e = constants()
     gids = context.query_gid_table(1024)
     for i in range(1, context.query_device().phys_port_cnt + 1):
@@ -186,7 +186,7 @@ def _ports(
 
 
 def _mapped(ip: str) -> str:
-    """The GID of an IPv4 address; of anything else, one that no port has."""
+    """Returns the GID of an IPv4 address; for anything else, a GID that no port has."""
     parts = ip.split(".")
     if len(parts) != 4 or not all(part.isdigit() for part in parts):
         return ""

@@ -50,7 +50,7 @@ ADDRESSES = [
     ("tcp://:9", "memory_nodes: tcp://:9"),
     ("shm://here/there", "memory_nodes: shm://here/there: an absolute path"),
     ("shm:///nowhere/node", "memory_nodes: shm:///nowhere/node: No such file"),
-    ("inproc://nobody", "memory_nodes: inproc://nobody: nobody listens there"),
+    ("inproc://nobody", "memory_nodes: inproc://nobody: there is no listener"),
     ("rdma://127.0.0.1:9", "memory_nodes: rdma://127.0.0.1:9: "),
     ("tcp://x:1,tcp://x:1", "memory_nodes has an address twice"),
 ]
