@@ -1,8 +1,8 @@
-"""Attention of a CUDA device over its own K/V tiles, a whole step in a few launches.
+"""Attention on a CUDA device over K/V tiles, a whole step in a few launches.
 
-`StepArrays` holds what varies from step to step in device memory at fixed addresses, so that
-`CudaAttentionLayer`'s launches can be recorded in a CUDA graph: grids depend on padded sizes
-only. Nothing here knows sequences as objects, pages or requests.
+`StepArrays` holds the metadata of a step in device memory at fixed addresses, and grids depend on
+padded sizes only, so that `CudaAttentionLayer`'s launches can be captured in a CUDA graph. Nothing
+here knows sequences as objects, pages or requests.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ _PROGRAMS_PER_SM = 3
 
 
 class PrefillChunk(NamedTuple):
-    """A chunk of a prompt. start: token number of its sequence's position 0; first_row: of the
-    step; kv_len: K/V length with these rows."""
+    """A prefill chunk of a step.
+
+    start: token number of its sequence's position 0; first_row: its first row in the step; kv_len:
+    K/V length with these rows.
+    """
 
     start: int
     first_row: int
@@ -39,22 +42,22 @@ class PrefillChunk(NamedTuple):
 
 
 class PromptAttention(Protocol):
-    """A library's kernel for long chunks (ops/cuda/prefill.py)."""
+    """A library's kernel for long prefill chunks (ops/cuda/prefill.py)."""
 
     def attend(
         self, tiles: KVTiles, base: int, prompt: PrefillChunk, q: Tensor, out: Tensor
     ) -> None:
-        """A chunk's rows of q: [T, H, D] to the same rows of out."""
+        """Computes attention of a chunk's rows of q: [T, H, D] into the same rows of out."""
 
 
 class StepArrays:
-    """Metadata of one step: a host layout, its twin on the device, and scratch for splits.
+    """Metadata of one step: a host layout, its copy on the device, and scratch for splits.
 
-    A host buffer is an int32 tensor of `num_words`, pinned where there is a GPU; several may be
-    in turn. windows: those of the layers, None for all keys, each with a work list of its own.
-    Rows of a step: one per decoding sequence, then the prompts' chunks, then padding up to
-    padded_rows. padded_decodes: decode rows for which launches have room; beyond the real ones
-    they write zeros, before the prompts' rows are written there.
+    A host buffer is an int32 tensor of `num_words`, pinned if there is a GPU; callers may alternate
+    several. windows: those of the layers, None for all keys; each has its own work list. The rows
+    of a step are one per decoding sequence, then the prefill chunks, then padding up to
+    padded_rows. padded_decodes: decode rows of the launches. Those beyond the real ones write
+    zeros, before the rows of prefill chunks are written there.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class StepArrays:
         self.max_rows, self.max_seqs, self.max_len = max_rows, max_seqs, max_len
         self.rows_per_tile = tile_rows(num_heads // num_kv_heads, head_dim)
         self.windows, self.min_split = tuple(windows), min_split
-        # A window may begin and end within a split.
+        # A window may begin and end inside a split, which adds an item per sequence.
         self.max_items = max_seqs * min(MAX_SPLITS, -(-max_len // min_split)) + max_seqs
         self.max_tiles = max_rows // self.rows_per_tile + min(max_seqs, max_rows)
         sizes = {"counts": len(windows) + 1, "rows": 2 * max_rows, "starts": 2 * max_seqs}
@@ -114,10 +117,11 @@ class StepArrays:
         padded_decodes: int,
         library_rows: int | None = None,
     ) -> list[PrefillChunk]:
-        """Write a step into a host buffer. Per sequence: token number of its position 0, rows in
-        this step, K/V length with these rows. ValueError names the limit that is passed.
+        """Writes a step into a host buffer. ValueError names the limit that is exceeded.
 
-        Chunks of library_rows and more are left to a library, for `attend`'s prompts.
+        starts, num_rows, kv_lens: for each sequence the token number of its position 0, its rows
+        in this step, and its K/V length with these rows. Returns the chunks of library_rows or
+        more rows, which are `attend`'s prompts.
         """
         assert len(host) == self.num_words and host.dtype == torch.int32, f"{host.shape}"
         start, count, length = (np.asarray(x, np.int64) for x in (starts, num_rows, kv_lens))
@@ -143,8 +147,10 @@ class StepArrays:
         return [x for x, kept in zip(chunks, is_own, strict=True) if not kept]
 
     def upload(self, host: Tensor) -> None:
-        """A filled host buffer to the device, in stream order; the host buffer is in use until
-        the stream has come by."""
+        """Copies a filled host buffer to the device, in stream order.
+
+        The host buffer is in use until the copy has run on the stream.
+        """
         counts = self._host(host.numpy(), "counts")
         for i in range(len(self.windows)):
             at, _ = self._places[f"items{i}"]
@@ -174,7 +180,7 @@ class StepArrays:
         total = int(num_tiles.sum())
         sequence = np.repeat(np.arange(len(start)), num_tiles)
         index = np.arange(total) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
-        # The longest first, so that no program is left over at the end.
+        # The longest first, so that all programs end at about the same time.
         keys = (length - count)[sequence] + index * self.rows_per_tile
         order = np.argsort(-keys, kind="stable")
         tiles = self._host(words, "tiles").reshape(-1, 2)[:total]
@@ -206,7 +212,7 @@ class StepArrays:
         return total
 
     def _split_sizes(self, seen: Integers) -> Integers:
-        """Keys of a split: of the row's own number alone."""
+        """Returns the keys per split, which depend only on the row's number of keys."""
         limits = self.min_split * MAX_SPLITS << np.arange(40)
         return self.min_split << np.searchsorted(limits, seen)
 
@@ -231,7 +237,7 @@ class StepArrays:
         limits += [("max_len", longest, self.max_len)]
         for name, wanted, most in limits:
             if wanted > most:
-                raise ValueError(f"a step needs {name} {wanted}, it is {most}")
+                raise ValueError(f"a step needs {name} {wanted}; the limit is {most}")
 
     def _host(self, words: NDArray[np.int32], name: str) -> NDArray[np.int32]:
         at, size = self._places[name]
@@ -246,7 +252,7 @@ class StepArrays:
 
 
 class CudaAttentionLayer:
-    """One layer's K/V in the tiles at base. Rows as StepArrays lays them."""
+    """One layer's K/V in the tiles at base. Rows are in the order of StepArrays."""
 
     def __init__(self, tiles: KVTiles, base: int, library: PromptAttention | None = None) -> None:
         self.tiles, self.base, self.library = tiles, base, library
@@ -254,7 +260,7 @@ class CudaAttentionLayer:
     def append(
         self, arrays: StepArrays, k: Tensor, v: Tensor, rotation: Rotation | None = None
     ) -> None:
-        """k, v: [T, Hk, D] of all rows, k rotated first if a rotation is given: [T, R/2] each."""
+        """Stores k, v: [T, Hk, D] of all rows; a rotation, [T, R/2] each, is applied to k first."""
         append(self.tiles, self.base, k, v, arrays.rows, rotation)
 
     def attend(
@@ -266,9 +272,10 @@ class CudaAttentionLayer:
         has_prefill: bool,
         prompts: Sequence[PrefillChunk] = (),
     ) -> Tensor:
-        """q: [T, H, D] with all rows' K/V appended -> [T, H, D]; padding may hold anything.
+        """Returns attention [T, H, D] for q: [T, H, D]; padding rows are undefined.
 
-        prompts: what `fill` left to the library; only outside CUDA graphs.
+        K/V of all rows must be appended. prompts: the chunks that `fill` returned, only outside of
+        CUDA graphs.
         """
         tiles = self.tiles
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -308,7 +315,7 @@ class CudaAttentionLayer:
 
 
 def _num_programs(buffer: Tensor) -> int:
-    """Of the decode kernel, which takes items until none is left."""
+    """Returns the number of programs of the decode kernel, which take items until none is left."""
     if not buffer.is_cuda:
         return 2
     properties: Any = torch.cuda.get_device_properties(buffer.device)

@@ -1,9 +1,8 @@
 """The CUDA back end: Triton kernels, cuBLAS for plain products.
 
-Its device is the current CUDA device. With Triton's interpreter (TRITON_INTERPRET=1) it is the
-processor: the same kernels run there step by step, which is how they are tested without a GPU.
-The engine's K/V lies in tiles (ops.cuda.attention); the contract's functions on strided K/V are
-the reference's, slow and right.
+Its device is the current CUDA device, or the CPU with Triton's interpreter (TRITON_INTERPRET=1),
+which tests the same kernels without a GPU. The engine's K/V is in tiles (ops.cuda.attention); the
+contract's functions on strided K/V are the slow ones of the reference.
 """
 
 from __future__ import annotations
@@ -65,12 +64,12 @@ class CudaLinears:
 
 
 def is_interpreted() -> bool:
-    """Whether Triton's kernels run in its interpreter, on the processor."""
+    """Returns whether Triton's kernels run in its interpreter, on the CPU."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def cuda_device() -> torch.device:
-    """The device of this back end. ValueError says why there is none."""
+    """Returns the device of this back end. ValueError says why there is none."""
     if is_interpreted():
         logger.warning("TRITON_INTERPRET=1: kernels are interpreted, thousands of times slower")
         return torch.device("cpu")

@@ -1,8 +1,7 @@
-"""Linear layers on a CUDA device: packing, and the kernels that a call takes.
+"""Linear layers on a CUDA device: packing, and the choice of kernels for a call.
 
-A call neither waits for the device nor looks at its data, so that it can be part of a CUDA graph.
-What a row gives does not depend on the rows beside it, except in the library's products of the
-plain types.
+A call neither waits for the device nor reads its data, so that it can be part of a CUDA graph. The
+result of a row does not depend on other rows, except in the library's products of plain types.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ops.triton_kernels.linear4 import int4_linear, pack_int4
 from ops.triton_kernels.rows import activation_rows, gated_rows, norm_rows, quantize_rows
 from ops.triton_kernels.small_batch import small_batch_linear
 
-# Weights are rounded so many values at a time: what is needed beside them meanwhile.
+# Weights are rounded in pieces of that many values, which bounds the temporary memory.
 PACK_VALUES = 1 << 26
 
 
@@ -37,7 +36,7 @@ class CudaLinear:
         out_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """num_rows: of the weight."""
+        """num_rows: number of rows of the weight."""
         assert not fusion.is_gated or (num_rows % 2 == 0 and fusion.activation is not None)
         self.kernel, self.num_in, self.fusion, self.device = kernel, num_in, fusion, device
         self.num_out = num_rows // 2 if fusion.is_gated else num_rows
@@ -59,14 +58,14 @@ class CudaLinear:
         return out
 
     def choice(self, num_rows: int, adds: bool) -> tune.Choice:
-        """What so many rows take."""
+        """Returns the choice for num_rows rows."""
         at = tune.bucket(num_rows), adds
         if at not in self._choices:
             self._choices[at] = tune.choose(self.shape(*at), self.device)
         return self._choices[at]
 
     def job(self, num_rows: int, adds: bool) -> tune.Job:
-        """For tune.tune: random rows as they come in a model."""
+        """Returns a job for tune.tune with random rows as they occur in a model."""
         x = torch.randn(num_rows, self.num_in, device=self.device)
         if self._norm is None:
             x = x.bfloat16()
@@ -92,7 +91,7 @@ class CudaLinear:
 
 
 class ScaledLinear(CudaLinear):
-    """Weights and rows in 8 bits, with a scale for each output channel and each row."""
+    """8-bit weights and rows, with a scale per output channel and per row."""
 
     def __init__(
         self,
@@ -182,7 +181,7 @@ class Fp8Linear(ScaledLinear):
 
 
 class Int4Linear(CudaLinear):
-    """4-bit weights with a scale, and maybe a zero point, for each group of inputs."""
+    """4-bit weights with a scale and perhaps a zero point per group: QuantizedLinears.int4."""
 
     def __init__(
         self,
@@ -196,7 +195,7 @@ class Int4Linear(CudaLinear):
         is_nf4: bool = False,
         device: torch.device,
     ) -> None:
-        """Arguments and numbers as native.Int4Linear's, on any device."""
+        """codes, scales and zeros may be on any device."""
         num_rows, num_in = codes.shape
         super().__init__("int4", num_in, num_rows, fusion, torch.bfloat16, device)
         shape = (num_rows, -(-num_in // group))
@@ -233,7 +232,7 @@ class Int4Linear(CudaLinear):
 
 
 class PlainLinear:
-    """A LinearOp in the type of its weight: torch's product between our kernels."""
+    """A LinearOp in the type of its weight, which uses torch's product."""
 
     def __init__(
         self,
@@ -243,7 +242,7 @@ class PlainLinear:
         *,
         device: torch.device,
     ) -> None:
-        """weight: [out, in], bias: [out], copied to the device. Rows are cast to its type."""
+        """Copies weight: [out, in] and bias: [out] to the device. Rows are cast to their type."""
         self.weight = weight.to(device, copy=True).contiguous()
         self.bias = None if bias is None else bias.to(device, weight.dtype, copy=True)
         self.fusion = fusion
@@ -269,7 +268,10 @@ class PlainLinear:
 
 
 def round_weight(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[N, K] -> codes, int8 or e4m3, and scales, [N] fp32, with which the largest is 127 or 448."""
+    """Rounds weight: [N, K] to codes, int8 or e4m3, and scales [N] fp32.
+
+    The largest code of a row is 127 or 448.
+    """
     limit = 127 if dtype == torch.int8 else 448
     weight = weight.float()
     largest = weight.abs().amax(1)
@@ -282,9 +284,9 @@ def round_weight(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def placed_rows(parts: Sequence[Tensor], is_gated: bool) -> Iterator[tuple[Tensor, slice]]:
-    """The parts in pieces of a bounded size, each with its rows in the packed weight.
+    """Yields the parts in pieces of a bounded size, each with its rows in the packed weight.
 
-    Gates are the first half of all rows and get the even places, the other factors the odd ones.
+    Gates are the first half of all rows and become even rows; up factors become odd rows.
     """
     half = sum(len(part) for part in parts) // 2
     at = 0
@@ -306,7 +308,7 @@ def placed_rows(parts: Sequence[Tensor], is_gated: bool) -> Iterator[tuple[Tenso
 
 
 def interleaved(values: Tensor, fusion: Fusion) -> Tensor:
-    """[N] in the order of the packed weight."""
+    """Returns values: [N] in the row order of the packed weight."""
     if not fusion.is_gated:
         return values.contiguous()
     return values.reshape(2, -1).t().reshape(-1).contiguous()
@@ -322,7 +324,7 @@ def packed_bias(
 
 
 def norm_on(norm: Norm, num_in: int, device: torch.device) -> Norm:
-    """In fp32 on the device."""
+    """Returns the norm in fp32 on the device."""
     weight = norm.weight.to(device, torch.float32).contiguous()
     bias = None if norm.bias is None else norm.bias.to(device, torch.float32).contiguous()
     assert weight.shape == (num_in,), f"{weight.shape} for {num_in} inputs"

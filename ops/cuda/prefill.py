@@ -1,8 +1,8 @@
-"""Long prompt chunks through a library's attention kernel, whichever is installed and fastest.
+"""Attention of long prefill chunks with the fastest installed library kernel.
 
-A chunk's keys and values are gathered from the tiles to dense bf16 tensors first: a few bytes a
-key, where attention costs 4 * D operations a key and row. Lengths differ from chunk to chunk, so
-none of this is recorded in CUDA graphs.
+A chunk's keys and values are first gathered from the tiles to dense bf16 tensors. This moves a few
+bytes per key, while attention costs 4 * D operations per key and row. Lengths differ from chunk to
+chunk, so CUDA graphs do not include these calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ops.triton_kernels.kv import gather
 
 logger = logging.getLogger(__name__)
 
-# q: [n, H, D], the last n of the L positions of k, v: [L, Hk, D]; scale; window -> [n, H, D].
+# Maps q: [n, H, D], the last n of the L positions of k, v: [L, Hk, D], scale, window to [n, H, D].
 Attend = Callable[[Tensor, Tensor, Tensor, float, int | None], Tensor]
 
 
@@ -33,8 +33,10 @@ class Candidate(NamedTuple):
 
 
 def of_flashinfer(module: Any) -> Attend:
-    """flashinfer.single_prefill_with_kv_cache: causal ends at the last key; a left window counts
-    the keys before the row's own."""
+    """Wraps flashinfer.single_prefill_with_kv_cache.
+
+    Its causal mask ends at the last key; a left window counts the keys before the row's own.
+    """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         left = -1 if window is None else window - 1
@@ -47,7 +49,10 @@ def of_flashinfer(module: Any) -> Attend:
 
 
 def of_flash_attn(function: Any) -> Attend:
-    """flash_attn_func of FlashAttention 2 (2.1 and later) and 3: causal ends at the last key."""
+    """Wraps flash_attn_func of FlashAttention 2 (2.1 or later) and 3.
+
+    Its causal mask ends at the last key.
+    """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         limits = (-1, -1) if window is None else (window - 1, 0)
@@ -62,7 +67,7 @@ def of_flash_attn(function: Any) -> Attend:
 
 
 def of_torch_flash(op: Any) -> Attend:
-    """aten._scaled_dot_product_flash_attention, whose causal mask ends at the last key."""
+    """Wraps aten._scaled_dot_product_flash_attention, whose causal mask ends at the last key."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         assert window is None, f"{window=}"
@@ -74,8 +79,11 @@ def of_torch_flash(op: Any) -> Attend:
 
 
 def of_cudnn(op: Any) -> Attend:
-    """aten._scaled_dot_product_cudnn_attention, whose causal mask begins at the first key: own
-    keys under it, the past without a mask, merged by their log-sum-exp (natural, [1, H, n, 1])."""
+    """Wraps aten._scaled_dot_product_cudnn_attention, whose causal mask begins at the first key.
+
+    The rows' own keys are masked, the prefix is not; their log-sum-exp (natural, [1, H, n, 1])
+    merges them.
+    """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         assert window is None, f"{window=}"
@@ -95,7 +103,7 @@ def of_cudnn(op: Any) -> Attend:
 
 
 def installed(find: Callable[[str], Any] = importlib.import_module) -> list[Candidate]:
-    """What can be imported here; the best guess first."""
+    """Returns the kernels that can be imported, with the best guess first."""
     found = []
     for name, wrap in (("flash_attn_interface", of_flash_attn), ("flash_attn", of_flash_attn)):
         try:
@@ -116,9 +124,9 @@ def installed(find: Callable[[str], Any] = importlib.import_module) -> list[Cand
 
 
 class LibraryPrefill:
-    """The chosen kernel for each shape of heads, and when it is used.
+    """The chosen kernel for each shape of heads.
 
-    min_rows: chunks below it are left to our own kernel, which takes all of them at once.
+    min_rows: shorter chunks use our own kernel, which computes all of them in one launch.
     """
 
     def __init__(
@@ -133,8 +141,10 @@ class LibraryPrefill:
         own: Attend | None = None,
         measure: Callable[[Attend, KVTiles], float] | None = None,
     ) -> bool:
-        """Choose for all layers: of the candidates that give what own gives (None: our kernel)
-        the quickest. False if a layer has none: then no chunk may be left to the library."""
+        """Chooses the fastest candidate that agrees with own (None: our kernel) for each layer.
+
+        Returns False if a layer has none; then `attend` must not be called.
+        """
         own = own or own_attention
         measure = measure or seconds
         for tiles in layers:
@@ -156,7 +166,7 @@ class LibraryPrefill:
     def attend(
         self, tiles: KVTiles, base: int, prompt: PrefillChunk, q: Tensor, out: Tensor
     ) -> None:
-        """A chunk's rows of q: [T, H, D] to the same rows of out."""
+        """Computes attention of a chunk's rows of q: [T, H, D] into the same rows of out."""
         shape = (prompt.kv_len, tiles.num_kv_heads, tiles.head_dim)
         k, v = (torch.empty(shape, dtype=torch.bfloat16, device=q.device) for _ in range(2))
         gather(tiles, base, prompt.start, k, v)
@@ -165,7 +175,7 @@ class LibraryPrefill:
         out[rows] = attend(q[rows].contiguous(), k, v, tiles.scale, tiles.window)
 
     def _is_right(self, candidate: Candidate, tiles: KVTiles, own: Attend) -> bool:
-        """Whether it agrees with own where a mask that is one off would show."""
+        """Returns whether a candidate agrees with own on cases that show a shifted mask."""
         if tiles.window is not None and not candidate.has_windows:
             return False
         window = None if tiles.window is None else min(tiles.window, 50)
@@ -175,7 +185,7 @@ class LibraryPrefill:
             try:
                 found = candidate.attend(3 * q, k, v, tiles.scale, window).float()
                 error = float((found - expected).abs().max())
-            except Exception as failure:  # whatever a library raises: it is not for us
+            except Exception as failure:  # libraries raise anything
                 logger.warning("prompt attention: %s fails: %s", candidate.name, failure)
                 return False
             if not error <= 0.03 * float(expected.abs().max()):
@@ -185,7 +195,7 @@ class LibraryPrefill:
 
 
 def own_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """The same by our own kernel, over tiles made for it."""
+    """Computes the same with our own kernel, over temporary tiles."""
     (rows, heads, dim), (length, kv_heads) = q.shape, k.shape[:2]
     size = layer_bytes(kv_heads, dim, torch.bfloat16, None)
     memory = torch.empty(-(-length // TILE_TOKENS) * size, dtype=torch.uint8, device=q.device)
@@ -202,8 +212,10 @@ def own_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | N
 
 
 def seconds(attend: Attend, tiles: KVTiles) -> float:
-    """Of a chunk of 2,048 rows after as many, each time at a length not seen before: some
-    libraries make a plan for every new one. 0 where there is no GPU to measure."""
+    """Returns the time of a chunk of 2,048 rows with as many before; 0 without a GPU.
+
+    Each run has a new length, because some libraries make a plan for every new one.
+    """
     if not torch.cuda.is_available():
         return 0.0
     taken = []

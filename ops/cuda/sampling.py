@@ -1,11 +1,11 @@
-"""Token choice on the device: packs what rows ask for, launches the kernels, brings results back.
+"""Sampling on the device: packs the rows' parameters, launches the kernels and fetches results.
 
-Steps may overlap: a row may be planned while its sequence's newest token is known to the device
-alone. The device keeps the last token of every slot (input ids are taken from there) and, for
-sequences with penalties, how often they have each token.
+Steps may overlap: a row may be planned while only the device knows its sequence's newest token. The
+device keeps the last token of every slot, for input ids, and token counts of sequences with
+penalties.
 
-Buffers keep their addresses, and run() neither waits nor allocates beyond torch's own workspaces,
-so it can be captured in a CUDA graph; upload() and fetch() stay outside of it.
+Buffers have fixed addresses, and run() neither waits nor allocates beyond torch's workspaces, so
+that a CUDA graph can capture it; upload() and fetch() stay outside.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from ops.triton_kernels.sampling import (
 
 
 class Kind(IntEnum):
-    """What a step launches: the largest logits alone, draws and adjustments, log-probabilities."""
+    """The kernels of a step: argmax; adjustments and sampling; these and log-probabilities."""
 
     GREEDY = 0
     FULL = 1
@@ -57,8 +57,11 @@ class Kind(IntEnum):
 
 
 class SamplingPlan(NamedTuple):
-    """A step on the host. records: uint8; edits: [2, n], tokens and the bits of what is added;
-    counts: new rows of the table, each with a slot whose last token is to be counted too, or -1."""
+    """A step on the host.
+
+    records: uint8; edits: [2, n], tokens and the bits of the added values; counts: new rows of the
+    table of counts, each with a slot whose last token has to be counted too, or -1.
+    """
 
     kind: Kind
     rows: Sequence[Row]
@@ -68,7 +71,7 @@ class SamplingPlan(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """On the host, once the device has got there. All but tokens: only of Kind.DESCRIBED."""
+    """Results on the host, complete when the copies are. Only Kind.DESCRIBED has all fields."""
 
     tokens: Tensor
     logprobs: Tensor | None = None
@@ -121,7 +124,7 @@ class DeviceSampler:
         num_top = min(MAX_TOP, vocab_size)
         self._top_logprobs = self._zeros(max_rows, num_top, dtype=torch.float32)
         self._top_tokens = self._zeros(max_rows, num_top, dtype=torch.int64)
-        # of the rows of token_counts, least recently used first
+        # owners of the rows of token_counts, least recently used first
         self._owners = OrderedDict[int, DeviceSamplingInputs | None](
             (i, None) for i in range(max_rows)
         )
@@ -130,8 +133,11 @@ class DeviceSampler:
         return torch.zeros(*shape, dtype=dtype, device=self.device)
 
     def allocate_counts(self) -> None:
-        """The table that penalties need: max_rows * vocabulary * 4 bytes. Graphs captured before
-        do not know it: call this first, or capture again when has_counts has changed."""
+        """Allocates the table of counts for penalties: max_rows * vocabulary * 4 bytes.
+
+        Graphs that were captured before do not use it. Call this first, or capture again when
+        has_counts has changed.
+        """
         if not self.has_counts:
             self.token_counts = self._zeros(self.max_rows, self.vocab_size)
             self.has_counts = True
@@ -168,7 +174,7 @@ class DeviceSampler:
         return SamplingPlan(kind, rows, records, edits, counts)
 
     def _host(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Memory that the device copies from or to; torch does not reuse it before that is done."""
+        """Allocates memory for copies; torch does not reuse it before a copy is complete."""
         return torch.empty(size, dtype=dtype, pin_memory=self.device.type == "cuda")
 
     def _pack_edits(self, fields: npt.NDArray[Any], edited: list[tuple[int, Edits]]) -> Tensor:
@@ -187,7 +193,7 @@ class DeviceSampler:
         return edits
 
     def _counts_of(self, row: Row) -> list[tuple[int, Tensor, int]]:
-        """A new row of the table, unless the device has counted all along."""
+        """Returns a new row of counts, unless the device has counted all tokens."""
         choice, num_tokens = row.choice, len(row.token_ids)
         is_new = choice.counts_row < 0 or self._owners[choice.counts_row] is not choice
         if is_new:
@@ -198,22 +204,22 @@ class DeviceSampler:
         choice.next_count = num_tokens + 1
         if not is_new:
             return []
-        known = np.array(row.token_ids, dtype=np.int64)
-        misses_one = num_tokens > 0 and known[-1] < 0
-        known = known[: num_tokens - misses_one]
-        if len(known) and not 0 <= known.min() <= known.max() < self.vocab_size:
+        tokens = np.array(row.token_ids, dtype=np.int64)
+        misses_one = num_tokens > 0 and tokens[-1] < 0
+        tokens = tokens[: num_tokens - misses_one]
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
             raise IndexError(f"a token id is beyond the vocabulary of {self.vocab_size}")
         counts = self._host(self.vocab_size, torch.int32)
         array = counts.numpy()
         array[:] = 0
-        np.add.at(array, known[choice.num_prompt :], 1)
-        array[known[: choice.num_prompt]] |= IN_PROMPT
+        np.add.at(array, tokens[choice.num_prompt :], 1)
+        array[tokens[: choice.num_prompt]] |= IN_PROMPT
         return [(choice.counts_row, counts, row.slot if misses_one else -1)]
 
     # -- on the device
 
     def upload(self, plan: SamplingPlan) -> None:
-        """Before run(), on its stream; not part of a graph."""
+        """Copies a plan to the device. Call it before run(), on its stream, outside of a graph."""
         if plan.counts:
             self.allocate_counts()
         for row, counts, slot in plan.counts:
@@ -240,15 +246,16 @@ class DeviceSampler:
         return copies[0], copies[1]
 
     def run(self, logits: Tensor, kind: Kind) -> Tensor:
-        """logits: [R, V] fp32, adjusted in place -> tokens [R] int32, also in last_tokens.
+        """Samples from logits: [R, V] fp32, adjusted in place; returns tokens [R] int32.
 
-        Row i is what upload()'s row i asks for; rows beyond the plan's get any token and no slot.
+        Row i uses row i of the uploaded plan, and its token is also stored in last_tokens. Rows
+        beyond the plan get undefined tokens and no slot.
         """
         rows = logits.shape[0]
         assert logits.shape[1] == self.vocab_size and logits.stride(1) == 1, f"{logits.shape}"
         assert logits.dtype == torch.float32 and rows <= self.max_rows, f"{logits.dtype} {rows}"
         raw = logits.clone() if kind is Kind.DESCRIBED else None
-        if self._masks is not None:  # no adjustment of minus infinity changes it
+        if self._masks is not None:  # adjustments do not change minus infinity
             apply_masks(logits, *self._masks, self.config)
         if kind is Kind.GREEDY:
             self._best(logits)
@@ -259,12 +266,12 @@ class DeviceSampler:
         return self.tokens[:rows]
 
     def warm_up_masks(self, logits: Tensor) -> None:
-        """So that no kernel is compiled for the first step with a mask. logits: [1, V]."""
+        """Compiles the kernel for steps with masks. logits: [1, V]."""
         row, words = self._zeros(1), self._zeros(1, (self.vocab_size + 31) // 32)
         apply_masks(logits, row, words, self.config)
 
     def _shared(self, logits: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
-        """(grid over all chunks of all rows, arguments that most kernels take)."""
+        """Returns (grid over all chunks of all rows, arguments of most kernels)."""
         grid, chunks = grid_of(logits, self.config)
         chunk_max(logits, self._maxima, self._indices, self.config)
         found = {"maxima": self._maxima, "indices": self._indices, "num_chunks": grid[0]}
@@ -325,7 +332,7 @@ class DeviceSampler:
         )
 
     def input_ids(self, given: Tensor, slots: Tensor) -> Tensor:
-        """given: [T] int32 or int64, -1 for last_tokens[slots[i]]; slots: [T] -> [T] int64."""
+        """Returns [T] int64: given: [T] int32 or int64, with last_tokens[slots[i]] for -1."""
         ids = torch.empty(given.shape, dtype=torch.int64, device=self.device)
         size = given.numel()
         grid = (-(-size // 256),)
@@ -336,7 +343,7 @@ class DeviceSampler:
     # -- results
 
     def fetch(self, kind: Kind, num_rows: int) -> Fetched:
-        """Starts copies to the host; whoever reads them waits for the stream first."""
+        """Starts copies to the host; the caller waits for the stream before it reads them."""
         found = [self.tokens[:num_rows]]
         if kind is Kind.DESCRIBED:
             more = (self._logprobs, self._ranks, self._top_tokens, self._top_logprobs)
@@ -349,7 +356,7 @@ class DeviceSampler:
 
 
 def described(fetched: Fetched, rows: Sequence[Row]) -> list[Described | None]:
-    """What the rows asked to know of their tokens; None for those that did not ask."""
+    """Returns log-probabilities of the rows' tokens; None for rows without num_logprobs."""
     assert fetched.top_tokens is not None and fetched.top_logprobs is not None
     assert fetched.logprobs is not None and fetched.ranks is not None
     tokens, ranks = fetched.tokens.tolist(), fetched.ranks.tolist()

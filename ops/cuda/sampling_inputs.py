@@ -1,4 +1,4 @@
-"""How the tokens of a sequence are chosen on the device: packed once, a record of 64 bytes."""
+"""Sampling parameters of a sequence on the device, packed once as a record of 64 bytes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-# triton_sampling: the words of a record
+# ops/triton_kernels/sampling.py names the words of a record
 _RECORD = struct.Struct("=Qqdfffffiiiii")
 RECORD_BYTES = _RECORD.size
-# what changes from step to step
+# the fields that change from step to step
 FIELDS = np.dtype(
     {
         "names": ["position", "slot", "counts_row", "first_edit", "num_edits"],
@@ -34,7 +34,7 @@ Edits = tuple[_INT32s, npt.NDArray[np.float32]]
 
 
 class DeviceSamplingInputs:
-    """How tokens of one sequence are sampled. Arguments are those of ops.cpu.sampling's inputs."""
+    """The sampling parameters of one sequence; the arguments are those of SamplingInputs."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class DeviceSamplingInputs:
         biases = biases or {}
         self.has_edits = bool(biases)
         self.is_plain = not (temperature or self.has_penalties or biases)
-        # where its tokens are counted, and how many there are if the next step follows the last
+        # the row of token_counts, and the number of tokens there if steps follow one another
         self.counts_row, self.next_count = -1, -1
         self._edits = _edits(biases, ())
         self._held_edits = _edits(biases, forbidden)
@@ -69,7 +69,7 @@ class DeviceSamplingInputs:
         self.record = _RECORD.pack(seed & _MASK64, 0, top_p, *numbers, -1, -1, 0, 0)
 
     def edits(self, is_held: bool) -> Edits:
-        """(tokens, what is added to their logits), each token once."""
+        """Returns (tokens, values added to their logits), each token once."""
         return self._held_edits if is_held else self._edits
 
 
@@ -79,9 +79,12 @@ def _edits(biases: Mapping[int, float], forbidden: Collection[int]) -> Edits:
 
 
 class Row(NamedTuple):
-    """One row of a step. token_ids: of its sequence, prompt first; where the last one is negative,
-    only the device knows it, as last_tokens[slot]. is_held: forbid the forbidden. mask: words with
-    a bit for each token that may come, read when the plan is uploaded; None: all may."""
+    """One row of a step.
+
+    token_ids: prompt and output of its sequence; a negative last token is only known to the device,
+    as last_tokens[slot]. is_held: exclude the forbidden tokens. mask: words with a bit for each
+    allowed token, read when the plan is uploaded; None allows all.
+    """
 
     choice: DeviceSamplingInputs
     slot: int

@@ -1,7 +1,7 @@
-"""Which implementation and which tile a product takes: a guess by rule, or what was measured.
+"""The choice of implementation and tile for a product, by measurement or by rule.
 
-What `tune` measures is kept in a JSON file per device and versions, under the user's cache. A file
-that cannot be read is passed over, and so is each line in it that is not a candidate of today.
+`tune` stores measurements in a JSON file per device and versions, in the user's cache. A file that
+cannot be read is ignored, and so is every line that is not a current candidate.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FORMAT = 1
 
 
 class Shape(NamedTuple):
-    """A product. kernel: int8, int4 or fp8; rows: a power of two, the most it is for."""
+    """A product. kernel: int8, int4 or fp8; rows: the most rows it is for, a power of two."""
 
     kernel: str
     rows: int
@@ -42,23 +42,28 @@ class Shape(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """FUSED: norm and rounding in the same kernel. LIBRARY: torch's product, which has no tile, and
-    a kernel after it."""
+    """An implementation with its tile.
+
+    FUSED has norm and rounding in the product's kernel. LIBRARY is torch's product, which has no
+    tile, followed by a kernel.
+    """
 
     implementation: str
     tile: Tile
 
 
 def bucket(num_rows: int) -> int:
-    """Shape.rows of so many."""
+    """Returns Shape.rows for num_rows rows."""
     return int(triton.next_power_of_2(max(1, num_rows)))
 
 
 def candidates(shape: Shape, capability: int) -> list[Choice]:
-    """What may be measured for it, the guess by rule first. capability: 90, 89 or 80, as
-    cuda_tiles.architecture has it."""
+    """Returns the choices for a shape; the first is the one by rule.
+
+    capability: 90, 89 or 80, from ops.kv_tiles.architecture.
+    """
     tiles = (_int4_tiles if shape.kernel == "int4" else _int8_tiles)(shape, capability)
-    if shape.kernel != "int8":  # sums in floating point: their order must not change
+    if shape.kernel != "int8":  # the order of floating-point sums must not change
         tiles = list(dict.fromkeys(tile._replace(split_k=1) for tile in tiles))
     if shape.kernel == "fp8" and capability >= 90:  # below 64 channels Triton multiplies in fp16
         tiles = [tile for tile in tiles if tile.n >= 64]
@@ -72,8 +77,10 @@ def candidates(shape: Shape, capability: int) -> list[Choice]:
 
 
 def _with_fused(shape: Shape, found: list[Choice]) -> list[Choice]:
-    """Where it may pay by ops.triton_kernels.small_batch's estimate. To be measured: by rule it is
-    never taken."""
+    """Adds fused choices if ops.triton_kernels.small_batch's estimate allows a gain.
+
+    They are only taken if measured, never by rule.
+    """
     fused = [
         Choice(FUSED, tile)
         for _, tile in found
@@ -85,17 +92,17 @@ def _with_fused(shape: Shape, found: list[Choice]) -> list[Choice]:
 
 
 def _fits(shape: Shape, tile: Tile) -> bool:
-    """Split sums have a scratch of a fixed size."""
+    """Returns whether the split sums fit their scratch memory, which has a fixed size."""
     tiles = triton.cdiv(shape.rows, tile.m) * triton.cdiv(shape.num_out, tile.n)
     return tile.split_k == 1 or tiles * tile.m * tile.n <= MAX_SPLIT_SUMS
 
 
-# Programs that keep an H200 busy; fewer split K.
+# The number of programs that keep an H200 busy; with fewer, K is split.
 _FULL = 132
 
 
 def _split(shape: Shape, tile: Tile) -> Tile:
-    """With so many parts of K that there are programs enough, each with four blocks at least."""
+    """Returns the tile with K split into enough programs, each with at least four blocks."""
     tiles = triton.cdiv(shape.rows, tile.m) * triton.cdiv(shape.num_out, tile.n)
     parts = min(_FULL * 3 // 2 // tiles, triton.cdiv(shape.num_in, tile.k) // 4, 8)
     split = tile._replace(split_k=max(1, parts))
@@ -125,7 +132,7 @@ def _int8_tiles(shape: Shape, capability: int) -> list[Tile]:
             Tile(64, 256, 128, 8, 4),
         ]
     else:
-        # two programs of the square tile on an SM: one stores while the other multiplies
+        # of two programs with square tiles on an SM, one stores while the other multiplies
         square = [Tile(128, 128, 128, 8, 3), Tile(128, 128, 128, 8, 5), Tile(128, 128, 128, 4, 3)]
         wide = [Tile(128, 256, 128, 8, 4), Tile(128, 256, 128, 8, 3, group_m=16)]
         fills = triton.cdiv(shape.rows, 128) * triton.cdiv(shape.num_out, 256) >= _FULL
@@ -134,7 +141,7 @@ def _int8_tiles(shape: Shape, capability: int) -> list[Tile]:
 
 
 def _streams(shape: Shape, capability: int) -> list[Tile]:
-    """Weights in tiles of n x k bytes, for up to 16 rows; the wider ones where n is large."""
+    """Returns tiles of n x k bytes of weights for up to 16 rows; wide ones first for large N."""
     m, deep = (8 if shape.rows <= 8 else 16), capability != 89
     tiles = [
         Tile(m, 32, 512, 4, 5 if deep else 4, swap=True),
@@ -150,7 +157,7 @@ def _streams(shape: Shape, capability: int) -> list[Tile]:
 
 
 def _int4_tiles(shape: Shape, capability: int) -> list[Tile]:
-    """k: bytes of packed codes a step, as many as are worth the wait."""
+    """Returns tiles for 4-bit weights; k is the bytes of packed codes per iteration."""
     m = min(max(shape.rows, 8), 128)
     if m <= 16:
         deep = 4 if capability != 89 else 3
@@ -168,13 +175,13 @@ class Table:
     """Measured choices of one device, by shape."""
 
     def __init__(self, path: Path, about: dict[str, str]) -> None:
-        """about: the device and versions for which alone they hold."""
+        """about: the device and versions for which the measurements are valid."""
         self.path, self.about = path, about
         self._lines: dict[str, object] = {}
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["format"] != FORMAT or content["about"] != about:
-                raise ValueError("of another device or version")
+                raise ValueError("it is for another device or version")
             self._lines = dict(content["choices"])
         except FileNotFoundError:
             pass
@@ -191,14 +198,14 @@ class Table:
         return None
 
     def has(self, shape: Shape) -> bool:
-        """Whether it was measured."""
+        """Returns whether the shape was measured."""
         return _key(shape) in self._lines
 
     def put(self, shape: Shape, choice: Choice) -> None:
         self._lines[_key(shape)] = [choice.implementation, list(choice.tile)]
 
     def save(self) -> None:
-        """Whole or not at all. OSError if it cannot be written."""
+        """Writes the file atomically. OSError if it cannot be written."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         content = {"format": FORMAT, "about": self.about, "choices": self._lines}
         handle, name = tempfile.mkstemp(dir=self.path.parent, suffix=".tmp")
@@ -218,7 +225,7 @@ def _key(shape: Shape) -> str:
 
 
 def cache_folder() -> Path:
-    """Ours in the user's cache."""
+    """Returns this program's folder in the user's cache."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "mergestep"
 
@@ -227,7 +234,7 @@ _tables: dict[torch.device, Table] = {}
 
 
 def table(device: torch.device) -> Table:
-    """The device's, read once."""
+    """Returns the device's table, which is read once."""
     if device not in _tables:
         about = {
             "device": torch.cuda.get_device_name(device),
@@ -240,7 +247,7 @@ def table(device: torch.device) -> Table:
 
 
 def choose(shape: Shape, device: torch.device) -> Choice:
-    """What was measured to be best, or the guess by rule."""
+    """Returns the fastest measured choice, or the one by rule."""
     if device.type != "cuda":
         return candidates(shape, 90)[0]
     among = candidates(shape, architecture(device))
@@ -248,7 +255,7 @@ def choose(shape: Shape, device: torch.device) -> Choice:
 
 
 class Job(NamedTuple):
-    """Something to measure. run: the product with a choice; the same result with each."""
+    """A measurement. run computes the product with a choice, with the same result for each."""
 
     shape: Shape
     run: Callable[[Choice], torch.Tensor]
@@ -256,15 +263,15 @@ class Job(NamedTuple):
 
 
 def tune(jobs: Iterable[Job], device: torch.device, *, budget_s: float = 120.0) -> dict[Shape, str]:
-    """Measures every candidate of the jobs, keeps the best in the table and the file.
+    """Measures every candidate of the jobs and stores the best in the table and its file.
 
-    Stops at the first job that would begin after budget_s. Returns a line about each job.
-    RuntimeError without a device. Layers that have run keep the choices they made before.
+    It stops at the first job that would begin after budget_s. Returns a line about each job.
+    RuntimeError without a device. Layers that have already run keep their earlier choices.
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         raise RuntimeError("there is no CUDA device to measure on")
-    end, told = time.monotonic() + budget_s, {}
-    # What stays in the L2 cache from one run to the next would flatter all.
+    end, lines = time.monotonic() + budget_s, {}
+    # Data left in the L2 cache by the previous run would make every candidate look faster.
     flush = torch.empty(256 << 20, dtype=torch.int8, device=device)
     for job in jobs:
         if time.monotonic() > end:
@@ -274,14 +281,14 @@ def tune(jobs: Iterable[Job], device: torch.device, *, budget_s: float = 120.0) 
         if times:
             best = min(times, key=times.__getitem__)
             table(device).put(job.shape, best)
-            told[job.shape] = f"{best}: {times[best]:.4f} ms, by rule {times.get(among[0], 0):.4f}"
-            logger.info("%s: %s", _key(job.shape), told[job.shape])
+            lines[job.shape] = f"{best}: {times[best]:.4f} ms, by rule {times.get(among[0], 0):.4f}"
+            logger.info("%s: %s", _key(job.shape), lines[job.shape])
     table(device).save()
-    return told
+    return lines
 
 
 def _times(job: Job, among: Sequence[Choice], flush: torch.Tensor) -> dict[Choice, float]:
-    """ms of each candidate that runs and gives what the first one gives."""
+    """Returns the ms of each candidate that runs and agrees with the first one."""
     times: dict[Choice, float] = {}
     first: torch.Tensor | None = None
     for choice in among:
@@ -300,7 +307,7 @@ def _times(job: Job, among: Sequence[Choice], flush: torch.Tensor) -> dict[Choic
 
 
 def agrees(found: torch.Tensor, want: torch.Tensor, *, is_exact: bool) -> bool:
-    """Bit by bit, or within 1 % of the largest."""
+    """Returns whether results are equal in all bits, or within 1 % of the largest."""
     if is_exact:
         return torch.equal(found, want)
     far = (found.float() - want.float()).abs().max()
@@ -308,7 +315,7 @@ def agrees(found: torch.Tensor, want: torch.Tensor, *, is_exact: bool) -> bool:
 
 
 def measure(run: Callable[[], object], flush: torch.Tensor, repeats: int = 9) -> float:
-    """Median time on the device in ms, with a cold L2 cache, as a graph: as the engine's steps."""
+    """Returns the median time in ms with a cold L2 cache, in a graph like the engine's steps."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
